@@ -15,12 +15,12 @@ from typing import Any
 import torch.distributed as dist
 
 import vtp_plugin
-from vtp_plugin.checkpoint.whole import sync
+from vtp_plugin.checkpoint.save.atomic_dir import sync
 from vtp_plugin.config import VtpConfig
-from vtp_plugin.hosts import find_host
+from vtp_plugin.host.patching import apply_records
+from vtp_plugin.host.versions import find_host
 from vtp_plugin.patches.hosts import load_host
 from vtp_plugin.patches.registry import platform_records
-from vtp_plugin.patching import apply_records
 from vtp_plugin.session import Session
 
 _SCRIPT = Path(__file__).resolve().parent.parent / "examples" / "pretrain_gpt.py"

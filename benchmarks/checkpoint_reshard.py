@@ -12,7 +12,7 @@ import threading
 import time
 from pathlib import Path
 
-from vtp_plugin.checkpoint.whole import sync
+from vtp_plugin.checkpoint.save.atomic_dir import sync
 
 _SAMPLE_S = 0.005
 
@@ -30,7 +30,7 @@ def main() -> None:
     """Write a checkpoint again, and print as JSON what that took beyond the imports."""
     import torch.distributed.checkpoint
 
-    import vtp_plugin.offline.reshard
+    import vtp_plugin.checkpoint.tools.reshard
     from vtp_plugin.cli import main as run
 
     del torch, vtp_plugin

@@ -14,15 +14,15 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.ranks import TIMEOUT_S, Stages
-from vtp_plugin.boundary.channel_spec import ChannelSpec
-from vtp_plugin.boundary.memory import local_slices
-from vtp_plugin.boundary.side import Shape, Side
+from vtp_plugin.plan.boundary.channel_spec import ChannelSpec
+from vtp_plugin.plan.boundary.endpoint import Shape, Side
+from vtp_plugin.plan.boundary.local_slices import local_slices
 from vtp_plugin.platform.cpu import CpuPlatform
+from vtp_plugin.runtime.comm.channel import Channel
+from vtp_plugin.runtime.comm.process_groups import open_group
+from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.runtime.step.communicator import open_channels
 from vtp_plugin.runtime.step.links import ChannelLink
-from vtp_plugin.runtime.wire.channel import Channel
-from vtp_plugin.runtime.wire.process_groups import open_group
-from vtp_plugin.runtime.wire.tensor_format import TensorFormat
 
 DTYPE = torch.float32
 Exchange = Callable[[torch.Tensor | None, Shape], torch.Tensor | None]

@@ -38,10 +38,10 @@ from tests.multiproc.elastic import Cluster, undisturbed
 from tests.multiproc.fault_log import read_log, require_losses, require_samples
 from tests.multiproc.faulty_gpt import CABLE, KINDS, LOG, PHASES
 from tests.multiproc.hosts_apart import Network, why_not
-from vtp_plugin.fit.ask import Ask
-from vtp_plugin.fit.cards import Node
-from vtp_plugin.fit.choose import fit
-from vtp_plugin.ground.values import format_value
+from vtp_plugin.config.parse_values import format_value
+from vtp_plugin.tune.fit.available_cards import Node
+from vtp_plugin.tune.fit.constraints import Ask
+from vtp_plugin.tune.fit.fit_layout import fit
 
 SCRIPT = "tests/multiproc/faulty_gpt.py"
 _CARDS = (("a", 0), ("a", 1), ("b", 0))

@@ -26,9 +26,9 @@ from pathlib import Path
 
 from benchmarks.emulated import ROOT, Seat, run_ranks
 from benchmarks.reality import TRAINING, read_asked
-from vtp_plugin.search.judge import judge
-from vtp_plugin.search.question import Kind
-from vtp_plugin.search.stage import work_of
+from vtp_plugin.tune.search.evaluate import judge
+from vtp_plugin.tune.search.problem import Kind
+from vtp_plugin.tune.search.stage_cost import work_of
 
 NUM_LAYERS, NUM_MICROBATCHES = 4, 8
 NUM_WARM, NUM_STEPS = 2, 6

@@ -27,8 +27,8 @@ from benchmarks.published_plans import Plan, plan_of, read_plan, show_plan
 from benchmarks.published_quoted import CLUSTERS, QUOTED
 from benchmarks.published_richer import Richer
 from benchmarks.published_theirs import Theirs
-from vtp_plugin.search.fastest import fastest
-from vtp_plugin.search.question import Question
+from vtp_plugin.tune.search.fastest import fastest
+from vtp_plugin.tune.search.problem import Question
 
 # Layouts of ours that their simulator may choose from.
 _NUM_BEST = 5

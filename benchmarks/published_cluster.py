@@ -20,11 +20,11 @@ from statistics import mean
 from typing import Any
 
 from vtp_plugin.cli import search
-from vtp_plugin.cli.asked import Asked, read_question
 from vtp_plugin.cli.parser import Parser
-from vtp_plugin.cluster.machines import Card, Cluster, Links, Nodes, Time
-from vtp_plugin.cluster.speed import Link
-from vtp_plugin.search.question import HeldBytes, Shape
+from vtp_plugin.cli.search_request import Asked, read_question
+from vtp_plugin.tune.cluster.machines import Card, Cluster, Links, Nodes, Time
+from vtp_plugin.tune.cluster.speed import Link
+from vtp_plugin.tune.search.problem import HeldBytes, Shape
 
 KINDS = ("A100-40", "V100-16")
 MICRO_SIZES = (1, 2, 4, 8)

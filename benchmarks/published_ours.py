@@ -12,10 +12,10 @@ from dataclasses import replace
 
 from benchmarks.published_cluster import Artifact
 from benchmarks.published_plans import Plan, Stage
-from vtp_plugin.cluster.speed import Speed
-from vtp_plugin.search.judge import judge
-from vtp_plugin.search.question import Kind, Pool, Question, Shape
-from vtp_plugin.search.stage import Works
+from vtp_plugin.tune.cluster.speed import Speed
+from vtp_plugin.tune.search.evaluate import judge
+from vtp_plugin.tune.search.problem import Kind, Pool, Question, Shape
+from vtp_plugin.tune.search.stage_cost import Works
 
 
 def samples_per_s(artifact: Artifact, question: Question, plan: Plan) -> float | None:

@@ -12,7 +12,7 @@ import re
 from itertools import groupby
 from typing import NamedTuple
 
-from vtp_plugin.search.judge import Choice
+from vtp_plugin.tune.search.evaluate import Choice
 
 
 class Replica(NamedTuple):

@@ -13,9 +13,9 @@ from dataclasses import replace
 
 from benchmarks.published_cluster import Artifact, held_bytes
 from benchmarks.published_plans import Plan, Replica, Stage
-from vtp_plugin.cluster.speed import Speed
-from vtp_plugin.search.judge import Choice
-from vtp_plugin.search.question import HeldBytes, Pool, Question, Shape
+from vtp_plugin.tune.cluster.speed import Speed
+from vtp_plugin.tune.search.evaluate import Choice
+from vtp_plugin.tune.search.problem import HeldBytes, Pool, Question, Shape
 
 # With more only numbers of replicas count that divide the samples.
 _MOST_CARDS = 64

@@ -34,14 +34,14 @@ from typing import Any
 from benchmarks.emulated import ROOT, Seat, run_ranks
 from benchmarks.wan.link import LinkUnavailableError, Site, WanLink
 from vtp_plugin.cli import search
-from vtp_plugin.cli.asked import Asked, read_question
 from vtp_plugin.cli.parser import Parser
-from vtp_plugin.cluster.read import read_cluster
-from vtp_plugin.layout.pipeline import PipelineLayout
-from vtp_plugin.search.fastest import fastest
-from vtp_plugin.search.judge import Choice, judge
-from vtp_plugin.search.question import Kind
-from vtp_plugin.search.stage import Works
+from vtp_plugin.cli.search_request import Asked, read_question
+from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
+from vtp_plugin.tune.cluster.read_cluster import read_cluster
+from vtp_plugin.tune.search.evaluate import Choice, judge
+from vtp_plugin.tune.search.fastest import fastest
+from vtp_plugin.tune.search.problem import Kind
+from vtp_plugin.tune.search.stage_cost import Works
 
 # Seconds that a layer's forward pass waits, for one sample.
 KINDS = {"new": 0.020, "half": 0.040, "quarter": 0.080, "eighth": 0.160}

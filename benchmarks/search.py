@@ -13,9 +13,9 @@ import argparse
 import time
 from collections.abc import Sequence
 
-from vtp_plugin.cluster.speed import Link, Speed
-from vtp_plugin.search.fastest import fastest
-from vtp_plugin.search.question import Pool, Question, Shape
+from vtp_plugin.tune.cluster.speed import Link, Speed
+from vtp_plugin.tune.search.fastest import fastest
+from vtp_plugin.tune.search.problem import Pool, Question, Shape
 
 _NUM_LAYERS = 96
 _LAYER_S = 0.01

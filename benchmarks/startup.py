@@ -23,15 +23,15 @@ import time
 import tracemalloc
 
 from benchmarks.startup_world import STARTS, start
-from vtp_plugin.boundary.channel_spec import _prototype, distinct_plans
-from vtp_plugin.boundary.check import require_valid
-from vtp_plugin.boundary.header import HeaderCodec
-from vtp_plugin.boundary.pipeline import pipeline_boundaries
-from vtp_plugin.boundary.strategies.rules import TransportRules
-from vtp_plugin.boundary.tied import tied_weight_specs
-from vtp_plugin.layout.channel import Direction
-from vtp_plugin.layout.groups import rank_generators
-from vtp_plugin.layout.pipeline import PipelineLayout
+from vtp_plugin.plan.boundary.channel_spec import _prototype, distinct_plans
+from vtp_plugin.plan.boundary.check_boundary import require_valid
+from vtp_plugin.plan.boundary.header import HeaderCodec
+from vtp_plugin.plan.boundary.pipeline_boundaries import pipeline_boundaries
+from vtp_plugin.plan.boundary.strategies.transport_rules import TransportRules
+from vtp_plugin.plan.boundary.tied_channels import tied_weight_specs
+from vtp_plugin.plan.layout.channel_id import Direction
+from vtp_plugin.plan.layout.groups import rank_generators
+from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 
 _NUM_RUNS = 5
 _MESSAGE_BYTES = 16 << 20

@@ -101,7 +101,7 @@ def _train(words: list[str]) -> None:
     from megatron.core.transformer.transformer_block import TransformerBlock
     from megatron.training import training
 
-    from vtp_plugin.runtime.wire import transfers
+    from vtp_plugin.runtime.comm import transfers
 
     rank, num_steps = int(os.environ["RANK"]), 0
     train_step, packed, forward = training.train_step, transfers._packed, TransformerBlock.forward

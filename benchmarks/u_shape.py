@@ -3,10 +3,10 @@
     python -m benchmarks.u_shape            the table
     python -m benchmarks.u_shape --quick    a small grid
 
-Measured steps: ``benchmarks/u_shape_wan.py``. All figures here are simulations (``vtp_plugin.schedule.cost.simulate``):
-durations are exact, bandwidth has no limit, sending and receiving cost no compute and every message leaves as soon as
-it is there. Unit of time is t_f, the forward of one of the edge's two parts; a backward takes twice its forward. L is
-the one-way latency of every link from or to stage 0.
+Measured steps: ``benchmarks/u_shape_wan.py``. All figures here are simulations
+(``vtp_plugin.plan.schedule.cost.simulator``): durations are exact, bandwidth has no limit, sending and receiving cost
+no compute and every message leaves as soon as it is there. Unit of time is t_f, the forward of one of the edge's two
+parts; a backward takes twice its forward. L is the one-way latency of every link from or to stage 0.
 
 Compared are, with the same total work and the same 6 t_f of work for a microbatch on every one of the P stages:
 
@@ -34,15 +34,15 @@ from dataclasses import dataclass, replace
 from itertools import groupby, product
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.schedule.cost.bounds import in_flight_needed, lower_bound
-from vtp_plugin.schedule.cost.chain import make_chain
-from vtp_plugin.schedule.cost.costs import Costs, u_costs, uniform_costs
-from vtp_plugin.schedule.cost.simulate import simulate
-from vtp_plugin.schedule.make.generate import interleaved_one_f_one_b
-from vtp_plugin.schedule.make.u_shape import plan_u_shape, reference_u_shape
-from vtp_plugin.schedule.order.actions import Op
-from vtp_plugin.schedule.order.placement import interleaved_placement, u_placement
-from vtp_plugin.schedule.order.schedule import Schedule
+from vtp_plugin.plan.schedule.cost.costs import Costs, u_costs, uniform_costs
+from vtp_plugin.plan.schedule.cost.microbatch_route import make_chain
+from vtp_plugin.plan.schedule.cost.simulator import simulate
+from vtp_plugin.plan.schedule.cost.step_bounds import in_flight_needed, lower_bound
+from vtp_plugin.plan.schedule.make.generate import interleaved_one_f_one_b
+from vtp_plugin.plan.schedule.make.u_shape import plan_u_shape, reference_u_shape
+from vtp_plugin.plan.schedule.order.actions import Op
+from vtp_plugin.plan.schedule.order.placement import interleaved_placement, u_placement
+from vtp_plugin.plan.schedule.order.schedule import Schedule
 
 OURS, OURS_NEED = "ours, limit m", "ours, limit need+2"
 REFERENCE = "reference"

@@ -38,13 +38,13 @@ from benchmarks.u_shape_wan_plot import draw
 from benchmarks.u_shape_wan_results import OURS, REFERENCE, Row
 from benchmarks.wan.link import LinkUnavailableError
 from benchmarks.wan.steps import Job, Outcome, run_jobs
-from vtp_plugin.schedule.cost.costs import Costs, u_costs
-from vtp_plugin.schedule.cost.simulate import choose_lookahead, simulate
-from vtp_plugin.schedule.make.limits import choose_limits
-from vtp_plugin.schedule.make.u_shape import plan_u_shape, reference_u_shape
-from vtp_plugin.schedule.order.lower import lower
-from vtp_plugin.schedule.order.placement import u_placement
-from vtp_plugin.schedule.order.schedule import Schedule
+from vtp_plugin.plan.schedule.cost.costs import Costs, u_costs
+from vtp_plugin.plan.schedule.cost.simulator import choose_lookahead, simulate
+from vtp_plugin.plan.schedule.make.limits import choose_limits
+from vtp_plugin.plan.schedule.make.u_shape import plan_u_shape, reference_u_shape
+from vtp_plugin.plan.schedule.order.lower import lower
+from vtp_plugin.plan.schedule.order.placement import u_placement
+from vtp_plugin.plan.schedule.order.schedule import Schedule
 
 T_F_S = 0.04
 CLOUD = 2.0

@@ -6,7 +6,7 @@
 
 Real steps against the simulation: ``python -m benchmarks.unequal_dp_real --output docs`` (docs/unequal-dp-measured.md).
 
-All figures are simulations (``vtp_plugin.schedule.cost.simulate``): durations are exact, bandwidth has no limit,
+All figures are simulations (``vtp_plugin.plan.schedule.cost.simulator``): durations are exact, bandwidth has no limit,
 sending and receiving cost no compute and every message leaves as soon as it is there. Stage 0, the edge, has one
 replica, each of the P - 1 cloud stages has k. Unit of time is t_f: the edge works 6 t_f for a microbatch, 2 t_f of it
 forward. The load of the cloud is its work for a microbatch per replica, in units of the edge's: at 1 all stages are
@@ -41,15 +41,15 @@ from pathlib import Path
 
 from benchmarks.unequal_dp_plot import draw
 from benchmarks.unequal_dp_results import MULTIPLEX, PLAIN, PLAIN_SAME, SPLIT, U_LIMIT, Case, Result, U
-from vtp_plugin.schedule.cost.bounds import in_flight_needed, lower_bound
-from vtp_plugin.schedule.cost.chain import make_chain
-from vtp_plugin.schedule.cost.costs import Costs, split_costs
-from vtp_plugin.schedule.cost.simulate import simulate
-from vtp_plugin.schedule.make.generate import one_f_one_b, one_f_one_b_limits
-from vtp_plugin.schedule.make.u_shape import plan_u_shape
-from vtp_plugin.schedule.order.actions import Op
-from vtp_plugin.schedule.order.placement import Placement, plain_placement
-from vtp_plugin.schedule.order.schedule import Schedule
+from vtp_plugin.plan.schedule.cost.costs import Costs, split_costs
+from vtp_plugin.plan.schedule.cost.microbatch_route import make_chain
+from vtp_plugin.plan.schedule.cost.simulator import simulate
+from vtp_plugin.plan.schedule.cost.step_bounds import in_flight_needed, lower_bound
+from vtp_plugin.plan.schedule.make.generate import one_f_one_b, one_f_one_b_limits
+from vtp_plugin.plan.schedule.make.u_shape import plan_u_shape
+from vtp_plugin.plan.schedule.order.actions import Op
+from vtp_plugin.plan.schedule.order.placement import Placement, plain_placement
+from vtp_plugin.plan.schedule.order.schedule import Schedule
 
 LATENCIES = (0.0, 1.0, 2.0, 4.0, 8.0)
 LOADS = (0.5, 1.0, 2.0)

@@ -35,9 +35,9 @@ from pathlib import Path
 from benchmarks.unequal_dp_results import MULTIPLEX, PER_REPLICA, PLAIN, SPLIT, Case, U
 from benchmarks.wan.link import LinkUnavailableError
 from benchmarks.wan.steps import Job, Outcome, run_jobs
-from vtp_plugin.schedule.cost.costs import Costs, split_costs
-from vtp_plugin.schedule.cost.simulate import simulate
-from vtp_plugin.schedule.make.choose import ScheduleRequest, make_schedule
+from vtp_plugin.plan.schedule.cost.costs import Costs, split_costs
+from vtp_plugin.plan.schedule.cost.simulator import simulate
+from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
 
 T_F_S = 0.04
 MBIT = 1000.0

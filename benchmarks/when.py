@@ -22,11 +22,11 @@ from typing import Any
 
 from benchmarks import svg
 from vtp_plugin.cli import search
-from vtp_plugin.cli.asked import Asked, read_question
 from vtp_plugin.cli.parser import Parser
-from vtp_plugin.cluster.read import parse_cluster
-from vtp_plugin.cluster.table import Table
-from vtp_plugin.search.fastest import fastest
+from vtp_plugin.cli.search_request import Asked, read_question
+from vtp_plugin.tune.cluster.read_cluster import parse_cluster
+from vtp_plugin.tune.cluster.toml_table import Table
+from vtp_plugin.tune.search.fastest import fastest
 
 SLOWER, SMALLER = (1, 2, 4, 8), (1, 4, 8)
 # Cards of the two new nodes, and of the two old ones.

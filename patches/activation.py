@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 
 from vtp_plugin.errors import PatchError, refuse
-from vtp_plugin.hosts import find_host
+from vtp_plugin.host.patching import Record, apply_records
+from vtp_plugin.host.versions import find_host
 from vtp_plugin.patches.hosts import MegatronHost
-from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.patches.registry import list_moments, platform_records, records_at
-from vtp_plugin.patching import Record, apply_records
 from vtp_plugin.session import Session
 from vtp_plugin.session.notices import warn_of_unreached, warn_of_untried
 

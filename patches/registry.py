@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any, Final
 
 from vtp_plugin.config import VtpConfig
+from vtp_plugin.host.patching import Declared, Record, declared
 from vtp_plugin.patches.hosts import MegatronHost
-from vtp_plugin.patches.moment import Moment
-from vtp_plugin.patching import Declared, Record, declared
+from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.session import Session
 
 PINS: Final = Path(__file__).with_name("pins.json")
-"""Digests of the sources that the patches were written against (``vtp_plugin.patching.pins``)."""
+"""Digests of the sources that the patches were written against (``vtp_plugin.host.patching.pins``)."""
 
 MODULES: Final[Mapping[Moment, tuple[str, ...]]] = {
     Moment.COMMAND_LINE: ("training.arguments", "training.stored_arguments", "core.utils"),
@@ -36,14 +36,14 @@ MODULES: Final[Mapping[Moment, tuple[str, ...]]] = {
         "core.models.common.language_module.language_module",
         "core.transformer.multi_latent_attention",
         "core.transformer.dot_product_attention",
-        "core.optimizer.marks",
+        "core.optimizer.sharding_marks",
     ),
     Moment.LIST: (
         "core.parallel_state",
         "core.timers",
         "core.pipeline_parallel.schedules",
         "training.checkpointing",
-        "training.saving",
+        "training.atomic_checkpoint",
         "core.dist_checkpointing.strategies.filesystem_async",
         "core.dist_checkpointing.strategies.torch",
         "core.dist_checkpointing.strategies.common",

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from vtp_plugin.ground.flag import Flag
-    from vtp_plugin.hosts import Capability, Host
-    from vtp_plugin.patching import Record
+    from vtp_plugin.config.flag import Flag
+    from vtp_plugin.host.patching import Record
+    from vtp_plugin.host.versions import Capability, Host
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 NOTE = "<!-- Written by scripts/make_docs.py; change the source and run it again. -->"
@@ -38,15 +38,15 @@ SITES_INTRO = """\
 # Arguments that may differ
 
 At start-up every rank states its arguments, and a run in which two differ ends before it begins. These are left out of
-the statement (`vtp_plugin/options/checks/sites.py`), and so are these of the plugin's own (`vtp_plugin/config`):
+the statement (`vtp_plugin/host/rules/checks/sites.py`), and so are these of the plugin's own (`vtp_plugin/config`):
 """
 VERSIONS_INTRO = """\
 # Versions of Megatron
 
-What was run with which family of versions, on CPUs and over gloo (`vtp_plugin/hosts/table.py`). 0.15 belongs to 0.16.
-With 0.19 it was torch 2.14.1, before that 2.15, with 0.18 and 0.17 torch 2.15 (CUDA builds without a driver), with 0.16
-torch 2.6, with 0.12 torch 2.7.1.
-`apply()` warns of what was not run. What is refused ends the run at its start, with the way out.
+What was run with which family of versions, on CPUs and over gloo (`vtp_plugin/host/versions/known_versions.py`). 0.15
+belongs to 0.16. With 0.19 it was torch 2.14.1, before that 2.15, with 0.18 and 0.17 torch 2.15 (CUDA builds without a
+driver), with 0.16 torch 2.6, with 0.12 torch 2.7.1. `apply()` warns of what was not run. What is refused ends the run
+at its start, with the way out.
 """
 PATCHES_INTRO = """\
 # Patches
@@ -121,8 +121,8 @@ def stale(texts: Mapping[str, str], folder: Path) -> list[str]:
 
 def render() -> dict[str, str]:
     """Return the text of every file that is generated, or has generated parts, by its name."""
-    from vtp_plugin.options.table.mindspeed import MINDSPEED_RULES
-    from vtp_plugin.options.table.show import format_markdown
+    from vtp_plugin.host.rules.table.markdown import format_markdown
+    from vtp_plugin.host.rules.table.rows_mindspeed import MINDSPEED_RULES
 
     return {
         "flags.md": f"{FLAGS_INTRO}\n{NOTE}\n{_flags()}",
@@ -167,12 +167,15 @@ def fill(text: str, parts: Mapping[str, str]) -> str:
 
 
 def _layers() -> str:
-    """Return the layers of the import rules, the highest first; rooms of a part in braces, the highest first."""
-    from tests.import_rules import LAYERS, PURE_PARTS, ROOMS
+    """Return the layers of the import rules, the highest first; packages of a package in braces, the highest first."""
+    from tests.import_rules import INNER_LAYERS, LAYERS, PURE_PARTS
 
-    def show(part: str) -> str:
-        rooms = " > ".join(", ".join(sorted(layer)) for layer in reversed(ROOMS.get(part, ())))
-        return f"{part}{'*' if part in PURE_PARTS else ''}" + (f" {{{rooms}}}" if rooms else "")
+    def show(name: str, package: str = "") -> str:
+        whole = f"{package}.{name}" if package else name
+        folder = DOCS.parent.joinpath("vtp_plugin", *whole.split("."))
+        packages = [[one for one in sorted(layer) if (folder / one).is_dir()] for layer in INNER_LAYERS.get(whole, ())]
+        inside = " > ".join(", ".join(show(one, whole) for one in layer) for layer in reversed(packages) if layer)
+        return f"{name}{'*' if whole in PURE_PARTS else ''}" + (f" {{{inside}}}" if inside else "")
 
     lines = ["   ".join(map(show, sorted(layer))) for layer in reversed(LAYERS)]
     return "\n".join(["```text", *lines, "```"])
@@ -180,8 +183,8 @@ def _layers() -> str:
 
 def _hosts() -> str:
     """Return what was run with which family of Megatron versions, the newest family first."""
-    from vtp_plugin.hosts import HOSTS
-    from vtp_plugin.hosts.table import CAPABILITIES
+    from vtp_plugin.host.versions import HOSTS
+    from vtp_plugin.host.versions.known_versions import CAPABILITIES
 
     newest_first = HOSTS[::-1]
     rows = [(row.what, *(_ran(row, host) for host in newest_first), f"`{row.shown_by}`") for row in CAPABILITIES]
@@ -190,7 +193,7 @@ def _hosts() -> str:
 
 def _ran(row: Capability, host: Host) -> str:
     """Say whether a family ran something, and what else there is to say of it."""
-    from vtp_plugin.hosts.lookup import is_run_with, lacking
+    from vtp_plugin.host.versions.lookup import is_run_with, lacking
 
     if not is_run_with(row, host):
         return row.said_of(host.first)
@@ -207,9 +210,9 @@ def _value(flag: Flag) -> str:
 
 def _flags() -> str:
     """Return a table of flags for each of their groups, and one of the keys of ``--vtp-costs``."""
-    from vtp_plugin.ground.flag import FlagGroup
-    from vtp_plugin.options.flags import VTP_FLAGS
-    from vtp_plugin.schedule.cost.stated import COST_KEYS
+    from vtp_plugin.config.flag import FlagGroup
+    from vtp_plugin.config.vtp_flags import VTP_FLAGS
+    from vtp_plugin.plan.schedule.cost.cost_text import COST_KEYS
 
     texts = []
     for group in FlagGroup:
@@ -238,9 +241,9 @@ def _core_only() -> str:
 
 def _crossing() -> dict[str, str]:
     """Return the closed lists of what crosses between sites."""
-    from vtp_plugin.boundary.cargo import CARGO_FORMS
-    from vtp_plugin.runtime.life.disclosure import SHARED_NAMES
-    from vtp_plugin.runtime.life.store import Topic
+    from vtp_plugin.plan.boundary.message_kind import CARGO_FORMS
+    from vtp_plugin.runtime.health.redaction import SHARED_NAMES
+    from vtp_plugin.runtime.health.store import Topic
 
     return {
         "what crosses": _table(("kind", "form"), [(kind.value, form) for kind, form in CARGO_FORMS.items()]),
@@ -277,15 +280,15 @@ def _sliced_over_rank0() -> str:
 
 def _pictures() -> dict[str, str]:
     """Return the pictures that need no measurement."""
-    from vtp_plugin.boundary.strategies.rules import TransportRules
-    from vtp_plugin.layout.pipeline import PipelineLayout
-    from vtp_plugin.pictures.draw_pipeline import draw_pipeline
-    from vtp_plugin.pictures.draw_timeline import draw_svg
-    from vtp_plugin.schedule.cost.bounds import in_flight_needed
-    from vtp_plugin.schedule.cost.costs import u_costs
-    from vtp_plugin.schedule.cost.simulate import simulate
-    from vtp_plugin.schedule.make.u_shape import plan_u_shape
-    from vtp_plugin.schedule.order.placement import u_placement
+    from vtp_plugin.plan.boundary.strategies.transport_rules import TransportRules
+    from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
+    from vtp_plugin.plan.schedule.cost.costs import u_costs
+    from vtp_plugin.plan.schedule.cost.simulator import simulate
+    from vtp_plugin.plan.schedule.cost.step_bounds import in_flight_needed
+    from vtp_plugin.plan.schedule.make.u_shape import plan_u_shape
+    from vtp_plugin.plan.schedule.order.placement import u_placement
+    from vtp_plugin.report.pictures.draw_pipeline import draw_pipeline
+    from vtp_plugin.report.pictures.draw_timeline import draw_svg
 
     unequal = PipelineLayout.from_sizes((2, 3), world_size=5)
     costs = u_costs(3, cloud=2.0, latency=1.0)
@@ -313,15 +316,15 @@ def _every_option() -> str:
     """Return the verdicts on all options of Megatron."""
     from tests.options.page import render
     from tests.options.parsers import options_of
-    from vtp_plugin.hosts import HOSTS
+    from vtp_plugin.host.versions import HOSTS
 
     return render(options_of(_parser()), HOSTS[-1].name)
 
 
 def _sites() -> str:
     """Return the arguments that may differ, as flags, one section for each reason."""
-    from vtp_plugin.options.checks.sites import EDGE_ARGUMENTS, LOCAL_ARGUMENTS
-    from vtp_plugin.options.flags import VTP_FLAGS
+    from vtp_plugin.config.vtp_flags import VTP_FLAGS
+    from vtp_plugin.host.rules.checks.sites import EDGE_ARGUMENTS, LOCAL_ARGUMENTS
 
     flags = {action.dest: f"`{action.option_strings[0]}`" for action in _parser()._actions if action.option_strings}
     sections = {
@@ -348,9 +351,9 @@ def record_sections() -> dict[str, Sequence[Record]]:
     """Return all records, by the moment at which they apply."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron's, about packages that it can do without
-        from vtp_plugin.hosts import HOSTS, capability
+        from vtp_plugin.host.versions import HOSTS, capability
         from vtp_plugin.patches.hosts import load_host
-        from vtp_plugin.patches.moment import Moment
+        from vtp_plugin.patches.patch_set import Moment
         from vtp_plugin.patches.registry import declared_at
 
         # The family that the records are written for, and those before it.
@@ -376,8 +379,8 @@ def _identity(record: Record) -> tuple[str, ...]:
 
 def _fields() -> str:
     """Return what becomes of every field of a published config, and in which families."""
-    from vtp_plugin.published.fields import known_fields
-    from vtp_plugin.published.table import FAMILIES
+    from vtp_plugin.checkpoint.hf.all_families import FAMILIES
+    from vtp_plugin.checkpoint.hf.read_config import known_fields
 
     found: dict[tuple[str, str], list[str]] = {}
     for name, family in FAMILIES.items():
@@ -394,9 +397,9 @@ def _fields() -> str:
 def _kept() -> str:
     """Return what modules keep, in a model that has each of them."""
     from vtp_plugin.cli.boundaries import format_bytes
-    from vtp_plugin.footprint.model import Experts, Latent, Model
-    from vtp_plugin.footprint.rows import ROWS, Row
-    from vtp_plugin.footprint.sizes import Microbatch, Recompute, Routing, Sizes
+    from vtp_plugin.plan.memory.activation_rows import ROWS, Row
+    from vtp_plugin.plan.memory.gpt_model import Experts, Latent, Model
+    from vtp_plugin.plan.memory.layer_sizes import Microbatch, Recompute, Routing, Sizes
 
     model = Model(
         num_layers=2, num_predicting=1, hidden=4096, heads=32, groups=8, kv_channels=128, ffn=14336, vocab=128256,
@@ -441,14 +444,14 @@ def _patches() -> str:
 
 def _versions(record: Record) -> str:
     """Return the versions that a record is made for: all that the plugin runs with, where it says nothing else."""
-    from vtp_plugin.hosts import SUPPORTED
+    from vtp_plugin.host.versions import SUPPORTED
 
     return "all" if record.versions == SUPPORTED else record.versions
 
 
 def _target(record: Record) -> str:
     """Return where a record lies, and which versions do not need it."""
-    from vtp_plugin.patching import PatchRecord, Replacement
+    from vtp_plugin.host.patching import PatchRecord, Replacement
 
     mark = "" if isinstance(record, Replacement | PatchRecord) else " (write)"
     lines = [f"{versions}: `{target}`" for versions, target in record.targets.items()] or [f"`{record.target}`{mark}"]

@@ -10,7 +10,7 @@ set -euo pipefail
 readonly host=$1 venv=$2 stamp=$3
 looked_for=()
 
-# pythons: minor versions of Python 3 that have wheels of this Megatron, best first; vtp_plugin/hosts/table.py has the same.
+# pythons: minor versions of Python 3 that have wheels of this Megatron, best first; vtp_plugin/host/versions/known_versions.py has the same.
 # packages, no_deps: what pip installs, and what it installs without dependencies.
 case $host in
     0.12) # torch is exact: it is the version that MindSpeed's users have. Megatron's metadata asks for wandb,

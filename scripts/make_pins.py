@@ -19,17 +19,17 @@ from typing import TYPE_CHECKING
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 if TYPE_CHECKING:
-    from vtp_plugin.patching import Record
-    from vtp_plugin.patching.pins import Pins
+    from vtp_plugin.host.patching import Record
+    from vtp_plugin.host.patching.pins import Pins
 
 
 def installed_records() -> Sequence[Record]:
     """Return all records for the Megatron that is installed, as far as it has their modules."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron's, about packages that it can do without
-        from vtp_plugin.hosts import find_host
+        from vtp_plugin.host.versions import find_host
         from vtp_plugin.patches.hosts import load_host
-        from vtp_plugin.patches.moment import Moment
+        from vtp_plugin.patches.patch_set import Moment
         from vtp_plugin.patches.registry import declared_at
 
         family, megatron = find_host()
@@ -59,23 +59,23 @@ def main() -> None:
 
 
 def _write_mindspeed(trees: Mapping[str, Path]) -> None:
-    from vtp_plugin.patches.mindspeed import known
-    from vtp_plugin.patching.pins import pins_in
+    from vtp_plugin.host.patching.pins import pins_in
+    from vtp_plugin.patches.mindspeed import known_mm
 
-    found = {known.WRITTEN_FOR[package]: pins_in(tree, known.TARGETS[package]) for package, tree in trees.items()}
-    _add(known.PINS, found)
+    found = {known_mm.WRITTEN_FOR[package]: pins_in(tree, known_mm.TARGETS[package]) for package, tree in trees.items()}
+    _add(known_mm.PINS, found)
 
 
 def _write_installed() -> None:
-    from vtp_plugin.hosts import find_host
+    from vtp_plugin.host.patching.pins import pins_of
+    from vtp_plugin.host.versions import find_host
     from vtp_plugin.patches.registry import PINS
-    from vtp_plugin.patching.pins import pins_of
 
     _add(PINS, {find_host()[1].version: pins_of(record.target for record in installed_records())})
 
 
 def _add(path: Path, found: Pins) -> None:
-    from vtp_plugin.patching.pins import read_pins
+    from vtp_plugin.host.patching.pins import read_pins
 
     pins = {**(read_pins(path) if path.exists() else {}), **found}
     path.write_text(json.dumps(pins, indent=1, sort_keys=True) + "\n", encoding="ascii")

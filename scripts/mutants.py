@@ -344,7 +344,7 @@ def _spread(names: Sequence[str], durations: dict[str, float], killers: set[str]
     """Put tests of the same subject first, by their names; of those the quickest case of every test before the second.
 
     >>> durations = {"layout::a[1]": 1.0, "layout::a[2]": 2.0, "layout::b": 3.0, "x::c": 0.1}
-    >>> _spread(list(durations), durations, set(), "vtp_plugin/layout/pipeline.py f")
+    >>> _spread(list(durations), durations, set(), "vtp_plugin/plan/layout/pipeline_layout.py f")
     ['layout::a[1]', 'layout::b', 'layout::a[2]', 'x::c']
     """
     turns: defaultdict[str, Iterator[int]] = defaultdict(itertools.count)
@@ -359,7 +359,7 @@ def _spread(names: Sequence[str], durations: dict[str, float], killers: set[str]
 def _words(text: str) -> set[str]:
     """Return the words of a path or name, without their plural.
 
-    >>> sorted(_words("boundary/strategies/slices.py plan_sliced"))
+    >>> sorted(_words("plan/boundary/strategies/slices.py plan_sliced"))
     ['boundary', 'plan', 'slice', 'sliced', 'strategie']
     """
     return {word.removesuffix("s").lower() for word in re.split(r"[\W_]+", text)} - {"py", "test", "vtp", "plugin", ""}

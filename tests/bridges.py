@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vtp_plugin.boundary.bridge_end import BridgeEnd, SequenceCut
+from vtp_plugin.plan.boundary.bridge_endpoint import BridgeEnd, SequenceCut
 
 Arrays = dict[int, np.ndarray]
 """Tensor of every rank: `[S, B, H]`, or `[tokens, H]`."""

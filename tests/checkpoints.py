@@ -24,13 +24,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from vtp_plugin.checkpoint.contents import Contents, Part
-from vtp_plugin.checkpoint.cuts import Bucket, Cut, Placed, Strided, block_at, row_major
-from vtp_plugin.checkpoint.forms import BY_BLOCK
-from vtp_plugin.checkpoint.map_file import MAP, dump_map
+from vtp_plugin.checkpoint.format.contents import Contents, Part
+from vtp_plugin.checkpoint.format.map_file import MAP, dump_map
+from vtp_plugin.checkpoint.format.optimizer_formats import BY_BLOCK
+from vtp_plugin.checkpoint.format.shard_map import Bucket, Cut, Placed, Strided, block_at, row_major
+from vtp_plugin.checkpoint.load.elements import Elements, typed
 from vtp_plugin.cli import main
-from vtp_plugin.ground.boxes import box_shape
-from vtp_plugin.offline.elements import Elements, typed
+from vtp_plugin.util.boxes import box_shape
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
 # What Megatron 0.12 says of a group of parameters.

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from vtp_plugin.layout.groups import LayoutRankGenerator
-from vtp_plugin.layout.pipeline import PipelineLayout
+from vtp_plugin.plan.layout.groups import LayoutRankGenerator
+from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 
 
 @dataclass(frozen=True, slots=True)

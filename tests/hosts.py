@@ -1,8 +1,9 @@
 """What tests need of a Megatron, by name, and what else differs between hosts.
 
-``@pytest.mark.needs("two_rings")`` says that a test needs a capability of ``vtp_plugin/hosts/table.py``, or something
-of ``NEEDS`` here; ``cases=("1,2-", "3,1]")`` that only cases do whose names begin so, or with a bracket at the end are
-so. ``tests/conftest.py`` skips what the host has not; ``make test`` runs all others, on every host.
+``@pytest.mark.needs("two_rings")`` says that a test needs a capability of
+``vtp_plugin/host/versions/known_versions.py``, or something of ``NEEDS`` here; ``cases=("1,2-", "3,1]")`` that only
+cases do whose names begin so, or with a bracket at the end are so. ``tests/conftest.py`` skips what the host has not;
+``make test`` runs all others, on every host.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
-from vtp_plugin.hosts import capability, family_of, find_megatron, host_named, is_in
+from vtp_plugin.host.versions import capability, family_of, find_megatron, host_named, is_in
 
 ROOT = Path(__file__).resolve().parent.parent
 # A Megatron-LM tree with megatron.training and NVIDIA's scripts, which wheels before 0.19 lack.
@@ -24,8 +25,8 @@ TREE = os.environ.get("VTP_MEGATRON_LM", "")
 # Of processes that tests start. The repository comes first: the tree has a folder "tests" too.
 PYTHON_PATH = os.pathsep.join(path for path in (str(ROOT), TREE) if path)
 
-# What a test may need of a Megatron beside the capabilities in vtp_plugin/hosts/table.py: which versions have it, and
-# why the others leave the test out.
+# What a test may need of a Megatron beside the capabilities in vtp_plugin/host/versions/known_versions.py: which
+# versions have it, and why the others leave the test out.
 _SINCE_0_19 = (">=0.19",)
 _SINCE_0_15 = (">=0.15",)
 NEEDS: dict[str, tuple[tuple[str, ...], str]] = {

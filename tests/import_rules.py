@@ -18,14 +18,13 @@ ROOT = Path(__file__).resolve().parent.parent
 # layer's other parts. `__init__` is what `import vtp_plugin` binds.
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors"}),
-    frozenset({"ground"}),
-    frozenset({"hosts"}),
-    frozenset({"layout", "patching", "platform"}),
-    frozenset({"boundary", "checkpoint", "footprint", "published", "schedule"}),
+    frozenset({"util"}),
+    frozenset({"plan"}),
+    frozenset({"checkpoint", "host", "report"}),
     frozenset({"config"}),
-    frozenset({"cluster", "options", "pictures", "trace"}),
-    frozenset({"search"}),
-    frozenset({"fit", "offline", "runtime"}),
+    frozenset({"platform", "tune"}),
+    frozenset({"runtime"}),
+    frozenset({"elastic"}),
     frozenset({"session"}),
     frozenset({"patches"}),
     frozenset({"api"}),
@@ -34,65 +33,80 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"cli"}),
     frozenset({"__main__"}),
 )
-# The rooms of a part, and its modules beside them: each may import itself and those of lower layers. What has no entry
-# here, such as the part's `__init__`, comes after all of them.
-ROOMS: dict[str, tuple[frozenset[str], ...]] = {
-    "boundary": (
-        frozenset({"cargo", "spread"}),
-        frozenset({"memory", "plan", "side"}),
-        frozenset({"bridge_end", "portions", "strategies"}),
-        frozenset({"check", "header"}),
-        frozenset({"channel_spec"}),
-        frozenset({"bridge_spec", "pipeline", "tied"}),
+# The packages and modules of a package: each may import itself and those of lower layers. What has no entry here, such
+# as `__init__`, comes after all of them.
+INNER_LAYERS: dict[str, tuple[frozenset[str], ...]] = {
+    "checkpoint": (
+        frozenset({"format", "hf"}),
+        frozenset({"save"}),
+        frozenset({"load"}),
+        frozenset({"tools"}),
     ),
-    "schedule": (
+    "host": (
+        frozenset({"mindspeed", "versions"}),
+        frozenset({"patching", "rules"}),
+    ),
+    "host.rules": (
+        frozenset({"context"}),
+        frozenset({"checks", "table"}),
+        frozenset({"run_checks"}),
+    ),
+    "host.versions": (
+        frozenset({"ranges"}),
+        frozenset({"capability", "megatron_family"}),
+        frozenset({"known_versions"}),
+        frozenset({"lookup"}),
+        frozenset({"find"}),
+    ),
+    "plan": (
+        frozenset({"layout"}),
+        frozenset({"boundary", "memory", "schedule"}),
+    ),
+    "plan.boundary": (
+        frozenset({"message_kind", "sharding"}),
+        frozenset({"boundary_plan", "endpoint", "local_slices"}),
+        frozenset({"bridge_endpoint", "portions", "strategies"}),
+        frozenset({"check_boundary", "header"}),
+        frozenset({"channel_spec"}),
+        frozenset({"bridge_spec", "pipeline_boundaries", "tied_channels"}),
+    ),
+    "plan.schedule": (
         frozenset({"order"}),
         frozenset({"proof"}),
         frozenset({"cost"}),
         frozenset({"make"}),
     ),
-    "options": (
-        frozenset({"context"}),
-        frozenset({"checks", "derived", "flags", "table"}),
-        frozenset({"run_checks"}),
-    ),
-    "hosts": (
-        frozenset({"ranges"}),
-        frozenset({"capability", "family"}),
-        frozenset({"table"}),
-        frozenset({"lookup"}),
-        frozenset({"find"}),
-    ),
+    "report": (frozenset({"pictures", "trace"}),),
     "runtime": (
-        frozenset({"life", "stored_optimizer"}),
-        frozenset({"wire"}),
+        frozenset({"health"}),
+        frozenset({"comm"}),
         frozenset({"bridges"}),
         frozenset({"step"}),
     ),
+    "tune": (
+        frozenset({"cluster"}),
+        frozenset({"search"}),
+        frozenset({"fit"}),
+    ),
 }
-# What a pure part may import besides the standard library: packages without dependencies that it can do without.
-SMALL_PACKAGES = {"checkpoint": ("xxhash",)}
-# Parts that need nothing but the standard library, so that plans can be made and checked without torch.
+# Packages that need nothing but the standard library, so that plans can be made and checked without torch.
 PURE_PARTS = frozenset(
     {
-        "cluster",
-        "errors",
-        "ground",
-        "hosts",
+        "checkpoint.format",
+        "checkpoint.hf",
+        "checkpoint.save",
         "config",
-        "layout",
-        "boundary",
-        "checkpoint",
-        "footprint",
-        "published",
-        "schedule",
-        "options",
-        "fit",
-        "pictures",
-        "search",
-        "trace",
+        "errors",
+        "host.rules",
+        "host.versions",
+        "plan",
+        "report",
+        "tune",
+        "util",
     }
 )
+# What they may import besides: packages without dependencies that they can do without.
+SMALL_PACKAGES = {"checkpoint.format": ("xxhash",)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,14 +131,14 @@ def sources(root: Path = ROOT) -> Iterator[tuple[str, str]]:
 def broken_rules(module: str, source: str) -> list[str]:
     """Return one line for every import of ``source`` that breaks a rule; ``module`` ends in ``.__init__`` for packages.
 
-    >>> broken_rules("vtp_plugin.layout.grid", "import torch")
-    ['vtp_plugin.layout.grid:1: layout is pure and may import only the standard library, not torch']
+    >>> broken_rules("vtp_plugin.plan.layout.rank_grid", "import torch")
+    ['vtp_plugin.plan.layout.rank_grid:1: layout is pure and may import only the standard library, not torch']
     """
     part = _part(module)
     if _layer(part) is None:
         return [f"{module}: {part!r} has no layer; add it to LAYERS in {Path(__file__).name}"]
     imports = list(_imports(module, ast.parse(source)))
-    lines = [line for item in imports for line in (*_broken_by(part, item), *_broken_in_part(module, item))]
+    lines = [line for item in imports for line in (*_broken_by(module, item), *_broken_inside(module, item))]
     return [f"{module}:{line}" for line in lines]
 
 
@@ -178,40 +192,44 @@ def _reached(start: str, needed: Mapping[str, set[str]]) -> set[str]:
     return found
 
 
-def _broken_by(part: str, item: Import) -> Iterator[str]:
+def _broken_by(module: str, item: Import) -> Iterator[str]:
+    part = _part(module)
     top = item.module.partition(".")[0]
     if top == "vtp_plugin":
         for target in _targets(item):
             if not _may_import(part, target):
                 yield f"{item.line}: {part} may import only lower layers, not {target}"
-    elif part in PURE_PARTS and top not in {*sys.stdlib_module_names, *SMALL_PACKAGES.get(part, ())}:
-        yield f"{item.line}: {part} is pure and may import only the standard library, not {top}"
+    elif (pure := _pure(module)) and top not in {*sys.stdlib_module_names, *SMALL_PACKAGES.get(pure, ())}:
+        yield f"{item.line}: {pure} is pure and may import only the standard library, not {top}"
     elif top == "megatron" and part != "patches":
         yield f"{item.line}: only patches may import megatron, not {part}"
 
 
-def _broken_in_part(module: str, item: Import) -> Iterator[str]:
-    """Yield a line where a room of a part imports a room that is not below it."""
-    part, room = _part(module), _room(module)
-    layer = _room_layer(part, room)
-    if layer is None or _part(item.module) != part:
-        return
-    # `from vtp_plugin.schedule import order` names the room behind the import.
-    targets = {_room(item.module)} if item.module.count(".") > 1 else {*item.names} or {"__init__"}
-    for target in sorted(targets - {room}):
-        target_layer = _room_layer(part, target)
-        if target_layer is None or target_layer >= layer:
-            yield f"{item.line}: {part}.{room} may import only lower rooms, not {part}.{target}"
+def _pure(module: str) -> str:
+    """Return the pure package that a module belongs to; empty if there is none."""
+    return next((part for part in sorted(PURE_PARTS) if f"{module}.".startswith(f"vtp_plugin.{part}.")), "")
 
 
-def _room_layer(part: str, room: str) -> int | None:
-    return next((index for index, rooms in enumerate(ROOMS.get(part, ())) if room in rooms), None)
+def _broken_inside(module: str, item: Import) -> Iterator[str]:
+    """Yield a line where something in a package imports what is not below it there."""
+    for package in INNER_LAYERS:
+        own, layer = _inside(package, module)
+        if layer is None or not f"{item.module}.".startswith(f"vtp_plugin.{package}."):
+            continue
+        # `from vtp_plugin.plan.schedule import order` names what is meant behind the import.
+        is_package = item.module == f"vtp_plugin.{package}"
+        targets = {*item.names} or {"__init__"} if is_package else {_inside(package, item.module)[0]}
+        for target in sorted(targets - {own}):
+            target_layer = _inside(package, f"vtp_plugin.{package}.{target}")[1]
+            if target_layer is None or target_layer >= layer:
+                yield f"{item.line}: {package}.{own} may import only lower layers, not {package}.{target}"
 
 
-def _room(module: str) -> str:
-    """Return the room, or the module beside the rooms, that a dotted module of a part belongs to."""
-    pieces = module.split(".")
-    return pieces[2] if len(pieces) > 2 else "__init__"
+def _inside(package: str, module: str) -> tuple[str, int | None]:
+    """Return what a module belongs to right below a package, and its layer there; None if it has none."""
+    start = f"vtp_plugin.{package}."
+    name = module.removeprefix(start).partition(".")[0] if module.startswith(start) else "__init__"
+    return name, next((index for index, names in enumerate(INNER_LAYERS[package]) if name in names), None)
 
 
 def _may_import(part: str, target: str) -> bool:

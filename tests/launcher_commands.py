@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.hosts import PYTHON_PATH, ROOT
 from tests.pool import ENVIRONMENT
-from vtp_plugin.runtime.life.launchers import COMMANDS
+from vtp_plugin.elastic.launchers import COMMANDS
 
 GUIDE = ROOT / "docs" / "lost-cards.md"
 _RUN = "run ..."

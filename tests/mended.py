@@ -6,14 +6,14 @@ import importlib
 import sys
 from typing import Any
 
-from vtp_plugin.hosts import find_host
-from vtp_plugin.patching import AppliedPatches, apply_records, declared
+from vtp_plugin.host.patching import AppliedPatches, apply_records, declared
+from vtp_plugin.host.versions import find_host
 
 
 def mend_wheel() -> AppliedPatches:
     """Apply the records that only this family of Megatron needs on any platform."""
     from vtp_plugin.patches.hosts import load_host
-    from vtp_plugin.patches.moment import Moment
+    from vtp_plugin.patches.patch_set import Moment
 
     family, megatron = find_host()
     found = [record for name in load_host(family.name).modules for record in declared(sys.modules[name])]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from vtp_plugin.boundary.plan import BoundaryPlan
-from vtp_plugin.boundary.spread import Spread
-from vtp_plugin.boundary.strategies.table import STRATEGIES
-from vtp_plugin.ground.boxes import whole_box
+from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan
+from vtp_plugin.plan.boundary.sharding import Spread
+from vtp_plugin.plan.boundary.strategies.known_strategies import STRATEGIES
+from vtp_plugin.util.boxes import whole_box
 
 
 def reversed_plan(plan: BoundaryPlan) -> BoundaryPlan:

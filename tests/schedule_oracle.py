@@ -7,10 +7,10 @@ from collections import deque
 from collections.abc import Sequence
 from graphlib import TopologicalSorter
 
-from vtp_plugin.schedule.cost.costs import Costs
-from vtp_plugin.schedule.order.actions import Action, Op
-from vtp_plugin.schedule.order.placement import Placement
-from vtp_plugin.schedule.order.schedule import Actions, Schedule
+from vtp_plugin.plan.schedule.cost.costs import Costs
+from vtp_plugin.plan.schedule.order.actions import Action, Op
+from vtp_plugin.plan.schedule.order.placement import Placement
+from vtp_plugin.plan.schedule.order.schedule import Actions, Schedule
 
 Node = tuple[str, int, int]  # "F" or "B", virtual stage, microbatch
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 FOREIGN = ("megatron", "torch")
 # The engine, and the assignments that it and the CPU platform make and undo.
-ENGINE = ("vtp_plugin.patching", "vtp_plugin.ground.undo")
+ENGINE = ("vtp_plugin.host.patching", "vtp_plugin.util.undo")
 _MUTATORS = frozenset(
     {"append", "clear", "extend", "insert", "pop", "popitem", "remove", "setdefault", "update", "__setattr__"}
 )

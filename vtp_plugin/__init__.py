@@ -13,7 +13,7 @@ from vtp_plugin.api import (
     revert,
     status,
 )
-from vtp_plugin.ground.version import __version__
+from vtp_plugin.util.version import __version__
 
 __all__ = [
     "__version__",

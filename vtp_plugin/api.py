@@ -12,27 +12,19 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from vtp_plugin.config import (
-    DpModeName,
-    LogLevelName,
-    ScheduleName,
-    TransportName,
-    VtpConfig,
-    merge,
-    read_keywords,
-)
+from vtp_plugin.config import DpModeName, LogLevelName, ScheduleName, TransportName, VtpConfig, merge, read_keywords
+from vtp_plugin.config.parse_values import DeviceName
+from vtp_plugin.elastic.failure_notes import note_for_next_start
 from vtp_plugin.errors import MissingError, PatchError, VtpError
-from vtp_plugin.ground.mindspeed import TOO_LATE, ImportWatch
-from vtp_plugin.ground.undo import UndoStack
-from vtp_plugin.ground.values import DeviceName
-from vtp_plugin.hosts import find_host
-from vtp_plugin.runtime.life.failure import FailureHook, note_for_launcher
-from vtp_plugin.runtime.life.failure_notes import note_for_next_start
+from vtp_plugin.host.mindspeed import TOO_LATE, ImportWatch
+from vtp_plugin.host.versions import find_host
+from vtp_plugin.runtime.health.failure_hook import FailureHook, note_for_launcher
+from vtp_plugin.util.undo import UndoStack
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from vtp_plugin.patching import PatchStatus
+    from vtp_plugin.host.patching import PatchStatus
     from vtp_plugin.platform import Platform
     from vtp_plugin.session import Session
 
@@ -198,7 +190,7 @@ def _apply(request: VtpConfig) -> None:
     family, _ = find_host()
     # Exit handlers run in reverse order: registered this early, it runs after those that are still to come.
     atexit.register(_hook().leave)
-    from vtp_plugin.options.flags import peek_device
+    from vtp_plugin.config.vtp_flags import peek_device
     from vtp_plugin.patches.activation import activate, begin
     from vtp_plugin.patches.hosts import load_host
     from vtp_plugin.session import Session

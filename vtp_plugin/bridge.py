@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vtp_plugin.api import current_session
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import PatchError
-from vtp_plugin.hosts import capability, find_host
+from vtp_plugin.host.versions import capability, find_host
 
 if TYPE_CHECKING:
     from vtp_plugin.session import Session

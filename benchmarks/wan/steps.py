@@ -23,21 +23,21 @@ import torch.distributed as dist
 
 from benchmarks.ranks import TIMEOUT_S, Clock, free_port
 from benchmarks.wan.link import ADDRESSES, INTERFACE, WanLink
-from vtp_plugin.boundary.pipeline import pipeline_boundaries
-from vtp_plugin.boundary.strategies.rules import TransportRules
-from vtp_plugin.layout.channel import ChannelId, Direction
-from vtp_plugin.layout.pipeline import PipelineLayout
-from vtp_plugin.layout.replicas import DpMode, ReplicaMap
+from vtp_plugin.plan.boundary.pipeline_boundaries import pipeline_boundaries
+from vtp_plugin.plan.boundary.strategies.transport_rules import TransportRules
+from vtp_plugin.plan.layout.channel_id import ChannelId, Direction
+from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
+from vtp_plugin.plan.layout.replica_map import DpMode, ReplicaMap
+from vtp_plugin.plan.schedule.cost.costs import Costs, split_costs
+from vtp_plugin.plan.schedule.order.actions import Action
+from vtp_plugin.plan.schedule.order.schedule import Schedule
 from vtp_plugin.platform.cpu import CpuPlatform
+from vtp_plugin.runtime.comm.channel import Channel
+from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.runtime.step.communicator import open_channels, own_channels
 from vtp_plugin.runtime.step.executor import Executor
 from vtp_plugin.runtime.step.links import ChannelLink, LinkForm, LinkId, bind_links
 from vtp_plugin.runtime.step.measure import measure_links
-from vtp_plugin.runtime.wire.channel import Channel
-from vtp_plugin.runtime.wire.tensor_format import TensorFormat
-from vtp_plugin.schedule.cost.costs import Costs, split_costs
-from vtp_plugin.schedule.order.actions import Action
-from vtp_plugin.schedule.order.schedule import Schedule
 
 _FORM = TensorFormat(dtype=torch.float32)
 

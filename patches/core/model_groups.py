@@ -8,8 +8,8 @@ from contextlib import contextmanager
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _pg_map
 
-from vtp_plugin.patches.moment import Moment
-from vtp_plugin.patching import Writes, Written
+from vtp_plugin.host.patching import Writes, Written
+from vtp_plugin.patches.patch_set import Moment
 
 _BACKENDS, _MEMBERS = (
     Written(

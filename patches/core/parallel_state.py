@@ -11,20 +11,20 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.distributed.distributed_c10d import _get_default_store
 
+from vtp_plugin.config.resolve import check_call
 from vtp_plugin.errors import ConfigError, PlanError, refuse
-from vtp_plugin.ground import log
-from vtp_plugin.layout.groups import LayoutRankGenerator, rank_generators
-from vtp_plugin.layout.pipeline import PipelineLayout
-from vtp_plugin.layout.share import share_of_experts, share_of_model, share_of_world
-from vtp_plugin.options.derived import check_call
+from vtp_plugin.host.patching import Writes, Written, replaces
 from vtp_plugin.patches.core.model_groups import known
 from vtp_plugin.patches.hosts import MegatronHost
-from vtp_plugin.patches.moment import Moment
-from vtp_plugin.patching import Writes, Written, replaces
-from vtp_plugin.runtime.wire.model_group import ModelGroup, open_leaders_group
-from vtp_plugin.runtime.wire.process_groups import close_groups, settle
+from vtp_plugin.patches.patch_set import Moment
+from vtp_plugin.plan.layout.groups import LayoutRankGenerator, rank_generators
+from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
+from vtp_plugin.plan.layout.share import share_of_experts, share_of_model, share_of_world
+from vtp_plugin.runtime.comm.model_group import ModelGroup, open_leaders_group
+from vtp_plugin.runtime.comm.process_groups import close_groups, settle
 from vtp_plugin.session import PlannedRun, Session
 from vtp_plugin.session.request import agree_on_request, learn_site
+from vtp_plugin.util import log
 
 _MODULE = "megatron.core.parallel_state"
 _GROUPS = ("_MODEL_PARALLEL_GROUP", "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP")

@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 
-from vtp_plugin.patches.moment import Moment
-from vtp_plugin.patching import Writes, Written, replaces
-from vtp_plugin.runtime.wire.recorder import Recorder
+from vtp_plugin.host.patching import Writes, Written, replaces
+from vtp_plugin.patches.patch_set import Moment
+from vtp_plugin.report.trace.causes import Cause
+from vtp_plugin.runtime.comm.recorder import Recorder
 from vtp_plugin.session import Session
-from vtp_plugin.trace.causes import Cause
 
 _TORCH = Written(
     id="H18",

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from vtp_plugin.errors import refuse
-from vtp_plugin.ground.mindspeed import loaded_adaptor
-from vtp_plugin.hosts import Package, find_megatron, host_named
-from vtp_plugin.patches.hosts.base import MegatronHost
+from vtp_plugin.host.mindspeed import loaded_adaptor
+from vtp_plugin.host.versions import Package, find_megatron, host_named
+from vtp_plugin.patches.hosts.megatron_host import MegatronHost
 from vtp_plugin.patches.mindspeed import MindSpeed
 
 __all__ = ["MegatronHost", "load_host", "problems_of_import"]

@@ -16,22 +16,22 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_type
 
-from vtp_plugin.checkpoint.forms import BY_BLOCK, BY_BUCKET_OLDER, TYPE, stored_optimizers
+from vtp_plugin.checkpoint.format.optimizer_formats import BY_BLOCK, BY_BUCKET_OLDER, TYPE, stored_optimizers
 from vtp_plugin.errors import ConfigError, refuse
-from vtp_plugin.ground.files import read_text
-from vtp_plugin.ground.undo import Name, UndoStack
-from vtp_plugin.layout.layer_lists import first_layer, num_layers, read_rows
-from vtp_plugin.layout.u_layers import layers_of_chunk
-from vtp_plugin.options.table.versions import LAYER_RULES, ULayers
+from vtp_plugin.host.patching import replaces, subclasses
+from vtp_plugin.host.rules.table.versions import LAYER_RULES, ULayers
 from vtp_plugin.patches.core.dist_checkpointing.strategies.torch import checking
 from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import exchange, tensor_format
-from vtp_plugin.patches.hosts.older import OlderHost
-from vtp_plugin.patches.hosts.passes import load_in_passes
-from vtp_plugin.patches.moment import Moment
-from vtp_plugin.patching import replaces, subclasses
-from vtp_plugin.runtime.wire.model_group import ModelGroup
-from vtp_plugin.runtime.wire.tensor_format import TensorFormat
+from vtp_plugin.patches.hosts.before_0_17 import OlderHost
+from vtp_plugin.patches.hosts.shared_state import load_in_passes
+from vtp_plugin.patches.patch_set import Moment
+from vtp_plugin.plan.layout.layer_lists import first_layer, num_layers, read_rows
+from vtp_plugin.plan.layout.u_layers import layers_of_chunk
+from vtp_plugin.runtime.comm.model_group import ModelGroup
+from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.session import Session
+from vtp_plugin.util.undo import Name, UndoStack
+from vtp_plugin.util.untrusted_files import read_text
 
 _GONE = "Megatron 0.12 is no longer supported"
 _CHUNKS = "Megatron knows no chunks of different size on one stage; it asks here for every chunk"

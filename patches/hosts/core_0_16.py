@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from megatron.core.transformer.moe import moe_utils
 
-from vtp_plugin.patches.hosts.grouped import GroupedHost, edge_alone
-from vtp_plugin.patches.hosts.older import OlderHost
-from vtp_plugin.patches.moment import Moment
-from vtp_plugin.patching import replaces
+from vtp_plugin.host.patching import replaces
+from vtp_plugin.patches.hosts.before_0_17 import OlderHost
+from vtp_plugin.patches.hosts.since_0_15 import GroupedHost, edge_alone
+from vtp_plugin.patches.patch_set import Moment
 
 
 class Host(OlderHost, GroupedHost):

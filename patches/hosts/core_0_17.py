@@ -5,8 +5,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
-from vtp_plugin.patches.hosts.grouped import GroupedHost, edge_alone
-from vtp_plugin.patches.hosts.noted import NotedMetrics
+from vtp_plugin.patches.hosts.router_metrics import NotedMetrics
+from vtp_plugin.patches.hosts.since_0_15 import GroupedHost, edge_alone
 
 
 class Host(NotedMetrics, GroupedHost):

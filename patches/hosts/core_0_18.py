@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vtp_plugin.patches.hosts.grouped import GroupedHost
+from vtp_plugin.patches.hosts.since_0_15 import GroupedHost
 
 
 class Host(GroupedHost):

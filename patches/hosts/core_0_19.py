@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.core.pipeline_parallel import schedules
 
-from vtp_plugin.patches.hosts.grouped import GroupedHost
+from vtp_plugin.patches.hosts.since_0_15 import GroupedHost
 
 
 class Host(GroupedHost):

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from vtp_plugin.errors import PatchError
-from vtp_plugin.patching import AppliedPatches, rebuild
-from vtp_plugin.patching.applied import Patch
+from vtp_plugin.host.patching import AppliedPatches, rebuild
+from vtp_plugin.host.patching.applied_patches import Patch
 
 _NAME = "vtp_plugin"
 _P2P = "megatron.core.pipeline_parallel.p2p_communication"

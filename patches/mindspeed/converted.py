@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from vtp_plugin.checkpoint.files import read_tracker
-from vtp_plugin.layout.pipeline import PipelineLayout
+from vtp_plugin.checkpoint.format.checkpoint_files import read_tracker
+from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 
 _HEAD = "text_decoder.output_layer."
 _CHUNK = "model"

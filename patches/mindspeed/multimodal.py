@@ -16,17 +16,17 @@ from typing import Any
 
 import torch
 
-from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.errors import ConfigError, LayoutError, refuse
-from vtp_plugin.ground import log
-from vtp_plugin.layout.layer_lists import LIST_NAME, LayerLists, Rows, one_ring, read_rows, ring_layers
-from vtp_plugin.layout.pipeline import PipelineLayout
-from vtp_plugin.options.checks.layer_lists import check_counts, check_places
-from vtp_plugin.options.checks.packed import packing_flag
-from vtp_plugin.patches.mindspeed import known
+from vtp_plugin.host.rules.checks.layer_counts import check_counts, check_places
+from vtp_plugin.host.rules.checks.packed import packing_flag
+from vtp_plugin.patches.mindspeed import known_mm
 from vtp_plugin.patches.mindspeed.converted import problems_of_converted
+from vtp_plugin.plan.boundary.message_kind import Cargo
+from vtp_plugin.plan.layout.layer_lists import LIST_NAME, LayerLists, Rows, one_ring, read_rows, ring_layers
+from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.runtime.step.companions import Companion
 from vtp_plugin.session import Session
+from vtp_plugin.util import log
 
 _SIZES = (
     "num_layers",
@@ -58,7 +58,7 @@ def read_model(args: argparse.Namespace, *, is_u_shaped: bool) -> None:
     importlib.import_module("mindspeed_mm.configs.config").merge_mm_args(args)
     text = getattr(args.mm.model, "text_decoder", None)
     if is_u_shaped or getattr(args, _SWITCH, False) or has_switch(args.mm.model):
-        refuse(known.problems_of_model(args.mm.model))
+        refuse(known_mm.problems_of_model(args.mm.model))
     if text is None:
         return
     for name in _SIZES:
@@ -103,12 +103,12 @@ def check(session: Session, args: argparse.Namespace) -> None:
         ConfigError: the model is not known, or what a rank reads is missing.
     """
     layout, is_u_shaped = session.planned.layout, session.config.layerwise_disaggregated
-    refuse(known.problems_of_model(args.mm.model))
+    refuse(known_mm.problems_of_model(args.mm.model))
     refuse(problems(args, layout, is_u_shaped=is_u_shaped), LayoutError)
     if not is_u_shaped or layout.stage_of(args.rank) == 0:
         refuse(problems_of_files(args))
     session.learn(check_batch=require_one_kind)
-    if args.rank == 0 and (changed := tuple(known.changes_of_versions())):
+    if args.rank == 0 and (changed := tuple(known_mm.changes_of_versions())):
         log.warning(f"{'; '.join(changed)}; compare your first steps with a run of one size")
 
 

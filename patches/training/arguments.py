@@ -10,28 +10,28 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Any
 
+from vtp_plugin.checkpoint.hf.note import take_settings
+from vtp_plugin.config.resolve import crossing_bytes
+from vtp_plugin.config.vtp_flags import VTP_FLAGS, add_vtp_arguments, check_without_stages, read_flags
 from vtp_plugin.errors import ConfigError, LayoutError, VtpError, refuse
-from vtp_plugin.ground.undo import Name, UndoStack
-from vtp_plugin.layout.u_layers import check_layers
-from vtp_plugin.options.checks.batch import describe_batches, final_batch, own_batches
-from vtp_plugin.options.checks.packed import packing_flag
-from vtp_plugin.options.checks.sites import check_site, shared_arguments
-from vtp_plugin.options.checks.u_layers import check_u_layers
-from vtp_plugin.options.derived import crossing_bytes
-from vtp_plugin.options.flags import VTP_FLAGS, add_vtp_arguments, check_without_stages, read_flags
-from vtp_plugin.options.run_checks import check_run
-from vtp_plugin.options.table.rows import RULES
-from vtp_plugin.options.table.versions import EXPERT_RULES, RING_RULES
+from vtp_plugin.host.patching import replaces
+from vtp_plugin.host.rules.checks.batch import describe_batches, final_batch, own_batches
+from vtp_plugin.host.rules.checks.edge_layers import check_u_layers
+from vtp_plugin.host.rules.checks.packed import packing_flag
+from vtp_plugin.host.rules.checks.sites import check_site, shared_arguments
+from vtp_plugin.host.rules.run_checks import check_run
+from vtp_plugin.host.rules.table.rows import RULES
+from vtp_plugin.host.rules.table.versions import EXPERT_RULES, RING_RULES
 from vtp_plugin.patches.hosts import MegatronHost
-from vtp_plugin.patches.mindspeed import known, multimodal
-from vtp_plugin.patches.moment import Moment
-from vtp_plugin.patching import replaces
-from vtp_plugin.published.note import take_settings
-from vtp_plugin.runtime.life.rendezvous import open_store
+from vtp_plugin.patches.mindspeed import known_mm, multimodal
+from vtp_plugin.patches.patch_set import Moment
+from vtp_plugin.plan.layout.u_layers import check_layers
+from vtp_plugin.runtime.health.meeting_store import open_store
 from vtp_plugin.runtime.step.packed_rows import packed_rows
 from vtp_plugin.session import Session
 from vtp_plugin.session.notices import warn_of_options
 from vtp_plugin.session.request import agree_on_request, learn_site
+from vtp_plugin.util.undo import Name, UndoStack
 
 _TENSOR_SIZE = "tensor_model_parallel_size"
 
@@ -267,7 +267,7 @@ def _read_flags(session: Session, host: MegatronHost, args: argparse.Namespace) 
     """Add the flags to what ``apply()`` was given."""
     given = session.config
     if host.mindspeed is not None and multimodal.is_multimodal(args) and asks_for_stages(session, args):
-        refuse(known.problems_of_versions(host.version))
+        refuse(known_mm.problems_of_versions(host.version))
         multimodal.read_model(args, is_u_shaped=given.layerwise_disaggregated)
     session.ask(read_flags(args, given, host.declared_flags))
     # With a list in apply() the patches are applied already, and those of the U-shape are not among them.

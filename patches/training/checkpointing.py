@@ -16,15 +16,26 @@ from typing import Any
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 
-from vtp_plugin.checkpoint.archive import DamagedError, Extent, load_object
-from vtp_plugin.checkpoint.files import naming_broken_files
-from vtp_plugin.checkpoint.folder_lock import LOCK_VARIABLE, patience_s
-from vtp_plugin.checkpoint.whole import make_folder
+from vtp_plugin.checkpoint.format.archive import DamagedError, Extent, load_object
+from vtp_plugin.checkpoint.format.checkpoint_files import naming_broken_files
+from vtp_plugin.checkpoint.hf.note import check_note
+from vtp_plugin.checkpoint.load.stored_optimizer import Request
+from vtp_plugin.checkpoint.save.atomic_dir import make_folder
+from vtp_plugin.checkpoint.save.folder_lock import LOCK_VARIABLE, patience_s
 from vtp_plugin.errors import ConfigError, refuse
-from vtp_plugin.ground import log
-from vtp_plugin.patches.core.dist_checkpointing.plain import plain_only
+from vtp_plugin.host.patching import replaces
+from vtp_plugin.patches.core.dist_checkpointing.plain_objects import plain_only
 from vtp_plugin.patches.hosts import MegatronHost
-from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patches.patch_set import Moment
+from vtp_plugin.patches.training.choose_checkpoint import (
+    check_own_files,
+    choose,
+    chosen_step,
+    look_at,
+    own_file,
+    require_manifest,
+    require_plain_files,
+)
 from vtp_plugin.patches.training.loadable import (
     open_optimizer,
     require_loadable,
@@ -34,22 +45,11 @@ from vtp_plugin.patches.training.loadable import (
     stored_experts,
     stored_tp_sizes,
 )
-from vtp_plugin.patches.training.newest import (
-    check_own_files,
-    choose,
-    chosen_step,
-    look_at,
-    own_file,
-    require_manifest,
-    require_plain_files,
-)
 from vtp_plugin.patches.training.padding import require_padding
-from vtp_plugin.patching import replaces
-from vtp_plugin.published.note import check_note
-from vtp_plugin.runtime.life.posts import read_word
-from vtp_plugin.runtime.life.store import Topic, name_run, part_of
-from vtp_plugin.runtime.stored_optimizer import Request
+from vtp_plugin.runtime.health.posts import read_word
+from vtp_plugin.runtime.health.store import Topic, name_run, part_of
 from vtp_plugin.session import Session
+from vtp_plugin.util import log
 
 # No stage has this size: with it Megatron's comparison finds another layout on every rank.
 _OTHER_LAYOUT = -1

@@ -10,12 +10,12 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.ground.undo import Name, UndoStack
-from vtp_plugin.patches.moment import Moment
-from vtp_plugin.patching import Writes, Written, replaces
-from vtp_plugin.runtime.life.posts import PostError, read_post
-from vtp_plugin.runtime.life.store import Topic, part_of
+from vtp_plugin.host.patching import Writes, Written, replaces
+from vtp_plugin.patches.patch_set import Moment
+from vtp_plugin.runtime.health.posts import PostError, read_post
+from vtp_plugin.runtime.health.store import Topic, part_of
 from vtp_plugin.session import Session
+from vtp_plugin.util.undo import Name, UndoStack
 
 _MODULE = "megatron.training.global_vars"
 _VOCABULARY = "vocabulary of the edge"

@@ -8,14 +8,14 @@ from typing import Any
 
 from torch.distributed.checkpoint import FileSystemReader
 
-from vtp_plugin.checkpoint.contents import Contents
-from vtp_plugin.checkpoint.forms import IN_MODEL_SPACE
+from vtp_plugin.checkpoint.format.contents import Contents
+from vtp_plugin.checkpoint.format.optimizer_formats import IN_MODEL_SPACE
+from vtp_plugin.checkpoint.hf.note import read_note
+from vtp_plugin.checkpoint.load.masters import require_masters
+from vtp_plugin.checkpoint.load.stored_optimizer import StoredOptimizer
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.layout.sizes import cuts_experts_apart
-from vtp_plugin.offline.masters import require_masters
 from vtp_plugin.patches.hosts import MegatronHost
-from vtp_plugin.published.note import read_note
-from vtp_plugin.runtime.stored_optimizer import StoredOptimizer
+from vtp_plugin.plan.layout.size_checks import cuts_experts_apart
 from vtp_plugin.session import Session
 
 

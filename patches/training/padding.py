@@ -7,17 +7,17 @@ import math
 from pathlib import Path
 from typing import Any
 
-from vtp_plugin.checkpoint.files import TRACKER
+from vtp_plugin.checkpoint.format.checkpoint_files import TRACKER
+from vtp_plugin.checkpoint.hf.note import read_note
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.fit.ask import Ask
-from vtp_plugin.fit.words import all_sizes
-from vtp_plugin.ground import log
-from vtp_plugin.hosts import is_in
-from vtp_plugin.layout.pipeline import PipelineLayout
+from vtp_plugin.host.versions import is_in
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.training.loadable import written_again
-from vtp_plugin.published.note import read_note
+from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.session import Session
+from vtp_plugin.tune.fit.as_flags import all_sizes
+from vtp_plugin.tune.fit.constraints import Ask
+from vtp_plugin.util import log
 
 _DIVISOR = "--make-vocab-size-divisible-by"
 _UNTRAINED = "which nobody has trained and the softmax counts, so the loss rises"

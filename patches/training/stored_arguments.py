@@ -6,9 +6,9 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-from vtp_plugin.patches.moment import Moment
+from vtp_plugin.host.patching import replaces
+from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.patches.training.arguments import asks_for_stages
-from vtp_plugin.patching import replaces
 from vtp_plugin.session import Session
 
 
@@ -32,8 +32,8 @@ def _load_args(
     if folder is None or not asks_for_stages(session, args):
         return original(args, load_arg, *rest, **kwargs)
     # Not at the top: apply() imports this module, also where there is no list.
-    from vtp_plugin.patches.core.dist_checkpointing.plain import common_of, plain_only
-    from vtp_plugin.patches.training.newest import loaded, own_file, require_plain_files
+    from vtp_plugin.patches.core.dist_checkpointing.plain_objects import common_of, plain_only
+    from vtp_plugin.patches.training.choose_checkpoint import loaded, own_file, require_plain_files
 
     session.watch_failures()
     own = own_file(session, folder, args, is_of_rank_0=True)

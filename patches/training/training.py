@@ -13,14 +13,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vtp_plugin.ground import log
-from vtp_plugin.ground.undo import Name, UndoStack
-from vtp_plugin.patches.moment import Moment
-from vtp_plugin.patching import replaces
-from vtp_plugin.runtime.life.progress import Progress
+from vtp_plugin.elastic.progress import Progress
+from vtp_plugin.host.patching import replaces
+from vtp_plugin.patches.patch_set import Moment
+from vtp_plugin.report.trace.causes import Cause
+from vtp_plugin.report.trace.stages import StageTimes
 from vtp_plugin.session import Session
-from vtp_plugin.trace.causes import Cause
-from vtp_plugin.trace.stages import StageTimes
+from vtp_plugin.util import log
+from vtp_plugin.util.undo import Name, UndoStack
 
 
 @replaces(

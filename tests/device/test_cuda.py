@@ -17,7 +17,7 @@ from tests.hosts import ROOT
 from tests.pool import free_port
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.platform import detect
-from vtp_plugin.runtime.life.monitor import Monitor
+from vtp_plugin.runtime.health.monitor import Monitor
 
 pytestmark = [
     pytest.mark.gpu,

@@ -20,7 +20,7 @@ from tests.hosts import PYTHON_PATH, ROOT
 from tests.lines import error_line
 from tests.pace import pace
 from tests.pool import ENVIRONMENT, HOST, free_port
-from vtp_plugin.runtime.life.store import Topic, connect_again, part_of
+from vtp_plugin.runtime.health.store import Topic, connect_again, part_of
 
 VICTIM = str(Path(__file__).with_name("victim.py"))
 _ENVIRONMENT = {**ENVIRONMENT, "PYTHONWARNINGS": "ignore", "PYTHONPATH": PYTHON_PATH}

@@ -105,7 +105,7 @@ import sys
 from vtp_plugin.cli.main import main
 main(sys.argv[1:])
 from mindspeed.calls import NAMES
-from vtp_plugin.ground.mindspeed import loaded_adaptor
+from vtp_plugin.host.mindspeed import loaded_adaptor
 print(loaded_adaptor(), "validate_args" in NAMES)
 """
     model = script_cases.MODEL[: script_cases.MODEL.index("--lr")]

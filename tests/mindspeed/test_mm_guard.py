@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from vtp_plugin.errors import ConfigError, LayoutError, VtpError
-from vtp_plugin.layout.layer_lists import LayerLists, read_rows
-from vtp_plugin.options.checks.layer_lists import check_counts, check_places
-from vtp_plugin.patching.pins import pins_in, read_pins
+from vtp_plugin.host.patching.pins import pins_in, read_pins
+from vtp_plugin.host.rules.checks.layer_counts import check_counts, check_places
+from vtp_plugin.plan.layout.layer_lists import LayerLists, read_rows
 from vtp_plugin.runtime.step.batches import checked
 
 pytest.importorskip("megatron.core")
-from vtp_plugin.patches.mindspeed import known, multimodal
+from vtp_plugin.patches.mindspeed import known_mm, multimodal
 
 
 def model(text: str = "qwen2_5_lm", vision: str = "qwen2vit", **rest: Any) -> SimpleNamespace:
@@ -31,8 +31,8 @@ def model(text: str = "qwen2_5_lm", vision: str = "qwen2vit", **rest: Any) -> Si
 
 
 def test_its_qwen2_5_vl_is_known() -> None:
-    assert not list(known.problems_of_model(model(video_encoder=None, text_encoder=None)))
-    assert not list(known.problems_of_model(model(vision="qwen2_5_vit")))
+    assert not list(known_mm.problems_of_model(model(video_encoder=None, text_encoder=None)))
+    assert not list(known_mm.problems_of_model(model(vision="qwen2_5_vit")))
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_its_qwen2_5_vl_is_known() -> None:
     ids=["omni", "qwen3", "glm", "audio", "sora"],
 )
 def test_other_models_are_refused_by_name(other: SimpleNamespace, name: str) -> None:
-    line, *_ = known.problems_of_model(other)
+    line, *_ = known_mm.problems_of_model(other)
     assert line.startswith(name) and "only Qwen2.5-VL" in line and "\n" not in line
 
 
@@ -198,17 +198,17 @@ def trees(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path
     """Packages whose functions are those that are relied on, and pins of them."""
 
     def lay(package: str = "", name: str = "", body: str = "return 1") -> Path:
-        for each, targets in known.TARGETS.items():
+        for each, targets in known_mm.TARGETS.items():
             _lay(tmp_path, each, targets, body if each == package else "return 1", name)
         return tmp_path
 
     lay()
-    pins = {known.WRITTEN_FOR[each]: pins_in(tmp_path, targets) for each, targets in known.TARGETS.items()}
+    pins = {known_mm.WRITTEN_FOR[each]: pins_in(tmp_path, targets) for each, targets in known_mm.TARGETS.items()}
     assert {name: found.keys() for name, found in pins.items()} == {
-        name: found.keys() for name, found in read_pins(known.PINS).items()
+        name: found.keys() for name, found in read_pins(known_mm.PINS).items()
     }
-    monkeypatch.setattr(known, "_root", lambda package: tmp_path)
-    monkeypatch.setattr(known, "read_pins", lambda path: pins)
+    monkeypatch.setattr(known_mm, "_root", lambda package: tmp_path)
+    monkeypatch.setattr(known_mm, "read_pins", lambda path: pins)
     return lay
 
 
@@ -235,27 +235,27 @@ def _lay(root: Path, package: str, targets: tuple[str, ...], body: str, name: st
 
 
 def test_the_versions_that_it_was_written_for_are_known(trees: Callable[..., Path]) -> None:
-    assert not list(known.problems_of_versions("0.12.1")) and not list(known.changes_of_versions())
+    assert not list(known_mm.problems_of_versions("0.12.1")) and not list(known_mm.changes_of_versions())
 
 
-@pytest.mark.parametrize("package", known.TARGETS)
+@pytest.mark.parametrize("package", known_mm.TARGETS)
 def test_what_has_changed_is_named(trees: Callable[..., Path], package: str) -> None:
-    for name in known.TARGETS[package]:
+    for name in known_mm.TARGETS[package]:
         trees(package, name, "return 2")
-        assert list(known.changes_of_versions()) == [f"{name} is not as in {known.WRITTEN_FOR[package]}"]
-        assert not list(known.problems_of_versions("0.12.1"))
+        assert list(known_mm.changes_of_versions()) == [f"{name} is not as in {known_mm.WRITTEN_FOR[package]}"]
+        assert not list(known_mm.problems_of_versions("0.12.1"))
 
 
-@pytest.mark.parametrize("package", known.TARGETS)
+@pytest.mark.parametrize("package", known_mm.TARGETS)
 def test_a_version_without_what_is_needed_is_refused(trees: Callable[..., Path], package: str) -> None:
-    name = known.TARGETS[package][0]
+    name = known_mm.TARGETS[package][0]
     root = trees(package, name, "")
-    (line,) = known.problems_of_versions("0.12.1")
-    assert line.startswith(f"{package} in {root} has no {name};") and known.WRITTEN_FOR[package] in line
+    (line,) = known_mm.problems_of_versions("0.12.1")
+    assert line.startswith(f"{package} in {root} has no {name};") and known_mm.WRITTEN_FOR[package] in line
 
 
 def test_another_megatron_is_refused(trees: Callable[..., Path]) -> None:
-    (line,) = known.problems_of_versions("0.16.1")
+    (line,) = known_mm.problems_of_versions("0.16.1")
     assert line.startswith("MindSpeed-MM on Megatron 0.16.1;") and "core_v0.12.1" in line
 
 

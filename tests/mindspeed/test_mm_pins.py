@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("megatron.core")
-from vtp_plugin.patches.mindspeed import known
-from vtp_plugin.patching.pins import pins_in, read_pins
+from vtp_plugin.host.patching.pins import pins_in, read_pins
+from vtp_plugin.patches.mindspeed import known_mm
 
 TREES = {"mindspeed_mm": "VTP_MINDSPEED_MM", "mindspeed": "VTP_MINDSPEED"}
 
@@ -29,13 +29,13 @@ def tree(variable: str) -> Path:
 
 @pytest.mark.parametrize("package", TREES)
 def test_the_trees_are_the_pinned_ones(package: str) -> None:
-    targets = known.TARGETS[package]
-    assert pins_in(tree(TREES[package]), targets) == read_pins(known.PINS)[known.WRITTEN_FOR[package]]
+    targets = known_mm.TARGETS[package]
+    assert pins_in(tree(TREES[package]), targets) == read_pins(known_mm.PINS)[known_mm.WRITTEN_FOR[package]]
 
 
 def test_every_target_has_a_pin() -> None:
-    pins = read_pins(known.PINS)
-    assert {known.WRITTEN_FOR[package]: set(targets) for package, targets in known.TARGETS.items()} == {
+    pins = read_pins(known_mm.PINS)
+    assert {known_mm.WRITTEN_FOR[package]: set(targets) for package, targets in known_mm.TARGETS.items()} == {
         version: set(found) for version, found in pins.items()
     }
 
@@ -46,13 +46,13 @@ def test_master_changes_nothing_that_is_relied_on_and_a_change_of_it_is_named(
     """What master does change (docs/ascend.md says it) would be named here."""
     master = tree("VTP_MINDSPEED_MM_MASTER")
     shutil.copytree(master / "mindspeed_mm", tmp_path / "mindspeed_mm")
-    monkeypatch.setattr(known, "_root", {"mindspeed_mm": tmp_path}.get)
-    assert list(known.changes_of_versions()) == [] == list(known.problems_of_versions("0.12.1"))
+    monkeypatch.setattr(known_mm, "_root", {"mindspeed_mm": tmp_path}.get)
+    assert list(known_mm.changes_of_versions()) == [] == list(known_mm.problems_of_versions("0.12.1"))
     script = tmp_path / "mindspeed_mm" / "training.py"
     source = script.read_text()
     script.write_text(source.replace("def train_step(\n", "def train_step(\n    one_more,\n"))
-    (line,) = known.changes_of_versions()
+    (line,) = known_mm.changes_of_versions()
     assert line == "mindspeed_mm.training:train_step is not as in MindSpeed-MM 26.1.0"
     script.write_text(source.replace("def train_step(\n", "def train_a_step(\n"))
-    (line,) = known.problems_of_versions("0.12.1")
+    (line,) = known_mm.problems_of_versions("0.12.1")
     assert f"mindspeed_mm in {tmp_path} has no mindspeed_mm.training:train_step;" in line

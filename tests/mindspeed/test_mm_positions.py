@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.errors import ConfigError, LayoutError
-from vtp_plugin.runtime.wire.audit import require_allowed
+from vtp_plugin.plan.boundary.message_kind import Cargo
+from vtp_plugin.runtime.comm.audit import require_allowed
 
 pytest.importorskip("megatron.core")
 from vtp_plugin.patches.mindspeed import multimodal

@@ -29,7 +29,7 @@ from tests.multiproc.core_cases import FFN, HEADS, HIDDEN, LR, MICRO_BATCH, VOCA
 from tests.multiproc.gathered_attention import chunk_positions
 from tests.pool import TIMEOUT_S, init_gloo
 from vtp_plugin.api import _Holder
-from vtp_plugin.hosts import find_host
+from vtp_plugin.host.versions import find_host
 from vtp_plugin.patches.activation import activate
 from vtp_plugin.patches.hosts import load_host
 from vtp_plugin.platform import detect

@@ -12,7 +12,7 @@ import torch
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.training import global_vars, training
 
-from vtp_plugin.runtime.wire import transfers
+from vtp_plugin.runtime.comm import transfers
 
 FORWARD_S = 0.04
 FORWARD_DELAY_S, PACK_DELAY_S = 0.03, 0.02

@@ -26,8 +26,8 @@ from tests.multiproc.faulty_gpt import ARMED, LOG, NODE, PAUSE
 from tests.multiproc.hosts_apart import Network
 from tests.pace import pace
 from tests.pool import free_port
-from vtp_plugin.runtime.life.cards import FAULT_FILE_VARIABLE
-from vtp_plugin.runtime.life.launchers import ELASTIC, KEEPER, LOOP, STATIC
+from vtp_plugin.elastic.cards import FAULT_FILE_VARIABLE
+from vtp_plugin.elastic.launchers import ELASTIC, KEEPER, LOOP, STATIC
 
 MODEL = shlex.split(
     "--num-layers 4 --hidden-size 48 --num-attention-heads 12 --group-query-attention --num-query-groups 4 "

@@ -22,9 +22,9 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transfor
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from tests.multiproc.core_job import cpu_only  # noqa: E402
-from vtp_plugin.published.fields import CONFIG, read_config, read_model  # noqa: E402
-from vtp_plugin.published.model import Model  # noqa: E402
-from vtp_plugin.published.note import CARRIED, RELEASE  # noqa: E402
+from vtp_plugin.checkpoint.hf.hf_model import Model  # noqa: E402
+from vtp_plugin.checkpoint.hf.note import CARRIED, RELEASE  # noqa: E402
+from vtp_plugin.checkpoint.hf.read_config import CONFIG, read_config, read_model  # noqa: E402
 
 
 def main() -> None:

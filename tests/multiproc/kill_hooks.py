@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import FileSystemWriter
 
-from vtp_plugin.checkpoint import saving, whole
-from vtp_plugin.checkpoint.files import TRACKER
-from vtp_plugin.checkpoint.whole import PARTIAL, InParts
+from vtp_plugin.checkpoint.format.checkpoint_files import TRACKER
+from vtp_plugin.checkpoint.save import atomic_dir, saving
+from vtp_plugin.checkpoint.save.atomic_dir import PARTIAL, InParts
 
 ORDER = "VTP_TEST_KILL"
 """The variable with what is to happen, as JSON: ``point``; ``save``, the iteration that is saved; ``rank`` that comes
@@ -104,9 +104,9 @@ def kill_in_save(facts: dict[str, Any]) -> None:
     killer.around(FileSystemWriter, "finish", "before metadata", "after metadata")
     _know_which(killer, FileSystemWriter, "finish", lambda self: self.path)
     killer.around(saving, "finish_folder", "before manifest")
-    killer.around(whole, "sync_folders", "after manifest")
-    killer.around(whole, "put_in_place", "before the move")
-    killer.around(whole, "_write_synced", after="half of the tracker", only=f"{PARTIAL}{TRACKER}")
+    killer.around(atomic_dir, "sync_folders", "after manifest")
+    killer.around(atomic_dir, "put_in_place", "before the move")
+    killer.around(atomic_dir, "_write_synced", after="half of the tracker", only=f"{PARTIAL}{TRACKER}")
     killer.around(saving, "_claim", after="claimed")
     killer.around(saving, "write_whole", "before tracker", "after tracker")
     _watch_removal(killer)
@@ -227,7 +227,7 @@ def _be_wrong(mutant: str) -> None:
 
     def early(self: Any, *args: Any) -> None:
         begin(self, *args)
-        (self.final.parent / TRACKER).write_text(whole.tracker_text(self.final))
+        (self.final.parent / TRACKER).write_text(atomic_dir.tracker_text(self.final))
 
     def skip(partial: Path, *args: Any) -> None:
         min(_data(partial)).unlink()
@@ -245,11 +245,11 @@ def _data(folder: Path) -> Iterator[Path]:
 
 def _forget_the_manifest(facts: dict[str, Any]) -> None:
     """Save as a version of the plugin that knew of none."""
-    from vtp_plugin.patches.training import saving as patch
+    from vtp_plugin.patches.training import atomic_checkpoint as patch
 
     def finish(partial: Path, final: Path, manifest: str) -> None:
-        whole.sync_folders(partial)
-        whole.put_in_place(partial, final)
+        atomic_dir.sync_folders(partial)
+        atomic_dir.put_in_place(partial, final)
 
     saving.finish_folder, patch.HAS_MANIFEST = finish, "unknown_then"
 

@@ -15,13 +15,13 @@ from tests.hosts import background_flags, exact_resume_tolerance, host_name
 from tests.multiproc.kill_hooks import CLEARING, OF_CLAIMS, OF_INDEX, OF_PIECES, ORDER, REPLACED, SHARED
 from tests.multiproc.script_cases import JOB, ScriptRun, arguments, losses, succeeded
 from tests.pool import Pool
-from vtp_plugin.checkpoint.contents import Contents
-from vtp_plugin.checkpoint.files import TRACKER, iterations
-from vtp_plugin.checkpoint.newest import problem_of
-from vtp_plugin.checkpoint.verify import Verification
-from vtp_plugin.checkpoint.whole import PARTIAL
+from vtp_plugin.checkpoint.format.checkpoint_files import TRACKER, iterations
+from vtp_plugin.checkpoint.format.contents import Contents
+from vtp_plugin.checkpoint.save.atomic_dir import PARTIAL
+from vtp_plugin.checkpoint.save.newest import problem_of
+from vtp_plugin.checkpoint.tools.compare_checkpoints import Comparison
+from vtp_plugin.checkpoint.tools.verify import Verification
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.offline.compare import Comparison
 
 # With the distributed optimizer Megatron 0.12 takes no tied embedding of these sizes.
 _APART = ("--untie-embeddings-and-output-weights",) if host_name() == "0.12" else ()

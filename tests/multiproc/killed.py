@@ -36,7 +36,7 @@ from tests.multiproc.kill_trial import (
 )
 from tests.multiproc.script_cases import succeeded
 from tests.pool import Pool
-from vtp_plugin.checkpoint.files import TRACKER
+from vtp_plugin.checkpoint.format.checkpoint_files import TRACKER
 
 NUM_STEPS = 12
 _STEPS = ("--train-iters", str(NUM_STEPS))

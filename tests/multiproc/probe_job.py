@@ -13,18 +13,18 @@ from tests.multiproc.transport_job import part_of
 from tests.ordering.recorder import Recorder
 from tests.ordering.trace import format_trace
 from tests.pool import TIMEOUT_S, init_gloo
-from vtp_plugin.boundary.pipeline import pipeline_boundaries
-from vtp_plugin.boundary.spread import Holding
-from vtp_plugin.boundary.strategies.rules import TransportRules
-from vtp_plugin.layout.channel import Direction
-from vtp_plugin.layout.pipeline import PipelineLayout
+from vtp_plugin.plan.boundary.pipeline_boundaries import pipeline_boundaries
+from vtp_plugin.plan.boundary.sharding import Holding
+from vtp_plugin.plan.boundary.strategies.transport_rules import TransportRules
+from vtp_plugin.plan.layout.channel_id import Direction
+from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.platform.cpu import CpuPlatform
+from vtp_plugin.runtime.comm.channel import Channel
+from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.runtime.step.communicator import open_channels, own_channels
 from vtp_plugin.runtime.step.links import ChannelLink
 from vtp_plugin.runtime.step.measure import Report, share_reports
-from vtp_plugin.runtime.step.probe import settle, try_strategies
-from vtp_plugin.runtime.wire.channel import Channel
-from vtp_plugin.runtime.wire.tensor_format import TensorFormat
+from vtp_plugin.runtime.step.try_transports import settle, try_strategies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

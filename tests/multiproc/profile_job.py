@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 
 from tests.pool import init_gloo
-from vtp_plugin.cluster.machines import Links, Location
 from vtp_plugin.platform.cpu import CpuPlatform
-from vtp_plugin.runtime.wire.ping import time_links
+from vtp_plugin.runtime.comm.ping import time_links
+from vtp_plugin.tune.cluster.machines import Links, Location
 
 
 def time_places(places: Sequence[tuple[str, str]]) -> Links | None:

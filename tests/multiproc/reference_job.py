@@ -16,7 +16,7 @@ from tests.multiproc.core_cases import Case
 from tests.multiproc.core_job import applied, model_parallel
 from tests.pool import init_gloo
 from vtp_plugin import functional as p2p
-from vtp_plugin.runtime.wire.transfers import Transfers
+from vtp_plugin.runtime.comm.transfers import Transfers
 
 SHAPE = (4, 1, 6)
 Facts = dict[str, Any]

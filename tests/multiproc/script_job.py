@@ -72,7 +72,7 @@ from tests.multiproc.start_job import start_again
 from tests.multiproc.still_hooks import STILL_HOOKS
 from tests.pool import TIMEOUT_S
 from tests.pool_worker import _die_with
-from vtp_plugin.checkpoint.forms import BY_BLOCK, FORM
+from vtp_plugin.checkpoint.format.optimizer_formats import BY_BLOCK, FORM
 
 # Imported once in the worker, so that the runs need not do it; some hosts lack some of them.
 for _name in (
@@ -206,10 +206,10 @@ def _run_stock(script: str, arguments: Sequence[str]) -> None:
     if DEVICE != "cpu":
         return _run_plain(script, arguments)
     from vtp_plugin.config import VtpConfig
-    from vtp_plugin.hosts import find_host
+    from vtp_plugin.host.patching import apply_records
+    from vtp_plugin.host.versions import find_host
     from vtp_plugin.patches.hosts import load_host
     from vtp_plugin.patches.registry import platform_records
-    from vtp_plugin.patching import apply_records
     from vtp_plugin.session import Session
 
     session = Session(VtpConfig(device="cpu"))

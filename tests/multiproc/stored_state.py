@@ -10,8 +10,8 @@ import numpy as np
 
 from tests.multiproc.optimizer_state import Array, whole_state
 from tests.multiproc.script_cases import ScriptRun
-from vtp_plugin.checkpoint.contents import MASTER, Contents, Whole
-from vtp_plugin.offline.elements import Elements, typed
+from vtp_plugin.checkpoint.format.contents import MASTER, Contents, Whole
+from vtp_plugin.checkpoint.load.elements import Elements, typed
 
 # The local layers keep their norms beside what they come before, and store them as part of it.
 _STORED_AS = (

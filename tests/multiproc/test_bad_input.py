@@ -15,7 +15,7 @@ from tests.hang.ranks import Run, Server, run
 from tests.hosts import PYTHON_PATH, ROOT
 from tests.lines import error_line
 from tests.trees import lay_megatron, lay_torch
-from vtp_plugin.hosts import HOSTS
+from vtp_plugin.host.versions import HOSTS
 
 WORLD = 3
 TIMEOUT_S = 6.0

@@ -19,7 +19,7 @@ from tests.multiproc.fault_log import read_log, require_losses, require_samples
 from tests.multiproc.faulty_gpt import LOG
 from tests.multiproc.hosts_apart import Network, why_not
 from tests.pace import pace
-from vtp_plugin.runtime.life.marker import MARKER
+from vtp_plugin.elastic.marker import MARKER
 
 FIT = ("--vtp-size-list", "auto", "--vtp-timeout-s", str(int(40 * pace())))
 NUM_STEPS = 40

@@ -13,7 +13,7 @@ from tests.hostile import NAME, is_there, spoil
 from tests.lines import error_line
 from tests.multiproc.script_cases import arguments, assert_refused, launch, num_ranks, train
 from tests.pool import Pool
-from vtp_plugin.checkpoint.manifest import MANIFEST, dump_manifest, make_manifest
+from vtp_plugin.checkpoint.format.manifest import MANIFEST, dump_manifest, make_manifest
 
 pytestmark = pytest.mark.needs("scripts_here")
 

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.pool import Pool
-from vtp_plugin.options.table.rows import RULES
+from vtp_plugin.host.rules.table.rows import RULES
 
 pytestmark = pytest.mark.needs("words_of_hybrid_models")
 

@@ -16,8 +16,8 @@ from tests.multiproc.kill_trial import FORMATS, NUM_RANKS, SIZES, Trial, judge, 
 from tests.multiproc.script_cases import arguments, launch, losses, succeeded
 from tests.pool import Pool
 from tests.unit.test_checkpoint_whole import DAMAGES
-from vtp_plugin.checkpoint.files import TRACKER
-from vtp_plugin.checkpoint.manifest import MANIFEST
+from vtp_plugin.checkpoint.format.checkpoint_files import TRACKER
+from vtp_plugin.checkpoint.format.manifest import MANIFEST
 
 pytestmark = pytest.mark.needs("scripts_here")
 Known = Callable[[str], tuple[Path, list[float]]]

@@ -21,10 +21,10 @@ from tests.launcher_commands import environment, filled
 from tests.multiproc.elastic import MODEL, STEP
 from tests.pace import pace
 from tests.pool import free_port
-from vtp_plugin.runtime.life.cards import FAULT_FILE_VARIABLE
-from vtp_plugin.runtime.life.failed_starts import FAILED_STARTS, MOST_EQUAL
-from vtp_plugin.runtime.life.launchers import ELASTIC, KEEPER, LOOP, SLURM, STATIC
-from vtp_plugin.runtime.life.marker import MARKER
+from vtp_plugin.elastic.cards import FAULT_FILE_VARIABLE
+from vtp_plugin.elastic.failed_starts import FAILED_STARTS, MOST_EQUAL
+from vtp_plugin.elastic.launchers import ELASTIC, KEEPER, LOOP, SLURM, STATIC
+from vtp_plugin.elastic.marker import MARKER
 
 FIT = ["--vtp-size-list", "auto", "--vtp-stages", "1:2", "--vtp-data-parallel-size", "1", "--vtp-timeout-s", "60"]
 # Of a script that asks Megatron for nothing: a model whose list can be fitted.

@@ -11,7 +11,7 @@ from tests.hosts import ROOT
 from tests.lines import warnings
 from tests.multiproc.script_cases import launch, succeeded, train
 from tests.pool import Pool
-from vtp_plugin.ground import log
+from vtp_plugin.util import log
 
 pytestmark = pytest.mark.needs("scripts_here")
 

@@ -14,11 +14,11 @@ from tests.multiproc.script_cases import arguments, assert_refused, grad_norms, 
 from tests.multiproc.u_shape_cases import Saved, sequential, u_shaped
 from tests.pace import pace
 from tests.pool import Pool
-from vtp_plugin.schedule.cost.costs import u_costs
-from vtp_plugin.schedule.cost.simulate import simulate
-from vtp_plugin.schedule.cost.stated import parse_costs
-from vtp_plugin.schedule.make.choose import ScheduleRequest, make_schedule
-from vtp_plugin.schedule.order.placement import u_placement
+from vtp_plugin.plan.schedule.cost.cost_text import parse_costs
+from vtp_plugin.plan.schedule.cost.costs import u_costs
+from vtp_plugin.plan.schedule.cost.simulator import simulate
+from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
+from vtp_plugin.plan.schedule.order.placement import u_placement
 
 pytestmark = pytest.mark.needs("scripts_here")
 

@@ -6,7 +6,7 @@ import pytest
 
 from tests.multiproc.model_group_job import Reduced
 from tests.pool import Pool
-from vtp_plugin.layout.pipeline import PipelineLayout
+from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 
 CASES = [
     ((2, 1), (1, 2), (1, 1)),

@@ -23,8 +23,8 @@ from tests.multiproc.script_cases import (
     train,
 )
 from tests.pool import Pool
-from vtp_plugin.checkpoint.forms import BY_BLOCK
-from vtp_plugin.checkpoint.manifest import MANIFEST, dump_manifest, make_manifest
+from vtp_plugin.checkpoint.format.manifest import MANIFEST, dump_manifest, make_manifest
+from vtp_plugin.checkpoint.format.optimizer_formats import BY_BLOCK
 
 pytestmark = [pytest.mark.needs("scripts_here")]
 DISTRIBUTED = ["--use-distributed-optimizer"]

@@ -13,8 +13,8 @@ from tests.multiproc.saved_runs import train_stock
 from tests.multiproc.script_cases import ScriptRun, assert_same_training, train
 from tests.multiproc.stored_state import assert_stored_as_held
 from tests.pool import Pool
-from vtp_plugin.checkpoint.contents import Contents
-from vtp_plugin.checkpoint.files import find_checkpoint
+from vtp_plugin.checkpoint.format.checkpoint_files import find_checkpoint
+from vtp_plugin.checkpoint.format.contents import Contents
 from vtp_plugin.cli import main
 
 pytestmark = [pytest.mark.needs("scripts_here"), pytest.mark.needs("our_example")]

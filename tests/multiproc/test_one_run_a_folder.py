@@ -19,15 +19,15 @@ from tests.lines import error_line
 from tests.multiproc.script_cases import arguments, assert_refused, launch, losses, train
 from tests.pace import pace
 from tests.pool import ENVIRONMENT, Pool, free_port
-from vtp_plugin.checkpoint.files import TRACKER
-from vtp_plugin.checkpoint.folder_lock import LOCK
+from vtp_plugin.checkpoint.format.checkpoint_files import TRACKER
+from vtp_plugin.checkpoint.save.folder_lock import LOCK
 
 pytestmark = pytest.mark.needs("scripts_here")
 LEGACY = ("--ckpt-format", "torch")
 HOLD = """
 import sys, time
 from pathlib import Path
-from vtp_plugin.checkpoint.folder_lock import FolderLock
+from vtp_plugin.checkpoint.save.folder_lock import FolderLock
 lock = FolderLock(Path(sys.argv[1]), {"TORCHELASTIC_RUN_ID": "first"}, 0.0)
 print("held", flush=True)
 time.sleep(600)

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tests.pool import Pool, start_python
-from vtp_plugin.cluster.machines import Part
-from vtp_plugin.cluster.profile import read_profile
+from vtp_plugin.tune.cluster.machines import Part
+from vtp_plugin.tune.cluster.profile_files import read_profile
 
 MODEL = [
     *("--num-layers", "4", "--hidden-size", "48", "--num-attention-heads", "12", "--seq-length", "48"),

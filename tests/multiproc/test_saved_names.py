@@ -13,9 +13,9 @@ from tests.checkpoints import by_name, make_model, run_action
 from tests.hosts import background_flags, reshardable_flags, resharding_flags, resume_tolerance
 from tests.multiproc.script_cases import arguments, assert_refused, assert_same_training, launch, train
 from tests.pool import Pool
-from vtp_plugin.checkpoint import index
-from vtp_plugin.checkpoint.files import TRACKER
-from vtp_plugin.checkpoint.inert import load_inert
+from vtp_plugin.checkpoint.format import index
+from vtp_plugin.checkpoint.format.checkpoint_files import TRACKER
+from vtp_plugin.checkpoint.format.safe_pickle import load_inert
 
 pytestmark = [pytest.mark.needs("scripts_here")]
 DISTRIBUTED = ("--use-distributed-optimizer",)

@@ -13,7 +13,7 @@ from tests.hosts import resharding_flags
 from tests.multiproc.script_cases import MODEL, assert_same_training, train
 from tests.pool import Pool
 from vtp_plugin.cli.main import main
-from vtp_plugin.fit.words import without
+from vtp_plugin.tune.fit.as_flags import without
 
 pytestmark = [pytest.mark.needs("layouts"), pytest.mark.needs("scripts_here")]
 

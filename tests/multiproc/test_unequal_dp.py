@@ -28,7 +28,7 @@ from tests.ordering.check import check
 from tests.ordering.models import MODELS
 from tests.ordering.trace import END_OF_STEP, Kind
 from tests.pool import Pool
-from vtp_plugin.layout.pipeline import PipelineLayout
+from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 
 SHARDED: dict[str, Any] = {"sequence_parallel": True, "seq": 6}
 LAYERS = {2: (1, 2, 1), 3: (1, 1, 1, 1), 4: (1, 1, 1, 1, 1)}

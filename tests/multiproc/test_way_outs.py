@@ -22,8 +22,8 @@ from tests.multiproc.script_cases import (
 )
 from tests.multiproc.test_written_again import DISTRIBUTED, EXPERTS, UNTIED
 from tests.pool import Pool
-from vtp_plugin.checkpoint.manifest import MANIFEST, dump_manifest, make_manifest
-from vtp_plugin.checkpoint.map_file import MAP
+from vtp_plugin.checkpoint.format.manifest import MANIFEST, dump_manifest, make_manifest
+from vtp_plugin.checkpoint.format.map_file import MAP
 
 pytestmark = [pytest.mark.needs("scripts_here")]
 FLAGS = [*DISTRIBUTED, *UNTIED]

@@ -20,9 +20,16 @@ from tests.multiproc.saved_runs import SavedRuns, resume
 from tests.multiproc.script_cases import assert_same_training
 from tests.multiproc.stored_state import assert_stored_as_held
 from tests.pool import Pool
-from vtp_plugin.checkpoint.contents import Contents
-from vtp_plugin.checkpoint.files import find_checkpoint
-from vtp_plugin.checkpoint.forms import BY_BLOCK, BY_BUCKET, BY_BUCKET_OLDER, BY_RANK, IN_MODEL_SPACE, PLAIN
+from vtp_plugin.checkpoint.format.checkpoint_files import find_checkpoint
+from vtp_plugin.checkpoint.format.contents import Contents
+from vtp_plugin.checkpoint.format.optimizer_formats import (
+    BY_BLOCK,
+    BY_BUCKET,
+    BY_BUCKET_OLDER,
+    BY_RANK,
+    IN_MODEL_SPACE,
+    PLAIN,
+)
 from vtp_plugin.cli import main
 
 pytestmark = [pytest.mark.needs("scripts_here")]

@@ -12,18 +12,18 @@ import torch
 import torch.distributed as dist
 
 from tests.pool import TIMEOUT_S, init_gloo
-from vtp_plugin.boundary.channel_spec import ChannelSpec
-from vtp_plugin.boundary.side import Shape, Side
-from vtp_plugin.boundary.spread import Holding
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.plan.boundary.channel_spec import ChannelSpec
+from vtp_plugin.plan.boundary.endpoint import Shape, Side
+from vtp_plugin.plan.boundary.sharding import Holding
 from vtp_plugin.platform import detect
-from vtp_plugin.platform.base import Platform
 from vtp_plugin.platform.cpu import CpuPlatform
+from vtp_plugin.platform.interface import Platform
+from vtp_plugin.runtime.comm.channel import Channel
+from vtp_plugin.runtime.comm.process_groups import settle
+from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.runtime.step.communicator import open_channels
 from vtp_plugin.runtime.step.links import ChannelLink
-from vtp_plugin.runtime.wire.channel import Channel
-from vtp_plugin.runtime.wire.process_groups import settle
-from vtp_plugin.runtime.wire.tensor_format import TensorFormat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -21,8 +21,8 @@ from tests.hosts import ROOT, TREE, host_name, is_older
 from tests.multiproc.script_cases import EXAMPLE, ScriptRun, arguments, grad_norms, losses
 from tests.options.judged import GRID, Entry, Judgement, groups, rows_of
 from tests.options.parsers import FOLDER, LISTED, Option, by_name, listed
-from vtp_plugin.hosts import family_of, find_megatron
-from vtp_plugin.options.table.rule import Verdict
+from vtp_plugin.host.rules.table.rule import Verdict
+from vtp_plugin.host.versions import family_of, find_megatron
 
 RAN = FOLDER / "ran.txt"
 SIZES: Final = "1,2"

@@ -1,6 +1,6 @@
 """A verdict for every option that a training script can reach: does a number depend on the sizes of the stages?
 
-What the plugin's own table says (``vtp_plugin/options/table``) is taken from there, whatever else is said. All other
+What the plugin's own table says (``vtp_plugin/host/rules/table``) is taken from there, whatever else is said. All other
 options are judged in ``tests/options/verdicts``: groups of options with one verdict, one reason, and what it rests on.
 """
 
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from functools import cache
 
 from tests.options.parsers import FOLDER, Option, by_name
-from vtp_plugin.ground.text_enum import TextEnum
-from vtp_plugin.options.table.older import OLDER_RULES
-from vtp_plugin.options.table.rows import RULES
-from vtp_plugin.options.table.rule import OptionRule
+from vtp_plugin.host.rules.table.rows import RULES
+from vtp_plugin.host.rules.table.rows_before_0_19 import OLDER_RULES
+from vtp_plugin.host.rules.table.rule import OptionRule
+from vtp_plugin.util.text_enum import TextEnum
 
 READ, GRID = "read", "grid"
 """What a verdict rests on besides a test: Megatron's source, or ``tests/multiproc/test_options_grid.py``."""

@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ordering.trace import Event, Group, Kind, Trace
 from vtp_plugin.errors import PlanError
-from vtp_plugin.platform.base import Platform
+from vtp_plugin.platform.interface import Platform
 
 # The argument whose memory a collective reads, or fills, and whose size is the same on all members.
 _MEMORY_OF: Mapping[str, str] = {

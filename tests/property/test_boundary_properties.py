@@ -14,12 +14,8 @@ from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 
 from tests.plans import is_replicated, link_bytes, reversed_plan
-from vtp_plugin.boundary.channel_spec import ChannelSpec
-from vtp_plugin.boundary.check import check
-from vtp_plugin.boundary.header import plan_header
-from vtp_plugin.boundary.memory import local_slices
-from vtp_plugin.boundary.pipeline import PipelineBoundary
-from vtp_plugin.boundary.plan import (
+from vtp_plugin.errors import ConfigError, PlanError
+from vtp_plugin.plan.boundary.boundary_plan import (
     NO_COLLECTIVE,
     BoundaryPlan,
     Collective,
@@ -28,14 +24,18 @@ from vtp_plugin.boundary.plan import (
     egress_bytes,
     ingress_bytes,
 )
-from vtp_plugin.boundary.side import Shape, Side
-from vtp_plugin.boundary.spread import Holding, Spread, even_cuts, num_rows, replicated, rows_of, sharded
-from vtp_plugin.boundary.strategies.leaders import plan_rank0
-from vtp_plugin.boundary.strategies.slices import plan_sliced
-from vtp_plugin.boundary.strategies.table import STRATEGIES
-from vtp_plugin.errors import ConfigError, PlanError
-from vtp_plugin.ground.boxes import Box, intersect, overlaps, subtract, whole_box
-from vtp_plugin.layout.channel import Direction
+from vtp_plugin.plan.boundary.channel_spec import ChannelSpec
+from vtp_plugin.plan.boundary.check_boundary import check
+from vtp_plugin.plan.boundary.endpoint import Shape, Side
+from vtp_plugin.plan.boundary.header import plan_header
+from vtp_plugin.plan.boundary.local_slices import local_slices
+from vtp_plugin.plan.boundary.pipeline_boundaries import PipelineBoundary
+from vtp_plugin.plan.boundary.sharding import Holding, Spread, even_cuts, num_rows, replicated, rows_of, sharded
+from vtp_plugin.plan.boundary.strategies.known_strategies import STRATEGIES
+from vtp_plugin.plan.boundary.strategies.leaders import plan_rank0
+from vtp_plugin.plan.boundary.strategies.slices import plan_sliced
+from vtp_plugin.plan.layout.channel_id import Direction
+from vtp_plugin.util.boxes import Box, intersect, overlaps, subtract, whole_box
 
 SETTINGS = settings(max_examples=100)
 DOWNSTREAM = 1000  # first rank that a downstream stage may have

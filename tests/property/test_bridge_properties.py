@@ -13,16 +13,16 @@ from hypothesis import strategies as st
 
 from tests import bridges
 from tests.bridges import Arrays, Sizes
-from vtp_plugin.boundary.bridge_end import BridgeEnd, SequenceCut, boundary_ranks, require_disjoint
-from vtp_plugin.boundary.bridge_spec import BridgeSpec, unit_widths
-from vtp_plugin.boundary.check import check
-from vtp_plugin.boundary.memory import local_shape, local_slices
-from vtp_plugin.boundary.plan import BoundaryPlan, CollectiveKind, egress_bytes, ingress_bytes
-from vtp_plugin.boundary.portions import MIN_PORTION_BYTES, cut_into_portions, swaps
-from vtp_plugin.boundary.spread import Holding, Spread, even_cuts
-from vtp_plugin.boundary.strategies.in_place import plan_in_place, plans_of_gradient
 from vtp_plugin.errors import ConfigError, PlanError
-from vtp_plugin.ground.boxes import intersect
+from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan, CollectiveKind, egress_bytes, ingress_bytes
+from vtp_plugin.plan.boundary.bridge_endpoint import BridgeEnd, SequenceCut, boundary_ranks, require_disjoint
+from vtp_plugin.plan.boundary.bridge_spec import BridgeSpec, unit_widths
+from vtp_plugin.plan.boundary.check_boundary import check
+from vtp_plugin.plan.boundary.local_slices import local_shape, local_slices
+from vtp_plugin.plan.boundary.portions import MIN_PORTION_BYTES, cut_into_portions, swaps
+from vtp_plugin.plan.boundary.sharding import Holding, Spread, even_cuts
+from vtp_plugin.plan.boundary.strategies.in_place import plan_in_place, plans_of_gradient
+from vtp_plugin.util.boxes import intersect
 
 SETTINGS = settings(max_examples=150)
 DOWNSTREAM = 100

@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
-from vtp_plugin.checkpoint.check import check_map, check_wanted
-from vtp_plugin.checkpoint.cuts import Block, Bucket, Cut, Piece, Placed, Strided, block_at, row_major
-from vtp_plugin.checkpoint.fill import Copy, Stored, boxes_between, count_below, require_cover
-from vtp_plugin.checkpoint.map_file import dump_map, load_map
+from vtp_plugin.checkpoint.format.check_map import check_map, check_wanted
+from vtp_plugin.checkpoint.format.fill import Copy, Stored, boxes_between, count_below, require_cover
+from vtp_plugin.checkpoint.format.map_file import dump_map, load_map
+from vtp_plugin.checkpoint.format.shard_map import Block, Bucket, Cut, Piece, Placed, Strided, block_at, row_major
 from vtp_plugin.errors import ConfigError, PlanError
 
 SETTINGS = settings(max_examples=150, deadline=None)

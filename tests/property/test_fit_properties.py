@@ -16,15 +16,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.fit.ask import Ask
-from vtp_plugin.fit.cards import Node
-from vtp_plugin.fit.choose import fit
-from vtp_plugin.fit.search import Fitted, search
-from vtp_plugin.schedule.cost.costs import Costs
-from vtp_plugin.schedule.cost.simulate import simulate
-from vtp_plugin.schedule.make.generate import one_f_one_b
-from vtp_plugin.schedule.order.lower import lower
-from vtp_plugin.schedule.order.placement import plain_placement
+from vtp_plugin.plan.schedule.cost.costs import Costs
+from vtp_plugin.plan.schedule.cost.simulator import simulate
+from vtp_plugin.plan.schedule.make.generate import one_f_one_b
+from vtp_plugin.plan.schedule.order.lower import lower
+from vtp_plugin.plan.schedule.order.placement import plain_placement
+from vtp_plugin.tune.fit.available_cards import Node
+from vtp_plugin.tune.fit.constraints import Ask
+from vtp_plugin.tune.fit.fit_layout import fit
+from vtp_plugin.tune.fit.fit_search import Fitted, search
 
 MODELS = st.fixed_dictionaries(
     {

@@ -15,17 +15,17 @@ import pytest
 
 from tests.joint_model import runs_to_its_end
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.schedule.cost.bounds import lower_bound
-from vtp_plugin.schedule.cost.chain import in_flight, make_chain, makespan, mirrored, to_actions
-from vtp_plugin.schedule.cost.costs import Costs
-from vtp_plugin.schedule.cost.greedy import dispatch
-from vtp_plugin.schedule.cost.simulate import simulate
-from vtp_plugin.schedule.make.generate import one_f_one_b
-from vtp_plugin.schedule.make.u_shape import plan_u_shape
-from vtp_plugin.schedule.order.lower import lower
-from vtp_plugin.schedule.order.placement import Placement, plain_placement, u_placement
-from vtp_plugin.schedule.order.schedule import Schedule
-from vtp_plugin.schedule.proof.check import check
+from vtp_plugin.plan.schedule.cost.costs import Costs
+from vtp_plugin.plan.schedule.cost.greedy import dispatch
+from vtp_plugin.plan.schedule.cost.microbatch_route import in_flight, make_chain, makespan, mirrored, to_actions
+from vtp_plugin.plan.schedule.cost.simulator import simulate
+from vtp_plugin.plan.schedule.cost.step_bounds import lower_bound
+from vtp_plugin.plan.schedule.make.generate import one_f_one_b
+from vtp_plugin.plan.schedule.make.u_shape import plan_u_shape
+from vtp_plugin.plan.schedule.order.lower import lower
+from vtp_plugin.plan.schedule.order.placement import Placement, plain_placement, u_placement
+from vtp_plugin.plan.schedule.order.schedule import Schedule
+from vtp_plugin.plan.schedule.proof.check_schedule import check
 
 NUM_IN_CI = 400
 NUM_WHOLE = 2400

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from tests.group_order import model_parallel_groups
 from tests.oracles import hyper_comm_grid
-from vtp_plugin.layout.grid import RankGrid
-from vtp_plugin.layout.grids import ExpertGrid
-from vtp_plugin.layout.groups import LayoutRankGenerator
-from vtp_plugin.layout.pipeline import PipelineLayout, RankOrder, StageGrid
-from vtp_plugin.layout.share import share_of_experts, share_of_model
+from vtp_plugin.plan.layout.grids import ExpertGrid
+from vtp_plugin.plan.layout.groups import LayoutRankGenerator
+from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout, RankOrder, StageGrid
+from vtp_plugin.plan.layout.rank_grid import RankGrid
+from vtp_plugin.plan.layout.share import share_of_experts, share_of_model
 
 SMALL = st.integers(1, 4)
 

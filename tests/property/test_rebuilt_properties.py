@@ -10,13 +10,13 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vtp_plugin.checkpoint.archive import Extent
-from vtp_plugin.checkpoint.check import check_map
-from vtp_plugin.checkpoint.cuts import Bucket, Piece
-from vtp_plugin.checkpoint.index import StoredTensor
-from vtp_plugin.checkpoint.rebuilt import rebuild
+from vtp_plugin.checkpoint.format.archive import Extent
+from vtp_plugin.checkpoint.format.check_map import check_map
+from vtp_plugin.checkpoint.format.index import StoredTensor
+from vtp_plugin.checkpoint.format.infer_map import rebuild
+from vtp_plugin.checkpoint.format.shard_map import Bucket, Piece
 from vtp_plugin.errors import PlanError
-from vtp_plugin.ground.boxes import Box, volume
+from vtp_plugin.util.boxes import Box, volume
 
 # Names of one layer in the order of the model, and whether ranks share their rows.
 _LAYER = {

@@ -8,11 +8,11 @@ import random
 
 import pytest
 
-from vtp_plugin.cluster.speed import Link, Speed
-from vtp_plugin.search.lists import Reach, Row, rows
-from vtp_plugin.search.question import Pool, Question, Shape
-from vtp_plugin.search.split import split
-from vtp_plugin.search.stage import Works
+from vtp_plugin.tune.cluster.speed import Link, Speed
+from vtp_plugin.tune.search.enumerate_lists import Reach, Row, rows
+from vtp_plugin.tune.search.layer_split import split
+from vtp_plugin.tune.search.problem import Pool, Question, Shape
+from vtp_plugin.tune.search.stage_cost import Works
 
 REACH = Reach(99, is_mixing=True)
 

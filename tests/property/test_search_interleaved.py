@@ -21,11 +21,11 @@ from tests.property.test_search_properties import (
     stage_lists,
     summed,
 )
-from vtp_plugin.schedule.cost.simulate import simulate
-from vtp_plugin.schedule.make.choose import ScheduleRequest, make_schedule
-from vtp_plugin.schedule.order.placement import interleaved_placement
-from vtp_plugin.search.fastest import fastest
-from vtp_plugin.search.question import Question, Shape
+from vtp_plugin.plan.schedule.cost.simulator import simulate
+from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
+from vtp_plugin.plan.schedule.order.placement import interleaved_placement
+from vtp_plugin.tune.search.fastest import fastest
+from vtp_plugin.tune.search.problem import Question, Shape
 
 CHUNKS = (2, 3)
 

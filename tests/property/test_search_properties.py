@@ -15,17 +15,17 @@ from typing import NamedTuple
 
 import pytest
 
-from vtp_plugin.boundary.strategies.rules import SLICED_FROM_BYTES, TransportRules
-from vtp_plugin.cluster.speed import Link, Speed
-from vtp_plugin.schedule.cost.costs import Costs
-from vtp_plugin.schedule.cost.simulate import simulate
-from vtp_plugin.schedule.make.choose import ScheduleRequest, make_schedule
-from vtp_plugin.schedule.make.generate import one_f_one_b
-from vtp_plugin.schedule.order.lower import lower
-from vtp_plugin.schedule.order.placement import plain_placement
-from vtp_plugin.search.fastest import fastest
-from vtp_plugin.search.order import pipeline_time
-from vtp_plugin.search.question import Pool, Question, Shape
+from vtp_plugin.plan.boundary.strategies.transport_rules import SLICED_FROM_BYTES, TransportRules
+from vtp_plugin.plan.schedule.cost.costs import Costs
+from vtp_plugin.plan.schedule.cost.simulator import simulate
+from vtp_plugin.plan.schedule.make.generate import one_f_one_b
+from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
+from vtp_plugin.plan.schedule.order.lower import lower
+from vtp_plugin.plan.schedule.order.placement import plain_placement
+from vtp_plugin.tune.cluster.speed import Link, Speed
+from vtp_plugin.tune.search.fastest import fastest
+from vtp_plugin.tune.search.problem import Pool, Question, Shape
+from vtp_plugin.tune.search.schedule_time import pipeline_time
 
 TOLERANCE = 1.01
 Nodes = list[tuple[Pool, int]]

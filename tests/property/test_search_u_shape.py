@@ -17,13 +17,13 @@ from tests.property.test_search_properties import (
     stage_lists,
     summed,
 )
-from vtp_plugin.boundary.strategies.rules import TransportRules
-from vtp_plugin.cluster.speed import Link, Speed
-from vtp_plugin.schedule.cost.simulate import simulate
-from vtp_plugin.schedule.make.choose import ScheduleRequest, make_schedule
-from vtp_plugin.schedule.order.placement import u_placement
-from vtp_plugin.search.fastest import fastest
-from vtp_plugin.search.question import Pool, Question, Shape
+from vtp_plugin.plan.boundary.strategies.transport_rules import TransportRules
+from vtp_plugin.plan.schedule.cost.simulator import simulate
+from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
+from vtp_plugin.plan.schedule.order.placement import u_placement
+from vtp_plugin.tune.cluster.speed import Link, Speed
+from vtp_plugin.tune.search.fastest import fastest
+from vtp_plugin.tune.search.problem import Pool, Question, Shape
 
 KEPT = 1
 

@@ -16,10 +16,10 @@ from tests.property.test_boundary_properties import (
     legal_step,
     stage,
 )
-from vtp_plugin.boundary.check import check
-from vtp_plugin.boundary.plan import BoundaryPlan, egress_bytes, ingress_bytes
-from vtp_plugin.boundary.side import Side
-from vtp_plugin.boundary.strategies.table import STRATEGIES
+from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan, egress_bytes, ingress_bytes
+from vtp_plugin.plan.boundary.check_boundary import check
+from vtp_plugin.plan.boundary.endpoint import Side
+from vtp_plugin.plan.boundary.strategies.known_strategies import STRATEGIES
 
 
 @st.composite

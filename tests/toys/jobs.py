@@ -44,7 +44,7 @@ def train(case: Any, options: dict[str, Any], trainer: Any = None) -> tuple[Any,
 
 def train_with_0_20(case: Any, options: dict[str, Any]) -> tuple[Any, str]:
     """Train a case on this rank with a Megatron that says it were of version 0.20."""
-    from vtp_plugin.hosts import find
+    from vtp_plugin.host.versions import find
 
     read = find._read_version
     find._read_version = lambda file: "0.20.0" if file.name == "package_info.py" else read(file)

@@ -16,7 +16,7 @@ import pytest
 import vtp_plugin
 from tests.hosts import PYTHON_PATH
 from vtp_plugin.errors import LayoutError, PatchError
-from vtp_plugin.runtime.life.failure import FailureHook
+from vtp_plugin.runtime.health.failure_hook import FailureHook
 
 WORLD_OF_ONE = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 FLAGS = (
@@ -94,11 +94,11 @@ import sys
 import threading
 import torch.distributed as dist
 import megatron.training.arguments as arguments
-from vtp_plugin.hosts import find_host
+from vtp_plugin.host.versions import find_host
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.patches.hosts import load_host
 from vtp_plugin.patches.registry import platform_records
-from vtp_plugin.patching import apply_records
+from vtp_plugin.host.patching import apply_records
 from vtp_plugin.session import Session
 import vtp_plugin
 

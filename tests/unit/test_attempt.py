@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from tests.pace import pace
 from vtp_plugin.errors import PeerError
-from vtp_plugin.runtime.life.attempt import agree_on_attempt
-from vtp_plugin.runtime.life.rendezvous import open_own_store
-from vtp_plugin.runtime.life.store import Topic, part_of
+from vtp_plugin.runtime.health.attempt import agree_on_attempt
+from vtp_plugin.runtime.health.meeting_store import open_own_store
+from vtp_plugin.runtime.health.store import Topic, part_of
 
 HOST = "127.0.0.1"
 
@@ -76,8 +76,8 @@ def test_a_missing_rank_is_named_and_its_attempt_is_over() -> None:
 
 SOURCE = """
 import sys
-from vtp_plugin.runtime.life.rendezvous import open_store
-from vtp_plugin.runtime.life.startup import Agreement
+from vtp_plugin.runtime.health.meeting_store import open_store
+from vtp_plugin.runtime.health.startup import Agreement
 rank = int(sys.argv[1])
 store = open_store(rank, 2, 60.0)
 Agreement(store, rank=rank, world_size=2, timeout_s=lambda: 60.0).settle("check", lambda: {"value": sys.argv[2]})

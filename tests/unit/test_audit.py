@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.runtime.wire.audit import Audit, require_allowed
+from vtp_plugin.plan.boundary.message_kind import Cargo
+from vtp_plugin.runtime.comm.audit import Audit, require_allowed
 
 ACTIVATION = torch.zeros(8, 2, 4)
 

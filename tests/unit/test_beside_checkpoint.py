@@ -18,22 +18,16 @@ import pytest
 from tests.import_rules import ROOT
 from tests.pace import pace
 from tests.pool import free_port
-from vtp_plugin.checkpoint.folder_lock import FolderLock
+from vtp_plugin.checkpoint.save.folder_lock import FolderLock
+from vtp_plugin.elastic.card_memory import CARD_VARIABLE, leave_out, note_error
+from vtp_plugin.elastic.cards import Card
+from vtp_plugin.elastic.coordinator import Judge
+from vtp_plugin.elastic.failed_starts import FAILED_STARTS, MOST_EQUAL, START_VARIABLE, forget_failed_starts, name_start
+from vtp_plugin.elastic.failure_notes import note_for_next_start
+from vtp_plugin.elastic.marker import MARKER, RUN_FOLDER_VARIABLE, leave_marker, require_unmarked
+from vtp_plugin.elastic.progress import PROGRESS, LastStep, Progress, hand_on, note_end, read_last, write_last
 from vtp_plugin.errors import ConfigError, LayoutError, PeerError, ShortageError
-from vtp_plugin.fit.ask import Ask
-from vtp_plugin.runtime.life.card_memory import CARD_VARIABLE, leave_out, note_error
-from vtp_plugin.runtime.life.cards import Card
-from vtp_plugin.runtime.life.failed_starts import (
-    FAILED_STARTS,
-    MOST_EQUAL,
-    START_VARIABLE,
-    forget_failed_starts,
-    name_start,
-)
-from vtp_plugin.runtime.life.failure_notes import note_for_next_start
-from vtp_plugin.runtime.life.marker import MARKER, RUN_FOLDER_VARIABLE, leave_marker, require_unmarked
-from vtp_plugin.runtime.life.progress import PROGRESS, LastStep, Progress, hand_on, note_end, read_last, write_last
-from vtp_plugin.session.judge import Judge
+from vtp_plugin.tune.fit.constraints import Ask
 
 
 def cards(*why: str) -> list[Card]:
@@ -153,7 +147,7 @@ def test_a_later_start_ends_at_once(tmp_path: Path) -> None:
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from vtp_plugin.checkpoint.folder_lock import FolderLock
+from vtp_plugin.checkpoint.save.folder_lock import FolderLock
 lock = FolderLock(Path(sys.argv[1]), {"TORCHELASTIC_RUN_ID": "first"}, 0.0)
 child = os.fork()  # as a data loader, which outlives its rank
 if child:
@@ -300,8 +294,8 @@ def test_only_a_script_that_ends_well_has_lost_nothing(tmp_path: Path) -> None:
 
 LEAVE = """
 import subprocess, sys, time
-from vtp_plugin.checkpoint.saving import Savings
-from vtp_plugin.runtime.life.leftovers import end_leftovers
+from vtp_plugin.checkpoint.save.saving import Savings
+from vtp_plugin.elastic.orphans import end_leftovers
 assert end_leftovers()
 savings = Savings()
 savings.scratch("tracker").write_text("4")

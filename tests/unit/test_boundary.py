@@ -12,13 +12,8 @@ import torch
 
 from tests.import_rules import sources
 from tests.plans import is_replicated, link_bytes, reversed_plan
-from vtp_plugin.boundary.cargo import Cargo
-from vtp_plugin.boundary.channel_spec import ChannelSpec
-from vtp_plugin.boundary.check import check, require_valid
-from vtp_plugin.boundary.header import plan_header
-from vtp_plugin.boundary.memory import local_slices
-from vtp_plugin.boundary.pipeline import PipelineBoundary, pipeline_boundaries
-from vtp_plugin.boundary.plan import (
+from vtp_plugin.errors import ConfigError, PlanError
+from vtp_plugin.plan.boundary.boundary_plan import (
     NO_COLLECTIVE,
     BoundaryPlan,
     Collective,
@@ -27,20 +22,25 @@ from vtp_plugin.boundary.plan import (
     egress_bytes,
     ingress_bytes,
 )
-from vtp_plugin.boundary.portions import MAX_PORTIONS, cut_into_portions
-from vtp_plugin.boundary.side import Side
-from vtp_plugin.boundary.spread import Holding, Spread, even_cuts, replicated, rows_of, sharded
-from vtp_plugin.boundary.strategies import rules as rules_module
-from vtp_plugin.boundary.strategies.leaders import plan_rank0
-from vtp_plugin.boundary.strategies.rules import TransportRules
-from vtp_plugin.boundary.strategies.slices import plan_divided, plan_sliced
-from vtp_plugin.boundary.strategies.table import STRATEGIES
-from vtp_plugin.errors import ConfigError, PlanError
-from vtp_plugin.ground.boxes import Box, intersect, subtract, volume
-from vtp_plugin.layout.channel import Direction
-from vtp_plugin.layout.pipeline import PipelineLayout, StageGrid
-from vtp_plugin.layout.replicas import DpMode
-from vtp_plugin.runtime.wire.transfers import Parcel
+from vtp_plugin.plan.boundary.channel_spec import ChannelSpec
+from vtp_plugin.plan.boundary.check_boundary import check, require_valid
+from vtp_plugin.plan.boundary.endpoint import Side
+from vtp_plugin.plan.boundary.header import plan_header
+from vtp_plugin.plan.boundary.local_slices import local_slices
+from vtp_plugin.plan.boundary.message_kind import Cargo
+from vtp_plugin.plan.boundary.pipeline_boundaries import PipelineBoundary, pipeline_boundaries
+from vtp_plugin.plan.boundary.portions import MAX_PORTIONS, cut_into_portions
+from vtp_plugin.plan.boundary.sharding import Holding, Spread, even_cuts, replicated, rows_of, sharded
+from vtp_plugin.plan.boundary.strategies import transport_rules as rules_module
+from vtp_plugin.plan.boundary.strategies.known_strategies import STRATEGIES
+from vtp_plugin.plan.boundary.strategies.leaders import plan_rank0
+from vtp_plugin.plan.boundary.strategies.slices import plan_divided, plan_sliced
+from vtp_plugin.plan.boundary.strategies.transport_rules import TransportRules
+from vtp_plugin.plan.layout.channel_id import Direction
+from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout, StageGrid
+from vtp_plugin.plan.layout.replica_map import DpMode
+from vtp_plugin.runtime.comm.transfers import Parcel
+from vtp_plugin.util.boxes import Box, intersect, subtract, volume
 
 SHAPE = (6, 2, 4)  # [S, B, H]
 WHOLE: Box = ((0, 6), (0, 2), (0, 4))
@@ -323,7 +323,7 @@ class TestRegistry:
             if isinstance(part, ast.Constant) and part.value in list(STRATEGIES)
         }
         # Words for people: what the rules choose, and which flag decides between slices and the leaders.
-        assert asking == {"vtp_plugin.boundary.strategies.rules", "vtp_plugin.cli.plan"}
+        assert asking == {"vtp_plugin.plan.boundary.strategies.transport_rules", "vtp_plugin.cli.plan"}
 
     def test_shapes_must_agree(self) -> None:
         for strategy in STRATEGIES.values():

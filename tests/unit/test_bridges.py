@@ -11,7 +11,7 @@ import vtp_plugin
 from tests.pool import run_code
 from vtp_plugin.config import VtpConfig, read_keywords
 from vtp_plugin.errors import ConfigError, PatchError
-from vtp_plugin.hosts import find_host
+from vtp_plugin.host.versions import find_host
 from vtp_plugin.session import Session
 
 # Before apply(), as a script that is written against Megatron's names.
@@ -122,9 +122,9 @@ def test_a_list_that_the_plugin_looks_for_leaves_nothing_out() -> None:
     import vtp_plugin
     from vtp_plugin.patches.activation import activate
     from vtp_plugin.api import _Holder
-    from vtp_plugin.hosts import find_host
+    from vtp_plugin.host.versions import find_host
     from vtp_plugin.patches.hosts import load_host
-    from vtp_plugin.patches.moment import Moment
+    from vtp_plugin.patches.patch_set import Moment
     from vtp_plugin.patches.registry import declared_at
 
     vtp_plugin.apply(vtp_size_list="auto", device="cpu", bridges=True)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from vtp_plugin.checkpoint.files import TRACKER, check_files, check_tracker, naming_broken_files
+from vtp_plugin.checkpoint.format.checkpoint_files import TRACKER, check_files, check_tracker, naming_broken_files
 from vtp_plugin.errors import ConfigError, LayoutError
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.checkpoints import FC1, FC2, NORM, QKV, STOCK_SHAPES, Model, as_stock, by_name, make_model, run_action
-from vtp_plugin.checkpoint.map_file import MAP
+from vtp_plugin.checkpoint.format.map_file import MAP
 
 Run = Callable[..., tuple[int, list[str]]]
 

@@ -32,12 +32,12 @@ from tests.checkpoints import (
 )
 from tests.hosts import PYTHON_PATH
 from tests.unit.test_published_bad_input import happens_in_writes
-from vtp_plugin.checkpoint.archive import Extent, load_object
-from vtp_plugin.checkpoint.contents import Contents
-from vtp_plugin.checkpoint.forms import BY_BLOCK, BY_BUCKET_OLDER, BY_RANK, IN_MODEL_SPACE, PLAIN
-from vtp_plugin.checkpoint.map_file import MAP
-from vtp_plugin.checkpoint.whole import clear
-from vtp_plugin.offline.writer import JOURNAL, NewPiece, PieceWriter
+from vtp_plugin.checkpoint.format.archive import Extent, load_object
+from vtp_plugin.checkpoint.format.contents import Contents
+from vtp_plugin.checkpoint.format.map_file import MAP
+from vtp_plugin.checkpoint.format.optimizer_formats import BY_BLOCK, BY_BUCKET_OLDER, BY_RANK, IN_MODEL_SPACE, PLAIN
+from vtp_plugin.checkpoint.save.atomic_dir import clear
+from vtp_plugin.checkpoint.tools.writer import JOURNAL, NewPiece, PieceWriter
 
 Run = Callable[..., tuple[int, list[str]]]
 
@@ -195,7 +195,7 @@ def test_what_stops_it_is_one_line_and_the_same_command_goes_on(run: Run, tmp_pa
 
 def test_a_folder_in_which_a_run_saves_is_left_alone(run: Run, tmp_path: Path) -> None:
     a, b = by_bucket(tmp_path / "a", make_model()), tmp_path / "b"
-    hold = "import sys, time; from pathlib import Path; from vtp_plugin.checkpoint.folder_lock import FolderLock\n"
+    hold = "import sys, time; from pathlib import Path; from vtp_plugin.checkpoint.save.folder_lock import FolderLock\n"
     hold += "lock = FolderLock(Path(sys.argv[1]), {}, 0.0); print('held', flush=True); time.sleep(600)"
     env = {**os.environ, "PYTHONPATH": PYTHON_PATH}
     other = subprocess.Popen([sys.executable, "-c", hold, str(b)], stdout=subprocess.PIPE, text=True, env=env)
@@ -234,9 +234,9 @@ def test_pieces_that_are_not_whole_are_written_again(run: Run, tmp_path: Path) -
 
 def test_files_and_pieces_are_small(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a = by_bucket(tmp_path / "a", make_model(), ranks=4)
-    monkeypatch.setattr("vtp_plugin.offline.writer._FILE_BYTES", 20000)
-    for module in ("writer", "elements"):
-        monkeypatch.setattr(f"vtp_plugin.offline.{module}.SLAB_BYTES", 20)
+    monkeypatch.setattr("vtp_plugin.checkpoint.tools.writer._FILE_BYTES", 20000)
+    for module in ("tools.writer", "load.elements"):
+        monkeypatch.setattr(f"vtp_plugin.checkpoint.{module}.SLAB_BYTES", 20)
     assert run("reshard", "--from", a, "--to", tmp_path / "b")[0] == 0
     b = Contents(tmp_path / "b" / "iter_0000003")
     assert len({extent.file for _, extent in b.index.extents()}) > 3
@@ -419,9 +419,9 @@ def test_objects_are_those_of_the_source(run: Run, tmp_path: Path) -> None:
 
 MEASURE = """
 import resource, sys, torch
-from vtp_plugin.checkpoint.contents import Contents
+from vtp_plugin.checkpoint.format.contents import Contents
 from vtp_plugin.cli import main
-import vtp_plugin.offline.compare, vtp_plugin.offline.reshard
+import vtp_plugin.checkpoint.tools.compare_checkpoints, vtp_plugin.checkpoint.tools.reshard
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:
     main(sys.argv[1:])

@@ -18,8 +18,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from tests.checkpoints import EXPERTS, NORM, QKV, Writer, by_block, by_bucket, by_name, make_model, run_action
 from tests.import_rules import ROOT
-from vtp_plugin.checkpoint.archive import Extent, load_object
-from vtp_plugin.checkpoint.map_file import MAP
+from vtp_plugin.checkpoint.format.archive import Extent, load_object
+from vtp_plugin.checkpoint.format.map_file import MAP
 
 Run = Callable[..., tuple[int, list[str]]]
 

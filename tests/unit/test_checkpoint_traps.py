@@ -21,14 +21,14 @@ from hypothesis import strategies as st
 from tests.checkpoints import by_bucket, make_model, run_action
 from tests.hostile import NAME, spoil
 from tests.unit.test_files_of_others import TRAPS
-from vtp_plugin.checkpoint.archive import load_object
-from vtp_plugin.checkpoint.contents import Contents
-from vtp_plugin.checkpoint.entries import DamagedError, Extent
-from vtp_plugin.checkpoint.files import TRACKER, check_files, check_tracker
-from vtp_plugin.checkpoint.inert import load_inert
-from vtp_plugin.checkpoint.manifest import MANIFEST, dump_manifest, make_manifest
-from vtp_plugin.checkpoint.map_file import MAP
-from vtp_plugin.checkpoint.verify import Verification
+from vtp_plugin.checkpoint.format.archive import load_object
+from vtp_plugin.checkpoint.format.checkpoint_files import TRACKER, check_files, check_tracker
+from vtp_plugin.checkpoint.format.contents import Contents
+from vtp_plugin.checkpoint.format.entries import DamagedError, Extent
+from vtp_plugin.checkpoint.format.manifest import MANIFEST, dump_manifest, make_manifest
+from vtp_plugin.checkpoint.format.map_file import MAP
+from vtp_plugin.checkpoint.format.safe_pickle import load_inert
+from vtp_plugin.checkpoint.tools.verify import Verification
 from vtp_plugin.errors import ConfigError
 
 Run = Callable[..., tuple[int, list[str]]]
@@ -263,7 +263,7 @@ def test_a_manifest_names_files_beside_it(run: Run, made: Path, copy: Path, name
 
 
 def _write_manifest(folder: Path, read: Any) -> None:
-    from vtp_plugin.checkpoint.digest import Hashing
+    from vtp_plugin.checkpoint.format.digest import Hashing
 
     text = json.dumps(read, separators=(",", ":"))
     hashing = Hashing()

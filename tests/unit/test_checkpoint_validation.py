@@ -11,8 +11,8 @@ import torch
 from megatron.core.dist_checkpointing import ShardedTensor, validation
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
+from vtp_plugin.host.patching import declared
 from vtp_plugin.patches.core.dist_checkpointing import validation as patch
-from vtp_plugin.patching import declared
 
 ROWS, COLUMNS, NUM_LAYERS = 12, 5, 4
 

@@ -19,15 +19,15 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from tests.checkpoints import by_bucket, make_model
 from tests.unit.test_checkpoint_tools import Run, run  # noqa: F401
-from vtp_plugin.checkpoint import checking
-from vtp_plugin.checkpoint.archive import Extent
-from vtp_plugin.checkpoint.checking import PieceChecks
-from vtp_plugin.checkpoint.digest import ALGORITHMS, Hashing, hash_bytes
-from vtp_plugin.checkpoint.files import TRACKER, iterations
-from vtp_plugin.checkpoint.manifest import MANIFEST, Manifest, dump_manifest, load_manifest, make_manifest
-from vtp_plugin.checkpoint.newest import candidates, problem_of
-from vtp_plugin.checkpoint.saving import Kept, Saving, Savings
-from vtp_plugin.checkpoint.whole import clear, discard, partial_of, put_in_place, whole_folder, write_whole
+from vtp_plugin.checkpoint.format.archive import Extent
+from vtp_plugin.checkpoint.format.checkpoint_files import TRACKER, iterations
+from vtp_plugin.checkpoint.format.digest import ALGORITHMS, Hashing, hash_bytes
+from vtp_plugin.checkpoint.format.manifest import MANIFEST, Manifest, dump_manifest, load_manifest, make_manifest
+from vtp_plugin.checkpoint.save import piece_checks
+from vtp_plugin.checkpoint.save.atomic_dir import clear, discard, partial_of, put_in_place, whole_folder, write_whole
+from vtp_plugin.checkpoint.save.newest import candidates, problem_of
+from vtp_plugin.checkpoint.save.piece_checks import PieceChecks
+from vtp_plugin.checkpoint.save.saving import Kept, Saving, Savings
 from vtp_plugin.errors import ConfigError
 
 
@@ -136,7 +136,7 @@ def test_torch_reads_a_piece_once_and_little_of_it_is_read_again(
     size = (tmp_path / "__9_0.distcp").stat().st_size
     manifest = make_manifest(tmp_path, _pieces(tmp_path / "__9_0.distcp", size))
     again: list[int] = []
-    monkeypatch.setattr(checking, "hash_bytes", lambda *args: again.append(args[3]) or hash_bytes(*args))
+    monkeypatch.setattr(piece_checks, "hash_bytes", lambda *args: again.append(args[3]) or hash_bytes(*args))
     with PieceChecks(tmp_path, manifest) as checks:
         found = torch.load(_watch(checks, tmp_path, Extent("__9_0.distcp", 0, size)), weights_only=True)
     assert torch.equal(found, tensor) and sum(again) < size - tensor.nbytes + 1
@@ -196,7 +196,7 @@ def test_a_folder_takes_the_place_of_another(
     tmp_path: Path, can_exchange: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not can_exchange:
-        monkeypatch.setattr("vtp_plugin.checkpoint.whole._exchange", lambda *_: False)
+        monkeypatch.setattr("vtp_plugin.checkpoint.save.atomic_dir._exchange", lambda *_: False)
     for name in ("partial_iter_0000002", "iter_0000002"):
         (tmp_path / name).mkdir()
         (tmp_path / name / name).touch()

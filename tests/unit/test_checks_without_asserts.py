@@ -24,33 +24,33 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from vtp_plugin.boundary.check import require_valid as require_valid_plan
-from vtp_plugin.boundary.channel_spec import ChannelSpec
-from vtp_plugin.boundary.side import Side
-from vtp_plugin.boundary.plan import Collective, CollectiveKind, Transfer
-from vtp_plugin.boundary.strategies.leaders import plan_rank0
-from vtp_plugin.boundary.strategies.slices import plan_sliced
-from vtp_plugin.boundary.spread import Spread, replicated
+from vtp_plugin.plan.boundary.check_boundary import require_valid as require_valid_plan
+from vtp_plugin.plan.boundary.channel_spec import ChannelSpec
+from vtp_plugin.plan.boundary.endpoint import Side
+from vtp_plugin.plan.boundary.boundary_plan import Collective, CollectiveKind, Transfer
+from vtp_plugin.plan.boundary.strategies.leaders import plan_rank0
+from vtp_plugin.plan.boundary.strategies.slices import plan_sliced
+from vtp_plugin.plan.boundary.sharding import Spread, replicated
 from vtp_plugin.errors import VtpError
-from vtp_plugin.layout.channel import ChannelId, Direction
-from vtp_plugin.layout.pipeline import PipelineLayout
+from vtp_plugin.plan.layout.channel_id import ChannelId, Direction
+from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.platform.cpu import CpuPlatform
-from vtp_plugin.runtime.wire.collectives import StageCollectives
-from vtp_plugin.runtime.wire.tensor_format import TensorFormat
+from vtp_plugin.runtime.comm.collectives import StageCollectives
+from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.runtime.step.communicator import PipelineCommunicator, open_channels
 from vtp_plugin.runtime.step.executor import Executor
 from vtp_plugin.runtime.step.links import ChannelLink
-from vtp_plugin.runtime.wire.recorder import Recorder
-from vtp_plugin.runtime.wire.work import TimedWaits
-from vtp_plugin.schedule.cost.costs import uniform_costs
-from vtp_plugin.schedule.cost.simulate import simulate
-from vtp_plugin.schedule.make.generate import one_f_one_b
-from vtp_plugin.schedule.order.lower import lower
-from vtp_plugin.schedule.order.actions import parse_actions
-from vtp_plugin.schedule.cost.chain import make_chain
-from vtp_plugin.schedule.proof.check import require_valid as require_valid_order
-from vtp_plugin.schedule.make.generate import plain_forward_only
-from vtp_plugin.schedule.order.placement import plain_placement
+from vtp_plugin.runtime.comm.recorder import Recorder
+from vtp_plugin.runtime.comm.work import TimedWaits
+from vtp_plugin.plan.schedule.cost.costs import uniform_costs
+from vtp_plugin.plan.schedule.cost.simulator import simulate
+from vtp_plugin.plan.schedule.make.generate import one_f_one_b
+from vtp_plugin.plan.schedule.order.lower import lower
+from vtp_plugin.plan.schedule.order.actions import parse_actions
+from vtp_plugin.plan.schedule.cost.microbatch_route import make_chain
+from vtp_plugin.plan.schedule.proof.check_schedule import require_valid as require_valid_order
+from vtp_plugin.plan.schedule.make.generate import plain_forward_only
+from vtp_plugin.plan.schedule.order.placement import plain_placement
 
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=3)
 platform = CpuPlatform("of the test")

@@ -16,21 +16,21 @@ import vtp_plugin
 from tests.hosts import PYTHON_PATH, host_name
 from tests.import_rules import ROOT
 from tests.lines import error_line
-from vtp_plugin.boundary.strategies.rules import TransportRules
 from vtp_plugin.cli import activation_flags, main, model_flags
-from vtp_plugin.cli.flags import known_flags
-from vtp_plugin.ground.flag import Flag
-from vtp_plugin.layout.pipeline import PipelineLayout
-from vtp_plugin.options.flags import VTP_FLAGS
-from vtp_plugin.options.table.rows import RULES
-from vtp_plugin.pictures.draw_pipeline import draw_pipeline
-from vtp_plugin.pictures.draw_timeline import draw_svg
-from vtp_plugin.schedule.cost.costs import u_costs
-from vtp_plugin.schedule.cost.simulate import simulate
-from vtp_plugin.schedule.cost.stated import COST_KEYS, parse_costs
-from vtp_plugin.schedule.make.choose import ScheduleRequest, make_schedule
-from vtp_plugin.schedule.make.u_shape import plan_u_shape
-from vtp_plugin.schedule.order.placement import u_placement
+from vtp_plugin.cli.run_flags import known_flags
+from vtp_plugin.config.flag import Flag
+from vtp_plugin.config.vtp_flags import VTP_FLAGS
+from vtp_plugin.host.rules.table.rows import RULES
+from vtp_plugin.plan.boundary.strategies.transport_rules import TransportRules
+from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
+from vtp_plugin.plan.schedule.cost.cost_text import COST_KEYS, parse_costs
+from vtp_plugin.plan.schedule.cost.costs import u_costs
+from vtp_plugin.plan.schedule.cost.simulator import simulate
+from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
+from vtp_plugin.plan.schedule.make.u_shape import plan_u_shape
+from vtp_plugin.plan.schedule.order.placement import u_placement
+from vtp_plugin.report.pictures.draw_pipeline import draw_pipeline
+from vtp_plugin.report.pictures.draw_timeline import draw_svg
 
 U = ("--vtp-size-list", "1,2,2", "--layerwise-disaggregated-training")
 MODEL = ("--seq-length", "2048", "--micro-batch-size", "1", "--hidden-size", "4096", "--bf16")
@@ -626,7 +626,7 @@ import inspect
 import sys
 import vtp_plugin.patches.core.pipeline_parallel.utils as utils
 from vtp_plugin.cli import main
-from vtp_plugin.patching.record import resolve_target
+from vtp_plugin.host.patching.record import resolve_target
 before = resolve_target("megatron.core.parallel_state:initialize_model_parallel").value
 hook, kept = sys.excepthook, None
 utils._is_last.__vtp_declared__ = tuple(

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from vtp_plugin.boundary.bridge_end import BridgeEnd
-from vtp_plugin.boundary.bridge_spec import BridgeSpec
 from vtp_plugin.cli import main
+from vtp_plugin.plan.boundary.bridge_endpoint import BridgeEnd
+from vtp_plugin.plan.boundary.bridge_spec import BridgeSpec
 
 SVG = "{http://www.w3.org/2000/svg}"
 TENSOR = ("--seq-length", "512", "--micro-batch-size", "6", "--hidden-size", "256", "--bf16")

@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 
 from tests.import_rules import ROOT
-from vtp_plugin.cli import asked
+from vtp_plugin.cli import search_request
 from vtp_plugin.cli.main import main
-from vtp_plugin.ground.values import parse_bytes
-from vtp_plugin.hosts import Package
-from vtp_plugin.schedule.cost.costs import Costs
-from vtp_plugin.schedule.order.placement import plain_placement
-from vtp_plugin.search import fastest
-from vtp_plugin.search.judge import Choice, judge
-from vtp_plugin.search.order import pipeline_time
+from vtp_plugin.config.parse_values import parse_bytes
+from vtp_plugin.host.versions import Package
+from vtp_plugin.plan.schedule.cost.costs import Costs
+from vtp_plugin.plan.schedule.order.placement import plain_placement
+from vtp_plugin.tune.search import fastest
+from vtp_plugin.tune.search.evaluate import Choice, judge
+from vtp_plugin.tune.search.schedule_time import pipeline_time
 
 CLUSTER = str(ROOT / "examples" / "clusters" / "unequal.toml")
 MODEL = [
@@ -357,7 +357,7 @@ def test_of_megatron_0_12_middle_stages_hold_as_many_layers(
     """Its flags name the first and the last stage only."""
     words = ("--cluster", CLUSTER, "--vtp-stages", "4:7", "--num-best", "8", "--json")
     newest = json.loads(found(capsys, *words))
-    monkeypatch.setattr(asked, "find_megatron", lambda: Package("0.12.3", ROOT))
+    monkeypatch.setattr(search_request, "find_megatron", lambda: Package("0.12.3", ROOT))
     oldest = json.loads(found(capsys, *words))
     assert oldest["megatron"] == "Megatron 0.12.3"
     for one in (*oldest["best"], oldest["stock"]):

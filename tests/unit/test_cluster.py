@@ -9,22 +9,22 @@ from typing import Any
 
 import pytest
 
-from vtp_plugin.cluster.durations import speed_of
-from vtp_plugin.cluster.machines import Card, Links, Time
-from vtp_plugin.cluster.memory import StageMemory
-from vtp_plugin.cluster.read import parse_cluster, read_cluster
-from vtp_plugin.cluster.shares import Batch
-from vtp_plugin.cluster.speed import Link
-from vtp_plugin.cluster.table import Table
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.footprint.model import Experts, Model
-from vtp_plugin.footprint.sizes import Microbatch, Routing
-from vtp_plugin.footprint.state import Training, footprints
-from vtp_plugin.layout.chunks import Chunk, plain_chunks
-from vtp_plugin.layout.pipeline import PipelineLayout
-from vtp_plugin.search.judge import place
-from vtp_plugin.search.question import Kind
-from vtp_plugin.search.room import held_bytes_of
+from vtp_plugin.plan.layout.chunks import Chunk, plain_chunks
+from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
+from vtp_plugin.plan.memory.footprint import Training, footprints
+from vtp_plugin.plan.memory.gpt_model import Experts, Model
+from vtp_plugin.plan.memory.layer_sizes import Microbatch, Routing
+from vtp_plugin.tune.cluster.durations import speed_of
+from vtp_plugin.tune.cluster.machines import Card, Links, Time
+from vtp_plugin.tune.cluster.read_cluster import parse_cluster, read_cluster
+from vtp_plugin.tune.cluster.shares import Batch
+from vtp_plugin.tune.cluster.speed import Link
+from vtp_plugin.tune.cluster.stage_memory import StageMemory
+from vtp_plugin.tune.cluster.toml_table import Table
+from vtp_plugin.tune.search.evaluate import place
+from vtp_plugin.tune.search.memory_check import held_bytes_of
+from vtp_plugin.tune.search.problem import Kind
 
 
 def _chunk(start: int, end: int, *, is_first: bool = False, is_last: bool = False) -> Chunk:

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vtp_plugin.boundary.strategies.table import STRATEGIES
 from vtp_plugin.config import VtpConfig, flags_of_fields, merge
+from vtp_plugin.config.parse_values import parse_bytes, parse_cp_list, parse_dp_list, parse_size_list
+from vtp_plugin.config.resolve import choose_cp_sizes
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.ground.values import parse_bytes, parse_cp_list, parse_dp_list, parse_size_list
-from vtp_plugin.options.derived import choose_cp_sizes
+from vtp_plugin.plan.boundary.strategies.known_strategies import STRATEGIES
 
 SIZES = st.lists(st.integers(1, 64), min_size=1, max_size=8)
 

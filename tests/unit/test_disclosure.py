@@ -12,12 +12,12 @@ import pytest
 import torch.distributed as dist
 
 from vtp_plugin.config import VtpConfig, merge
+from vtp_plugin.config.parse_values import parse_size_list
 from vtp_plugin.errors import ConfigError, LayoutError, PeerError
-from vtp_plugin.ground.values import parse_size_list
-from vtp_plugin.runtime.life.disclosure import Disclosure
-from vtp_plugin.runtime.life.startup import Agreement
-from vtp_plugin.runtime.life.store import Topic
-from vtp_plugin.runtime.wire.audit import Audit
+from vtp_plugin.runtime.comm.audit import Audit
+from vtp_plugin.runtime.health.redaction import Disclosure
+from vtp_plugin.runtime.health.startup import Agreement
+from vtp_plugin.runtime.health.store import Topic
 
 SECRET, FOLDER = "4711, 4712", "/home/me/data"
 EDGE, CLOUD = Disclosure(site="edge"), Disclosure(site="cloud")
@@ -162,9 +162,9 @@ def test_nothing_else_is_put_into_the_store() -> None:
 def test_every_part_of_the_store_is_a_topic() -> None:
     """The plugin's code opens parts of the store in one module only, and so by topics of the closed list."""
     root = Path(__file__).resolve().parents[2]
-    allowed = {"store.py", "startup.py", "rendezvous.py", "disclosure.py"}
+    allowed = {"store.py", "startup.py", "meeting_store.py", "redaction.py"}
     for path in [*(root / "vtp_plugin").glob("**/*.py"), *(root / "patches").glob("**/*.py")]:
         if path.name not in allowed:
             assert "PrefixStore(" not in path.read_text(), path
-            assert not re.search(r"\b(ranks\.)?store\.set\(", path.read_text()) or path.name == "roll_call.py", path
+            assert not re.search(r"\b(ranks\.)?store\.set\(", path.read_text()) or path.name == "liveness_check.py", path
     assert all(topic.sentence.endswith(".") for topic in Topic)

@@ -15,12 +15,12 @@ from torch.distributed.run import get_args_parser
 import vtp_plugin
 from tests.doc_commands import DOCUMENTS, ROOT, joined, programs_of_the_project
 from tests.oracles import megatron_parser
-from vtp_plugin.boundary.cargo import CARGO_FORMS, Cargo
 from vtp_plugin.cli.main import _parser as cli_parser
-from vtp_plugin.options.flags import VTP_FLAGS, add_vtp_arguments
-from vtp_plugin.options.table.mindspeed import MINDSPEED_RULES
-from vtp_plugin.runtime.life.store import Topic
-from vtp_plugin.schedule.cost.stated import COST_KEYS
+from vtp_plugin.config.vtp_flags import VTP_FLAGS, add_vtp_arguments
+from vtp_plugin.host.rules.table.rows_mindspeed import MINDSPEED_RULES
+from vtp_plugin.plan.boundary.message_kind import CARGO_FORMS, Cargo
+from vtp_plugin.plan.schedule.cost.cost_text import COST_KEYS
+from vtp_plugin.runtime.health.store import Topic
 
 LINK = re.compile(r"\]\(([^)\s]+)\)|<img src=\"([^\"]+)\"")
 PATH = re.compile(r"(?<![\w/.-])((?:tests|vtp_plugin|patches|benchmarks|examples|scripts|docs)/[\w./-]+)(?:::(\w+))?")

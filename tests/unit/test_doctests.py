@@ -36,7 +36,7 @@ def test_examples_are_right(name: str) -> None:
 
 def test_pure_packages_have_examples() -> None:
     packages = {name.split(".")[1] for name in MODULES}
-    assert {"boundary", "layout", "config", "options", "ordering", "patching", "schedule"} <= packages
+    assert {"config", "host", "ordering", "plan", "tune"} <= packages
 
 
 def test_wrong_example_is_found() -> None:

@@ -10,13 +10,13 @@ from itertools import pairwise
 import pytest
 
 from tests.import_rules import ROOT
-from vtp_plugin.boundary.pipeline import pipeline_boundaries
-from vtp_plugin.boundary.plan import BoundaryPlan, CollectiveKind
-from vtp_plugin.boundary.strategies.rules import TransportRules
-from vtp_plugin.layout.channel import Direction
-from vtp_plugin.layout.pipeline import PipelineLayout, RankOrder
-from vtp_plugin.layout.replicas import DpMode
-from vtp_plugin.pictures.draw_pipeline import draw_pipeline
+from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan, CollectiveKind
+from vtp_plugin.plan.boundary.pipeline_boundaries import pipeline_boundaries
+from vtp_plugin.plan.boundary.strategies.transport_rules import TransportRules
+from vtp_plugin.plan.layout.channel_id import Direction
+from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout, RankOrder
+from vtp_plugin.plan.layout.replica_map import DpMode
+from vtp_plugin.report.pictures.draw_pipeline import draw_pipeline
 
 SVG = "{http://www.w3.org/2000/svg}"
 BOX_WIDTH, BOX_HEIGHT = 116, 42

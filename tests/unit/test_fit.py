@@ -12,11 +12,11 @@ import pytest
 
 from vtp_plugin.cli.main import main
 from vtp_plugin.errors import ConfigError, ShortageError
-from vtp_plugin.fit.ask import Ask
-from vtp_plugin.fit.cards import Node, in_order
-from vtp_plugin.fit.choose import fit
-from vtp_plugin.fit.reasons import describe
-from vtp_plugin.fit.search import Fitted
+from vtp_plugin.tune.fit.available_cards import Node, in_order
+from vtp_plugin.tune.fit.constraints import Ask
+from vtp_plugin.tune.fit.fit_layout import fit
+from vtp_plugin.tune.fit.fit_search import Fitted
+from vtp_plugin.tune.fit.reasons import describe
 
 MODEL = {
     "num_layers": 12,

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from vtp_plugin.footprint.activations import kept_by_module
-from vtp_plugin.footprint.model import Experts, Model
-from vtp_plugin.footprint.overhead import overhead_bytes
-from vtp_plugin.footprint.parameters import Parameter, chunk_parameters
-from vtp_plugin.footprint.sizes import Microbatch, Recompute, Sizes
-from vtp_plugin.footprint.state import Training, footprints
-from vtp_plugin.layout.chunks import Chunk, plain_chunks
-from vtp_plugin.layout.grids import ExpertGrid, StageGrid
-from vtp_plugin.layout.pipeline import PipelineLayout
+from vtp_plugin.plan.layout.chunks import Chunk, plain_chunks
+from vtp_plugin.plan.layout.grids import ExpertGrid, StageGrid
+from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
+from vtp_plugin.plan.memory.activations import kept_by_module
+from vtp_plugin.plan.memory.footprint import Training, footprints
+from vtp_plugin.plan.memory.gpt_model import Experts, Model
+from vtp_plugin.plan.memory.layer_sizes import Microbatch, Recompute, Sizes
+from vtp_plugin.plan.memory.overhead import overhead_bytes
+from vtp_plugin.plan.memory.parameters import Parameter, chunk_parameters
 
 MODEL = Model(
     num_layers=4,

@@ -14,18 +14,18 @@ import pytest
 import torch
 
 from vtp_plugin.config import VtpConfig
+from vtp_plugin.config.resolve import option_context
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.hosts import HOSTS, Package, is_in
-from vtp_plugin.layout.pipeline import PipelineLayout
-from vtp_plugin.options.context import OptionContext
-from vtp_plugin.options.derived import option_context
-from vtp_plugin.options.table.versions import EXPERT_RULES, LAYER_RULES
+from vtp_plugin.host.patching import Record, Writes, Written, declared
+from vtp_plugin.host.rules.context import OptionContext
+from vtp_plugin.host.rules.table.versions import EXPERT_RULES, LAYER_RULES
+from vtp_plugin.host.versions import HOSTS, Package, is_in
 from vtp_plugin.patches.core.transformer import multi_latent_attention
 from vtp_plugin.patches.hosts import load_host
-from vtp_plugin.patches.hosts.seen_torch import SeenTorch
-from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patches.hosts.torch_proxy import SeenTorch
+from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.patches.registry import declared_at, list_moments
-from vtp_plugin.patching import Record, Writes, Written, declared
+from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 
 pytestmark = pytest.mark.needs("records_of_0_19")
 

@@ -14,7 +14,7 @@ from tests.hosts import NEEDS, left_out, reason_to_skip, unfitting
 from tests.import_rules import ROOT
 from tests.trees import lay_megatron, lay_torch
 from vtp_plugin.errors import PatchError
-from vtp_plugin.hosts import (
+from vtp_plugin.host.versions import (
     HOSTS,
     Capability,
     Package,
@@ -26,7 +26,7 @@ from vtp_plugin.hosts import (
     problems_of,
     untried,
 )
-from vtp_plugin.hosts.table import CAPABILITIES, FACTS
+from vtp_plugin.host.versions.known_versions import CAPABILITIES, FACTS
 
 TORCH = Package("2.7.1", Path("torch"))
 

@@ -12,7 +12,7 @@ from tests.import_rules import ROOT, circles, sources
 
 MAX_FILE_LINES = 350
 MAX_FUNCTION_LINES = 60  # without its docstring
-DATA = {"vtp_plugin.options.table.rows"}
+DATA = {"vtp_plugin.host.rules.table.rows"}
 SOURCES = dict(sources())
 TREES = {module: ast.parse(source) for module, source in SOURCES.items()}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -44,12 +44,12 @@ def test_one_class_is_a_pipeline() -> None:
         for name, node in _classes()
         if "close" in _methods(node) and any(re.search(r"\bChannel\b", kind) for kind in _fields(node))
     ]
-    assert pipelines == ["vtp_plugin.session.pipeline:Pipeline"]
+    assert pipelines == ["vtp_plugin.session.open_pipelines:Pipeline"]
 
 
 def test_one_call_opens_a_pipeline() -> None:
     assert _callers("open_pipeline") == ["vtp_plugin.session.session:Session._open"]
-    assert _callers("open_channels") == _callers("join_channels") == ["vtp_plugin.session.pipeline:open_pipeline"]
+    assert _callers("open_channels") == _callers("join_channels") == ["vtp_plugin.session.open_pipelines:open_pipeline"]
 
 
 def test_one_function_runs_a_planned_step() -> None:
@@ -69,7 +69,10 @@ def test_one_function_runs_a_planned_step() -> None:
 def test_one_codec_lays_out_headers() -> None:
     """A bridge's is a variant of it, in the same file."""
     codecs = {name: node for name, node in _classes() if {"encode", "decode"} & _methods(node)}
-    assert [*codecs] == ["vtp_plugin.boundary.header:HeaderCodec", "vtp_plugin.boundary.header:BridgeHeaderCodec"]
+    assert [*codecs] == [
+        "vtp_plugin.plan.boundary.header:HeaderCodec",
+        "vtp_plugin.plan.boundary.header:BridgeHeaderCodec",
+    ]
     one, variant = codecs.values()
     assert not one.bases and [ast.unparse(base) for base in variant.bases] == ["HeaderCodec"]
     assert "encode" not in _methods(variant)

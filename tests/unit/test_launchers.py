@@ -8,8 +8,8 @@ import pytest
 
 from tests.launcher_commands import GUIDE, printed
 from vtp_plugin.cli import main
-from vtp_plugin.ground.log import wrap
-from vtp_plugin.runtime.life.launchers import COMMANDS, PICKLE, describe_launchers
+from vtp_plugin.elastic.launchers import COMMANDS, PICKLE, describe_launchers
+from vtp_plugin.util.log import wrap
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -9,7 +9,7 @@ import pytest
 
 from tests.hosts import ROOT
 from vtp_plugin.errors import LayoutError
-from vtp_plugin.layout.layer_lists import LayerLists, Rows, num_layers, one_ring, read_rows, ring_layers
+from vtp_plugin.plan.layout.layer_lists import LayerLists, Rows, num_layers, one_ring, read_rows, ring_layers
 
 
 def test_its_three_rows_become_two_where_the_vision_tower_is_on_the_edge() -> None:

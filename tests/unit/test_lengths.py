@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.plan.boundary.message_kind import Cargo
+from vtp_plugin.runtime.comm.audit import require_allowed
 from vtp_plugin.runtime.step.packed_rows import padded_ends
-from vtp_plugin.runtime.wire.audit import require_allowed
 
 
 @pytest.mark.parametrize("ends", [[[0, 3, 7]], [[0, 3, 7, 7, 7]], [[0, 0, 3, 3, 7]], [0, 7]])

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from vtp_plugin.ground import log
+from vtp_plugin.util import log
 
 LOGGER = logging.getLogger("vtp_plugin")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.import_rules import ROOT
-from vtp_plugin.hosts import HOSTS, Host
+from vtp_plugin.host.versions import HOSTS, Host
 
 SCRIPT = ROOT / "scripts/make_env.sh"
 # A Python that has a version and a venv module, which writes down that it was asked, and fails there.

@@ -15,16 +15,16 @@ import torch.distributed as dist
 
 from tests.pace import pace
 from vtp_plugin.errors import PeerError
+from vtp_plugin.plan.schedule.cost.costs import Costs, uniform_costs
+from vtp_plugin.plan.schedule.cost.simulator import simulate
+from vtp_plugin.plan.schedule.make.generate import one_f_one_b
+from vtp_plugin.plan.schedule.order.actions import Action, Op
+from vtp_plugin.plan.schedule.order.placement import plain_placement
+from vtp_plugin.plan.schedule.order.schedule import Schedule
 from vtp_plugin.platform.cpu import CpuPlatform
+from vtp_plugin.runtime.comm.recorder import Recorder, Stopwatch
 from vtp_plugin.runtime.step.measure import Report, TimedCompute, report_computes, share_reports
 from vtp_plugin.runtime.step.step_times import StepTimes
-from vtp_plugin.runtime.wire.recorder import Recorder, Stopwatch
-from vtp_plugin.schedule.cost.costs import Costs, uniform_costs
-from vtp_plugin.schedule.cost.simulate import simulate
-from vtp_plugin.schedule.make.generate import one_f_one_b
-from vtp_plugin.schedule.order.actions import Action, Op
-from vtp_plugin.schedule.order.placement import plain_placement
-from vtp_plugin.schedule.order.schedule import Schedule
 
 
 class Work:
@@ -116,7 +116,7 @@ class Clock:
         self.now_s = 0.0
         self.num_shared = 0
         self._others_ms = others_ms
-        monkeypatch.setattr("vtp_plugin.runtime.wire.recorder.time.perf_counter", lambda: self.now_s)
+        monkeypatch.setattr("vtp_plugin.runtime.comm.recorder.time.perf_counter", lambda: self.now_s)
 
     def share(self, own: Report, combine: Callable[[Sequence[Report]], str]) -> str:
         self.num_shared += 1

@@ -108,7 +108,7 @@ def test_a_crash_is_no_answer(
     error: Exception, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nor is a file that cannot be read."""
-    from vtp_plugin.checkpoint.contents import Contents
+    from vtp_plugin.checkpoint.format.contents import Contents
     from vtp_plugin.cli import main
 
     def fail(*_: object) -> None:

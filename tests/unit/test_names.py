@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from vtp_plugin.patching.detector import detect
-from vtp_plugin.patching.names import find
+from vtp_plugin.host.patching.detector import detect
+from vtp_plugin.host.patching.names import find
 
 Make = Callable[[str, str], Any]
 TAKING = "from functools import partial\nfrom namedhost import Grid, setup\n"

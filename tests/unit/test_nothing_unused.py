@@ -15,7 +15,7 @@ OUTER = {
     "vtp_plugin.functional",
     "vtp_plugin.functional.p2p",
     "vtp_plugin.functional.queries",
-    "vtp_plugin.layout.grid",
+    "vtp_plugin.plan.layout.rank_grid",
     "vtp_plugin.patches.core.models.mimo.comm.colocated_communicator",
     "vtp_plugin.patches.core.pipeline_parallel.bridge_communicator",
 }

@@ -19,23 +19,23 @@ import vtp_plugin
 from tests.hosts import is_older
 from tests.import_rules import ROOT
 from tests.oracles import megatron_parser
-from vtp_plugin.cli.flags import MAX_TYPOS, known_flags, num_typos
+from vtp_plugin.cli.run_flags import MAX_TYPOS, known_flags, num_typos
 from vtp_plugin.config import VtpConfig
+from vtp_plugin.config.vtp_flags import VTP_FLAGS, add_vtp_arguments, read_flags
 from vtp_plugin.errors import LayoutError, refuse
-from vtp_plugin.hosts.ranges import between
-from vtp_plugin.layout.replicas import DpMode, ReplicaMap
-from vtp_plugin.options.checks.batch import check_batches, own_batches
-from vtp_plugin.options.checks.layer_file import check_layer_file
-from vtp_plugin.options.checks.packed import check_packed
-from vtp_plugin.options.checks.sizes import check_sizes
-from vtp_plugin.options.context import OptionContext
-from vtp_plugin.options.flags import VTP_FLAGS, add_vtp_arguments, read_flags
-from vtp_plugin.options.table.check import check_config, check_options, check_step, option_warnings
-from vtp_plugin.options.table.older import OLDER_RULES
-from vtp_plugin.options.table.rows import CONFIG_RULES, RULES, STEP_RULES
-from vtp_plugin.options.table.rule import OptionRule, Verdict
-from vtp_plugin.options.table.show import format_markdown, format_table
-from vtp_plugin.options.table.versions import VERSION_RULES
+from vtp_plugin.host.rules.checks.batch import check_batches, own_batches
+from vtp_plugin.host.rules.checks.divisibility import check_sizes
+from vtp_plugin.host.rules.checks.layer_file import check_layer_file
+from vtp_plugin.host.rules.checks.packed import check_packed
+from vtp_plugin.host.rules.context import OptionContext
+from vtp_plugin.host.rules.table.check_options import check_config, check_options, check_step, option_warnings
+from vtp_plugin.host.rules.table.markdown import format_markdown, format_table
+from vtp_plugin.host.rules.table.rows import CONFIG_RULES, RULES, STEP_RULES
+from vtp_plugin.host.rules.table.rows_before_0_19 import OLDER_RULES
+from vtp_plugin.host.rules.table.rule import OptionRule, Verdict
+from vtp_plugin.host.rules.table.versions import VERSION_RULES
+from vtp_plugin.host.versions.ranges import between
+from vtp_plugin.plan.layout.replica_map import DpMode, ReplicaMap
 
 UNEQUAL = OptionContext(tp_sizes=(1, 4))
 LATENT = {"multi_latent_attention": True, "transformer_impl": "local"}

@@ -23,14 +23,13 @@ from tests.oracles import megatron_arguments
 from tests.unit.test_options import SPELLINGS, VALUES, find_action
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.hosts import HOSTS
-from vtp_plugin.options import table
-from vtp_plugin.options.context import OptionContext
-from vtp_plugin.options.table.mindspeed import MINDSPEED_RULES
-from vtp_plugin.options.table.older import OLDER_RULES
-from vtp_plugin.options.table.rows import CONFIG_RULES, RULES, STEP_RULES
-from vtp_plugin.options.table.rule import OptionRule, Verdict
-from vtp_plugin.options.table.versions import (
+from vtp_plugin.host.rules import table
+from vtp_plugin.host.rules.context import OptionContext
+from vtp_plugin.host.rules.table.rows import CONFIG_RULES, RULES, STEP_RULES
+from vtp_plugin.host.rules.table.rows_before_0_19 import OLDER_RULES
+from vtp_plugin.host.rules.table.rows_mindspeed import MINDSPEED_RULES
+from vtp_plugin.host.rules.table.rule import OptionRule, Verdict
+from vtp_plugin.host.rules.table.versions import (
     CALL_RULES,
     EXPERT_RULES,
     LAYER_RULES,
@@ -38,8 +37,9 @@ from vtp_plugin.options.table.versions import (
     VERSION_RULES,
     ULayers,
 )
+from vtp_plugin.host.versions import HOSTS
 from vtp_plugin.patches.hosts import load_host
-from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.patches.registry import records_at
 from vtp_plugin.session import Pipeline, Session
 

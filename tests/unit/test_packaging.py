@@ -19,7 +19,7 @@ import pytest
 import vtp_plugin
 from tests.import_rules import ROOT
 from tests.trees import lay_megatron, lay_torch
-from vtp_plugin.hosts import HOSTS
+from vtp_plugin.host.versions import HOSTS
 
 WHERE = (
     "import sys, vtp_plugin.patches as p; print(p.__file__); print('torch' in sys.modules, 'megatron' in sys.modules)"
@@ -38,7 +38,7 @@ def python(code: str, cwd: Path, **env: str) -> list[str]:
 
 
 SCRIPT = """\
-from vtp_plugin.hosts import find_host, find_torch
+from vtp_plugin.host.versions import find_host, find_torch
 print(find_torch().version, find_host()[1].version, find_host()[1].folder)
 """
 
@@ -110,7 +110,7 @@ def test_wheel_states_name_version_and_requirements(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         [name] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         message = metadata.PathDistribution(zipfile.Path(archive, name.removesuffix("METADATA"))).metadata
-    [version] = re.findall(r'^__version__ = "(.+)"$', (ROOT / "vtp_plugin/ground/version.py").read_text(), re.MULTILINE)
+    [version] = re.findall(r'^__version__ = "(.+)"$', (ROOT / "vtp_plugin/util/version.py").read_text(), re.MULTILINE)
     assert (message["Name"], message["Version"], message["Requires-Python"]) == ("vtp-plugin", version, "<3.14,>=3.10")
     assert (message["License-Expression"], message.get_all("License-File")) == ("Apache-2.0", ["LICENSE"])
     lines = message.get_all("Requires-Dist") or []

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from vtp_plugin.errors import PatchError
-from vtp_plugin.patching import AppliedPatches, PatchRecord, Record, WriteRecord, apply_records, format_status
+from vtp_plugin.host.patching import AppliedPatches, PatchRecord, Record, WriteRecord, apply_records, format_status
 
 STATE = """
 import functools
@@ -167,7 +167,7 @@ def assert_same(before: dict[tuple[str, str], object]) -> None:
 
 @pytest.mark.parametrize("name", ["record", "places"])
 def test_examples_in_docstrings(name: str) -> None:
-    results = doctest.testmod(module(f"vtp_plugin.patching.{name}"))
+    results = doctest.testmod(module(f"vtp_plugin.host.patching.{name}"))
     assert results.attempted > 0 and results.failed == 0
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from scripts.make_pins import installed_records
-from vtp_plugin.hosts import HOSTS, family_of, find_host
+from vtp_plugin.host.patching import PatchRecord
+from vtp_plugin.host.patching.pins import changed_targets, pin_of, pins_of, read_pins
+from vtp_plugin.host.versions import HOSTS, family_of, find_host
 from vtp_plugin.patches.registry import PINS
-from vtp_plugin.patching import PatchRecord
-from vtp_plugin.patching.pins import changed_targets, pin_of, pins_of, read_pins
 
 HOST = """
 class Grid:

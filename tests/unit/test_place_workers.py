@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from vtp_plugin.boundary.pipeline import pipeline_boundaries
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.layout.channel import Direction
-from vtp_plugin.layout.pipeline import PipelineLayout
-from vtp_plugin.layout.replicas import DpMode, ReplicaMap
+from vtp_plugin.plan.boundary.pipeline_boundaries import pipeline_boundaries
+from vtp_plugin.plan.layout.channel_id import Direction
+from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
+from vtp_plugin.plan.layout.replica_map import DpMode, ReplicaMap
+from vtp_plugin.plan.schedule.order.messages import channels
+from vtp_plugin.plan.schedule.order.placement import place_workers
 from vtp_plugin.runtime.step.communicator import own_channels
-from vtp_plugin.schedule.order.messages import channels
-from vtp_plugin.schedule.order.placement import place_workers
 
 
 @pytest.mark.parametrize("mode", DpMode)

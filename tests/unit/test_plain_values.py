@@ -21,9 +21,9 @@ import torch
 
 from tests.checkpoints import by_name, make_model
 from tests.hostile import NAME, Hostile
-from vtp_plugin.checkpoint.index import INDEX, read_index
-from vtp_plugin.checkpoint.untrusted import UntrustedError
-from vtp_plugin.patches.core.dist_checkpointing.plain import (
+from vtp_plugin.checkpoint.format.index import INDEX, read_index
+from vtp_plugin.checkpoint.format.untrusted import UntrustedError
+from vtp_plugin.patches.core.dist_checkpointing.plain_objects import (
     common_of,
     plain_only,
     require_plain,

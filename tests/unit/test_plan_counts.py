@@ -12,10 +12,10 @@ from megatron.core import parallel_state
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import vtp_plugin
-from vtp_plugin.boundary import channel_spec
-from vtp_plugin.boundary.plan import BoundaryPlan
-from vtp_plugin.boundary.spread import Spread
-from vtp_plugin.boundary.strategies.strategy import Strategy
+from vtp_plugin.plan.boundary import channel_spec
+from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan
+from vtp_plugin.plan.boundary.sharding import Spread
+from vtp_plugin.plan.boundary.strategies.strategy import Strategy
 
 
 @pytest.fixture(name="plans")

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.ground.undo import UndoStack
 from vtp_plugin.platform import detect
-from vtp_plugin.platform.base import Platform
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.platform.cuda import CudaPlatform
+from vtp_plugin.platform.find_device import probe_npu
+from vtp_plugin.platform.interface import Platform
 from vtp_plugin.platform.npu import NpuPlatform, buffer_size_mb
-from vtp_plugin.platform.probe import probe_npu
+from vtp_plugin.util.undo import UndoStack
 
 has_cuda = torch.cuda.is_available()
 without_cuda = pytest.mark.skipif(has_cuda, reason="needs a machine without a CUDA device")

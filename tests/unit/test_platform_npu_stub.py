@@ -115,10 +115,10 @@ CHANNELS = (
     HCCL_ALIAS.partition("    def create(")[0]
     + """
     import sys, types
-    from vtp_plugin.boundary.pipeline import pipeline_boundaries
-    from vtp_plugin.boundary.strategies.rules import TransportRules
-    from vtp_plugin.layout.channel import Direction
-    from vtp_plugin.layout.pipeline import PipelineLayout
+    from vtp_plugin.plan.boundary.pipeline_boundaries import pipeline_boundaries
+    from vtp_plugin.plan.boundary.strategies.transport_rules import TransportRules
+    from vtp_plugin.plan.layout.channel_id import Direction
+    from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
     from vtp_plugin.runtime.step.communicator import open_channels
 
     class Options:
@@ -178,9 +178,9 @@ def test_two_ranks_talk_over_a_backend_named_hccl() -> None:
 EVENTS = (
     HCCL_ALIAS.partition("    # No torch_npu, no HCCL options")[0]
     + """
-    from vtp_plugin.runtime.life.monitor import Monitor
-    from vtp_plugin.runtime.wire.recorder import Recorder
-    from vtp_plugin.runtime.wire.work import TimedWaits
+    from vtp_plugin.runtime.health.monitor import Monitor
+    from vtp_plugin.runtime.comm.recorder import Recorder
+    from vtp_plugin.runtime.comm.work import TimedWaits
 
     log, passed = [], []
 

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 
 from tests.power_loss import STRACE, Disk, problems_of, read_log, why_not
-from vtp_plugin.checkpoint.newest import problem_of
+from vtp_plugin.checkpoint.save.newest import problem_of
 
 INNER = "made/here"
 SAVES = """
 import os, sys
 from pathlib import Path
-from vtp_plugin.checkpoint.saving import Kept, Saving, Savings
-from vtp_plugin.checkpoint.whole import whole_folder
+from vtp_plugin.checkpoint.save.saving import Kept, Saving, Savings
+from vtp_plugin.checkpoint.save.atomic_dir import whole_folder
 
 root, how = Path(sys.argv[1]), sys.argv[2]
 folder, savings = root / sys.argv[3], Savings()

@@ -12,13 +12,13 @@ import torch.distributed as dist
 
 from tests.unit.test_cluster import BATCH, MODEL, SHEET
 from vtp_plugin.cli.main import main
-from vtp_plugin.cluster.durations import speed_of
-from vtp_plugin.cluster.machines import Links, Origin, Time
-from vtp_plugin.cluster.profile import check_origins, features, read_profile, write_links, write_profile
-from vtp_plugin.cluster.read import read_cluster
-from vtp_plugin.cluster.speed import Link
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.platform.alone import AloneGroup, alone_in_world
+from vtp_plugin.tune.cluster.durations import speed_of
+from vtp_plugin.tune.cluster.machines import Links, Origin, Time
+from vtp_plugin.tune.cluster.profile_files import check_origins, features, read_profile, write_links, write_profile
+from vtp_plugin.tune.cluster.read_cluster import read_cluster
+from vtp_plugin.tune.cluster.speed import Link
 
 TIMES = [
     Time(part="dense", tp=1, micro_batch_size=2, seq_length=16, forward_s=3.0, backward_s=6.0),

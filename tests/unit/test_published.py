@@ -31,13 +31,13 @@ from tests.published import (
     torch,
     transformers,
 )
-from vtp_plugin.published.families.llama import LLAMA
-from vtp_plugin.published.fields import read_config, read_model
-from vtp_plugin.published.model import free_flags, settings
-from vtp_plugin.published.note import contradictions, name_in
-from vtp_plugin.published.positions import factor_of, frequencies
-from vtp_plugin.published.rows import our_tensors, their_shapes
-from vtp_plugin.published.table import FAMILIES, rows_of
+from vtp_plugin.checkpoint.hf.all_families import FAMILIES, rows_of
+from vtp_plugin.checkpoint.hf.families.llama import LLAMA
+from vtp_plugin.checkpoint.hf.hf_model import free_flags, settings
+from vtp_plugin.checkpoint.hf.note import contradictions, name_in
+from vtp_plugin.checkpoint.hf.read_config import read_config, read_model
+from vtp_plugin.checkpoint.hf.rope import factor_of, frequencies
+from vtp_plugin.checkpoint.hf.tensor_rows import our_tensors, their_shapes
 
 CONFIGS = json.loads((ROOT / "tests" / "golden" / "published_configs.json").read_text())
 ONE_OF_EACH = ("llama-3", "mistral", "qwen-2", "qwen-3", "qwen-3-moe", "mixtral")
@@ -94,9 +94,9 @@ def test_several_files_and_pieces(
     source, back = tmp_path / "source", tmp_path / "back"
     make(KINDS["qwen-3-moe"], source, max_shard="100KB", **SMALL)
     assert len([*source.glob("*.safetensors")]) > 1
-    for module in ("writer", "elements"):
-        monkeypatch.setattr(f"vtp_plugin.offline.{module}.SLAB_BYTES", 1000)
-    monkeypatch.setattr("vtp_plugin.offline.shards.plan_files.__defaults__", (90_000,))
+    for module in ("tools.writer", "load.elements"):
+        monkeypatch.setattr(f"vtp_plugin.checkpoint.{module}.SLAB_BYTES", 1000)
+    monkeypatch.setattr("vtp_plugin.checkpoint.tools.safetensors_files.plan_files.__defaults__", (90_000,))
     imported(source, tmp_path / "checkpoint", capsys)
     assert run_json(capsys, "export", "--from", tmp_path / "checkpoint", "--hf", back)["num_files"] > 2
     before, after = tensors_of(source), tensors_of(back)

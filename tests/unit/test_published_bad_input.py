@@ -139,7 +139,7 @@ def test_what_was_killed_goes_on(
     model_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing stands in its place before; the same command then writes what is missing."""
-    from vtp_plugin.offline.writer import PieceWriter
+    from vtp_plugin.checkpoint.tools.writer import PieceWriter
 
     imported(model_folder, tmp_path / "whole", capsys)
     original, left = PieceWriter._write_piece, [10]
@@ -182,7 +182,7 @@ class Writing:
 
 def happens_in_writes(monkeypatch: pytest.MonkeyPatch, happen: Callable[[], None]) -> None:
     """Let something happen in every write of an import's elements."""
-    from vtp_plugin.offline.writer import PieceWriter
+    from vtp_plugin.checkpoint.tools.writer import PieceWriter
 
     original = PieceWriter._write_piece
     monkeypatch.setattr(
@@ -216,7 +216,8 @@ def test_what_was_stopped_is_one_line_and_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ctrl-C, or the end of a job, in the midst of the elements; nothing stops it while it cleans up."""
-    from vtp_plugin.offline import beside, export_published
+    from vtp_plugin.checkpoint.tools import export_hf
+    from vtp_plugin.checkpoint.tools import staging
 
     imported(model_folder, tmp_path / "start", capsys)
     left, removed = [AMIDST if action == "import" else 1], []
@@ -229,7 +230,7 @@ def test_what_was_stopped_is_one_line_and_leaves_nothing(
     if action == "import":
         happens_in_writes(monkeypatch, stop_once)
     else:
-        monkeypatch.setattr(export_published, "write_header", stop_once)
+        monkeypatch.setattr(export_hf, "write_header", stop_once)
 
     def remove(folder: Path, **options: Any) -> None:
         os.kill(os.getpid(), number)
@@ -237,7 +238,7 @@ def test_what_was_stopped_is_one_line_and_leaves_nothing(
         remove_really(folder, **options)
 
     remove_really = shutil.rmtree
-    monkeypatch.setattr(beside.shutil, "rmtree", remove)
+    monkeypatch.setattr(staging.shutil, "rmtree", remove)
     words = {
         "import": ("--hf", model_folder, "--to", tmp_path / "new" / "out"),
         "export": ("--from", tmp_path / "start", "--hf", tmp_path / "new" / "out"),
@@ -309,7 +310,7 @@ def test_a_folder_in_which_a_run_saves_is_not_imported_to(
 ) -> None:
     """A run that has not saved yet has only its lock there; what a killed import has left is no hindrance."""
     to = tmp_path / "to"
-    hold = "import sys, time; from pathlib import Path; from vtp_plugin.checkpoint.folder_lock import FolderLock\n"
+    hold = "import sys, time; from pathlib import Path; from vtp_plugin.checkpoint.save.folder_lock import FolderLock\n"
     hold += "lock = FolderLock(Path(sys.argv[1]), {}, 0.0); print('held', flush=True); time.sleep(600)"
     env = {**os.environ, "PYTHONPATH": PYTHON_PATH}
     other = subprocess.Popen([sys.executable, "-c", hold, str(to)], stdout=subprocess.PIPE, text=True, env=env)

@@ -12,12 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.checkpoints import run_action
+from vtp_plugin.checkpoint.hf.all_families import FAMILIES
+from vtp_plugin.checkpoint.hf.hf_model import Model
+from vtp_plugin.checkpoint.hf.known_fields import FIXED, HARMLESS, known_fields, passed_over
+from vtp_plugin.checkpoint.hf.read_config import read_config, read_model
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.ground.files import parse_json
-from vtp_plugin.published.fields import read_config, read_model
-from vtp_plugin.published.known import FIXED, HARMLESS, known_fields, passed_over
-from vtp_plugin.published.model import Model
-from vtp_plugin.published.table import FAMILIES
+from vtp_plugin.util.untrusted_files import parse_json
 
 BASE: dict[str, Any] = {
     "hidden_size": 64,

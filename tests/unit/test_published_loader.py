@@ -16,8 +16,8 @@ import pytest
 from tests.hosts import TREE
 from tests.pool import start_python
 from tests.published import KINDS, imported, is_new, make, torch
-from vtp_plugin.checkpoint.contents import Contents
-from vtp_plugin.offline.elements import Elements, typed
+from vtp_plugin.checkpoint.format.contents import Contents
+from vtp_plugin.checkpoint.load.elements import Elements, typed
 
 LOADER = Path(TREE) / "tools" / "checkpoint"
 pytestmark = [

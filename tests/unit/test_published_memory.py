@@ -38,7 +38,7 @@ import ctypes, os, re, sys
 libc = ctypes.CDLL(None)
 assert libc.mallopt(-3, 1 << 16) == 1  # M_MMAP_THRESHOLD, which then stays as it is
 from vtp_plugin.cli import main
-import vtp_plugin.offline.export_published, vtp_plugin.offline.import_published, safetensors
+import vtp_plugin.checkpoint.tools.export_hf, vtp_plugin.checkpoint.tools.import_hf, safetensors
 
 class Counts(ctypes.Structure):
     names = "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks fordblks keepcost"

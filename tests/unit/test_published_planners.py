@@ -17,8 +17,8 @@ from benchmarks.published_plans import plan_of, read_plan, show_plan
 from benchmarks.published_quoted import CLUSTERS, QUOTED
 from benchmarks.published_richer import Richer
 from benchmarks.published_theirs import Theirs
-from vtp_plugin.search.fastest import fastest
-from vtp_plugin.search.question import Question
+from vtp_plugin.tune.search.fastest import fastest
+from vtp_plugin.tune.search.problem import Question
 
 NUM_LAYERS = 6  # the embedding and the head among them
 PARAMS = {1: 1000, 2: 500}

@@ -16,8 +16,8 @@ import pytest
 from tests.checkpoints import run_action
 from tests.hosts import ROOT
 from tests.published import KINDS, SMALL, edit, imported, load, logits_of, make, run_json, tensors_of, torch
+from vtp_plugin.checkpoint.hf.side_files import file_of
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.published.carried import file_of
 
 safetensors_of = pytest.importorskip("safetensors.torch")
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -114,7 +114,7 @@ def test_the_head_is_compared_to_its_end(
     """Slab by slab; the last element of the last one counts."""
     source = tmp_path / "source"
     make(KINDS["llama-3-tied"], source, **SMALL)
-    monkeypatch.setattr("vtp_plugin.offline.writer.SLAB_BYTES", 1000)
+    monkeypatch.setattr("vtp_plugin.checkpoint.tools.writer.SLAB_BYTES", 1000)
     tensors = tensors_of(source)
     _both(tensors)
     safetensors_of.save_file(tensors, source / "model.safetensors", {"format": "pt"})

@@ -16,8 +16,8 @@ import pytest
 from tests.checkpoints import run_action
 from tests.published import KINDS, SMALL, edit, imported, make, run_json, tensors_of, torch, transformers
 from tests.ways_out import files_of, matches, messages
+from vtp_plugin.checkpoint.hf.note import NOTE, RELEASE, read_note
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.published.note import NOTE, RELEASE, read_note
 
 safetensors_of = pytest.importorskip("safetensors.torch")
 CONFIG, INDEX, SINGLE = "config.json", "model.safetensors.index.json", "model.safetensors"
@@ -443,7 +443,7 @@ ELSEWHERE = {
     "test_a_script_that_forgets_the_factor_computes_what_was_published_or_nothing",
     "it says which model was imported; import it again": "test_published_ways_out.py::test_a_damaged_note",
 }
-OFFLINE = ("import_published", "export_published", "shards")
+OFFLINE = ("import_hf", "export_hf", "safetensors_files")
 NO_MESSAGES = ("of a list, of each entry", "; default: ")
 
 
@@ -531,7 +531,7 @@ def test_every_message_has_a_case(
         case.spoil(folder)
         capsys.readouterr()
         said += run_action(capsys, "import", "--hf", folder, "--to", tmp_path / "to")[1]
-    sources = [*files_of("vtp_plugin/published"), *(f"vtp_plugin/offline/{name}.py" for name in OFFLINE)]
+    sources = [*files_of("vtp_plugin/checkpoint/hf"), *(f"vtp_plugin/checkpoint/tools/{name}.py" for name in OFFLINE)]
     found = {each for each in messages(sources) if not any(text in each for text in NO_MESSAGES)}
     assert [text for text in ELSEWHERE if not any(text in each for each in found)] == []
     left = {each for each in found if not any(text in each for text in ELSEWHERE)}

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from tests.checkpoints import run_action
+from vtp_plugin.checkpoint.hf.note import NOTE, RELEASE, check_note
+from vtp_plugin.checkpoint.hf.tokenizer_size import known_words
 from vtp_plugin.cli import main
-from vtp_plugin.published.note import NOTE, RELEASE, check_note
-from vtp_plugin.published.words import known_words
 
 MANY = 152_064
 
@@ -135,7 +135,7 @@ def test_words_above_the_config_are_not_cut_off(
         make_tokenizer(tmp_path / "like", 70)
     elif who == "a tokenizer that fits":
         run["tokenizer_model"] = str(make_tokenizer(tmp_path / "like", 70))
-    from vtp_plugin.checkpoint.contents import Contents
+    from vtp_plugin.checkpoint.format.contents import Contents
 
     given = Contents.arguments.fget  # type: ignore[attr-defined]
     monkeypatch.setattr(Contents, "arguments", property(lambda self: {**given(self), **run}))

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.layout.replicas import DpMode, ReplicaMap
+from vtp_plugin.plan.layout.replica_map import DpMode, ReplicaMap
 
 
 @st.composite

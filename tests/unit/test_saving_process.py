@@ -47,14 +47,14 @@ def test_newer_pythons_do_not_wait(python: tuple[int, int], monkeypatch: pytest.
 
 WRITERS = """
 import multiprocessing, os, signal, sys
-from vtp_plugin.runtime.life import writers
+from vtp_plugin.runtime.health import child_watch
 
 fork = multiprocessing.get_context("fork")
 count = fork.JoinableQueue()
 count.put(0)
-writers._POLL_S = 0.1
+child_watch._POLL_S = 0.1
 kill = lambda: os.kill(os.getpid(), signal.SIGKILL)
-with writers.ending_with_writers(os.getpid() if sys.argv[1] == "rank" else 0):
+with child_watch.ending_with_writers(os.getpid() if sys.argv[1] == "rank" else 0):
     fork.Process(target=lambda: None).start()
     fork.Process(target=kill).start()
     count.join()

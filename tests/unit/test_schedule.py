@@ -12,15 +12,15 @@ import pytest
 from tests import schedule_oracle as oracle
 from tests.schedule_oracle import peak_posted
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.schedule.cost.costs import Costs, u_costs, uniform_costs
-from vtp_plugin.schedule.cost.simulate import choose_lookahead, simulate
-from vtp_plugin.schedule.make.generate import interleaved_one_f_one_b, one_f_one_b, plain_forward_only
-from vtp_plugin.schedule.make.u_shape import reference_u_shape
-from vtp_plugin.schedule.order.actions import Action, Op, format_actions, parse_action, parse_actions
-from vtp_plugin.schedule.order.lower import lower
-from vtp_plugin.schedule.order.placement import Placement, interleaved_placement, plain_placement, u_placement
-from vtp_plugin.schedule.order.schedule import Actions, Schedule
-from vtp_plugin.schedule.proof.check import check
+from vtp_plugin.plan.schedule.cost.costs import Costs, u_costs, uniform_costs
+from vtp_plugin.plan.schedule.cost.simulator import choose_lookahead, simulate
+from vtp_plugin.plan.schedule.make.generate import interleaved_one_f_one_b, one_f_one_b, plain_forward_only
+from vtp_plugin.plan.schedule.make.u_shape import reference_u_shape
+from vtp_plugin.plan.schedule.order.actions import Action, Op, format_actions, parse_action, parse_actions
+from vtp_plugin.plan.schedule.order.lower import lower
+from vtp_plugin.plan.schedule.order.placement import Placement, interleaved_placement, plain_placement, u_placement
+from vtp_plugin.plan.schedule.order.schedule import Actions, Schedule
+from vtp_plugin.plan.schedule.proof.check_schedule import check
 
 GOLDEN = json.loads((Path(__file__).parent.parent / "golden" / "u_shape_reference.json").read_text())
 

@@ -13,17 +13,17 @@ from hypothesis import strategies as st
 
 from tests import schedule_oracle as oracle
 from vtp_plugin.config import VtpConfig, merge
+from vtp_plugin.config.parse_values import parse_cost_words, parse_in_flight
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.ground.values import parse_cost_words, parse_in_flight
-from vtp_plugin.schedule.cost.costs import Costs, u_costs
-from vtp_plugin.schedule.cost.simulate import simulate
-from vtp_plugin.schedule.cost.stated import combine_reports, format_costs, parse_costs
-from vtp_plugin.schedule.make.choose import ScheduleRequest, is_u_shaped, make_schedule
-from vtp_plugin.schedule.make.limits import check_in_flight, choose_limits
-from vtp_plugin.schedule.make.u_shape import plan_u_shape
-from vtp_plugin.schedule.order.actions import Op
-from vtp_plugin.schedule.order.placement import Placement, interleaved_placement, plain_placement, u_placement
-from vtp_plugin.schedule.proof.check import check, peak_in_flight
+from vtp_plugin.plan.schedule.cost.cost_text import combine_reports, format_costs, parse_costs
+from vtp_plugin.plan.schedule.cost.costs import Costs, u_costs
+from vtp_plugin.plan.schedule.cost.simulator import simulate
+from vtp_plugin.plan.schedule.make.limits import check_in_flight, choose_limits
+from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, is_u_shaped, make_schedule
+from vtp_plugin.plan.schedule.make.u_shape import plan_u_shape
+from vtp_plugin.plan.schedule.order.actions import Op
+from vtp_plugin.plan.schedule.order.placement import Placement, interleaved_placement, plain_placement, u_placement
+from vtp_plugin.plan.schedule.proof.check_schedule import check, peak_in_flight
 
 # Four digits, as they are printed.
 FOUR_DIGITS = st.floats(0, 1e6, allow_nan=False).map(lambda number: float(f"{number:.4g}"))

@@ -12,15 +12,15 @@ import pytest
 
 from tests import schedule_oracle as oracle
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.schedule.cost.bounds import in_flight_needed, lower_bound
-from vtp_plugin.schedule.cost.chain import make_chain
-from vtp_plugin.schedule.cost.costs import Costs, u_costs
-from vtp_plugin.schedule.make.u_shape import plan_u_shape, reference_u_shape
-from vtp_plugin.schedule.order.actions import parse_actions
-from vtp_plugin.schedule.order.lower import lower
-from vtp_plugin.schedule.order.placement import Placement, u_placement
-from vtp_plugin.schedule.order.schedule import Schedule
-from vtp_plugin.schedule.proof.check import check
+from vtp_plugin.plan.schedule.cost.costs import Costs, u_costs
+from vtp_plugin.plan.schedule.cost.microbatch_route import make_chain
+from vtp_plugin.plan.schedule.cost.step_bounds import in_flight_needed, lower_bound
+from vtp_plugin.plan.schedule.make.u_shape import plan_u_shape, reference_u_shape
+from vtp_plugin.plan.schedule.order.actions import parse_actions
+from vtp_plugin.plan.schedule.order.lower import lower
+from vtp_plugin.plan.schedule.order.placement import Placement, u_placement
+from vtp_plugin.plan.schedule.order.schedule import Schedule
+from vtp_plugin.plan.schedule.proof.check_schedule import check
 
 CASES = json.loads((Path(__file__).parent.parent / "golden" / "u_shape_plans.json").read_text())
 CLOUD_TIMES = (1, 2, 3)

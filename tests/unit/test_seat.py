@@ -11,16 +11,16 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from vtp_plugin.elastic import cards as cards_module
+from vtp_plugin.elastic.cards import FAULT_FILE_VARIABLE, Card, settle_seats, try_card
+from vtp_plugin.elastic.coordinator import Judge, group_by_node
+from vtp_plugin.elastic.join import take_seat
+from vtp_plugin.elastic.spare_rank import Onlooker
 from vtp_plugin.errors import ConfigError, LayoutError, PeerError, ShortageError
-from vtp_plugin.fit.words import layer_words, without
-from vtp_plugin.runtime.life import cards as cards_module
-from vtp_plugin.runtime.life.board import Board
-from vtp_plugin.runtime.life.cards import FAULT_FILE_VARIABLE, Card, settle_seats, try_card
-from vtp_plugin.runtime.life.disclosure import Disclosure
-from vtp_plugin.runtime.life.onlooker import Onlooker
-from vtp_plugin.runtime.life.store import Round, Topic, connect_again, part_of
-from vtp_plugin.session.judge import Judge, group_by_node
-from vtp_plugin.session.seat import take_seat
+from vtp_plugin.runtime.health.board import Board
+from vtp_plugin.runtime.health.redaction import Disclosure
+from vtp_plugin.runtime.health.store import Round, Topic, connect_again, part_of
+from vtp_plugin.tune.fit.as_flags import layer_words, without
 
 ONE_SITE = Disclosure(is_one_site=True)
 

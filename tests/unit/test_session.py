@@ -8,10 +8,10 @@ import pytest
 
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import PlanError
-from vtp_plugin.layout.pipeline import PipelineLayout
+from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.session import Pipeline, Session
-from vtp_plugin.session.applied import AppliedSets
+from vtp_plugin.session.applied_sets import AppliedSets
 from vtp_plugin.session.pipeline_plan import PipelinePlan, plan_module
 
 CONFIG = VtpConfig(size_list=(1, 2))

@@ -10,7 +10,7 @@ import pytest
 from tests.oracles import hyper_comm_grid
 from tests.pool import run_code
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.layout.stage_grid import StageRanks
+from vtp_plugin.plan.layout.stage_grid import StageRanks
 
 NAMES = ["tp", "cp", "dp", "pp"]
 EXPERT = ["expt_tp", "ep", "expt_dp", "pp"]

@@ -17,11 +17,11 @@ import torch.distributed as dist
 
 from tests.pace import pace
 from vtp_plugin.errors import ConfigError, PeerError
-from vtp_plugin.runtime.life.disclosure import describe_error
-from vtp_plugin.runtime.life.nodes import gather_node_sizes
-from vtp_plugin.runtime.life.rendezvous import open_store
-from vtp_plugin.runtime.life.startup import Agreement, _Check
-from vtp_plugin.runtime.life.store import connect_again
+from vtp_plugin.runtime.health.meeting_store import open_store
+from vtp_plugin.runtime.health.nodes import gather_node_sizes
+from vtp_plugin.runtime.health.redaction import describe_error
+from vtp_plugin.runtime.health.startup import Agreement, _Check
+from vtp_plugin.runtime.health.store import connect_again
 from vtp_plugin.session.ranks import AllRanks
 
 HOST = "127.0.0.1"
@@ -317,8 +317,8 @@ class TestOpenStore:
             port = listener.getsockname()[1]
             source = (
                 f"import os; os.environ.update(MASTER_ADDR={HOST!r}, MASTER_PORT='{port}')\n"
-                "from vtp_plugin.runtime.life.startup import Agreement\n"
-                "from vtp_plugin.runtime.life.rendezvous import open_store\n"
+                "from vtp_plugin.runtime.health.startup import Agreement\n"
+                "from vtp_plugin.runtime.health.meeting_store import open_store\n"
                 "import time; store = open_store(1, 2, 2.0)\n"
                 "Agreement(store, rank=1, world_size=2, timeout_s=lambda: 2.0).settle('check', dict)\n"
             )

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from vtp_plugin.config import VtpConfig, flags_of_fields
-from vtp_plugin.config.declare import declare
-from vtp_plugin.ground.flag import Compared, Flag, FlagGroup
-from vtp_plugin.layout.pipeline import PipelineLayout
-from vtp_plugin.runtime.life.startup import find_difference
+from vtp_plugin.config.declare_field import declare
+from vtp_plugin.config.flag import Compared, Flag, FlagGroup
+from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
+from vtp_plugin.runtime.health.startup import find_difference
 from vtp_plugin.session.statement import state_request, state_run
 
 LAYOUT = PipelineLayout.from_sizes((1, 2), world_size=3)

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.checkpoints import STOCK_SHAPES, Writer, as_stock, by_name, make_model, run_action
-from vtp_plugin.checkpoint import model_order
+from vtp_plugin.checkpoint.format import model_order
 
 # Of which models of GPT's kind consist.
 PLACES = ("transformer", "tensor_parallel", "fusions", "extensions", "ssm", "models/common", "models/gpt")

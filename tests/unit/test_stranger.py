@@ -21,24 +21,24 @@ import torch.distributed as dist
 
 from tests.hosts import PYTHON_PATH, ROOT
 from tests.pace import pace
+from vtp_plugin.elastic.cards import Card, settle_seats
+from vtp_plugin.elastic.coordinator import Judge
+from vtp_plugin.elastic.outcome import Outcome
 from vtp_plugin.errors import ConfigError, PeerError
-from vtp_plugin.fit.ask import Ask
-from vtp_plugin.fit.chosen import Chosen
-from vtp_plugin.runtime.life.attempt import agree_on_attempt
-from vtp_plugin.runtime.life.board import Board
-from vtp_plugin.runtime.life.cards import Card, settle_seats
-from vtp_plugin.runtime.life.clock import estimate_offset
-from vtp_plugin.runtime.life.disclosure import Disclosure
-from vtp_plugin.runtime.life.monitor import Monitor
-from vtp_plugin.runtime.life.nodes import gather_node_sizes
-from vtp_plugin.runtime.life.roll_call import RollCall
-from vtp_plugin.runtime.life.startup import Agreement
-from vtp_plugin.runtime.life.store import Round, Topic, connect_again, part_of
-from vtp_plugin.runtime.life.together import Together
+from vtp_plugin.runtime.health.attempt import agree_on_attempt
+from vtp_plugin.runtime.health.board import Board
+from vtp_plugin.runtime.health.clock import estimate_offset
+from vtp_plugin.runtime.health.joint_work import Together
+from vtp_plugin.runtime.health.liveness_check import RollCall
+from vtp_plugin.runtime.health.monitor import Monitor
+from vtp_plugin.runtime.health.nodes import gather_node_sizes
+from vtp_plugin.runtime.health.redaction import Disclosure
+from vtp_plugin.runtime.health.startup import Agreement
+from vtp_plugin.runtime.health.store import Round, Topic, connect_again, part_of
 from vtp_plugin.runtime.step.measure import Report, read_shared, share_reports
-from vtp_plugin.session.judge import Judge
-from vtp_plugin.session.outcome import Outcome
 from vtp_plugin.session.ranks import AllRanks
+from vtp_plugin.tune.fit.chosen import Chosen
+from vtp_plugin.tune.fit.constraints import Ask
 
 TIMEOUT_S = 2.0 * pace()
 HOST, SECRET = "127.0.0.1", "r-secret"
@@ -360,7 +360,7 @@ def test_seats_that_rank_0_did_not_give_are_one_line(post: Any) -> None:
 
 @pytest.mark.parametrize("post", [*GARBAGE, b"{}", json.dumps({**asdict(card(1)), "local_rank": "0"}).encode()])
 def test_a_card_that_no_rank_has_ends_the_fit_on_rank_0(post: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vtp_plugin.runtime.life.cards._FAREWELL_S", 0.1)
+    monkeypatch.setattr("vtp_plugin.elastic.cards._FAREWELL_S", 0.1)
     store = dist.HashStore()
     part_of(store, Topic.CARDS).set("1", post)
     place: Any = {"rank": 0, "world_size": 2, "timeout_s": 20.0, "disclosure": ONE_SITE[0]}
@@ -514,8 +514,8 @@ def test_every_read_of_the_store_is_in_a_module_that_checks() -> None:
     """No JSON is read elsewhere, and what a store gives is nowhere decoded."""
     reads = re.compile(r"json\.loads\(|\b(?:posts|_?part|_?store|nodes|topic|watched)\.get\(")
     allowed = {
-        "vtp_plugin/runtime/life/posts.py": 3,
-        "vtp_plugin/runtime/life/roll_call.py": 1,  # splits it, and reads both parts by posts.py
+        "vtp_plugin/runtime/health/posts.py": 3,
+        "vtp_plugin/runtime/health/liveness_check.py": 1,  # splits it, and reads both parts by posts.py
         "vtp_plugin/runtime/step/measure.py": 1,  # hands on JSON, which its callers read by posts.py
         "patches/core/dist_checkpointing/serialization.py": 1,  # no store
     }
@@ -531,7 +531,7 @@ def test_every_read_of_the_store_is_in_a_module_that_checks() -> None:
 @pytest.mark.parametrize("is_one_site", [True, False])
 def test_what_is_wrong_with_a_checkpoint_stays_at_its_site(is_one_site: bool) -> None:
     """Ranks tell each other which checkpoint they pass over, and the reason names a folder."""
-    from vtp_plugin.patches.training.newest import _agreed
+    from vtp_plugin.patches.training.choose_checkpoint import _agreed
 
     posted: list[Any] = []
 

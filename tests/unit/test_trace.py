@@ -12,17 +12,17 @@ import pytest
 import torch.distributed as dist
 
 from vtp_plugin.errors import ConfigError, PeerError
+from vtp_plugin.plan.schedule.cost.costs import uniform_costs
+from vtp_plugin.plan.schedule.make.generate import one_f_one_b
 from vtp_plugin.platform.cpu import CpuPlatform
-from vtp_plugin.runtime.life import clock
-from vtp_plugin.runtime.life.clock import ClockOffset, estimate_offset
-from vtp_plugin.runtime.life.line_file import LineFile
+from vtp_plugin.report.trace.causes import MEANINGS, Cause
+from vtp_plugin.report.trace.trace_files import Owner, Plan, read_files, trace_path
+from vtp_plugin.runtime.comm import recorder as recorder_module
+from vtp_plugin.runtime.comm.recorder import Recorder
+from vtp_plugin.runtime.health import clock
+from vtp_plugin.runtime.health.clock import ClockOffset, estimate_offset
+from vtp_plugin.runtime.health.line_file import LineFile
 from vtp_plugin.runtime.step.tracing import Tracing
-from vtp_plugin.runtime.wire import recorder as recorder_module
-from vtp_plugin.runtime.wire.recorder import Recorder
-from vtp_plugin.schedule.cost.costs import uniform_costs
-from vtp_plugin.schedule.make.generate import one_f_one_b
-from vtp_plugin.trace.causes import MEANINGS, Cause
-from vtp_plugin.trace.files import Owner, Plan, read_files, trace_path
 
 
 class Clock:

@@ -12,16 +12,17 @@ from pathlib import Path
 import pytest
 
 from vtp_plugin.cli import main
-from vtp_plugin.ground.typed import read_typed
-from vtp_plugin.schedule.cost.costs import Costs, u_costs, uniform_costs
-from vtp_plugin.schedule.cost.simulate import simulate
-from vtp_plugin.schedule.make.choose import ScheduleRequest, make_schedule
-from vtp_plugin.schedule.order.placement import Placement, plain_placement, u_placement
-from vtp_plugin.schedule.order.schedule import Schedule
-from vtp_plugin.trace.causes import Cause, Stretch
-from vtp_plugin.trace.compare import TracedStep, differences, explained, join_files, slower_by_itself
-from vtp_plugin.trace.explain import Share, arrivals, explain, totals
-from vtp_plugin.trace.files import (
+from vtp_plugin.plan.schedule.cost.costs import Costs, u_costs, uniform_costs
+from vtp_plugin.plan.schedule.cost.simulator import simulate
+from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
+from vtp_plugin.plan.schedule.order.placement import Placement, plain_placement, u_placement
+from vtp_plugin.plan.schedule.order.schedule import Schedule
+from vtp_plugin.report.trace.beside_plan import crossings_of, measured_costs, plan_shares
+from vtp_plugin.report.trace.causes import Cause, Stretch
+from vtp_plugin.report.trace.compare_steps import TracedStep, differences, explained, join_files, slower_by_itself
+from vtp_plugin.report.trace.explain import Share, arrivals, explain, totals
+from vtp_plugin.report.trace.stages import StageTimes, format_stages, stage_times
+from vtp_plugin.report.trace.trace_files import (
     Owner,
     Plan,
     RankFile,
@@ -32,8 +33,7 @@ from vtp_plugin.trace.files import (
     step_line,
     trace_path,
 )
-from vtp_plugin.trace.planned import crossings_of, measured_costs, plan_shares
-from vtp_plugin.trace.stages import StageTimes, format_stages, stage_times
+from vtp_plugin.util.typed_json import read_typed
 
 U = u_placement(3)
 U_COSTS = u_costs(3, latency=30.0, cloud=20.0, edge=10.0)

@@ -13,16 +13,16 @@ from tests.unit.test_schedule_u_shape import all_schedules
 from vtp_plugin.cli.main import main
 from vtp_plugin.config import VtpConfig, read_keywords
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.options.checks.u_layers import check_u_layers
-from vtp_plugin.schedule.cost.bounds import lower_bound
-from vtp_plugin.schedule.cost.chain import make_chain
-from vtp_plugin.schedule.cost.costs import u_costs
-from vtp_plugin.schedule.cost.stated import combine_reports, format_costs, parse_costs
-from vtp_plugin.schedule.make.choose import ScheduleRequest, make_schedule
-from vtp_plugin.schedule.make.u_shape import plan_u_shape
-from vtp_plugin.schedule.order.lower import lower
-from vtp_plugin.schedule.order.placement import u_placement
-from vtp_plugin.schedule.proof.check import check
+from vtp_plugin.host.rules.checks.edge_layers import check_u_layers
+from vtp_plugin.plan.schedule.cost.cost_text import combine_reports, format_costs, parse_costs
+from vtp_plugin.plan.schedule.cost.costs import u_costs
+from vtp_plugin.plan.schedule.cost.microbatch_route import make_chain
+from vtp_plugin.plan.schedule.cost.step_bounds import lower_bound
+from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
+from vtp_plugin.plan.schedule.make.u_shape import plan_u_shape
+from vtp_plugin.plan.schedule.order.lower import lower
+from vtp_plugin.plan.schedule.order.placement import u_placement
+from vtp_plugin.plan.schedule.proof.check_schedule import check
 
 
 def test_small_plans_are_the_best_of_all() -> None:

@@ -9,7 +9,7 @@ import pytest
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.patches.hosts import load_host
-from vtp_plugin.patches.moment import Moment
+from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.patches.registry import records_at
 from vtp_plugin.patches.training.global_vars import NoTokenizer
 from vtp_plugin.session import Session

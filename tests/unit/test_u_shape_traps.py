@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from vtp_plugin.schedule.cost.costs import u_costs
-from vtp_plugin.schedule.make.u_shape import plan_u_shape, reference_u_shape
-from vtp_plugin.schedule.order.actions import Action, Op
-from vtp_plugin.schedule.order.lower import lower
-from vtp_plugin.schedule.order.messages import started_by, wait_for
-from vtp_plugin.schedule.order.schedule import Schedule
+from vtp_plugin.plan.schedule.cost.costs import u_costs
+from vtp_plugin.plan.schedule.make.u_shape import plan_u_shape, reference_u_shape
+from vtp_plugin.plan.schedule.order.actions import Action, Op
+from vtp_plugin.plan.schedule.order.lower import lower
+from vtp_plugin.plan.schedule.order.messages import started_by, wait_for
+from vtp_plugin.plan.schedule.order.schedule import Schedule
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = (ROOT / "docs" / "u-shape-traps.md").read_text()

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
-from vtp_plugin.ground import log
-from vtp_plugin.runtime.life import waiting
-from vtp_plugin.runtime.life.waiting import WaitingLines, poll
+from vtp_plugin.runtime.health import waiting
+from vtp_plugin.runtime.health.waiting import WaitingLines, poll
+from vtp_plugin.util import log
 
 
 def test_a_line_after_ten_seconds_and_then_each_minute(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,18 +12,23 @@ import pytest
 
 from tests.checkpoints import by_bucket, make_model, run_action
 from tests.import_rules import ROOT
-from vtp_plugin.checkpoint.forms import BY_BLOCK
+from vtp_plugin.checkpoint.format.optimizer_formats import BY_BLOCK
 
 Run = Callable[..., tuple[int, list[str]]]
 _CHECKPOINT = "vtp_plugin/checkpoint"
 FILES = (
     *(
-        f"{_CHECKPOINT}/{name}.py"
-        for name in ("check", "checking", "contents", "files", "index", "manifest", "map_file")
+        f"{_CHECKPOINT}/format/{name}.py"
+        for name in ("archive", "check_map", "checkpoint_files", "contents", "index", "manifest", "map_file")
     ),
-    *(f"{_CHECKPOINT}/{name}.py" for name in ("archive", "inert", "newest", "reshardable", "saving", "whole")),
-    *(f"vtp_plugin/offline/{name}.py" for name in ("reshard", "writer", "masters")),
-    *(f"patches/training/{name}.py" for name in ("checkpointing", "loadable", "newest", "padding", "saving")),
+    f"{_CHECKPOINT}/format/safe_pickle.py",
+    *(f"{_CHECKPOINT}/save/{name}.py" for name in ("atomic_dir", "newest", "piece_checks", "saving")),
+    f"{_CHECKPOINT}/load/masters.py",
+    *(f"{_CHECKPOINT}/tools/{name}.py" for name in ("reshard", "reshardable", "writer")),
+    *(
+        f"patches/training/{name}.py"
+        for name in ("atomic_checkpoint", "checkpointing", "choose_checkpoint", "loadable", "padding")
+    ),
 )
 _RUNS, _MOVED = "multiproc/test_way_outs.py", "multiproc/test_moved_optimizer.py"
 _AGAIN, _PADDED = "multiproc/test_written_again.py", "multiproc/test_padded_vocabulary.py"

@@ -32,8 +32,8 @@ RETIRED = {
 }
 FOLDERS = ("vtp_plugin", "patches", "tests", "docs", "benchmarks", "examples", "scripts")
 CITATION = re.compile(r"docs/architecture\.md, (?:contract (\d+)|([a-z][a-z ]*[a-z]))")
-# Packages, each with words of its own; a package of rooms with a list for each room has none itself.
-ROOMY = ("runtime",)
+# Packages, each with words of its own; where each package of a package has a list, the outer one has none.
+ROOMY = ("plan", "report", "runtime", "tune")
 PACKAGES = [
     path.parent
     for path in sorted((ROOT / "vtp_plugin").glob("*/__init__.py"))

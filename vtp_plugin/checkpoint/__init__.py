@@ -11,5 +11,5 @@ Words:
     map: which part lies where in which bucket.
 
 Whatever makes a checkpoint does so in ``with whole_folder(DIR / "iter_0000100") as folder`` of
-:mod:`vtp_plugin.checkpoint.whole`: it is there with its manifest, synced, or not at all.
+:mod:`vtp_plugin.checkpoint.save.atomic_dir`: it is there with its manifest, synced, or not at all.
 """

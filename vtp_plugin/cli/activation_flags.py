@@ -6,8 +6,8 @@ import argparse
 from collections.abc import Sequence
 from typing import Any, Literal
 
-from vtp_plugin.footprint.sizes import Microbatch, Recompute, Routing
-from vtp_plugin.layout.pipeline import PipelineLayout
+from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
+from vtp_plugin.plan.memory.layer_sizes import Microbatch, Recompute, Routing
 
 NUMBERS = {
     "--moe-router-topk": "experts of a token, default 2",

@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from vtp_plugin.boundary.pipeline import PipelineBoundary, pipeline_boundaries
-from vtp_plugin.boundary.plan import BoundaryPlan, Collective, CollectiveKind, Transfer
-from vtp_plugin.cli.flags import Run
-from vtp_plugin.ground.boxes import Box
-from vtp_plugin.layout.channel import Direction
-from vtp_plugin.layout.show import format_ranks
+from vtp_plugin.cli.run_flags import Run
+from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan, Collective, CollectiveKind, Transfer
+from vtp_plugin.plan.boundary.pipeline_boundaries import PipelineBoundary, pipeline_boundaries
+from vtp_plugin.plan.layout.channel_id import Direction
+from vtp_plugin.plan.layout.describe import format_ranks
+from vtp_plugin.util.boxes import Box
 
 _MAX_TRANSFERS_SHOWN = 4
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")

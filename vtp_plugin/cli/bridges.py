@@ -7,13 +7,13 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from vtp_plugin.boundary.bridge_end import BridgeEnd, boundary_ranks
-from vtp_plugin.boundary.bridge_spec import BridgeSpec
 from vtp_plugin.cli.boundaries import PlansView, explain, format_bytes
-from vtp_plugin.cli.flags import check_unknown
+from vtp_plugin.cli.run_flags import check_unknown
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.layout.show import format_ranks
-from vtp_plugin.pictures.draw_bridges import DrawnModule, draw_bridges
+from vtp_plugin.plan.boundary.bridge_endpoint import BridgeEnd, boundary_ranks
+from vtp_plugin.plan.boundary.bridge_spec import BridgeSpec
+from vtp_plugin.plan.layout.describe import format_ranks
+from vtp_plugin.report.pictures.draw_bridges import DrawnModule, draw_bridges
 
 _DIMENSIONS = ("tp", "cp", "pp", "dp")
 

@@ -14,21 +14,21 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vtp_plugin.checkpoint.contents import Contents
-from vtp_plugin.checkpoint.files import find_checkpoint
-from vtp_plugin.checkpoint.forms import BY_BLOCK, IN_MODEL_SPACE
-from vtp_plugin.checkpoint.manifest import MANIFEST
-from vtp_plugin.checkpoint.reshardable import form_for_any, loses_random_states, note_of_experts
-from vtp_plugin.checkpoint.verify import Verification
+from vtp_plugin.checkpoint.format.checkpoint_files import find_checkpoint
+from vtp_plugin.checkpoint.format.contents import Contents
+from vtp_plugin.checkpoint.format.manifest import MANIFEST
+from vtp_plugin.checkpoint.format.optimizer_formats import BY_BLOCK, IN_MODEL_SPACE
+from vtp_plugin.checkpoint.tools.reshardable import form_for_any, loses_random_states, note_of_experts
+from vtp_plugin.checkpoint.tools.verify import Verification
 from vtp_plugin.cli.boundaries import format_bytes
+from vtp_plugin.cli.checkpoint_hf import add_export, add_import
 from vtp_plugin.cli.checkpoint_show import facts_of, lines_of
 from vtp_plugin.cli.parser import Parser, print_json
-from vtp_plugin.cli.progress import progress
-from vtp_plugin.cli.published import add_export, add_import
+from vtp_plugin.cli.progress_bar import progress
 from vtp_plugin.errors import ConfigError
 
 if TYPE_CHECKING:
-    from vtp_plugin.offline.compare import Compared
+    from vtp_plugin.checkpoint.tools.compare_checkpoints import Compared
 
 _MAX_NAMED = 5
 _FOLDER = "folder of a checkpoint of the format torch_dist; of a folder of several, the newest is meant"
@@ -147,8 +147,8 @@ def _verify(options: argparse.Namespace) -> None:
 
 
 def _diff(options: argparse.Namespace) -> None:
-    from vtp_plugin.offline.compare import Comparison
-    from vtp_plugin.offline.masters import require_masters
+    from vtp_plugin.checkpoint.load.masters import require_masters
+    from vtp_plugin.checkpoint.tools.compare_checkpoints import Comparison
 
     a, b = (Contents(find_checkpoint(folder)) for folder in (options.a, options.b))
     for each in () if options.weights_only else (a, b):
@@ -189,9 +189,9 @@ def _steps(ours: list[float] | None = None, theirs: list[float] | None = None) -
 def _reshard(options: argparse.Namespace) -> None:
     contents = Contents(find_checkpoint(options.source))
     form = form_for_any(contents, options.form)
-    from vtp_plugin.offline.beside import holding, writing_to
-    from vtp_plugin.offline.masters import require_masters
-    from vtp_plugin.offline.reshard import reshard
+    from vtp_plugin.checkpoint.load.masters import require_masters
+    from vtp_plugin.checkpoint.tools.reshard import reshard
+    from vtp_plugin.checkpoint.tools.staging import holding, writing_to
 
     if form != contents.form:
         require_masters(contents)

@@ -5,10 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from vtp_plugin.checkpoint.contents import Contents, kind_of
-from vtp_plugin.checkpoint.forms import BY_BLOCK, BY_BUCKET, BY_BUCKET_OLDER, BY_RANK, IN_MODEL_SPACE, PLAIN
-from vtp_plugin.checkpoint.map_file import MAP
-from vtp_plugin.checkpoint.reshardable import note_of_experts
+from vtp_plugin.checkpoint.format.contents import Contents, kind_of
+from vtp_plugin.checkpoint.format.map_file import MAP
+from vtp_plugin.checkpoint.format.optimizer_formats import (
+    BY_BLOCK,
+    BY_BUCKET,
+    BY_BUCKET_OLDER,
+    BY_RANK,
+    IN_MODEL_SPACE,
+    PLAIN,
+)
+from vtp_plugin.checkpoint.tools.reshardable import note_of_experts
 from vtp_plugin.cli.boundaries import format_bytes
 
 _SIZES = {

@@ -21,13 +21,13 @@ from vtp_plugin.api import choose_device
 from vtp_plugin.cli.parser import print_json
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import VtpError
-from vtp_plugin.ground.log import wrap
-from vtp_plugin.ground.mindspeed import has_mindspeed, import_adaptor
-from vtp_plugin.hosts import family_of, find_megatron, find_torch, problems_of
+from vtp_plugin.host.mindspeed import has_mindspeed, import_adaptor
+from vtp_plugin.host.versions import family_of, find_megatron, find_torch, problems_of
+from vtp_plugin.util.log import wrap
 
 if TYPE_CHECKING:
-    from vtp_plugin.ground.values import DeviceName
-    from vtp_plugin.patching import PatchStatus
+    from vtp_plugin.config.parse_values import DeviceName
+    from vtp_plugin.host.patching import PatchStatus
 
 _RESILIENCY = "nvidia_resiliency_ext"
 _OPTIONAL_PACKAGES = (
@@ -128,8 +128,8 @@ class _Report:
 
     def _try_network(self, rendezvous: str | None) -> None:
         """Find out where a run that is started like this would listen, and ask the store of a run."""
-        from vtp_plugin.runtime.life.launchers import describe_launchers
-        from vtp_plugin.runtime.life.rendezvous import describe_listening, test_rendezvous
+        from vtp_plugin.elastic.launchers import describe_launchers
+        from vtp_plugin.runtime.health.meeting_store import describe_listening, test_rendezvous
 
         self.listening = describe_listening(os.environ)
         self.launchers = describe_launchers(os.environ)
@@ -175,8 +175,8 @@ class _Report:
 
     def _compare_targets(self) -> None:
         """Warn of functions that have changed since the patches were written for them."""
+        from vtp_plugin.host.patching.pins import changed_targets, pins_of, read_pins
         from vtp_plugin.patches.registry import PINS
-        from vtp_plugin.patching.pins import changed_targets, pins_of, read_pins
 
         found = pins_of(patch.target for patch in self.patches if not patch.skipped)
         installed = self.versions["megatron-core"]
@@ -205,8 +205,8 @@ class _Report:
         yield from (f"    {line}" for line in self.launchers)
         yield f"patches: {sum(patch.applied for patch in self.patches)} of {len(self.patches)} applied, then reverted"
         if is_verbose:
-            from vtp_plugin.options.table.show import format_table
-            from vtp_plugin.patching import format_status
+            from vtp_plugin.host.patching import format_status
+            from vtp_plugin.host.rules.table.markdown import format_table
 
             yield from format_status(self.patches).splitlines()
             yield from ("", "Megatron's options with stages of unequal size", "", *format_table().splitlines(), "")
@@ -241,8 +241,8 @@ class _Report:
 
 def _is_replaced(target: str) -> bool:
     """Tell whether a replacement of the plugin still stands for a target."""
-    from vtp_plugin.patching.engine import MARKER
-    from vtp_plugin.patching.record import resolve_target
+    from vtp_plugin.host.patching.engine import MARKER
+    from vtp_plugin.host.patching.record import resolve_target
 
     value = resolve_target(target).value
     accessor = getattr(value, "fget", None) or getattr(value, "__func__", value)

@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 
 from vtp_plugin.cli.bridges import add_bridge_flag, bridge_picture, read_modules, view_bridges
-from vtp_plugin.cli.flags import add_run_flags, read_run
 from vtp_plugin.cli.parser import check_ending, print_json, write_file
-from vtp_plugin.pictures.draw_pipeline import draw_pipeline
+from vtp_plugin.cli.run_flags import add_run_flags, read_run
+from vtp_plugin.report.pictures.draw_pipeline import draw_pipeline
 
 _KEYS = """\
 Keys of --json: output (file), num_stages, world_size, num_replicas; with --bridge: output, num_modules, world_size."""

@@ -15,8 +15,8 @@ import vtp_plugin
 from vtp_plugin.cli import checkpoint, doctor, draw, plan, profile, rendezvous, run, search, simulate, trace
 from vtp_plugin.cli.parser import Parser, fail
 from vtp_plugin.errors import VtpError
-from vtp_plugin.ground.plain import plain
-from vtp_plugin.hosts import HOSTS
+from vtp_plugin.host.versions import HOSTS
+from vtp_plugin.util.printable import plain
 
 _COMMANDS = {
     "run": (run.add_arguments, run.run, "run a Megatron training script under the plugin; --help lists its flags"),

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 from vtp_plugin.cli.activation_flags import add_activation_flags, read_microbatch
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.footprint.model import Experts, Latent, Model
-from vtp_plugin.footprint.state import Footprint, Training, footprints
-from vtp_plugin.layout.chunks import Chunk, plain_chunks, u_chunks
-from vtp_plugin.layout.pipeline import PipelineLayout
-from vtp_plugin.options.checks.sizes import feed_forward_size
+from vtp_plugin.host.rules.checks.divisibility import feed_forward_size
+from vtp_plugin.plan.layout.chunks import Chunk, plain_chunks, u_chunks
+from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
+from vtp_plugin.plan.memory.footprint import Footprint, Training, footprints
+from vtp_plugin.plan.memory.gpt_model import Experts, Latent, Model
 
 NUMBERS = {
     "--num-attention-heads": "needed to see memory, as are --num-layers, --hidden-size and --vocab-size",

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 import vtp_plugin
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.ground.plain import plain
+from vtp_plugin.util.printable import plain
 
 _MAX_COLUMNS = 120
 

@@ -9,14 +9,14 @@ from itertools import groupby
 
 from vtp_plugin.cli.boundaries import BoundaryView, explain, format_bytes, site_traffic, view_boundaries
 from vtp_plugin.cli.bridges import add_bridge_flag, bridge_lines, bridges_as_json, read_modules, view_bridges
-from vtp_plugin.cli.flags import Run, add_run_flags, read_run
-from vtp_plugin.cli.memory import memory_as_json, memory_lines
+from vtp_plugin.cli.memory_lines import memory_as_json, memory_lines
 from vtp_plugin.cli.parser import print_json
-from vtp_plugin.fit.search import Fitted
-from vtp_plugin.ground.values import format_value
-from vtp_plugin.layout.pipeline import PipelineLayout, RankOrder
-from vtp_plugin.layout.show import format_ranks, size_names, size_texts
-from vtp_plugin.options.checks.batch import describe_batches
+from vtp_plugin.cli.run_flags import Run, add_run_flags, read_run
+from vtp_plugin.config.parse_values import format_value
+from vtp_plugin.host.rules.checks.batch import describe_batches
+from vtp_plugin.plan.layout.describe import format_ranks, size_names, size_texts
+from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout, RankOrder
+from vtp_plugin.tune.fit.fit_search import Fitted
 
 _MAX_STAGES_UNFOLDED = 12
 _MAX_LINES = 60

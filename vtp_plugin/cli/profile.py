@@ -14,17 +14,17 @@ from typing import TYPE_CHECKING
 
 import vtp_plugin
 from vtp_plugin.api import choose_device, current_session
-from vtp_plugin.cli.asked import features_of, read_any_list
-from vtp_plugin.cli.flags import add_run_flags, check_unknown
 from vtp_plugin.cli.parser import read_sizes, write_file
-from vtp_plugin.cli.progress import progress
-from vtp_plugin.cluster.machines import Location, Origin, Part, Time
-from vtp_plugin.cluster.profile import write_links, write_profile
+from vtp_plugin.cli.progress_bar import progress
+from vtp_plugin.cli.run_flags import add_run_flags, check_unknown
+from vtp_plugin.cli.search_request import features_of, read_any_list
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.fit.words import without
-from vtp_plugin.footprint.model import Model
-from vtp_plugin.ground.mindspeed import has_mindspeed, import_adaptor
-from vtp_plugin.hosts import find_host
+from vtp_plugin.host.mindspeed import has_mindspeed, import_adaptor
+from vtp_plugin.host.versions import find_host
+from vtp_plugin.plan.memory.gpt_model import Model
+from vtp_plugin.tune.cluster.machines import Location, Origin, Part, Time
+from vtp_plugin.tune.cluster.profile_files import write_links, write_profile
+from vtp_plugin.tune.fit.as_flags import without
 
 if TYPE_CHECKING:
     from vtp_plugin.session import Session
@@ -102,7 +102,7 @@ def _device(options: argparse.Namespace) -> Iterator[Session]:
 
 
 def _times(options: argparse.Namespace, model: Model, model_of: Mapping[str, object], session: Session) -> str:
-    from vtp_plugin.patches.profile import Asked, num_cases, time_parts  # torch, which other commands do without
+    from vtp_plugin.patches.profile_parts import Asked, num_cases, time_parts  # torch, which other commands do without
 
     platform = session.choose_platform()
     layers = () if model.experts is None else model.experts.layers
@@ -137,7 +137,7 @@ def _links(options: argparse.Namespace) -> None:
     """Time links on all ranks; rank 0 writes the file."""
     import torch.distributed as dist  # which other commands do without
 
-    from vtp_plugin.runtime.wire.ping import time_links
+    from vtp_plugin.runtime.comm.ping import time_links
 
     if "RANK" not in os.environ:
         raise ConfigError("--links needs all ranks; start it with the run's launcher, such as torchrun")

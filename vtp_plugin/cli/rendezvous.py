@@ -6,9 +6,9 @@ import argparse
 import contextlib
 import threading
 
+from vtp_plugin.elastic.launchers import PICKLE
 from vtp_plugin.errors import VtpError
-from vtp_plugin.hosts import find_torch
-from vtp_plugin.runtime.life.launchers import PICKLE
+from vtp_plugin.host.versions import find_torch
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +25,7 @@ def run(options: argparse.Namespace) -> None:
         raise VtpError(f"{options.unknown[0]} is unknown; see: python -m vtp_plugin rendezvous --help")
     if find_torch() is None:
         raise VtpError("torch is not installed here; a rendezvous is a store of torch; install it: pip install torch")
-    from vtp_plugin.runtime.life.server import keep_open
+    from vtp_plugin.runtime.health.store_server import keep_open
 
     host, _, port = options.address.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) <= 65535:

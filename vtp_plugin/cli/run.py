@@ -13,14 +13,14 @@ import vtp_plugin
 from vtp_plugin.api import announce_exit, choose_device, report_failures
 from vtp_plugin.cli.parser import HelpFormatter, fail
 from vtp_plugin.config import VtpConfig, merge
+from vtp_plugin.config.vtp_flags import add_vtp_arguments, hide_taken_flags, peek_device
+from vtp_plugin.elastic.failed_starts import note_failed_start
+from vtp_plugin.elastic.marker import RUN_FOLDER_VARIABLE, leave_marker, require_unmarked, run_folder
 from vtp_plugin.errors import VtpError, is_final
-from vtp_plugin.ground.mindspeed import ImportWatch, has_mindspeed
-from vtp_plugin.options.flags import add_vtp_arguments, hide_taken_flags, peek_device
-from vtp_plugin.runtime.life.failed_starts import note_failed_start
-from vtp_plugin.runtime.life.marker import RUN_FOLDER_VARIABLE, leave_marker, require_unmarked, run_folder
+from vtp_plugin.host.mindspeed import ImportWatch, has_mindspeed
 
 if TYPE_CHECKING:
-    from vtp_plugin.session.seat import Seat
+    from vtp_plugin.elastic.join import Seat
 
 
 class _Formatter(HelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -54,7 +54,7 @@ def run(options: argparse.Namespace) -> None:
             folder = run_folder(sys.argv)
             require_unmarked(folder)
             os.environ[RUN_FOLDER_VARIABLE] = "" if folder is None else str(folder)
-            from vtp_plugin.cli.fitted import fit_run  # not at the top: other runs do without what a fit imports
+            from vtp_plugin.cli.elastic_run import fit_run  # not at the top: other runs do without what a fit imports
 
             sys.argv[:], seat = fit_run(sys.argv)
             report_failures()  # also what ends the script before it has asked Megatron for anything

@@ -9,21 +9,21 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from vtp_plugin.cli.asked import Asked, read_question
 from vtp_plugin.cli.boundaries import format_bytes
-from vtp_plugin.cli.flags import add_run_flags, check_unknown
 from vtp_plugin.cli.model_flags import read_model
 from vtp_plugin.cli.parser import check_ending, print_json, read_sizes, write_file
-from vtp_plugin.cli.progress import progress
+from vtp_plugin.cli.progress_bar import progress
+from vtp_plugin.cli.run_flags import add_run_flags, check_unknown
 from vtp_plugin.cli.search_picture import draw_found
-from vtp_plugin.cluster.read import read_cluster
+from vtp_plugin.cli.search_request import Asked, read_question
+from vtp_plugin.config.parse_values import format_value
 from vtp_plugin.errors import ConfigError, LayoutError
-from vtp_plugin.fit.words import fitted_words, stock_words
-from vtp_plugin.ground.plain import plain
-from vtp_plugin.ground.values import format_value
-from vtp_plugin.layout.pipeline import PipelineLayout
-from vtp_plugin.search.fastest import Found, fastest
-from vtp_plugin.search.judge import Choice
+from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
+from vtp_plugin.tune.cluster.read_cluster import read_cluster
+from vtp_plugin.tune.fit.as_flags import fitted_words, stock_words
+from vtp_plugin.tune.search.evaluate import Choice
+from vtp_plugin.tune.search.fastest import Found, fastest
+from vtp_plugin.util.printable import plain
 
 _LEAST_GAIN = 1.05
 _TEXT = """\

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from vtp_plugin.cli.asked import Asked
-from vtp_plugin.ground.values import format_value
-from vtp_plugin.pictures.draw_rows import Box, Group, draw_rows
-from vtp_plugin.schedule.cost.simulate import Timeline, timeline_of
-from vtp_plugin.schedule.order.actions import Op
-from vtp_plugin.search.fastest import Found
-from vtp_plugin.search.judge import Choice
-from vtp_plugin.search.order import course_of
+from vtp_plugin.cli.search_request import Asked
+from vtp_plugin.config.parse_values import format_value
+from vtp_plugin.plan.schedule.cost.simulator import Timeline, timeline_of
+from vtp_plugin.plan.schedule.order.actions import Op
+from vtp_plugin.report.pictures.draw_rows import Box, Group, draw_rows
+from vtp_plugin.tune.search.evaluate import Choice
+from vtp_plugin.tune.search.fastest import Found
+from vtp_plugin.tune.search.schedule_time import course_of
 
 _COLOURS = {"forward": "#3f6ca8", "backward": "#b4540a", "gradients": "#9a3f73", "optimizer": "#6b4a9b"}
 _KINDS = {Op.F: "forward", Op.B: "backward"}

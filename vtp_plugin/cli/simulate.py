@@ -10,25 +10,25 @@ from pathlib import Path
 from typing import Any
 
 from vtp_plugin.cli.bridges import add_bridge_flag, read_modules
-from vtp_plugin.cli.flags import Run, add_run_flags, read_run
 from vtp_plugin.cli.parser import check_ending, print_json, write_file
+from vtp_plugin.cli.run_flags import Run, add_run_flags, read_run
 from vtp_plugin.config import VtpConfig
+from vtp_plugin.config.resolve import option_context
+from vtp_plugin.config.vtp_flags import read_flags
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.layout.replicas import ReplicaMap
-from vtp_plugin.options.derived import option_context
-from vtp_plugin.options.flags import read_flags
-from vtp_plugin.pictures.draw_timeline import chrome_trace, draw_svg, draw_text, summarize
-from vtp_plugin.schedule.cost.bounds import lower_bound
-from vtp_plugin.schedule.cost.chain import make_chain
-from vtp_plugin.schedule.cost.costs import Costs, split_costs, u_costs, uniform_costs
-from vtp_plugin.schedule.cost.simulate import Timeline, simulate
-from vtp_plugin.schedule.cost.stated import parse_costs
-from vtp_plugin.schedule.make.choose import ScheduleRequest, make_schedule
-from vtp_plugin.schedule.make.limits import by_stage, check_in_flight, choose_limits
-from vtp_plugin.schedule.order.messages import channel_label
-from vtp_plugin.schedule.order.modules import place_modules
-from vtp_plugin.schedule.order.placement import place_workers
-from vtp_plugin.schedule.order.schedule import Schedule
+from vtp_plugin.plan.layout.replica_map import ReplicaMap
+from vtp_plugin.plan.schedule.cost.cost_text import parse_costs
+from vtp_plugin.plan.schedule.cost.costs import Costs, split_costs, u_costs, uniform_costs
+from vtp_plugin.plan.schedule.cost.microbatch_route import make_chain
+from vtp_plugin.plan.schedule.cost.simulator import Timeline, simulate
+from vtp_plugin.plan.schedule.cost.step_bounds import lower_bound
+from vtp_plugin.plan.schedule.make.limits import by_stage, check_in_flight, choose_limits
+from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
+from vtp_plugin.plan.schedule.order.messages import channel_label
+from vtp_plugin.plan.schedule.order.modules import place_modules
+from vtp_plugin.plan.schedule.order.placement import place_workers
+from vtp_plugin.plan.schedule.order.schedule import Schedule
+from vtp_plugin.report.pictures.draw_timeline import chrome_trace, draw_svg, draw_text, summarize
 
 _WIDTH = 120
 _ENDINGS = {".svg": "picture", ".json": "trace for Perfetto or Chrome"}

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from vtp_plugin.cli.parser import check_ending, print_json, write_file
-from vtp_plugin.pictures import chrome
-from vtp_plugin.pictures.draw_rows import Box, Group, draw_rows
-from vtp_plugin.schedule.cost.stated import format_costs
-from vtp_plugin.trace.causes import MEANINGS, Cause, Stretch
-from vtp_plugin.trace.compare import (
+from vtp_plugin.plan.schedule.cost.cost_text import format_costs
+from vtp_plugin.report.pictures import chrome
+from vtp_plugin.report.pictures.draw_rows import Box, Group, draw_rows
+from vtp_plugin.report.trace.causes import MEANINGS, Cause, Stretch
+from vtp_plugin.report.trace.compare_steps import (
     Difference,
     TracedStep,
     differences,
@@ -20,8 +20,8 @@ from vtp_plugin.trace.compare import (
     median_s,
     slower_by_itself,
 )
-from vtp_plugin.trace.explain import arrivals
-from vtp_plugin.trace.files import RankFile, read_files
+from vtp_plugin.report.trace.explain import arrivals
+from vtp_plugin.report.trace.trace_files import RankFile, read_files
 
 _ENDINGS = {".json": "trace for Perfetto or Chrome", ".svg": "picture of the last step"}
 # What is drawn, with its colour; bubbles are left empty.

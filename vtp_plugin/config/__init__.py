@@ -1,7 +1,7 @@
 """What the user asked for: one frozen object, made from the keyword arguments of ``apply()`` and from flags.
 
-By subject: ``where``, ``what``, ``when``, ``trust`` and ``failure`` declare the options, each once: its flag, its
-keyword, its help, how its value is read, and whether ranks may differ in it.
+By subject: ``where``, ``what``, ``when``, ``trust`` and ``log_and_timeouts`` declare the options, each once: its flag,
+its keyword, its help, how its value is read, and whether ranks may differ in it.
 
 Words:
     flag: a word of the command line, as a field of the configuration declares it (``Flag``).
@@ -16,15 +16,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from vtp_plugin.config.failure import Failure, LogLevelName
+from vtp_plugin.config.flag import Flag
+from vtp_plugin.config.log_and_timeouts import Failure, LogLevelName
+from vtp_plugin.config.parse_values import DeviceName, format_value
 from vtp_plugin.config.saved import Saved
 from vtp_plugin.config.trust import Trust
 from vtp_plugin.config.what import DpModeName, TransportName, What
 from vtp_plugin.config.when import ScheduleName, When
 from vtp_plugin.config.where import Where
 from vtp_plugin.errors import ConfigError, LayoutError
-from vtp_plugin.ground.flag import Flag
-from vtp_plugin.ground.values import DeviceName, format_value
 
 __all__ = [
     "DeviceName",

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from vtp_plugin.config.declare import declare
+from vtp_plugin.config.declare_field import declare
+from vtp_plugin.config.flag import FlagGroup, same
 from vtp_plugin.errors import LayoutError
-from vtp_plugin.ground.flag import FlagGroup, same
 
 option = functools.partial(declare, FlagGroup.SAVED)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-from vtp_plugin.config.declare import declare
-from vtp_plugin.ground.flag import FlagGroup, own, same
-from vtp_plugin.ground.values import parse_sites
+from vtp_plugin.config.declare_field import declare
+from vtp_plugin.config.flag import FlagGroup, own, same
+from vtp_plugin.config.parse_values import parse_sites
 
 option = functools.partial(declare, FlagGroup.TRUST)
 

@@ -6,11 +6,11 @@ import functools
 from dataclasses import dataclass
 from typing import Literal
 
-from vtp_plugin.boundary.strategies.table import STRATEGIES
-from vtp_plugin.config.declare import declare
+from vtp_plugin.config.declare_field import declare
+from vtp_plugin.config.flag import FlagGroup, same
+from vtp_plugin.config.parse_values import parse_bridges, parse_bytes
 from vtp_plugin.errors import LayoutError
-from vtp_plugin.ground.flag import FlagGroup, same
-from vtp_plugin.ground.values import parse_bridges, parse_bytes
+from vtp_plugin.plan.boundary.strategies.known_strategies import STRATEGIES
 
 TransportName = str
 """`"auto"`, or the name of a strategy that users are offered."""

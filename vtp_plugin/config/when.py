@@ -6,10 +6,10 @@ import functools
 from dataclasses import dataclass
 from typing import Literal
 
-from vtp_plugin.config.declare import declare
+from vtp_plugin.config.declare_field import declare
+from vtp_plugin.config.flag import FlagGroup, same
+from vtp_plugin.config.parse_values import parse_cost_words, parse_in_flight
 from vtp_plugin.errors import LayoutError
-from vtp_plugin.ground.flag import FlagGroup, same
-from vtp_plugin.ground.values import parse_cost_words, parse_in_flight
 
 ScheduleName = Literal["stock", "planned"]
 option = functools.partial(declare, FlagGroup.WHEN)

@@ -6,10 +6,9 @@ import functools
 from dataclasses import dataclass
 from typing import Literal
 
-from vtp_plugin.config.declare import declare
-from vtp_plugin.errors import LayoutError
-from vtp_plugin.ground.flag import FlagGroup, own, same
-from vtp_plugin.ground.values import (
+from vtp_plugin.config.declare_field import declare
+from vtp_plugin.config.flag import FlagGroup, own, same
+from vtp_plugin.config.parse_values import (
     DeviceName,
     format_value,
     parse_cp_list,
@@ -20,6 +19,7 @@ from vtp_plugin.ground.values import (
     parse_size_list,
     parse_stages,
 )
+from vtp_plugin.errors import LayoutError
 
 option = functools.partial(declare, FlagGroup.WHERE)
 

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.runtime.step.communicator import PipelineCommunicator
-from vtp_plugin.runtime.wire.tensor_format import TensorFormat
 
 
 class Waitable(Protocol):

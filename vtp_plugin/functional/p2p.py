@@ -20,8 +20,8 @@ from vtp_plugin.errors import ConfigError, MissingError
 from vtp_plugin.functional.handles import RecvHandle, Requests, post, timed
 from vtp_plugin.functional.replicas import Group, Ranks, choose_communicators
 from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import read_format
-from vtp_plugin.runtime.wire.tensor_format import TensorFormat
-from vtp_plugin.runtime.wire.work import SendWork
+from vtp_plugin.runtime.comm.tensor_format import TensorFormat
+from vtp_plugin.runtime.comm.work import SendWork
 from vtp_plugin.session import Session
 
 # The handles under the names that users of the Ascend implementation know.

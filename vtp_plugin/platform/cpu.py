@@ -16,16 +16,16 @@ import torch._dynamo.trace_rules
 import torch.compiler
 
 from vtp_plugin.errors import ConfigError, PatchError
-from vtp_plugin.ground.undo import UndoStack
-from vtp_plugin.platform.base import BackendName, Platform, PlatformName
 from vtp_plugin.platform.cpu_device import CpuDevice, map_torch_cuda
 from vtp_plugin.platform.cpu_random import map_computing
 from vtp_plugin.platform.cpu_tensors import map_tensors
-from vtp_plugin.platform.probe import is_cpu_mapping_installed, working_accelerator
+from vtp_plugin.platform.find_device import is_cpu_mapping_installed, working_accelerator
+from vtp_plugin.platform.interface import BackendName, Platform, PlatformName
+from vtp_plugin.util.undo import UndoStack
 
 
 class CpuPlatform(Platform):
-    """Training on the host with gloo; see :class:`vtp_plugin.platform.base.Platform`."""
+    """Training on the host with gloo; see :class:`vtp_plugin.platform.interface.Platform`."""
 
     name: PlatformName = "cpu"
     backend: BackendName = "gloo"

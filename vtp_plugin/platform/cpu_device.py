@@ -13,9 +13,9 @@ from typing import Any, Final
 import torch
 import torch.cuda.profiler
 
-from vtp_plugin.ground.undo import UndoStack
 from vtp_plugin.platform.cpu_random import DefaultGenerators, DeviceGenerator
 from vtp_plugin.platform.cpu_streams import CpuEvent, CpuStream, StreamState
+from vtp_plugin.util.undo import UndoStack
 
 # Up to capability 9 Megatron demands CUDA_DEVICE_MAX_CONNECTIONS=1, which means nothing on a CPU.
 _CAPABILITY: Final = (10, 0)

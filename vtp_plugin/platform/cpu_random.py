@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
-from vtp_plugin.ground.undo import UndoStack
+from vtp_plugin.util.undo import UndoStack
 
 
 class DeviceGenerator:

@@ -14,8 +14,8 @@ import torch
 import torch.amp.autocast_mode
 import torch.utils._device
 
-from vtp_plugin.ground.undo import UndoStack
 from vtp_plugin.platform.cpu_random import DeviceGenerator
+from vtp_plugin.util.undo import UndoStack
 
 _CPU: Final = torch.device("cpu")
 _STANDS_FOR: Final = ("cuda", "npu")

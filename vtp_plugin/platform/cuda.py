@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch.distributed
 
-from vtp_plugin.platform.base import BackendName, Platform, PlatformName
+from vtp_plugin.platform.interface import BackendName, Platform, PlatformName
 
 
 class CudaPlatform(Platform):
-    """Training on NVIDIA devices; see :class:`vtp_plugin.platform.base.Platform`."""
+    """Training on NVIDIA devices; see :class:`vtp_plugin.platform.interface.Platform`."""
 
     name: PlatformName = "cuda"
     backend: BackendName = "nccl"

@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from typing import Final
 
-from vtp_plugin.platform.base import BackendName, Platform, PlatformName
+from vtp_plugin.platform.interface import BackendName, Platform, PlatformName
 
 _MIB: Final = 1 << 20
 
 
 class NpuPlatform(Platform):
-    """Training on Ascend devices; see :class:`vtp_plugin.platform.base.Platform`.
+    """Training on Ascend devices; see :class:`vtp_plugin.platform.interface.Platform`.
 
     ``torch_npu`` must be imported. ``transfer_to_npu`` or MindSpeed map what Megatron calls on ``torch.cuda``, not this
     class.

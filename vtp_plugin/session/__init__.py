@@ -1,8 +1,8 @@
 """The applied plugin in three states: asked for (``Session.config``), planned, running.
 
-:class:`Session` holds the state; ``planned``, ``pipeline_plan`` and ``pipeline`` say what is known from when on. What
-all ranks do together outside the pipelines is done by ``ranks``, and ``request`` and ``statement`` say what they
-compare.
+:class:`Session` holds the state; ``planned_run``, ``pipeline_plan`` and ``open_pipelines`` say what is known from when
+on. What all ranks do together outside the pipelines is done by ``ranks``, and ``request`` and ``statement`` say what
+they compare.
 
 Words:
     request: what this rank was asked for, before any layout is known.
@@ -16,8 +16,8 @@ Words:
 
 from __future__ import annotations
 
-from vtp_plugin.session.pipeline import Pipeline
-from vtp_plugin.session.planned import PlannedRun
+from vtp_plugin.session.open_pipelines import Pipeline
+from vtp_plugin.session.planned_run import PlannedRun
 from vtp_plugin.session.session import Session
 
 __all__ = ["Pipeline", "PlannedRun", "Session"]

@@ -6,12 +6,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vtp_plugin.config.resolve import ScheduleOptions, option_context
 from vtp_plugin.errors import ConfigError, refuse
-from vtp_plugin.layout.channel import ChannelId, Direction
-from vtp_plugin.layout.pipeline import PipelineLayout
-from vtp_plugin.options.derived import ScheduleOptions, option_context
-from vtp_plugin.options.table.check import check_config
+from vtp_plugin.host.rules.table.check_options import check_config
+from vtp_plugin.plan.layout.channel_id import ChannelId, Direction
+from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
+from vtp_plugin.plan.schedule.make.limits import by_stage, check_in_flight
+from vtp_plugin.plan.schedule.order.modules import ModulePlacement, place_modules
 from vtp_plugin.runtime.bridges.separate import Bridge
+from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.runtime.step.links import (
     ActivationLink,
     ChannelLink,
@@ -22,10 +25,7 @@ from vtp_plugin.runtime.step.links import (
     SplitSizes,
 )
 from vtp_plugin.runtime.step.schedule_runner import ScheduleRunner
-from vtp_plugin.runtime.wire.tensor_format import TensorFormat
-from vtp_plugin.schedule.make.limits import by_stage, check_in_flight
-from vtp_plugin.schedule.order.modules import ModulePlacement, place_modules
-from vtp_plugin.session.pipeline import Pipeline
+from vtp_plugin.session.open_pipelines import Pipeline
 from vtp_plugin.session.session import Session
 
 

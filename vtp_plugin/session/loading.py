@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from vtp_plugin.checkpoint.index import INDEX, read_index
+from vtp_plugin.checkpoint.format.index import INDEX, read_index
 
 if TYPE_CHECKING:
-    from vtp_plugin.checkpoint.entries import Extent
-    from vtp_plugin.runtime.stored_optimizer import StoredOptimizer
+    from vtp_plugin.checkpoint.format.entries import Extent
+    from vtp_plugin.checkpoint.load.stored_optimizer import StoredOptimizer
 
 _BY_BUCKET: Final = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\..*")
 # What only the layout that stored it can take; if it asks for it, nobody misses it. Megatron does not ask for the state

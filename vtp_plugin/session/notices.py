@@ -8,14 +8,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vtp_plugin.errors import PatchError
-from vtp_plugin.ground import log
-from vtp_plugin.hosts import host_named, untried
-from vtp_plugin.options.table.check import option_warnings
-from vtp_plugin.patching import unreached
+from vtp_plugin.host.patching import unreached
+from vtp_plugin.host.rules.table.check_options import option_warnings
+from vtp_plugin.host.versions import host_named, untried
+from vtp_plugin.util import log
 
 if TYPE_CHECKING:
     from vtp_plugin.session import Session
-    from vtp_plugin.session.planned import PlannedRun
+    from vtp_plugin.session.planned_run import PlannedRun
 
 
 def warn_of_untried(name: str) -> None:

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vtp_plugin.boundary.channel_spec import ChannelSpec
-from vtp_plugin.boundary.pipeline import PipelineBoundary, pipeline_boundaries
-from vtp_plugin.boundary.tied import tied_weight_specs
 from vtp_plugin.config import VtpConfig
+from vtp_plugin.config.resolve import ScheduleOptions, option_context
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.layout.channel import Direction
-from vtp_plugin.layout.pipeline import PipelineLayout
-from vtp_plugin.layout.replicas import DpMode, ReplicaMap
-from vtp_plugin.options.context import OptionContext
-from vtp_plugin.options.derived import ScheduleOptions, option_context
+from vtp_plugin.host.rules.context import OptionContext
+from vtp_plugin.plan.boundary.channel_spec import ChannelSpec
+from vtp_plugin.plan.boundary.pipeline_boundaries import PipelineBoundary, pipeline_boundaries
+from vtp_plugin.plan.boundary.tied_channels import tied_weight_specs
+from vtp_plugin.plan.layout.channel_id import Direction
+from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
+from vtp_plugin.plan.layout.replica_map import DpMode, ReplicaMap
+from vtp_plugin.plan.schedule.order.placement import Placement, place_workers
 from vtp_plugin.runtime.step.companions import Companion
-from vtp_plugin.schedule.order.placement import Placement, place_workers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

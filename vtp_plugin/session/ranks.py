@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from vtp_plugin.errors import ConfigError, PeerError, PlanError
-from vtp_plugin.runtime.life.clock import ClockOffset, estimate_offset
-from vtp_plugin.runtime.life.disclosure import Disclosure
-from vtp_plugin.runtime.life.monitor import Monitor
-from vtp_plugin.runtime.life.rendezvous import KEEPER_VARIABLE, open_store
-from vtp_plugin.runtime.life.startup import Agreement
-from vtp_plugin.runtime.life.store import Topic, connect_again, name_run, part_of
+from vtp_plugin.runtime.health.clock import ClockOffset, estimate_offset
+from vtp_plugin.runtime.health.meeting_store import KEEPER_VARIABLE, open_store
+from vtp_plugin.runtime.health.monitor import Monitor
+from vtp_plugin.runtime.health.redaction import Disclosure
+from vtp_plugin.runtime.health.startup import Agreement
+from vtp_plugin.runtime.health.store import Topic, connect_again, name_run, part_of
 from vtp_plugin.runtime.step.measure import Posted, Report, share_reports
 
 Agree = Callable[[Callable[[], Mapping[str, object]]], None]
@@ -112,7 +112,7 @@ class AllRanks:
     ) -> None:
         """Go on only if a check succeeds with equal results on all ranks; from the first one on, watch the others.
 
-        Arguments and errors are those of :meth:`~vtp_plugin.runtime.life.startup.Agreement.settle`.
+        Arguments and errors are those of :meth:`~vtp_plugin.runtime.health.startup.Agreement.settle`.
         """
         agreement = self._joined()
         monitor_store = connect_again(agreement.store) if self.monitor is None else None
@@ -176,7 +176,7 @@ class AllRanks:
         )
 
     def computing(self, name_compute: Callable[[], str]) -> contextlib.AbstractContextManager[None]:
-        """Watch collectives inside computes; see :meth:`~vtp_plugin.runtime.life.monitor.Monitor.computing`."""
+        """Watch collectives inside computes; see :meth:`~vtp_plugin.runtime.health.monitor.Monitor.computing`."""
         return contextlib.nullcontext() if self.monitor is None else self.monitor.computing(name_compute)
 
     def compare_clocks(self) -> ClockOffset:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from vtp_plugin.runtime.life.disclosure import Disclosure
+from vtp_plugin.runtime.health.redaction import Disclosure
 from vtp_plugin.session.statement import state_request
 
 if TYPE_CHECKING:

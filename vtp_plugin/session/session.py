@@ -1,10 +1,10 @@
 """The state of the applied plugin, in three states: what is asked for, what is planned, what is running.
 
 One :class:`Session` exists between ``apply()`` and ``revert()``. The patches are built around it; nothing else of the
-plugin keeps state. What is planned is a :class:`~vtp_plugin.session.planned.PlannedRun`, what is running a
-:class:`~vtp_plugin.session.pipeline.Pipeline`; a function that needs one of them takes it, or asks the session for it
-where it is called by Megatron. What belongs to one start of model parallelism goes with it: the session holds one
-:class:`~vtp_plugin.session.start.Start` after another.
+plugin keeps state. What is planned is a :class:`~vtp_plugin.session.planned_run.PlannedRun`, what is running a
+:class:`~vtp_plugin.session.open_pipelines.Pipeline`; a function that needs one of them takes it, or asks the session
+for it where it is called by Megatron. What belongs to one start of model parallelism goes with it: the session holds
+one :class:`~vtp_plugin.session.start.Start` after another.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from typing import Any
 
 import torch.distributed as dist
 
-from vtp_plugin.checkpoint.saving import Savings
+from vtp_plugin.checkpoint.save.saving import Savings
 from vtp_plugin.config import VtpConfig
+from vtp_plugin.config.resolve import plan_layout
+from vtp_plugin.elastic.progress import Progress
 from vtp_plugin.errors import PatchError, PlanError
-from vtp_plugin.ground import log
-from vtp_plugin.layout.pipeline import PipelineLayout
-from vtp_plugin.options.derived import plan_layout
-from vtp_plugin.patching import Writes
+from vtp_plugin.host.patching import Writes
+from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.platform import detect
-from vtp_plugin.platform.base import Platform
-from vtp_plugin.runtime.life.nodes import gather_node_sizes
-from vtp_plugin.runtime.life.progress import Progress
+from vtp_plugin.platform.interface import Platform
+from vtp_plugin.runtime.comm.audit import Audit
+from vtp_plugin.runtime.comm.recorder import Recorder
+from vtp_plugin.runtime.health.nodes import gather_node_sizes
 from vtp_plugin.runtime.step.companions import Companion
 from vtp_plugin.runtime.step.timing import Timing
 from vtp_plugin.runtime.step.tracing import Tracing
-from vtp_plugin.runtime.wire.audit import Audit
-from vtp_plugin.runtime.wire.recorder import Recorder
-from vtp_plugin.session.applied import AppliedSets
+from vtp_plugin.session.applied_sets import AppliedSets
 from vtp_plugin.session.loading import Loading
-from vtp_plugin.session.pipeline import Pipeline, Pipelines, open_pipeline
+from vtp_plugin.session.open_pipelines import Pipeline, Pipelines, open_pipeline
 from vtp_plugin.session.pipeline_plan import PipelinePlan, plan_module
-from vtp_plugin.session.planned import PlannedRun
+from vtp_plugin.session.planned_run import PlannedRun
 from vtp_plugin.session.ranks import AllRanks
 from vtp_plugin.session.start import Start
+from vtp_plugin.util import log
 
 
 class Session:
@@ -163,7 +163,7 @@ class Session:
         return self._platform
 
     def plan(self, **sizes: Any) -> None:
-        """Make the layout; arguments are Megatron's sizes, as for :func:`~vtp_plugin.options.derived.plan_layout`.
+        """Make the layout; arguments are Megatron's sizes, as for :func:`~vtp_plugin.config.resolve.plan_layout`.
 
         Raises:
             ConfigError: the sizes contradict each other or the world, or the stages do not fit together.

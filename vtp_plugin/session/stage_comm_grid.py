@@ -13,10 +13,10 @@ from typing import Any
 import torch.distributed as dist
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.layout.stage_grid import StageRanks
-from vtp_plugin.patching import Writes
-from vtp_plugin.runtime.wire.model_group import ModelGroup
-from vtp_plugin.runtime.wire.process_groups import close_groups, settle
+from vtp_plugin.host.patching import Writes
+from vtp_plugin.plan.layout.stage_grid import StageRanks
+from vtp_plugin.runtime.comm.model_group import ModelGroup
+from vtp_plugin.runtime.comm.process_groups import close_groups, settle
 from vtp_plugin.session.request import watch_for_modules
 from vtp_plugin.session.session import Session
 
@@ -27,7 +27,7 @@ class StageCommGrid(StageRanks):
     It has the interface of Megatron's ``HyperCommGrid``, and stands in its place in ``module_to_grid_map``. ``shape``
     is that of this rank's stage, with the module's number of stages; on ranks outside it is that of the first stage.
     ``size`` counts all ranks of the module. A group along ``pp`` has one rank of every stage; one along ``tp`` and
-    ``pp`` holds the module once, and is a :class:`~vtp_plugin.runtime.wire.model_group.ModelGroup` where the stages
+    ``pp`` holds the module once, and is a :class:`~vtp_plugin.runtime.comm.model_group.ModelGroup` where the stages
     have different numbers of replicas. All ranks of the world create the same groups in the same order.
 
     Attributes:

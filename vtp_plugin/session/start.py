@@ -6,14 +6,14 @@ import functools
 from contextlib import ExitStack
 
 from vtp_plugin.config import VtpConfig
-from vtp_plugin.runtime.life.line_file import LineFile
+from vtp_plugin.report.trace.trace_files import Owner, trace_path
+from vtp_plugin.runtime.comm.audit import Audit
+from vtp_plugin.runtime.comm.recorder import Recorder
+from vtp_plugin.runtime.health.line_file import LineFile
 from vtp_plugin.runtime.step.timing import Line, Timing
 from vtp_plugin.runtime.step.tracing import Tracing
-from vtp_plugin.runtime.wire.audit import Audit
-from vtp_plugin.runtime.wire.recorder import Recorder
-from vtp_plugin.session.planned import PlannedRun
+from vtp_plugin.session.planned_run import PlannedRun
 from vtp_plugin.session.ranks import AllRanks
-from vtp_plugin.trace.files import Owner, trace_path
 
 
 class Start:

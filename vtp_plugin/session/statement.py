@@ -7,9 +7,9 @@ import json
 from collections.abc import Mapping
 
 from vtp_plugin.config import VtpConfig, flags_of_fields
-from vtp_plugin.ground.version import __version__
-from vtp_plugin.hosts import find_host
-from vtp_plugin.layout.pipeline import PipelineLayout
+from vtp_plugin.host.versions import find_host
+from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
+from vtp_plugin.util.version import __version__
 
 
 def state_request(config: VtpConfig) -> dict[str, object]:

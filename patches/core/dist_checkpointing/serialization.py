@@ -13,14 +13,14 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 
-from vtp_plugin.checkpoint.cuts import Bucket
-from vtp_plugin.checkpoint.files import naming_broken_files
-from vtp_plugin.checkpoint.forms import BY_BUCKET, BY_BUCKET_OLDER, FORM, TYPE
-from vtp_plugin.checkpoint.map_file import MAP, dump_map
-from vtp_plugin.patches.core.dist_checkpointing.plain import common_of, plain_only
+from vtp_plugin.checkpoint.format.checkpoint_files import naming_broken_files
+from vtp_plugin.checkpoint.format.map_file import MAP, dump_map
+from vtp_plugin.checkpoint.format.optimizer_formats import BY_BUCKET, BY_BUCKET_OLDER, FORM, TYPE
+from vtp_plugin.checkpoint.format.shard_map import Bucket
+from vtp_plugin.host.patching import replaces
+from vtp_plugin.patches.core.dist_checkpointing.plain_objects import common_of, plain_only
 from vtp_plugin.patches.core.optimizer.moved_state import MapPart
-from vtp_plugin.patches.moment import Moment
-from vtp_plugin.patching import replaces
+from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.session import Session
 
 

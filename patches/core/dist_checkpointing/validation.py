@@ -14,11 +14,11 @@ from typing import Any
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import is_main_replica
 
-from vtp_plugin.ground.boxes import overlaps, volume
-from vtp_plugin.patches.core.dist_checkpointing.plain import require_plain_checkpoint
-from vtp_plugin.patches.moment import Moment
-from vtp_plugin.patching import replaces
+from vtp_plugin.host.patching import replaces
+from vtp_plugin.patches.core.dist_checkpointing.plain_objects import require_plain_checkpoint
+from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.session import Session
+from vtp_plugin.util.boxes import overlaps, volume
 
 _MODULE = "megatron.core.dist_checkpointing.validation"
 

@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from vtp_plugin.host.patching import replaces
 from vtp_plugin.patches.core.models.common.language_module.language_module import copies_embedding, embedding_stages
 from vtp_plugin.patches.hosts import MegatronHost
-from vtp_plugin.patches.moment import Moment
-from vtp_plugin.patching import replaces
+from vtp_plugin.patches.patch_set import Moment
+from vtp_plugin.report.trace.causes import Cause
 from vtp_plugin.session import Pipeline, Session
-from vtp_plugin.trace.causes import Cause
 
 
 @replaces(

@@ -9,8 +9,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vtp_plugin.patches.moment import Moment
-from vtp_plugin.patching import Writes, Written, replaces
+from vtp_plugin.host.patching import Writes, Written, replaces
+from vtp_plugin.patches.patch_set import Moment
 
 _MODULE = "megatron.core.distributed.param_and_grad_buffer"
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from megatron.core.optimizer import distrib_optimizer
 
-from vtp_plugin.ground.undo import Name, UndoStack
-from vtp_plugin.patches.moment import Moment
-from vtp_plugin.patching import replaces
+from vtp_plugin.host.patching import replaces
+from vtp_plugin.patches.patch_set import Moment
+from vtp_plugin.util.undo import Name, UndoStack
 
 _CLASS = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 

@@ -10,17 +10,17 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from megatron.core.optimizer import optimizer as megatron_optimizer
 
-from vtp_plugin.checkpoint.cuts import Bucket, Cut
-from vtp_plugin.checkpoint.forms import BY_BUCKET, FORM
-from vtp_plugin.checkpoint.map_file import MAP
+from vtp_plugin.checkpoint.format.map_file import MAP
+from vtp_plugin.checkpoint.format.optimizer_formats import BY_BUCKET, FORM
+from vtp_plugin.checkpoint.format.shard_map import Bucket, Cut
+from vtp_plugin.checkpoint.load.stored_optimizer import Request, StoredOptimizer, Wanted
 from vtp_plugin.errors import ConfigError, PlanError
-from vtp_plugin.ground.log import warning
+from vtp_plugin.host.patching import replaces
 from vtp_plugin.patches.core.optimizer.optimizer_map import buckets_of, cuts_of
 from vtp_plugin.patches.hosts import MegatronHost
-from vtp_plugin.patches.moment import Moment
-from vtp_plugin.patching import replaces
-from vtp_plugin.runtime.stored_optimizer import Request, StoredOptimizer, Wanted
+from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.session import Session
+from vtp_plugin.util.log import warning
 
 _CLASS = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 # What Megatron tells groups of parameters apart by; older versions do not say it.

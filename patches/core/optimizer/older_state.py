@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
 
-from vtp_plugin.checkpoint.forms import BY_BLOCK, BY_BUCKET_OLDER
+from vtp_plugin.checkpoint.format.optimizer_formats import BY_BLOCK, BY_BUCKET_OLDER
+from vtp_plugin.host.patching import replaces
 from vtp_plugin.patches.core.optimizer.moved_state import request_state
 from vtp_plugin.patches.core.optimizer.optimizer_map import cuts_of
-from vtp_plugin.patches.moment import Moment
-from vtp_plugin.patching import replaces
+from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.session import Session
 
 _CLASS = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from vtp_plugin.patches.moment import Moment
-from vtp_plugin.patching import replaces
+from vtp_plugin.host.patching import replaces
+from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.session import Session
 
 

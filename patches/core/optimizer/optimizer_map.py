@@ -11,7 +11,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 
-from vtp_plugin.checkpoint.cuts import Block, Bucket, Cut, Placed, block_at, row_major
+from vtp_plugin.checkpoint.format.shard_map import Block, Bucket, Cut, Placed, block_at, row_major
 from vtp_plugin.errors import PlanError
 
 

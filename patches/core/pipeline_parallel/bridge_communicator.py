@@ -11,12 +11,12 @@ import torch.distributed as dist
 from megatron.core.pipeline_parallel import bridge_communicator
 from megatron.core.pipeline_parallel.bridge_communicator import CommRole, RankCommInfo
 
-from vtp_plugin.boundary.bridge_end import BridgeEnd, SequenceCut, boundary_ranks, require_disjoint
-from vtp_plugin.boundary.bridge_spec import BridgeSpec
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.layout.stage_grid import StageRanks
-from vtp_plugin.patches.moment import Moment
-from vtp_plugin.patching import subclasses
+from vtp_plugin.host.patching import subclasses
+from vtp_plugin.patches.patch_set import Moment
+from vtp_plugin.plan.boundary.bridge_endpoint import BridgeEnd, SequenceCut, boundary_ranks, require_disjoint
+from vtp_plugin.plan.boundary.bridge_spec import BridgeSpec
+from vtp_plugin.plan.layout.stage_grid import StageRanks
 from vtp_plugin.runtime.bridges.batch_axes import BatchAxes
 from vtp_plugin.runtime.bridges.opening import BridgeGroups, open_bridge, open_bridge_groups
 from vtp_plugin.runtime.bridges.separate import Bridge

@@ -12,13 +12,13 @@ from megatron.core.pipeline_parallel.multimodule_communicator import MultiModule
 from megatron.core.utils import get_model_config
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.layout.pipeline import PipelineLayout
-from vtp_plugin.layout.stage_grid import StageRanks, layout_of_grid
+from vtp_plugin.host.patching import replaces
 from vtp_plugin.patches.core.pipeline_parallel.bridge_communicator import split_sizes
 from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import tensor_format
 from vtp_plugin.patches.core.pipeline_parallel.planned_step import StepCall, StepPlan, chunks_of, run_step
-from vtp_plugin.patches.moment import Moment
-from vtp_plugin.patching import replaces
+from vtp_plugin.patches.patch_set import Moment
+from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
+from vtp_plugin.plan.layout.stage_grid import StageRanks, layout_of_grid
 from vtp_plugin.runtime.step.executor import Inputs
 from vtp_plugin.runtime.step.schedule_runner import ScheduleRunner
 from vtp_plugin.session import Session

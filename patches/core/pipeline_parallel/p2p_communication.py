@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from vtp_plugin.errors import ConfigError, refuse
-from vtp_plugin.options.table.check import check_config
-from vtp_plugin.runtime.wire.tensor_format import TensorFormat
+from vtp_plugin.host.rules.table.check_options import check_config
+from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.session import Pipeline, Session
 from vtp_plugin.session.notices import warn_of_options
 

@@ -11,12 +11,12 @@ import torch
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_config
 
+from vtp_plugin.plan.schedule.order.actions import Action
+from vtp_plugin.plan.schedule.order.schedule import Schedule
 from vtp_plugin.runtime.step.executor import Inputs
 from vtp_plugin.runtime.step.grad_sync import GradSync
 from vtp_plugin.runtime.step.links import Link, LinkId
 from vtp_plugin.runtime.step.schedule_runner import ScheduleRunner
-from vtp_plugin.schedule.order.actions import Action
-from vtp_plugin.schedule.order.schedule import Schedule
 
 
 @dataclass(frozen=True, kw_only=True)

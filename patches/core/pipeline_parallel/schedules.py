@@ -14,25 +14,25 @@ from megatron.core.timers import Timers
 from megatron.core.utils import get_model_config
 
 from vtp_plugin.errors import refuse
-from vtp_plugin.ground.undo import UndoStack
-from vtp_plugin.options.table.check import check_step
+from vtp_plugin.host.patching import Writes, replaces
+from vtp_plugin.host.rules.table.check_options import check_step
 from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import tensor_format, tensor_formats
 from vtp_plugin.patches.core.pipeline_parallel.planned_step import StepCall, StepPlan, chunks_of, run_step
 from vtp_plugin.patches.core.timers import waiting_for_computes
 from vtp_plugin.patches.hosts import MegatronHost
-from vtp_plugin.patches.moment import Moment
-from vtp_plugin.patching import Writes, replaces
+from vtp_plugin.patches.patch_set import Moment
+from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
+from vtp_plugin.plan.schedule.order.placement import Placement
+from vtp_plugin.report.trace.causes import Cause
+from vtp_plugin.report.trace.trace_files import Plan
+from vtp_plugin.runtime.comm.recorder import Recorder
+from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.runtime.step.batches import checked
 from vtp_plugin.runtime.step.executor import Inputs
 from vtp_plugin.runtime.step.links import LinkForm, bind_links
 from vtp_plugin.runtime.step.schedule_runner import ScheduleRunner
-from vtp_plugin.runtime.wire.recorder import Recorder
-from vtp_plugin.runtime.wire.tensor_format import TensorFormat
-from vtp_plugin.schedule.make.choose import ScheduleRequest, make_schedule
-from vtp_plugin.schedule.order.placement import Placement
 from vtp_plugin.session import Pipeline, Session
-from vtp_plugin.trace.causes import Cause
-from vtp_plugin.trace.files import Plan
+from vtp_plugin.util.undo import UndoStack
 
 # What Megatron reads from the configuration of the first chunk, for all of them.
 _COMMON = (

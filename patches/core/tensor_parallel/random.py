@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
-from vtp_plugin.patches.moment import Moment
-from vtp_plugin.patching import replaces
+from vtp_plugin.host.patching import replaces
+from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.platform.cpu import CpuPlatform
 
 

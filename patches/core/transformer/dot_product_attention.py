@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from vtp_plugin.ground.undo import Name, UndoStack
-from vtp_plugin.patches.moment import Moment
-from vtp_plugin.patching import replaces
+from vtp_plugin.host.patching import replaces
+from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.session import Session
+from vtp_plugin.util.undo import Name, UndoStack
 
 
 @replaces(

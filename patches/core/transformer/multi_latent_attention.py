@@ -8,10 +8,10 @@ from typing import Any, Final
 import torch
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.hosts import capability
+from vtp_plugin.host.patching import replaces
+from vtp_plugin.host.versions import capability
 from vtp_plugin.patches.hosts import MegatronHost
-from vtp_plugin.patches.moment import Moment
-from vtp_plugin.patching import replaces
+from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.session import Session
 
 _MODULE = "megatron.core.transformer.multi_latent_attention"

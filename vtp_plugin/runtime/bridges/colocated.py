@@ -10,24 +10,24 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vtp_plugin.boundary.bridge_spec import BridgeSpec
-from vtp_plugin.boundary.cargo import Cargo
-from vtp_plugin.boundary.check import require_valid
-from vtp_plugin.boundary.header import TYPES, ShareHeader
-from vtp_plugin.boundary.memory import Widths
-from vtp_plugin.boundary.plan import BoundaryPlan
-from vtp_plugin.boundary.side import Shape
-from vtp_plugin.boundary.spread import replicated, sharded
-from vtp_plugin.boundary.strategies.in_place import plan_in_place, plans_of_gradient
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.platform.base import Platform
+from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan
+from vtp_plugin.plan.boundary.bridge_spec import BridgeSpec
+from vtp_plugin.plan.boundary.check_boundary import require_valid
+from vtp_plugin.plan.boundary.endpoint import Shape
+from vtp_plugin.plan.boundary.header import TYPES, ShareHeader
+from vtp_plugin.plan.boundary.local_slices import Widths
+from vtp_plugin.plan.boundary.message_kind import Cargo
+from vtp_plugin.plan.boundary.sharding import replicated, sharded
+from vtp_plugin.plan.boundary.strategies.in_place import plan_in_place, plans_of_gradient
+from vtp_plugin.platform.interface import Platform
 from vtp_plugin.runtime.bridges.batch_axes import BatchAxes
-from vtp_plugin.runtime.life.monitor import Monitor
-from vtp_plugin.runtime.wire.audit import Audit
-from vtp_plugin.runtime.wire.dispatch import NUM_PLANS
-from vtp_plugin.runtime.wire.recorder import Recorder
-from vtp_plugin.runtime.wire.transfers import ChannelGroups, Parcel, Transfers
-from vtp_plugin.runtime.wire.work import TimedWaits, ranks_text
+from vtp_plugin.runtime.comm.audit import Audit
+from vtp_plugin.runtime.comm.dispatch import NUM_PLANS
+from vtp_plugin.runtime.comm.recorder import Recorder
+from vtp_plugin.runtime.comm.transfers import ChannelGroups, Parcel, Transfers
+from vtp_plugin.runtime.comm.work import TimedWaits, ranks_text
+from vtp_plugin.runtime.health.monitor import Monitor
 
 _PROBLEM = -1
 

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from vtp_plugin.boundary.bridge_spec import BridgeSpec
-from vtp_plugin.boundary.check import require_valid
-from vtp_plugin.platform.base import Platform
-from vtp_plugin.runtime.life.monitor import Monitor
-from vtp_plugin.runtime.wire.audit import Audit
-from vtp_plugin.runtime.wire.channel import Channel
-from vtp_plugin.runtime.wire.process_groups import open_group
-from vtp_plugin.runtime.wire.transfers import ChannelGroups
+from vtp_plugin.plan.boundary.bridge_spec import BridgeSpec
+from vtp_plugin.plan.boundary.check_boundary import require_valid
+from vtp_plugin.platform.interface import Platform
+from vtp_plugin.runtime.comm.audit import Audit
+from vtp_plugin.runtime.comm.channel import Channel
+from vtp_plugin.runtime.comm.process_groups import open_group
+from vtp_plugin.runtime.comm.transfers import ChannelGroups
+from vtp_plugin.runtime.health.monitor import Monitor
 
 Cache = MutableMapping[str, "dist.ProcessGroup | None"]
 

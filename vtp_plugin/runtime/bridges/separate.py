@@ -12,14 +12,14 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from vtp_plugin.boundary.bridge_spec import BridgeSpec, unit_widths
-from vtp_plugin.boundary.header import Whole
 from vtp_plugin.errors import ConfigError, PeerError, PlanError
+from vtp_plugin.plan.boundary.bridge_spec import BridgeSpec, unit_widths
+from vtp_plugin.plan.boundary.header import Whole
 from vtp_plugin.runtime.bridges.batch_axes import BatchAxes
-from vtp_plugin.runtime.wire.channel import Channel
-from vtp_plugin.runtime.wire.receives import RecvWork
-from vtp_plugin.runtime.wire.tensor_format import TensorFormat
-from vtp_plugin.runtime.wire.work import OpenSends, SendWork
+from vtp_plugin.runtime.comm.channel import Channel
+from vtp_plugin.runtime.comm.pending_receives import RecvWork
+from vtp_plugin.runtime.comm.tensor_format import TensorFormat
+from vtp_plugin.runtime.comm.work import OpenSends, SendWork
 
 
 class Bridge:

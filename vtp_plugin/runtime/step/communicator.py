@@ -9,21 +9,21 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from vtp_plugin.boundary.channel_spec import ChannelSpec
-from vtp_plugin.boundary.pipeline import PipelineBoundary
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.layout.channel import ChannelId, Direction
-from vtp_plugin.platform.base import Platform
-from vtp_plugin.runtime.life.monitor import Monitor
+from vtp_plugin.plan.boundary.channel_spec import ChannelSpec
+from vtp_plugin.plan.boundary.pipeline_boundaries import PipelineBoundary
+from vtp_plugin.plan.layout.channel_id import ChannelId, Direction
+from vtp_plugin.platform.interface import Platform
+from vtp_plugin.runtime.comm.audit import Audit
+from vtp_plugin.runtime.comm.channel import Channel
+from vtp_plugin.runtime.comm.pending_receives import RecvWork
+from vtp_plugin.runtime.comm.process_groups import open_group
+from vtp_plugin.runtime.comm.recorder import Recorder
+from vtp_plugin.runtime.comm.tensor_format import TensorFormat
+from vtp_plugin.runtime.comm.transfers import ChannelGroups
+from vtp_plugin.runtime.comm.work import OpenSends, SendWork
+from vtp_plugin.runtime.health.monitor import Monitor
 from vtp_plugin.runtime.step.links import ChannelLink
-from vtp_plugin.runtime.wire.audit import Audit
-from vtp_plugin.runtime.wire.channel import Channel
-from vtp_plugin.runtime.wire.process_groups import open_group
-from vtp_plugin.runtime.wire.receives import RecvWork
-from vtp_plugin.runtime.wire.recorder import Recorder
-from vtp_plugin.runtime.wire.tensor_format import TensorFormat
-from vtp_plugin.runtime.wire.transfers import ChannelGroups
-from vtp_plugin.runtime.wire.work import OpenSends, SendWork
 
 Work = SendWork | RecvWork
 _WAIT_ORDER = ("recv_prev", "recv_next", "send_next", "send_prev")

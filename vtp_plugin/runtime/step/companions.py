@@ -14,19 +14,19 @@ from typing import Any
 
 import torch
 
-from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.layout.channel import ChannelId, Direction
-from vtp_plugin.platform.base import Platform
+from vtp_plugin.plan.boundary.message_kind import Cargo
+from vtp_plugin.plan.layout.channel_id import ChannelId, Direction
+from vtp_plugin.plan.schedule.order.actions import Action, Op
+from vtp_plugin.plan.schedule.order.messages import channel_of
+from vtp_plugin.plan.schedule.order.placement import Placement
+from vtp_plugin.platform.interface import Platform
+from vtp_plugin.runtime.comm.channel import Channel
+from vtp_plugin.runtime.comm.pending_receives import RecvWork
+from vtp_plugin.runtime.comm.tensor_format import TensorFormat
+from vtp_plugin.runtime.comm.work import SendWork
 from vtp_plugin.runtime.step.batches import Reader
 from vtp_plugin.runtime.step.links import ChannelLink
-from vtp_plugin.runtime.wire.channel import Channel
-from vtp_plugin.runtime.wire.receives import RecvWork
-from vtp_plugin.runtime.wire.tensor_format import TensorFormat
-from vtp_plugin.runtime.wire.work import SendWork
-from vtp_plugin.schedule.order.actions import Action, Op
-from vtp_plugin.schedule.order.messages import channel_of
-from vtp_plugin.schedule.order.placement import Placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

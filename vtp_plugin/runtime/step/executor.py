@@ -1,7 +1,7 @@
 """The executor: carries out one rank's lowered actions. It computes by injected functions and sends over channels.
 
 One host thread issues everything, in the order of the list. Only waits block: for what is received and, at the end of a
-step, for what is sent. :mod:`vtp_plugin.schedule.order.lower` says where these waits stand and why.
+step, for what is sent. :mod:`vtp_plugin.plan.schedule.order.lower` says where these waits stand and why.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import Protocol
 import torch
 
 from vtp_plugin.errors import ConfigError, PlanError
+from vtp_plugin.plan.schedule.order.actions import Action, Op
+from vtp_plugin.plan.schedule.order.messages import channel_of, link_of, receives_for, sends_after, started_by
+from vtp_plugin.plan.schedule.order.placement import Placement
+from vtp_plugin.plan.schedule.order.schedule import Schedule
 from vtp_plugin.runtime.step.companions import Companions
 from vtp_plugin.runtime.step.links import Link, LinkId, Receive, Send, SendsInARow
-from vtp_plugin.schedule.order.actions import Action, Op
-from vtp_plugin.schedule.order.messages import channel_of, link_of, receives_for, sends_after, started_by
-from vtp_plugin.schedule.order.placement import Placement
-from vtp_plugin.schedule.order.schedule import Schedule
 
 Inputs = torch.Tensor | tuple[torch.Tensor | None, ...] | None
 """What a virtual stage gets from the one before it; of several a tuple, in the order of their numbers."""

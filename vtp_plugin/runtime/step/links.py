@@ -12,13 +12,13 @@ from typing import Protocol
 import torch
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.layout.channel import ChannelId
+from vtp_plugin.plan.layout.channel_id import ChannelId
+from vtp_plugin.plan.schedule.order.placement import Placement
 from vtp_plugin.runtime.bridges.separate import Bridge
-from vtp_plugin.runtime.wire.channel import Channel
-from vtp_plugin.runtime.wire.receives import RecvWork
-from vtp_plugin.runtime.wire.tensor_format import TensorFormat
-from vtp_plugin.runtime.wire.work import SendWork
-from vtp_plugin.schedule.order.placement import Placement
+from vtp_plugin.runtime.comm.channel import Channel
+from vtp_plugin.runtime.comm.pending_receives import RecvWork
+from vtp_plugin.runtime.comm.tensor_format import TensorFormat
+from vtp_plugin.runtime.comm.work import SendWork
 
 SplitSizes = Callable[[torch.Tensor], "Sequence[int] | None"]
 LinkId = tuple[ChannelId, int]

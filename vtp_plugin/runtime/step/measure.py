@@ -15,17 +15,17 @@ import torch
 import torch.distributed as dist
 
 from vtp_plugin.errors import PeerError
-from vtp_plugin.ground.plain import one_line
-from vtp_plugin.ground.typed import MOST_BYTES
-from vtp_plugin.layout.channel import Direction
-from vtp_plugin.platform.base import Platform
-from vtp_plugin.runtime.life.posts import PostError, parse_post, read_post
-from vtp_plugin.runtime.life.store import Topic, open_round, part_of
+from vtp_plugin.plan.layout.channel_id import Direction
+from vtp_plugin.plan.schedule.order.actions import Action
+from vtp_plugin.platform.interface import Platform
+from vtp_plugin.report.trace.causes import Cause
+from vtp_plugin.runtime.comm.recorder import Noted, Recorder, Stopwatch
+from vtp_plugin.runtime.health.posts import PostError, parse_post, read_post
+from vtp_plugin.runtime.health.store import Topic, open_round, part_of
 from vtp_plugin.runtime.step.executor import Compute, Inputs
 from vtp_plugin.runtime.step.links import ChannelLink, LinkId
-from vtp_plugin.runtime.wire.recorder import Noted, Recorder, Stopwatch
-from vtp_plugin.schedule.order.actions import Action
-from vtp_plugin.trace.causes import Cause
+from vtp_plugin.util.printable import one_line
+from vtp_plugin.util.typed_json import MOST_BYTES
 
 Report = dict[str, dict[str, float]]
 Posted = TypeVar("Posted")
@@ -53,7 +53,7 @@ def share_reports(
         rank: this rank.
         world_size: number of ranks.
         timeout_s: how long to wait for the others.
-        kind: shape of a report, see :func:`~vtp_plugin.ground.typed.read_typed`.
+        kind: shape of a report, see :func:`~vtp_plugin.util.typed_json.read_typed`.
 
     Raises:
         PeerError: a rank did not post its report, or rank 0 no text, within the timeout; or it is of another shape.

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from vtp_plugin.boundary.cargo import Cargo
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.plan.boundary.message_kind import Cargo
 from vtp_plugin.runtime.step.companions import Companion
 
 _WAY_OUT = "give rows as Megatron's data sets do, with --micro-batch-size 1"

@@ -6,9 +6,9 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from vtp_plugin.runtime.wire.recorder import Noted, Recorder, Stopwatch
-from vtp_plugin.trace.causes import Cause, Stretch
-from vtp_plugin.trace.files import RankStep
+from vtp_plugin.report.trace.causes import Cause, Stretch
+from vtp_plugin.report.trace.trace_files import RankStep
+from vtp_plugin.runtime.comm.recorder import Noted, Recorder, Stopwatch
 
 
 class HostTimes:

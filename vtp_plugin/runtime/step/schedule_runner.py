@@ -9,24 +9,24 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
+from vtp_plugin.config.resolve import ScheduleOptions
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.ground import log
-from vtp_plugin.ground.plain import one_line
-from vtp_plugin.options.derived import ScheduleOptions
-from vtp_plugin.platform.base import Platform
-from vtp_plugin.runtime.life.posts import PostError
-from vtp_plugin.runtime.life.store import Topic
+from vtp_plugin.plan.schedule.cost.cost_text import combine_reports, format_costs, parse_costs
+from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, is_u_shaped, make_schedule
+from vtp_plugin.plan.schedule.order.placement import Placement
+from vtp_plugin.plan.schedule.order.schedule import Schedule
+from vtp_plugin.platform.interface import Platform
+from vtp_plugin.report.trace.causes import Cause
+from vtp_plugin.runtime.comm.recorder import Noted, Recorder
+from vtp_plugin.runtime.health.posts import PostError
+from vtp_plugin.runtime.health.store import Topic
 from vtp_plugin.runtime.step.companions import Companions
 from vtp_plugin.runtime.step.executor import Compute, Executor
 from vtp_plugin.runtime.step.links import ChannelLink, Link, LinkId
 from vtp_plugin.runtime.step.measure import Report, TimedCompute, measure_links, report_computes
 from vtp_plugin.runtime.step.step_times import MOST_REPLANS, StepTime, StepTimes
-from vtp_plugin.runtime.wire.recorder import Noted, Recorder
-from vtp_plugin.schedule.cost.stated import combine_reports, format_costs, parse_costs
-from vtp_plugin.schedule.make.choose import ScheduleRequest, is_u_shaped, make_schedule
-from vtp_plugin.schedule.order.placement import Placement
-from vtp_plugin.schedule.order.schedule import Schedule
-from vtp_plugin.trace.causes import Cause
+from vtp_plugin.util import log
+from vtp_plugin.util.printable import one_line
 
 # Training steps that are measured together. The first step of a run does not count: it also loads, allocates, compiles.
 NUM_MEASURED_STEPS = 3
@@ -63,7 +63,8 @@ class ScheduleRunner:
 
     Args:
         placement: which stage holds which virtual stage.
-        worker: of this rank, see :class:`~vtp_plugin.schedule.order.placement.Placement`; without replicas its stage.
+        worker: of this rank, see :class:`~vtp_plugin.plan.schedule.order.placement.Placement`; without replicas its
+            stage.
         ranks: all ranks of the run.
         platform: where this rank computes.
         options: what the orders are planned for.

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from vtp_plugin.plan.schedule.cost.costs import Costs
+from vtp_plugin.plan.schedule.cost.simulator import simulate
+from vtp_plugin.plan.schedule.order.schedule import Schedule
+from vtp_plugin.runtime.comm.recorder import Stopwatch
 from vtp_plugin.runtime.step.measure import Report, read_shared
-from vtp_plugin.runtime.wire.recorder import Stopwatch
-from vtp_plugin.schedule.cost.costs import Costs
-from vtp_plugin.schedule.cost.simulate import simulate
-from vtp_plugin.schedule.order.schedule import Schedule
 
 # A median over fewer steps says too little to act on.
 _LEAST_STEPS = 3

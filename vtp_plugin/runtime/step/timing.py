@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from vtp_plugin.runtime.life.clock import ClockOffset
+from vtp_plugin.report.trace.explain import on_one_clock
+from vtp_plugin.report.trace.stages import StageTimes, format_stages, stage_times
+from vtp_plugin.report.trace.trace_files import Owner, read_step, step_line
+from vtp_plugin.runtime.comm.recorder import Recorder
+from vtp_plugin.runtime.health.clock import ClockOffset
 from vtp_plugin.runtime.step.measure import read_shared
 from vtp_plugin.runtime.step.recorded import HostTimes, RecordedStep, begin_step
-from vtp_plugin.runtime.wire.recorder import Recorder
-from vtp_plugin.trace.explain import on_one_clock
-from vtp_plugin.trace.files import Owner, read_step, step_line
-from vtp_plugin.trace.stages import StageTimes, format_stages, stage_times
 
 Line = dict[str, Any]
 ShareLines = Callable[[Line, Callable[[Sequence[Line]], str]], str]

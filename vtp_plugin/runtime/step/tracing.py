@@ -6,12 +6,12 @@ import atexit
 import hashlib
 from collections.abc import Callable
 
-from vtp_plugin.runtime.life.clock import ClockOffset
-from vtp_plugin.runtime.life.line_file import LineFile
+from vtp_plugin.report.trace.causes import Cause
+from vtp_plugin.report.trace.trace_files import Owner, Plan, clock_line, owner_line, plan_line, step_line
+from vtp_plugin.runtime.comm.recorder import Recorder
+from vtp_plugin.runtime.health.clock import ClockOffset
+from vtp_plugin.runtime.health.line_file import LineFile
 from vtp_plugin.runtime.step.recorded import HostTimes, RecordedStep, begin_step
-from vtp_plugin.runtime.wire.recorder import Recorder
-from vtp_plugin.trace.causes import Cause
-from vtp_plugin.trace.files import Owner, Plan, clock_line, owner_line, plan_line, step_line
 
 
 class Tracing:

@@ -6,10 +6,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vtp_plugin.checkpoint.files import COMMON_FILE
-from vtp_plugin.patches.core.dist_checkpointing.plain import plain_only
-from vtp_plugin.patches.moment import Moment
-from vtp_plugin.patching import replaces
+from vtp_plugin.checkpoint.format.checkpoint_files import COMMON_FILE
+from vtp_plugin.host.patching import replaces
+from vtp_plugin.patches.core.dist_checkpointing.plain_objects import plain_only
+from vtp_plugin.patches.patch_set import Moment
 
 _MODULE = "megatron.core.dist_checkpointing.strategies.common"
 

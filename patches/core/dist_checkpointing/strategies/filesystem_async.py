@@ -11,14 +11,14 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-from vtp_plugin.checkpoint.archive import Extent
-from vtp_plugin.checkpoint.digest import Hashing
-from vtp_plugin.checkpoint.whole import InParts
-from vtp_plugin.ground.undo import Name, UndoStack
-from vtp_plugin.patches.moment import Moment
-from vtp_plugin.patching import replaces
-from vtp_plugin.runtime.life.writers import ending_with_writers
+from vtp_plugin.checkpoint.format.archive import Extent
+from vtp_plugin.checkpoint.format.digest import Hashing
+from vtp_plugin.checkpoint.save.atomic_dir import InParts
+from vtp_plugin.host.patching import replaces
+from vtp_plugin.patches.patch_set import Moment
+from vtp_plugin.runtime.health.child_watch import ending_with_writers
 from vtp_plugin.session import Session
+from vtp_plugin.util.undo import Name, UndoStack
 
 _CLASS = "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync"
 # An attribute of what a rank tells of a piece: the process that writes has no other way to rank 0.

@@ -15,8 +15,8 @@ from megatron.core.dist_checkpointing.exchange_utils import ShardDistribution, e
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_replica
 from megatron.core.dist_checkpointing.utils import _sharded_tensor_shard_id
 
-from vtp_plugin.patches.moment import Moment
-from vtp_plugin.patching import replaces
+from vtp_plugin.host.patching import replaces
+from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.session import Session
 
 _MODULE = "megatron.core.dist_checkpointing.strategies.fully_parallel"

@@ -7,13 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vtp_plugin.checkpoint.archive import Extent
-from vtp_plugin.checkpoint.checking import PieceChecks
-from vtp_plugin.checkpoint.manifest import load_manifest
-from vtp_plugin.checkpoint.untrusted import refused
-from vtp_plugin.patches.core.dist_checkpointing.plain import plain_only
-from vtp_plugin.patches.moment import Moment
-from vtp_plugin.patching import replaces, subclasses
+from vtp_plugin.checkpoint.format.archive import Extent
+from vtp_plugin.checkpoint.format.manifest import load_manifest
+from vtp_plugin.checkpoint.format.untrusted import refused
+from vtp_plugin.checkpoint.save.piece_checks import PieceChecks
+from vtp_plugin.host.patching import replaces, subclasses
+from vtp_plugin.patches.core.dist_checkpointing.plain_objects import plain_only
+from vtp_plugin.patches.patch_set import Moment
 
 _WHY = "torch reads a piece without looking whether a byte has changed, and Megatron loads it"
 _GONE = "torch compares what it reads with a hash"

@@ -8,9 +8,9 @@ from typing import Any
 from megatron.core.models.mimo.config.role import MIMO_LANGUAGE_MODULE_KEY
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.layout.stage_grid import StageRanks
-from vtp_plugin.patches.moment import Moment
-from vtp_plugin.patching import replaces
+from vtp_plugin.host.patching import replaces
+from vtp_plugin.patches.patch_set import Moment
+from vtp_plugin.plan.layout.stage_grid import StageRanks
 from vtp_plugin.session import Session
 
 

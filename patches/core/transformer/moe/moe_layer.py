@@ -6,10 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 from vtp_plugin.errors import refuse
-from vtp_plugin.options.table.versions import EXPERT_RULES
+from vtp_plugin.host.patching import replaces
+from vtp_plugin.host.rules.table.versions import EXPERT_RULES
 from vtp_plugin.patches.hosts import MegatronHost
-from vtp_plugin.patches.moment import Moment
-from vtp_plugin.patching import replaces
+from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.session import Session
 
 

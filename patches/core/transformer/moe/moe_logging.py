@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from vtp_plugin.host.patching import replaces
 from vtp_plugin.patches.hosts import MegatronHost
-from vtp_plugin.patches.moment import Moment
-from vtp_plugin.patching import replaces
+from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.session import PlannedRun, Session
 
 

@@ -11,11 +11,11 @@ import torch.distributed as dist
 from megatron.core.models.mimo.comm import colocated_communicator
 from megatron.core.models.mimo.comm.colocated_communicator import BridgeDirection
 
-from vtp_plugin.boundary.bridge_spec import BridgeSpec
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.host.patching import subclasses
 from vtp_plugin.patches.core.pipeline_parallel.bridge_communicator import bridge_end, split_sizes
-from vtp_plugin.patches.moment import Moment
-from vtp_plugin.patching import subclasses
+from vtp_plugin.patches.patch_set import Moment
+from vtp_plugin.plan.boundary.bridge_spec import BridgeSpec
 from vtp_plugin.runtime.bridges.batch_axes import BatchAxes
 from vtp_plugin.runtime.bridges.colocated import ColocatedBridge
 from vtp_plugin.session import Session

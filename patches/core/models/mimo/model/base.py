@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from vtp_plugin.patches.moment import Moment
-from vtp_plugin.patching import replaces
+from vtp_plugin.host.patching import replaces
+from vtp_plugin.patches.patch_set import Moment
 
 
 @replaces(

@@ -1,0 +1,168 @@
+"""H29: weights that a stage cuts are marked so, and no others, before an optimizer counts them by their marks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
+from typing import Any, Final
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
+
+from vtp_plugin.errors import refuse
+from vtp_plugin.host.patching import replaces
+from vtp_plugin.patches.hosts import MegatronHost
+from vtp_plugin.patches.patch_set import Moment
+from vtp_plugin.session import Pipeline, Session
+from vtp_plugin.util import log
+
+_UNMARKED: Final = ("softmax_offset",)
+"""Ends of the names of weights that Megatron cuts along their first axis, by heads, and does not mark."""
+
+
+@replaces(
+    "megatron.core.optimizer:get_megatron_optimizer",
+    id="H29",
+    when=Moment.STAGES,
+    why="norms, clipping and numbers of zeros count a weight on every rank of a stage if it is marked as cut, on the "
+    "first one if not, whatever it is; sinks are cut by heads and not marked",
+    remove_when="Megatron marks what `sharded_state_dict` cuts",
+    aliases=("megatron.training.training:get_megatron_optimizer",),
+)
+def _get_optimizer(
+    session: Session,
+    host: MegatronHost,
+    original: Callable[..., Any],
+    config: Any,
+    model_chunks: Sequence[Any],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Run `get_megatron_optimizer`; on unequal stages all ranks look at the marks of their weights first.
+
+    Raises:
+        ConfigError: a mark is wrong; on all ranks.
+    """
+    groups = kwargs.get("pg_collection")
+    pipeline = session.pipelines.of(getattr(groups, "pp", None))
+    if pipeline is not None and not pipeline.plan.layout.is_uniform:
+        check = functools.partial(_check, pipeline, host, model_chunks, groups)
+        if dist.get_backend() == "fake":
+            check()
+        else:
+            members = pipeline.plan.members if pipeline.plan.ends.are_bridged else None
+            session.ranks.agreement("the check of the weights' marks", members)(check)
+    return original(config, model_chunks, *args, **kwargs)
+
+
+def _check(pipeline: Pipeline, host: MegatronHost, chunks: Sequence[Any], groups: Any) -> dict[str, object]:
+    """Mark what Megatron leaves out, and refuse all other wrong marks.
+
+    Raises:
+        ConfigError: there are some.
+    """
+    stage = pipeline.plan.layout.coord(dist.get_rank()).stage
+    sizes = pipeline.plan.layout.tp_sizes[stage], pipeline.plan.layout.experts[stage].tp
+    replicas = getattr(groups, "dp_cp", None) or parallel_state.get_data_parallel_group(with_context_parallel=True)
+    problems: list[str] = []
+    for number, chunk in enumerate(chunks):
+        host.enter_chunk(number)
+        model = _bare(chunk)
+        for name, parameter in model.named_parameters():
+            if name.endswith(_UNMARKED):
+                # megatron.training has said of all weights without a mark that they are whole.
+                vars(parameter).update(tensor_model_parallel=True, partition_dim=0, partition_stride=1)
+        problems += problems_of_marks(model, tp=sizes[0], etp=sizes[1], metadata={"dp_cp_group": replicas})
+    refuse(problems)
+    return {}
+
+
+def _bare(chunk: Any) -> Any:
+    """Return the model inside DDP and mixed precision."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def problems_of_marks(model: torch.nn.Module, *, tp: int, etp: int, metadata: Mapping[str, Any]) -> Iterator[str]:
+    """Say which weights of a chunk are marked as cut and stored whole, or stored in parts and not marked.
+
+    Args:
+        model: the chunk.
+        tp: tensor-parallel size of its stage.
+        etp: tensor-parallel size of the experts there, where they have groups of their own.
+        metadata: as `sharded_state_dict` takes it.
+    """
+    stored = _Stored(metadata)
+    for path, owner in model.named_modules():
+        for leaf, parameter in owner.named_parameters(recurse=False):
+            size = tp if getattr(parameter, "allreduce", True) else etp
+            is_cut = stored.is_cut(parameter, _keepers(model, path)) if size > 1 else None
+            is_marked = bool(getattr(parameter, "tensor_model_parallel", False))
+            if is_cut is None or is_cut == is_marked:
+                continue
+            name = f"{path}.{leaf}".removeprefix(".")
+            has, does = ("no", "cuts it") if is_cut else ("a", "stores it whole")
+            count = "one rank only" if is_cut else "each rank of a stage"
+            yield (
+                f"{name} has {has} tensor_model_parallel mark and sharded_state_dict {does}; norms and clipping would "
+                f"count it on {count}, so they would depend on the sizes of the stages; "
+                + (
+                    "call set_tensor_model_parallel_attributes where it is made"
+                    if is_cut
+                    else "set its tensor_model_parallel to False, or let sharded_state_dict say how it is cut"
+                )
+            )
+
+
+def _keepers(model: torch.nn.Module, path: str) -> list[torch.nn.Module]:
+    """List those who can say how the weights of a module are stored: itself, or who holds it, the nearest first."""
+    words = path.split(".") if path else []
+    line = [model.get_submodule(".".join(words[:end])) for end in range(len(words), -1, -1)]
+    return [module for module in line if hasattr(module, "sharded_state_dict")]
+
+
+@dataclass(slots=True)
+class _Stored:
+    """Asks modules how they store their weights, each once."""
+
+    metadata: Mapping[str, Any]
+    _cuts: dict[int, dict[int, bool]] = field(default_factory=dict[int, dict[int, bool]])
+
+    def is_cut(self, parameter: torch.Tensor, keepers: Sequence[Any]) -> bool | None:
+        """Tell whether the ranks of a stage store parts of a weight; None if nobody says how it is stored."""
+        for keeper in keepers[:1]:
+            if id(keeper) not in self._cuts:
+                self._cuts[id(keeper)] = self._ask(keeper)
+            return self._cuts[id(keeper)].get(id(parameter))
+        return None
+
+    def _ask(self, keeper: Any) -> dict[int, bool]:
+        try:
+            state = keeper.sharded_state_dict(metadata=dict(self.metadata))
+        except Exception as error:
+            name = type(keeper).__name__
+            log.warning(
+                f"whether the weights of {name} are marked as they are cut is not known: it stores none ({error})"
+            )
+            return {}
+        found = (item for item in nested_values(state) if isinstance(item, (ShardedTensor, ShardedTensorFactory)))
+        return {id(item.data): _covers_less(item) for item in found}
+
+
+def _covers_less(item: ShardedTensor | ShardedTensorFactory) -> bool:
+    """Tell whether what this rank stores is less than the whole; layers and experts lie along axes of their own."""
+    parts = [item] if isinstance(item, ShardedTensor) else list(nested_values(item.build()))
+    covered: dict[tuple[Any, ...], int] = {}
+    whole: dict[tuple[Any, ...], int] = {}
+    for part in parts:
+        first = part.prepend_axis_num
+        place = part.key, tuple(part.global_offset[:first])
+        covered[place] = covered.get(place, 0) + prod(part.local_shape)
+        whole[place] = prod(part.global_shape[first:])
+    return any(covered[place] < whole[place] for place in whole)

@@ -1,0 +1,17 @@
+"""The moments at which records apply; each is called as the documents call it."""
+
+from __future__ import annotations
+
+from vtp_plugin.util.text_enum import TextEnum
+
+
+class Moment(TextEnum):
+    """When a record applies, together with all others of that moment."""
+
+    COMMAND_LINE = "Always: the command line, and a name that scripts import"
+    PLATFORM = "With a list of sizes, or on the CPU platform"
+    CPU = "On the CPU platform"
+    STAGES = "With a list of sizes, or with `--vtp-bridges`"
+    LIST = "With a list of sizes"
+    BRIDGES = "With `--vtp-bridges`"
+    U_SHAPE = "With `--layerwise-disaggregated-training`"

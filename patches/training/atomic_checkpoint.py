@@ -1,0 +1,168 @@
+"""H22: a checkpoint is there as a whole or not at all."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from vtp_plugin.checkpoint.save.atomic_dir import final_of
+from vtp_plugin.checkpoint.save.newest import HAS_MANIFEST
+from vtp_plugin.checkpoint.save.saving import Kept, Saving, naming_what_failed
+from vtp_plugin.host.patching import replaces
+from vtp_plugin.patches.patch_set import Moment
+from vtp_plugin.session import Session
+
+_MODULE = "megatron.training.checkpointing"
+# Those of fully sharded data parallelism are written by torch itself.
+_FORMATS = ("torch", "torch_dist")
+
+
+@replaces(
+    f"{_MODULE}:save_checkpoint",
+    id="H22",
+    when=Moment.LIST,
+    why="it writes into the checkpoint's own folder, syncs some of its files, and then overwrites the tracker: a run "
+    "that is stopped, or a machine that loses its power, leaves a folder that is not whole, or a tracker that is empty "
+    "or names what is not there. In the old format it notes the iteration in the folder of rank 0 only, and each site "
+    "may have its own",
+    remove_when="Megatron writes checkpoints beside their place, with a hash of every piece",
+    aliases=("megatron.training.training:save_checkpoint",),
+)
+def _save(session: Session, original: Callable[..., None], iteration: int, *args: Any, **kwargs: Any) -> None:
+    """Run `save_checkpoint`, which writes beside; then, unless that goes on in the background, publish it."""
+    # Not at the top: on megatron-core alone there is no megatron.training, and this module is imported all the same.
+    from megatron.training.global_vars import get_args
+
+    with session.ranks.together(f"the save of iteration {iteration}"):
+        _save_whole(session, get_args(), functools.partial(original, iteration, *args, **kwargs), iteration, kwargs)
+
+
+def _save_whole(
+    session: Session, arguments: Any, save: Callable[[], None], iteration: int, kwargs: Mapping[str, Any]
+) -> None:
+    savings = session.savings
+    is_local = kwargs.get("non_persistent_ckpt") and arguments.non_persistent_ckpt_type == "local"
+    if is_local or arguments.ckpt_format not in _FORMATS or "://" in str(arguments.save):
+        return save()
+    setattr(arguments, HAS_MANIFEST, True)
+    savings.copies_tensors = arguments.async_save and arguments.use_persistent_ckpt_worker
+    with naming_what_failed(Path(arguments.save)):
+        with savings.call(iteration):
+            save()
+        if (saving := savings.take()) is not None:
+            _finish(session, saving)
+
+
+@replaces(
+    f"{_MODULE}:get_checkpoint_name",
+    id="H22a",
+    when=Moment.LIST,
+    why="it says where `save_checkpoint` writes",
+    remove_when="with H22",
+)
+def _name(session: Session, original: Callable[..., str], *args: Any, **kwargs: Any) -> str:
+    """Run `get_checkpoint_name`; while a checkpoint is saved, its own name is that of the folder beside."""
+    name, savings = original(*args, **kwargs), session.savings
+    if not savings.is_called_for(kwargs.get("iteration", *args[1:2])):
+        return name
+    final = Path(original(*args, **kwargs | {"return_base_dir": True}))
+    saving = savings.current
+    if saving is None:
+        saving = savings.begin(Saving(final, is_by_rank=not kwargs.get("return_base_dir", False)))
+        dist.barrier()  # nobody writes before all have cleared away what was there
+    if final != saving.final:
+        return name
+    own = Path(name)
+    if own != final:
+        saving.own = saving.partial / own.parent.relative_to(final)
+    return str(saving.partial / own.relative_to(final))
+
+
+@replaces(
+    f"{_MODULE}:get_checkpoint_tracker_filename",
+    id="H22b",
+    when=Moment.LIST,
+    why="`save_checkpoint` overwrites the tracker before the checkpoint is at its place, and as it stands; and "
+    "`--vtp-load-newest-valid` loads another checkpoint than the tracker names",
+    remove_when="with H22",
+)
+def _tracker(session: Session, original: Callable[[str], str], folder: str) -> str:
+    """Run `get_checkpoint_tracker_filename`; while a checkpoint is saved, give a file that nobody reads."""
+    savings = session.savings
+    if savings.current is not None:
+        return str(savings.scratch(Path(original(folder)).name))
+    return str(savings.trackers.get(str(folder)) or original(folder))
+
+
+@replaces(
+    f"{_MODULE}:schedule_async_save",
+    id="H22c",
+    when=Moment.LIST,
+    why="what is saved in the background is published when all of it is on disk",
+    remove_when="with H22",
+)
+def _schedule(session: Session, original: Callable[[Any], None], request: Any) -> None:
+    """Run `schedule_async_save`; all ranks publish the checkpoint when they have finished it."""
+    saving = session.savings.current
+    # The logits that a teacher saves come as a request of their own, which then has all that is to be done.
+    if saving is not None and request.finalize_fns:
+        saving.is_in_background = True
+        request.finalize_fns.append(functools.partial(_finish, session, saving))
+    original(request)
+
+
+@replaces(
+    "megatron.training.wandb_utils:on_save_checkpoint_success",
+    id="H22d",
+    when=Moment.LIST,
+    why="it notes the checkpoint's place, and copies the tracker, before they are there",
+    remove_when="with H22",
+)
+def _note(session: Session, original: Callable[..., None], path: str, tracker: str, *args: Any) -> None:
+    """Run `on_save_checkpoint_success` with the checkpoint's place, once it is there."""
+    note = functools.partial(_note_now, original, final_of(str(path)), *args)
+    saving = session.savings.find(path)
+    if saving is None:
+        original(path, tracker, *args)
+    else:
+        saving.afterwards.append(note)
+
+
+def _note_now(original: Callable[..., None], path: str, folder: str, *args: Any) -> None:
+    from megatron.training.checkpointing import get_checkpoint_tracker_filename
+
+    original(path, get_checkpoint_tracker_filename(folder), folder, *args)
+
+
+def _finish(session: Session, saving: Saving) -> None:
+    """Publish a checkpoint, on all ranks at once."""
+    from megatron.training.global_vars import get_args
+
+    rank = dist.get_rank()
+    saving.sync_own(is_first=rank == 0)
+    if session.savings.checks(saving) and session.ranks.store is not None:
+        # The last rank to come has written all that rank 0 reads.
+        dist.barrier()
+        session.ranks.agree("check of what was saved", lambda: _read_again(saving, is_reader=rank == 0))
+    publishes = saving.claim() if saving.is_by_rank else rank == 0
+    dist.barrier()
+    if publishes:
+        interval = getattr(get_args(), "save_retain_interval", None)
+        saving.publish(Kept(session.config.keep_checkpoints, interval))
+    dist.barrier()
+    session.savings.end(saving)
+
+
+def _read_again(saving: Saving, *, is_reader: bool) -> dict[str, object]:
+    """Say on one rank whether what was saved can be read; what is agreed on is that it can.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if is_reader:
+        saving.read_again()
+    return {}

@@ -1,0 +1,346 @@
+"""Move modules and rename what they define, in everything that names them: ``scripts/moves.toml`` lists what.
+
+    python scripts/move.py                  in this tree: files, imports, dotted names, paths, classes and functions
+    python scripts/move.py --prove OLD      compare this tree with a checkout from before the moves
+
+A branch from before the moves is brought behind them by running the script in it; where the moves were made already,
+nothing changes. The proof parses both trees, renames in the old one what the table lists, and demands equal syntax
+trees but for imports, whose order and grouping is ruff's. It stays in the tree until the release.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import io
+import re
+import subprocess
+import sys
+import tokenize
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomllib
+
+ROOT = Path(__file__).resolve().parent.parent
+PLUGIN = "vtp_plugin"
+_PATCHES = f"{PLUGIN}.patches."
+_CODE = (PLUGIN, "patches", "tests", "benchmarks", "examples", "scripts")
+# Tables of moves and histories stay as they were written; pictures and results are made anew.
+_LEFT = ("scripts/moves.toml", "scripts/move.py", "tests/surface_gone.json", "CHANGELOG.md")
+_LEFT_SUFFIXES = (".svg", ".json", ".png", ".whl")
+_DOTTED = re.compile(rf"(?<![\w./]){PLUGIN}(?:\.[a-z_]\w*)+")
+# As the registry of records names the modules of patches.
+_OF_PATCHES = re.compile(r'(?<=")(?:core|training|hosts)(?:\.\w+)+(?=")')
+_PATH = re.compile(rf"(?<![\w./-])((?:[ab]/)?{PLUGIN}/)?((?:[a-z_]\w*/)*[a-z_]\w*(?:\.py\b)?)(?![\w.])")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Moves:
+    """What moves.
+
+    Attributes:
+        modules: dotted names before and after, of modules and of whole packages.
+        names: of a module, by its name after the moves: what is renamed in it.
+        exports: of a module, by its name before: what it imports, as (module, name).
+    """
+
+    modules: Mapping[str, str]
+    names: Mapping[str, Mapping[str, str]]
+    exports: Mapping[str, Mapping[str, tuple[str, str]]]
+
+    def module(self, dotted: str) -> str:
+        """Give the new name of a module: its own, or that of the package around it."""
+        head, tail = dotted, ""
+        while head:
+            if head in self.modules:
+                return self.modules[head] + tail
+            head, _, last = head.rpartition(".")
+            tail = f".{last}{tail}"
+        return dotted
+
+    def name(self, module: str, name: str) -> str:
+        """Give the new name of what a module defines, or imports."""
+        while name in (exports := self.exports.get(module, {})):
+            module, name = exports[name]
+        return self.names.get(self.module(module), {}).get(name, name)
+
+    def text(self, text: str) -> str:
+        """Rename dotted names and paths in a text."""
+        text = _OF_PATCHES.sub(lambda found: self.module(f"{_PATCHES}{found[0]}").removeprefix(_PATCHES), text)
+        return _PATH.sub(self._path, _DOTTED.sub(lambda found: self.module(found[0]), text))
+
+    def _path(self, found: re.Match[str]) -> str:
+        folder, path = found[1] or "", found[2]
+        old = f"{PLUGIN}." + path.removesuffix(".py").replace("/", ".")
+        new = self.module(old)
+        is_known = folder or (path.endswith(".py") and (path_of(old).is_file() or path_of(new).is_file()))
+        if new == old or not is_known:
+            return found[0]
+        return folder + new.removeprefix(f"{PLUGIN}.").replace(".", "/") + path[len(path.removesuffix(".py")) :]
+
+
+def path_of(dotted: str) -> Path:
+    """Give the file of a module."""
+    pieces = dotted.split(".")
+    path = ROOT.joinpath(*(pieces[1:] if pieces[1:2] == ["patches"] else pieces))
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
+def sources(root: Path) -> Iterator[tuple[Path, str]]:
+    """Yield every file of Python code, and the dotted name of its module."""
+    for path in sorted(path for folder in _CODE for path in (root / folder).rglob("*.py")):
+        relative = path.relative_to(root)
+        if relative.parts[:2] != (PLUGIN, "patches") and str(relative) not in _LEFT:
+            dotted = ".".join(relative.with_suffix("").parts).removesuffix(".__init__")
+            yield path, f"{PLUGIN}.{dotted}" if relative.parts[0] == "patches" else dotted
+
+
+def read_moves(root: Path) -> Moves:
+    """Read the table, and what modules of a tree import."""
+    table: dict[str, Any] = tomllib.loads((ROOT / "scripts" / "moves.toml").read_text())
+    names: dict[str, dict[str, str]] = {}
+    for old, new in table["names"].items():
+        module, _, name = old.rpartition(".")
+        names.setdefault(f"{PLUGIN}.{module}", {})[name] = new
+    exports: dict[str, dict[str, tuple[str, str]]] = {}
+    for path, dotted in sources(root):
+        for node in _from_imports(ast.parse(path.read_text())):
+            exports.setdefault(dotted, {}).update({a.asname or a.name: (str(node.module), a.name) for a in node.names})
+    modules = {f"{PLUGIN}.{old}": f"{PLUGIN}.{new}" for old, new in table["modules"].items()}
+    return Moves(modules=modules, names=names, exports=exports)
+
+
+def _from_imports(tree: ast.AST) -> list[ast.ImportFrom]:
+    return [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+
+
+class Names:
+    """What is called otherwise in one file.
+
+    Args:
+        dotted: the module's name before.
+        tree: of the file.
+        moves: the table.
+
+    Attributes:
+        renamed: names before and after.
+        modules: modules that the file imports from packages, by their names after, or under which it imports them.
+    """
+
+    def __init__(self, dotted: str, tree: ast.AST, moves: Moves) -> None:
+        self.moves = moves
+        self.renamed = dict(moves.names.get(moves.module(dotted), {}))
+        self.modules: dict[str, str] = {}
+        for node in _from_imports(tree):
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                moved = moves.module(whole)
+                if path_of(whole).is_file() or path_of(moved).is_file():
+                    new = moved.rpartition(".")[2]
+                    self.modules[alias.asname or new] = moved
+                else:
+                    new = moves.name(str(node.module), alias.name)
+                if alias.asname is None and new != alias.name:
+                    self.renamed[alias.name] = new
+
+    def of_attribute(self, owner: str, name: str) -> str:
+        """Give the new name of an attribute of a module that the file imports."""
+        module = self.modules.get(self.renamed.get(owner, owner))
+        return name if module is None else self.moves.names.get(module, {}).get(name, name)
+
+    def imported(self, node: ast.ImportFrom) -> Iterator[tuple[str, str, str | None]]:
+        """Yield what an import gives: module, name and other name, after the moves."""
+        for alias in node.names:
+            whole = f"{node.module}.{alias.name}"
+            moved = self.moves.module(whole)
+            if path_of(whole).is_file() or path_of(moved).is_file():
+                home, _, name = moved.rpartition(".")
+            else:
+                home, name = self.moves.module(str(node.module)), self.moves.name(str(node.module), alias.name)
+            yield home, name, alias.asname
+
+
+def rewrite(text: str, dotted: str, moves: Moves) -> str:
+    """Give the text of a file after the moves."""
+    tree = ast.parse(text)
+    names = Names(dotted, tree, moves)
+    text = _rename_tokens(text, names)
+    lines = text.splitlines(keepends=True)
+    for node in sorted(_from_imports(tree), key=lambda node: -node.lineno):
+        if str(node.module).partition(".")[0] != PLUGIN:
+            continue
+        comment = lines[node.lineno - 1].partition("  #")[2].rstrip()
+        by_home: dict[str, list[str]] = {}
+        for home, name, other in names.imported(node):
+            by_home.setdefault(home, []).append(f"{name} as {other}" if other else name)
+        lines[node.lineno - 1 : node.end_lineno] = [
+            f"{' ' * node.col_offset}from {home} import {', '.join(found)}" + (f"  #{comment}\n" if comment else "\n")
+            for home, found in by_home.items()
+        ]
+    return moves.text(_rename_words("".join(lines), names))
+
+
+def _rename_tokens(text: str, names: Names) -> str:
+    lines = text.splitlines(keepends=True)
+    tokens = [*tokenize.generate_tokens(io.StringIO(text).readline)]
+    for place in range(len(tokens) - 1, -1, -1):
+        token = tokens[place]
+        if token.type != tokenize.NAME:
+            continue
+        new = _new_name(tokens, place, names)
+        (row, start), (_, end) = token.start, token.end
+        lines[row - 1] = lines[row - 1][:start] + new + lines[row - 1][end:]
+    return "".join(lines)
+
+
+def _new_name(tokens: list[tokenize.TokenInfo], place: int, names: Names) -> str:
+    name = tokens[place].string
+    if place and tokens[place - 1].string == ".":
+        is_of_name = tokens[place - 2].type == tokenize.NAME and tokens[place - 3].string != "."
+        return names.of_attribute(tokens[place - 2].string, name) if is_of_name else name
+    if name in names.renamed and tokens[place + 1].string == "=" and _is_in_call(tokens, place):
+        return name
+    return names.renamed.get(name, name)
+
+
+def _is_in_call(tokens: list[tokenize.TokenInfo], place: int) -> bool:
+    """Tell whether ``name =`` gives an argument its value."""
+    before = place - 1
+    while tokens[before].type in (tokenize.NL, tokenize.COMMENT):
+        before -= 1
+    return tokens[before].string in ("(", ",")
+
+
+def _rename_words(text: str, names: Names) -> str:
+    """Rename what documentation quotes, and examples in it."""
+    for old, new in names.renamed.items():
+        text = re.sub(rf"(?<=`)((?:~?\.?)(?:\w+\.)*){old}(?=[.`(\[])", rf"\g<1>{new}", text)
+    lines = text.splitlines(keepends=True)
+    is_example = False
+    for place, line in enumerate(lines):
+        bare = line.strip()
+        is_example = bare.startswith(">>>") or (is_example and bare != "" and not bare.endswith('"""'))
+        if is_example:
+            for old, new in names.renamed.items():
+                line = re.sub(rf"(?<![\w.'\"]){old}(?=[(,.]|$)", new, line)
+            lines[place] = line
+    return "".join(lines)
+
+
+def move() -> None:
+    """Move and rename in this tree."""
+    moves = read_moves(ROOT)
+    known = [*sources(ROOT)]
+    texts = {path: rewrite(path.read_text(), dotted, moves) for path, dotted in known}
+    for name in subprocess.check_output(["git", "ls-files"], cwd=ROOT, text=True).split():
+        path = ROOT / name
+        if path not in texts and name not in _LEFT and not path.is_symlink() and path.suffix not in _LEFT_SUFFIXES:
+            texts[path] = moves.text(path.read_text())
+    for path, text in texts.items():
+        if path.read_text() != text:
+            path.write_text(text)
+    for path, dotted in known:
+        if (new := moves.module(dotted)) != dotted:
+            after = _place(path, new)
+            after.parent.mkdir(parents=True, exist_ok=True)
+            subprocess.check_call(["git", "mv", str(path), str(after)], cwd=ROOT)
+
+
+def _place(path: Path, dotted: str) -> Path:
+    """Give the new place of a file."""
+    pieces = dotted.split(".")
+    folder = ROOT.joinpath(*(pieces[1:] if pieces[1:2] == ["patches"] else pieces))
+    return folder / path.name if path.name == "__init__.py" else folder.with_suffix(".py")
+
+
+def main() -> None:
+    """Move, or prove."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prove", type=Path, metavar="OLD", help="a checkout from before the moves")
+    old = parser.parse_args().prove
+    if old is None:
+        move()
+    else:
+        sys.exit(prove(old))
+
+
+def prove(old: Path) -> int:
+    """Compare the trees, print what differs and give the exit code."""
+    moves = read_moves(old)
+    before = {moves.module(dotted): path for path, dotted in sources(old)}
+    after = {dotted: path for path, dotted in sources(ROOT)}
+    problems = [f"only before: {dotted}" for dotted in sorted(before.keys() - after.keys())]
+    problems += [f"only now: {dotted}" for dotted in sorted(after.keys() - before.keys())]
+    for dotted in sorted(before.keys() & after.keys()):
+        problems += Comparison(moves).of(before[dotted], after[dotted])
+    print("\n".join([*problems, f"{len(before.keys() & after.keys())} files compared, {len(problems)} differences"]))
+    return int(bool(problems))
+
+
+class Comparison:
+    """Compares syntax trees: a name may differ as the table says, a text where it names what moved, imports in order.
+
+    Args:
+        moves: the table.
+    """
+
+    def __init__(self, moves: Moves) -> None:
+        self.moves = moves
+        pairs = {(old, new) for names in moves.names.values() for old, new in names.items()}
+        leaves = {(old.rpartition(".")[2], new.rpartition(".")[2]) for old, new in moves.modules.items()}
+        self.pairs = pairs | leaves
+
+    def of(self, old: Path, new: Path) -> Iterator[str]:
+        """Yield what differs between a file and what became of it."""
+        trees = [ast.parse(path.read_text()) for path in (old, new)]
+        imported = [sorted(self._imports(tree, is_old=place == 0)) for place, tree in enumerate(trees)]
+        if imported[0] != imported[1]:
+            yield f"{new}: imports {set(imported[0]) ^ set(imported[1])}"
+        yield from (f"{new}: {problem}" for problem in self._differ(*trees))
+
+    def _imports(self, tree: ast.AST, *, is_old: bool) -> Iterator[str]:
+        for node in _from_imports(tree):
+            if str(node.module).partition(".")[0] != PLUGIN:
+                continue
+            for alias in node.names:
+                whole = f"{node.module}.{alias.name}"
+                if is_old:
+                    moved = self.moves.module(whole)
+                    name = self.moves.name(str(node.module), alias.name)
+                    whole = moved if path_of(moved).is_file() else f"{self.moves.module(str(node.module))}.{name}"
+                yield f"{whole} as {alias.asname}"
+
+    def _differ(self, old: object, new: object) -> Iterator[str]:
+        if isinstance(old, ast.AST) and isinstance(new, ast.AST):
+            if type(old) is not type(new):
+                yield f"line {getattr(new, 'lineno', '?')}: {type(old).__name__}, now {type(new).__name__}"
+                return
+            for name in old._fields:
+                yield from self._differ(getattr(old, name, None), getattr(new, name, None))
+        elif isinstance(old, list) and isinstance(new, list):
+            ours, theirs = (self._without_imports(each) for each in (old, new))
+            if len(ours) != len(theirs):
+                yield f"{len(ours)} nodes, now {len(theirs)}: {[ast.dump(each)[:80] for each in theirs[:2]]}"
+                return
+            for one, other in zip(ours, theirs, strict=True):
+                yield from self._differ(one, other)
+        elif old != new and not (isinstance(old, str) and isinstance(new, str) and self._is_explained(old, new)):
+            yield f"{old!r}, now {new!r}"
+
+    @staticmethod
+    def _without_imports(nodes: list[Any]) -> list[Any]:
+        is_ours = lambda node: str(node.module).partition(".")[0] == PLUGIN  # noqa: E731
+        return [node for node in nodes if not (isinstance(node, ast.ImportFrom) and is_ours(node))]
+
+    def _is_explained(self, old: str, new: str) -> bool:
+        words = [re.findall(r"\w+", text) for text in (self.moves.text(old), new)]
+        return len(words[0]) == len(words[1]) and all(
+            one == other or (one, other) in self.pairs for one, other in zip(*words, strict=True)
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,341 @@
+"""What a checkpoint holds, by parameter: weights and the optimizer's states, whatever form and layout stored them."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any, Final
+
+from vtp_plugin.checkpoint.format.archive import DamagedError, Extent, load_object, tensors_inside
+from vtp_plugin.checkpoint.format.check_map import check_map
+from vtp_plugin.checkpoint.format.checkpoint_files import COMMON_FILE
+from vtp_plugin.checkpoint.format.fill import Stored, boxes_between
+from vtp_plugin.checkpoint.format.index import Index, StoredTensor, read_index
+from vtp_plugin.checkpoint.format.infer_map import rebuild
+from vtp_plugin.checkpoint.format.map_file import MAP, load_map
+from vtp_plugin.checkpoint.format.optimizer_formats import (
+    BY_BUCKET,
+    BY_BUCKET_OLDER,
+    BY_RANK,
+    IN_BUCKETS,
+    PLAIN,
+    TYPE,
+    stored_optimizers,
+)
+from vtp_plugin.checkpoint.format.shard_map import Block, Bucket, Cut, Piece, Strided, row_major
+from vtp_plugin.checkpoint.format.stored_values import require_numbers, taking
+from vtp_plugin.errors import ConfigError, PlanError, refuse
+from vtp_plugin.util.boxes import Box, box_shape, whole_box
+
+WEIGHT: Final = "weight"
+"""The state that a parameter of the model is."""
+MASTER: Final = "master"
+"""The state that is the optimizer's own copy of a weight, whatever a checkpoint calls it."""
+
+_BUCKET: Final = re.compile(r"(.*\.bucket_idx_\d+)\.(\w+)")
+_BY_NAME: Final = re.compile(r"((?:chained_\d+\.)?)optimizer\.state\.(\w+)\.(.+)")
+_OBJECT_OF_RANK: Final = re.compile(
+    r"((?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+)\.param_state/shard_.*"
+)
+_OF_A_GROUP: Final = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\.(\w+)/shard_.*")
+_MASTERS: Final = ("param", "fp32_param", "master_param")
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A box of a whole parameter, and where its elements lie.
+
+    Attributes:
+        box: of the whole.
+        extent: the file's bytes that hold a tensor.
+        place: in that tensor.
+    """
+
+    box: Box
+    extent: Extent
+    place: Strided
+
+
+@dataclass(frozen=True, slots=True)
+class Whole:
+    """A parameter's weight, or one of its states.
+
+    Attributes:
+        shape: of the whole.
+        parts: gives what it lies in.
+        chain: what stands before the keys of its optimizer, where there are several.
+    """
+
+    shape: tuple[int, ...]
+    parts: Callable[[], tuple[Part, ...]]
+    chain: str = ""
+
+
+class Contents:
+    """A checkpoint.
+
+    Args:
+        folder: that holds its index.
+
+    Attributes:
+        folder: the same.
+        index: what its index says.
+        common: what all ranks share, such as the arguments; empty where it is not stored.
+        form: how the optimizer is stored, as Megatron calls it, or ``plain``; None without one.
+        has_map: whether a map lies beside it.
+
+    Raises:
+        ConfigError: a file is missing or damaged.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.index = read_index(folder)
+        self.common = _common(self.index)
+        with taking(folder):
+            require_numbers(self.arguments)
+            self.form = _form(self.index, self.common)
+        self.has_map = os.path.lexists(folder / MAP)
+
+    def __repr__(self) -> str:
+        return f"<checkpoint {self.folder}>"
+
+    @property
+    def arguments(self) -> Mapping[str, Any]:
+        """Arguments of the run that wrote it; empty where they are not stored."""
+        return getattr(self.common.get("args"), "state", None) or {}
+
+    def weights(self) -> dict[str, Whole]:
+        """Return the weights, by name."""
+        return {key: _whole(tensor) for key, tensor in self.index.tensors.items() if kind_of(key) == WEIGHT}
+
+    def states(self) -> dict[tuple[str, str], Whole]:
+        """Return the optimizer's tensors, by state and name of the parameter.
+
+        Raises:
+            ConfigError: it is not known whose they are.
+        """
+        if self.form in IN_BUCKETS:
+            with taking(self.folder):
+                return self._states_of_buckets()
+        named = ((_BY_NAME.fullmatch(key), tensor) for key, tensor in self.index.tensors.items())
+        return {
+            (_kind(match.group(2)), match.group(3)): _whole(tensor, match.group(1))
+            for match, tensor in named
+            if match is not None
+        }
+
+    def buckets(self) -> tuple[Bucket, ...]:
+        """Read the map, or work it out where there is none; then only the master weights can prove it.
+
+        Raises:
+            ConfigError: it does not fit what is stored.
+        """
+        with taking(self.folder):
+            return self._buckets()
+
+    def _buckets(self) -> tuple[Bucket, ...]:
+        is_joined = self.form == BY_RANK
+        if (buckets := load_map(self.folder / MAP)) is None:
+            weights = {key: tensor for key, tensor in self.index.tensors.items() if kind_of(key) == WEIGHT}
+            try:
+                buckets = tuple(rebuild(weights, self.pieces, self.arguments, is_joined=is_joined))
+            except PlanError as error:
+                raise no_map(self.folder, str(error)) from None
+        refuse(check_map(str(self.folder / MAP), buckets, self.pieces, is_joined=is_joined))
+        return buckets
+
+    @cached_property
+    def pieces(self) -> list[Piece]:
+        """The pieces of all buckets, as their master weights are stored."""
+        return [
+            Piece(key, box[0][0], box[0][1] - box[0][0])
+            for key, tensors in self.tensors_of_buckets.items()
+            for box, _ in next(tensors[name] for name in _MASTERS if name in tensors).extents
+        ]
+
+    def steps(self) -> list[float]:
+        """Return how many steps the optimizer has made; several numbers if groups of parameters differ."""
+        with taking(self.folder):
+            steps = [group.get("step") for group in self.groups()]
+            steps += _inner(self.common.get("optimizer"), "common_step")
+            return sorted({float(step) for step in steps if step is not None})
+
+    def groups(self) -> Iterator[Mapping[str, Any]]:
+        """Yield the groups of parameters of all optimizers."""
+        for groups in _inner(self.common.get("optimizer"), "param_groups"):
+            yield from groups
+        for name, value in self.objects_of_groups():
+            if name == "optimizer":
+                yield from value["param_groups"]
+
+    def objects_of_groups(self) -> Iterator[tuple[str, Any]]:
+        """Yield what each data-parallel group has stored beside its tensors, with its name."""
+        for key, extent in self.index.objects.items():
+            match = _OF_A_GROUP.fullmatch(key)
+            if match is not None and match.group(1) in ("optimizer", "grad_scaler"):
+                yield match.group(1), _load(self.folder, extent)[0]
+
+    @cached_property
+    def tensors_of_buckets(self) -> Mapping[str, Mapping[str, StoredTensor]]:
+        """The tensors of every bucket, by its key and their states."""
+        found: dict[str, dict[str, StoredTensor]] = {}
+        for key, tensor in self.index.tensors.items():
+            if match := _BUCKET.fullmatch(key):
+                found.setdefault(match.group(1), {})[match.group(2)] = tensor
+        for key, extent in self.index.objects.items():
+            for name, inside, dtype, shape in self._tensors_of_rank(key, extent):
+                found.setdefault(name, {})[inside.path[-1]] = StoredTensor(dtype, shape, ((whole_box(shape), inside),))
+        return found
+
+    def _tensors_of_rank(self, key: str, extent: Extent) -> Iterator[tuple[str, Extent, str, tuple[int, ...]]]:
+        """Yield the buffers in an object of a data-parallel group, as if each was one bucket, with its key."""
+        if match := _OBJECT_OF_RANK.fullmatch(key):
+            with _reading(self.folder, extent):
+                for inside, dtype, shape in tensors_inside(self.folder, extent):
+                    _, number, types, _ = inside.path
+                    yield f"{match.group(1)}.gbuf_idx_{number}.dtype_{types}.bucket_idx_0", inside, dtype, shape
+
+    def _states_of_buckets(self) -> dict[tuple[str, str], Whole]:
+        buckets = self.buckets()
+        stored = Stored(buckets, self.pieces)
+        extents: dict[tuple[str, str, int], Extent] = {}
+        states: dict[str, set[str]] = {}
+        for key, tensors in self.tensors_of_buckets.items():
+            states[key] = set(tensors)
+            for state, tensor in tensors.items():
+                extents |= {(key, state, box[0][0]): extent for box, extent in tensor.extents}
+
+        def parts(state: str, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
+            cut = Cut(name=name, shape=shape, blocks=(Block(whole_box(shape), Strided(0, row_major(shape))),))
+            copies = stored.fill(cut, 0, cut.numel)
+            try:
+                return tuple(
+                    Part(copy.box, extents[copy.piece.key, state, copy.piece.offset], copy.source) for copy in copies
+                )
+            except KeyError:
+                raise ConfigError(
+                    f"{self.folder}: {state} of {name} is not stored in the pieces of its master weight; all states of "
+                    "a bucket are cut alike; copy the checkpoint again, or take another one"
+                ) from None
+
+        return {
+            (_kind(state), part.cut.name): Whole(
+                part.cut.shape,
+                partial(parts, state, part.cut.name, part.cut.shape),
+                bucket.key[: bucket.key.index("optimizer.")],
+            )
+            for bucket in buckets
+            for part in bucket.parts
+            for state in sorted(states[bucket.key])
+        }
+
+
+def no_map(folder: Path, problem: str) -> ConfigError:
+    """Say that it is not known which parameter lies where in the buckets of a checkpoint.
+
+    Args:
+        folder: of the checkpoint.
+        problem: why it could not be worked out.
+    """
+    return ConfigError(
+        f"{folder / MAP} is missing, and where the optimizer's parameters lie cannot be worked out: {problem}; the "
+        "order is known of GPT models of Megatron 0.15 to 0.19 only; load it in the layout that wrote it and save it "
+        "with this plugin, or load only the weights with --no-load-optim (diff: --weights-only)"
+    )
+
+
+def kind_of(key: str) -> str:
+    """Return which state a stored tensor is.
+
+    >>> kind_of("optimizer.state.fp32_param.output_layer.weight"), kind_of("output_layer.weight")
+    ('master', 'weight')
+    """
+    if match := _BUCKET.fullmatch(key):
+        return _kind(match.group(2))
+    match = _BY_NAME.fullmatch(key)
+    return WEIGHT if match is None else _kind(match.group(2))
+
+
+def _kind(state: str) -> str:
+    return MASTER if state in _MASTERS else state
+
+
+def _whole(tensor: StoredTensor, chain: str = "") -> Whole:
+    if tensor.flattened is not None:
+        return Whole(tensor.flattened, lambda: tuple(_parts_of_flat(tensor)), chain)
+    return Whole(
+        tensor.shape,
+        lambda: tuple(Part(box, extent, Strided(0, row_major(box_shape(box)))) for box, extent in tensor.extents),
+        chain,
+    )
+
+
+def _parts_of_flat(tensor: StoredTensor) -> Iterator[Part]:
+    """Yield the parts of a tensor that is stored as a grid of blocks, each of them flat, along the last dimension."""
+    assert tensor.flattened is not None
+    grid = tensor.shape[:-1]
+    block = tuple(length // count for length, count in zip(tensor.flattened, grid, strict=True))
+    for box, extent in tensor.extents:
+        corner = tuple(start * length for (start, _), length in zip(box, block, strict=False))
+        first, last = box[-1]
+        for inner in boxes_between(block, first, last):
+            place = Strided(0, row_major(block)).at(inner, whole_box(block)).moved(-first)
+            yield Part(tuple((a + at, b + at) for (a, b), at in zip(inner, corner, strict=True)), extent, place)
+
+
+def _common(index: Index) -> Mapping[str, Any]:
+    """Read what all ranks share: an object, or before Megatron 0.19 a file of its own."""
+    key = next((key for key in index.objects if key.startswith("common_state/")), None)
+    if key is None and not os.path.lexists(index.folder / COMMON_FILE):
+        return {}
+    stored = _load(index.folder, Extent(COMMON_FILE) if key is None else index.objects[key])
+    with taking(index.folder):
+        common = stored if key is None else stored[0]
+        iteration = common.get("iteration")
+        if iteration is not None and type(iteration) is not int:
+            raise ValueError("its iteration is no number")
+        return common
+
+
+def _load(folder: Path, extent: Extent) -> Any:
+    with _reading(folder, extent):
+        return load_object(folder, extent)
+
+
+@contextmanager
+def _reading(folder: Path, extent: Extent) -> Iterator[None]:
+    try:
+        yield
+    except DamagedError as error:
+        raise ConfigError(
+            f"{folder / extent.file} {error}; without it this checkpoint cannot be read; copy it again"
+        ) from None
+
+
+def _form(index: Index, common: Mapping[str, Any]) -> str | None:
+    if any(map(_BUCKET.fullmatch, index.tensors)):
+        is_older = any(each[TYPE] == BY_BUCKET_OLDER for each in stored_optimizers(common))
+        return BY_BUCKET_OLDER if is_older else BY_BUCKET
+    if any(map(_OBJECT_OF_RANK.fullmatch, index.objects)):
+        return BY_RANK
+    if not any(map(_BY_NAME.fullmatch, index.tensors)):
+        return None
+    return next((each[TYPE] for each in stored_optimizers(common)), PLAIN)
+
+
+def _inner(value: Any, name: str) -> Iterator[Any]:
+    """Yield what is called so, in dictionaries inside dictionaries."""
+    if not isinstance(value, Mapping):
+        return
+    read: Mapping[Any, Any] = value
+    for key, each in read.items():
+        if key == name:
+            yield each
+        else:
+            yield from _inner(each, name)

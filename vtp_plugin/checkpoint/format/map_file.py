@@ -1,0 +1,108 @@
+"""The file that says where each parameter lies in what the distributed optimizer has stored, written with it.
+
+It stands beside ``metadata.json``. It holds names and shapes of the parameters once, then every bucket with the parts
+that lie in it: which parameter, where, whether another rank holds the same, and the blocks that it consists of.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final
+
+from vtp_plugin.checkpoint.format.shard_map import Block, Bucket, Cut, Placed, Strided, row_major
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.util.boxes import box_shape
+from vtp_plugin.util.untrusted_files import MAX_INDEX_BYTES, count, read_json
+
+MAP: Final = "vtp_optimizer_map.json"
+"""The name of the file."""
+_VERSION = 1
+_WAY_OUT = "copy it again, or load only the weights with --no-load-optim"
+
+
+def dump_map(buckets: Iterable[Bucket]) -> str:
+    """Write a map, one line for a bucket.
+
+    >>> block = Block(((0, 2), (0, 3)), Strided(0, (3, 1)))
+    >>> print(dump_map([Bucket("0", 8, (Placed(Cut(name="w", shape=(4, 3), blocks=(block,)), 2),))]))
+    {"version":1,"parameters":[["w",[4,3]]],"buckets":[
+    ["0",8,[[0,2,0,[[[[0,2],[0,3]]]]]]]
+    ]}
+    """
+    numbers: dict[tuple[str, tuple[int, ...]], int] = {}
+    rows: list[Any] = []
+    for bucket in buckets:
+        parts = [
+            (
+                numbers.setdefault((cut.name, cut.shape), len(numbers)),
+                part.offset,
+                int(cut.is_copy),
+                [_packed(block) for block in cut.blocks],
+            )
+            for part in bucket.parts
+            for cut in (part.cut,)
+        ]
+        rows.append((bucket.key, bucket.numel, parts))
+    lines = ",\n".join(map(_json, rows))
+    return f'{{"version":{_VERSION},"parameters":{_json(list(numbers))},"buckets":[\n{lines}\n]}}'
+
+
+def load_map(file: Path) -> tuple[Bucket, ...] | None:
+    """Read a map; None if there is none.
+
+    Raises:
+        ConfigError: it is damaged, or a newer version of the plugin wrote it.
+    """
+    try:
+        read = read_json(file, MAX_INDEX_BYTES)
+        if read["version"] == _VERSION:
+            parameters = [(str(name), _counts(shape)) for name, shape in read["parameters"]]
+            return tuple(_bucket(row, parameters) for row in read["buckets"])
+        version = int(read["version"])
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(
+            f"{file} cannot be read ({error.strerror}); it says where the optimizer lies; {_WAY_OUT}"
+        ) from None
+    except (ValueError, TypeError, LookupError):
+        raise ConfigError(f"{file} is damaged; it says where the optimizer lies; {_WAY_OUT}") from None
+    raise ConfigError(
+        f"{file} is a map of version {version}, and this vtp_plugin reads version {_VERSION}; use the one that wrote "
+        "it, or load only the weights with --no-load-optim"
+    )
+
+
+def _bucket(row: Any, parameters: list[tuple[str, tuple[int, ...]]]) -> Bucket:
+    key, numel, parts = row
+    return Bucket(str(key), count(numel), tuple(_placed(part, parameters) for part in parts))
+
+
+def _placed(row: Any, parameters: list[tuple[str, tuple[int, ...]]]) -> Placed:
+    number, offset, is_copy, blocks = row
+    name, shape = parameters[count(number)]
+    cut = Cut(name=name, shape=shape, blocks=tuple(map(_unpacked, blocks)), is_copy=bool(is_copy))
+    return Placed(cut, count(offset))
+
+
+def _packed(block: Block) -> list[Any]:
+    """Leave out where a block lies if it is all that the rank holds, without gaps."""
+    if block.place == Strided(0, row_major(block.shape)):
+        return [block.box]
+    return [block.box, block.place.offset, block.place.strides]
+
+
+def _unpacked(row: Any) -> Block:
+    box = tuple((count(start), count(stop)) for start, stop in row[0])
+    place = Strided(0, row_major(box_shape(box))) if len(row) == 1 else Strided(count(row[1]), _counts(row[2]))
+    return Block(box, place)
+
+
+def _counts(values: Iterable[Any]) -> tuple[int, ...]:
+    return tuple(map(count, values))
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))

@@ -1,0 +1,177 @@
+"""The parameters of a GPT model of Megatron, in the order in which a rank's model holds them, by their stored names.
+
+The order is that in which Megatron 0.15 to 0.19 makes the modules of ``GPTModel``, ``TransformerLayer``, ``Attention``,
+``MLASelfAttention`` and ``MoELayer``. Transformer Engine's order was read in its source (``LayerNormLinear`` holds its
+norm before its weight) and has not been run.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+from vtp_plugin.checkpoint.format.index import StoredTensor
+from vtp_plugin.checkpoint.format.shard_map import Cut, block_at, row_major
+from vtp_plugin.errors import PlanError
+from vtp_plugin.util.boxes import Box, box_shape, volume
+
+WORD_EMBEDDING: Final = "embedding.word_embeddings.weight"
+OUTPUT: Final = "output_layer.weight"
+_SECTIONS: Final = (
+    "embedding.word_embeddings",
+    "embedding.position_embeddings",
+    "embedding.tokentype_embeddings",
+    "decoder.layers",
+    "decoder.final_layernorm",
+    "output_layer",
+)
+_MODULES: Final = (
+    "input_layernorm",
+    "self_attention.core_attention",
+    "self_attention.linear_proj",
+    "self_attention.linear_qkv",
+    "self_attention.linear_q_proj",
+    "self_attention.linear_q_down_proj",
+    "self_attention.linear_q_up_proj",
+    "self_attention.linear_kv_down_proj",
+    "self_attention.linear_kv_up_proj",
+    "self_attention.q_layernorm",
+    "self_attention.k_layernorm",
+    "self_attention.kv_layernorm",
+    "pre_mlp_layernorm",
+    "mlp.router",
+    "mlp.fc1_latent_proj",
+    "mlp.fc2_latent_proj",
+    "mlp.experts",
+    "mlp.shared_experts",  # its gate; the gate of a module stands before its layers
+    "mlp.shared_experts.linear_fc1",
+    "mlp.shared_experts.linear_fc2",
+    "mlp.linear_fc1",
+    "mlp.linear_fc2",
+)
+_LEAVES: Final = ("layer_norm_weight", "layer_norm_bias", "weight", "bias", "gate_weight", "softmax_offset")
+# Local layers keep their norms beside what they come before, and store them as part of it.
+_STORED_AS: Final = {"self_attention.linear_qkv": "input_layernorm", "mlp.linear_fc1": "pre_mlp_layernorm"}
+_BUFFERS: Final = re.compile(r".*\.router\.(expert_bias|local_tokens_per_expert|qb_beta)")
+_LAYER: Final = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
+_EXPERT: Final = re.compile(r"mlp\.experts\.(?:experts\.)?(?:(\d+)\.)?(linear_fc[12])\.(weight|bias)")
+Order = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """A parameter of one layer, as ranks cut it.
+
+    Attributes:
+        order: where it stands in the model.
+        cuts: of every tensor-parallel rank.
+        dtype: of its weight.
+        expert: the number of its expert; None if it is none's.
+    """
+
+    order: Order
+    cuts: tuple[Cut, ...]
+    dtype: str
+    expert: int | None = None
+
+
+def parameters_of(weights: Mapping[str, StoredTensor], arguments: Mapping[str, Any]) -> list[Parameter]:
+    """List the parameters of a model in its order.
+
+    Args:
+        weights: as they are stored.
+        arguments: of the run that stored them.
+
+    Raises:
+        PlanError: what a parameter is called, or how it is cut, is not known; the text says which.
+    """
+    found = [
+        parameter
+        for name, tensor in weights.items()
+        if not _BUFFERS.fullmatch(name)
+        for parameter in _parameters(name, tensor, arguments)
+    ]
+    return sorted(found, key=lambda parameter: parameter.order)
+
+
+def expert_ranks(arguments: Mapping[str, Any]) -> int:
+    """Return how many ranks share an expert.
+
+    >>> expert_ranks({"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": None})
+    2
+    """
+    return int(arguments.get("expert_tensor_parallel_size") or arguments["tensor_model_parallel_size"])
+
+
+def _parameters(name: str, tensor: StoredTensor, arguments: Mapping[str, Any]) -> Iterator[Parameter]:
+    """Yield what is stored under one name: layers, and experts in them, are its first dimensions."""
+    layer = _LAYER.fullmatch(name)
+    section = next((i for i, start in enumerate(_SECTIONS) if name.startswith(f"{start}.")), None)
+    if section is None:
+        raise PlanError(f"{name} is no parameter of a GPT model")
+    if layer is None:
+        numbers: tuple[int | None, ...] = (0,)
+        inner = name.removeprefix(_SECTIONS[section])
+    else:
+        numbers, inner = (None if layer.group(1) is None else int(layer.group(1)),), layer.group(2)
+    expert = _EXPERT.fullmatch(inner)
+    if expert is not None:
+        numbers = (*numbers, None if expert.group(1) is None else int(expert.group(1)))
+    num_prepended = numbers.count(None)
+    size = expert_ranks(arguments) if expert else arguments["tensor_model_parallel_size"]
+    by_numbers: defaultdict[tuple[int, ...], list[Box]] = defaultdict(list)
+    for box, _ in tensor.extents:
+        by_numbers[tuple(start for start, _ in box[:num_prepended])].append(box)
+    for prepended, boxes in by_numbers.items():
+        stored = iter(prepended)
+        own = [next(stored) if number is None else number for number in numbers]
+        is_gated = bool(arguments.get("swiglu")) and ".linear_fc1." in name and "layer_norm" not in name
+        yield Parameter(
+            order=(section, own[0], *_order_in_layer(name, inner, expert, own[-1], arguments)),
+            cuts=tuple(_cuts(name, tensor.shape, boxes, size, num_prepended, is_gated=is_gated)),
+            dtype=tensor.dtype,
+            expert=own[1] if expert else None,
+        )
+
+
+def _order_in_layer(
+    name: str, inner: str, expert: re.Match[str] | None, number: int, arguments: Mapping[str, Any]
+) -> Order:
+    module, _, leaf = inner.rpartition(".")
+    if leaf not in _LEAVES:
+        raise PlanError(f"{name} is no parameter of a GPT model")
+    if not module:  # of no layer
+        return (_LEAVES.index(leaf),)
+    if expert is not None:
+        layer, place = int(expert.group(2)[-1]), _LEAVES.index(leaf)
+        # Experts one after another, or all in one module.
+        is_grouped = bool(arguments.get("moe_grouped_gemm"))
+        inside = (layer, place, number) if is_grouped else (number, layer, place)
+        return (_MODULES.index("mlp.experts"), *inside)
+    if arguments.get("transformer_impl") == "local" and leaf.startswith("layer_norm_"):
+        module = _STORED_AS.get(module, module)
+    if module not in _MODULES:
+        raise PlanError(f"{name} is no parameter of a GPT model")
+    return (_MODULES.index(module), _LEAVES.index(leaf))
+
+
+def _cuts(
+    name: str, shape: tuple[int, ...], boxes: list[Box], size: int, num_prepended: int, *, is_gated: bool
+) -> Iterator[Cut]:
+    """Yield the cut of every rank: one box each, or of a gated layer two, or all have the whole."""
+    ordered = sorted(boxes)
+    num_halves = 2 if is_gated else 1
+    if len(ordered) not in (num_halves, num_halves * size):
+        raise PlanError(f"{name} is cut into {len(ordered)} by {size} ranks")
+    num_cuts = len(ordered) // num_halves
+    for rank in range(size):
+        own = [ordered[rank % num_cuts + half * num_cuts] for half in range(num_halves)]
+        sizes = [volume(box) for box in own]
+        blocks = tuple(
+            block_at(box, sum(sizes[:index]), (*(1,) * num_prepended, *row_major(box_shape(box[num_prepended:]))))
+            for index, box in enumerate(own)
+        )
+        yield Cut(name=name, shape=shape, blocks=blocks, is_copy=rank >= num_cuts)

@@ -1,0 +1,38 @@
+"""The families that are known."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Final
+
+from vtp_plugin.checkpoint.hf.families.llama import LLAMA
+from vtp_plugin.checkpoint.hf.families.mistral import MISTRAL
+from vtp_plugin.checkpoint.hf.families.mixtral import MIXTRAL
+from vtp_plugin.checkpoint.hf.families.qwen2 import QWEN2
+from vtp_plugin.checkpoint.hf.families.qwen3 import QWEN3
+from vtp_plugin.checkpoint.hf.families.qwen3_moe import QWEN3_MOE
+from vtp_plugin.checkpoint.hf.hf_model import Model
+from vtp_plugin.checkpoint.hf.tensor_rows import Row
+
+FUSED_NAME: Final = ".mlp.experts.gate_up_proj"
+"""How the name of a tensor ends that holds all experts of a layer."""
+FAMILIES: Final = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL)}
+"""By ``model_type``."""
+
+
+def rows_of(model: Model) -> tuple[Row, ...]:
+    """Return the rows of a model: where its output layer is the embedding, it has none of its own."""
+    return tuple(row for row in FAMILIES[model.family].rows if not (row.is_of_untied and model.is_tied))
+
+
+def rows_in_file(model: Model, names: Collection[str]) -> tuple[Row, ...]:
+    """Return the rows of a model as its file has them: experts one by one, or fused.
+
+    Args:
+        model: that it is.
+        names: of the tensors of the file.
+    """
+    fused = {row.ours[0]: row for row in FAMILIES[model.family].fused}
+    if not any(name.endswith(FUSED_NAME) for name in names):
+        return rows_of(model)
+    return tuple(fused.get(row.ours[0], row) for row in rows_of(model))

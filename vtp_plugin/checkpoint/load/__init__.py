@@ -1,0 +1,1 @@
+"""Reading the elements of a checkpoint with torch, for another layout than the one that wrote it."""

@@ -1,0 +1,242 @@
+"""Reading the distributed optimizer of a checkpoint into another layout, piece by piece, by torch's own reader."""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint import DefaultLoadPlanner, StorageReader
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+
+from vtp_plugin.checkpoint.format.check_map import check_map, check_wanted
+from vtp_plugin.checkpoint.format.fill import Copy, Stored
+from vtp_plugin.checkpoint.format.map_file import MAP
+from vtp_plugin.checkpoint.format.shard_map import Bucket, Cut, Piece, Strided
+from vtp_plugin.checkpoint.format.untrusted import refused
+from vtp_plugin.errors import ConfigError, refuse
+
+_BUCKET = ".bucket_idx_"
+# The master weights; every bucket has them.
+_WEIGHTS = "param"
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A range of a rank's part of a parameter, whose state this process holds.
+
+    Attributes:
+        cut: the part.
+        start: the first element.
+        stop: behind the last one.
+        states: what is held of it, by its name in the checkpoint.
+    """
+
+    cut: Cut
+    start: int
+    stop: int
+    states: tuple[str, ...]
+
+
+class StoredOptimizer:
+    """What a checkpoint holds of the distributed optimizer, bucket by bucket.
+
+    Args:
+        folder: of the checkpoint.
+        reader: of its files.
+        buckets: as its map says.
+
+    Raises:
+        ConfigError: the map does not fit what is stored.
+    """
+
+    def __init__(self, folder: Path, reader: StorageReader, buckets: Sequence[Bucket]) -> None:
+        self.folder = folder
+        self._reader = reader
+        metadata = reader.read_metadata()
+        reader.set_up_storage_reader(metadata, is_coordinator=False)
+        self._entries = metadata.state_dict_metadata
+        self._places = cast(dict[MetadataIndex, Any], metadata.storage_data)
+        keys = [key.removesuffix(f".{_WEIGHTS}") for key in self._entries if _BUCKET in key and key.endswith(_WEIGHTS)]
+        pieces = [piece for key in keys for piece in self._pieces(key)]
+        refuse(check_map(str(folder / MAP), buckets, pieces))
+        self.layout = Stored(buckets, pieces)
+
+    def __repr__(self) -> str:
+        return f"<optimizer of {self.folder.name}>"
+
+    def _pieces(self, key: str) -> Iterator[Piece]:
+        entry = self._entries[f"{key}.{_WEIGHTS}"]
+        assert isinstance(entry, TensorStorageMetadata)
+        return (Piece(key, chunk.offsets[0], chunk.sizes[0]) for chunk in entry.chunks)
+
+    def prefix_of(self, own: Sequence[Bucket]) -> str | None:
+        """Tell before which words the keys of some buckets are stored just so; None if they are not.
+
+        Args:
+            own: buckets of this run, with keys as one optimizer has them. One of several in a chain has its number
+                before them.
+        """
+        if not own:
+            return None
+        ends = [key.removesuffix(own[0].key) for key in self.layout.buckets if key.endswith(own[0].key)]
+        for prefix in ends:
+            stored = [self.layout.buckets.get(prefix + bucket.key) for bucket in own]
+            if all(a is not None and _is_same(a, b) for a, b in zip(stored, own, strict=True)):
+                return prefix
+        return None
+
+    def objects(self, name: str) -> Iterator[Any]:
+        """Yield an object of every data-parallel group, as it is stored beside the buckets, as late as can be.
+
+        Args:
+            name: of the object, such as ``optimizer`` for the groups of parameters.
+        """
+        for key, entry in self._entries.items():
+            if f".{name}/shard_" in key and isinstance(entry, BytesStorageMetadata):
+                planner = _Planner({})
+                self._reader.read_data(LoadPlan([_item(key, (), LoadItemType.BYTE_IO)]), planner)
+                yield planner.objects[key][0]
+
+    def plan(self, wanted: Sequence[Wanted]) -> tuple[tuple[Copy, ...], ...]:
+        """Say what fills the ranges that this process holds.
+
+        Raises:
+            ConfigError: something is not stored.
+        """
+        refuse(check_wanted(str(self.folder), self.layout, (want.cut for want in wanted)))
+        copies = tuple(self.layout.fill(want.cut, want.start, want.stop) for want in wanted)
+        for want, found in zip(wanted, copies, strict=True):
+            for copy in found:
+                for state in want.states:
+                    if MetadataIndex(f"{copy.piece.key}.{state}", (copy.piece.offset,)) not in self._places:
+                        raise ConfigError(
+                            f"{self.folder}: {state} of {want.cut.name} is not stored, and this run's optimizer has "
+                            "it; the same --optimizer must go on; load only the weights with --no-load-optim"
+                        )
+        return copies
+
+    def read(self, jobs: Iterable[tuple[Copy, Mapping[str, torch.Tensor]]]) -> None:
+        """Read every piece once, and copy what is wanted of it to its places.
+
+        Args:
+            jobs: copies, and the flat tensors that they fill, by the names of their states.
+        """
+        by_piece: defaultdict[MetadataIndex, list[tuple[Copy, torch.Tensor]]] = defaultdict(list)
+        for copy, tensors in jobs:
+            for state, tensor in tensors.items():
+                by_piece[MetadataIndex(f"{copy.piece.key}.{state}", (copy.piece.offset,))].append((copy, tensor))
+        in_order = sorted(by_piece, key=lambda index: (self._places[index].relative_path, self._places[index].offset))
+        planner = _Planner(by_piece)
+        for index in in_order:
+            piece = by_piece[index][0][0].piece
+            # Asked for several, the reader keeps each until it has the next: two would be in memory.
+            self._reader.read_data(LoadPlan([_item(index.fqn, (piece.offset,), numel=piece.numel)]), planner)
+
+
+def _is_same(a: Bucket, b: Bucket) -> bool:
+    """Tell whether the same lies in two buckets, whoever else may hold it."""
+    parts = [[(replace(part.cut, is_copy=False), part.offset) for part in bucket.parts] for bucket in (a, b)]
+    return a.numel == b.numel and parts[0] == parts[1]
+
+
+def _item(key: str, offset: tuple[int, ...], kind: LoadItemType = LoadItemType.TENSOR, *, numel: int = 0) -> ReadItem:
+    """Ask for a stored piece, or an object, as a whole."""
+    return ReadItem(
+        type=kind,
+        dest_index=MetadataIndex(key),
+        dest_offsets=torch.Size((0,)),
+        storage_index=MetadataIndex(key, offset or None),
+        storage_offsets=torch.Size((0,)),
+        lengths=torch.Size((numel,)),
+    )
+
+
+class _Planner(DefaultLoadPlanner):
+    """Takes what is read.
+
+    Args:
+        wanted: for every piece the copies, and the tensors that they fill.
+    """
+
+    def __init__(self, wanted: Mapping[MetadataIndex, list[tuple[Copy, torch.Tensor]]]) -> None:
+        super().__init__()
+        self._wanted = wanted
+        self.objects: dict[str, Any] = {}
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        key = read_item.dest_index.fqn
+        try:
+            self.objects[key] = torch.load(value, weights_only=True)
+        except pickle.UnpicklingError as error:
+            raise refused(f"{key}, an object of the checkpoint,", error) from None
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        # The reader asks it for its size and copies into it, and nothing else.
+        return cast(torch.Tensor, _Target(read_item.lengths, self._wanted[read_item.storage_index]))
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        del read_item, tensor
+
+
+class _Target:
+    """Stands for a tensor that takes a piece, and puts its parts where they belong, so that it is in memory once."""
+
+    def __init__(self, size: torch.Size, copies: list[tuple[Copy, torch.Tensor]]) -> None:
+        self._size, self._copies = size, copies
+
+    def detach(self) -> _Target:
+        return self
+
+    def size(self) -> torch.Size:
+        return self._size
+
+    def copy_(self, piece: torch.Tensor) -> None:
+        for copy, tensor in self._copies:
+            _view(tensor, copy.target, copy.shape).copy_(_view(piece, copy.source, copy.shape))
+
+
+def _view(flat: torch.Tensor, place: Strided, shape: tuple[int, ...]) -> torch.Tensor:
+    return flat.as_strided(shape, place.strides, flat.storage_offset() + place.offset)
+
+
+class Request:
+    """What one optimizer of this process wants of a stored one.
+
+    Args:
+        stored: the stored one.
+        wanted: ranges, in the order in which their tensors are given later.
+        take: reads what is stored besides tensors; called with the plan.
+
+    Attributes:
+        plan: what fills the ranges; empty before :meth:`prepare`.
+    """
+
+    def __init__(self, stored: StoredOptimizer, wanted: Sequence[Wanted], take: Callable[[], None]) -> None:
+        self._stored, self._wanted, self._take = stored, wanted, take
+        self.plan: tuple[tuple[Copy, ...], ...] = ()
+
+    def prepare(self) -> None:
+        """Plan, and read what is small; no tensor of the run is changed.
+
+        Raises:
+            ConfigError: what is stored is not what this run wants.
+        """
+        self.plan = self._stored.plan(self._wanted)
+        self._take()
+
+    def fill(self, tensors: Iterable[Mapping[str, torch.Tensor]]) -> None:
+        """Read what was planned.
+
+        Args:
+            tensors: of every range, flat, by the names of their states.
+        """
+        pairs = zip(self.plan, tensors, strict=True)
+        with torch.no_grad():
+            self._stored.read((copy, states) for copies, states in pairs for copy in copies)

@@ -1,0 +1,318 @@
+"""A checkpoint that Megatron is writing: where its files go meanwhile, and how it becomes one that others see.
+
+Steps, each on all ranks before the next: what stopped saves have left is cleared away; Megatron writes, into a folder
+beside the checkpoint's place, and each rank syncs what it has written; one rank of every folder writes the manifest,
+moves the folder to its place, then the tracker; what is no longer kept is removed.
+:mod:`vtp_plugin.checkpoint.save.atomic_dir` has the moves.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing.util
+import os
+import threading
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from vtp_plugin.checkpoint.format.archive import Extent
+from vtp_plugin.checkpoint.format.checkpoint_files import TRACKER, iterations, read_tracker
+from vtp_plugin.checkpoint.format.contents import Contents
+from vtp_plugin.checkpoint.format.digest import digest_of
+from vtp_plugin.checkpoint.format.manifest import dump_manifest, files_of, make_manifest
+from vtp_plugin.checkpoint.format.optimizer_formats import IN_BUCKETS
+from vtp_plugin.checkpoint.save.atomic_dir import (
+    clear,
+    discard,
+    finish_folder,
+    make_folder,
+    partial_of,
+    sync,
+    tracker_text,
+    write_whole,
+)
+from vtp_plugin.checkpoint.save.folder_lock import FolderLock
+from vtp_plugin.errors import ConfigError, VtpError
+from vtp_plugin.util.untrusted_files import parse_json, read_text
+
+_CLAIM = "vtp_claim"
+# With less room a write has failed for want of it: files are written in buffers of this size at most.
+_FULL_BYTES = 1 << 20
+# With --ckpt-assume-constant-structure Megatron makes the second of what the first has left, and all others as it.
+_NUM_CHECKED = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Which older checkpoints stay when a new one is there.
+
+    Attributes:
+        count: of the newest ones, the new one among them; None for all.
+        interval: the one before the new one stays only if its iteration is a multiple; None for any.
+    """
+
+    count: int | None = None
+    interval: int | None = None
+
+    def removed(self, found: Iterable[int], whole: Collection[int], new: int, before: int | None) -> list[int]:
+        """Say which checkpoints go.
+
+        Args:
+            found: iterations of all that are there.
+            whole: of those that can be loaded; only they count.
+            new: the iteration that was saved now, which stays.
+            before: what the tracker named until now.
+
+        >>> Kept(count=2).removed([2, 4, 6, 8], {2, 4, 8}, new=8, before=6)
+        [2]
+        >>> Kept(interval=4).removed([2, 4, 6], {2, 4, 6}, new=6, before=4)
+        []
+        >>> Kept(interval=4).removed([2, 4], {2, 4}, new=4, before=2)
+        [2]
+        """
+        gone: set[int] = set()
+        if self.count is not None:
+            newest = sorted({*whole, new}, reverse=True)[: self.count]
+            gone |= {number for number in found if number < min(newest)}
+        if self.interval is not None and before is not None and before % self.interval:
+            gone |= {before}
+        return sorted(gone - {new})
+
+
+@dataclass(slots=True)
+class Saving:
+    """One checkpoint, from its first file on.
+
+    Attributes:
+        final: where it will be.
+        is_by_rank: whether every rank may have a folder of its own, as in the format ``torch``.
+        own: folder of this rank's files in :attr:`partial`, where each rank has one.
+        is_in_background: whether Megatron goes on writing when its function has returned.
+        digests: of the pieces that were hashed while they were written.
+        afterwards: what is to be done once others can see it.
+    """
+
+    final: Path
+    is_by_rank: bool
+    own: Path | None = None
+    is_in_background: bool = False
+    digests: dict[Extent, str] = field(default_factory=dict)
+    afterwards: list[Callable[[], object]] = field(default_factory=list)
+
+    @property
+    def partial(self) -> Path:
+        """Where it is written."""
+        return partial_of(self.final)
+
+    def begin(self, spared: Collection[Path]) -> None:
+        """Clear away what stopped saves have left; others may do so at the same time."""
+        make_folder(self.final.parent)
+        clear(self.final.parent, spared)
+
+    def sync_own(self, *, is_first: bool) -> None:
+        """Sync what this rank has written and nobody else has synced, and hash it where it is stored by rank.
+
+        Args:
+            is_first: whether this is rank 0, which writes what all ranks share.
+        """
+        if not self.is_by_rank:
+            # Whoever wrote a piece has synced it, in this process or another: see H22e.
+            for name in files_of(self.partial) if is_first else ():
+                if not name.endswith(".distcp"):
+                    sync(self.partial / name)
+            return
+        own = self.own
+        if own is None or not own.is_dir():
+            return
+        names = [str(own.relative_to(self.partial) / file) for file in files_of(own)]
+        claim = self.partial / f"{_CLAIM}_{own.name}"
+        with ThreadPoolExecutor(1) as hashing:  # while the disk writes
+            hashed = hashing.submit(self._hash, names, claim) if _claim(claim) else None
+            for name in names:
+                sync(self.partial / name)
+        if hashed is not None:
+            hashed.result()  # what cannot be read must not be called saved
+
+    def _hash(self, names: Sequence[str], note: Path) -> None:
+        """Hash files, and note that where the rank finds it that publishes them."""
+        sizes = [(name, (self.partial / name).stat().st_size) for name in names]
+        found = [(name, size, digest_of(self.partial, Extent(name, 0, size))) for name, size in sizes]
+        note.write_text(json.dumps(found))
+
+    def read_again(self) -> None:
+        """Read the index, and the map, as whoever loads it later.
+
+        Raises:
+            ConfigError: they cannot be read.
+        """
+        try:
+            contents = Contents(self.partial)
+            if contents.has_map and contents.form in IN_BUCKETS:
+                contents.buckets()
+        except ConfigError as error:
+            raise ConfigError(
+                f"what was saved for {self.final} cannot be read again: {str(error).partition(';')[0]}; no start "
+                "could load it, so the checkpoint before stays the newest; save with --ckpt-format torch"
+            ) from None
+
+    def claim(self) -> bool:
+        """Tell whether this rank is the one that publishes the folder that it sees; all ask before one does."""
+        return _claim(self.partial / _CLAIM)
+
+    def publish(self, kept: Kept) -> None:
+        """Move the checkpoint to its place, name it in the tracker, and begin to remove what is no longer kept.
+
+        Args:
+            kept: which older ones stay.
+        """
+        for claim in self.partial.glob(f"{_CLAIM}*"):
+            if text := read_text(claim):
+                self.digests |= {Extent(name, 0, size): digest for name, size, digest in parse_json(text)}
+            claim.unlink()
+        folder = self.final.parent
+        finish_folder(self.partial, self.final, dump_manifest(make_manifest(self.partial, self.digests)))
+        before = _iteration_of_tracker(folder)
+        write_whole(folder / TRACKER, tracker_text(self.final))
+        new = _iteration_of_tracker(folder)
+        if new is not None and (kept.count, kept.interval) != (None, None):
+            gone = kept.removed(iterations(folder), iterations(folder, is_whole=True), new, before)
+            paths = [path for number in gone if not (path := folder / f"iter_{number:07d}").is_symlink()]
+            threading.Thread(target=lambda: [discard(path) for path in paths]).start()
+
+
+@contextmanager
+def naming_what_failed(folder: Path) -> Iterator[None]:
+    """Say why a checkpoint could not be written, where its folder tells.
+
+    Args:
+        folder: that holds the checkpoints.
+
+    Raises:
+        ConfigError: in the place of an error that says less.
+    """
+    try:
+        yield
+    except (VtpError, KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # torch's CheckpointException is no Exception
+        if problem := _problem_of_writing(folder):
+            line = (
+                f"a checkpoint in {folder} cannot be written: {problem}; mend that, and start again from the one before"
+            )
+            raise ConfigError(line) from error
+        raise
+
+
+def _problem_of_writing(folder: Path) -> str:
+    try:
+        found = os.statvfs(folder)
+    except OSError:
+        return "the folder is gone"
+    if found.f_flag & os.ST_RDONLY:
+        return "the file system is read-only"
+    # What was half written still takes its room.
+    return "the file system is full" if found.f_bavail * found.f_frsize < _FULL_BYTES else ""
+
+
+def _claim(file: Path) -> bool:
+    try:
+        os.close(os.open(file, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return False
+    return True
+
+
+def _iteration_of_tracker(folder: Path) -> int | None:
+    try:
+        return int(read_tracker(folder) or "")
+    except (OSError, ValueError):  # there is none, or it names a release
+        return None
+
+
+class Savings:
+    """The checkpoints that are being written, in this process.
+
+    Attributes:
+        current: the one that Megatron's function is at, before it returns.
+        trackers: files that stand for the trackers of folders, by the folder.
+        copies_tensors: whether a process that shares the tensors of this one writes them while the run goes on.
+    """
+
+    def __init__(self) -> None:
+        self.current: Saving | None = None
+        self.trackers: dict[str, Path] = {}
+        self.copies_tensors = False
+        self._iteration: int | None = None
+        self._in_flight: dict[Path, Saving] = {}
+        self._locks: dict[Path, FolderLock] = {}
+        self._num_checked = 0
+
+    def __repr__(self) -> str:
+        return f"<{len(self._in_flight)} checkpoints are being written>"
+
+    @contextmanager
+    def call(self, iteration: int) -> Iterator[None]:
+        """Know that Megatron's function saves an iteration."""
+        self._iteration, self.current = iteration, None
+        try:
+            yield
+        finally:
+            self._iteration = None
+
+    def take(self) -> Saving | None:
+        """Return the checkpoint that Megatron's function was at, if it is all written; it has returned."""
+        saving, self.current = self.current, None
+        return None if saving is None or saving.is_in_background else saving
+
+    def lock(self, folder: Path, environment: Mapping[str, str], limit_s: float, token: str | None) -> None:
+        """Keep other runs out of a folder until this process ends, or :meth:`unlock`; idempotent.
+
+        Arguments and errors are those of :class:`~vtp_plugin.checkpoint.save.folder_lock.FolderLock`.
+        """
+        key = folder.resolve()
+        if key not in self._locks:
+            self._locks[key] = FolderLock(folder, environment, limit_s, token=token)
+
+    def unlock(self) -> None:
+        """Let other runs have the folders; idempotent."""
+        while self._locks:
+            self._locks.popitem()[1].release()
+
+    def is_called_for(self, iteration: int) -> bool:
+        """Tell whether Megatron's function is saving that iteration."""
+        return self._iteration == iteration
+
+    def begin(self, saving: Saving) -> Saving:
+        """Begin to write one."""
+        self.current = self._in_flight[saving.partial] = saving
+        # What an earlier run has left of the same one goes, too: it may have files that this one does not write.
+        saving.begin(self._in_flight.keys() - {saving.partial})
+        return saving
+
+    def checks(self, saving: Saving) -> bool:
+        """Tell whether one that is written is to be read again: the first, and the second, made of what it has kept."""
+        is_checked = not saving.is_by_rank and self._num_checked < _NUM_CHECKED
+        self._num_checked += is_checked
+        return is_checked
+
+    def find(self, path: str | os.PathLike[str]) -> Saving | None:
+        """Return the one that is written into a folder, or that a file belongs to; None if none is."""
+        folders = (Path(path), *Path(path).parents)
+        return next((self._in_flight[folder] for folder in folders if folder in self._in_flight), None)
+
+    def end(self, saving: Saving) -> None:
+        """Forget one, and do what waited for it."""
+        del self._in_flight[saving.partial]
+        self.trackers.pop(str(saving.final.parent), None)
+        for act in saving.afterwards:
+            act()
+
+    def scratch(self, name: str) -> Path:
+        """Return a place for a file of this process, in the folder that multiprocessing makes and removes."""
+        # Processes that multiprocessing has started may have their parent's folder.
+        file = Path(multiprocessing.util.get_temp_dir()) / f"vtp-{os.getpid()}-{name}"
+        file.unlink(missing_ok=True)
+        return file

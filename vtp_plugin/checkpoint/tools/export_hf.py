@@ -1,0 +1,320 @@
+"""A checkpoint of any layout and form becomes a published model, tensor by tensor, without Megatron."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from vtp_plugin.checkpoint.format.archive import itemsize
+from vtp_plugin.checkpoint.format.contents import Contents, Part, Whole
+from vtp_plugin.checkpoint.format.shard_map import Strided
+from vtp_plugin.checkpoint.hf.all_families import rows_of
+from vtp_plugin.checkpoint.hf.hf_model import Model, settings
+from vtp_plugin.checkpoint.hf.note import CARRIED, contradictions
+from vtp_plugin.checkpoint.hf.read_config import read_config, read_model
+from vtp_plugin.checkpoint.hf.side_files import CONFIG, carried_files, copy_carried
+from vtp_plugin.checkpoint.hf.tensor_rows import Share, Tensor, our_tensors, their_shapes
+from vtp_plugin.checkpoint.hf.tokenizer_size import known_words
+from vtp_plugin.checkpoint.load.elements import Elements
+from vtp_plugin.checkpoint.save.atomic_dir import InParts
+from vtp_plugin.checkpoint.tools.safetensors_files import (
+    INDEX,
+    NewTensor,
+    index_text,
+    is_writable,
+    known_types,
+    plan_files,
+    write_header,
+)
+from vtp_plugin.checkpoint.tools.staging import require_new, written_beside
+from vtp_plugin.checkpoint.tools.writer import cut_pieces, read_box
+from vtp_plugin.errors import ConfigError, refuse
+from vtp_plugin.util.boxes import whole_box
+from vtp_plugin.util.untrusted_files import read_json
+
+_LAYERS: Final = "decoder.layers."
+# Tokenizers that do not look at --vocab-size.
+_OWN_WORDS: Final = (
+    *("HuggingFaceTokenizer", "SFTTokenizer", "MultimodalTokenizer", "GPT2BPETokenizer", "Llama2Tokenizer"),
+    *("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "BertWordPieceLowerCase", "BertWordPieceCase"),
+)
+_EMBEDDING: Final = "embedding.word_embeddings.weight"
+_MAX_NAMED: Final = 3
+
+
+@dataclass(slots=True)
+class _Stored:
+    """One of our tensors, as a checkpoint has it.
+
+    Attributes:
+        tensor: which.
+        dtype: of its elements.
+        parts: that it lies in, by layer and expert.
+    """
+
+    tensor: Tensor
+    dtype: str
+    parts: Mapping[tuple[int, ...], list[Part]]
+
+    def parts_of(self, share: Share) -> list[Part]:
+        """Return the parts that may hold a share."""
+        return self.parts[tuple(start for start, _ in share.box[: share.num_lead])]
+
+
+@dataclass(frozen=True, slots=True)
+class Export:
+    """What is to be exported.
+
+    Attributes:
+        contents: of the checkpoint.
+        model: that it is.
+        like: folder with the config and the tokenizer.
+        files: the tensors of every file.
+        places: where the shares of each of their tensors are found.
+        num_unproved: rows that are left out, while nobody says how many words the run had.
+    """
+
+    contents: Contents
+    model: Model
+    like: Path
+    files: Mapping[str, list[NewTensor]]
+    places: Mapping[str, list[tuple[Share, _Stored]]] = field(repr=False)
+    num_unproved: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """What the weights take."""
+        return sum(tensor.num_bytes for held in self.files.values() for tensor in held)
+
+
+def find_like(contents: Contents, source: Path) -> Path:
+    """Find the config and the tokenizer that an import has left beside a checkpoint, or beside what its run loaded.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    loaded = contents.arguments.get("load")
+    places = [contents.folder.parent, source, *([Path(loaded)] if isinstance(loaded, str) else [])]
+    for place in places:
+        if (place / CARRIED / CONFIG).is_file():
+            return place / CARRIED
+    raise ConfigError(
+        f"{contents.folder} was not imported here, nor was what its run loaded; {CONFIG} and the tokenizer come from "
+        "the published model; give its folder with --like"
+    )
+
+
+def plan_export(contents: Contents, like: Path, target: Path) -> Export:
+    """Look at all of a checkpoint but its elements.
+
+    Args:
+        contents: of the checkpoint.
+        like: folder with the config of the model.
+        target: folder of the model that is to be.
+
+    Raises:
+        ConfigError: the checkpoint is another model, or has what a published model has not, or the target holds
+            something.
+    """
+    require_new(target)
+    model = read_model(read_config(like), like / CONFIG)
+    carried_files(like)
+    given = (
+        f"{problem}; {like / CONFIG} says so" for problem, _ in contradictions(settings(model), contents.arguments)
+    )
+    refuse(f"{contents.folder}: {problem}; give the config of this model with --like" for problem in given)
+    weights, problems = contents.weights(), list[str]()
+    rows = next((each.shape[0] for key, each in weights.items() if key == _EMBEDDING and each.shape), 0)
+    refuse(_words_cut_off(contents, rows, model, like))
+    refuse(_both_names(contents, weights, model))
+    refuse(
+        f"{contents.folder}: {key} belongs to an adapter; a published model has none; merge it first, and save it"
+        for key in [key for key in weights if "lora_" in key or "adapter" in key][:1]
+    )
+    stored = [
+        found
+        for tensor in our_tensors(rows_of(model), model)
+        if (found := _find(contents, weights, tensor, model, problems)) is not None
+    ]
+    problems += [f"{key} is no tensor of such a model" for key in weights]
+    refuse(
+        f"{contents.folder}: {problem}; {like / CONFIG} describes another model; give its own with --like"
+        for problem in problems[:_MAX_NAMED]
+    )
+    places: dict[str, list[tuple[Share, _Stored]]] = {}
+    for each in stored:
+        for share in each.tensor.shares:
+            places.setdefault(share.name, []).append((share, each))
+    shapes = their_shapes(rows_of(model), model)
+    tensors = [NewTensor(name, places[name][0][1].dtype, shape) for name, shape in sorted(shapes.items())]
+    is_unproved = rows > model.vocab and not _words_of_run(contents, like)[1]
+    return Export(contents, model, like, plan_files(tensors), places, rows - model.vocab if is_unproved else 0)
+
+
+def _words_of_run(contents: Contents, like: Path) -> tuple[list[tuple[int, str]], bool]:
+    """Return how many words a run had, and who says so; and whether all do that could know more."""
+    own, size, path = (contents.arguments.get(name) for name in ("tokenizer_type", "vocab_size", "tokenizer_model"))
+    takes_size = own not in _OWN_WORDS
+    said = [(size, "--vocab-size of its run says")] if takes_size and isinstance(size, int) else []
+    is_known = bool(said)
+    folders = [like, *([Path(path)] if isinstance(path, str) else [])]
+    for folder in folders:
+        if (known := known_words(folder)) is not None:
+            said.append((known[0], f"the tokenizer's {folder / known[1]} says"))
+            is_known |= folder == folders[-1]  # of its run, if it names one
+    return said, is_known
+
+
+def _words_cut_off(contents: Contents, rows: int, model: Model, like: Path) -> Iterator[str]:
+    """Say where rows that are left out may be more than padding: the run, or a tokenizer, knows more words."""
+    number, who = max(_words_of_run(contents, like)[0], default=(0, ""))
+    if rows > model.vocab and number > model.vocab:
+        yield (
+            f"{contents.folder}: {who} {number} words, and {like / CONFIG} has vocab_size {model.vocab}; of {rows} "
+            f"rows those above are left out, and these are not all padding; give with --like a folder whose {CONFIG} "
+            f"has vocab_size {min(number, rows)}"
+        )
+
+
+def _both_names(contents: Contents, weights: Mapping[str, Whole], model: Model) -> Iterator[str]:
+    """Say where a tensor is there under two names with different elements: an import has both, and a run saves one."""
+    elements = Elements(contents.folder)
+    for row in rows_of(model):
+        first, *others = [key for key in row.ours if key in weights] or [""]
+        for other in others:
+            wholes, dtypes = (
+                (weights[first], weights[other]),
+                [contents.index.tensors[key].dtype for key in (first, other)],
+            )
+            if wholes[0].shape != wholes[1].shape or dtypes[0] != dtypes[1]:
+                is_copy = False
+            else:
+                boxes = cut_pieces(whole_box(wholes[0].shape), itemsize(dtypes[0]))
+                pairs = ([read_box(elements, each.parts(), box, dtypes[0]) for each in wholes] for box in boxes)
+                is_copy = all(torch.equal(*(each.view(torch.uint8) for each in pair)) for pair in pairs)
+            if not is_copy:
+                yield (
+                    f"{contents.folder}: {first} and {other} differ; a published model has one of them; load the "
+                    "checkpoint in a run and save it, which keeps what its layers use"
+                )
+
+
+def _find(
+    contents: Contents, weights: dict[str, Whole], tensor: Tensor, model: Model, problems: list[str]
+) -> _Stored | None:
+    """Find a tensor of ours, take its keys out of all, and say what is wrong with it."""
+    found = _keys(weights, tensor, model)
+    if not found:
+        problems.append(f"{tensor.row.ours[0]} is missing")
+        return None
+    parts: dict[tuple[int, ...], list[Part]] = defaultdict(list)
+    num_lead = tensor.shares[0].num_lead
+    for layer, key in found:
+        whole = weights[key]
+        shape = whole.shape if layer is None else (model.num_layers, *whole.shape)
+        if not _fits(shape, tensor):
+            problems.append(f"{key} has the shape {whole.shape}, and {tensor.shape} is expected")
+            return None
+        for part in whole.parts():
+            full = part if layer is None else _in_layer(part, layer)
+            for lead in _corners(full, num_lead):
+                parts[lead].append(full)
+    dtypes = {contents.index.tensors[key].dtype for _, key in found}
+    for key in (*(key for _, key in found), *tensor.row.ours):
+        weights.pop(key, None)
+    if len(dtypes) > 1 or not is_writable(next(iter(dtypes))):
+        problems.append(
+            f"{found[0][1]} has the type {' and '.join(sorted(dtypes))}, not one of {', '.join(known_types())}"
+        )
+        return None
+    return _Stored(tensor, dtypes.pop(), parts)
+
+
+def _keys(weights: Mapping[str, Whole], tensor: Tensor, model: Model) -> list[tuple[int | None, str]]:
+    """Return the key that holds a tensor of ours, or those that hold a layer of it each, with the layer."""
+    for key in tensor.row.ours:
+        if key in weights:
+            return [(None, key)]
+        # Where kinds of layers differ, Megatron stores each layer on its own.
+        single = [key.replace(_LAYERS, f"{_LAYERS}{layer}.", 1) for layer in range(model.num_layers)]
+        if all(each in weights for each in single):
+            return [*enumerate(single)]
+    return []
+
+
+def _fits(shape: tuple[int, ...], tensor: Tensor) -> bool:
+    """Tell whether a shape is that of a tensor, but for words that Megatron adds."""
+    return shape == tensor.shape or (
+        tensor.row.is_padded and shape[1:] == tensor.shape[1:] and shape[0] > tensor.shape[0]
+    )
+
+
+def _in_layer(part: Part, layer: int) -> Part:
+    """Return a part of a layer's own tensor as one of all layers."""
+    place = Strided(part.place.offset, (0, *part.place.strides))
+    return Part(((layer, layer + 1), *part.box), part.extent, place)
+
+
+def _corners(part: Part, num_lead: int) -> Iterator[tuple[int, ...]]:
+    """Yield layer and expert of everything that a part holds some of."""
+    corners: list[tuple[int, ...]] = [()]
+    for start, stop in part.box[:num_lead]:
+        corners = [(*corner, at) for corner in corners for at in range(start, stop)]
+    yield from corners
+
+
+def write_export(plan: Export, target: Path, on_written: Callable[[int], None]) -> None:
+    """Write a published model. Nothing of it is seen before all is there.
+
+    Args:
+        plan: what is written.
+        target: folder of the model.
+        on_written: called with the bytes of each slab.
+
+    Raises:
+        ConfigError: the folder holds something, or cannot be written, or the checkpoint is damaged.
+    """
+    elements = Elements(plan.contents.folder)
+    with written_beside(target) as part:
+        for name, tensors in plan.files.items():
+            with (part / name).open("wb") as file:
+                write_header(file, tensors)
+                for tensor in tensors:
+                    for data in _elements(elements, plan.places[tensor.name]):
+                        InParts(file).write(data)
+                        on_written(len(data))
+        if len(plan.files) > 1:
+            (part / INDEX).write_text(index_text(plan.files))
+        copy_carried(plan.like, part)
+        _set_dtype(part / CONFIG, plan.places["model.embed_tokens.weight"][0][1].dtype)
+
+
+def _elements(elements: Elements, places: list[tuple[Share, _Stored]]) -> Iterator[memoryview]:
+    """Yield the bytes of one of their tensors, slab by slab."""
+    for share, stored in sorted(places, key=lambda place: place[0].first):
+        for box in cut_pieces(share.box, itemsize(stored.dtype)):
+            found = read_box(elements, stored.parts_of(share), box, stored.dtype)
+            yield _bytes_of(found.contiguous())
+
+
+def _bytes_of(elements: torch.Tensor) -> memoryview:
+    """Give the bytes of a tensor without the package numpy; they are as long there as the tensor is."""
+    length = elements.numel() * elements.element_size()
+    array = (ctypes.c_ubyte * length).from_address(elements.data_ptr())
+    array.owner = elements  # type: ignore[attr-defined]
+    return memoryview(array).cast("B")
+
+
+def _set_dtype(config: Path, dtype: str) -> None:
+    """Let a config name the type that the weights have; it stays as it is where it does."""
+    fields = read_json(config)
+    names = [name for name in ("dtype", "torch_dtype") if fields.get(name) is not None] or ["torch_dtype"]
+    if any(fields.get(name) != dtype for name in names):
+        config.write_text(json.dumps({**fields, **dict.fromkeys(names, dtype)}, indent=2) + "\n")

@@ -1,0 +1,249 @@
+"""A published model becomes a checkpoint of weights that every layout loads, element by element, without Megatron."""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import io
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from vtp_plugin.checkpoint.format.archive import itemsize
+from vtp_plugin.checkpoint.format.checkpoint_files import TRACKER
+from vtp_plugin.checkpoint.hf.all_families import FAMILIES, rows_in_file, rows_of
+from vtp_plugin.checkpoint.hf.hf_model import Model, settings
+from vtp_plugin.checkpoint.hf.known_fields import passed_over
+from vtp_plugin.checkpoint.hf.note import CARRIED, NOTE, RELEASE, dump_note
+from vtp_plugin.checkpoint.hf.read_config import read_config, read_model
+from vtp_plugin.checkpoint.hf.side_files import CONFIG, carried_files, copy_carried, file_of
+from vtp_plugin.checkpoint.hf.spelling import EMBEDDING, HEAD, are_frequencies, is_frequencies, respelt
+from vtp_plugin.checkpoint.hf.tensor_rows import Row, Share, Tensor, empty_states, our_tensors, their_shapes
+from vtp_plugin.checkpoint.load.elements import typed
+from vtp_plugin.checkpoint.save.atomic_dir import make_folder, partial_of, sync
+from vtp_plugin.checkpoint.save.folder_lock import LOCK
+from vtp_plugin.checkpoint.tools.safetensors_files import Shards
+from vtp_plugin.checkpoint.tools.staging import holding, remover_of_new, require_new, writing_to
+from vtp_plugin.checkpoint.tools.writer import Ending, NewPiece, PieceWriter, cut_pieces
+from vtp_plugin.errors import refuse
+from vtp_plugin.util.boxes import Box, intersect, whole_box
+from vtp_plugin.util.untrusted_files import read_bytes
+
+# What all Megatrons of the format know: 0.12 reads the last two as well.
+_FORMAT: Final = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
+_MAX_NAMED: Final = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Import:
+    """What is to be imported.
+
+    Attributes:
+        folder: of the published model.
+        model: that it is.
+        shards: its tensors.
+        pieces: of the checkpoint.
+        passed: fields of its config that change nothing.
+    """
+
+    folder: Path
+    model: Model
+    shards: Shards
+    pieces: tuple[NewPiece, ...]
+    passed: tuple[str, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """What the weights take."""
+        return sum(piece.num_bytes for piece in self.pieces)
+
+
+def plan_import(folder: Path, target: Path) -> Import:
+    """Look at all of a published model but its elements.
+
+    Args:
+        folder: of the model.
+        target: folder that the checkpoint is to be in.
+
+    Raises:
+        ConfigError: the model is unknown or damaged, or not what its config says; or the target holds something.
+    """
+    require_new(target, but_for=(partial_of(Path(RELEASE)).name, CARRIED, LOCK))
+    config = read_config(folder)
+    model = read_model(config, folder / CONFIG)
+    carried_files(folder)
+    shards = Shards(folder)
+    shards.rename(respelt(shards.names, model))
+    rows = rows_in_file(model, shards.names)
+    left_out = [name for name in shards.names if is_frequencies(name) or (name == HEAD and model.is_tied)]
+    refuse(_problems(shards, rows, model, left_out))
+    tensors = [*our_tensors(rows, model)]
+    refuse(_mixed(shards, tensors))
+    refuse(problem for name in left_out for problem in _not_copied(shards, model, name))
+    pieces = (piece for tensor in tensors for piece in _pieces(tensor, shards))
+    passed = tuple(passed_over(config, FAMILIES[model.family]))
+    return Import(folder, model, shards, (*pieces, _nothing(model)), passed)
+
+
+def _problems(shards: Shards, rows: tuple[Row, ...], model: Model, left_out: Sequence[str]) -> Iterator[str]:
+    """Say where the tensors are not those that the config says; of many problems the first ones."""
+    expected, names = their_shapes(rows, model), {*shards.names}
+    unknown = sorted(names - expected.keys() - {*left_out})
+    missing = sorted(expected.keys() - names)
+    way_out = "download all files again"
+    if unknown:
+        way_out += ", or, if transformers says that it misses none, load the model with it and use save_pretrained"
+    if missing and unknown:
+        problems = [f"{missing[0]} is missing, and {shards.stored_name(unknown[0])} is there"]
+    else:
+        problems = [f"{name} is missing" for name in missing]
+        problems += [
+            f"{shards.stored_name(name)} is no tensor of a model of the family {model.family}" for name in unknown
+        ]
+    problems += [
+        f"{shards.stored_name(name)} has the shape {found}, and {shape} is expected"
+        for name, shape in expected.items()
+        if name in names and (found := shards.shape(name)) != shape
+    ]
+    for problem in problems[:_MAX_NAMED]:
+        yield f"{shards.folder}: {problem}; {CONFIG} says which tensors there are; {way_out}"
+
+
+def _not_copied(shards: Shards, model: Model, name: str) -> Iterator[str]:
+    """Say where a tensor that is left out is not what Megatron has in its place: no other way out keeps its values."""
+    stored = shards.stored_name(name)
+    if is_frequencies(name):
+        shape = shards.shape(name)
+        if shape != (model.head_dim // 2,) or not are_frequencies(_values(shards, name), model):
+            yield (
+                f"{shards.folder}: {stored} holds other frequencies than rope_theta, rope_scaling and head_dim of "
+                f"{CONFIG} give; transformers computes with those of {CONFIG}; correct {CONFIG}, or remove the tensor"
+            )
+    elif (how := _difference(shards, name, EMBEDDING)) is not None:
+        yield (
+            f"{shards.folder}: {CONFIG} ties the output layer to the embedding, and {stored} {how} {EMBEDDING}; "
+            "transformers 5 computes with both, 4.54 to 4.57 with the embedding only; set tie_word_embeddings to "
+            "false, or remove the tensor"
+        )
+
+
+def _difference(shards: Shards, name: str, other: str) -> str | None:
+    """Say how a tensor differs from another, read slab by slab; None of a copy."""
+    if shards.dtype_of(name) != shards.dtype_of(other):
+        return f"has the type {shards.dtype_of(name)}, unlike"
+    shape, size = shards.shape(other), itemsize(shards.dtype_of(other))
+    if shards.shape(name) != shape:
+        return f"has the shape {shards.shape(name)}, unlike"
+    for box in cut_pieces(whole_box(shape), size):
+        ours, theirs = (shards.read(Share(each, 0, whole_box(shape), 0), box) for each in (name, other))
+        if not torch.equal(ours, theirs):
+            return "differs from"
+    return None
+
+
+def _values(shards: Shards, name: str) -> list[float]:
+    """Read all elements of a small tensor."""
+    whole = whole_box(shards.shape(name))
+    found = typed(shards.read(Share(name, 0, whole, 0), whole), shards.dtype_of(name))
+    return found.double().tolist()
+
+
+def _mixed(shards: Shards, tensors: list[Tensor]) -> Iterator[str]:
+    for tensor in tensors:
+        dtypes = sorted({shards.dtype_of(name) for name in {share.name for share in tensor.shares}})
+        if len(dtypes) > 1:
+            yield (
+                f"{shards.folder}: {tensor.row.theirs[0]} and others have the types {' and '.join(dtypes)}; Megatron "
+                "stores them as one tensor; save the model with one type"
+            )
+
+
+def _pieces(tensor: Tensor, shards: Shards) -> Iterator[NewPiece]:
+    """Cut a tensor of ours into pieces, layer by layer and expert by expert."""
+    first = tensor.shares[0]
+    dtype, num_lead = shards.dtype_of(first.name), first.num_lead
+    key, *aliases = tensor.row.ours
+    for lead, group in groupby(tensor.shares, key=lambda share: share.box[: share.num_lead]):
+        shares = [*group]
+        whole: Box = (*lead, *whole_box(tensor.shape[num_lead:]))
+        for box in cut_pieces(whole, itemsize(dtype)):
+            parts = tuple(share for share in shares if intersect(share.box, box) is not None)
+            yield NewPiece(key, dtype, tensor.shape, box, parts=parts, aliases=tuple(aliases))
+
+
+def _nothing(model: Model) -> NewPiece:
+    """Return what all layers store besides weights: the same bytes under all their keys."""
+    first, *others = empty_states(rows_of(model), model)
+    return NewPiece(first, None, (), (), data=_saved([None]), aliases=tuple(others))
+
+
+def _saved(value: Any) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream.getvalue()
+
+
+def write_import(plan: Import, target: Path, on_written: Callable[[int], None]) -> None:
+    """Write a checkpoint. Nothing of it is seen before all is there; what was killed goes on, what was stopped is gone.
+
+    Args:
+        plan: what is written.
+        target: folder for ``--load``.
+        on_written: called with the bytes of each piece.
+
+    Raises:
+        ConfigError: the folder holds something, or cannot be written, or the process was told to stop.
+    """
+    release, carried, remove = target / RELEASE, target / CARRIED, remover_of_new(target)
+    writer = PieceWriter(plan.pieces, plan.shards, release, _identity(plan))
+
+    def undo() -> None:
+        (target / TRACKER).unlink(missing_ok=True)  # first, since it names what goes
+        for folder in (partial_of(release), release, carried):
+            shutil.rmtree(folder, ignore_errors=True)
+        remove()
+
+    with holding(target):
+        on_written(writer.find_written())
+        with writing_to(target, undo):
+            make_folder(carried)
+            for copy in copy_carried(plan.folder, carried):
+                sync(copy)
+            sync(carried)
+            writer.write(_ending(plan), on_written)
+
+
+def _ending(plan: Import) -> Ending:
+    arguments = {each.argument: each.value for each in settings(plan.model)}
+    # Older Megatrons ask which layout wrote it, and pass over the random states that are not there.
+    layout = dict.fromkeys(("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size"), 1)
+    # What --use-checkpoint-args takes besides.
+    free = {
+        "max_position_embeddings": plan.model.max_positions,
+        "attention_dropout": plan.model.dropout,
+        "hidden_dropout": 0.0,
+    }
+    args = argparse.Namespace(**arguments, **layout, **free)
+    # Before version 2 Megatron would reorder queries, keys and values.
+    common = _saved({"args": args, "checkpoint_version": 3.0, "iteration": 0})
+    files = {NOTE: dump_note(plan.model).encode(), "metadata.json": json.dumps(_FORMAT).encode()}
+    return Ending(common=common, files=files)
+
+
+def _identity(plan: Import) -> str:
+    """Return what tells a model from others: its config, and names, lengths and times of its files."""
+    told = hashlib.sha256(read_bytes(file_of(plan.folder, CONFIG)))
+    for file in sorted(plan.folder.glob("*.safetensors")):
+        told.update(f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}".encode())
+    return told.hexdigest()

@@ -1,0 +1,159 @@
+"""What was begun and failed is taken away; what is not a checkpoint appears as a whole, too."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Final
+
+from vtp_plugin.checkpoint.save.atomic_dir import discard, make_folder, partial_of, put_in_place, sync, sync_folders
+from vtp_plugin.checkpoint.save.folder_lock import FolderLock
+from vtp_plugin.errors import ConfigError, VtpError
+
+_STOPPING: Final = (signal.SIGINT, signal.SIGTERM)
+
+
+def require_new(target: Path, but_for: Collection[str] = ()) -> None:
+    """Check that a folder is not there, or empty.
+
+    Args:
+        target: the folder.
+        but_for: names that may be there, from an attempt that was stopped.
+
+    Raises:
+        ConfigError: it holds something else.
+    """
+    if target.exists() and (not target.is_dir() or any(path.name not in but_for for path in target.iterdir())):
+        raise ConfigError(f"{target} is not empty; nothing is overwritten; give another folder")
+
+
+def remover_of_new(target: Path) -> Callable[[], None]:
+    """Return what removes a folder that is not there yet, and those that are made for it, unless others use them.
+
+    Args:
+        target: the folder; if it is there, nothing is removed.
+    """
+    new = [folder for folder in (target, *target.parents) if not folder.exists()]
+
+    def remove() -> None:
+        for folder in new[:1]:
+            shutil.rmtree(folder, ignore_errors=True)
+        for folder in new[1:]:
+            with suppress(OSError):  # it is not empty
+                folder.rmdir()
+
+    return remove
+
+
+@contextmanager
+def writing_to(target: Path, undo: Callable[[], None] | None = None) -> Iterator[None]:
+    """Run what writes a folder; where it fails, or is stopped by Ctrl-C or SIGTERM, say so in one line.
+
+    A process that is killed takes nothing away.
+
+    Args:
+        target: the folder.
+        undo: what takes away what was written; None where the next attempt goes on with it.
+
+    Raises:
+        ConfigError: it cannot be written, or the process was told to stop.
+    """
+    left = (
+        "nothing half-written is left; start the command again" if undo else "start the command again, and it goes on"
+    )
+    room = "make room, or give another folder" if undo else "make room, and start the command again: it goes on"
+    with _stopped_once() as signals:
+        try:
+            yield
+        except (Exception, KeyboardInterrupt) as error:
+            if undo is not None:
+                undo()
+            if signals:
+                raise ConfigError(f"{target} was not written to its end: stopped by a signal; {left}") from None
+            if (cause := _failed_write(error)) is not None:
+                raise ConfigError(f"{target} cannot be written: {cause.strerror}; {room}") from error
+            raise
+
+
+@contextmanager
+def holding(folder: Path) -> Iterator[None]:
+    """Keep runs that save out of a folder of checkpoints while one is written there.
+
+    Args:
+        folder: that ``--to`` names.
+
+    Raises:
+        ConfigError: a run has it, or it cannot be written.
+    """
+    lock = FolderLock(folder, {"TORCHELASTIC_RUN_ID": "a checkpoint tool"}, 0.0, option="--to")
+    try:
+        yield
+    finally:
+        lock.release(removes=True)
+
+
+def _failed_write(error: BaseException | None) -> OSError | None:
+    """Return what the system said, also where torch has made another error of it."""
+    while error is not None and not isinstance(error, VtpError):
+        if isinstance(error, OSError):
+            return error
+        error = error.__cause__ or error.__context__
+    return None
+
+
+@contextmanager
+def _stopped_once() -> Iterator[list[int]]:
+    """Let SIGTERM be as Ctrl-C, and nothing stop what cleans up after it.
+
+    Yields:
+        The signal that came, if one did: torch makes another error of the interrupt where it was writing.
+    """
+    came: list[int] = []
+    if threading.current_thread() is not threading.main_thread():
+        yield came
+        return
+
+    def stop(number: int, _: Any) -> None:
+        came.append(number)
+        for each in _STOPPING:
+            signal.signal(each, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    heard = (number for number in _STOPPING if signal.getsignal(number) is not signal.SIG_IGN)
+    before = {number: signal.signal(number, stop) for number in heard}
+    try:
+        yield came
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def written_beside(target: Path) -> Iterator[Path]:
+    """Give a folder to write to, which gets its name when the block ends well.
+
+    Args:
+        target: the folder that is to be.
+
+    Raises:
+        ConfigError: it holds something, or cannot be written.
+    """
+    require_new(target)
+    partial, remove = partial_of(target), remover_of_new(target)
+    discard(partial)
+
+    def undo() -> None:
+        shutil.rmtree(partial, ignore_errors=True)
+        remove()
+
+    with writing_to(target, undo):
+        make_folder(partial)
+        yield partial
+        for file in partial.iterdir():
+            sync(file)
+        sync_folders(partial)
+        put_in_place(partial, target)

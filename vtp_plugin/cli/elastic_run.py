@@ -1,0 +1,138 @@
+"""``run`` with ``--vtp-size-list auto --vtp-stages``: fit the list before the script starts, hand it on as flags."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+import vtp_plugin
+from vtp_plugin.checkpoint.save.folder_lock import LOCK_VARIABLE
+from vtp_plugin.cli.parser import Parser
+from vtp_plugin.cli.run_flags import add_run_flags
+from vtp_plugin.config import VtpConfig
+from vtp_plugin.config.vtp_flags import read_flags
+from vtp_plugin.elastic.cards import Card, try_card
+from vtp_plugin.elastic.coordinator import Judge
+from vtp_plugin.elastic.failed_starts import name_start
+from vtp_plugin.elastic.join import Seat, take_seat
+from vtp_plugin.elastic.marker import RUN_FOLDER_VARIABLE
+from vtp_plugin.elastic.orphans import end_leftovers
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.host.versions import capability, find_host
+from vtp_plugin.runtime.health.redaction import Disclosure
+from vtp_plugin.tune.fit.as_flags import fitted_words, without
+from vtp_plugin.tune.fit.chosen import Chosen
+from vtp_plugin.tune.fit.constraints import Ask
+from vtp_plugin.tune.fit.options_of_run import read_ask
+from vtp_plugin.util import log
+
+# Of the timeout, for a card to be tried.
+_PROBE_SHARE = 0.3
+_MAX_PROBE_S = 60.0
+# What a fit decides, and what is for it alone.
+_OF_A_FIT = ("--vtp-size-list", "--vtp-stages", "--vtp-data-parallel-size", "--vtp-sites", "--vtp-node")
+
+
+def fit_run(words: Sequence[str]) -> tuple[list[str], Seat]:
+    """Fit a list to the cards; end this process here if its rank is spare.
+
+    Args:
+        words: script and flags, ``--vtp-stages`` among them.
+
+    Returns:
+        The words of the run with the list that fits, and the seat of this process, which is told of a good end.
+
+    Raises:
+        ConfigError: nothing fits, or flags contradict each other.
+        PeerError: a rank did not come.
+    """
+    end_leftovers()
+    parser = Parser(add_help=False)
+    add_run_flags(parser)
+    parser.add_argument("--dataloader-type")
+    args, _ = parser.parse_known_args(list(words[1:]))
+    config = read_flags(args, VtpConfig())
+    # What is said before apply() is called has the form of the plugin's other lines.
+    uninstall = log.install(config.log_level)
+    try:
+        own = _own_card(args, config)
+        _warn_of_cyclic(args)
+        seat = take_seat(own, _make_judge(args, config), environment=os.environ, timeout_s=config.timeout_s)
+    finally:
+        uninstall()
+    if seat.rank is None:
+        sys.exit(seat.wait_outside(own))
+    name_start(words, os.environ[LOCK_VARIABLE], os.environ)
+    # A flag that the fitted list gives, too, is not given twice.
+    given = [word for word in seat.words if word.startswith("--") and word != "--vtp-force"]
+    return [words[0], *without(words[1:], (*_OF_A_FIT, *given)), *seat.words, *_state_words(words)], seat
+
+
+def _make_judge(args: argparse.Namespace, config: VtpConfig) -> Judge:
+    def make_ask() -> Ask:
+        assert config.stages is not None
+        return read_ask(args, config, config.stages, is_alike=not _has_layouts())
+
+    def make_words(chosen: Chosen, ask: Ask) -> tuple[str, ...]:
+        return fitted_words(chosen, ask, num_predicting=args.mtp_num_layers or 0)
+
+    folder = os.environ.get(RUN_FOLDER_VARIABLE)
+    return Judge(
+        make_ask=make_ask,
+        make_words=make_words,
+        folder=Path(folder) if folder else None,
+        forgives=bool(args.vtp_forgive),
+        on_loss=args.vtp_on_loss or "",
+        environment=os.environ,
+        timeout_s=config.timeout_s,
+        disclosure=_disclosure(args, config),
+    )
+
+
+def _disclosure(args: argparse.Namespace, config: VtpConfig) -> Disclosure:
+    """Say what the others may learn, by this rank's own flags: nobody has compared them yet."""
+    is_one_site = not config.has_several_sites and not args.vtp_site
+    return Disclosure(is_one_site=is_one_site, is_opted_in=config.share_errors, site=args.vtp_site)
+
+
+def _own_card(args: argparse.Namespace, config: VtpConfig) -> Card:
+    local = os.environ.get("LOCAL_RANK", "")
+    if not local.isdigit():
+        raise ConfigError("--vtp-size-list auto needs the launcher's LOCAL_RANK, which is not set; use torchrun")
+    host = socket.gethostname()
+    node = args.vtp_node or host
+    limit_s = min(_MAX_PROBE_S, _PROBE_SHARE * config.timeout_s)
+    kind, why = try_card(config.device, node, int(local), limit_s)
+    return Card(
+        # A name that the user gives is for all; a host's own name stays at its site.
+        node=args.vtp_node or _disclosure(args, config).name(host),
+        local_rank=int(local),
+        site=args.vtp_site or "",
+        kind=kind,
+        why=why,
+        versions=f"vtp_plugin {vtp_plugin.__version__}, torch {torch.__version__}, Megatron {find_host()[1].version}",
+    )
+
+
+def _warn_of_cyclic(args: argparse.Namespace) -> None:
+    if args.dataloader_type == "cyclic" and os.environ.get("RANK") == "0":
+        log.warning(
+            "--dataloader-type cyclic: which samples come next depends on the number of replicas; where that changes "
+            "with the cards, some come twice and some never: --dataloader-type single keeps the order"
+        )
+
+
+def _state_words(words: Sequence[str]) -> tuple[str, ...]:
+    """Leave random states alone where this Megatron ends, with status 0, if a list has no place for them."""
+    return () if _has_layouts() or "--no-load-rng" in words else ("--no-load-rng",)
+
+
+def _has_layouts() -> bool:
+    """Whether Megatron can give every stage layers of its own: 0.12 can only for the first and the last one."""
+    return capability("layouts").has(find_host()[1].version)

@@ -1,0 +1,75 @@
+"""``--have``: fit a list to the cards that are there, as a run with ``--vtp-size-list auto --vtp-stages`` does."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+
+from vtp_plugin.cli import activation_flags, model_flags
+from vtp_plugin.cli.search_request import read_padded_model
+from vtp_plugin.config import VtpConfig
+from vtp_plugin.config.parse_values import parse_bytes
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
+from vtp_plugin.tune.cluster.stage_memory import StageMemory
+from vtp_plugin.tune.fit.available_cards import read_have
+from vtp_plugin.tune.fit.constraints import Ask
+from vtp_plugin.tune.fit.fit_layout import fit
+from vtp_plugin.tune.fit.fit_search import Fitted
+from vtp_plugin.tune.fit.options_of_run import read_ask, write_fitted
+from vtp_plugin.tune.fit.reasons import describe
+
+
+def add_have_flags(group: argparse._ArgumentGroup) -> None:
+    """Declare the flags."""
+    group.add_argument(
+        "--have",
+        metavar="8,6,8",
+        help="instead of a list: cards of every node, with sites edge:1,cloud:8; a list is fitted to them, as a run "
+        "with --vtp-size-list auto --vtp-stages MIN:MAX does; default: from one stage to two a node",
+    )
+    group.add_argument(
+        "--card-memory",
+        type=parse_bytes,
+        metavar="80GiB",
+        help="with --have: memory of a card; layers are shared out so that each stage's weights, gradients, optimizer "
+        "state and activations fit into it",
+    )
+
+
+def fit_to_cards(args: argparse.Namespace, config: VtpConfig) -> tuple[VtpConfig, Fitted, tuple[str, ...]]:
+    """Fit a list to ``--have``.
+
+    Returns:
+        The options with the list, what was fitted, and lines that say why.
+
+    Raises:
+        ConfigError: nothing fits, a flag says what is to be fitted, or what the memory depends on is not known.
+    """
+    if isinstance(config.size_list, tuple):
+        raise ConfigError("--have and a list in --vtp-size-list say the same thing twice; give one of them")
+    nodes = [dataclasses.replace(node, memory_bytes=args.card_memory) for node in read_have(args.have)]
+    has_memory = args.card_memory is not None
+    if has_memory and (reason := model_flags.why_unknown(args, lacks_parts=False)):
+        raise ConfigError(f"--card-memory: the memory of a rank is {reason}" if "not known" in reason else reason)
+
+    ask = read_ask(args, config, config.stages or (1, max(2, 2 * len(nodes))))
+    if has_memory:
+        ask = _with_memory(args, ask)
+    fitted, rivals = fit(nodes, ask)
+    return write_fitted(config, fitted), fitted, describe(fitted, ask, rivals)
+
+
+def _with_memory(args: argparse.Namespace, ask: Ask) -> Ask:
+    """Ask with what stages hold, with the activations of their microbatches in flight, if those are known."""
+    layout = PipelineLayout.from_sizes((1,), world_size=ask.cp, cp=ask.cp)
+    has_activations = not activation_flags.why_no_activations(args, layout)
+    memory = StageMemory(
+        read_padded_model(args, ask),
+        model_flags.read_training(args, layout),
+        activation_flags.read_microbatch(args) if has_activations else None,
+        cp=ask.cp,
+        ep=ask.ep,
+        etp=ask.etp,
+    )
+    return dataclasses.replace(ask, held_bytes=memory.held_bytes, counted_twice=memory.counted_twice)

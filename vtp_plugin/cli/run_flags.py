@@ -1,0 +1,332 @@
+"""The flags of a run that ``plan``, ``draw`` and ``simulate`` take: the plugin's, and those of Megatron's that matter.
+
+A whole command line can be pasted. Flags that do not change the result are ignored with a note; what looks like a
+misspelt flag that does change it is refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import sys
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vtp_plugin.cli import activation_flags, model_flags
+from vtp_plugin.cli.fit_flags import add_have_flags, fit_to_cards
+from vtp_plugin.config import VtpConfig
+from vtp_plugin.config.resolve import (
+    ScheduleOptions,
+    choose_cp_sizes,
+    is_active,
+    option_context,
+    plan_layout,
+    read_schedule_options,
+    replica_map,
+    stage_boundaries,
+    transport_rules,
+)
+from vtp_plugin.config.vtp_flags import VTP_FLAGS, add_vtp_arguments, read_flags
+from vtp_plugin.errors import ConfigError, refuse
+from vtp_plugin.host.rules.run_checks import check_run
+from vtp_plugin.plan.boundary.strategies.transport_rules import TransportRules
+from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
+from vtp_plugin.plan.layout.replica_map import ReplicaMap
+from vtp_plugin.plan.layout.share import expert_spans
+from vtp_plugin.plan.layout.u_layers import check_layers, check_two_rings
+from vtp_plugin.plan.memory.footprint import Footprint
+from vtp_plugin.plan.schedule.order.placement import Placement, place_workers
+from vtp_plugin.tune.fit.fit_search import Fitted
+
+MAX_TYPOS = 2
+"""A word that differs from a flag in so many letters at most is taken for a misspelt flag."""
+
+# Megatron's flags that take a number, and its switches.
+_NUMBERS = {
+    "--tensor-model-parallel-size": "may be left out, or the largest size of the list",
+    "--pipeline-model-parallel-size": "may be left out, or the number of stages",
+    "--context-parallel-size": "of all stages; default 1",
+    "--expert-model-parallel-size": "of all stages; default 1",
+    "--expert-tensor-parallel-size": "of all stages; default: each stage's own tensor-parallel size",
+    "--num-virtual-stages-per-pipeline-rank": "model chunks of every stage (interleaved schedule)",
+    "--num-layers-per-virtual-pipeline-stage": "the same, counted in layers; needs --num-layers",
+    "--num-layers": "of the model",
+    "--seq-length": "S of the tensors [S, B, H] that cross",
+    "--micro-batch-size": "B of the tensors",
+    "--hidden-size": "H of the tensors",
+    "--global-batch-size": "samples of a step; gives the number of microbatches, with --micro-batch-size",
+}
+_SWITCHES = {
+    "--use-tp-pp-dp-mapping": "rank order: a replica with all its stages is one block of ranks",
+    "--sequence-parallel": "every rank of a stage holds its slice of the sequence between layers",
+    "--bf16": "2 bytes for each number; without --bf16 and --fp16 4",
+    "--fp16": "as --bf16",
+    "--sft": "several samples share a row: microbatches of one row",
+    "--dataloader-inter-document-masking": "as --sft",
+}
+_OTHERS = ("--pipeline-model-parallel-layout", "--world-size", "--json", "--output", "--num-microbatches", "--bridge")
+# Not --have, which is too near Megatron's --save to be looked for in its typos.
+_OF_A_FIT = ("--card-memory",)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """What the flags of a run say.
+
+    Attributes:
+        config: the plugin's flags.
+        layout: the ranks of every stage.
+        placement: of the schedule.
+        rules: choose the strategy of every boundary.
+        schedule_options: what the order is planned for.
+        shape: S, B and H of a microbatch on the stage with most replicas; None if a flag is missing.
+        itemsize_bytes: of one number of the tensors.
+        is_sharded: ranks of a stage hold slices of the sequence.
+        global_batch_size: samples of a step; None if the flag is missing.
+        num_microbatches: of a step, in one team of replicas; None if a flag is missing.
+        memory: what every rank holds, or why that is not known.
+        about_activations: what activations are, or why they are not known.
+        fitted: the list that was fitted to ``--have``; None where the list was given.
+        about_fit: why it was chosen, line by line.
+    """
+
+    config: VtpConfig
+    layout: PipelineLayout
+    placement: Placement
+    rules: TransportRules
+    schedule_options: ScheduleOptions
+    shape: tuple[int, int, int] | None
+    itemsize_bytes: int
+    is_sharded: bool
+    global_batch_size: int | None
+    num_microbatches: int | None
+    memory: tuple[Footprint, ...] | str
+    about_activations: str
+    fitted: Fitted | None = None
+    about_fit: tuple[str, ...] = ()
+
+    @property
+    def replicas(self) -> ReplicaMap:
+        """Which replicas of the stages work together."""
+        return replica_map(self.config, self.layout)
+
+    @property
+    def is_ring(self) -> bool:
+        """Whether the last stage sends to the first."""
+        return self.placement.num_vstages > self.placement.num_stages
+
+    @property
+    def is_active(self) -> bool:
+        """Whether the run uses the plugin's groups and communicator."""
+        return is_active(self.config, self.layout)
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """Site of every stage; empty if none were named."""
+        return self.config.sites or ()
+
+
+def add_run_flags(parser: argparse.ArgumentParser) -> None:
+    """Declare the flags of a run that matter, and ``--json``."""
+    add_vtp_arguments(parser)
+    group = parser.add_argument_group(
+        "Megatron's flags that matter here", "Others may be given too; they change nothing."
+    )
+    for name, text in _NUMBERS.items():
+        group.add_argument(name, type=int, metavar="N", help=text)
+    for name, text in _SWITCHES.items():
+        group.add_argument(name, action="store_true", help=text)
+    group.add_argument("--pipeline-model-parallel-layout", metavar="LAYOUT", help="another way to say --num-layer-list")
+    model_flags.add_model_flags(parser)
+    group = parser.add_argument_group("Of this command")
+    group.add_argument("--world-size", type=int, metavar="N", help="number of ranks; default: the fewest that fit")
+    group.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    add_have_flags(group)
+
+
+def read_run(args: argparse.Namespace, *, takes_all_costs: bool = False) -> Run:
+    """Read the flags, and refuse what a run would refuse.
+
+    Args:
+        args: parsed; ``unknown`` holds the words that no flag declares.
+        takes_all_costs: take costs also if the order is fixed, where a run refuses them.
+
+    Raises:
+        ConfigError: a value is wrong, flags contradict each other, or a flag looks misspelt.
+    """
+    check_unknown(args.unknown)
+    config, fitted, about_fit = _read_list(args)
+    assert isinstance(config.size_list, tuple)
+    layout = _layout(args, config, config.size_list)
+    replicas = replica_map(config, layout)
+    _check(args, config, layout, replicas)
+    shape, itemsize_bytes = _tensor(args)
+    tensor_bytes = math.prod(shape) // max(layout.cp_sizes) * itemsize_bytes if shape else None
+    num_chunks = _num_chunks(args, layout.num_stages)
+    why_no_activations = activation_flags.why_no_activations(args, layout)
+    spans = expert_spans(layout, replicas)
+    placement = place_workers(replicas, num_chunks=num_chunks, num_rings=config.num_rings, expert_spans=spans)
+    fixed = placement if takes_all_costs and not config.layerwise_disaggregated else None
+    return Run(
+        config=config,
+        layout=layout,
+        placement=placement,
+        rules=transport_rules(config, tensor_bytes, is_sharded=args.sequence_parallel),
+        schedule_options=read_schedule_options(
+            config, layout.num_stages, tensor_bytes, num_chunks=num_chunks, fixed=fixed
+        ),
+        shape=shape,
+        itemsize_bytes=itemsize_bytes,
+        is_sharded=args.sequence_parallel,
+        global_batch_size=args.global_batch_size,
+        num_microbatches=_num_microbatches(args, replicas),
+        memory=_memory(args, config, layout, num_chunks, fitted, has_activations=not why_no_activations),
+        about_activations=why_no_activations or activation_flags.about_activations(args),
+        fitted=fitted,
+        about_fit=about_fit,
+    )
+
+
+def _read_list(args: argparse.Namespace) -> tuple[VtpConfig, Fitted | None, tuple[str, ...]]:
+    """Read the plugin's flags with a list of sizes, or fit one to ``--have``."""
+    if args.have is not None and args.vtp_size_list is None:
+        args.vtp_size_list = "auto"
+    config = read_flags(args, VtpConfig())
+    if args.have is not None:
+        return fit_to_cards(args, config)
+    if args.card_memory is not None:
+        raise ConfigError("--card-memory is for --have; give both or none")
+    if config.size_list is None and args.tensor_model_parallel_size:
+        # Megatron's own words for a list of equal sizes.
+        stages = args.pipeline_model_parallel_size or 1
+        config = dataclasses.replace(config, size_list=(args.tensor_model_parallel_size,) * stages)
+    if config.size_list is None:
+        raise ConfigError("--vtp-size-list is missing; give the tensor-parallel size of every stage, such as 1,4,4")
+    if not isinstance(config.size_list, tuple):
+        raise ConfigError("--vtp-size-list auto needs a running launcher; write the list, or say --have 8,6,8")
+    return config, None, ()
+
+
+def check_unknown(words: Sequence[str]) -> None:
+    """Print a note about unknown flags, and refuse those that were meant to change something.
+
+    Raises:
+        ConfigError: a word looks like a flag that matters, or comes before any flag.
+    """
+    if words and not words[0].startswith("-"):
+        raise ConfigError(f"{words[0]!r} belongs to no flag; give the flags that follow the script in a run")
+    flags = [word.partition("=")[0] for word in words if word.startswith("--")]
+    for flag in flags:
+        near = [name for name in known_flags() if num_typos(flag, name) <= MAX_TYPOS]
+        if near or flag.startswith("--vtp"):
+            hint = f"; do you mean {near[0]}?" if near else "; `python -m vtp_plugin run --help` lists the flags"
+            raise ConfigError(f"{flag} is unknown{hint}")
+    if flags:
+        note = f"vtp_plugin: {len(flags)} flag(s) change nothing here: {', '.join(flags)}"
+        print(textwrap.shorten(note, 160, placeholder=" ..."), file=sys.stderr)
+
+
+def known_flags() -> tuple[str, ...]:
+    """List the flags of all commands that read a run's flags."""
+    of_the_model = (*model_flags.NUMBERS, *model_flags.SWITCHES, *model_flags.TEXTS)
+    kept = activation_flags
+    of_the_model += (*kept.NUMBERS, *kept.SWITCHES, *kept.TEXTS, *kept.LISTS, *kept.DROPOUTS)
+    return *(flag.name for flag in VTP_FLAGS), *_NUMBERS, *_SWITCHES, *of_the_model, *_OTHERS, *_OF_A_FIT
+
+
+def num_typos(word: str, other: str) -> int:
+    """Count the letters to insert, remove or change to turn one word into another (Levenshtein distance).
+
+    >>> num_typos("--vtp-size-lsit", "--vtp-size-list"), num_typos("--seq-length", "--encoder-seq-length")
+    (2, 8)
+    """
+    row = list(range(len(other) + 1))
+    for number, letter in enumerate(word, start=1):
+        before, row = row, [number]
+        for column, wanted in enumerate(other):
+            row.append(min(before[column] + (letter != wanted), before[column + 1] + 1, row[column] + 1))
+    return row[-1]
+
+
+def _layout(args: argparse.Namespace, config: VtpConfig, sizes: tuple[int, ...]) -> PipelineLayout:
+    cp = args.context_parallel_size or 1
+    cp_sizes = choose_cp_sizes(config.cp_list, cp, num_stages=len(sizes))
+    dp_sizes = config.dp_list or (config.data_parallel_size or 1,) * len(sizes)
+    least = sum(map(math.prod, zip(sizes, cp_sizes, dp_sizes, strict=True)))
+    return plan_layout(
+        config,
+        world_size=least if args.world_size is None else args.world_size,
+        pipeline_size=args.pipeline_model_parallel_size or 1,
+        tensor_size=args.tensor_model_parallel_size,
+        cp=cp,
+        order="tp-cp-ep-pp-dp" if args.use_tp_pp_dp_mapping else "tp-cp-ep-dp-pp",
+        ep=args.expert_model_parallel_size or 1,
+        etp=args.expert_tensor_parallel_size,
+    )
+
+
+def _memory(
+    args: argparse.Namespace,
+    config: VtpConfig,
+    layout: PipelineLayout,
+    num_chunks: int,
+    fitted: Fitted | None,
+    *,
+    has_activations: bool,
+) -> tuple[Footprint, ...] | str:
+    is_u_shaped = config.layerwise_disaggregated
+    if reason := model_flags.why_unknown(args, lacks_parts=is_u_shaped and config.num_layer_list is None):
+        return reason
+    if config.encoder_layer_list is not None:
+        return "the sizes of the encoder are not among the flags"
+    parts = config.num_layer_list if is_u_shaped else None
+    layers = None if fitted is None or is_u_shaped else fitted.layers
+    return model_flags.read_footprints(args, layout, num_chunks, parts, layers, has_activations=has_activations)
+
+
+def _check(args: argparse.Namespace, config: VtpConfig, layout: PipelineLayout, replicas: ReplicaMap) -> None:
+    """Refuse what a run would refuse at its start."""
+    replicas.check(stage_boundaries(config, layout.num_stages))
+    if config.num_layer_list is not None:
+        layers, num_layers = config.num_layer_list, args.num_layers or None
+        check_layers(layers, num_stages=layout.num_stages, num_layers=num_layers, option="--num-layer-list")
+    if config.encoder_layer_list is not None:
+        check_two_rings(config.encoder_layer_list, layout.cp_sizes, layout.dp_sizes)
+    refuse(check_run(args, option_context(config, layout), replicas))
+
+
+def _tensor(args: argparse.Namespace) -> tuple[tuple[int, int, int] | None, int]:
+    """Return S, B and H of the tensors that cross, None if a flag is missing, and the bytes of one number."""
+    given = (args.seq_length, args.micro_batch_size, args.hidden_size)
+    if any(number is not None and number < 1 for number in given):
+        raise ConfigError("--seq-length, --micro-batch-size and --hidden-size must be at least 1")
+    return given if all(given) else None, 2 if args.fp16 or args.bf16 else 4
+
+
+def _num_chunks(args: argparse.Namespace, num_stages: int) -> int:
+    """Count the model chunks of a stage as Megatron does."""
+    number, layers = args.num_virtual_stages_per_pipeline_rank, args.num_layers_per_virtual_pipeline_stage
+    if layers is None:
+        return number or 1
+    if number is not None or not args.num_layers or layers < 1 or args.num_layers % (num_stages * layers):
+        raise ConfigError(
+            f"--num-layers-per-virtual-pipeline-stage {layers} needs --num-layers, a multiple of it times the "
+            f"{num_stages} stages, and no --num-virtual-stages-per-pipeline-rank beside it"
+        )
+    return args.num_layers // num_stages // layers
+
+
+def _num_microbatches(args: argparse.Namespace, replicas: ReplicaMap) -> int | None:
+    """Count the microbatches that one team of replicas runs in a step; None if a flag is missing."""
+    batch, size = args.global_batch_size, args.micro_batch_size
+    if not batch or not size:
+        return None
+    parts = size * (max(replicas.dp_sizes) if replicas.is_split else replicas.num_teams)
+    if batch % parts:
+        raise ConfigError(
+            f"--global-batch-size {batch} is no multiple of --micro-batch-size {size} times the data-parallel size "
+            f"{parts // size}"
+        )
+    return batch // parts

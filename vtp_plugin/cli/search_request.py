@@ -1,0 +1,325 @@
+"""What ``search`` is asked, from the flags of a run and the file of a cluster."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from vtp_plugin.cli import activation_flags, model_flags
+from vtp_plugin.config import VtpConfig
+from vtp_plugin.config.parse_values import parse_cp_list, parse_ep_list, parse_etp_list
+from vtp_plugin.config.resolve import transport_rules
+from vtp_plugin.config.vtp_flags import read_flags
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.host.versions import HOSTS, capability, find_megatron
+from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
+from vtp_plugin.plan.memory.footprint import Training
+from vtp_plugin.plan.memory.gpt_model import Model
+from vtp_plugin.plan.memory.layer_sizes import Microbatch
+from vtp_plugin.tune.cluster.durations import speed_of
+from vtp_plugin.tune.cluster.machines import Cluster, Nodes
+from vtp_plugin.tune.cluster.profile_files import check_origins, features
+from vtp_plugin.tune.cluster.shares import Batch
+from vtp_plugin.tune.cluster.stage_memory import StageMemory
+from vtp_plugin.tune.fit.as_flags import vocabulary_words
+from vtp_plugin.tune.fit.available_cards import Node
+from vtp_plugin.tune.fit.constraints import Ask
+from vtp_plugin.tune.fit.fit_search import Fitted, fitted_of
+from vtp_plugin.tune.fit.options_of_run import read_ask
+from vtp_plugin.tune.search.evaluate import Choice
+from vtp_plugin.tune.search.problem import Pool, Question, Shape
+
+# Sizes that are one for all stages, by the name of the plugin's list.
+_LISTS = {
+    "cp": ("--context-parallel-size", parse_cp_list),
+    "ep": ("--expert-model-parallel-size", parse_ep_list),
+    "etp": ("--expert-tensor-parallel-size", parse_etp_list),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What is searched, and what its answer is told with.
+
+    Attributes:
+        question: in numbers.
+        ask: of the list.
+        cluster: the machines.
+        vocab: rows of the vocabulary, as every list pads it.
+        megatron: whose flags a layout is given in.
+        about_memory: what the memory takes in.
+        samples: of a step.
+        silent: what counts for nothing, since the file does not say it.
+    """
+
+    question: Question
+    ask: Ask
+    cluster: Cluster
+    vocab: int
+    megatron: str
+    about_memory: str
+    samples: int
+    silent: tuple[str, ...] = ()
+
+    def fitted(self, choice: Choice) -> Fitted:
+        """Give a layout as one that was fitted to the nodes, each by itself."""
+        nodes = tuple(
+            Node(
+                name=group.name if group.num_nodes == 1 else f"{group.name}.{number}",
+                num_cards=group.num_cards,
+                site=group.site,
+                memory_bytes=group.card.memory_bytes,
+            )
+            for group in self.cluster.nodes
+            for number in range(group.num_nodes)
+        )
+        ends = accumulate(group.num_nodes for group in self.cluster.nodes)
+        pools = [range(end - group.num_nodes, end) for group, end in zip(self.cluster.nodes, ends, strict=True)]
+        return fitted_of(choice, nodes, pools)
+
+
+def read_question(args: argparse.Namespace, cluster: Cluster) -> Asked:
+    """Read what is asked.
+
+    Args:
+        args: parsed.
+        cluster: the machines.
+
+    Raises:
+        ConfigError: a flag that the times follow from is missing, or says what is searched.
+    """
+    _name_sites(args, cluster)
+    ask, model = read_any_list(args, "search")
+    if unknown := set(ask.sites) - {group.site for group in cluster.nodes}:
+        raise ConfigError(f"--vtp-sites {','.join(ask.sites)}: no nodes of the cluster are at {sorted(unknown)[0]}")
+    origins = [group.card.origin for group in cluster.nodes if group.card.origin is not None]
+    check_origins(origins, features_of(args, model))
+    one = PipelineLayout.from_sizes((1,), world_size=1)
+    training = model_flags.read_training(args, one)
+    microbatch = activation_flags.read_microbatch(args)
+    why_not = activation_flags.why_no_activations(args, PipelineLayout.from_sizes((1,), world_size=ask.cp, cp=ask.cp))
+    if why_not and not microbatch.is_engine:
+        # What is not known is left out, and the attention taken for one that keeps no probabilities.
+        microbatch = replace(microbatch, recompute=replace(microbatch.recompute, core_attention=True))
+    sizes = args.micro_batch_sizes or [args.micro_batch_size]
+    shapes = tuple(_shapes(args, ask, cluster, model, microbatch, training, sizes))
+    if not shapes:
+        raise ConfigError(
+            f"--global-batch-size {args.global_batch_size} is no multiple of --micro-batch-size "
+            f"{', '.join(map(str, sizes))}; give another one"
+        )
+    version, megatron = _megatron()
+    question = Question(
+        num_layers=model.num_layers,
+        shapes=shapes,
+        least_stages=ask.least_stages,
+        most_stages=ask.most_stages,
+        across=cluster.links.across,
+        edge=ask.sites[0] if ask.ends else "",
+        around=ask.ends,
+        rules=transport_rules(read_flags(args, VtpConfig()), None, is_sharded=args.sequence_parallel),
+        chunks=tuple(args.virtual_stages or ()),
+        layers="any" if ask.ends or capability("layouts").has(version) else "ends",
+        tied_bytes=model.vocab * model.hidden * training.gradient_itemsize_bytes if model.is_tied else 0,
+    )
+    about = "overhead, " + ("estimated activations" if why_not or microbatch.is_estimated else "activations")
+    about += f" ({why_not})" if why_not else ""
+    return Asked(
+        question=question,
+        ask=ask,
+        cluster=cluster,
+        vocab=model.vocab,
+        megatron=megatron,
+        about_memory=f"memory of a rank (weights, gradients, optimizer, {about})",
+        samples=args.global_batch_size,
+        silent=tuple(dict.fromkeys(_silent(cluster))),
+    )
+
+
+def _megatron() -> tuple[str, str]:
+    """Give the version of the Megatron that is installed here, or the newest one that is known, and its name."""
+    if (found := find_megatron()) is not None:
+        return found.version, f"Megatron {found.version}"
+    newest = HOSTS[-1].first
+    return newest, f"Megatron {newest} (none is installed here)"
+
+
+def _silent(cluster: Cluster) -> Iterator[str]:
+    for group in cluster.nodes:
+        card = group.card
+        if card.memory_bytes_per_s is None and not any(time.part == "update" for time in card.times):
+            yield (
+                f"cards.{card.name} has no memory_tbyte_per_s: its optimizer counts as 0 s; give that, or profile it"
+            )
+
+
+def _name_sites(args: argparse.Namespace, cluster: Cluster) -> None:
+    """Let the site that is called edge be that of a U, where no other was named."""
+    sites = sorted({group.site for group in cluster.nodes})
+    if args.layerwise_disaggregated_training and args.vtp_sites is None:
+        if "edge" not in sites or len(sites) < 2:
+            named = ", ".join(site for site in sites if site) or "none"
+            raise ConfigError(
+                f"sites {named} in the cluster; a U-shape needs an edge and another site; name the edge first in "
+                "--vtp-sites, or call a site edge in the file"
+            )
+        args.vtp_sites = ",".join(["edge", *(site for site in sites if site != "edge")])
+
+
+def read_any_list(args: argparse.Namespace, command: str) -> tuple[Ask, Model]:
+    """Read what is wanted of a list that is not known yet, and the model that it trains.
+
+    Every list pads the vocabulary so that all sizes divide it, as the flags of the best one will say.
+
+    Args:
+        args: parsed.
+        command: for which.
+
+    Raises:
+        ConfigError: a flag that times follow from is missing, says what is to be found, or is not known here.
+    """
+    if args.vtp_size_list not in (None, "auto"):
+        raise ConfigError(f"--vtp-size-list {args.vtp_size_list} with {command}, which is for all lists; leave it out")
+    args.vtp_size_list = "auto"
+    stages = _read_lists(args)
+    config = read_flags(args, VtpConfig())
+    if stages is not None and config.stages not in (None, (stages, stages)):
+        raise ConfigError(
+            f"--vtp-stages {':'.join(map(str, config.stages or ()))} with a list of {stages} stages; leave one out"
+        )
+    ask = read_ask(args, config, config.stages or (stages or 1, stages or args.num_layers or 1))
+    _check(args, command)
+    return ask, read_padded_model(args, ask)
+
+
+def read_padded_model(args: argparse.Namespace, ask: Ask) -> Model:
+    """Read the model with its vocabulary padded as every list pads it.
+
+    Args:
+        args: parsed.
+        ask: what is wanted of the list.
+    """
+    model = model_flags.read_model(args, PipelineLayout.from_sizes((1,), world_size=1))
+    if words := vocabulary_words((1,), ask):
+        multiple = int(words[-1])
+        model = replace(model, vocab=-(-args.vocab_size // multiple) * multiple)
+    return model
+
+
+def _read_lists(args: argparse.Namespace) -> int | None:
+    """Read lists of other sizes than that of tensor parallelism, which must be one size for all stages.
+
+    Returns:
+        How many stages they are for; None without a list.
+    """
+    found: dict[str, int] = {}
+    for name, (flag, parse) in _LISTS.items():
+        text = getattr(args, f"vtp_{name}_list")
+        if text is None:
+            continue
+        sizes = parse(text)
+        if len(set(sizes)) > 1:
+            raise ConfigError(f"--vtp-{name}-list {text}: search knows one size for all stages; give {flag} instead")
+        if (getattr(args, flag[2:].replace("-", "_")) or sizes[0]) != sizes[0]:
+            raise ConfigError(f"--vtp-{name}-list {text} contradicts {flag}; leave one of them out")
+        setattr(args, flag[2:].replace("-", "_"), sizes[0])
+        setattr(args, f"vtp_{name}_list", None)
+        found[name] = len(sizes)
+    if len(set(found.values())) > 1:
+        shown = ", ".join(f"--vtp-{name}-list {number}" for name, number in found.items())
+        raise ConfigError(f"lists of different lengths: {shown} stages; give one size for every stage")
+    return next(iter(found.values()), None)
+
+
+def features_of(args: argparse.Namespace, model: Model) -> dict[str, object]:
+    """List what the times of a model's parts depend on."""
+    microbatch = activation_flags.read_microbatch(args)
+    return features(model, itemsize_bytes=microbatch.itemsize_bytes, topk=_topk(microbatch))
+
+
+def _topk(microbatch: Microbatch) -> int:
+    """Give the experts of a token; 0 without experts."""
+    return 0 if microbatch.routing is None else microbatch.routing.topk
+
+
+def _check(args: argparse.Namespace, command: str) -> None:
+    if args.layerwise_disaggregated_training and command == "profile":
+        raise ConfigError(
+            "--layerwise-disaggregated-training with profile, which times parts of any pipeline; leave it"
+        )
+    for flag, _ in _LISTS.values():
+        size = getattr(args, flag[2:].replace("-", "_"))
+        if (size or 1) > 1 and command == "profile":
+            raise ConfigError(f"{flag} {size} with profile, which times a card that has no such peers; leave it out")
+    if args.mtp_num_layers:
+        raise ConfigError(f"--mtp-num-layers with {command}, which does not know what such a layer costs; leave it out")
+    if reason := model_flags.why_unknown(args, lacks_parts=False):
+        raise ConfigError(f"{command} needs to know the model: {reason}")
+    if not args.seq_length:
+        raise ConfigError("--seq-length is missing; what a layer costs depends on it")
+
+
+def _shapes(
+    args: argparse.Namespace,
+    ask: Ask,
+    cluster: Cluster,
+    model: Model,
+    microbatch: Microbatch,
+    training: Training,
+    sizes: Sequence[int],
+) -> Iterator[Shape]:
+    num_cards = sum(group.num_nodes * group.num_cards for group in cluster.nodes)
+    largest = max(group.num_cards for group in cluster.nodes)
+    if largest < ask.cp:
+        raise ConfigError(
+            f"--context-parallel-size {ask.cp}: no node has so many cards; a replica of a stage is inside one node"
+        )
+    if problems := ask.problems_of_size(1):
+        raise ConfigError(problems[0])
+    most = num_cards // (ask.cp * ask.least_stages)
+    all_replicas = range(1, most + 1) if ask.num_replicas is None else (ask.num_replicas,)
+    for size in sizes:
+        batch = Batch(
+            size=size,
+            length=args.seq_length,
+            itemsize_bytes=microbatch.itemsize_bytes,
+            gradient_itemsize_bytes=training.gradient_itemsize_bytes,
+            topk=_topk(microbatch),
+            is_recomputed=args.recompute_granularity == "full",
+            shares_update=args.use_distributed_optimizer,
+            cp=ask.cp,
+            ep=ask.ep,
+            etp=ask.etp,
+            is_gathered=microbatch.routing is not None and microbatch.routing.is_gathered,
+        )
+        memory = StageMemory(model, training, replace(microbatch, size=size), cp=ask.cp, ep=ask.ep, etp=ask.etp)
+        for replicas in all_replicas:
+            own = () if args.global_batch_size % (size * replicas) else ask.sizes(largest, replicas)
+            if not own:
+                continue
+            yield Shape(
+                num_replicas=replicas,
+                num_microbatches=args.global_batch_size // (size * replicas),
+                micro_batch_size=size,
+                pools=tuple(_pool(group, cluster, model, batch, replicas, own) for group in cluster.nodes),
+                message_bytes=batch.num_tokens * model.hidden * batch.itemsize_bytes,
+                cp=ask.cp,
+                held_bytes=memory.held_bytes,
+                counted_twice=memory.counted_twice,
+            )
+
+
+def _pool(group: Nodes, cluster: Cluster, model: Model, batch: Batch, replicas: int, parts: Sequence[int]) -> Pool:
+    links, room = cluster.links, group.num_cards // batch.cp
+    return Pool(
+        name=group.name,
+        rooms=(room,) * group.num_nodes,
+        speeds={tp: speed_of(group.card, links, model, batch, tp, replicas) for tp in parts if tp <= room},
+        inside=links.inside_of(group.card.name),
+        between=links.between_of(group.site, group.card.name),
+        site=group.site,
+        memory_bytes=group.card.memory_bytes,
+        card_price=group.card.price_per_hour,
+    )

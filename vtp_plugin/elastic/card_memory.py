@@ -1,0 +1,123 @@
+"""Which cards failed before, remembered beside the checkpoint: a restart alone would use them again."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vtp_plugin.checkpoint.save.atomic_dir import write_whole
+from vtp_plugin.elastic.marker import RUN_FOLDER_VARIABLE
+from vtp_plugin.util import log
+from vtp_plugin.util.untrusted_files import read_json, read_text
+
+if TYPE_CHECKING:
+    from vtp_plugin.elastic.cards import Card
+
+MEMORY = "vtp_cards.json"
+"""The name of the file."""
+CARD_VARIABLE = "VTP_CARD"
+"""Set in the ranks of a fitted run: the card that a rank has."""
+_MOST_FAILURES = 2
+_ERROR = "vtp_card_error."
+# What a device reports of itself; messages of NCCL and HCCL are mostly about another rank.
+_OF_A_CARD = re.compile(
+    r"\b(CUDA|HIP|NPU|ACL|CUBLAS\w*|CUDNN\w*) error\b|\bECC error|device-side assert", re.IGNORECASE
+)
+
+
+def leave_out(cards: Sequence[Card], folder: Path, *, forgives: str = "") -> list[Card]:
+    """Take cards that failed twice for bad, also where they work now, and remember what was found.
+
+    A card fails when it is bad and was not so the last time that it was seen: one that stays bad has failed once. One
+    that works now fails, too, if it reported an error in an earlier attempt (:func:`note_error`).
+
+    Args:
+        cards: of all ranks of this attempt.
+        folder: of checkpoints.
+        forgives: forget what was remembered, once for each start with this name; empty to keep it.
+
+    Returns:
+        The cards, in their order.
+    """
+    path = folder / MEMORY
+    known: dict[str, Any] = _read(path)
+    if forgives and known.get("forgiven by") != forgives:
+        known = {"forgiven by": forgives, "cards": {}}
+    remembered: dict[str, Any] = known.setdefault("cards", {})
+    found = []
+    for card in cards:
+        name = name_card(card)
+        entry: dict[str, Any] = remembered.get(name, {"failures": 0, "is bad": False, "why": ""})
+        if error := _take_error(folder, name):
+            entry = {"failures": entry["failures"] + 1, "is bad": True, "why": error}
+            remembered[name] = entry
+        if card.why:
+            number = entry["failures"] + (0 if entry["is bad"] else 1)
+            remembered[name] = {"failures": number, "is bad": True, "why": card.why}
+        elif name in remembered:
+            entry["is bad"] = False
+            if entry["failures"] >= _MOST_FAILURES:
+                why = f"left out: it failed {entry['failures']} times, the last time as {entry['why']}"
+                card = replace(card, why=f"{why}; --vtp-forgive takes it back")
+        found.append(card)
+    _write(path, known)
+    return found
+
+
+def name_card(card: Card) -> str:
+    """Name a card, as the memory does."""
+    return f"{card.node} local rank {card.local_rank}"
+
+
+def note_error(error: BaseException, environment: Mapping[str, str] = os.environ) -> None:
+    """Note an error by which this rank's card says that it fails, for the next attempt; any other is left alone.
+
+    Args:
+        error: that ends this process.
+        environment: names the card and the folder in a fitted run.
+    """
+    folder, name, text = environment.get(RUN_FOLDER_VARIABLE), environment.get(CARD_VARIABLE), str(error)
+    if folder and name and _OF_A_CARD.search(text) and "out of memory" not in text:
+        with contextlib.suppress(OSError):
+            _error_path(Path(folder), name).write_text(text.strip().splitlines()[0], encoding="utf-8")
+
+
+def _error_path(folder: Path, name: str) -> Path:
+    return folder / f"{_ERROR}{re.sub(r'[^A-Za-z0-9.-]', '_', name)}"
+
+
+def _take_error(folder: Path, name: str) -> str:
+    """Read what a card has reported, once; empty if it has not."""
+    path = _error_path(folder, name)
+    with contextlib.suppress(OSError):
+        text = read_text(path)
+        path.unlink()
+        return text or "an error"
+    return ""
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = read_json(path)
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        log.warning(f"{path} cannot be read ({error}); what it says of cards that failed is not known")
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _write(path: Path, known: dict[str, Any]) -> None:
+    if not known["cards"] and not path.exists():
+        return
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, json.dumps(known, indent=1))
+    except OSError as error:
+        log.warning(f"{path} cannot be written ({error.strerror}); cards that failed are not remembered")

@@ -1,0 +1,178 @@
+"""What each rank has before a list is fitted, and the post in which one rank says who does what."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
+
+import torch.distributed as dist
+
+from vtp_plugin.errors import LayoutError, PeerError, ShortageError, is_final
+from vtp_plugin.runtime.health.posts import read_post
+from vtp_plugin.runtime.health.redaction import Disclosure, first_line
+from vtp_plugin.runtime.health.store import Topic, part_of
+from vtp_plugin.runtime.health.waiting import JUDGE_SHARE, WAITED, WaitingLines, poll, some_ranks
+from vtp_plugin.util.printable import one_line
+from vtp_plugin.util.typed_json import ShapeError, read_typed
+
+_PROBE = Path(__file__).with_name("card_probe.py")
+_FAREWELL_S = 5.0
+# Errors by which a fit ends, of classes that inherit from each other the inner one first.
+_KINDS = (PeerError, ShortageError, LayoutError)
+# Tests play bad cards with it.
+FAULT_FILE_VARIABLE = "VTP_FAULT_FILE"
+
+Decided = TypeVar("Decided")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """What a rank has.
+
+    Attributes:
+        node: name of its machine.
+        local_rank: index of the card there.
+        site: of the machine; empty where sites have no names.
+        kind: of the card, such as ``cuda``; empty if it did not answer.
+        why: it is bad; empty if it is good.
+        versions: of what must be the same on all nodes.
+    """
+
+    node: str
+    local_rank: int
+    site: str
+    kind: str
+    why: str
+    versions: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """What a try has found, see ``card_probe.py``."""
+
+    kind: str
+    why: str
+
+
+def try_card(device: str, node: str, local_rank: int, limit_s: float) -> tuple[str, str]:
+    """Try a card in a process of its own.
+
+    Args:
+        device: as for :func:`~vtp_plugin.elastic.card_probe.probe`; so are the next two.
+        node: name of this machine.
+        local_rank: index of the card.
+        limit_s: after so long it does not answer.
+
+    Returns:
+        The kind of the card, and why it is bad; empty if it is good.
+    """
+    words = [sys.executable, str(_PROBE), device, node, str(local_rank), os.environ.get(FAULT_FILE_VARIABLE, "")]
+    try:
+        done = subprocess.run(words, capture_output=True, text=True, timeout=limit_s, stdin=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired:
+        return "", f"hanging: no answer within {limit_s:g} s"
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines()
+        return "", f"erring: the try ended with {done.returncode} ({first_line(lines[-1]) if lines else 'no message'})"
+    try:
+        found = read_typed(_Found, "".join(done.stdout.splitlines()[-1:]))
+    except ShapeError as error:
+        return "", f"erring: what the try printed {error}"
+    return found.kind, found.why
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ended:
+    """Why there are no seats.
+
+    Attributes:
+        error: in one line.
+        kind: of the error, the name of its class.
+        is_final: no restart cures it.
+    """
+
+    error: str
+    kind: str
+    is_final: bool
+
+
+def settle_seats(
+    store: dist.Store,
+    own: Card,
+    decide: Callable[[Sequence[Card]], Mapping[str, Any]],
+    kind: type[Decided],
+    *,
+    rank: int,
+    world_size: int,
+    timeout_s: float,
+    disclosure: Disclosure,
+) -> Decided:
+    """Tell what this rank has, and learn what rank 0 decides for all.
+
+    Args:
+        store: reaches all ranks.
+        own: what this rank has.
+        decide: called on rank 0 with the cards of all ranks; gives JSON values.
+        kind: a dataclass: its fields are what all ranks learn.
+        rank: this rank, as the launcher numbers it.
+        world_size: number of ranks that the launcher started.
+        timeout_s: how long to wait for the others.
+        disclosure: says what they may learn from this rank.
+
+    Raises:
+        ShortageError: rank 0 found that too few cards are there; the text is the same on all ranks of its site.
+        ConfigError: rank 0 found that nothing fits; as before.
+        PeerError: a rank did not come, or somebody has posted what no rank posts.
+    """
+    part = part_of(store, Topic.CARDS)
+    part.set(str(rank), json.dumps(asdict(replace(own, why=disclosure.reason(own.why)))))
+    if rank == 0:
+        try:
+            found = decide(_cards(part, world_size, timeout_s))
+        except Exception as error:
+            kinds = (one for one in _KINDS if isinstance(error, one))
+            text = one_line(disclosure.describe(error))
+            ended = Ended(error=text, kind=next(kinds, LayoutError).__name__, is_final=is_final(error))
+            part.set("seats", json.dumps(asdict(ended)))
+            # This process may own the store's server: it leaves last, or the others never learn why.
+            poll(lambda: part.add("read", 0) >= world_size - 1, _FAREWELL_S)
+            raise
+        part.set("seats", json.dumps({name: found[name] for name in get_type_hints(kind)}))
+    else:
+        lines = WaitingLines(timeout_s, lambda: "rank 0, which fits the list to the cards")
+        if not poll(lambda: part.check(["seats"]), timeout_s, pause_s=0.1, lines=lines):
+            raise PeerError(
+                f"{WAITED} {timeout_s:.1f} s for rank 0 to fit the list: no answer; look for a rank 0 that ended"
+            )
+        part.add("read", 1)
+        if "error" in read_post(dict[str, object], part, "seats", Topic.CARDS.key):
+            ended = read_post(Ended, part, "seats", Topic.CARDS.key)
+            raised = next((one for one in _KINDS if one.__name__ == ended.kind), PeerError)
+            raise raised(ended.error, is_final=ended.is_final and disclosure.trusts_judge)
+    return read_post(kind, part, "seats", Topic.CARDS.key)
+
+
+def _cards(part: dist.Store, world_size: int, timeout_s: float) -> list[Card]:
+    """Wait on rank 0 for the cards of all ranks.
+
+    Raises:
+        PeerError: a rank did not come, or posted something else.
+    """
+    keys, limit_s, begin_s = [str(rank) for rank in range(world_size)], JUDGE_SHARE * timeout_s, time.monotonic()
+
+    def missing() -> list[int]:
+        return [int(key) for key in keys if not part.check([key])]
+
+    lines = WaitingLines(limit_s, lambda: f"rank {some_ranks(missing())}")
+    if not poll(lambda: part.check(keys), limit_s, pause_s=0.1, lines=lines):
+        waited = f"{WAITED} {time.monotonic() - begin_s:.1f} s"
+        text = f"{waited} for the card of rank {some_ranks(missing())}: no answer"
+        raise PeerError(text, shared=text)
+    return [read_post(Card, part, key, Topic.CARDS.key) for key in keys]

@@ -1,0 +1,183 @@
+"""What rank 0 of the launcher decides for all ranks of an attempt, and what it keeps beside the checkpoint for that."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vtp_plugin.checkpoint.save.folder_lock import LOCK_VARIABLE, FolderLock, patience_s
+from vtp_plugin.config.parse_values import format_value
+from vtp_plugin.elastic.card_memory import leave_out, name_card
+from vtp_plugin.elastic.cards import Card
+from vtp_plugin.elastic.progress import LastStep, read_last, write_last
+from vtp_plugin.errors import LayoutError, VtpError
+from vtp_plugin.runtime.health.redaction import Disclosure
+from vtp_plugin.tune.fit.available_cards import Node, in_order
+from vtp_plugin.tune.fit.chosen import Chosen
+from vtp_plugin.tune.fit.constraints import Ask
+from vtp_plugin.tune.fit.fit_layout import fit
+from vtp_plugin.tune.fit.rank_assignment import seat_cards
+from vtp_plugin.tune.fit.reasons import describe
+from vtp_plugin.util import log
+
+_ALERT_S = 10.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Judge:
+    """Decides on the launcher's rank 0 who does what.
+
+    Attributes:
+        make_ask: reads what is wanted, on every rank from its own flags.
+        make_words: gives the flags of a fitted list, likewise.
+        folder: of checkpoints; None where nothing is kept.
+        forgives: forget which cards failed.
+        on_loss: command that is told of a loss; empty for none.
+        environment: of this process, with the launcher's variables.
+        timeout_s: how long ranks wait for each other.
+        disclosure: says what the other ranks may learn from this one.
+        lines: say why; known once :meth:`decide` was called.
+        lock: on the folder, once it is taken; it is held as long as this object is.
+    """
+
+    make_ask: Callable[[], Ask]
+    make_words: Callable[[Chosen, Ask], Sequence[str]]
+    folder: Path | None = None
+    forgives: bool = False
+    on_loss: str = ""
+    environment: Mapping[str, str] = field(default_factory=dict[str, str])
+    timeout_s: float = 600.0
+    disclosure: Disclosure = Disclosure(is_one_site=True)
+    lines: Sequence[str] = ()
+    lock: FolderLock | None = None
+
+    def decide(self, cards: Sequence[Card]) -> Mapping[str, Any]:
+        """Fit the list to the cards of all ranks.
+
+        Returns:
+            JSON values: the seats by rank, the list, lines that say why, the sizes, and the last step of the
+            attempt before.
+
+        Raises:
+            ConfigError: nothing fits, ranks contradict each other, or another run has the folder.
+        """
+        last = self._take_folder()
+        if self.folder is not None:
+            launch = f"{socket.gethostname()} {os.getppid()}" if self.forgives else ""
+            cards = leave_out(cards, self.folder, forgives=launch)
+        try:
+            outcome = self._fit(cards, last)
+        except VtpError as error:
+            self._alert(str(error))
+            raise
+        self.lines = outcome["lines"]
+        if last is not None:
+            self._alert(f"{last}; {outcome['lines'][0]}")
+            outcome["lines"].append(str(last))
+        if self.folder is not None:
+            begin = LastStep(iteration=0, samples=0, at_s=time.time(), sizes=outcome["sizes"])
+            write_last(self.folder, begin if last is None else last.followed(outcome["sizes"]))
+        return outcome
+
+    def words(self, chosen: Chosen, num_ranks: int) -> tuple[str, ...]:
+        """Write the flags of a list that was chosen for all; each rank does so, and from its own flags.
+
+        Args:
+            chosen: the list.
+            num_ranks: that have a seat.
+
+        Raises:
+            ConfigError: this rank's flags do not go with it.
+        """
+        ask = self.make_ask()
+        chosen.require(ask, num_ranks)
+        return tuple(self.make_words(chosen, ask))
+
+    def close(self) -> None:
+        """Let another run have the folder."""
+        if self.lock is not None:
+            self.lock.release()
+
+    def _take_folder(self) -> LastStep | None:
+        """Lock the folder, and read how far the last attempt came."""
+        if self.folder is None:
+            log.warning("no --save: nobody remembers cards that fail, what was lost, or what no restart cures")
+            return None
+        limit_s = patience_s(self.timeout_s)
+        self.lock = FolderLock(self.folder, self.environment, limit_s, token=self.environment.get(LOCK_VARIABLE))
+        return read_last(self.folder)
+
+    def _fit(self, cards: Sequence[Card], last: LastStep | None) -> dict[str, Any]:
+        ask = self.make_ask()
+        try:
+            nodes, numbers = group_by_node(cards)
+            in_order(nodes, ask.sites)
+        except VtpError as error:
+            # What others say of themselves is wrong: by that the other site does not stop this one for good.
+            error.is_final = error.is_final and self.disclosure.trusts_judge
+            raise
+        fitted, rivals = fit(nodes, ask)
+        layout = ask.layout(fitted.sizes, fitted.num_replicas)
+        assert layout is not None
+        bad = [f"bad card: {name_card(card)} is {card.why}" for card in cards if card.why]
+        return {
+            "seats": seat_cards(fitted, layout, numbers),
+            "why": {number: self.disclosure.reason(card.why) for number, card in enumerate(cards) if card.why},
+            "chosen": asdict(Chosen.of(fitted)),
+            "lines": [*describe(fitted, ask, rivals), *bad],
+            "sizes": format_value(fitted.sizes),
+            "last": None if last is None else asdict(last),
+        }
+
+    def _alert(self, text: str) -> None:
+        """Run the user's command; whatever becomes of it, the run goes on."""
+        if not self.on_loss:
+            return
+        try:
+            done = subprocess.run(
+                self.on_loss,
+                shell=True,
+                env={**os.environ, "VTP_LOSS": text},
+                stdin=subprocess.DEVNULL,
+                timeout=_ALERT_S,
+                check=False,
+            )
+            problem = f"ended with status {done.returncode}" if done.returncode else ""
+        except (OSError, subprocess.TimeoutExpired) as error:
+            problem = str(error)
+        if problem:
+            log.warning(f"--vtp-on-loss {self.on_loss}: {problem}; the run goes on")
+
+
+def group_by_node(cards: Sequence[Card]) -> tuple[list[Node], dict[str, list[int]]]:
+    """Group ranks by their machines: the nodes, and of each the ranks whose cards work, by local rank.
+
+    Raises:
+        ConfigError: versions or kinds of cards differ, or ranks of a machine contradict each other.
+    """
+    versions = {card.versions: card.node for card in cards}
+    if len(versions) > 1:
+        shown = " and ".join(f"{text} on {node}" for text, node in [*versions.items()][:2])
+        raise LayoutError(f"versions differ between nodes: {shown}; install the same ones")
+    nodes: list[Node] = []
+    numbers: dict[str, list[int]] = {}
+    for name in dict.fromkeys(card.node for card in cards):
+        own = [(card.local_rank, number) for number, card in enumerate(cards) if card.node == name]
+        if len({place for place, _ in own}) < len(own):
+            raise LayoutError(f"two ranks on {name} have one local rank; give each agent its --vtp-node name")
+        sites = {card.site for card in cards if card.node == name}
+        if len(sites) > 1:
+            raise LayoutError(f"ranks on {name} name the sites {', '.join(sorted(sites))}; give one --vtp-site there")
+        good = [number for _, number in sorted(own) if not cards[number].why]
+        kinds = {cards[number].kind for number in good}
+        if len(kinds) > 1:
+            raise LayoutError(f"kinds of cards are mixed on {name}: {', '.join(sorted(kinds))}; give --vtp-device")
+        nodes.append(Node(name=name, num_cards=len(good), site=sites.pop(), kind="".join(kinds)))
+        numbers[name] = good
+    return nodes, numbers

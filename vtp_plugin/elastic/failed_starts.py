@@ -1,0 +1,119 @@
+"""Starts that end in the same way before a first step: after some of them no later one is tried.
+
+A launcher starts a run again whatever ended it. What no restart cures is mostly known at once (``is_final``); a file
+that is missing may come back, so it is counted. A rank counts what ended itself, in the folder of its own site; what
+another rank or another site says of an end counts for nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from vtp_plugin.elastic.marker import MARKER, RUN_FOLDER_VARIABLE, leave_marker, put_beside
+from vtp_plugin.errors import VtpError
+from vtp_plugin.runtime.health.redaction import describe_error
+from vtp_plugin.util import log
+from vtp_plugin.util.typed_json import read_typed
+from vtp_plugin.util.untrusted_files import read_bytes
+
+FAILED_STARTS: Final = "vtp_failed_starts.json"
+"""The name of the file."""
+START_VARIABLE: Final = "VTP_START"
+"""Set in a rank of a fitted run until its first step: what its flags are, and a name that only this attempt has."""
+MOST_EQUAL: Final = 5
+"""So many starts may end in one way."""
+_MOST_REASONS, _MOST_CHARS = 20, 500
+# A peer that is gone is what a restart is for, and a machine that joins ends the ranks of all others.
+_OF_A_PEER = re.compile(r"gloo|nccl|hccl|connection|broken pipe|socket|tcpstore", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Noted:
+    """What the file holds: flags of the starts, and by reason how many ended in that way, and the last of them."""
+
+    flags: str
+    reasons: dict[str, tuple[int, str]]
+
+
+def name_start(words: Sequence[str], attempt: str, environment: MutableMapping[str, str]) -> None:
+    """Let failures of this process count until its first step.
+
+    Args:
+        words: script and flags, as the user gave them: with others counting begins anew.
+        attempt: a name that the ranks of this attempt have, and no other attempt.
+        environment: of this process.
+    """
+    digest = hashlib.sha256(json.dumps([*words]).encode()).hexdigest()[:16]
+    environment[START_VARIABLE] = f"{digest} {attempt}"
+
+
+def forget_failed_starts(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Note that this start has made a step, or ended well."""
+    folder = environment.get(RUN_FOLDER_VARIABLE)
+    if environment.pop(START_VARIABLE, "") and folder:
+        with contextlib.suppress(OSError):
+            (Path(folder) / FAILED_STARTS).unlink()
+
+
+def note_failed_start(error: BaseException, environment: Mapping[str, str] = os.environ) -> None:
+    """Count an error that ends this process before its first step; of too many equal ones leave the marker.
+
+    Numbers in their texts need not be equal. An error of the plugin counts as what caused it: by itself it is final,
+    or a restart may cure it.
+
+    Args:
+        error: that ends this process, and is not the consequence of another rank's.
+        environment: names the start and the folder in a fitted run.
+    """
+    folder, reason = environment.get(RUN_FOLDER_VARIABLE), _reason(error)
+    flags, _, attempt = environment.get(START_VARIABLE, "").partition(" ")
+    if not folder or not attempt or not reason:
+        return
+    path = Path(folder) / FAILED_STARTS
+    reasons = _read(path, flags)
+    key = re.sub(r"\d+", "#", reason)
+    count, last = reasons.pop(key, (0, ""))
+    count += last != attempt  # several ranks may end in one way
+    reasons[key] = count, attempt
+    put_beside(path, json.dumps({"flags": flags, "reasons": dict([*reasons.items()][-_MOST_REASONS:])}))
+    if count < MOST_EQUAL:
+        return
+    leave_marker(f"{reason}; {count} starts ended so before a first step", environment)
+    with contextlib.suppress(OSError):
+        path.unlink()
+    log.error(
+        f"{count} starts ended so before a first step, and no other one is tried: mend it, then remove "
+        f"{path.with_name(MARKER)}"
+    )
+
+
+def _reason(error: BaseException) -> str:
+    """Say why a process ends, if that counts.
+
+    >>> _reason(VtpError("no answer")), _reason(FileNotFoundError("tok.model")), _reason(KeyboardInterrupt())
+    ('', 'FileNotFoundError: tok.model', '')
+    """
+    cause: BaseException | None = error
+    while isinstance(cause, VtpError):
+        cause = cause.__cause__
+    if cause is None or isinstance(cause, KeyboardInterrupt):
+        return ""
+    text = describe_error(cause)[:_MOST_CHARS]
+    return "" if _OF_A_PEER.search(text) else text
+
+
+def _read(path: Path, flags: str) -> dict[str, tuple[int, str]]:
+    """Read how often starts with these flags ended in which way."""
+    try:
+        found = read_typed(_Noted, read_bytes(path))
+    except (OSError, ValueError):
+        return {}
+    return found.reasons if found.flags == flags else {}

@@ -1,0 +1,26 @@
+"""What a rank that fails leaves beside the checkpoint for later starts."""
+
+from __future__ import annotations
+
+from vtp_plugin.elastic.card_memory import note_error
+from vtp_plugin.elastic.failed_starts import note_failed_start
+from vtp_plugin.elastic.marker import leave_marker
+from vtp_plugin.errors import VtpError
+from vtp_plugin.runtime.health.redaction import describe_error
+
+
+def note_for_next_start(error: BaseException, position: str, is_consequence: bool) -> None:
+    """Write down what ends this process where later starts look, if it is this process that failed first.
+
+    Args:
+        error: that ends this process.
+        position: of this rank in the run, which later starts do not need.
+        is_consequence: whether another rank failed before.
+    """
+    del position
+    if is_consequence:
+        return
+    if isinstance(error, VtpError) and error.is_final:
+        leave_marker(describe_error(error))
+    note_error(error)
+    note_failed_start(error)

@@ -1,0 +1,190 @@
+"""Take part in a run whose list is fitted to the cards, or stay out of it: before the script starts."""
+
+from __future__ import annotations
+
+import atexit
+import datetime
+import logging
+import os
+from collections.abc import MutableMapping
+from dataclasses import asdict, dataclass
+
+from vtp_plugin.checkpoint.save.folder_lock import LOCK_VARIABLE
+from vtp_plugin.config.parse_values import format_value
+from vtp_plugin.elastic.card_memory import CARD_VARIABLE, name_card
+from vtp_plugin.elastic.cards import Card, settle_seats
+from vtp_plugin.elastic.coordinator import Judge
+from vtp_plugin.elastic.failed_starts import forget_failed_starts
+from vtp_plugin.elastic.launchers import SHARE_VARIABLE
+from vtp_plugin.elastic.outcome import Outcome
+from vtp_plugin.elastic.progress import hand_on, note_end
+from vtp_plugin.elastic.spare_rank import Onlooker
+from vtp_plugin.errors import ConfigError, ShortageError
+from vtp_plugin.runtime.health.meeting_store import ATTEMPT_VARIABLE, KEEPER_VARIABLE, open_own_store, open_store
+from vtp_plugin.runtime.health.store import name_run
+from vtp_plugin.runtime.health.store_server import is_agent_store, serves_store
+from vtp_plugin.runtime.health.waiting import poll
+from vtp_plugin.util import log
+
+_LINGER_S = 60.0
+_FAREWELL_S = 5.0
+_LOOK_S = 0.5
+
+
+@dataclass(slots=True, kw_only=True)
+class Seat:
+    """What this process does in a fitted run.
+
+    Attributes:
+        rank: in the run; None for a spare rank.
+        world_size: of the run.
+        words: flags of the fitted list.
+        why: the rank is spare.
+        onlooker: tells when the run has ended.
+        judge: keeps the folder of checkpoints, on the launcher's rank 0.
+        has_ended: the script has ended well in this process; for a spare rank, the run has.
+    """
+
+    rank: int | None
+    world_size: int
+    words: tuple[str, ...]
+    why: str
+    onlooker: Onlooker
+    judge: Judge
+    has_ended: bool = False
+
+    def end(self) -> None:
+        """Note that the script has ended well."""
+        self.has_ended = True
+        forget_failed_starts()
+        if self.rank == 0 and self.judge.folder is not None:
+            note_end(self.judge.folder)
+
+    def wait_outside(self, own: Card) -> int:
+        """Say that this rank is spare, wait until training ends, and return the exit status.
+
+        Args:
+            own: its card.
+        """
+        what = f"this rank is spare ({own.node}, local rank {own.local_rank}): {self.why}"
+        _say(logging.WARNING, f"{what}; it holds no device and waits until training ends")
+        failure = self.onlooker.wait()
+        if failure is not None:
+            _say(logging.ERROR, f"this rank was spare; the run ended: {failure}")
+        self.has_ended = failure is None
+        return 0 if failure is None else 1
+
+
+def take_seat(
+    own: Card,
+    judge: Judge,
+    *,
+    environment: MutableMapping[str, str],
+    timeout_s: float,
+) -> Seat:
+    """Tell what this rank has, learn which list is fitted, and take the rank that this process has in it.
+
+    Afterwards ``RANK`` and ``WORLD_SIZE`` are those of the fitted run, without holes. ``LOCAL_RANK`` stays the index of
+    the device. The store stays where it is: to torch it is the launcher's from now on, whoever has become rank 0.
+
+    Args:
+        own: what this rank has.
+        judge: decides on the launcher's rank 0.
+        environment: of this process, with the launcher's variables.
+        timeout_s: how long to wait for other ranks; and for more cards where too few are there.
+
+    Raises:
+        ShortageError: too few cards were there all the time.
+        ConfigError: nothing fits, the ranks contradict each other, or no launcher started this process.
+        PeerError: a rank did not come, or somebody has posted what no rank posts.
+    """
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        if not environment.get(name, "").isdigit():
+            raise ConfigError(f"--vtp-size-list auto needs the launcher's {name}, which is not set; use torchrun")
+    rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+    store = open_store(rank, world_size, timeout_s)
+    if is_agent_store(environment):
+        if rank == 0 and environment.get("GROUP_WORLD_SIZE", "1") != "1":
+            _say(
+                logging.WARNING,
+                "the loss of the first machine, whose launcher keeps the store, will end the run on all; elastic "
+                f"torchrun goes on with {SHARE_VARIABLE}=1 on every machine, see docs/lost-cards.md",
+            )
+        store = open_own_store(store, rank, environment, timeout_s)
+    environment[LOCK_VARIABLE] = name_run(store)
+    serves = serves_store(rank, environment)
+    try:
+        outcome = settle_seats(
+            store,
+            own,
+            judge.decide,
+            Outcome,
+            rank=rank,
+            world_size=world_size,
+            timeout_s=timeout_s,
+            disclosure=judge.disclosure,
+        )
+    except ShortageError as error:
+        _await_cards(error, timeout_s)
+        raise
+    outcome.require_seats(world_size)
+    seats, why = outcome.seats, own.why or outcome.why.get(rank, "")
+    onlooker = Onlooker(store, num_ranks=len(seats), timeout_s=timeout_s)
+    seat = Seat(
+        rank=seats.get(rank),
+        world_size=len(seats),
+        words=judge.words(outcome.chosen, len(seats)),
+        why=f"its card is {why}" if why else "the list that fits does without its card",
+        onlooker=onlooker,
+        judge=judge,
+    )
+    if rank == 0:
+        _say_beginning(judge, world_size, len(seats))
+    # Runs last of all: what is registered first is called last.
+    atexit.register(_leave, seat, num_others=world_size - 1, serves=serves)
+    if seat.rank is not None:
+        environment["RANK"], environment["WORLD_SIZE"] = str(seat.rank), str(seat.world_size)
+        environment[CARD_VARIABLE] = name_card(own)
+        environment[KEEPER_VARIABLE] = f"rank {seats[0]}" if 0 in seats else "a spare rank, the launcher's rank 0,"
+        last = None if outcome.last is None else asdict(outcome.last)
+        hand_on(format_value(outcome.chosen.sizes), last, environment)
+        environment["TORCHELASTIC_USE_AGENT_STORE"], environment[ATTEMPT_VARIABLE] = "True", "0"
+    return seat
+
+
+def _say_beginning(judge: Judge, num_ranks: int, num_working: int) -> None:
+    begin = datetime.datetime.now().isoformat(sep=" ", timespec="microseconds")
+    _say(logging.INFO, f"[{begin}] this attempt has {num_ranks} ranks, of which {num_working} work")
+    for line in judge.lines:
+        _say(logging.INFO, line)
+
+
+def _await_cards(error: ShortageError, limit_s: float) -> None:
+    """Stay while too few cards are there: a launcher has a number of restarts, and ends this process for a machine.
+
+    Args:
+        error: what this process ends with after that.
+        limit_s: how long to stay.
+    """
+    launcher = os.getppid()
+    _say(logging.WARNING, f"{error}; waits {limit_s:.0f} s for more cards: a machine that comes back restarts the run")
+    poll(lambda: os.getppid() != launcher, limit_s, pause_s=_LOOK_S)
+
+
+def _leave(seat: Seat, *, num_others: int, serves: bool) -> None:
+    """End last if this process keeps the store, so that nobody loses it before; at once where the script has failed."""
+    seat.judge.close()
+    if seat.rank is not None and not seat.has_ended:
+        return
+    try:
+        if seat.rank is not None:
+            seat.onlooker.leave()
+        # Ranks that have failed do not say that they are gone.
+        limit_s = _LINGER_S if seat.has_ended else _FAREWELL_S
+        seat.onlooker.let_go(keeps_store=serves, num_others=num_others, limit_s=limit_s)
+    except RuntimeError:
+        return  # the store is gone, and with it everybody who needs it
+
+
+def _say(level: int, text: str) -> None:
+    os.write(2, log.format_record(level, text, rank=log.launched_rank()).encode(errors="backslashreplace"))

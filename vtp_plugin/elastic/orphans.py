@@ -1,0 +1,49 @@
+"""End what a rank leaves behind when it is killed, such as the processes that write Megatron's checkpoints.
+
+torchrun starts each rank in a group of its own, and ends the group of a rank that lives, but not of one that was
+killed. A process that the rank has started then waits for work for ever. So a small process, which this file is as a
+script, looks whether the rank still lives, and then ends the rank's group and removes the folder that multiprocessing
+makes for the rank and its children: for sockets, and for the files of
+:meth:`~vtp_plugin.checkpoint.save.saving.Savings.scratch`. It imports neither torch nor the plugin.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing.util
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+_LOOK_S = 0.5
+
+
+def end_leftovers() -> bool:
+    """Let what this process starts end with it; False where its group is not its own, as in a plain shell.
+
+    Processes that it has put into groups of their own stay.
+    """
+    if os.name != "posix" or os.getpgrp() != os.getpid():
+        return False
+    folder = multiprocessing.util.get_temp_dir()  # made here, so that its name is known before the rank is killed
+    words = [sys.executable, "-S", "-E", __file__, str(os.getpid()), folder]
+    # Not in the group: torchrun kills that of a rank that does not end when it is told to.
+    subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True)
+    return True
+
+
+def _watch(rank: int, folder: str) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    while os.getppid() == rank:
+        time.sleep(_LOOK_S)
+    with contextlib.suppress(ProcessLookupError):  # nobody is left in it
+        os.killpg(rank, signal.SIGKILL)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    _watch(int(sys.argv[1]), sys.argv[2])

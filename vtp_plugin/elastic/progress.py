@@ -1,0 +1,191 @@
+"""How far a run has come, noted beside the checkpoint at every step, and what was lost when an attempt ended early."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections.abc import Mapping, MutableMapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from vtp_plugin.elastic.failed_starts import forget_failed_starts
+from vtp_plugin.elastic.marker import RUN_FOLDER_VARIABLE
+from vtp_plugin.util import log
+from vtp_plugin.util.typed_json import read_typed
+from vtp_plugin.util.untrusted_files import read_bytes
+
+PROGRESS = "vtp_progress.json"
+"""The name of the file."""
+_LAST_VARIABLE, _SIZES_VARIABLE = "VTP_LAST_STEP", "VTP_FITTED"
+# All records have one length: a new one replaces the old one in one write.
+_NUM_BYTES = 256
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastStep:
+    """The last step that an attempt has finished.
+
+    Attributes:
+        iteration: its number; 0 before the first.
+        samples: consumed until then.
+        at_s: when, in seconds since 1970, by the clock of the attempt's rank 0.
+        sizes: list in which it ran.
+        is_end: training has ended with it.
+        later: list of the newest attempt that began after it and has not finished a step; empty if there is none.
+        num_later: how many such attempts there were.
+    """
+
+    iteration: int
+    samples: int
+    at_s: float
+    sizes: str
+    is_end: bool = False
+    later: str = ""
+    num_later: int = 0
+
+    def followed(self, sizes: str) -> LastStep:
+        """Return the note once another attempt has begun, which has not finished a step yet.
+
+        >>> last = LastStep(iteration=7, samples=56, at_s=100.0, sizes="2,2")
+        >>> print(last)
+        the attempt in 2,2 ended after step 7
+        >>> print(last.followed("2,1"))
+        the attempt in 2,1 ended before its first step
+        """
+        return replace(self, later=sizes, num_later=self.num_later + 1)
+
+    def __str__(self) -> str:
+        """Say how the newest attempt ended, if it did."""
+        when = f"after step {self.iteration}" if self.iteration and not self.later else "before its first step"
+        return f"the attempt in {self.later or self.sizes} ended {when}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lost:
+    """What the end of an attempt cost, known once the next one has finished a step.
+
+    Attributes:
+        steps: finished before and computed again.
+        samples: computed again.
+        seconds: from the last finished step of the one to the first of the other.
+        text: all of it in words.
+    """
+
+    steps: int
+    samples: int
+    seconds: float
+    text: str
+
+
+def find_lost(last: LastStep, iteration: int, samples: int, batch_size: int, now_s: float) -> Lost:
+    """Compare the first step of an attempt with the last one of the attempt before.
+
+    Args:
+        last: of the attempt before.
+        iteration: number of the step.
+        samples: consumed after it.
+        batch_size: samples of the step.
+        now_s: when it was finished, in seconds since 1970.
+
+    >>> last = LastStep(iteration=7, samples=56, at_s=100.0, sizes="2,2")
+    >>> lost = find_lost(last, 5, 40, 8, 130.0)
+    >>> lost.steps, lost.samples, lost.seconds
+    (3, 24, 30.0)
+    >>> lost.text
+    'lost with the attempt in 2,2: 3 steps and 24 samples are computed again, 30.0 s between step 7 and step 5'
+    >>> find_lost(last.followed("2,1"), 5, 40, 8, 130.0).text.partition(":")[0]
+    'lost with the attempt in 2,2 and with 1 in 2,1 before its first step'
+    """
+    steps = max(0, last.iteration - iteration + 1)
+    twice = max(0, last.samples - samples + batch_size)
+    seconds = max(0.0, now_s - last.at_s)
+    more = f" and with {last.num_later} in {last.later} before its first step" if last.num_later == 1 else ""
+    if last.num_later > 1:
+        more = f" and with {last.num_later} before their first steps, the last one in {last.later}"
+    start = f"step {last.iteration}" if last.iteration else "its start"
+    text = (
+        f"lost with the attempt in {last.sizes}{more}: {steps} step{'s'[: steps != 1]} and {twice} samples are "
+        f"computed again, {seconds:.1f} s between {start} and step {iteration}"
+    )
+    return Lost(steps=steps, samples=twice, seconds=seconds, text=text)
+
+
+def read_last(folder: Path) -> LastStep | None:
+    """Read how far the last attempt came; None if none has begun, or the last one ended well."""
+    try:
+        last = read_typed(LastStep, read_bytes(folder / PROGRESS))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        log.warning(f"{folder / PROGRESS} cannot be read ({error}); what was lost is not known")
+        return None
+    return None if last.is_end else last
+
+
+def write_last(folder: Path, step: LastStep) -> None:
+    """Replace the note."""
+    text = json.dumps(asdict(step)).ljust(_NUM_BYTES - 1) + "\n"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        number = os.open(folder / PROGRESS, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+    except OSError as error:
+        log.warning(f"{folder / PROGRESS} cannot be written ({error.strerror}); what is lost will not be known")
+        return
+    with contextlib.suppress(OSError):
+        os.ftruncate(number, os.write(number, text.encode()))
+    os.close(number)
+
+
+class Progress:
+    """Notes every step of a fitted run, and says at its first one what was lost before it.
+
+    Args:
+        folder: of checkpoints, on the rank that writes; None on others.
+        sizes: list of this attempt.
+        last: step of the attempt before; None if that ended well, or there was none.
+    """
+
+    def __init__(self, folder: Path | None, sizes: str, last: LastStep | None) -> None:
+        self._folder = folder
+        self._sizes = sizes
+        self._last = last
+
+    @classmethod
+    def of_process(cls, environment: Mapping[str, str]) -> Progress | None:
+        """Take what :func:`hand_on` has left; None in a run that was not fitted, or has no folder."""
+        folder, sizes = environment.get(RUN_FOLDER_VARIABLE), environment.get(_SIZES_VARIABLE)
+        if not folder or not sizes:
+            return None
+        last = json.loads(environment.get(_LAST_VARIABLE, "null"))
+        is_writer = environment.get("RANK") == "0"
+        return cls(Path(folder) if is_writer else None, sizes, None if last is None else LastStep(**last))
+
+    def note(self, iteration: int, samples: int, batch_size: int) -> Lost | None:
+        """Note a finished step; arguments as for :func:`find_lost`. Return what was lost, at the first one only."""
+        now_s = time.time()
+        if self._folder is not None:
+            step = LastStep(iteration=iteration, samples=samples, at_s=now_s, sizes=self._sizes)
+            write_last(self._folder, step)
+        forget_failed_starts()
+        last, self._last = self._last, None
+        return None if last is None else find_lost(last, iteration, samples, batch_size, now_s)
+
+
+def hand_on(sizes: str, last: Mapping[str, object] | None, environment: MutableMapping[str, str]) -> None:
+    """Leave for :meth:`Progress.of_process` what was found before the script starts.
+
+    Args:
+        sizes: list of this attempt.
+        last: fields of the last step of the attempt before.
+        environment: of this process.
+    """
+    environment[_SIZES_VARIABLE], environment[_LAST_VARIABLE] = sizes, json.dumps(last)
+
+
+def note_end(folder: Path) -> None:
+    """Note that training has ended well, so that a later start does not take it for lost."""
+    last = read_last(folder)
+    if last is not None:
+        write_last(folder, replace(last, is_end=True))

@@ -1,0 +1,267 @@
+"""Find by name what holds given objects: names of modules, and what hangs on them.
+
+Every module is read name by name. What its names hold is opened where the module knows the host: it is part of it, or
+holds a module, a class or a function of it. Opened are classes, functions with default arguments, and partial objects.
+No attribute is asked for, so no lazy module loads. What lies elsewhere ``vtp_plugin.host.patching.detector`` finds.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Any, Final
+
+from vtp_plugin.host.patching.places import Default, PartialPart
+from vtp_plugin.util.undo import ABSENT, Item, Name, Place, namespace
+
+_OWN: Final = __name__.partition(".")[0]
+# These packages know nothing of a host that is built on torch.
+_BELOW_TORCH: Final = sys.stdlib_module_names | {"torch", "sympy", "mpmath", "networkx", "numpy", "triton"}
+# Values of these kinds hold nothing that can be changed by name. Most defaults are such.
+_LEADING_NOWHERE: Final = frozenset({type(None), bool, int, float, str, bytes, tuple, list, dict, set, frozenset})
+_WRAPPING: Final = (staticmethod, classmethod, MethodType)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hit:
+    """A place that holds an object, and what it is to hold instead.
+
+    Attributes:
+        where: ``"module:name"``, ``"module:Class.name"`` or ``"module:function (default name)"``, for people.
+        module: name in ``sys.modules`` of the module that the place belongs to, as far as it is known.
+        of: `id` of the object that was searched for.
+        place: reads and writes it.
+        new: the object's counterpart, or a staticmethod, classmethod or bound method of it, as the place holds it.
+    """
+
+    where: str
+    module: str
+    of: int
+    place: Place
+    new: object
+
+
+def find(swaps: Iterable[tuple[object, object]], owns: Callable[[str], bool]) -> list[Hit]:
+    """Find the places that hold one of some objects, except in the code of this package.
+
+    Args:
+        swaps: the objects, each with its counterpart.
+        owns: tells whether a module is part of the host.
+
+    Returns:
+        The places, sorted by what they are called.
+    """
+    pairs = list(swaps)
+    counterparts = {id(old): new for old, new in pairs}
+    modules = _knowing_modules(owns, counterparts.keys())
+    homes = set(map(home_of, modules))
+    ahead = [_Owner(module, shown_module(home_of(module)), home_of(module)) for module in modules]
+    opened: set[int] = set()
+    hits: list[Hit] = []
+    while ahead:
+        owner = ahead.pop()
+        for label, value, place in held(owner.value, functools.partial(_wanted, counterparts.keys())):
+            if place is None:
+                continue
+            where = owner.where + label
+            hits += _hits(value, counterparts, where=where, module=owner.module, place=place)
+            if id(value) not in opened:
+                opened.add(id(value))
+                ahead += _opened(value, homes, opened, where=where, module=owner.module)
+    return sorted(hits, key=lambda hit: hit.where)
+
+
+@dataclass(frozen=True, slots=True)
+class _Owner:
+    """Something to be opened: what it is called, and its module's name."""
+
+    value: Any
+    where: str
+    module: str
+
+
+def _knowing_modules(owns: Callable[[str], bool], ids: Collection[int]) -> list[ModuleType]:
+    """Return the loaded modules that know the host or hold, under a name, an object with one of the `id`s."""
+    left_out = {_OWN, *_BELOW_TORCH}
+    modules = [module for name, module in _named_modules() if name.partition(".")[0] not in left_out]
+    host = [module for module in modules if owns(home_of(module))]
+    wanted = {*ids, *map(id, host)}
+    owns = functools.cache(owns)  # asked about the same few modules by every value
+    for module in host:
+        wanted |= {id(value) for value in list(namespace(module).values()) if _is_written_in(value, owns)}
+    return [module for module in modules if not wanted.isdisjoint(_held_ids(module))]
+
+
+def _is_written_in(value: Any, owns: Callable[[str], bool]) -> bool:
+    return issubclass(type(value), FunctionType | type) and owns(home_of(value))
+
+
+def _hits(value: Any, counterparts: Mapping[int, object], **place: Any) -> Iterator[Hit]:
+    """Yield the hit of a place that holds one of the objects, itself or in a descriptor or bound method."""
+    if id(value) in counterparts:
+        yield Hit(of=id(value), new=counterparts[id(value)], **place)
+    elif issubclass(type(value), _WRAPPING) and id(value.__func__) in counterparts:
+        new: Any = counterparts[id(value.__func__)]
+        wrapped = MethodType(new, value.__self__) if isinstance(value, MethodType) else type(value)(new)
+        yield Hit(of=id(value.__func__), new=wrapped, **place)
+
+
+def _wanted(ids: Collection[int], names: Mapping[str, object]) -> list[tuple[str, object]]:
+    """Choose the names that hold one of the objects by `id`, or what may lead to one: few of many thousand."""
+    ahead = [item for item in list(names.items()) if type(item[1]) not in _LEADING_NOWHERE or id(item[1]) in ids]
+    return [item for item in ahead if id(item[1]) in ids or _leads_on(item[1])]
+
+
+def _leads_on(value: Any) -> bool:
+    """Tell whether a value may hold places, or one of the objects."""
+    kind = type(value)
+    if kind is FunctionType:
+        defaults, by_name = value.__defaults__, value.__kwdefaults__
+        return not (
+            (defaults is None or _LEADING_NOWHERE.issuperset(map(type, defaults)))
+            and (by_name is None or _LEADING_NOWHERE.issuperset(map(type, by_name.values())))
+        )
+    return issubclass(kind, (type, functools.partial, *_WRAPPING))
+
+
+def _opened(value: Any, homes: Collection[str], opened: set[int], *, where: str, module: str) -> Iterator[_Owner]:
+    """Yield what of a value may hold places: a partial object, and classes and functions of those modules."""
+    parts = [value]
+    if issubclass(type(value), _WRAPPING):
+        parts = [value.__func__, *([type(value.__self__)] if issubclass(type(value), MethodType) else [])]
+        parts = [part for part in parts if id(part) not in opened]
+        opened.update(map(id, parts))
+    for part in parts:
+        if issubclass(type(part), functools.partial):
+            yield _Owner(part, where, module)
+        elif issubclass(type(part), FunctionType | type) and (home := home_of(part)) in homes:
+            yield _Owner(part, f"{shown_module(home)}:{part.__qualname__}", home)
+
+
+def named_among(ids: set[int], is_left_out: Callable[[str], bool]) -> set[int]:
+    """Return the `id`s whose object is the value of a name in a loaded module.
+
+    Args:
+        ids: of the objects.
+        is_left_out: tells which modules do not count.
+    """
+    modules = [module for name, module in _named_modules() if not is_left_out(name)]
+    return {key for module in modules for key in ids.intersection(_held_ids(module))}
+
+
+def _held_ids(module: ModuleType) -> Iterator[int]:
+    return map(id, list(namespace(module).values()))
+
+
+def modules_by_namespace() -> dict[int, ModuleType]:
+    """Return the loaded modules, but those of this package, by `id` of their namespace."""
+    return {id(namespace(module)): module for name, module in _named_modules() if not is_own(name)}
+
+
+def _named_modules() -> Iterator[tuple[str, ModuleType]]:
+    """Yield the loaded modules, each once, under the first of their names."""
+    seen: set[int] = set()
+    for name in sorted(sys.modules):
+        module = sys.modules.get(name)
+        # The type is asked, since isinstance would ask a lazy module for its __class__ and so load it.
+        if module is not None and issubclass(type(module), ModuleType) and id(module) not in seen:
+            seen.add(id(module))
+            yield name, module
+
+
+def _all(names: Mapping[str, object]) -> list[tuple[str, object]]:
+    return list(names.items())
+
+
+def held(
+    holder: Any, choose: Callable[[Mapping[str, object]], Iterable[tuple[str, object]]] = _all
+) -> Iterator[tuple[str, object, Place | None]]:
+    """Yield what an object holds, each with its label and, where it can be changed, its place.
+
+    Of the names of a module or class only those that `choose` returns. Every mapping is copied first: other threads
+    assign while we look.
+    """
+    # The type is asked, since isinstance would ask a lazy module for its __class__ and so load it.
+    kind = type(holder)
+    if kind is FunctionType:
+        yield from _held_by_function(holder)
+    elif issubclass(kind, functools.partial):
+        yield " (partial)", holder.func, PartialPart(holder, 0)
+        yield from ((f" (partial, {i})", value, PartialPart(holder, i + 1)) for i, value in enumerate(holder.args))
+        for name, value in list(holder.keywords.items()):
+            yield f" (partial, {name})", value, Item(holder.keywords, name)
+    elif issubclass(kind, ModuleType | type):
+        mark = "." if issubclass(kind, type) else ":"
+        for name, value in choose(namespace(holder)):
+            yield mark + name, value, Name(holder, name)
+    elif issubclass(kind, dict):
+        for key, value in list(holder.items()):
+            yield f"[{key!r:.40}]" if isinstance(key, str | int) else "[..]", value, None
+    elif issubclass(kind, list | tuple):
+        yield from ((f"[{i}]", value, None) for i, value in enumerate(holder))
+    elif issubclass(kind, set | frozenset):
+        yield from (("{..}", value, None) for value in list(holder))
+    elif kind is CellType:
+        yield "", _content(holder), None
+    elif issubclass(kind, staticmethod | classmethod | MethodType):
+        yield "", holder.__func__, None
+    else:
+        yield from ((f".{name}", value, None) for name, value in list(_instance_dict(holder).items()))
+
+
+def _held_by_function(function: FunctionType) -> Iterator[tuple[str, object, Place | None]]:
+    defaults, code = function.__defaults__ or (), function.__code__
+    first = code.co_argcount - len(defaults)
+    for i, value in enumerate(defaults):
+        yield f" (default {code.co_varnames[first + i]})", value, Default(function, i)
+    keyword_defaults = function.__kwdefaults__ or {}
+    for name, value in list(keyword_defaults.items()):
+        yield f" (default {name})", value, Item(keyword_defaults, name)
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        if name != "__class__":
+            yield f" (closure variable {name})", _content(cell), None
+    for name, value in list(function.__dict__.items()):
+        if name != "__wrapped__":
+            yield f".{name}", value, None
+
+
+def _content(cell: CellType) -> object:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return ABSENT
+
+
+def _instance_dict(instance: object) -> dict[str, object]:
+    try:
+        found = object.__getattribute__(instance, "__dict__")
+    except AttributeError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def is_own(module: str) -> bool:
+    """Tell whether a module belongs to the package that this engine is part of: it keeps originals on purpose."""
+    return f"{module}.".startswith(f"{_OWN}.")
+
+
+def home_of(owner: Any) -> str:
+    """Return the module that a class, a function or a module comes from."""
+    names = owner.__globals__ if type(owner) is FunctionType else namespace(owner)
+    name = names.get("__module__" if issubclass(type(owner), type) else "__name__")
+    return name if isinstance(name, str) else ""
+
+
+def shown_module(name: str) -> str:
+    """Return what people call a module: the script by its file.
+
+    >>> shown_module("os.path")
+    'os.path'
+    """
+    module = sys.modules.get(name)
+    file = namespace(module).get("__file__") if name == "__main__" and module is not None else None
+    return os.path.basename(file) if isinstance(file, str) else name

@@ -1,0 +1,37 @@
+"""The Megatron that a run uses, the *host*: which versions are known, which one is imported, what was run with which.
+
+``known_versions`` is all that a new version changes here. ``find`` reads the version of what an import takes.
+
+Words:
+    host: the Megatron that a run uses, and the family that it belongs to (``Host``).
+    family: versions of Megatron that the same patches carry.
+    range: versions of a package, such as ``>=0.19,<0.20``.
+    capability: something that was run with some versions, by a name that patches, checks and tests ask for.
+"""
+
+from __future__ import annotations
+
+from vtp_plugin.host.versions.capability import Capability
+from vtp_plugin.host.versions.find import Package, find_host, find_megatron, find_torch, problems_of
+from vtp_plugin.host.versions.known_versions import HOSTS, SUPPORTED
+from vtp_plugin.host.versions.lookup import capability, family_of, host_named, untried
+from vtp_plugin.host.versions.megatron_family import Host
+from vtp_plugin.host.versions.ranges import check_range, is_in
+
+__all__ = [
+    "HOSTS",
+    "SUPPORTED",
+    "Capability",
+    "Host",
+    "Package",
+    "capability",
+    "check_range",
+    "family_of",
+    "find_host",
+    "find_megatron",
+    "find_torch",
+    "host_named",
+    "is_in",
+    "problems_of",
+    "untried",
+]

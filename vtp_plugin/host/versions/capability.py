@@ -1,0 +1,64 @@
+"""What a run may ask of a Megatron, and with which versions it was run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+from vtp_plugin.host.versions.ranges import between, check_range, is_in
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Capability:
+    """Something that works with some versions of Megatron and was not run, or does not work, with others.
+
+    Attributes:
+        name: As those ask for it whom it concerns: ``"two_rings"``.
+        what: The same in a few words.
+        versions: The ranges of versions with which it was run, in their order, each with an end: what a newer Megatron
+            does with it is not known. A fact of Megatron that needs no run may be true from a version on.
+        shown_by: The test that shows it, or the command.
+        absent: The ranges of versions that have no such thing, so that there is nothing to run.
+        notes: What else is to say of it with some versions, by ranges.
+        untried: How ``apply()`` names it in its warning where no version of a family ran it; empty if it says nothing,
+            as where the run is refused.
+        untried_in_part: The same where only some versions of a family ran it, after the first that did not.
+
+    Raises:
+        ValueError: a range is malformed.
+    """
+
+    name: str
+    what: str
+    versions: tuple[str, ...]
+    shown_by: str
+    absent: tuple[str, ...] = ()
+    notes: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    untried: str = ""
+    untried_in_part: str = ""
+
+    def __post_init__(self) -> None:
+        for versions in (*self.versions, *self.absent, *self.notes):
+            check_range(versions)
+
+    def has(self, version: str) -> bool:
+        """Tell whether a version has it."""
+        return is_in(version, *self.versions)
+
+    def is_absent(self, version: str) -> bool:
+        """Tell whether a version has no such thing that could be run."""
+        return is_in(version, *self.absent)
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The ranges of versions that do not have it."""
+        return between(self.versions)
+
+    def said_of(self, version: str) -> str:
+        """Say what was done with it where a version lacks it: ``not in it``, ``not run``, or why it is refused."""
+        return "not in it" if self.is_absent(version) else self.note(version) or "not run"
+
+    def note(self, version: str) -> str:
+        """Return what else is to say of it with a version; empty if nothing."""
+        return next((text for versions, text in self.notes.items() if is_in(version, versions)), "")

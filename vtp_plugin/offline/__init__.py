@@ -1,8 +1,0 @@
-"""Checkpoints without a run: they are compared and written anew by one process, on CPUs, without process groups.
-
-What needs no tensors, such as reading an index, is in ``vtp_plugin/checkpoint``. No more than some slabs are in memory.
-
-Words:
-    slab: elements of a box that are read at once.
-    state: weight, master weight or moment of a parameter.
-"""

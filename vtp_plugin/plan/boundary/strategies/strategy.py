@@ -1,0 +1,58 @@
+"""What a strategy is, as a row of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan
+from vtp_plugin.plan.boundary.sharding import Spread
+
+Planner = Callable[[Spread, Spread], BoundaryPlan]
+"""Makes the plan from the upstream to the downstream spread; equal arguments give equal plans on every rank."""
+
+Promise = Callable[[BoundaryPlan], Iterator[str]]
+"""Yields a line for everything in a plan that its links may not carry."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ends:
+    """Two stages of one site and one context-parallel size, as far as it decides what a run tries between them.
+
+    Attributes:
+        src_tp: Tensor-parallel size upstream.
+        dst_tp: Tensor-parallel size downstream.
+        has_copies: Whether ranks of a stage hold copies.
+    """
+
+    src_tp: int
+    dst_tp: int
+    has_copies: bool
+
+
+def never(_ends: Ends) -> bool:
+    """Answer for a strategy that must be asked for."""
+    return False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Strategy:
+    """One way to cross a boundary.
+
+    Attributes:
+        name: What its plans carry, and what a user writes.
+        plan: Makes its plans, each with its name.
+        promise: What the links of its plans may carry; :mod:`vtp_plugin.plan.boundary.check_boundary` holds every plan
+            to it.
+        has_leaders: Whether only leaders talk. Headers then go the same way, and it cannot join stages of different
+            context-parallel sizes.
+        help: What it does, for the help of `--vtp-transport`; None if users are not offered it.
+        is_tried: Whether a run tries it at its start between two stages if nothing else decides.
+    """
+
+    name: str
+    plan: Planner
+    promise: Promise
+    has_leaders: bool = False
+    help: str | None = None
+    is_tried: Callable[[Ends], bool] = never

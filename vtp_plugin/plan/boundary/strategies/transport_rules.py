@@ -1,0 +1,123 @@
+"""Which strategy carries a boundary, given the layout, the sites and the size of the tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from vtp_plugin.errors import LayoutError
+from vtp_plugin.plan.boundary.strategies.known_strategies import STRATEGIES
+from vtp_plugin.plan.boundary.strategies.strategy import Ends
+from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
+
+SLICED_FROM_BYTES = 256 * 1024
+"""Below this size the leaders were faster on every network that `benchmarks/boundary.py` measured."""
+
+
+# So much of the time of a simpler strategy another may take at most, to be worth its messages; times that are closer
+# differ by chance.
+_MOST_OF_SIMPLER = 0.9
+
+
+def clearly_fastest(times: Mapping[str, float]) -> str:
+    """Choose the simplest strategy, with fewest messages, unless another is clearly faster.
+
+    Args:
+        times: of an exchange, by strategy, the simplest first.
+
+    >>> clearly_fastest({"rank0": 1.0, "sliced": 0.95}), clearly_fastest({"rank0": 1.0, "sliced": 0.5})
+    ('rank0', 'sliced')
+    """
+    simplest, fastest = next(iter(times)), min(times, key=lambda name: times[name])
+    return fastest if times[fastest] < _MOST_OF_SIMPLER * times[simplest] else simplest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TransportRules:
+    """What decides how a boundary is crossed.
+
+    Attributes:
+        transport: `"auto"`, or the name of a strategy, such as `"rank0"` or `"sliced"`.
+        sites: Site of every stage; empty for one site.
+        tensor_bytes: Size of the tensor that crosses between stages of the largest context- and data-parallel size;
+            None if it is not known beforehand.
+        threshold_bytes: From this size on, tensors cross in slices if there is a choice; None if no option gave it.
+        is_sharded: Ranks hold slices of activations (sequence parallelism), so no rank has more than its part to send.
+        is_split: Replicas of a wide stage share the samples of a narrow one's microbatch.
+    """
+
+    transport: str = "auto"
+    sites: tuple[str, ...] = ()
+    tensor_bytes: int | None = None
+    threshold_bytes: int | None = None
+    is_sharded: bool = False
+    is_split: bool = False
+
+    def rivals(self, layout: PipelineLayout, upstream: int, downstream: int) -> tuple[str, ...]:
+        """List what a run tries at its start besides the strategy that `choose` says, to take the fastest.
+
+        They need no rank and no group that the chosen one lacks.
+
+        >>> layout = PipelineLayout.from_sizes((1, 4, 4), world_size=9)
+        >>> [TransportRules(tensor_bytes=1 << 20).rivals(layout, v, v + 1) for v in range(2)]
+        [('rank0',), ('sliced',)]
+        """
+        return self._tried(layout, upstream, downstream)[:-1]
+
+    def _tried(self, layout: PipelineLayout, upstream: int, downstream: int) -> tuple[str, ...]:
+        """List what a run tries at its start, the simplest first; nothing where the choice is made before."""
+        src, dst = layout.stages[upstream], layout.stages[downstream]
+        is_large = self.tensor_bytes is not None and self.tensor_bytes >= SLICED_FROM_BYTES
+        is_open = self.transport == "auto" and self.threshold_bytes is None and src.cp == dst.cp and is_large
+        if not is_open or self._crosses_sites(upstream, downstream):
+            return ()
+        # Between equal stages there is something to cut where ranks hold copies.
+        has_copies = src.tp > 1 and not self.is_sharded and (src.dp == dst.dp or not self.is_split)
+        ends = Ends(src_tp=src.tp, dst_tp=dst.tp, has_copies=has_copies)
+        return tuple(name for name, strategy in STRATEGIES.items() if strategy.is_tried(ends))
+
+    def choose(self, layout: PipelineLayout, upstream: int, downstream: int) -> tuple[str, str]:
+        """Choose the strategy of a boundary, with the reason for the log; the same on every rank.
+
+        Raises:
+            ConfigError: The context-parallel sizes differ, and the leaders were asked to carry it alone.
+
+        >>> layout = PipelineLayout.from_sizes((1, 4, 4), world_size=9)
+        >>> TransportRules(sites=("edge", "cloud", "cloud")).choose(layout, 0, 1)
+        ('rank0', 'crosses from site edge to site cloud')
+        >>> TransportRules().choose(layout, 1, 2)
+        ('sliced', 'both stages have one size: rank to rank')
+        """
+        src, dst = layout.stages[upstream], layout.stages[downstream]
+        crosses_sites = self._crosses_sites(upstream, downstream)
+        has_leaders = crosses_sites if self.transport == "auto" else STRATEGIES[self.transport].has_leaders
+        if src.cp != dst.cp and has_leaders:
+            obstacle = "it crosses sites" if self.transport == "auto" else f"--vtp-transport {self.transport} was given"
+            raise LayoutError(
+                f"boundary {upstream}->{downstream} joins context-parallel sizes {src.cp} and {dst.cp}, which only "
+                f"slices can cross, but {obstacle}; use --vtp-transport sliced, where every rank of one stage sends to "
+                "ranks of the other, or equal sizes"
+            )
+        if self.transport != "auto":
+            return self.transport, "asked for"
+        if src.cp != dst.cp:
+            return "sliced", "context-parallel sizes differ"
+        if crosses_sites:
+            return "rank0", f"crosses from site {self.sites[upstream]} to site {self.sites[downstream]}"
+        *rivals, last = self._tried(layout, upstream, downstream) or ("sliced",)
+        if src.tp == dst.tp:
+            if rivals:
+                said = " and ".join("rank to rank (sliced)" if name == "sliced" else name for name in rivals)
+                return last, f"both stages have one size; a run tries {said} as well at its start"
+            return last, "both stages have one size: rank to rank"
+        limit_bytes = SLICED_FROM_BYTES if self.threshold_bytes is None else self.threshold_bytes
+        if self.tensor_bytes is not None and self.tensor_bytes < limit_bytes:
+            said = "where slices begin to pay" if self.threshold_bytes is None else "as --vtp-transport-threshold says"
+            return "rank0", f"{self.tensor_bytes} bytes are fewer than {limit_bytes}, {said}"
+        if rivals:
+            said, best = " and ".join(rivals), "faster" if len(rivals) == 1 else "fastest"
+            return last, f"the stages' sizes differ; a run tries {said} as well at its start and takes the {best} one"
+        return last, "the stages' sizes differ: every link carries its share"
+
+    def _crosses_sites(self, upstream: int, downstream: int) -> bool:
+        return bool(self.sites) and self.sites[upstream] != self.sites[downstream]

@@ -1,0 +1,15 @@
+"""Who is where. Pure: no torch, no Megatron, no global state.
+
+Each module answers one question: ``size_checks`` (is a list of sizes possible), ``pipeline_layout`` (which rank belongs
+to which stage), ``replica_map`` (which replicas of two stages work together), ``groups`` (which process groups does
+Megatron make of it), ``u_layers`` (which layers does a stage of a U hold), ``rank_grid`` (which ranks differ along
+which dimension, for the bridges between modules).
+
+Words:
+    sizes: how many ranks a stage has along tp, cp, dp and pp, and its experts along etp, ep and dp.
+    coordinates: where a rank is along these (``Coord``).
+    rank order: which coordinate changes first from rank to rank: stage-major or replica-major (``RankOrder``).
+    mode: how stages of different dp sizes work together, multiplex or split (``DpMode``).
+    share: what a rank holds of something that several ranks hold once together (``Share``).
+    ring: one way of a microbatch from the edge through the cloud and back.
+"""

@@ -1,0 +1,104 @@
+"""Which layers, and which ends, of a model each of its chunks has."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.plan.layout.u_layers import layers_of_chunk
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """The part of a model that Megatron builds as one module.
+
+    Attributes:
+        layers: numbers of its layers.
+        is_first: it has the embedding.
+        is_last: it has the head, and the layers of multi-token prediction.
+        is_whole: the pipeline has one stage, so no weight is shared between stages.
+    """
+
+    layers: tuple[int, ...]
+    is_first: bool
+    is_last: bool
+    is_whole: bool
+
+
+def u_chunks(layers: Sequence[int]) -> tuple[tuple[Chunk, ...], ...]:
+    """Give the chunks of every stage of a U-shape.
+
+    Args:
+        layers: number of layers of the edge's first part, of every cloud stage, and of the edge's last part.
+
+    >>> [[chunk.layers for chunk in chunks] for chunks in u_chunks((1, 2, 1))]
+    [[(0,), (3,)], [(1, 2), ()]]
+    """
+    stages = range(len(layers) - 1)
+    return tuple(
+        tuple(
+            Chunk(
+                layers=tuple(layers_of_chunk(layers, stage=stage, chunk=chunk)),
+                is_first=(stage, chunk) == (0, 0),
+                is_last=(stage, chunk) == (0, 1),
+                is_whole=False,
+            )
+            for chunk in (0, 1)
+        )
+        for stage in stages
+    )
+
+
+def plain_chunks(
+    num_layers: int,
+    num_stages: int,
+    num_chunks: int = 1,
+    *,
+    first: int | None = None,
+    last: int | None = None,
+    layers: Sequence[int] | None = None,
+) -> tuple[tuple[Chunk, ...], ...]:
+    """Give the chunks of every stage where the first chunks of all stages precede their second ones.
+
+    Args:
+        num_layers: of the model.
+        num_stages: of the pipeline.
+        num_chunks: of every stage.
+        first: layers of the first stage, where it has others than the stages between.
+        last: layers of the last stage, likewise.
+        layers: of every stage, instead of the two.
+
+    Raises:
+        ConfigError: the layers cannot be shared out evenly.
+
+    >>> [[chunk.layers for chunk in chunks] for chunks in plain_chunks(4, 2, 2)]
+    [[(0,), (2,)], [(1,), (3,)]]
+    >>> [chunk.layers for (chunk,) in plain_chunks(4, 3, first=1, last=1)]
+    [(0,), (1, 2), (3,)]
+    >>> [chunk.layers for (chunk,) in plain_chunks(4, 2, layers=(3, 1))]
+    [(0, 1, 2), (3,)]
+    """
+    given = [number for number in (first, last) if number is not None]
+    rest, num_rest = num_layers - sum(given), num_stages - len(given)
+    if layers is None and (rest < 0 or (rest % num_rest if num_rest else rest)):
+        raise ConfigError(f"--num-layers {num_layers}; {rest} layers for {num_rest} stages; give every stage as many")
+    counts = [rest // num_rest if num_rest else 0] * num_stages
+    if first is not None:
+        counts[0] = first
+    if last is not None:
+        counts[-1] = last
+    counts = counts if layers is None else list(layers)
+    if any(count % num_chunks for count in counts):
+        raise ConfigError(f"stages of {counts} layers; each has {num_chunks} chunks; give every chunk as many layers")
+    chunks: list[list[Chunk]] = [[] for _ in range(num_stages)]
+    start = 0
+    for chunk in range(num_chunks):
+        for stage, count in enumerate(counts):
+            layers = tuple(range(start, start + count // num_chunks))
+            start += len(layers)
+            is_last = (stage, chunk) == (num_stages - 1, num_chunks - 1)
+            chunks[stage].append(
+                Chunk(layers=layers, is_first=not stage + chunk, is_last=is_last, is_whole=num_stages == 1)
+            )
+    return tuple(map(tuple, chunks))

@@ -1,0 +1,299 @@
+"""What each module keeps of a microbatch for its backward pass, as a table: all activations are sums of its rows.
+
+Counted are the storages that autograd saves, each once, weights left out, where each expert gets as many tokens as any
+other. Sources are files of Megatron 0.19 (``megatron/core``) and, after a semicolon, of Transformer Engine 2.9
+(``transformer_engine/pytorch``). Megatron's local core attention takes no latent heads; counted is one that keeps what
+the local one does. Transformer Engine's attention is that of flash-attn; cuDNN's keeps as much, or less with several
+samples. A mask of dropout has a byte for each number, as torch's on CUDA devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from vtp_plugin.plan.memory.layer_sizes import FULL_BYTES, INDEX_BYTES, Sizes
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What a module keeps.
+
+    Attributes:
+        module: its name in Megatron.
+        kept: what it is.
+        source: files that say so.
+        local: bytes in Megatron's local layers.
+        engine: in those of Transformer Engine; None for as many.
+        when: whether the module is there, and keeps it.
+    """
+
+    module: str
+    kept: str
+    source: str
+    local: Callable[[Sizes], int]
+    engine: Callable[[Sizes], int] | None = None
+    when: Callable[[Sizes], object] = lambda sizes: True
+
+    def size_bytes(self, sizes: Sizes) -> int:
+        """Give what it keeps on one rank."""
+        if not self.when(sizes):
+            return 0
+        return (self.engine or self.local if sizes.batch.is_engine else self.local)(sizes)
+
+
+def _scales(s: Sizes, width: int, rows: int) -> int:
+    """Give what a norm keeps besides its output, which the next layer keeps."""
+    if s.batch.is_engine:  # its input; the scale and, of LayerNorm, the mean in full precision
+        return s.numbers(rows * width) + rows * (2 if s.model.has_norm_bias else 1) * FULL_BYTES
+    if s.model.has_norm_bias:  # LayerNorm: its input, mean and deviation
+        return s.numbers(rows * (width + 2))
+    # RMSNorm: its input and the scaled input, both in full precision, and the scale.
+    return rows * (2 * width + 1) * FULL_BYTES
+
+
+def _is_raised(s: Sizes) -> bool:
+    """Whether local norms compute in full precision, and so keep a copy of their input, and not the input."""
+    return not s.model.has_norm_bias and s.batch.itemsize_bytes < FULL_BYTES
+
+
+def _norm(s: Sizes) -> int:
+    return _scales(s, s.model.hidden, s.slices)
+
+
+def _hidden(s: Sizes) -> int:
+    return s.numbers(s.slices * s.model.hidden)
+
+
+def _hidden_inputs(s: Sizes) -> int:
+    return s.inputs(s.slices * s.model.hidden)
+
+
+def _is_again(s: Sizes) -> bool:
+    return s.batch.recompute.core_attention
+
+
+def _has_dense_again(s: Sizes) -> bool:
+    return s.batch.recompute.feed_forward and not s.has_experts
+
+
+def _projected(s: Sizes) -> int:
+    heads = s.model.heads + 2 * s.model.groups
+    return heads * s.model.kv_channels if s.model.groups < s.tp else s.queries + 2 * s.keys
+
+
+def _given(s: Sizes) -> int:
+    """Give queries, keys and values as core attention gets them: views where nothing changes what was projected."""
+    kept = _projected(s)
+    if s.batch.has_rope or s.model.has_query_norm:
+        kept += s.queries + s.keys
+    elif s.tp <= s.model.groups and s.groups < s.heads:
+        kept += s.queries
+    return s.numbers(s.positions * kept)
+
+
+def _heads(s: Sizes) -> int:
+    """Give queries, keys and values of local attention, which repeats keys and values for each query of a group."""
+    if s.batch.recompute.core_attention:
+        return _given(s)
+    is_grouped, is_normed = s.groups < s.heads, s.model.has_query_norm
+    kept = (2 if is_grouped or s.batch.has_rope or is_normed else 0) * s.queries + (s.queries if is_grouped else 0)
+    if not is_grouped or (is_normed and not _is_raised(s)):
+        kept += _projected(s)
+    elif s.model.groups < s.tp and s.batch.size == 1 and not s.batch.has_rope:  # one sample's queries need no copy
+        kept += _projected(s) - s.queries
+    return s.numbers(s.positions * kept)
+
+
+def _head_norms(s: Sizes) -> int:
+    """Give what local norms of queries and keys keep besides the projection's output and their own outputs."""
+    rows = s.positions * (s.heads + s.groups)
+    # Queries of several groups are copied out of the projection's output.
+    is_copied = s.groups < s.heads and s.tp <= s.model.groups and not _is_raised(s)
+    copied = s.numbers(s.positions * s.queries) if is_copied else 0
+    if s.model.has_norm_bias:
+        return copied + s.numbers(2 * rows)
+    return copied + rows * ((2 if _is_raised(s) else 1) * s.model.kv_channels + 1) * FULL_BYTES
+
+
+def _latents(s: Sizes) -> int:
+    latent, is_normed, total = s.model.latent, s.model.has_query_norm, 0
+    assert latent is not None
+    # The keys' positions lie beside the latent keys; where ranks have gathered them, each has all rows.
+    widths = [(latent.kv_lora_rank, latent.kv_lora_rank + latent.qk_pos_emb_head_dim)]
+    widths += [(latent.q_lora_rank, latent.q_lora_rank)] if latent.q_lora_rank else []
+    for width, beside in widths:
+        total += _scales(s, width, s.slices) if is_normed else 0
+        if s.batch.is_engine:  # which copies what lies beside something else
+            total += s.inputs(s.slices * width)
+        else:
+            total += s.numbers(s.slices * width if is_normed and _is_raised(s) else s.positions * beside)
+    return total
+
+
+def _latent_heads(s: Sizes) -> int:
+    assert s.model.latent is not None
+    keys = s.model.latent.qk_head_dim + s.model.latent.qk_pos_emb_head_dim
+    return s.numbers(s.positions * (2 * s.heads * keys + s.context))
+
+
+def _rotated(s: Sizes) -> int:
+    return s.model.kv_channels if s.model.latent is None else s.model.latent.qk_pos_emb_head_dim
+
+
+def _context(s: Sizes) -> int:
+    return s.numbers(s.positions * s.context)
+
+
+def _scores(s: Sizes) -> int:
+    return s.numbers(s.length**2 * s.batch.size * s.heads)
+
+
+def _is_copied(s: Sizes) -> bool:
+    """Whether flash attention's output is turned, sent or cast to become the input of the next layer."""
+    batch = s.batch
+    return bool(batch.recompute.core_attention or batch.eight_bits or batch.size > 1 or batch.has_own_output)
+
+
+def _around(s: Sizes, ffn: int, rows: int, *, is_weighted: bool = False) -> int:
+    """Give what is in front of an activation and inside it, and behind it as input of the second linear layer."""
+    inside = ((2 if s.batch.is_fused else 4) if s.model.is_gated else 1) + is_weighted
+    return s.numbers(rows * inside * ffn) + s.inputs(rows * ffn)
+
+
+def _router(s: Sizes) -> int:
+    """Give what a router keeps, and where its dispatcher sends tokens."""
+    routing, experts = s.batch.routing, s.model.experts
+    assert routing is not None and experts is not None
+    scores, best = s.slices * experts.number, s.slices * routing.topk
+    if routing.is_gathered:
+        # For every gathered token and expert of this rank its weight and whether it goes there, which makes as much as
+        # all experts of the rank's own tokens; for every row whose it is, and its weight.
+        total = s.etp * (scores * (FULL_BYTES + 1) + best * (INDEX_BYTES + FULL_BYTES))
+    else:
+        # For every token and expert where the token goes, for every row whose it is; for every row its weight.
+        total = (scores + best) * INDEX_BYTES + best * s.etp * FULL_BYTES
+    total += best * INDEX_BYTES
+    if routing.has_sigmoid:  # scores are divided by their sum
+        total += (scores + (best + s.slices if routing.topk > 1 else 0)) * FULL_BYTES
+    else:
+        total += (scores if routing.is_pre_softmax else best) * FULL_BYTES
+    if routing.num_groups:
+        in_groups = routing.num_groups * (routing.topk // routing.group_topk) + routing.group_topk
+        total += s.slices * (in_groups * INDEX_BYTES + experts.number)
+    if routing.has_aux_loss:
+        total += (scores + (s.slices if routing.has_sigmoid else 0)) * FULL_BYTES + best * INDEX_BYTES
+    return total
+
+
+def _experts(s: Sizes) -> int:
+    assert s.batch.routing is not None and s.model.experts is not None
+    rows = s.slices * s.batch.routing.topk * s.etp  # with those of the ranks that share the experts
+    # Where one kernel does not do both, the output of the activation is kept before it is weighted.
+    is_weighted = not (s.model.is_gated and s.batch.is_fused)
+    return s.inputs(rows * s.model.hidden) + _around(s, s.model.experts.ffn // s.etp, rows, is_weighted=is_weighted)
+
+
+def _shared_ffn(s: Sizes) -> int:
+    return s.model.experts.shared_ffn // s.tp if s.has_experts and s.model.experts is not None else 0
+
+
+def _has_angles(s: Sizes) -> bool:
+    """Whether the layers of a chunk share the angles: they are computed again, or rotate in one kernel."""
+    again = s.num_again or (s.batch.recompute.method == "uniform" and s.num_layers)
+    is_kept = again if s.model.latent is None and s.batch.has_rope else 0
+    return bool(is_kept or (s.batch.has_fused_rope and s.num_layers))
+
+
+_NORMS = "transformer/torch_norm.py; module/layernorm_linear.py, ops/basic/rmsnorm.py and layer_norm.py"
+_LINEAR = "tensor_parallel/layers.py; module/linear.py and layernorm_linear.py"
+_HEADS = "transformer/attention.py; attention/dot_product_attention/backends.py"
+_CORE = "transformer/dot_product_attention.py; attention/dot_product_attention/backends.py"
+_LATENT = "transformer/multi_latent_attention.py; module/layernorm_linear.py"
+_ROPE = "models/common/embeddings/rope_utils.py; attention/rope.py"
+_MLP = "transformer/mlp.py; module/linear.py"
+_WORDS = "models/common/embeddings/language_model_embedding.py"
+_MTP = "transformer/multi_token_prediction.py"
+
+ROWS: Mapping[str, tuple[Row, ...]] = {
+    "layer": (
+        Row("input_layernorm", "input and scales", _NORMS, _norm),
+        # With 8 bits each of the two projections to latents has a copy of its own.
+        Row("linear_qkv", "input", _LINEAR, _hidden,
+            lambda s: _hidden_inputs(s) * (2 if s.model.latent and s.batch.eight_bits else 1)),
+        Row("self_attention", "latents, with their norms", _LATENT, _latents, when=lambda s: s.model.latent),
+        Row("self_attention", "cosines and sines, for queries and for keys", _ROPE,
+            lambda s: 4 * s.numbers(s.length * _rotated(s)),
+            when=lambda s: (s.batch.has_rope or s.model.latent) and not s.batch.has_fused_rope),
+        Row("q_layernorm and k_layernorm", "inputs and scales", _NORMS, _head_norms,
+            lambda s: _scales(s, s.model.kv_channels, s.positions * (s.heads + s.groups)),
+            when=lambda s: s.model.has_query_norm and not s.model.latent),
+        Row("core_attention", "queries, keys, values", _HEADS, _heads,
+            lambda s: _given(s) if _is_again(s) else s.numbers(s.positions * (s.queries + 2 * s.keys)),
+            when=lambda s: not s.model.latent),
+        Row("core_attention", "latent queries, keys, values", _LATENT, _latent_heads, when=lambda s: s.model.latent),
+        Row("core_attention", "probabilities and their mask; of flash attention the sums of the rows", _CORE,
+            lambda s: s.length**2 + _scores(s), lambda s: s.positions * s.heads * FULL_BYTES,
+            when=lambda s: not _is_again(s)),
+        Row("core_attention", "which mask it is, to compute it again", _CORE, lambda s: INDEX_BYTES,
+            when=_is_again),
+        Row("core_attention", "dropped probabilities, and their mask", _CORE,
+            lambda s: _scores(s) + _scores(s) // s.batch.itemsize_bytes, lambda s: 0,
+            when=lambda s: s.batch.has_attention_dropout and not _is_again(s)),
+        Row("core_attention", "output of flash attention", _CORE, lambda s: 0, _context,
+            when=lambda s: not _is_again(s)),
+        Row("linear_proj", "input, where it is not that output", _LINEAR, _context,
+            lambda s: s.inputs(s.positions * s.context) if _is_copied(s) else 0),
+        Row("self_attn_bda and mlp_bda", "masks of dropout", "fusions/fused_bias_dropout.py",
+            lambda s: 2 * s.slices * s.model.hidden, when=lambda s: s.batch.has_hidden_dropout),
+        # Without experts Transformer Engine's norm is a part of the linear layer, and computed again with it.
+        Row("pre_mlp_layernorm", "input and scales", _NORMS, _norm,
+            lambda s: _hidden(s) if _has_dense_again(s) else _norm(s)),
+        Row("linear_fc1", "input", _LINEAR, _hidden, lambda s: 0 if _has_dense_again(s) else _hidden_inputs(s),
+            when=lambda s: not s.has_experts),
+        Row("mlp", "around the activation", _MLP, lambda s: _around(s, s.model.ffn // s.tp, s.positions),
+            when=lambda s: not s.has_experts and not s.batch.recompute.feed_forward),
+        Row("router", "input", "transformer/moe/router.py", _hidden, when=lambda s: s.has_experts),
+        Row("router", "scores, and where tokens go", "transformer/moe/router.py and token_dispatcher.py", _router,
+            when=lambda s: s.has_experts),
+        Row("experts", "inputs, and around the activation", "transformer/moe/experts.py; module/grouped_linear.py",
+            _experts, when=lambda s: s.has_experts),
+        Row("shared_experts", "around the activation; with 8 bits the input", _MLP,
+            lambda s: _around(s, _shared_ffn(s), s.positions) + (_hidden_inputs(s) if s.batch.eight_bits else 0),
+            when=_shared_ffn),
+    ),
+    "chunk": (
+        Row("layers computed again", "inputs", "transformer/transformer_block.py",
+            lambda s: s.num_again * _hidden(s)),
+        Row("rotary_pos_emb", "angles", _ROPE, lambda s: s.length * _rotated(s) * FULL_BYTES, when=_has_angles),
+    ),
+    "first": (
+        Row("embedding", "words, and positions with weights", _WORDS,
+            lambda s: (2 if s.model.num_positions else 1) * s.positions * INDEX_BYTES),
+        Row("embedding", "mask of dropout", _WORDS, lambda s: s.slices * s.model.hidden,
+            when=lambda s: s.batch.has_hidden_dropout),
+    ),
+    "last": (
+        Row("final_layernorm", "input and scales", _NORMS, _norm),
+        Row("output_layer", "input", _LINEAR, _hidden),
+    ),
+    "loss": (
+        Row("loss", "probabilities of the vocabulary, targets and whose they are", "tensor_parallel/cross_entropy.py",
+            lambda s: s.positions * (s.model.vocab // s.tp * FULL_BYTES + 1 + INDEX_BYTES)),
+    ),
+    "prediction": (
+        # Where ranks share the vocabulary, also whose the words are; and which of the targets count.
+        Row("mtp", "next words and targets", _MTP,
+            lambda s: s.positions * (2 * INDEX_BYTES + (1 if s.tp > 1 else 0) + FULL_BYTES)),
+        Row("mtp", "mask of dropout", _WORDS, lambda s: s.slices * s.model.hidden * s.batch.has_hidden_dropout),
+        Row("mtp", "input of eh_proj", _MTP, lambda s: 2 * _hidden(s), lambda s: 2 * _hidden_inputs(s)),
+        Row("mtp", "output, beside the model's", _MTP, _hidden),
+        Row("mtp", "inputs and scales of three norms", _NORMS, lambda s: 3 * _norm(s),
+            when=lambda s: s.batch.recompute.method != "uniform"),
+        Row("mtp", "what its layer's input was cut from", _MTP,
+            lambda s: s.numbers((s.positions - s.slices) * s.model.hidden),
+            when=lambda s: s.batch.recompute.method != "uniform" and (s.batch.is_engine or not _is_raised(s))),
+    ),
+}  # fmt: skip
+"""The rows of a layer; of a chunk; of the first and the last chunk; of a loss; and of a layer of multi-token prediction
+besides its loss and the layer in it."""

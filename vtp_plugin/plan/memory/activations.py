@@ -1,0 +1,49 @@
+"""Bytes that the forward pass of one microbatch keeps for its backward pass, on one rank: sums of rows."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from vtp_plugin.plan.layout.chunks import Chunk
+from vtp_plugin.plan.memory.activation_rows import ROWS
+from vtp_plugin.plan.memory.layer_sizes import Sizes
+
+
+def kept_by_module(sizes: Sizes, chunks: Sequence[Chunk]) -> dict[str, int]:
+    """Give what the chunks of a stage keep of one microbatch on one rank of such sizes, by module, the most first.
+
+    >>> from vtp_plugin.plan.memory.gpt_model import Model
+    >>> from vtp_plugin.plan.memory.layer_sizes import Microbatch
+    >>> model = Model(num_layers=1, num_predicting=0, hidden=64, heads=12, groups=12, kv_channels=4, ffn=192, vocab=60,
+    ...     num_positions=12, is_gated=False, has_bias=True, has_qkv_bias=False, has_norm_bias=True,
+    ...     has_query_norm=False, is_tied=True)
+    >>> batch = Microbatch(length=12, size=2, itemsize_bytes=4, is_sharded=False, has_rope=False, is_fused=True)
+    >>> chunk = Chunk(layers=(0,), is_first=True, is_last=True, is_whole=True)
+    >>> kept = kept_by_module(Sizes(model=model, batch=batch, tp=1), [chunk])
+    >>> list(kept.items())[:2], sum(kept.values())
+    ([('mlp', 36864), ('core_attention', 27792)], 113064)
+    """
+    model, batch, kept = sizes.model, sizes.batch, Counter[str]()
+
+    def add(place: str, sizes: Sizes, times: int = 1) -> None:
+        for row in ROWS[place]:
+            kept[row.module] += times * row.size_bytes(sizes)
+
+    has_experts = model.experts.layers if model.experts and batch.routing else (False,) * model.num_layers
+    for chunk in chunks:
+        num_again, layers = batch.recompute.parted(chunk.layers)
+        num_predicting = model.num_predicting if chunk.is_last else 0
+        # Megatron's blocks are not for those of multi-token prediction.
+        whole = [*layers, *[model.num_layers - 1] * (num_predicting if batch.recompute.method != "uniform" else 0)]
+        for kind, number in Counter(has_experts[layer] for layer in whole).items():
+            add("layer", replace(sizes, has_experts=kind), number)
+        add("chunk", replace(sizes, num_again=num_again, num_layers=len(chunk.layers) + num_predicting))
+        if chunk.is_first:
+            add("first", sizes)
+        if chunk.is_last:
+            add("last", sizes)
+            add("loss", sizes, 1 + num_predicting)
+            add("prediction", sizes, num_predicting)
+    return {module: size for module, size in kept.most_common() if size}

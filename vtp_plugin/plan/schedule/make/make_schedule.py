@@ -1,0 +1,147 @@
+"""Choose the schedule of a step by its placement, lower it, and prove it before anything runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.plan.schedule.cost.compiled import Course
+from vtp_plugin.plan.schedule.cost.costs import Costs, u_costs
+from vtp_plugin.plan.schedule.cost.simulator import choose_lookahead
+from vtp_plugin.plan.schedule.make.generate import interleaved_one_f_one_b, one_f_one_b, plain_forward_only
+from vtp_plugin.plan.schedule.make.limits import choose_limits
+from vtp_plugin.plan.schedule.make.u_shape import plan_u_shape
+from vtp_plugin.plan.schedule.order.lower import lower
+from vtp_plugin.plan.schedule.order.placement import Placement, interleaved_placement, num_rings
+from vtp_plugin.plan.schedule.order.schedule import Schedule
+from vtp_plugin.plan.schedule.proof.check_schedule import peak_activations, require_valid
+
+# How many computes ahead plain pipelines post a receive. One is enough without latency; over a slow link 1F1B is up to
+# 14 % slower with one, and forward only takes twice as long. The second costs the memory of one more activation.
+_PLAIN_LOOKAHEAD = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleRequest:
+    """What a step asks for; equal requests get equal schedules.
+
+    Attributes:
+        placement: Which stage holds which virtual stage: plain, a tree, interleaved or U-shaped.
+        num_microbatches: Microbatches of the step.
+        forward_only: No backward pass.
+        group_size: Megatron's `microbatch_group_size_per_vp_stage`, of interleaved orders only; None for its default.
+        costs: Of the placement, in ms, for the U's order only; None for the model U-shape of
+            :func:`~vtp_plugin.plan.schedule.cost.costs.u_costs`, without latency.
+        in_flight: Most microbatches in flight. For the U's order: for all stages, or for each; None for the default of
+            :func:`~vtp_plugin.plan.schedule.make.limits.choose_limits`. For 1F1B for each; None for as few as keep it
+            going.
+    """
+
+    placement: Placement
+    num_microbatches: int
+    forward_only: bool = False
+    group_size: int | None = None
+    costs: Costs | None = None
+    in_flight: tuple[int, ...] | None = None
+
+
+def is_u_shaped(placement: Placement) -> bool:
+    """Whether costs and limits decide on the order; the other placements have one order each."""
+    return num_rings(placement) > 0
+
+
+def make_schedule(request: ScheduleRequest) -> tuple[Schedule, str]:
+    """Return the lowered schedule of a step, and in one line what was chosen; a function of the request alone.
+
+    Raises:
+        ConfigError: The placement is none of the three, or the order does not exist for these counts or limits.
+
+    >>> from vtp_plugin.plan.schedule.order.placement import plain_placement
+    >>> schedule, reason = make_schedule(ScheduleRequest(placement=plain_placement(2), num_microbatches=1))
+    >>> print(schedule.describe())
+    stage 0: 0RECV_B0 0F0 0SEND_F0 0WAIT_RECV_B0 0WAIT_SEND_F0 0B0
+    stage 1: 1RECV_F0 1WAIT_RECV_F0 1F0 1B0 1SEND_B0 1WAIT_SEND_B0
+    >>> reason == f"schedule {schedule.digest}: 1f1b, microbatches: 1, lookahead: 2"
+    True
+    """
+    schedule, lookahead, reason = _order(request)
+    lowered = lower(schedule, lookahead=lookahead)
+    require_valid(lowered)
+    about = f"{schedule.name}, microbatches: {request.num_microbatches}, lookahead: {lookahead}"
+    return lowered, f"schedule {lowered.digest}: {about}{reason}"
+
+
+def make_course(request: ScheduleRequest) -> Course:
+    """Return the same schedule, proven, too, to be simulated.
+
+    >>> from vtp_plugin.plan.schedule.order.placement import plain_placement
+    >>> course = make_course(ScheduleRequest(placement=plain_placement(2), num_microbatches=4))
+    >>> course.activations, len(course.messages)
+    ((2, 1), 8)
+    """
+    schedule, lookahead, _ = _order(request)
+    return Course(lower(schedule, lookahead=lookahead))
+
+
+def _order(request: ScheduleRequest) -> tuple[Schedule, int, str]:
+    """Return the order of compute, how many computes ahead receives are posted, and why."""
+    placement, num_microbatches = request.placement, request.num_microbatches
+    num_stages = placement.num_stages
+    num_chunks = placement.num_vstages // num_stages
+    if is_u_shaped(placement):
+        return _u_order(request)
+    if placement.stages != interleaved_placement(num_stages, num_chunks).stages:
+        raise ConfigError(f"no order is known for the placement {placement.stages}")
+    if num_chunks > 1:
+        schedule = interleaved_one_f_one_b(
+            num_stages, num_chunks, num_microbatches, group_size=request.group_size, forward_only=request.forward_only
+        )
+        return schedule, 1, ""
+    if request.forward_only:
+        schedule = plain_forward_only(placement, num_microbatches)
+    else:
+        schedule = one_f_one_b(placement, num_microbatches, in_flight=request.in_flight)
+    if placement.num_workers == num_stages and placement.is_chain and request.in_flight is None:
+        return schedule, _PLAIN_LOOKAHEAD, ""
+    # A narrow stage keeps the activations of several replicas, and an encoder may run ahead; the log shows how many,
+    # since they cost memory.
+    kept = "none kept" if request.forward_only else f"kept activations by stage {_kept(schedule)}"
+    several = ",".join(map(str, placement.num_replicas)) if placement.num_workers > num_stages else ""
+    # A message may leave only when its receive is posted: running ahead is of use only if the receives do so too, past
+    # a forward and a backward for each microbatch.
+    lookahead = max(_PLAIN_LOOKAHEAD, 2 * min(max(request.in_flight or (1,)), num_microbatches))
+    return schedule, lookahead, (f"; replicas by stage {several}, " if several else "; ") + kept
+
+
+def _u_order(request: ScheduleRequest) -> tuple[Schedule, int, str]:
+    """Choose the order of a U; the reason names its costs, its limits, and the activations that it keeps."""
+    placement = request.placement
+    rings = num_rings(placement)
+    costs = request.costs or u_costs(placement.num_stages, num_rings=rings)
+    limits, why = choose_limits(request.in_flight, placement, costs, request.num_microbatches)
+    order = plan_u_shape(
+        placement.num_stages,
+        request.num_microbatches,
+        costs,
+        num_rings=rings,
+        num_replicas=placement.num_replicas,
+        joint=placement.joint,
+        limits=placement.by_worker(limits),
+        forward_only=request.forward_only,
+    )
+    unit = "model durations, no latency" if request.costs is None else "times in ms"
+    kept = "none kept" if request.forward_only else f"kept activations by chunk {_kept(order.schedule)}"
+    limited = f"limit {','.join(map(str, limits))} ({why}), {kept}"
+    return order.schedule, choose_lookahead(order.schedule, costs), f"; {order.reason}; {limited}; {unit}"
+
+
+def _kept(schedule: Schedule) -> str:
+    """List the most activations that each stage keeps for a backward at a time, those of its chunks joined by +.
+
+    >>> from vtp_plugin.plan.schedule.make.u_shape import reference_u_shape
+    >>> _kept(reference_u_shape(3, 8))
+    '4+1,3,2'
+    """
+    placement = schedule.placement
+    by_stage = [[peak_activations(schedule, v) for v in placement.vstages(s)] for s in range(placement.num_stages)]
+    return ",".join("+".join(map(str, peaks)) for peaks in by_stage)

@@ -1,0 +1,1 @@
+"""Pictures of plans, and what a run recorded beside what was planned."""

@@ -1,0 +1,275 @@
+"""Where everything in the picture of a pipeline lies, in pixels: stages in bands, replicas one below the other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan, CollectiveKind
+from vtp_plugin.plan.boundary.pipeline_boundaries import PipelineBoundary, pipeline_boundaries
+from vtp_plugin.plan.boundary.strategies.transport_rules import TransportRules
+from vtp_plugin.plan.layout.channel_id import Direction
+from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
+from vtp_plugin.plan.layout.replica_map import DpMode
+
+BOX_WIDTH, BOX_HEIGHT, BOX_GAP = 116, 42, 10
+FRAME_PAD = 14
+BRACKET_WIDTH = 26  # of a finish, between the frame and its boxes
+STAGE_GAP = 112
+MARGIN = 24
+LINE_HEIGHT = 20  # of the title and of the line below it
+_HEADER_HEIGHT = 30  # titles of the stages
+_SITE_HEIGHT = 26
+_ROW_LABEL_HEIGHT = 26
+_ROW_GAP = 26
+WRAP_STEP = 9  # between the parallel lines round a band
+WRAP_LABEL_HEIGHT = 14  # above the innermost of them
+_MAX_WIDTH = 1000  # of a band with its margins where possible: readers scale wider pictures down
+_MAX_REPLICAS_DRAWN = 4
+_MAX_BOXES = 8  # of a stage; if it has more ranks, only the first few and the last get a box each
+_NUM_FIRST_BOXES = 3
+
+Boxes = tuple[tuple[int, int], ...]
+"""First and last tensor-parallel rank of every box of a stage, from the top."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DrawnBoundary:
+    """A boundary in the picture, with its forward plan."""
+
+    boundary: PipelineBoundary
+    plan: BoundaryPlan
+
+    @property
+    def is_wrap(self) -> bool:
+        """Whether it leads from the last stage back to the first."""
+        return self.boundary.downstream < self.boundary.upstream
+
+    @property
+    def has_finish(self) -> bool:
+        """Whether a collective of the receiving stage completes the plan."""
+        return self.plan.finish.kind is not CollectiveKind.NONE
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture:
+    """What is drawn, and where. Coordinates count from the upper left corner.
+
+    Attributes:
+        layout: who is where.
+        sites: of every stage; empty if none were named.
+        head_height: room for the title.
+        replicas: the ``(dp_rank, cp_rank)`` in the picture, one row each; a stage without that replica has no frame
+            in the row.
+        boundaries: of these replicas.
+    """
+
+    layout: PipelineLayout
+    sites: tuple[str, ...]
+    head_height: int
+    replicas: tuple[tuple[int, int], ...]
+    boundaries: tuple[DrawnBoundary, ...]
+
+    @cached_property
+    def boxes(self) -> tuple[Boxes, ...]:
+        """Boxes of every stage."""
+        return tuple(map(_boxes_of, self.layout.tp_sizes))
+
+    @cached_property
+    def stages_per_band(self) -> int:
+        """How many stages stand side by side; the next ones follow below, in bands of about equal length."""
+        widths = self._stage_widths
+        room = _MAX_WIDTH - 2 * MARGIN + STAGE_GAP
+        if sum(widths) <= room:
+            return len(widths)
+        # With several bands, lines lead round them and take some of the room.
+        most = max(1, (room - 6 * WRAP_STEP) // max(widths))
+        num_bands = -(-len(widths) // most)
+        return -(-len(widths) // num_bands)
+
+    @cached_property
+    def frame_lefts(self) -> tuple[int, ...]:
+        """Left edge of the frames, by stage."""
+        widths, band = self._stage_widths, self.stages_per_band
+        first = MARGIN + self.wrap_room
+        return tuple(first + sum(widths[stage - stage % band : stage]) for stage in range(len(widths)))
+
+    @property
+    def _stage_widths(self) -> list[int]:
+        return [self.frame_width(stage) + STAGE_GAP for stage in range(self.layout.num_stages)]
+
+    @cached_property
+    def num_connectors(self) -> int:
+        """Number of lines from a band to the next one."""
+        return self._most_lines(is_wrap=False)
+
+    @cached_property
+    def num_wraps(self) -> int:
+        """Number of lines from the last stage back to the first."""
+        return self._most_lines(is_wrap=True)
+
+    def _most_lines(self, *, is_wrap: bool) -> int:
+        around = (drawn for drawn in self.boundaries if self.goes_round(drawn) and drawn.is_wrap == is_wrap)
+        return max((len(self.edges(drawn)) for drawn in around), default=0)
+
+    @property
+    def has_row_labels(self) -> bool:
+        """Whether rows need a name."""
+        return len(self.layout.replicas) > 1
+
+    @property
+    def num_bands(self) -> int:
+        """Number of bands."""
+        return -(-self.layout.num_stages // self.stages_per_band)
+
+    def band(self, stage: int) -> int:
+        """Return the band of a stage."""
+        return stage // self.stages_per_band
+
+    def stages_of(self, band: int) -> range:
+        """List the stages of a band."""
+        return range(self.layout.num_stages)[band * self.stages_per_band :][: self.stages_per_band]
+
+    @property
+    def wrap_room(self) -> int:
+        """Room that the lines round the bands need on each side."""
+        num_lines = self.num_connectors + self.num_wraps
+        return (num_lines + 2) * WRAP_STEP if num_lines else 0
+
+    @property
+    def header_height(self) -> int:
+        """Room above the frames of a band for the titles of its stages."""
+        return _HEADER_HEIGHT + (_SITE_HEIGHT if self.sites else 0)
+
+    def has_header(self, row: int) -> bool:
+        """Whether the titles of the stages stand above the bands of a replica."""
+        return row == 0 or self.num_bands > 1
+
+    def _head(self, row: int) -> int:
+        label = _ROW_LABEL_HEIGHT if self.has_row_labels else 0
+        return label + (self.header_height if self.has_header(row) else 0)
+
+    def _band_height(self, band: int) -> int:
+        num_lines = self.num_wraps if band == self.num_bands - 1 else self.num_connectors
+        wraps = (num_lines + 2) * WRAP_STEP + WRAP_LABEL_HEIGHT if num_lines else 0
+        return self.frame_height(self._tallest(band)) + wraps + _ROW_GAP
+
+    def _tallest(self, band: int) -> int:
+        return max(len(self.boxes[stage]) for stage in self.stages_of(band))
+
+    def band_top(self, row: int, band: int) -> int:
+        """Return where a band of a replica starts; the bands of one replica follow each other."""
+        heights = [self._band_height(b) for b in range(self.num_bands)]
+        above = sum(self.num_bands * self._head(r) + sum(heights) for r in range(row))
+        return MARGIN + self.head_height + above + band * self._head(row) + sum(heights[:band])
+
+    def frame_top(self, row: int, band: int) -> int:
+        """Return where the frames of a replica start in a band."""
+        return self.band_top(row, band) + self._head(row)
+
+    @property
+    def bottom(self) -> int:
+        """Return where the last band ends."""
+        return self.band_top(len(self.replicas), 0)
+
+    @property
+    def frames_right(self) -> int:
+        """Right edge of the widest band."""
+        return max(left + self.frame_width(stage) for stage, left in enumerate(self.frame_lefts))
+
+    def bracket_width(self, stage: int) -> int:
+        """Return the room for a finish at the left of the boxes in a stage's frame."""
+        return BRACKET_WIDTH * any(d.has_finish and d.boundary.downstream == stage for d in self.boundaries)
+
+    def frame_width(self, stage: int) -> int:
+        """Return the width of a stage's frame."""
+        return self.bracket_width(stage) + BOX_WIDTH + 2 * FRAME_PAD
+
+    def frame_height(self, num_boxes: int) -> int:
+        """Return the height of a frame with so many boxes."""
+        return num_boxes * (BOX_HEIGHT + BOX_GAP) - BOX_GAP + 2 * FRAME_PAD
+
+    def _cell(self, rank: int) -> tuple[int, int, int]:
+        """Return the row of a rank, its stage, and the number of its box in the frame."""
+        place = self.layout.coord(rank)
+        boxes = enumerate(self.boxes[place.stage])
+        index = next(index for index, (first, last) in boxes if first <= place.tp_rank <= last)
+        return self.replicas.index((place.dp_rank, place.cp_rank)), place.stage, index
+
+    def is_shown(self, rank: int) -> bool:
+        """Whether a rank has a box to itself."""
+        _, stage, index = self._cell(rank)
+        first, last = self.boxes[stage][index]
+        return first == last
+
+    def box(self, rank: int) -> tuple[int, int]:
+        """Return the upper left corner of a rank's box."""
+        row, stage, index = self._cell(rank)
+        left = self.frame_lefts[stage] + FRAME_PAD + self.bracket_width(stage)
+        return left, self.frame_top(row, self.band(stage)) + FRAME_PAD + index * (BOX_HEIGHT + BOX_GAP)
+
+    def way_round(self, drawn: DrawnBoundary, rank: int, index: int, num_lines: int) -> tuple[int, int, int]:
+        """Say how a line leads round a band: its right end, its height below the band, its left end.
+
+        Args:
+            drawn: boundary to the next band, or from the last stage to the first.
+            rank: where the line starts.
+            index: number of the line among `num_lines`; on the right the first is the outermost, so that lines do not
+                cross.
+            num_lines: how many lines the boundary has.
+        """
+        row, stage, _ = self._cell(rank)
+        below = self.frame_top(row, self.band(stage)) + self.frame_height(self._tallest(self.band(stage)))
+        out = (num_lines - index + 1) * WRAP_STEP
+        # Lines back up to the first stage pass outside the lines down to the next bands; among the latter, the line
+        # that ends lowest must be the outermost.
+        left = out + self.num_connectors * WRAP_STEP if drawn.is_wrap else (index + 2) * WRAP_STEP
+        return self.frames_right + out, below + WRAP_LABEL_HEIGHT + out, self.frame_lefts[0] - left
+
+    def goes_round(self, drawn: DrawnBoundary) -> bool:
+        """Whether a boundary leads round a band and not straight to a neighbour."""
+        return self.band(drawn.boundary.upstream) != self.band(drawn.boundary.downstream) or drawn.is_wrap
+
+    def edges(self, drawn: DrawnBoundary) -> tuple[tuple[int, int, int], ...]:
+        """Return the arrows of a boundary: two ranks, and how many transfers run between their boxes."""
+        # Boxes are told apart by their cells: coordinates are not known yet when the lines round the bands are counted.
+        found: dict[object, list[int]] = {}
+        for transfer in drawn.plan.transfers:
+            ends = self._cell(transfer.src), self._cell(transfer.dst)
+            found.setdefault(ends, [transfer.src, transfer.dst, 0])[2] += 1
+        return tuple((src, dst, number) for src, dst, number in found.values())
+
+
+def arrange(
+    layout: PipelineLayout, *, is_ring: bool, rules: TransportRules, dp_mode: DpMode, head_height: int
+) -> Picture:
+    """Choose what is drawn.
+
+    Args:
+        layout: who is where.
+        is_ring: whether the last stage sends to the first.
+        rules: how boundaries are crossed.
+        dp_mode: how stages of different data-parallel sizes work together.
+        head_height: room for the title.
+    """
+    replicas = layout.replicas
+    if len(replicas) > _MAX_REPLICAS_DRAWN:
+        replicas = replicas[:1] if layout.has_equal_replicas else replicas[: max(layout.cp_sizes)]
+    boundaries = tuple(
+        DrawnBoundary(boundary=boundary, plan=boundary.channel(Direction.FORWARD).probe)
+        for boundary in pipeline_boundaries(layout, is_ring=is_ring, rules=rules, dp_mode=dp_mode)
+        if (max(map(max, boundary.dp_ranks)), boundary.cp_rank or 0) in replicas
+    )
+    return Picture(layout=layout, sites=rules.sites, head_height=head_height, replicas=replicas, boundaries=boundaries)
+
+
+def _boxes_of(size: int) -> Boxes:
+    """Give every rank of a stage a box; if there are many ranks, the middle ones share a box.
+
+    >>> _boxes_of(2), _boxes_of(64)
+    (((0, 0), (1, 1)), ((0, 0), (1, 1), (2, 2), (3, 62), (63, 63)))
+    """
+    if size <= _MAX_BOXES:
+        return tuple((rank, rank) for rank in range(size))
+    first = [(rank, rank) for rank in range(_NUM_FIRST_BOXES)]
+    return (*first, (_NUM_FIRST_BOXES, size - 2), (size - 1, size - 1))

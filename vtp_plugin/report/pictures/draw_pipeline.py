@@ -1,0 +1,300 @@
+"""Draw a pipeline as a self-contained SVG: stages, their ranks, and what crosses from stage to stage."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby, pairwise, product
+
+from vtp_plugin.plan.boundary.boundary_plan import CollectiveKind
+from vtp_plugin.plan.boundary.strategies.known_strategies import STRATEGIES
+from vtp_plugin.plan.boundary.strategies.transport_rules import TransportRules
+from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
+from vtp_plugin.plan.layout.replica_map import DpMode
+from vtp_plugin.report.pictures import svg
+from vtp_plugin.report.pictures.arrange import (
+    BOX_HEIGHT,
+    BOX_WIDTH,
+    BRACKET_WIDTH,
+    LINE_HEIGHT,
+    MARGIN,
+    STAGE_GAP,
+    DrawnBoundary,
+    Picture,
+    arrange,
+)
+from vtp_plugin.report.pictures.marks import (
+    LEGEND_STEP,
+    LETTER_WIDTH,
+    STYLE,
+    TITLE_LETTER_WIDTH,
+    Point,
+    heads,
+    legend_entry,
+    path,
+)
+
+_TEXT_COLUMNS = 78  # of a line of the title
+
+Area = tuple[float, float, float, float]
+"""Left, top, right and bottom."""
+
+
+def draw_pipeline(
+    layout: PipelineLayout,
+    *,
+    is_ring: bool = False,
+    rules: TransportRules | None = None,
+    dp_mode: DpMode = DpMode.MULTIPLEX,
+    num_rings: int = 0,
+) -> str:
+    """Draw the stages side by side, every rank as a box, and the forward transfers of the plans as arrows.
+
+    Stages that do not fit beside each other continue in a band below. Replicas are stacked. If there are more than
+    four, the picture states their number and shows the first one, or, where replicas mix, those of the first dp rank.
+    Of a stage with many ranks it shows the first few and the last.
+
+    Args:
+        layout: who is where.
+        is_ring: whether the last stage sends to the first, as with virtual stages.
+        rules: how boundaries are crossed, and the sites; by default the automatic choice inside one site.
+        dp_mode: how stages of different data-parallel sizes work together.
+        num_rings: how often a microbatch passes the cloud, if the first stage also holds the last layers; else 0.
+
+    Returns:
+        An SVG document (see :mod:`vtp_plugin.report.pictures.svg`). Transfers are paths of the class `transfer`, each
+        with a title such as `rank 0 to rank 1`; boxes have the class `leader` or `member`. Equal arguments give equal
+        text.
+
+    Raises:
+        ConfigError: the dp sizes cannot be joined, or the rules do not fit a boundary.
+
+    >>> svg = draw_pipeline(PipelineLayout.from_sizes((1, 2), world_size=3))
+    >>> svg.count('class="transfer"'), svg.count("<title>rank 0 to rank 1</title>")
+    (2, 1)
+    """
+    title, subtitle = _titles(layout, dp_mode, num_rings)
+    head = [*((line, "title") for line in textwrap.wrap(title, _TEXT_COLUMNS)), (subtitle, "")]
+    picture = arrange(
+        layout,
+        is_ring=is_ring or num_rings > 0,
+        rules=rules or TransportRules(),
+        dp_mode=dp_mode,
+        head_height=len(head) * LINE_HEIGHT,
+    )
+    legend = _legend(picture)
+    body = [heads()]
+    body += [svg.text(MARGIN, MARGIN + 8 + i * LINE_HEIGHT, text, kind) for i, (text, kind) in enumerate(head)]
+    body += [*_headers(picture), *_rows(picture), *_arrows(picture, num_rings)]
+    for index, (kind, text) in enumerate(legend):
+        body += legend_entry(picture.bottom + index * LEGEND_STEP, kind, text)
+    # The most that each text can take; a mark of the legend takes as much as six letters.
+    widths = [(TITLE_LETTER_WIDTH if kind else LETTER_WIDTH) * len(text) for text, kind in head]
+    widths += [LETTER_WIDTH * (len(text) + 6) for _, text in legend]
+    width = max(picture.frames_right + picture.wrap_room, MARGIN + max(widths)) + MARGIN
+    height = picture.bottom + len(legend) * LEGEND_STEP + MARGIN // 2
+    return svg.document(width, height, title=f"{title}: {_counts(layout)}", style=STYLE, body=body)
+
+
+def _arrows(picture: Picture, num_rings: int) -> Iterator[str]:
+    """Draw what crosses, after all boxes: what is painted last lies on top."""
+    lines: list[Sequence[Point]] = []
+    for drawn in picture.boundaries:
+        yield from _transfers(picture, drawn, lines)
+        yield from _finish(picture, drawn)
+    yield from _labels(picture, lines, num_rings)
+
+
+def _titles(layout: PipelineLayout, dp_mode: DpMode, num_rings: int) -> tuple[str, str]:
+    """Return the flags that the picture shows, and what they mean."""
+    title, what = f"--vtp-size-list {_commas(layout.tp_sizes)}", "tensor-parallel size"
+    if len(set(layout.cp_sizes)) > 1:
+        title, what = f"{title} --vtp-cp-list {_commas(layout.cp_sizes)}", "parallel sizes"
+    if len(set(layout.dp_sizes)) > 1:
+        title, what = f"{title} --vtp-dp-list {_commas(layout.dp_sizes)} --vtp-dp-mode {dp_mode}", "parallel sizes"
+    if num_rings:
+        title += " --layerwise-disaggregated-training"
+    return title, _counts(layout) + ("" if layout.is_uniform else f"; every stage has its own {what}")
+
+
+def _commas(sizes: Sequence[int]) -> str:
+    return ",".join(map(str, sizes))
+
+
+def _counts(layout: PipelineLayout) -> str:
+    """Count stages, ranks and replicas; the parts of one sequence (context parallelism) count as one replica."""
+    parts = [(layout.num_stages, "stage"), (layout.world_size, "rank")]
+    if max(layout.dp_sizes) > 1 and len(set(layout.dp_sizes)) == 1:
+        parts.append((layout.dp_sizes[0], "replica"))
+    text = ", ".join(f"{number} {noun}{'s' if number > 1 else ''}" for number, noun in parts)
+    if len(set(layout.dp_sizes)) > 1:
+        text += f", from {min(layout.dp_sizes)} to {max(layout.dp_sizes)} replicas of a stage"
+    return text
+
+
+def _headers(picture: Picture) -> Iterable[str]:
+    """Write the title of every stage above its column, and the sites above the titles."""
+    rows = [row for row in range(len(picture.replicas)) if picture.has_header(row)]
+    for row, band in product(rows, range(picture.num_bands)):
+        y = picture.band_top(row, band) + picture.header_height - 10
+        stages = picture.stages_of(band)
+        for stage in stages:
+            grid = picture.layout.stages[stage]
+            middle = picture.frame_lefts[stage] + picture.frame_width(stage) // 2
+            size = f"tp {grid.tp}" + (f", cp {grid.cp}" if len(set(picture.layout.cp_sizes)) > 1 else "")
+            size += f", dp {grid.dp}" if len(set(picture.layout.dp_sizes)) > 1 else ""
+            yield svg.text(middle, y, f"stage {stage} - {size}", "stage")
+        for site, group in groupby(stages, key=lambda stage: picture.sites[stage]) if picture.sites else ():
+            members = list(group)
+            left, right = picture.frame_lefts[members[0]], picture.frame_lefts[members[-1]]
+            right += picture.frame_width(members[-1])
+            yield svg.text((left + right) // 2, y - 32, f"site {site}", "site")
+            yield path([(left, y - 18), (left, y - 25), (right, y - 25), (right, y - 18)], "site")
+
+
+def _rows(picture: Picture) -> Iterable[str]:
+    """Draw every replica: its frames and boxes, and a label if there are several."""
+    layout = picture.layout
+    for row, (dp_rank, cp_rank) in enumerate(picture.replicas):
+        for band in range(picture.num_bands) if picture.has_row_labels else ():
+            top = picture.frame_top(row, band)
+            yield svg.text(picture.frame_lefts[0], top - 8, _row_label(picture, dp_rank, cp_rank))
+        for stage, grid in enumerate(layout.stages):
+            if dp_rank >= grid.dp or cp_rank >= grid.cp:
+                continue
+            left, top = picture.frame_lefts[stage], picture.frame_top(row, picture.band(stage))
+            width, height = picture.frame_width(stage), picture.frame_height(len(picture.boxes[stage]))
+            yield svg.element("rect", kind="frame", x=left, y=top, width=width, height=height, rx=10)
+            ranks = layout.tp_ranks(stage, dp_rank, cp_rank)
+            for first, last in picture.boxes[stage]:
+                yield from _box(picture, ranks[first], ranks[last])
+
+
+def _row_label(picture: Picture, dp_rank: int, cp_rank: int) -> str:
+    """Name a replica, and state how many there are unless all are drawn."""
+    num_dp, num_cp = max(picture.layout.dp_sizes), max(picture.layout.cp_sizes)
+    label = f"replica {dp_rank}" + (f", context-parallel rank {cp_rank}" if num_cp > 1 else "")
+    if len(picture.replicas) == len(picture.layout.replicas):
+        return label
+    total = f"{num_dp} replicas" if len(set(picture.layout.dp_sizes)) == 1 else f"up to {num_dp} replicas of a stage"
+    return f"{label} of {total}" + (f" x {num_cp} context-parallel ranks" if num_cp > 1 else "")
+
+
+def _box(picture: Picture, rank: int, last: int) -> Iterable[str]:
+    """Draw one rank, or the ranks that share a box."""
+    left, top = picture.box(rank)
+    tp_rank = picture.layout.coord(rank).tp_rank
+    name = f"rank {rank}"
+    kind, place = ("leader", "tp 0, leader") if tp_rank == 0 else ("member", f"tp {tp_rank}")
+    if last != rank:
+        kind, name, place = "hidden", f"{last - rank + 1} ranks", f"ranks {rank} to {last}"
+    middle = left + BOX_WIDTH // 2
+    yield svg.element("rect", kind=kind, x=left, y=top, width=BOX_WIDTH, height=BOX_HEIGHT, rx=6)
+    yield svg.text(middle, top + 18, name, "rank")
+    yield svg.text(middle, top + 34, place, "place")
+
+
+def _transfers(picture: Picture, drawn: DrawnBoundary, lines: list[Sequence[Point]]) -> Iterable[str]:
+    """Draw the arrows of one boundary, and add them to `lines`."""
+    edges = picture.edges(drawn)
+    for index, (src, dst, number) in enumerate(edges):
+        (start_x, start_y), (end_x, end_y) = picture.box(src), picture.box(dst)
+        start, end = (start_x + BOX_WIDTH, start_y + BOX_HEIGHT // 2), (end_x, end_y + BOX_HEIGHT // 2)
+        points = [start, end]
+        if picture.goes_round(drawn):
+            right, bottom, left = picture.way_round(drawn, src, index, len(edges))
+            points = [start, (right, start[1]), (right, bottom), (left, bottom), (left, end[1]), end]
+        lines.append(points)
+        if picture.is_shown(src) and picture.is_shown(dst):
+            yield path(points, "transfer", f"rank {src} to rank {dst}")
+        else:
+            yield path(points, "transfer many", f"{number} transfer{'s' if number > 1 else ''}")
+
+
+def _labels(picture: Picture, lines: Sequence[Sequence[Point]], num_rings: int) -> Iterator[str]:
+    """Say how each boundary is crossed, next to its arrows; no label covers an arrow or another label."""
+    taken: list[Area] = []
+    for drawn in picture.boundaries:
+        transfers = drawn.plan.transfers
+        is_sliced = any(transfer.boxes != transfers[0].boxes for transfer in transfers)
+        has_leaders = STRATEGIES[drawn.plan.strategy].has_leaders
+        text = "leader to leader" if has_leaders else "in slices" if is_sliced else "rank to rank"
+        first = transfers[0].src
+        boundary = drawn.boundary
+        if picture.goes_round(drawn):
+            where = f"on to stage {boundary.downstream}"
+            if drawn.is_wrap:
+                where = "back to the edge" if num_rings else "to the next virtual stage"
+                where += ", twice" if num_rings > 1 else ""
+            text = f"{where}, {text}"
+            y = picture.way_round(drawn, first, len(picture.edges(drawn)) - 1, len(picture.edges(drawn)))[1]
+            places = [((picture.frame_lefts[0] + picture.frames_right) // 2, y - 6)]
+        else:
+            middle = picture.frame_lefts[boundary.downstream] - STAGE_GAP // 2
+            ends = [picture.box(rank)[1] for rank in (first, transfers[0].dst, transfers[-1].src, transfers[-1].dst)]
+            heights = [ends[0] + BOX_HEIGHT // 2 - 9, min(ends), *(end + BOX_HEIGHT for end in ends)]
+            places = [(middle, y) for y in heights]
+        for x, y in places:
+            half = LETTER_WIDTH * len(text) / 2
+            area = (x - half, y - 11, x + half, y + 4)
+            if area in taken:  # by the same words: a replica that shares the arrows of this one
+                break
+            is_free = not any(_overlap(area, other) for other in taken)
+            if is_free and not any(_meets(part, area) for points in lines for part in pairwise(points)):
+                taken.append(area)
+                yield svg.text(x, y, text, "middle")
+                break
+
+
+def _overlap(one: Area, other: Area) -> bool:
+    return all(one[axis] < other[axis + 2] and other[axis] < one[axis + 2] for axis in (0, 1))
+
+
+def _meets(line: tuple[Point, Point], area: Area) -> bool:
+    """Whether a line enters an area: cut off, axis by axis, what lies beside the area, and see if anything is left."""
+    (ax, ay), (bx, by) = line
+    begin, end = 0.0, 1.0
+    for start, length, low, high in ((ax, bx - ax, area[0], area[2]), (ay, by - ay, area[1], area[3])):
+        if length:
+            near, far = sorted(((low - start) / length, (high - start) / length))
+            begin, end = max(begin, near), min(end, far)
+        elif not low < start < high:
+            return False
+    return begin < end
+
+
+def _finish(picture: Picture, drawn: DrawnBoundary) -> Iterable[str]:
+    """Draw the collective that completes a plan as a bracket at the left of the stage.
+
+    Arrows of a broadcast lead from its root to the other ranks, those of an all-gather to every rank.
+    """
+    finish = drawn.plan.finish
+    low = BOX_HEIGHT - 8
+    # Before an all-gather a transfer ends in the middle of every box, so the bracket enters lower.
+    entry = low if finish.kind is CollectiveKind.ALL_GATHER else BOX_HEIGHT // 2
+    for group in finish.groups:
+        root, *others = group
+        left, top = picture.box(root)
+        turn = left - BRACKET_WIDTH + 8
+        members = ", ".join(f"rank {rank}" for rank in group)
+        yield "<g>" + svg.title_of(f"{finish.kind} among {members}")
+        start = (left, top + low)
+        for box_top in dict.fromkeys(picture.box(rank)[1] for rank in others):
+            end = (left, box_top + entry)
+            yield path([start, (turn, start[1]), (turn, end[1]), end], "finish")
+        if finish.kind is CollectiveKind.ALL_GATHER:
+            yield path([(turn, start[1]), start], "finish")
+        yield "</g>"
+
+
+def _legend(picture: Picture) -> tuple[tuple[str, str], ...]:
+    """Return the kinds of marks in the picture that need an explanation, and the explanation."""
+    entries = [("leader", "leader: tensor-parallel rank 0 of a stage")]
+    if any(first != last for boxes in picture.boxes for first, last in boxes):
+        entries.append(("hidden", "ranks that are not drawn one by one; dashed: their transfers"))
+    if picture.boundaries:
+        entries.append(("transfer", "activations, forward; gradients come back alike"))
+    if any(drawn.has_finish for drawn in picture.boundaries):
+        kinds = " or ".join(sorted({one.plan.finish.kind for one in picture.boundaries if one.has_finish}))
+        entries.append(("finish", f"{kinds} inside the stage after the transfers"))
+    return tuple(entries)

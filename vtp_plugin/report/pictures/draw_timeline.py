@@ -1,0 +1,237 @@
+"""Draw a simulated step: as text, as a picture, and as a trace for Perfetto or Chrome."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Iterator
+
+from vtp_plugin.plan.schedule.cost.simulator import Span, Timeline
+from vtp_plugin.plan.schedule.order.actions import Action, Op
+from vtp_plugin.plan.schedule.order.messages import channel_label
+from vtp_plugin.report.pictures import chrome, svg
+
+# Lengths in pixels.
+_ROW_HEIGHT, _BOX_HEIGHT = 40, 24
+_MARGIN, _LINE_HEIGHT = 20, 20
+_PERCENT_WIDTH = 52  # at the right of a row
+_LETTER_WIDTH, _TITLE_LETTER_WIDTH = 6.6, 8.6  # on average over a line, at most; there is no font to measure with
+_DIGIT_WIDTH = 6  # of the number of a microbatch
+_SAMPLE_WIDTH = 20  # of a mark in the legend, with the gap behind it
+_MAX_TICKS = 12
+
+_STYLE = """\
+text.number { font-size: 10px; fill: #ffffff; text-anchor: middle; }
+text.tick { text-anchor: middle; }
+rect.row { fill: #737b85; fill-opacity: 0.12; }
+rect.forward-first { fill: #3f6ca8; }
+rect.forward-later { fill: #2f7d78; }
+rect.backward-first { fill: #b4540a; }
+rect.backward-later { fill: #9a3f73; }
+line.message, line.sample { stroke: #737b85; stroke-opacity: 0.6; }
+line.tick { stroke: #737b85; stroke-opacity: 0.3; }"""
+_KINDS = {
+    "forward-first": "forward, first chunk",
+    "forward-later": "forward, later chunk",
+    "backward-first": "backward, first chunk",
+    "backward-later": "backward, later chunk",
+}
+_MESSAGE = "message on its way"
+_LEGEND = """\
+Time runs from left to right. 0F3---: part 0 of the model runs the forward of microbatch 3; 0B3===: its backward; where
+that is too long, the last digit of the microbatch; dots: the stage is idle."""
+
+
+def draw_text(timeline: Timeline, *, columns: int = 120) -> str:
+    """Draw one line for each worker, time from left to right, and a legend.
+
+    A compute shows its action, or the last digit of its microbatch where the action is too long, padded to its duration
+    with `-` (forward) or `=` (backward). A dot is idle time.
+
+    Args:
+        timeline: What to draw.
+        columns: Width of the time axis, in letters.
+
+    >>> from vtp_plugin.plan.schedule.cost.costs import uniform_costs
+    >>> from vtp_plugin.plan.schedule.make.generate import one_f_one_b
+    >>> from vtp_plugin.plan.schedule.cost.simulator import simulate
+    >>> schedule = one_f_one_b(2, 2)
+    >>> for row in draw_text(simulate(schedule, uniform_costs(schedule.placement)), columns=36).splitlines()[:2]:
+    ...     print(row)
+    stage 0 |0F0-0F1-........0B0=====....0B1=====|
+    stage 1 |....1F0-1B0=====1F1-1B1=====........|
+    """
+    scale = columns / timeline.makespan if timeline.makespan else 0.0
+    labels = _labels(timeline)
+    lines: list[str] = []
+    for label, spans in zip(labels, timeline.spans, strict=True):
+        row = ["."] * columns
+        for span in spans:
+            left, right = round(span.start * scale), round(span.end * scale)
+            row[left:right] = _cell(span.action, right - left)
+        lines.append(f"{label:{max(map(len, labels))}} |{''.join(row)}|")
+    return "\n".join([*lines, _LEGEND])
+
+
+def summarize(timeline: Timeline, *, unit: str = "") -> str:
+    """Say in one line how long the step takes, and for what share of it the stages compute.
+
+    Args:
+        timeline: What to sum up.
+        unit: Of its times.
+
+    >>> from vtp_plugin.plan.schedule.cost.costs import uniform_costs
+    >>> from vtp_plugin.plan.schedule.make.generate import one_f_one_b
+    >>> from vtp_plugin.plan.schedule.cost.simulator import simulate
+    >>> schedule = one_f_one_b(2, 2)
+    >>> summarize(simulate(schedule, uniform_costs(schedule.placement)), unit="ms")
+    'simulated step 9 ms; the stages compute 66.7 % of it on average, the busiest (stage 0) 66.7 %'
+    """
+    shares = timeline.utilization
+    busiest = shares.index(max(shares))
+    return (
+        f"simulated step {timeline.makespan:.6g}{f' {unit}' if unit else ''}; the stages compute "
+        f"{100 * sum(shares) / len(shares):.1f} % of it on average, the busiest "
+        f"({timeline.placement.label(busiest)}) {100 * shares[busiest]:.1f} %"
+    )
+
+
+def draw_svg(timeline: Timeline, *, title: str, unit: str = "", width: int = 680) -> str:
+    """Draw one row for each worker: computes as boxes with the number of their microbatch, messages as thin lines.
+
+    The number at the right of a row is the share of the step in which the worker computes.
+
+    Args:
+        timeline: What to draw.
+        title: Heading.
+        unit: Of the times.
+        width: Of the time axis, in pixels.
+
+    Returns:
+        An SVG document (see :mod:`vtp_plugin.report.pictures.svg`). Every compute has a title with its action and
+        times. Equal timelines give equal text.
+    """
+    scale = width / timeline.makespan if timeline.makespan else 0.0
+    labels = _labels(timeline)
+    left = _MARGIN + round(max(map(len, labels)) * _LETTER_WIDTH) + 8
+    full_width = left + width + _PERCENT_WIDTH + _MARGIN // 2
+    room = full_width - 2 * _MARGIN
+    head = [(line, "title") for line in textwrap.wrap(title, int(room / _TITLE_LETTER_WIDTH))]
+    head += [(line, "") for line in textwrap.wrap(summarize(timeline, unit=unit), int(room / _LETTER_WIDTH))]
+    legend, y = _legend(timeline, _MARGIN + len(head) * _LINE_HEIGHT, full_width - _MARGIN)
+    top = y + 14
+    bottom = top + len(labels) * _ROW_HEIGHT
+    body = [svg.text(_MARGIN, _MARGIN + 8 + i * _LINE_HEIGHT, line, kind) for i, (line, kind) in enumerate(head)]
+    body += [*legend, *_axis(timeline, left, scale, top, bottom, unit)]
+    for worker, (label, share) in enumerate(zip(labels, timeline.utilization, strict=True)):
+        y = top + worker * _ROW_HEIGHT
+        body.append(svg.text(_MARGIN, y + 16, label))
+        body.append(svg.element("rect", kind="row", x=left, y=y, width=width, height=_BOX_HEIGHT))
+        body.append(svg.text(left + width + 8, y + 16, f"{100 * share:.0f} %"))
+    body += _messages(timeline, left, scale, top)
+    body += [box for worker in range(len(labels)) for box in _boxes(timeline, worker, left, scale, top)]
+    return svg.document(full_width, bottom + 30, title=title, style=_STYLE, body=body)
+
+
+def chrome_trace(timeline: Timeline, *, unit_s: float = 1.0) -> str:
+    """Write the step as a trace in Chrome's JSON format.
+
+    Workers are the rows of one process, channels those of another.
+
+    Args:
+        timeline: What to draw.
+        unit_s: Of its times, in seconds.
+    """
+    events = [chrome.name_process(process, name) for process, name in enumerate(("stages", "channels"))]
+    for worker, (label, spans) in enumerate(zip(_labels(timeline), timeline.spans, strict=True)):
+        events += chrome.name_row(0, worker, label)
+        for span in spans:
+            times = unit_s * span.start, unit_s * span.end
+            events.append(chrome.box(0, worker, str(span.action), _pass_name(span.action), *times))
+    names = {channel: channel_label(timeline.placement, channel) for channel, _ in timeline.bytes_by_channel}
+    for number, flight in enumerate(timeline.flights):
+        times = unit_s * flight.start, unit_s * flight.end
+        events += chrome.flight(1, names[flight.channel], str(flight.action), number, *times)
+    return chrome.document(events)
+
+
+def _labels(timeline: Timeline) -> list[str]:
+    return [timeline.placement.label(worker) for worker in range(timeline.placement.num_workers)]
+
+
+def _cell(action: Action, length: int) -> str:
+    """Write a compute in so many letters."""
+    name = str(action)
+    if len(name) > length:
+        name = name[-1]
+    return name.ljust(length, "=" if action.op is Op.B else "-")[:length]
+
+
+def _pass_name(action: Action) -> str:
+    return "backward" if action.op is Op.B else "forward"
+
+
+def _kind(timeline: Timeline, span: Span) -> str:
+    """Return the CSS class of a compute, a key of `_KINDS`."""
+    return f"{_pass_name(span.action)}-{'later' if timeline.placement.chunk(span.action.vstage) else 'first'}"
+
+
+def _boxes(timeline: Timeline, worker: int, left: int, scale: float, top: int) -> Iterator[str]:
+    y = top + worker * _ROW_HEIGHT
+    for span in timeline.spans[worker]:
+        x, box_width = left + span.start * scale, (span.end - span.start) * scale
+        # The gap keeps neighbours apart without strokes.
+        title = svg.title_of(f"{span.action}: {span.start:.6g} to {span.end:.6g}")
+        shape = {"x": x, "y": y, "width": max(0.5, box_width - 1), "height": _BOX_HEIGHT, "rx": 2}
+        yield svg.element("rect", title, kind=_kind(timeline, span), **shape)
+        number = str(span.action.microbatch)
+        if box_width >= _DIGIT_WIDTH * len(number) + 2:
+            yield svg.text(x + box_width / 2, y + 16, number, "number")
+
+
+def _messages(timeline: Timeline, left: int, scale: float, top: int) -> Iterator[str]:
+    for flight in timeline.flights:
+        down = flight.channel.dst > flight.channel.src
+        y1 = top + flight.channel.src * _ROW_HEIGHT + (_BOX_HEIGHT if down else 0)
+        y2 = top + flight.channel.dst * _ROW_HEIGHT + (0 if down else _BOX_HEIGHT)
+        x1, x2 = left + flight.start * scale, left + flight.end * scale
+        yield svg.element("line", kind="message", x1=x1, y1=y1, x2=x2, y2=y2)
+
+
+def _axis(timeline: Timeline, left: int, scale: float, top: int, bottom: int, unit: str) -> Iterator[str]:
+    step = _tick_step(timeline.makespan)
+    last = int(timeline.makespan / step)
+    for tick in range(last + 1):
+        time = tick * step
+        x = left + time * scale
+        yield svg.element("line", kind="tick", x1=x, y1=top - 6, x2=x, y2=bottom)
+        yield svg.text(x, bottom + 16, f"{time:.4g}" + (f" {unit}" if unit and tick == last else ""), "tick")
+
+
+def _tick_step(makespan: float) -> float:
+    """Return the smallest of 1, 2, 5, 10, 20 .. (also 0.5, 0.2 ..) that gives few enough ticks."""
+    if not makespan:
+        return 1.0
+    decade = 10.0 ** math.floor(math.log10(makespan / _MAX_TICKS))
+    return next(decade * factor for factor in (1, 2, 5, 10, 20) if makespan / (decade * factor) <= _MAX_TICKS)
+
+
+def _legend(timeline: Timeline, y: int, right: int) -> tuple[list[str], int]:
+    """Return the marks in the picture with their meanings, and the height below them."""
+    used = {_kind(timeline, span) for spans in timeline.spans for span in spans}
+    entries = {kind: text for kind, text in _KINDS.items() if kind in used}
+    if timeline.flights:
+        entries["message"] = _MESSAGE
+    entries["row"] = "idle; at the right: share of the step that is computed"
+    x, lines = _MARGIN, []
+    for kind, text in entries.items():
+        entry_width = _SAMPLE_WIDTH + round(_LETTER_WIDTH * len(text)) + 14
+        if x > _MARGIN and x + entry_width > right:
+            x, y = _MARGIN, y + _LINE_HEIGHT
+        if kind == "message":
+            lines.append(svg.element("line", kind="sample", x1=x, y1=y + 8, x2=x + 14, y2=y - 2))
+        else:
+            lines.append(svg.element("rect", kind=f"sample {kind}", x=x, y=y - 2, width=14, height=12, rx=2))
+        lines.append(svg.text(x + _SAMPLE_WIDTH, y + 8, text))
+        x += entry_width
+    return lines, y + _LINE_HEIGHT

@@ -1,0 +1,89 @@
+"""What a rank's time goes to."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from vtp_plugin.util.text_enum import TextEnum
+
+
+class Cause(TextEnum):
+    """What a stretch of a rank's time goes to; the value is what people and files read.
+
+    Ranks note the first ones. The last three are found when all ranks are seen together: of a wait, and of a finish
+    inside the stage, what lies before the other stage has sent is ``BUBBLE``, and what lies after it ``MESSAGE``.
+    """
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    LOSS = "loss"
+    BATCH = "batch"
+    PACK = "pack"
+    POST = "post"
+    SEND = "send"
+    WAIT = "wait"
+    FINISH = "finish"
+    GRADIENTS = "gradients"
+    OPTIMIZER = "optimizer"
+    LOG = "log"
+    PLAN = "plan"
+    SAVE = "save"
+    EVALUATE = "evaluate"
+    TRACE = "trace"
+    MESSAGE = "message"
+    BUBBLE = "bubble"
+    OTHER = "other"
+
+
+MEANINGS: Mapping[Cause, str] = MappingProxyType(
+    {
+        Cause.FORWARD: "a forward of one microbatch, with the collectives inside the stage that the model makes",
+        Cause.BACKWARD: "a backward of one microbatch, likewise",
+        Cause.LOSS: "the script's loss function; it waits for other replicas where it sums over them (0.12)",
+        Cause.BATCH: "reading a batch, where the script times that",
+        Cause.PACK: "a tensor is made ready to cross: gathered inside the stage, cut, made dense",
+        Cause.POST: "a receive gets its memory and is handed to the backend",
+        Cause.SEND: "messages are handed to the backend",
+        Cause.WAIT: "for a message, or until one is sent",
+        Cause.FINISH: "a tensor that has come is completed inside the stage",
+        Cause.GRADIENTS: "gradients are summed over replicas and tied weights, after the last backward",
+        Cause.OPTIMIZER: "the optimizer's step with the norm of the gradients, for which all ranks wait, and what "
+        "Megatron does around it: all from the end of the gradients to the log or the next step",
+        Cause.LOG: "Megatron's line of the log, for which ranks wait, too",
+        Cause.PLAN: "an order is planned, links are measured, ranks compare real times with planned ones",
+        Cause.SAVE: "a checkpoint is saved",
+        Cause.EVALUATE: "an evaluation",
+        Cause.TRACE: "the trace itself is written",
+        Cause.MESSAGE: "waits after the other stage has sent, until all is there",
+        Cause.BUBBLE: "waits before the other stage has sent",
+        Cause.OTHER: "what nothing was noted of",
+    }
+)
+"""What each cause means, for people."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stretch:
+    """A piece of a rank's time with one cause.
+
+    Stretches may lie inside one another: what the inner one takes is not the outer one's.
+
+    Attributes:
+        cause: what the time goes to.
+        name: of a forward or backward its action, where the rank knows it; of what crosses boundary, direction and
+            microbatch, in the same words on both sides.
+        start_s: when it begins.
+        end_s: when it ends.
+    """
+
+    cause: Cause
+    name: str
+    start_s: float
+    end_s: float
+
+    @property
+    def length_s(self) -> float:
+        """How long it takes."""
+        return self.end_s - self.start_s

@@ -1,0 +1,267 @@
+"""A run beside its plan: all ranks on one clock, and where their steps differ from the simulated ones."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.plan.schedule.cost.costs import Costs
+from vtp_plugin.plan.schedule.order.placement import Placement
+from vtp_plugin.plan.schedule.order.schedule import Actions
+from vtp_plugin.report.trace.beside_plan import (
+    Boundary,
+    boundary_of,
+    crossing_s,
+    crossings_of,
+    measured_costs,
+    name_computes,
+    plan_shares,
+)
+from vtp_plugin.report.trace.causes import Cause, Stretch
+from vtp_plugin.report.trace.explain import Share, explain, on_one_clock, totals
+from vtp_plugin.report.trace.trace_files import Plan, RankFile, RankStep
+
+_ENDS = frozenset({Cause.GRADIENTS, Cause.OPTIMIZER})
+# What follows from what others do: in each of these ranks wait for one another. The rest a rank does itself.
+_FOLLOWING = frozenset({Cause.BUBBLE, Cause.MESSAGE, Cause.OPTIMIZER, Cause.LOG, Cause.PLAN})
+# The user's flags say when, so no plan of a step has it.
+_ASKED_FOR = frozenset({Cause.SAVE, Cause.EVALUATE})
+# A difference is named if it is at least this share of the planned step.
+_LEAST_SHARE = 0.02
+# Fewer messages in a step say too little of a link.
+_LEAST_MESSAGES = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TracedStep:
+    """One step of all ranks, and its plan.
+
+    Attributes:
+        number: of the step.
+        run: what the time of each rank went to, without a gap, on the clock of rank 0.
+        shares: the same as it was noted.
+        plan: what the time of each worker was to go to, from 0 on.
+        placement: of the plan.
+        costs: that the plan was made for, in ms.
+        are_measured: they were taken from the trace, since the run was planned for none.
+    """
+
+    number: int
+    run: Mapping[int, list[Stretch]]
+    shares: Sequence[Share]
+    plan: Mapping[int, list[Stretch]]
+    placement: Placement
+    costs: Costs
+    are_measured: bool
+
+    @property
+    def start_s(self) -> float:
+        """When the first rank begins it."""
+        return min(share.start_s for share in self.shares)
+
+    @property
+    def planned_s(self) -> float:
+        """How long it was to take, without the optimizer."""
+        return max(stretches[-1].end_s for stretches in self.plan.values())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Difference:
+    """How much more of a step a cause takes on a rank than planned, on average.
+
+    Attributes:
+        rank: of the run.
+        cause: the end of the step, gradients and optimizer together, counts as the optimizer.
+        planned_s: in a step.
+        ran_s: in a step.
+        where: boundary whose messages, waits or finishes differ most; empty for others.
+    """
+
+    rank: int
+    cause: Cause
+    planned_s: float
+    ran_s: float
+    where: str = ""
+
+    @property
+    def more_s(self) -> float:
+        """How much more."""
+        return self.ran_s - self.planned_s
+
+
+def join_files(files: Sequence[RankFile]) -> list[TracedStep]:
+    """Put the steps that all ranks have traced on one clock, each with its plan.
+
+    Raises:
+        ConfigError: there is no such step, or its plan is missing.
+    """
+    numbers = set.intersection(*({step.number for step in file.steps} for file in files))
+    if not numbers:
+        raise ConfigError("no step was traced to its end by all ranks; trace more steps")
+    steps: dict[int, list[Share]] = {}
+    plans: dict[int, Plan] = {}
+    for number in sorted(numbers):
+        own = [next(step for step in file.steps if step.number == number) for file in files]
+        try:
+            plans[number] = files[0].plans[own[0].plan]
+        except KeyError:
+            raise ConfigError(f"step {number}: the file of rank 0 lacks its plan; trace the run again") from None
+        orders = plans[number].schedule.orders
+        steps[number] = [_share(file, step, orders[file.owner.worker]) for file, step in zip(files, own, strict=True)]
+    return [_beside_plan(number, shares, plans, steps) for number, shares in steps.items()]
+
+
+def _share(file: RankFile, step: RankStep, order: Actions) -> Share:
+    named = replace(step, stretches=tuple(name_computes(step.stretches, order)))
+    owner = file.owner
+    return on_one_clock(named, rank=owner.rank, worker=owner.worker, offset_s=functools.partial(offset_at, file.clocks))
+
+
+def offset_at(clocks: Sequence[tuple[float, float, float]], at_s: float) -> float:
+    """Return what is to be added to a rank's clock; between two readings, and beyond them, along a line.
+
+    Args:
+        clocks: when each was made, what was to be added then, and how wrong that may be.
+        at_s: by the rank's clock.
+
+    >>> offset_at([(0.0, 5.0, 0.1), (10.0, 6.0, 0.1)], 2.5), offset_at([(0.0, 5.0, 0.1)], 2.5), offset_at([], 2.5)
+    (5.25, 5.0, 0.0)
+    """
+    if not clocks:
+        return 0.0
+    (first_s, before_s, _), (last_s, after_s, _) = clocks[0], clocks[-1]
+    if last_s <= first_s:
+        return before_s
+    return before_s + (after_s - before_s) * (at_s - first_s) / (last_s - first_s)
+
+
+def _beside_plan(
+    number: int, shares: list[Share], plans: Mapping[int, Plan], steps: Mapping[int, list[Share]]
+) -> TracedStep:
+    plan = plans[number]
+    same = [steps[other] for other, one in plans.items() if one == plan]
+    costs = plan.costs or measured_costs(plan.schedule.placement, same)
+    return TracedStep(
+        number=number,
+        run=explain(shares),
+        shares=shares,
+        plan=explain(plan_shares(plan.schedule, costs)),
+        placement=plan.schedule.placement,
+        costs=costs,
+        are_measured=plan.costs is None,
+    )
+
+
+def explained(steps: Sequence[TracedStep]) -> dict[int, float]:
+    """Return, by rank, the share of the steps whose cause is known."""
+    lengths: dict[int, float] = defaultdict(float)
+    other: dict[int, float] = defaultdict(float)
+    for step in steps:
+        for rank, stretches in step.run.items():
+            lengths[rank] += sum(one.length_s for one in stretches)
+            other[rank] += totals(stretches).get(Cause.OTHER, 0.0)
+    return {rank: 1.0 - other[rank] / length_s for rank, length_s in lengths.items() if length_s}
+
+
+def differences(steps: Sequence[TracedStep]) -> list[Difference]:
+    """List by how much the steps differ from their plan, by rank and cause, the largest first.
+
+    A plan says nothing of the optimizer and the sums of gradients: each rank is planned to wait for the last one, and
+    then to take as long as the fastest rank did.
+    """
+    base_s = min(_end_s(step.run[rank]) for step in steps for rank in step.run)
+    found: list[Difference] = []
+    for rank, worker in ((share.rank, share.worker) for share in steps[0].shares):
+        ran = _average(step.run[rank] for step in steps)
+        planned = _average(step.plan[worker] for step in steps)
+        planned[Cause.OPTIMIZER] = planned.get(Cause.OPTIMIZER, 0.0) + base_s
+        causes = {*ran, *planned}
+        found += [
+            Difference(
+                rank=rank,
+                cause=cause,
+                planned_s=planned.get(cause, 0.0),
+                ran_s=ran.get(cause, 0.0),
+                where=_where(cause, [step.run[rank] for step in steps]),
+            )
+            for cause in causes
+        ]
+    return sorted(found, key=lambda one: (-abs(one.more_s), one.rank, one.cause))
+
+
+def slower_by_itself(steps: Sequence[TracedStep], found: Sequence[Difference]) -> list[Difference]:
+    """Select what took longer than planned and does not follow from what others did, the largest first.
+
+    How long messages are waited for follows from when both sides are ready. What counts here is how long those took
+    whose receiver was ready, from the send on, in comparison with the link's costs.
+
+    Args:
+        steps: of the run.
+        found: their differences.
+    """
+    least_s = _LEAST_SHARE * max(step.planned_s for step in steps)
+    own = [one for one in found if one.cause not in _FOLLOWING | _ASKED_FOR and one.more_s >= least_s]
+    slow = [one for one in _slower_links(steps) if one.more_s >= least_s]
+    return sorted((*own, *slow), key=lambda one: (-one.more_s, one.rank, one.cause))
+
+
+def _slower_links(steps: Sequence[TracedStep]) -> Iterator[Difference]:
+    """Yield for each rank and boundary how much longer than planned its messages took in a step.
+
+    A message may also be late because its receive was posted late, as the first one of a step often is; the faster ones
+    show how fast the link is.
+    """
+    took_s: dict[tuple[int, Boundary], list[float]] = defaultdict(list)
+    for step in steps:
+        for rank, name, each_s in crossings_of(step.shares):
+            if (boundary := boundary_of(name)) is not None:
+                took_s[rank, boundary].append(each_s)
+    for (rank, boundary), each in took_s.items():
+        per_step = len(each) / len(steps)
+        if per_step < _LEAST_MESSAGES:
+            continue
+        yield Difference(
+            rank=rank,
+            cause=Cause.MESSAGE,
+            planned_s=per_step * crossing_s(steps[-1].costs, steps[-1].placement, boundary[:2]),
+            ran_s=per_step * sorted(each)[len(each) // 4],
+            where=_name(boundary),
+        )
+
+
+def _name(boundary: Boundary) -> str:
+    return "boundary {}->{}, {}".format(*boundary)
+
+
+def _average(steps: Iterable[Sequence[Stretch]]) -> dict[Cause, float]:
+    """Return the mean seconds of each cause in a step; gradients and optimizer count as one."""
+    sums: dict[Cause, list[float]] = defaultdict(list)
+    num_steps = 0
+    for stretches in steps:
+        num_steps += 1
+        for cause, length_s in totals(stretches).items():
+            sums[Cause.OPTIMIZER if cause in _ENDS else cause].append(length_s)
+    return {cause: sum(each) / num_steps for cause, each in sums.items()}
+
+
+def _end_s(stretches: Sequence[Stretch]) -> float:
+    return sum(one.length_s for one in stretches if one.cause in _ENDS)
+
+
+def _where(cause: Cause, steps: Sequence[Sequence[Stretch]]) -> str:
+    """Name the boundary and direction that most of a cause's time goes to."""
+    sums: dict[str, float] = defaultdict(float)
+    for one in (stretch for stretches in steps for stretch in stretches if stretch.cause is cause):
+        boundary = boundary_of(one.name)
+        if boundary is not None:
+            sums[_name(boundary)] += one.length_s
+    return max(sums, key=lambda name: sums[name], default="")
+
+
+def median_s(steps: Sequence[TracedStep]) -> float:
+    """Return the median length of the steps, of the slowest rank in each."""
+    return statistics.median(max(share.length_s for share in step.shares) for step in steps)

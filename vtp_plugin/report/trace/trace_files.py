@@ -1,0 +1,250 @@
+"""The files of a trace: one for each rank, one JSON object a line, as a run writes them and ``trace`` reads them.
+
+The first line says whose file it is. Others hold a reading of the clocks, a plan (in the file of rank 0), or a step.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.plan.schedule.cost.cost_text import format_costs, parse_costs
+from vtp_plugin.plan.schedule.cost.costs import Costs
+from vtp_plugin.plan.schedule.order.actions import format_actions, parse_actions
+from vtp_plugin.plan.schedule.order.placement import Placement
+from vtp_plugin.plan.schedule.order.schedule import Schedule
+from vtp_plugin.report.trace.causes import Cause, Stretch
+from vtp_plugin.util.untrusted_files import MAX_INDEX_BYTES, parse_json, read_text
+
+_FORMAT = 1
+_DIGITS = 7  # of seconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Owner:
+    """Whose file it is.
+
+    Attributes:
+        run: the same in all files of a run.
+        rank: that wrote it.
+        world_size: ranks of the run.
+        stage: of the rank.
+        worker: of the rank, in the schedules.
+    """
+
+    run: str
+    rank: int
+    world_size: int
+    stage: int
+    worker: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankStep:
+    """One step of one rank: from the start of its first forward to the start of the next step's.
+
+    Attributes:
+        number: of the training step, from 1 on in the process.
+        plan: digest of its schedule with its costs.
+        start_s: when it begins.
+        end_s: when it ends.
+        stretches: what was noted of it, by their ends.
+    """
+
+    number: int
+    plan: str
+    start_s: float
+    end_s: float
+    stretches: tuple[Stretch, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """What a step was to do.
+
+    Attributes:
+        schedule: lowered.
+        costs: in ms, that it was planned for; None where it was planned for none.
+    """
+
+    schedule: Schedule
+    costs: Costs | None
+
+
+@dataclass(kw_only=True)
+class RankFile:
+    """What the file of one rank says.
+
+    Attributes:
+        owner: whose it is.
+        clocks: readings, the first and the last: by the rank's clock when, what to add, and how wrong that may be.
+        plans: by their digests.
+        steps: in order.
+    """
+
+    owner: Owner
+    clocks: list[tuple[float, float, float]] = field(default_factory=list[tuple[float, float, float]])
+    plans: dict[str, Plan] = field(default_factory=dict[str, Plan])
+    steps: list[RankStep] = field(default_factory=list[RankStep])
+
+
+def trace_path(folder: str | Path, rank: int) -> Path:
+    """Name one rank's file.
+
+    >>> str(trace_path("logs/trace", 3))
+    'logs/trace/rank3.jsonl'
+    """
+    return Path(folder) / f"rank{rank}.jsonl"
+
+
+def owner_line(owner: Owner) -> dict[str, object]:
+    """Say whose file it is."""
+    names = ("run", "rank", "world_size", "stage", "worker")
+    return {"vtp_trace": _FORMAT, **{name: getattr(owner, name) for name in names}}
+
+
+def plan_line(digest: str, plan: Plan) -> dict[str, object]:
+    """Say what steps are to do."""
+    schedule, placement = plan.schedule, plan.schedule.placement
+    return {
+        "plan": digest,
+        "name": schedule.name,
+        "stages": placement.stages,
+        "num_replicas": placement.num_replicas,
+        "successors": placement.successors,
+        "joint": placement.joint,
+        "num_microbatches": schedule.num_microbatches,
+        "orders": [format_actions(order) for order in schedule.orders],
+        "costs": None if plan.costs is None else format_costs(plan.costs),
+    }
+
+
+def step_line(step: RankStep) -> dict[str, object]:
+    """Say what a rank did in a step."""
+    return {
+        "step": step.number,
+        "plan": step.plan,
+        "start_s": round(step.start_s, _DIGITS),
+        "end_s": round(step.end_s, _DIGITS),
+        "done": [(s.cause, s.name, round(s.start_s, _DIGITS), round(s.end_s, _DIGITS)) for s in step.stretches],
+    }
+
+
+def read_step(entry: Mapping[str, Any]) -> RankStep:
+    """Read what :func:`step_line` says."""
+    return RankStep(
+        number=int(entry["step"]),
+        plan=entry["plan"],
+        start_s=float(entry["start_s"]),
+        end_s=float(entry["end_s"]),
+        stretches=tuple(_stretch(one) for one in entry["done"]),
+    )
+
+
+def clock_line(at_s: float, offset_s: float, error_s: float) -> dict[str, object]:
+    """Say how far the rank's clock is behind that of rank 0."""
+    return {"clock": [round(value, _DIGITS) for value in (at_s, offset_s, error_s)]}
+
+
+def read_files(folder: Path) -> list[RankFile]:
+    """Read the files of all ranks of a run, in the order of the ranks.
+
+    Raises:
+        ConfigError: a file is missing, broken, of another format or of another run.
+    """
+    paths = sorted(folder.glob("rank*.jsonl"))
+    if not paths:
+        raise ConfigError(f"{folder} holds no trace (rank0.jsonl, ...); give the folder of --vtp-trace")
+    files = {file.owner.rank: file for file in map(_read, paths)}
+    first = files.get(0, next(iter(files.values()))).owner
+    for rank, file in files.items():
+        if file.owner.run != first.run:
+            raise ConfigError(
+                f"{trace_path(folder, rank)} is of another run than {trace_path(folder, first.rank).name}; trace each "
+                "run into a folder of its own"
+            )
+    missing = [rank for rank in range(first.world_size) if rank not in files]
+    if missing:
+        shown = ", ".join(map(str, missing[:5])) + (", ..." if len(missing) > 5 else "")
+        raise ConfigError(
+            f"{folder} lacks the files of rank {shown} of {first.world_size}; copy those of all machines into one "
+            "folder"
+        )
+    return [files[rank] for rank in range(first.world_size)]
+
+
+def _read(path: Path) -> RankFile:
+    try:
+        entries = _entries(path)
+        _, head = next(entries, (1, None))
+        if head is None:
+            raise ConfigError(
+                f"{path} is empty: the run did not reach the first step of --vtp-trace-steps; name another"
+            )
+        if head.pop("vtp_trace", None) != _FORMAT:
+            raise ConfigError(f"{path}:1: this is no trace of format {_FORMAT}; use the vtp_plugin that wrote it")
+        file = RankFile(owner=Owner(**head))
+        for number, entry in entries:
+            try:
+                _take(file, entry)
+            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+                raise ConfigError(f"{path}:{number}: {error}: this line is no part of a trace; remove it") from None
+        return file
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}; make it readable") from None
+    except TypeError as error:
+        raise ConfigError(f"{path}:1: {error}: this is no first line of a trace; trace the run again") from None
+
+
+def _entries(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield every line with its number; the last one of a run that was killed may be cut off, and is left out."""
+    lines = read_text(path, MAX_INDEX_BYTES).splitlines(keepends=True)
+    for number, line in enumerate(lines, 1):
+        try:
+            entry = parse_json(line)
+        except json.JSONDecodeError as error:
+            if number == len(lines) > 1 and not line.endswith("\n"):
+                return
+            raise ConfigError(f"{path}:{number}:{error.colno}: {error.msg}; remove the line") from None
+        except ValueError as error:
+            raise ConfigError(f"{path}:{number}: {error}; remove the line") from None
+        if not isinstance(entry, dict):
+            raise ConfigError(f"{path}:{number}: this line is no JSON object; remove it")
+        yield number, entry
+
+
+def _take(file: RankFile, entry: Mapping[str, Any]) -> None:
+    """Add a line to what is known of a rank."""
+    if "clock" in entry:
+        at_s, offset_s, error_s = map(float, entry["clock"])
+        file.clocks.append((at_s, offset_s, error_s))
+    elif "step" in entry:
+        file.steps.append(read_step(entry))
+    else:
+        file.plans[entry["plan"]] = _plan(entry)
+
+
+def _stretch(values: Sequence[Any]) -> Stretch:
+    cause, name, start_s, end_s = values
+    return Stretch(cause=Cause(cause), name=name, start_s=float(start_s), end_s=float(end_s))
+
+
+def _plan(entry: Mapping[str, Any]) -> Plan:
+    placement = Placement(
+        stages=tuple(entry["stages"]),
+        num_replicas=tuple(entry["num_replicas"]),
+        successors=tuple(entry["successors"]),
+        joint=tuple((forward, backward) for forward, backward in entry["joint"]),
+    )
+    schedule = Schedule(
+        name=entry["name"],
+        placement=placement,
+        num_microbatches=entry["num_microbatches"],
+        orders=tuple(map(parse_actions, entry["orders"])),
+    )
+    words = entry["costs"]
+    return Plan(schedule=schedule, costs=None if words is None else parse_costs(words.split(), placement))

@@ -1,0 +1,119 @@
+"""What may leave a rank over the plugin's channels, and a record of what did.
+
+Every message between stages passes :func:`require_allowed`, at the one place where channels post to the backend. With
+``--vtp-audit FILE`` it is also recorded there, one JSON object on each line.
+"""
+
+from __future__ import annotations
+
+import atexit
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.plan.boundary.header import HeaderCodec
+from vtp_plugin.plan.boundary.message_kind import Cargo
+from vtp_plugin.runtime.health.line_file import LineFile
+
+_NUM_DIMENSIONS = {Cargo.ACTIVATION: 3, Cargo.GRADIENT: 3, Cargo.PROBE: 3, Cargo.TIED_EMBEDDING: 2}
+
+
+def require_allowed(cargo: Cargo, tensor: torch.Tensor) -> None:
+    """Refuse to send a tensor that does not have the form of its kind of message.
+
+    Token ids and labels are integers; loss masks and positions have no hidden dimension. So none of them passes for an
+    activation or a gradient.
+
+    >>> require_allowed(Cargo.ACTIVATION, torch.zeros(8, 2, 4))
+    >>> require_allowed(Cargo.ACTIVATION, torch.zeros(8, 2, 4, dtype=torch.int64))  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    vtp_plugin.errors.ConfigError: a torch.int64 tensor of shape (8, 2, 4) is no activation, and nothing else may ...
+
+    Raises:
+        ConfigError: the tensor is something else.
+    """
+    match cargo:
+        case Cargo.SHAPE_HEADER:
+            is_allowed = tensor.dtype == torch.int64 and tensor.numel() == HeaderCodec().length
+        case Cargo.LENGTHS:
+            is_allowed = tensor.dtype == torch.int32 and tensor.dim() == 3 and tensor.shape[1:].numel() == 1
+        case Cargo.POSITIONS:
+            is_allowed = tensor.dtype == torch.int32 and tensor.dim() == 3 and tensor.shape[2] == 4
+        case Cargo.BRIDGE_HEADER:
+            is_allowed = tensor.dtype == torch.int64 and tensor.dim() == 2 and len(tensor) == 1
+        case Cargo.WARM_UP:
+            is_allowed = tensor.numel() == 1 and tensor.is_floating_point()
+        case _:
+            is_allowed = tensor.is_floating_point() and tensor.dim() == _NUM_DIMENSIONS[cargo]
+    if not is_allowed:
+        raise ConfigError(
+            f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)} is no {cargo}, and nothing else may leave this "
+            "rank here; return an activation [S, B, H] from the stage"
+        )
+
+
+def audit_path(path: str, rank: int) -> Path:
+    """Name one rank's file.
+
+    >>> str(audit_path("logs/audit.jsonl", 3))
+    'logs/audit.rank3.jsonl'
+    """
+    whole = Path(path)
+    return whole.with_name(f"{whole.stem}.rank{rank}{whole.suffix}")
+
+
+class Audit:
+    """Record of the messages that this rank exchanged with other stages.
+
+    A line is written when its message is posted, so a run that is killed leaves the record so far. Totals of every kind
+    follow at the end. An existing file is continued.
+
+    Args:
+        path: as given by the user; the rank's number is put into it.
+        rank: this rank.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+
+    def __init__(self, path: str, rank: int) -> None:
+        self._file = LineFile(audit_path(path, rank), option=f"--vtp-audit {path}", is_continued=True)
+        self._num_messages: Counter[tuple[str, Cargo]] = Counter()
+        self._num_bytes: Counter[tuple[str, Cargo]] = Counter()
+        atexit.register(self.close)
+
+    def note(self, way: str, cargo: Cargo, tensor: torch.Tensor, peer: int, place: str) -> None:
+        """Record one message.
+
+        Args:
+            way: ``"sent"`` or ``"received"``.
+            cargo: what it is.
+            tensor: the memory that is sent, or that will be filled.
+            peer: global rank of the other side.
+            place: boundary and direction.
+        """
+        num_bytes = tensor.numel() * tensor.element_size()
+        self._num_messages[way, cargo] += 1
+        self._num_bytes[way, cargo] += num_bytes
+        self._file.write(
+            {
+                "way": way,
+                "cargo": cargo,
+                "peer": peer,
+                "shape": list(tensor.shape),
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "bytes": num_bytes,
+                "place": place,
+            }
+        )
+
+    def close(self) -> None:
+        """Write the totals; idempotent."""
+        atexit.unregister(self.close)
+        if self._file.is_closed:
+            return
+        for (way, cargo), count in sorted(self._num_messages.items()):
+            self._file.write({"total": cargo, "way": way, "messages": count, "bytes": self._num_bytes[way, cargo]})
+        self._file.close()

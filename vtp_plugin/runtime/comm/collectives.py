@@ -1,0 +1,286 @@
+"""Start and finish of a boundary's plan: the collectives inside the sending and the receiving stage."""
+
+from __future__ import annotations
+
+import functools
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+
+from vtp_plugin.errors import PlanError
+from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan, CollectiveKind
+from vtp_plugin.plan.boundary.endpoint import Shape
+from vtp_plugin.plan.boundary.local_slices import Widths, local_slices
+from vtp_plugin.plan.boundary.portions import Swap
+from vtp_plugin.plan.boundary.sharding import Holding, even_cuts
+from vtp_plugin.report.trace.causes import Cause
+from vtp_plugin.runtime.comm.work import Finish, TimedWaits, ranks_text
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StageCollectives:
+    """Collectives of this rank's stage for one channel. Every member of the stage calls them at the same program point.
+
+    Attributes:
+        name: of the channel.
+        stage_group: tensor-parallel group of this rank's stage; None where it has one rank.
+        pieces_group: group of the receiving stage that carries point-to-point messages only. An all-gather is made of
+            such messages; None where the backend's all-gather is used.
+        waits: times the collectives.
+        empty: allocates a tensor.
+        rank: this rank.
+    """
+
+    name: str
+    stage_group: dist.ProcessGroup | None
+    pieces_group: dist.ProcessGroup | None
+    waits: TimedWaits
+    empty: Callable[[Shape, torch.dtype], torch.Tensor]
+    rank: int = field(default_factory=dist.get_rank)
+    _open_finishes: deque[torch.Tensor] = field(init=False, default_factory=deque)
+
+    def start(
+        self, plan: BoundaryPlan, tensor: torch.Tensor, position: str, widths: Widths | None = None
+    ) -> torch.Tensor:
+        """Run the plan's start inside the sending stage and return the memory that the transfers read.
+
+        Args:
+            plan: of the exchange.
+            tensor: this rank's part.
+            position: for error messages.
+            widths: length of every unit of the plan's second dimension; None if it counts elements.
+        """
+        ranks = plan.start.group_of(self.rank)
+        if ranks is None:
+            return tensor
+        if plan.start.kind is CollectiveKind.SUM:
+            return self._sum(plan, tensor, ranks, position, widths) if tensor.numel() else tensor
+        if plan.start.kind is not CollectiveKind.GATHER:
+            raise PlanError(
+                f"{position}: start {plan.start.kind}: only a gather or a sum can come before the transfers"
+            )
+        root, parts, whole = ranks[0], None, tensor
+        if self.rank == root:
+            holding = plan.sent_from(root)
+            whole = self.empty(holding.local_shape, tensor.dtype)
+            parts = [whole[local_slices(plan.src.boxes_of(rank)[0], holding)] for rank in ranks]
+        part = tensor.contiguous()
+        self._run("gather", ranks, position, lambda: dist.gather(part, parts, root, self.stage_group), Cause.PACK)
+        return whole
+
+    def _sum(
+        self,
+        plan: BoundaryPlan,
+        tensor: torch.Tensor,
+        ranks: tuple[int, ...],
+        position: str,
+        widths: Widths | None,
+    ) -> torch.Tensor:
+        """Add up, in the order of the ranks, what this rank will send; the rest of the result is undefined."""
+        if self.stage_group is None:
+            raise PlanError(f"{position}: sum among {ranks_text(ranks)}, but this stage has no group")
+        holding = Holding(rank=self.rank, boxes=plan.src.boxes_of(self.rank))
+
+        def slices_of(rank: int) -> list[tuple[slice, ...]]:
+            return [local_slices(box, holding, widths) for one in plan.sends_of(rank) for box in one.boxes]
+
+        members = dist.get_process_group_ranks(self.stage_group)
+        empty = tensor.new_empty(0)
+        parts = {rank: [tensor[where].flatten() for where in slices_of(rank)] for rank in ranks}
+        given = {rank: torch.cat(pieces) if pieces else empty for rank, pieces in parts.items()}
+        num_own = len(given[self.rank])
+        taken = [num_own if rank in ranks else 0 for rank in members]
+        arrived = tensor.new_empty(sum(taken))
+        self._exchange([given.get(rank, empty) for rank in members], arrived, taken, ranks, position)
+        by_rank = dict(zip(members, arrived.split(taken), strict=True))
+        total = by_rank[ranks[0]]
+        for rank in ranks[1:]:
+            total = total + by_rank[rank]
+        summed = torch.empty_like(tensor)
+        for where in slices_of(self.rank):
+            piece, total = total[: summed[where].numel()], total[summed[where].numel() :]
+            summed[where] = piece.view(summed[where].shape)
+        return summed
+
+    def _exchange(
+        self,
+        given: Sequence[torch.Tensor],
+        arrived: torch.Tensor,
+        taken: Sequence[int],
+        ranks: Sequence[int],
+        position: str,
+    ) -> None:
+        """Give every member of the stage its vector, and take theirs; as bytes, since gloo does not know all types."""
+        size_bytes = arrived.element_size()
+        outgoing = torch.cat(list(given)).view(torch.uint8)
+        splits = [len(one) * size_bytes for one in given]
+        incoming = arrived.view(torch.uint8)
+        bytes_taken = [number * size_bytes for number in taken]
+        self._run(
+            "sum",
+            ranks,
+            position,
+            lambda: dist.all_to_all_single(incoming, outgoing, bytes_taken, splits, self.stage_group),
+            Cause.PACK,
+        )
+
+    def post_finish(
+        self,
+        plan: BoundaryPlan,
+        landed: torch.Tensor,
+        tensor: torch.Tensor,
+        position: str,
+        swaps_of: Callable[[int], Sequence[Swap]],
+    ) -> Finish:
+        """Prepare the plan's finish inside the receiving stage, to be run as the messages come.
+
+        Args:
+            plan: of the exchange.
+            landed: memory that the transfers fill.
+            tensor: memory to complete: the same, except on the root of a scatter.
+            position: for error messages.
+            swaps_of: says what a rank of the group passes on, where slices are swapped by messages.
+        """
+        ranks = plan.finish.group_of(self.rank)
+        if ranks is None or not tensor.numel():
+            return _AtEnd(_nothing)
+        kind = plan.finish.kind
+        if kind is CollectiveKind.ALL_GATHER and self.pieces_group is not None:
+            timed = functools.partial(self._run, kind, ranks, position)
+            return _Swapping(self.name, ranks, tensor, swaps_of, self.pieces_group, timed, self._open_finishes)
+        return _AtEnd(functools.partial(self._finish, plan, landed, tensor, position))
+
+    def _finish(self, plan: BoundaryPlan, landed: torch.Tensor, tensor: torch.Tensor, position: str) -> None:
+        """Run a collective of the backend; arguments as for :meth:`post_finish`."""
+        ranks = plan.finish.group_of(self.rank)
+        assert ranks is not None
+        kind, root, group = plan.finish.kind, ranks[0], self.stage_group
+        if kind is CollectiveKind.BROADCAST:
+            self._run(kind, ranks, position, lambda: dist.broadcast(tensor, root, group))
+        elif kind is CollectiveKind.SCATTER:
+            parts = None
+            if self.rank == root:
+                holding = plan.lands_in(root)
+                parts = [landed[local_slices(plan.dst.boxes_of(rank)[0], holding)] for rank in ranks]
+            self._run(kind, ranks, position, lambda: dist.scatter(tensor, parts, root, group))
+        elif kind is CollectiveKind.ALL_GATHER:
+            index = ranks.index(self.rank)
+            self._run(kind, ranks, position, lambda: _all_gather_rows(tensor, index, len(ranks), group))
+        else:
+            raise PlanError(f"{position}: finish {kind}: it completes nothing")
+
+    def _run(
+        self,
+        kind: str,
+        ranks: Sequence[int],
+        position: str,
+        run: Callable[[], object],
+        cause: Cause = Cause.FINISH,
+    ) -> None:
+        """Run a collective, timed; a start belongs to what packs the tensor."""
+        if self.stage_group is None:
+            raise PlanError(f"{position}: {kind} among {ranks_text(ranks)}, but this stage has no group")
+        peer = f"the members {ranks_text(ranks)} of this stage"
+        with self.waits.timed(position, peer, f"{kind} among {peer}", cause):
+            run()
+
+
+@dataclass(frozen=True, slots=True)
+class _AtEnd:
+    """A finish that starts when all has come."""
+
+    complete: Callable[[], None]
+
+    def advance(self, num_arrived: int) -> None:
+        """Do nothing yet."""
+
+
+def _nothing() -> None:
+    pass
+
+
+class _Swapping:
+    """An all-gather by messages: what has come goes on to the others of the stage at once.
+
+    The receives are posted before anyone waits, so that no sender ever blocks.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        ranks: tuple[int, ...],
+        tensor: torch.Tensor,
+        swaps_of: Callable[[int], Sequence[Swap]],
+        group: dist.ProcessGroup,
+        timed: Callable[[Callable[[], object]], None],
+        open_finishes: deque[torch.Tensor],
+    ) -> None:
+        """Post the receives: each rank's portions in the order in which they come to it."""
+        self._name, self._ranks, self._tensor, self._group = name, ranks, tensor, group
+        self._timed, self._open = timed, open_finishes
+        self._rank = dist.get_rank()
+        self._left = deque(swaps_of(self._rank))
+        self._works: list[dist.Work | None] = []
+        self._has_begun = False
+        sources = _others(ranks, self._rank, -1)
+        known = {rank: swaps_of(rank) for rank in sources}
+        for index in range(max(map(len, known.values()))):
+            for rank in sources:
+                for swap in known[rank][index : index + 1]:
+                    self._works.append(dist.irecv(tensor[swap.start : swap.stop], rank, group))
+        self._open.append(tensor)
+
+    def advance(self, num_arrived: int) -> None:
+        """Pass on what so many messages have brought."""
+        self._begin()
+        while self._left and self._left[0].num_arrived <= num_arrived:
+            swap = self._left.popleft()
+            self._timed(functools.partial(self._send, self._tensor[swap.start : swap.stop]))
+
+    def complete(self) -> None:
+        """Wait until all ranks have all."""
+        self._begin()
+        self._timed(self._wait)
+
+    def _begin(self) -> None:
+        # Messages carry no tags: a channel's finishes must run in the order in which their receives were posted.
+        if not self._has_begun and self._open.popleft() is not self._tensor:
+            raise PlanError(f"{self._name}: receives are waited for out of order")
+        self._has_begun = True
+
+    def _send(self, piece: torch.Tensor) -> None:
+        self._works += [dist.isend(piece, rank, self._group) for rank in _others(self._ranks, self._rank, 1)]
+
+    def _wait(self) -> None:
+        for work in self._works:
+            assert work is not None
+            work.wait()
+
+
+def _others(ranks: Sequence[int], own: int, step: int) -> list[int]:
+    """List the other ranks round the ring, starting beside this one, so that not all talk to one rank at once."""
+    index = ranks.index(own)
+    return [ranks[(index + step * distance) % len(ranks)] for distance in range(1, len(ranks))]
+
+
+def _all_gather_rows(tensor: torch.Tensor, index: int, num_ranks: int, group: dist.ProcessGroup | None) -> None:
+    """Complete a tensor in position; each rank holds one even cut of the rows.
+
+    Cuts of equal size are gathered straight into the tensor. Others are padded to the largest: backends gather equal
+    sizes only.
+    """
+    cuts = even_cuts(len(tensor), num_ranks)
+    start, stop = cuts[index]
+    if len(tensor) % num_ranks == 0:
+        dist.all_gather_into_tensor(tensor, tensor[start:stop], group)
+        return
+    longest = cuts[0][1] - cuts[0][0]
+    padded = tensor.new_empty((num_ranks * longest, *tensor.shape[1:]))
+    own = tensor.new_zeros((longest, *tensor.shape[1:]))
+    own[: stop - start] = tensor[start:stop]
+    dist.all_gather_into_tensor(padded, own, group)
+    for piece, (start, stop) in zip(padded.split(longest), cuts, strict=True):
+        tensor[start:stop] = piece[: stop - start]

@@ -1,0 +1,207 @@
+"""Handles of messages under way, and the timed wait for other ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from vtp_plugin.errors import PeerError
+from vtp_plugin.platform.interface import Platform
+from vtp_plugin.report.trace.causes import Cause
+from vtp_plugin.runtime.comm.recorder import Recorder
+from vtp_plugin.runtime.health.monitor import Monitor
+from vtp_plugin.runtime.health.redaction import first_line
+
+
+class Finish(Protocol):
+    """What the ranks of a stage do together with what lands in it."""
+
+    def advance(self, num_arrived: int) -> None:
+        """Note that so many messages of this rank have come."""
+        ...
+
+    def complete(self) -> None:
+        """Return when the tensor is complete."""
+        ...
+
+
+WaitFor = Callable[[Sequence[dist.Work]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class TimedWaits:
+    """Waits for other ranks: the monitor keeps the time, and a connection that breaks is an error of one line.
+
+    Attributes:
+        platform: says whether a wait holds up the host or the device's stream.
+        monitor: keeps the time; None in single-process use.
+        recorder: notes what is waited for.
+    """
+
+    platform: Platform
+    monitor: Monitor | None
+    recorder: Recorder
+
+    @contextlib.contextmanager
+    def timed(self, position: str, peer: str, what: str, cause: Cause = Cause.WAIT) -> Iterator[None]:
+        """Keep the time of a block that waits.
+
+        Args:
+            position: boundary, direction and microbatch.
+            peer: who is waited for.
+            what: is broken if the backend fails.
+            cause: what this rank's time goes to.
+
+        Raises:
+            PeerError: the backend failed.
+        """
+        wait = self.monitor.begin(position, peer) if self.monitor is not None else None
+        try:
+            with self.recorder.span(cause, position):
+                yield
+        except RuntimeError as error:
+            raise PeerError(
+                f"{position}: {what} broke ({first_line(str(error))})", shared=f"{position}: {what} broke"
+            ) from error
+        if wait is None:
+            return
+        if self.platform.host_blocking_wait:
+            wait.ended = True
+        else:
+            # The host has only queued the wait: it is over when the device's stream has passed this point.
+            wait.event = event = self.platform.module().Event()
+            event.record()
+
+    def wait_for(self, works: Sequence[dist.Work], position: str, peer: str) -> None:
+        """Wait for the backend's handles; arguments and error as for :meth:`timed`."""
+        with self.timed(position, peer, f"connection to {peer}"):
+            for work in works:
+                work.wait()
+
+
+class SendWork:
+    """A send under way: keeps the tensor and the backend's handles until it is waited for.
+
+    ``wait`` is idempotent: a second wait on gloo's own handle would block until the timeout.
+    """
+
+    def __init__(self, works: Sequence[dist.Work], tensors: Sequence[torch.Tensor], wait_for: WaitFor) -> None:
+        self._works = list(works)
+        self._tensors = list(tensors)
+        self._wait_for = wait_for
+
+    @property
+    def is_done(self) -> bool:
+        """Whether there is nothing to wait for: it was waited for, or this rank sends nothing."""
+        return not self._works
+
+    def reap(self) -> bool:
+        """Free the tensor if all of it is sent, and say whether it is. Never blocks.
+
+        A gloo handle does not know that its message is sent until someone waits for it: there, only an earlier wait
+        counts.
+        """
+        if self._works and all(work.is_completed() for work in self._works):
+            self.wait()
+        return not self._works
+
+    def joined_with(self, later: SendWork) -> SendWork:
+        """Join this send and a later one into one handle."""
+        return SendWork(self._works + later._works, self._tensors + later._tensors, self._wait_for)
+
+    def wait(self) -> None:
+        """Return when the tensor may be reused: at once for the host on device backends.
+
+        Raises:
+            PeerError: the connection to the receiver broke.
+        """
+        works, self._works = self._works, []
+        if works:
+            self._wait_for(works)
+        self._tensors = []
+
+
+class OpenSends:
+    """Sends that nobody has waited for yet, oldest first."""
+
+    # More than a schedule has under way between two stages, so waiting for the oldest of so many sends cannot deadlock.
+    # The limit keeps a rank that only sends, as in evaluation, from running far ahead.
+    _MAX_OPEN = 256
+
+    def __init__(self) -> None:
+        self._works: list[SendWork] = []
+
+    def add(self, work: SendWork) -> SendWork:
+        """Keep a send, and let go of those that are done."""
+        self._works = [one for one in self._works if not one.reap()] + [work]
+        if len(self._works) > self._MAX_OPEN:
+            self._works[0].wait()
+        return work
+
+    def wait(self) -> None:
+        """Wait for all of them.
+
+        Raises:
+            PeerError: the connection to a receiver broke.
+        """
+        works, self._works = self._works, []
+        for work in works:
+            work.wait()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Landing:
+    """Memory that messages fill: this rank's transfers, then the deferred finish inside the stage.
+
+    Every tensor-parallel rank of the receiving stage has one, even a rank that receives nothing itself, and waits for
+    it at the same program point: the finish is a collective.
+
+    Attributes:
+        tensor: complete after :meth:`wait`.
+        works: the backend's handles of this rank's receives.
+        copies: for each message, pairs of a part of the tensor and the dense buffer that it fills.
+        finish: the collective inside the stage.
+        wait_for: waits for the handles and keeps the time.
+    """
+
+    tensor: torch.Tensor
+    works: Sequence[dist.Work]
+    copies: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]
+    finish: Finish
+    wait_for: WaitFor
+
+    def wait(self) -> torch.Tensor:
+        """Return the tensor when it holds the local part of what was sent; called once.
+
+        Raises:
+            PeerError: the connection to the sender, or to a member of this rank's stage, broke.
+        """
+        each = zip([[work] for work in self.works], [[one] for one in self.copies], strict=False)
+        # Without messages there is no handle, and a coalesced call has one for all of them.
+        parts = list(each) if len(self.works) == len(self.copies) else [(list(self.works), list(self.copies))]
+        num_arrived = 0
+        for works, copies in parts:
+            if works:
+                self.wait_for(works)
+            for target, piece in chain.from_iterable(copies):
+                target.copy_(piece)
+            num_arrived += len(copies)
+            self.finish.advance(num_arrived)
+        self.finish.complete()
+        return self.tensor
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """Name ranks in a message.
+
+    >>> ranks_text({3}), ranks_text((1, 0))
+    ('rank 3', 'ranks 0, 1')
+    """
+    numbers = sorted(ranks)
+    return ("rank " if len(numbers) == 1 else "ranks ") + ", ".join(map(str, numbers))

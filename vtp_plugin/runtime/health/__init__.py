@@ -1,0 +1,10 @@
+"""Ranks meet, compare what they were asked for, watch each other, and end with one line if one of them fails.
+
+Words:
+    statement: what a rank is about to do, for comparison.
+    verdict: what rank 0 makes of all statements.
+    topic: where in the store a kind of exchange lies (``Topic``).
+    sign of life: what a rank writes now and then, and its neighbour looks for.
+    attempt: what ranks do between two starts by the launcher; a run has one or several.
+    disclosure: what a rank may tell the ranks of other sites (``Disclosure``).
+"""

@@ -1,0 +1,131 @@
+"""When an error ends this process: print one line, tell the other ranks, and exit without waiting for them."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import sys
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Protocol
+
+from vtp_plugin.errors import VtpError
+from vtp_plugin.runtime.health.error_file import write_error_file
+from vtp_plugin.runtime.health.redaction import describe_error
+from vtp_plugin.util import log
+
+
+class Watch(Protocol):
+    """Knows the position of this rank in the run, and reaches the other ranks."""
+
+    @property
+    def failure(self) -> str | None:
+        """What has failed before, in words; None if nothing is known."""
+        ...
+
+    def describe_position(self) -> str:
+        """Return the position of this rank in the run."""
+        ...
+
+    def post_failure(self, error: BaseException) -> None:
+        """Tell the other ranks."""
+        ...
+
+
+class FailureHook:
+    """The plugin's link in the chain of exception hooks.
+
+    An error of the plugin is printed as one line. Any other error goes to the hook that was there before; then one line
+    of the plugin follows if the run was being watched.
+
+    Args:
+        is_applied: tells whether the plugin is applied.
+        get_watch: returns what reaches the other ranks; None while nothing does.
+        notes: are called with the error, the position that ends its line, and whether another rank failed before.
+    """
+
+    def __init__(
+        self,
+        is_applied: Callable[[], bool],
+        get_watch: Callable[[], Watch | None],
+        notes: Sequence[Callable[[BaseException, str, bool], None]] = (),
+    ) -> None:
+        self._is_applied = is_applied
+        self._get_watch = get_watch
+        self._notes = notes
+        self._before: Callable[..., object] | None = None
+        self._is_active = False
+        self._has_failed = False
+
+    def install(self) -> None:
+        """Become the process's exception hook; idempotent."""
+        if self._before is None:
+            self._before = sys.excepthook
+            sys.excepthook = self
+        self._is_active = True
+
+    def remove(self) -> None:
+        """Put the earlier hook back. If another hook was set meanwhile, stay below it and pass every error on."""
+        self._is_active = self._has_failed = False
+        if sys.excepthook is self and self._before is not None:
+            sys.excepthook, self._before = self._before, None
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Report an error that ends the process; called as ``sys.excepthook``."""
+        before = self._before or sys.__excepthook__
+        if not self._is_active:
+            before(kind, error, trace)
+            return
+        monitor = self._get_watch()
+        self._has_failed = self._is_applied()
+        position = ""
+        if monitor is not None:
+            position = f"; {monitor.describe_position()}"
+            # Before printing: torch may complain about a broken store, and the plugin's line must be the last.
+            monitor.post_failure(error)
+            if monitor.failure is not None:
+                position += f"; before that, {monitor.failure}"
+        text = str(error)
+        if not isinstance(error, VtpError):
+            before(kind, error, trace)
+            text = "this rank failed with the error above"
+        if monitor is not None or isinstance(error, VtpError):
+            log.error(f"{text}{position}")
+        for note in self._notes:
+            note(error, position, monitor is not None and monitor.failure is not None)
+
+    def announce(self, error: BaseException) -> bool:
+        """Tell the other ranks of an end that reaches no exception hook, such as ``sys.exit(1)``.
+
+        Returns:
+            Whether another rank failed before.
+        """
+        monitor = self._get_watch()
+        if not self._is_active or monitor is None:
+            return False
+        monitor.post_failure(error)
+        return monitor.failure is not None
+
+    def leave(self) -> None:
+        """Exit at once after an error: destructors of process groups could wait for peers that are gone."""
+        if not self._has_failed:
+            return
+        # os._exit() skips multiprocessing's exit handler: children such as data loaders would go on.
+        for child in multiprocessing.active_children():
+            child.kill()
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):
+                stream.flush()
+        os._exit(1)
+
+
+def note_for_launcher(error: BaseException, position: str, is_consequence: bool) -> None:
+    """Write the reason into the file in which the launcher looks for it.
+
+    Args:
+        error: that ends this process.
+        position: of this rank in the run, which ends the line.
+        is_consequence: whether another rank failed before.
+    """
+    write_error_file(f"{describe_error(error)}{position}", is_consequence=is_consequence)

@@ -1,0 +1,192 @@
+"""What a rank may tell the others about an error, and about what it was started with.
+
+An exception's text can hold anything: a sample, a path, a line of the user's source. Within one site all ranks read it.
+Between sites only these cross: the rank, the site, the type of the exception, what the plugin says about its layout
+flags (:class:`~vtp_plugin.errors.LayoutError`, or the ``shared`` text of another error), and digests of values to
+compare.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import traceback
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from vtp_plugin.errors import VtpError
+from vtp_plugin.util.printable import one_line
+
+SHARED_NAMES = frozenset(
+    {
+        "vtp_plugin version",
+        "megatron-core version",
+        "vtp_size_list",
+        "vtp_cp_list",
+        "vtp_dp_list",
+        "vtp_ep_list",
+        "vtp_etp_list",
+        "vtp_in_flight",
+        "vtp_costs",
+        "dp mode",
+        "world size",
+        "rank order",
+        "transport",
+        "sites",
+        "--vtp-sites on the command line",
+        "platform",
+        "forced",
+        "timeout_s",
+        "schedule",
+        "layerwise disaggregated",
+        "vocabulary of the edge",
+        "vtp_size_list of the checkpoint",
+        "iteration of the checkpoint",
+        "checkpoint found in --load",
+        "whether --save is given",
+        "whether --load is given",
+        "whether --pretrained-checkpoint is given",
+    }
+)
+"""Values that may cross between sites: the plugin's layout flags, versions, and what both sites know anyway."""
+
+HIDDEN = "a value that is shown there only"
+_OPT_IN = "--vtp-share-errors"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disclosure:
+    """What this rank may tell the others.
+
+    Attributes:
+        is_one_site: all ranks have the same options, and these name at most one site; False until that is known.
+        is_opted_in: the user lets full texts and values cross between sites.
+        site: of this rank, once known.
+        names_one_site: as ``is_one_site``, as this rank's own flags say, before they were compared.
+
+    >>> between = Disclosure(site="edge")
+    >>> between.describe(ValueError("sample 4711"))
+    'ValueError at site edge, whose text stays there (--vtp-share-errors on that site shows it here)'
+    >>> Disclosure(is_one_site=True).describe(ValueError("sample 4711"))
+    'ValueError: sample 4711'
+    """
+
+    is_one_site: bool = False
+    is_opted_in: bool = False
+    site: str | None = None
+    names_one_site: bool = False
+
+    @property
+    def is_full(self) -> bool:
+        """Whether whole texts and all values may be posted."""
+        return self.is_one_site or self.is_opted_in
+
+    @property
+    def trusts_judge(self) -> bool:
+        """Whether this rank takes the word of rank 0 that no restart cures an error: a site keeps that on its disks."""
+        return self.is_one_site or self.names_one_site
+
+    def describe(self, error: BaseException) -> str:
+        """Give an exception as one line that may be posted."""
+        if self.is_full:
+            return describe_error(error)
+        shared = error.shared if isinstance(error, VtpError) else None
+        if shared is not None and not names_a_path(shared):
+            return first_line(shared)
+        where = "on that rank" if self.site is None else f"at site {self.site}"
+        return f"{type(error).__name__} {where}, whose text stays there ({_OPT_IN} on that site shows it here)"
+
+    def reason(self, why: str) -> str:
+        """Give why a card is bad; between sites its kind alone, which stands before a colon.
+
+        >>> Disclosure(site="edge").reason("erring: the try ended with 1 (/home/me/x.py)")
+        'erring (why stays at its site; --vtp-share-errors there shows it here)'
+        """
+        kind, colon, _ = why.partition(":")
+        return why if self.is_full or not colon else f"{kind} (why stays at its site; {_OPT_IN} there shows it here)"
+
+    def name(self, host: str) -> str:
+        """Give the name of a machine; between sites a mark that is the same each time.
+
+        >>> Disclosure().name("edge-host-7"), Disclosure(is_one_site=True).name("edge-host-7")
+        ('host-845c3b7a', 'edge-host-7')
+        """
+        return host if self.is_full else f"host-{hashlib.sha256(host.encode()).hexdigest()[:8]}"
+
+    def state(self, statement: Mapping[str, object]) -> dict[str, object]:
+        """Give values to compare in the form in which they may be posted.
+
+        Within one site these are the values. Between sites each becomes ``{"digest": ...}``, with ``"value"`` if the
+        other site may read it. The digests tell whether two values are equal.
+
+        >>> Disclosure().state({"vtp_size_list": "1,2"})["vtp_size_list"]["value"]
+        '1,2'
+        >>> "value" in Disclosure().state({"--my-folder": "/home"})["--my-folder"]
+        False
+        """
+        if self.is_one_site:
+            return dict(statement)
+        return {name: self._digested(name, value) for name, value in statement.items()}
+
+    def _digested(self, name: str, value: object) -> dict[str, object]:
+        text = json.dumps(value, sort_keys=True, default=str)
+        digested: dict[str, object] = {"digest": hashlib.sha256(f"{name}={text}".encode()).hexdigest()[:16]}
+        if self.is_opted_in or (name in SHARED_NAMES and not names_a_path(str(value))):
+            digested["value"] = value
+        return digested
+
+
+def show_stated(stated: object) -> str:
+    """Give a value of :meth:`Disclosure.state` for a message.
+
+    >>> show_stated("1,2"), show_stated({"digest": "ab", "value": 3}), show_stated({"digest": "ab"})
+    ('1,2', '3', 'a value that is shown there only')
+    """
+    if isinstance(stated, dict) and "digest" in stated:
+        return one_line(str(stated["value"])) if "value" in stated else HIDDEN
+    return one_line(str(stated))
+
+
+def is_same_value(one: object, other: object) -> bool:
+    """Compare two values of :meth:`Disclosure.state`. One rank may show its value where another hides it.
+
+    >>> is_same_value({"digest": "ab", "value": 3}, {"digest": "ab"})
+    True
+    """
+    if isinstance(one, dict) and isinstance(other, dict) and "digest" in one and "digest" in other:
+        return one["digest"] == other["digest"]
+    return one == other
+
+
+def names_a_path(text: str) -> bool:
+    r"""Tell whether a text may hold a file's path: a slash beside a letter, or a backslash.
+
+    >>> names_a_path("--vtp-size-list /home/me"), names_a_path("C:\\x"), names_a_path("4 ranks / 2 ranks a replica")
+    (True, True, False)
+    """
+    return re.search(r"[/\\]\S|\S[/\\]", text) is not None
+
+
+def describe_error(error: BaseException) -> str:
+    """Give an exception as one line: a plugin error's text, another error's type and text, or where it was raised.
+
+    >>> describe_error(VtpError("no stages")), describe_error(KeyError("x")), describe_error(SystemExit())
+    ('no stages', "KeyError: 'x'", 'SystemExit')
+    """
+    text = first_line(str(error))
+    if isinstance(error, VtpError):
+        return text
+    name = type(error).__name__
+    if text:
+        return f"{name}: {text}"
+    # Many of Megatron's checks are bare asserts: only the source line says which check it was.
+    frames = traceback.extract_tb(error.__traceback__)
+    return f"{name} at {Path(frames[-1].filename).name}:{frames[-1].lineno}: {frames[-1].line}" if frames else name
+
+
+def first_line(text: str) -> str:
+    """Return the first line that is not empty."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[0] if lines else ""

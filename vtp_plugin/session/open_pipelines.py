@@ -1,0 +1,329 @@
+"""The pipelines of this process: what is open on this rank, and what its ranks agree on.
+
+A run has one pipeline, the first; every module with a grid of its own has one more. All are opened, compared and closed
+by what is here.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from vtp_plugin.errors import PlanError
+from vtp_plugin.plan.boundary.channel_spec import distinct_plans
+from vtp_plugin.plan.boundary.check_boundary import require_valid
+from vtp_plugin.plan.layout.channel_id import ChannelId, Direction
+from vtp_plugin.platform.interface import Platform
+from vtp_plugin.runtime.comm.audit import Audit
+from vtp_plugin.runtime.comm.channel import Channel
+from vtp_plugin.runtime.comm.recorder import Recorder
+from vtp_plugin.runtime.comm.tensor_format import TensorFormat
+from vtp_plugin.runtime.step.communicator import PipelineCommunicator, join_channels, open_channels, own_channels
+from vtp_plugin.runtime.step.companions import Companions
+from vtp_plugin.runtime.step.schedule_runner import ScheduleRunner
+from vtp_plugin.runtime.step.tied_weight import TiedWeight, join_tied_weight
+from vtp_plugin.runtime.step.try_transports import settle, try_strategies
+from vtp_plugin.session.pipeline_plan import PipelinePlan
+from vtp_plugin.session.ranks import Agree, AllRanks
+from vtp_plugin.util import log
+
+
+class ModelSizes(Protocol):
+    """What a model's configuration says of its stage."""
+
+    tensor_model_parallel_size: int
+    context_parallel_size: int
+
+
+@dataclass(kw_only=True, eq=False)
+class Pipeline:
+    """One pipeline, as it is open on this rank.
+
+    Attributes:
+        plan: what it is.
+        stage_group: tensor-parallel group of this rank's stage.
+        pipeline_groups: this rank's pipeline group in each replica of the pipeline that this rank works in.
+        opened: all channels that this rank has opened, in that order; those of tied weights, too.
+        communicators: they move activations, one for each of these replicas; several only where a neighbour has more
+            replicas than this rank's stage, none while Megatron's own is in use.
+        channels: of this rank, by the schedule's names.
+        schedule_runner: runs planned schedules of this pipeline alone; None with others.
+        tied_weight: exchange of a shared embedding; None on ranks that hold no copy of it, or with Megatron's own.
+        agree: runs a function on all its ranks, and returns only if it states the same on all.
+    """
+
+    plan: PipelinePlan
+    stage_group: dist.ProcessGroup | None
+    pipeline_groups: tuple[dist.ProcessGroup, ...]
+    opened: tuple[Channel, ...] = ()
+    communicators: tuple[PipelineCommunicator, ...] = ()
+    channels: Mapping[ChannelId, Channel] = field(default_factory=dict[ChannelId, Channel])
+    schedule_runner: ScheduleRunner | None = None
+    tied_weight: TiedWeight | None = None
+    agree: Agree
+    _form: TensorFormat | None = field(default=None, init=False)
+    _embedding: weakref.ref[torch.nn.Parameter] | None = field(default=None, init=False)
+
+    @property
+    def stage(self) -> int:
+        """Stage of this rank."""
+        return self.plan.layout.stage_of(dist.get_rank())
+
+    @property
+    def communicator(self) -> PipelineCommunicator | None:
+        """Communicator of the first replica of the pipeline; None while Megatron's own is in use."""
+        return self.communicators[0] if self.communicators else None
+
+    @property
+    def gradient_share(self) -> float:
+        """Copies of this rank's weights over those of the stage with the loss; see :class:`PipelinePlan`."""
+        return self.plan.gradient_share(self.stage)
+
+    @property
+    def form(self) -> TensorFormat | None:
+        """How tensors cross, by the model configuration; None before all ranks' were compared."""
+        return self._form
+
+    def require_schedule_runner(self) -> ScheduleRunner:
+        """Return what runs planned schedules.
+
+        Raises:
+            PlanError: Megatron's own schedules run.
+        """
+        if self.schedule_runner is None:
+            raise PlanError("a planned schedule is asked for in a run of Megatron's own schedules")
+        return self.schedule_runner
+
+    def check_model_config(self, config: ModelSizes) -> None:
+        """Refuse a model configuration that was made for another stage's sizes.
+
+        Raises:
+            ConfigError: the configuration does not say its stage's size.
+        """
+        self.plan.check_model_config(self.stage, config.tensor_model_parallel_size, config.context_parallel_size)
+
+    @property
+    def has_formats(self) -> bool:
+        """Whether it is known how tensors cross, as from the first step on."""
+        return self._form is not None
+
+    def agree_on_formats(self, read: Callable[[], tuple[TensorFormat, ...]]) -> tuple[TensorFormat, ...]:
+        """Read how tensors cross, ring by ring, and, the first time, compare it over all ranks; a collective call.
+
+        A tensor of another type or shape than the receiver expects would end a process inside the backend.
+
+        Args:
+            read: reads and checks the model's configuration.
+
+        Raises:
+            ConfigError: a rank's configuration is wrong, or two differ.
+        """
+        if self._form is not None or dist.get_backend() == "fake":
+            return read()
+        tp_size = self.plan.layout.tp_sizes[self.stage]
+        found: list[tuple[TensorFormat, ...]] = []
+
+        def prepare() -> dict[str, object]:
+            found.append(read())
+            forms = [state_format(form, tp_size) for form in found[0]]
+            rings = ["", *(f" of ring {number}" for number in range(2, len(forms) + 1))]
+            return {
+                f"{name}{ring}": value for ring, form in zip(rings, forms, strict=True) for name, value in form.items()
+            }
+
+        self.agree(prepare)
+        self._form = found[0][-1]
+        return found[0]
+
+    def remember_embedding(self, weight: torch.nn.Parameter) -> None:
+        """Note the word embedding of the model that is being built, for its other end on the same stage."""
+        self._embedding = weakref.ref(weight)
+
+    @property
+    def embedding(self) -> torch.nn.Parameter | None:
+        """Word embedding of the model that was built last, on the edge of a U-shaped pipeline."""
+        return None if self._embedding is None else self._embedding()
+
+    def start_step(self) -> None:
+        """Begin a pass over the microbatches of Megatron's own schedules, over the first replica's communicator."""
+        if self.communicator is not None:
+            self.communicator.start_step()
+
+    def finish_step(self) -> None:
+        """Wait for the sends that nobody waited for."""
+        for communicator in self.communicators:
+            communicator.finish_step()
+
+    def close(self) -> None:
+        """End the channels; every rank does so once its last step is finished."""
+        for channel in self.opened:
+            channel.close()
+
+
+def open_pipeline(
+    plan: PipelinePlan,
+    ranks: AllRanks,
+    platform: Platform,
+    audit: Audit | None,
+    recorder: Recorder,
+    *,
+    stage_group: dist.ProcessGroup | None,
+    pipeline_groups: tuple[dist.ProcessGroup, ...],
+) -> Pipeline | None:
+    """Open the channels of a pipeline. All ranks of the world call this at the same point, once its groups are made.
+
+    Args:
+        plan: of the pipeline.
+        ranks: all of the run.
+        platform: where this rank computes.
+        audit: record of what crosses; None unless asked for.
+        recorder: measures what this rank does.
+        stage_group: tensor-parallel group of this rank's stage.
+        pipeline_groups: this rank's pipeline group in each replica that this rank works in.
+
+    Returns:
+        This rank's part; None outside the pipeline.
+    """
+    rank, specs = dist.get_rank(), plan.specs if plan.is_active else ()
+    for one in distinct_plans(specs):
+        require_valid(one)
+    opened = open_channels(
+        specs,
+        stage_group=stage_group,
+        platform=platform,
+        monitor=ranks.monitor,
+        timeout_s=ranks.timeout_s,
+        audit=audit,
+        recorder=recorder,
+    )
+    if rank not in plan.members:
+        return None
+    agree = ranks.agreement(*_check_of(plan))
+    if not plan.is_active:
+        return Pipeline(plan=plan, stage_group=stage_group, pipeline_groups=pipeline_groups, agree=agree)
+    worker = plan.worker(rank)
+    channels = _settle_transport(plan, ranks, platform, own_channels(plan.boundaries, opened))
+    return Pipeline(
+        plan=plan,
+        stage_group=stage_group,
+        pipeline_groups=pipeline_groups,
+        opened=tuple(channel for channel in opened if channel is not None),
+        communicators=join_channels(channels, worker),
+        channels=channels,
+        schedule_runner=_make_runner(plan, ranks, platform, channels, worker, recorder),
+        tied_weight=_join_tied(plan, opened),
+        agree=agree,
+    )
+
+
+def _check_of(plan: PipelinePlan) -> tuple[str, Sequence[int] | None]:
+    """Name the check of the first step, and the ranks that take part where they are not all."""
+    if not plan.ends.are_bridged:
+        return "the first step's check", None
+    members = plan.members
+    return f"the first step of the module on ranks {members[0]} to {members[-1]}", members
+
+
+def _make_runner(
+    plan: PipelinePlan,
+    ranks: AllRanks,
+    platform: Platform,
+    channels: Mapping[ChannelId, Channel],
+    worker: int,
+    recorder: Recorder,
+) -> ScheduleRunner | None:
+    """Make what runs planned schedules of this pipeline alone."""
+    if plan.orders is None:
+        return None
+    companions = None
+    if plan.companion is not None:
+        stage = plan.placement.stage_of(worker)
+        companions = Companions(plan.placement, stage, channels, plan.companion, platform)
+    return ScheduleRunner(plan.placement, worker, ranks, platform, plan.orders, companions, recorder)
+
+
+def _join_tied(plan: PipelinePlan, opened: Sequence[Channel | None]) -> TiedWeight | None:
+    """Join the channels of a word embedding that stages share, which were opened last."""
+    if plan.layout.stage_of(dist.get_rank()) not in plan.ends.tied_stages:
+        return None
+    tied = opened[len(plan.boundaries) * len(Direction) :]
+    return join_tied_weight([channel for channel in tied if channel is not None], plan.layout)
+
+
+def _settle_transport(
+    plan: PipelinePlan, ranks: AllRanks, platform: Platform, channels: dict[ChannelId, Channel]
+) -> dict[ChannelId, Channel]:
+    """Try the strategies where the rules leave it open, and let the channels cross by the fastest one."""
+    tried = [boundary for boundary in plan.boundaries if boundary.rivals]
+    if not tried or dist.get_backend() == "fake":
+        return channels
+    choices = try_strategies(
+        tried, channels, share_reports=ranks.share_reports, platform=platform, is_sharded=plan.is_sharded
+    )
+    log.info("\n".join(map(str, choices.values())))
+    return settle(tried, channels, choices)
+
+
+def state_format(form: TensorFormat, tp_size: int) -> dict[str, object]:
+    """Say what all ranks must have alike; a stage of one tensor-parallel rank has no say about sequence parallelism."""
+    sharding = {} if tp_size == 1 else {"sequence_parallel": form.src_sharded}
+    return {
+        "pipeline_dtype": str(form.dtype),
+        "hidden_size": form.width,
+        "variable_seq_lengths": form.has_variable_shapes,
+        "batch_p2p_comm": form.is_batched,
+        **sharding,
+    }
+
+
+class Pipelines:
+    """The pipelines that this rank works in: the run's own, and those of modules, which end with their grids."""
+
+    def __init__(self) -> None:
+        self._open: list[Pipeline] = []
+
+    def __iter__(self) -> Iterator[Pipeline]:
+        return iter(self._open)
+
+    @property
+    def own(self) -> Pipeline | None:
+        """The run's own; None before it is open, or without a list of sizes."""
+        return next((one for one in self._open if not one.plan.ends.are_bridged), None)
+
+    def of_module(self, pipeline_group: dist.ProcessGroup | None) -> Pipeline | None:
+        """Return the pipeline of the module that a group belongs to; None where it is none, or has no channels."""
+        modules = (one for one in self._open if one.plan.ends.are_bridged)
+        return next((one for one in modules if any(group is pipeline_group for group in one.pipeline_groups)), None)
+
+    def of(self, pipeline_group: dist.ProcessGroup | None) -> Pipeline | None:
+        """Return the pipeline that a group belongs to: that of a module, or else the run's own."""
+        return self.of_module(pipeline_group) or self.own
+
+    def are_unequal(self, groups: object = None) -> bool:
+        """Tell whether the stages of a layer's pipeline differ in their sizes; if not, Megatron stays as it is.
+
+        Args:
+            groups: the collection of process groups that the layer was given; None for the run's own.
+        """
+        pipeline = self.of(getattr(groups, "pp", None))
+        return pipeline is not None and not pipeline.plan.layout.is_uniform
+
+    def add(self, pipeline: Pipeline) -> None:
+        """Take one that has been opened."""
+        self._open.append(pipeline)
+
+    def close(self, pipeline: Pipeline | None) -> None:
+        """End one, and forget it."""
+        if pipeline is not None:
+            self._open.remove(pipeline)
+            pipeline.close()
+
+    def finish_step(self) -> None:
+        """Wait for the sends that nobody waited for."""
+        for pipeline in self._open:
+            pipeline.finish_step()

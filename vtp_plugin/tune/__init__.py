@@ -1,0 +1,1 @@
+"""Which layout fits these machines: their description, the search, and the layout of a run that loses cards."""

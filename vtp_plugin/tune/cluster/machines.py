@@ -1,0 +1,206 @@
+"""Cards, nodes and links of a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from vtp_plugin.errors import LayoutError
+from vtp_plugin.tune.cluster.speed import Link
+
+Part = Literal["dense", "experts", "embedding", "head", "update"]
+"""What has a time of its own: a dense layer, one with experts, what is before and behind them, the optimizer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Time:
+    """A measured time of one part of the model on one card.
+
+    Attributes:
+        part: of the model, or ``update`` for the optimizer.
+        tp: tensor-parallel size; without the time of messages between its cards.
+        micro_batch_size: samples.
+        seq_length: tokens of a sample.
+        forward_s: of a microbatch; of ``update`` for each million of parameters.
+        backward_s: likewise; 0 for ``update``.
+        is_recomputed: whole layers run forward again before they run backward, which ``backward_s`` has then.
+    """
+
+    part: Part
+    tp: int
+    micro_batch_size: int
+    seq_length: int
+    forward_s: float
+    backward_s: float
+    is_recomputed: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """What times were measured with.
+
+    Attributes:
+        name: of the file, for people.
+        device: likewise.
+        megatron: version.
+        model: what of the model its times depend on, by name.
+    """
+
+    name: str
+    device: str
+    megatron: str
+    model: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Location:
+    """Where a rank runs.
+
+    Attributes:
+        node: its name.
+        site: of the node; empty where there are none.
+        kind: of its card, as the cluster's file names it; may be empty.
+    """
+
+    node: str
+    site: str
+    kind: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """A kind of card.
+
+    Attributes:
+        name: for people.
+        memory_bytes: None where it does not count.
+        flops_per_s: that layers reach: those of the data sheet, times the share that is reached; None if not known.
+        memory_bytes_per_s: of its memory, which the optimizer waits for; None if not known.
+        price_per_hour: None where it is not known.
+        times: measured.
+        origin: of the times; None for those that stand in the cluster's own file.
+    """
+
+    name: str
+    memory_bytes: int | None
+    flops_per_s: float | None
+    memory_bytes_per_s: float | None
+    price_per_hour: float | None
+    times: tuple[Time, ...]
+    origin: Origin | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Nodes:
+    """Nodes that are alike.
+
+    Attributes:
+        name: of them all.
+        card: the kind.
+        num_nodes: how many there are.
+        num_cards: of each.
+        site: of them; empty where there are none.
+    """
+
+    name: str
+    card: Card
+    num_nodes: int
+    num_cards: int
+    site: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Links:
+    """What carries messages between cards.
+
+    Attributes:
+        inside: between cards of a node, by kind of card; ``""`` for all others.
+        between: between nodes of a site, by kind of card, which goes before, or by site; ``""`` for all others. Between
+            nodes of two kinds the slower one counts.
+        across: between sites, by two names in order.
+        sums: how long cards of a node sum a tensor that each of them has, by kind of card (``""`` for all others) and
+            their number; where it was not measured, it follows from ``inside``.
+    """
+
+    inside: Mapping[str, Link] = field(default_factory=dict)
+    between: Mapping[str, Link] = field(default_factory=dict)
+    across: Mapping[tuple[str, str], Link] = field(default_factory=dict)
+    sums: Mapping[str, Mapping[int, Link]] = field(default_factory=dict)
+
+    def inside_of(self, kind: str) -> Link:
+        """Give the link between cards of one kind in a node; none was needed where there is none."""
+        return self.inside.get(kind) or self.inside.get("", Link())
+
+    def between_of(self, site: str, kind: str) -> Link:
+        """Give the link between nodes of a site whose cards are of one kind.
+
+        >>> slow, quick = Link(latency_s=1.0), Link(latency_s=0.1)
+        >>> links = Links(between={"": slow, "new": quick})
+        >>> links.between_of("cloud", "new").latency_s, links.between_of("cloud", "old").latency_s
+        (0.1, 1.0)
+        """
+        return self.between.get(kind) or self.between.get(site) or self.between.get("", Link())
+
+    def sum_of(self, kind: str, number: int) -> Link | None:
+        """Give what so many cards of a kind take to sum a tensor; None if it was not measured."""
+        return self.sums.get(kind, {}).get(number) or self.sums.get("", {}).get(number)
+
+    def __or__(self, other: Links) -> Links:
+        """Add links; those of the other one go before, its links for all also before ours for one kind or site.
+
+        >>> slow, quick = Link(latency_s=1.0), Link(latency_s=0.1)
+        >>> (Links(inside={"new": slow}) | Links(inside={"": quick})).inside_of("new").latency_s
+        0.1
+        >>> (Links(sums={"": {2: slow, 4: slow}}) | Links(sums={"": {2: quick}})).sum_of("new", 4).latency_s
+        1.0
+        """
+        for_all = other.sums.get("", {})
+        ours = {kind: {n: link for n, link in each.items() if n not in for_all} for kind, each in self.sums.items()}
+        return Links(
+            inside=_over(self.inside, other.inside),
+            between=_over(self.between, other.between),
+            across={**self.across, **other.across},
+            sums={kind: {**ours.get(kind, {}), **other.sums.get(kind, {})} for kind in {**ours, **other.sums}},
+        )
+
+
+def _over(ours: Mapping[str, Link], other: Mapping[str, Link]) -> dict[str, Link]:
+    """Put links before others; one for all leaves none of these."""
+    return dict(other) if "" in other else {**ours, **other}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """All machines.
+
+    Attributes:
+        nodes: in the order of the file.
+        links: between their cards.
+    """
+
+    nodes: tuple[Nodes, ...]
+    links: Links
+
+    def __post_init__(self) -> None:
+        links = self.links
+        for group in self.nodes:
+            if group.num_cards > 1 and not {group.card.name, ""} & set(links.inside):
+                self._refuse(f"cards of {group.name}", f"[links.inside.{group.card.name}] or [links.inside]")
+            several = [other for other in self.nodes if other.site == group.site]
+            names = {group.card.name, group.site, ""}
+            if sum(other.num_nodes for other in several) > 1 and not names & set(links.between):
+                self._refuse(f"nodes of {group.site or 'the cluster'}", "[links.between]")
+        sites = sorted({group.site for group in self.nodes})
+        if both := sorted({group.card.name for group in self.nodes} & set(sites) & set(links.between)):
+            raise LayoutError(
+                f"[links.between.{both[0]}] may be of the cards or of the site {both[0]}; give one of them another name"
+            )
+        for number, one in enumerate(sites):
+            for other in sites[number + 1 :]:
+                if (one, other) not in links.across:
+                    self._refuse(f"sites {one} and {other}", f'[links.across."{one} {other}"]')
+
+    @staticmethod
+    def _refuse(what: str, table: str) -> None:
+        raise LayoutError(f"no link between the {what}; give latency_us and gbyte_per_s in {table}")

@@ -1,0 +1,92 @@
+"""What a stage holds, as a sum over its layers, so that a search can ask a million times."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import accumulate, product
+
+from vtp_plugin.plan.layout.chunks import Chunk
+from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
+from vtp_plugin.plan.memory.footprint import Training, footprints
+from vtp_plugin.plan.memory.gpt_model import Model
+from vtp_plugin.plan.memory.layer_sizes import Microbatch
+
+
+class StageMemory:
+    """Says how much the fullest rank of a stage holds.
+
+    What a layer adds is the difference between two layers of its kind and one.
+
+    Args:
+        model: the whole model.
+        training: how it is kept.
+        batch: a microbatch; None where activations are not known.
+        cp: context-parallel size of every stage, which share the batch's sequences.
+        ep: expert-parallel size of every stage.
+        etp: tensor-parallel size of the experts; None for that of each stage.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        training: Training,
+        batch: Microbatch | None,
+        *,
+        cp: int = 1,
+        ep: int = 1,
+        etp: int | None = None,
+    ) -> None:
+        self._model, self._training, self._batch = model, training, batch
+        self._cp, self._ep, self._etp = cp, ep, etp
+        self._sums = cache(self._sum_layers)
+        self._twice = cache(self._count_twice)
+
+    def held_bytes(
+        self, tp: int, num_replicas: int, start: int, end: int, is_first: bool, is_last: bool, in_flight: int
+    ) -> int:
+        """Answer as :data:`~vtp_plugin.tune.search.problem.HeldBytes`."""
+        rows, ends = self._sums(tp, num_replicas)
+        state, kept = ends[is_first, is_last]
+        state += rows[end][0] - rows[start][0]
+        kept += rows[end][1] - rows[start][1]
+        return state + kept * in_flight
+
+    def counted_twice(self, tp: int, num_replicas: int, ends: tuple[tuple[bool, bool], ...]) -> int:
+        """Answer as ``CountedTwice`` of the search: communicators, workspaces, blocks of the allocator."""
+        return self._twice(tp, num_replicas, ends)
+
+    def _sum_layers(
+        self, tp: int, num_replicas: int
+    ) -> tuple[tuple[tuple[int, int], ...], dict[tuple[bool, bool], tuple[int, int]]]:
+        """Sum what layers add up to each, and give what a stage without layers holds, by the ends that it has."""
+
+        def held(layers: tuple[int, ...], ends: tuple[bool, bool] = (False, False)) -> tuple[int, int]:
+            return self._fullest(tp, num_replicas, _chunk(layers, ends))
+
+        model = self._model
+        kinds = [model.experts is not None and model.experts.layers[layer] for layer in range(model.num_layers)]
+        firsts = {kind: kinds.index(kind) for kind in set(kinds)}
+        one = {kind: held((layer,)) for kind, layer in firsts.items()}
+        two = {kind: held((layer, layer)) for kind, layer in firsts.items()}
+        added = [tuple(b - a for a, b in zip(one[kind], two[kind], strict=True)) for kind in kinds]
+        rows = zip(*(accumulate(column, initial=0) for column in zip(*added, strict=True)), strict=True)
+        whole = {(first, last): held((0,), (first, last)) for first, last in product((False, True), repeat=2)}
+        bare = {ends: (state - added[0][0], kept - added[0][1]) for ends, (state, kept) in whole.items()}
+        return tuple((state, kept) for state, kept in rows), bare
+
+    def _count_twice(self, tp: int, num_replicas: int, ends: tuple[tuple[bool, bool], ...]) -> int:
+        chunks = [_chunk((0,), own) for own in ends]
+        apart = sum(self._fullest(tp, num_replicas, chunk)[0] for chunk in chunks)
+        return apart - self._fullest(tp, num_replicas, *chunks)[0]
+
+    def _fullest(self, tp: int, num_replicas: int, *chunks: Chunk) -> tuple[int, int]:
+        """Give the bytes that the fullest rank holds without activations, and of a microbatch's activations."""
+        layout = PipelineLayout.from_sizes(
+            (tp,), world_size=tp * self._cp * num_replicas, cp=self._cp, ep=self._ep, etp=self._etp
+        )
+        held = footprints(self._model, self._training, layout, (chunks,), self._batch)
+        return max(one.held_bytes(0) for one in held), max(one.activation_bytes or 0 for one in held)
+
+
+def _chunk(layers: tuple[int, ...], ends: tuple[bool, bool]) -> Chunk:
+    return Chunk(layers=layers, is_first=ends[0], is_last=ends[1], is_whole=all(ends))

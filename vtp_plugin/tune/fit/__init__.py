@@ -1,0 +1,13 @@
+"""Which list of sizes fits the cards that are there: one pure function, and what it is made of.
+
+``available_cards`` says what is there, ``constraints`` what is wanted, ``fit_search`` asks
+:mod:`vtp_plugin.tune.search` for a list, ``fit_layout`` takes one, and ``reasons`` says why a better one was not
+possible.
+
+Words:
+    card: one device; a rank that has none, or a bad one, is spare.
+    spare: a card, or its rank, that the run does without.
+    node: the cards of one machine, or of one agent of the launcher.
+    fitted: a list of sizes with its layers and replicas, and the cards of each stage (``Fitted``).
+    pool: the nodes of one site.
+"""

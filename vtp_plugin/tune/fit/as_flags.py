@@ -1,0 +1,133 @@
+"""A fitted list as flags of a command line."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from vtp_plugin.config.parse_values import format_value
+from vtp_plugin.tune.fit.chosen import HasList
+from vtp_plugin.tune.fit.constraints import Ask
+
+_LARGEST = 16
+"""Sizes up to this pad a vocabulary alike, whichever of them is in a list."""
+
+
+def fitted_words(fitted: HasList, ask: Ask, *, num_predicting: int = 0, is_forced: bool = True) -> tuple[str, ...]:
+    """Write a fitted list as the flags that a user would give for it.
+
+    A list of equal sizes is used like any other: the next one may be unequal, and both store checkpoints alike.
+
+    Args:
+        fitted: what was chosen.
+        ask: what was wanted.
+        num_predicting: layers of multi-token prediction.
+        is_forced: the plugin is used, also if all sizes are equal.
+
+    >>> from types import SimpleNamespace
+    >>> from vtp_plugin.tune.fit.available_cards import Node
+    >>> from vtp_plugin.tune.fit.fit_search import Fitted
+    >>> args = SimpleNamespace(num_layers=4, micro_batch_size=1, global_batch_size=4, num_attention_heads=4)
+    >>> ask = Ask(args=args, least_stages=1, most_stages=2)
+    >>> nodes = (Node(name="a", num_cards=3),)
+    >>> from vtp_plugin.plan.schedule.cost.costs import uniform_costs
+    >>> from vtp_plugin.plan.schedule.order.placement import plain_placement
+    >>> fitted = Fitted(
+    ...     sizes=(2, 1), layers=(3, 1), num_replicas=1, places=((0,), (0,)), nodes=nodes, cp=1, step=1.0,
+    ...     costs=uniform_costs(plain_placement(2)))
+    >>> print(*fitted_words(fitted, ask))
+    --vtp-size-list 2,1 --vtp-force --make-vocab-size-divisible-by 256 --decoder-first-pipeline-num-layers 3
+    """
+    words = ["--vtp-size-list", format_value(fitted.sizes), *["--vtp-force"] * is_forced]
+    words += vocabulary_words(fitted.sizes, ask)
+    if any(fitted.sites):
+        words += ["--vtp-sites", ",".join(fitted.sites)]
+    if fitted.in_flight:
+        words += ["--vtp-in-flight", format_value(fitted.in_flight)]
+    if len(fitted.layers) > len(fitted.sizes):
+        return (*words, "--num-layer-list", format_value(fitted.layers))
+    return (*words, *layer_words(fitted.layers, num_predicting))
+
+
+def stock_words(fitted: HasList) -> tuple[str, ...]:
+    """Write a list of equal sizes as the flags of Megatron without the plugin.
+
+    Args:
+        fitted: what was chosen.
+    """
+    words = ("--tensor-model-parallel-size", str(fitted.sizes[0]))
+    words += ("--pipeline-model-parallel-size", str(len(fitted.sizes)))
+    return words + layer_words(fitted.layers, 0)
+
+
+def vocabulary_words(sizes: Sequence[int], ask: Ask) -> tuple[str, ...]:
+    """Pad the vocabulary as any other list of this model does: its padding enters the loss and the checkpoint.
+
+    Megatron pads it to a multiple of the sizes of the first and the last stage. Here it is a multiple of all sizes that
+    a stage could have, up to 16.
+
+    Args:
+        sizes: of the stages.
+        ask: what was wanted.
+    """
+    if getattr(ask.args, "padded_vocab_size", None):
+        return ()
+    ends = math.lcm(sizes[0], sizes[-1])
+    divisor = getattr(ask.args, "make_vocab_size_divisible_by", None) or 128
+    return ("--make-vocab-size-divisible-by", str(divisor * all_sizes(ask, ends) // ends))
+
+
+def all_sizes(ask: Ask, ends: int) -> int:
+    """Return the least common multiple of all sizes that a stage of a model can have, up to 16.
+
+    Args:
+        ask: what is wanted.
+        ends: a multiple of the sizes of the first and the last stage, which may be larger.
+
+    >>> from types import SimpleNamespace
+    >>> args = SimpleNamespace(num_layers=4, micro_batch_size=1, global_batch_size=4, num_attention_heads=12)
+    >>> all_sizes(Ask(args=args, least_stages=1, most_stages=2), 2)
+    12
+    """
+    return math.lcm(ends, *(size for size in range(1, _LARGEST + 1) if not ask.problems_of_size(size)))
+
+
+def layer_words(layers: Sequence[int], num_predicting: int) -> tuple[str, ...]:
+    """Say in Megatron's flags how many layers each stage holds, in those that most versions have.
+
+    Args:
+        layers: of every stage.
+        num_predicting: layers of multi-token prediction, behind the last stage's.
+
+    >>> layer_words((2, 2), 0), layer_words((1, 2, 2, 3), 0)[1::2], layer_words((1, 2, 1, 3), 1)[1]
+    ((), ('1', '3'), 'Et|tt|t|tttmL')
+    """
+    first, *between = layers
+    if len(set(layers)) == 1:
+        return ()
+    first_words = ("--decoder-first-pipeline-num-layers", str(first))
+    if len(layers) == 2:
+        return first_words
+    if len(set(between[:-1])) == 1:
+        return (*first_words, "--decoder-last-pipeline-num-layers", str(layers[-1]))
+    parts = ["t" * number for number in layers]
+    return ("--pipeline-model-parallel-layout", f"E{'|'.join(parts)}{'m' * num_predicting}L")
+
+
+def without(words: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """Leave out flags with the word that follows each.
+
+    >>> without(["--a", "1", "--b=2", "--c"], ["--a", "--b"])
+    ['--c']
+    """
+    left: list[str] = []
+    skips = False
+    for word in words:
+        name = word.partition("=")[0]
+        if skips:
+            skips = False
+        elif name in flags:
+            skips = name == word
+        else:
+            left.append(word)
+    return left

@@ -1,0 +1,57 @@
+"""Fit a list of sizes, its layers and its replicas to the cards that are there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vtp_plugin.errors import LayoutError, ShortageError
+from vtp_plugin.tune.fit.available_cards import Node, in_order
+from vtp_plugin.tune.fit.constraints import Ask
+from vtp_plugin.tune.fit.fit_search import Fitted, search
+from vtp_plugin.tune.fit.reasons import why_nothing
+
+
+def fit(nodes: Sequence[Node], ask: Ask) -> tuple[Fitted, dict[int, Fitted]]:
+    """Choose the list that is best for the cards that are there; a function of the arguments alone.
+
+    Each replica of a stage is inside one node. For every number of replicas that divides the batches, the list that
+    leaves the fewest cards spare is taken; of several the one with fewest stages, then with the largest sizes. Among
+    these, one for each number of replicas, the shortest step decides, then the fewest spare cards. Stages follow the
+    names of sites and nodes, larger ones first inside a node.
+
+    Args:
+        nodes: in any order.
+        ask: what is wanted.
+
+    Returns:
+        The best, and the best for every number of replicas that is possible.
+
+    Raises:
+        ShortageError: nothing fits; more cards would.
+        ConfigError: nothing fits, however many cards there are; or a U-shape has lost its edge.
+
+    >>> from types import SimpleNamespace
+    >>> args = SimpleNamespace(
+    ...     num_layers=12, micro_batch_size=1, global_batch_size=8, seq_length=64, sequence_parallel=True,
+    ...     num_attention_heads=12, group_query_attention=True, num_query_groups=4)
+    >>> nodes = [Node(name="a", num_cards=4), Node(name="b", num_cards=3)]
+    >>> best, _ = fit(nodes, Ask(args=args, least_stages=2, most_stages=3, num_replicas=1))
+    >>> best.sizes, best.layers, best.num_spare
+    ((4, 2, 1), (8, 3, 1), (0, 0))
+    """
+    ordered = in_order(nodes, ask.sites)
+    _require_sites(ordered, ask)
+    found = search(ordered, ask)
+    if not found:
+        raise why_nothing(ordered, ask)
+    # Rounded: simulated times are sums in different orders.
+    return min(found.values(), key=lambda one: (round(one.step, 6), -one.num_used, one.num_replicas)), found
+
+
+def _require_sites(nodes: Sequence[Node], ask: Ask) -> None:
+    for site in ask.sites:
+        if not any(node.num_cards for node in nodes if node.site == site):
+            is_edge = ask.ends is not None and site == ask.sites[0]
+            what = "the edge holds the data and both ends of the model" if is_edge else "it has at least one stage"
+            kind = LayoutError if is_edge else ShortageError
+            raise kind(f"site {site} has no card left: {what}; bring one back, or leave the site out")

@@ -1,0 +1,97 @@
+"""Read what is wanted from the arguments of a run, and write what was fitted into its options."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from vtp_plugin.config import VtpConfig
+from vtp_plugin.errors import LayoutError, refuse
+from vtp_plugin.plan.layout.pipeline_layout import RankOrder
+from vtp_plugin.tune.fit.constraints import Ask
+from vtp_plugin.tune.fit.fit_search import Fitted
+
+# What says sizes or layers, which are fitted here.
+_FIXED = {
+    "tensor_model_parallel_size": None,
+    "pipeline_model_parallel_size": 1,
+    "pipeline_model_parallel_layout": None,
+    "decoder_first_pipeline_num_layers": None,
+    "decoder_last_pipeline_num_layers": None,
+    "num_virtual_stages_per_pipeline_rank": None,
+    "num_layers_per_virtual_pipeline_stage": None,
+}
+
+
+def read_ask(
+    args: Any,
+    config: VtpConfig,
+    stages: tuple[int, int],
+    *,
+    is_alike: bool = False,
+) -> Ask:
+    """Read what is wanted.
+
+    Args:
+        args: Megatron's, as parsed.
+        config: the plugin's options.
+        stages: the fewest and the most.
+        is_alike: as for :class:`~vtp_plugin.tune.fit.constraints.Ask`.
+
+    Raises:
+        ConfigError: an argument says what is to be fitted, or what a fit needs is missing.
+    """
+    found = {name: getattr(args, name, None) for name in _FIXED}
+    refuse(
+        (
+            f"--{name.replace('_', '-')} {found[name]} with --vtp-size-list auto --vtp-stages; sizes and layers are "
+            "fitted to the cards; leave it out"
+            for name, unset in _FIXED.items()
+            if found[name] not in (None, unset)
+        ),
+        LayoutError,
+    )
+    if config.encoder_layer_list is not None:
+        raise LayoutError("--vtp-encoder-layer-list with --vtp-stages; an encoder is not fitted; write the lists")
+    layers = config.num_layer_list
+    if config.layerwise_disaggregated and (layers is None or len(layers) < 2):
+        raise LayoutError(
+            "--layerwise-disaggregated-training with --vtp-stages needs --num-layer-list for the edge's two parts, "
+            "such as 1,3,3,1; the parts between are fitted"
+        )
+    least, most = stages
+    is_replica_major = getattr(args, "use_tp_pp_dp_mapping", False)
+    return Ask(
+        args=args,
+        least_stages=max(least, 2) if config.layerwise_disaggregated else least,
+        most_stages=most,
+        num_replicas=config.data_parallel_size,
+        sites=config.sites or (),
+        cp=args.context_parallel_size or 1,
+        ep=args.expert_model_parallel_size or 1,
+        etp=args.expert_tensor_parallel_size,
+        order=RankOrder.REPLICA_MAJOR if is_replica_major else RankOrder.STAGE_MAJOR,
+        ends=(layers[0], layers[-1]) if config.layerwise_disaggregated and layers else None,
+        is_alike=is_alike,
+    )
+
+
+def write_fitted(config: VtpConfig, fitted: Fitted) -> VtpConfig:
+    """Return the options of a run with the fitted list.
+
+    A list of equal sizes is used like any other: the next one may be unequal, and both must store checkpoints alike.
+
+    Args:
+        config: the options, with the list ``"auto"``.
+        fitted: what was chosen.
+    """
+    return dataclasses.replace(
+        config,
+        size_list=fitted.sizes,
+        stages=None,
+        data_parallel_size=fitted.num_replicas,
+        sites=fitted.sites if config.sites else None,
+        num_layer_list=fitted.layers if config.layerwise_disaggregated else None,
+        in_flight=fitted.in_flight or config.in_flight,
+        force=True,
+    )

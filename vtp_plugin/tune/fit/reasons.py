@@ -1,0 +1,132 @@
+"""What was chosen, what would have been better, and why that was not possible."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+from vtp_plugin.config.parse_values import format_value
+from vtp_plugin.errors import LayoutError, ShortageError
+from vtp_plugin.host.rules.checks.divisibility import nearest_multiples
+from vtp_plugin.tune.fit.available_cards import Node
+from vtp_plugin.tune.fit.constraints import Ask
+from vtp_plugin.tune.fit.fit_search import Fitted, search
+
+_MOST_ADDED = 64
+
+
+def describe(fitted: Fitted, ask: Ask, rivals: Mapping[int, Fitted]) -> tuple[str, ...]:
+    """Say what was chosen and why, one line each.
+
+    Args:
+        fitted: what was chosen.
+        ask: what was wanted.
+        rivals: the best for every number of replicas.
+    """
+    num_cards = sum(node.num_cards for node in fitted.nodes)
+    return (
+        f"fitted: --vtp-size-list {format_value(fitted.sizes)}, layers {format_value(fitted.layers)}, "
+        f"{_replicas(fitted.num_replicas)}; {fitted.num_used} of {num_cards} cards work",
+        *_whole_nodes(fitted, ask),
+        *_spares(fitted, ask),
+        *_rivals(fitted, rivals),
+    )
+
+
+def _replicas(number: int) -> str:
+    return f"{number} replica{'s'[: number > 1]}"
+
+
+def _whole_nodes(fitted: Fitted, ask: Ask) -> Iterator[str]:
+    """Say why a node is no single stage."""
+    for number in sorted({node.num_cards for node in fitted.nodes if node.num_cards}, reverse=True):
+        names = [node.name for node in fitted.nodes if node.num_cards == number]
+        who = f"{names[0]} has {number} cards" if len(names) == 1 else f"{len(names)} nodes have {number} cards"
+        size, rest = divmod(number, ask.cp)
+        if rest:
+            yield f"{who}, no multiple of --context-parallel-size {ask.cp}; {rest} of them cannot work"
+        elif problems := ask.problems_of_size(size):
+            yield f"{who}, but no stage can have tensor-parallel size {size}: {problems[0].replace('stage 0', 'it')}"
+
+
+def _spares(fitted: Fitted, ask: Ask) -> Iterator[str]:
+    """Say which cards are spare, and whether more stages would use them."""
+    spare = {node.name: number for node, number in zip(fitted.nodes, fitted.num_spare, strict=True) if number}
+    if not spare:
+        return
+    shown = ", ".join(f"{number} of {name}" for name, number in [*spare.items()][:4])
+    if len(spare) > 4:
+        shown += f" and {sum([*spare.values()][4:])} more"
+    num_stages = len(fitted.sizes)
+    for most in range(ask.most_stages + 1, min(ask.most_stages + 8, ask.num_layers) + 1):
+        wider = dataclasses.replace(ask, most_stages=most, num_replicas=fitted.num_replicas)
+        better = search(fitted.nodes, wider).get(fitted.num_replicas)
+        if better is not None and better.num_used > fitted.num_used:
+            yield (
+                f"spare cards: {shown}; --vtp-stages {ask.least_stages}:{most} would use {better.num_used} cards, as "
+                f"--vtp-size-list {format_value(better.sizes)}"
+            )
+            return
+    number = _replicas(fitted.num_replicas)
+    yield f"spare cards: {shown}; no list of {num_stages} or more stages with {number} uses them"
+
+
+def _rivals(fitted: Fitted, rivals: Mapping[int, Fitted]) -> Iterator[str]:
+    """Compare with other numbers of replicas, the nearest ones."""
+    others = [one for number, one in sorted(rivals.items()) if number != fitted.num_replicas]
+    for one in sorted(others, key=lambda one: one.step)[:2]:
+        yield (
+            f"{_replicas(one.num_replicas)} of {format_value(one.sizes)}, layers {format_value(one.layers)}: "
+            f"{one.num_used} cards, a step takes {one.step / fitted.step:.2f} times as long, as simulated"
+        )
+
+
+def why_nothing(nodes: Sequence[Node], ask: Ask) -> LayoutError:
+    """Say why no list fits, and the nearest number of cards, or the nearest model, that would.
+
+    Args:
+        nodes: what is there.
+        ask: what was wanted.
+
+    Returns:
+        The error; a :class:`~vtp_plugin.errors.ShortageError` where more cards would do.
+    """
+    num_cards = sum(node.num_cards for node in nodes)
+    have = f"cards {'+'.join(str(node.num_cards) for node in nodes) or 0}"
+    stages = f"--vtp-stages {ask.least_stages}:{ask.most_stages}"
+    if ask.num_layers < ask.least_stages - (1 if ask.ends else 0):
+        return LayoutError(
+            f"--num-layers {ask.args.num_layers}; {stages} wants at least {ask.least_stages} stages, each with a "
+            f"layer; use {ask.least_stages + sum(ask.ends or ())} layers or fewer stages"
+        )
+    if problems := ask.problems_of_size(1):
+        return LayoutError(problems[0])
+    number = ask.num_replicas or 1
+    if ask.problems_of_replicas(number):
+        unit, batch = int(ask.args.micro_batch_size) * number, int(ask.args.global_batch_size)
+        choices = " or ".join(map(str, nearest_multiples(batch, unit)))
+        return LayoutError(
+            f"--global-batch-size {batch}; {_replicas(number)} of --micro-batch-size {ask.args.micro_batch_size} take "
+            f"{unit} samples, which must divide it and all batches; use {choices}"
+        )
+    least = ask.cp * ask.least_stages * number
+    if num_cards < least or not any(node.num_cards >= ask.cp for node in nodes):
+        return ShortageError(
+            f"{have}; {_replicas(number)} of at least {ask.least_stages} stages ({stages}) with context-parallel size "
+            f"{ask.cp} need {least} cards; bring {max(least - num_cards, 1)} back, or lower the first number of "
+            "--vtp-stages"
+        )
+    added = _enough(nodes, ask)
+    more = f"{added} more on {nodes[-1].name} would do" if added else f"{_MOST_ADDED} more would not do either"
+    what = "the model's memory" if ask.held_bytes is not None else "the experts or the nodes"
+    kind = ShortageError if added else LayoutError
+    return kind(f"{have}; no list within {stages} fits {what}; {more}; or allow more stages, or fewer replicas")
+
+
+def _enough(nodes: Sequence[Node], ask: Ask) -> int:
+    """Count the cards that the last node needs more; 0 if no number up to a limit is enough."""
+    *others, last = nodes
+    for added in range(1, _MOST_ADDED + 1):
+        if search([*others, dataclasses.replace(last, num_cards=last.num_cards + added)], ask):
+            return added
+    return 0

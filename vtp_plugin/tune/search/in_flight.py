@@ -1,0 +1,85 @@
+"""How many microbatches more than in 1F1B the stages of a planned order may hold, to wait less for slow links."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+from vtp_plugin.plan.schedule.cost.costs import Costs
+from vtp_plugin.plan.schedule.cost.microbatch_route import make_chain
+from vtp_plugin.plan.schedule.cost.step_bounds import in_flight_needed_on
+from vtp_plugin.plan.schedule.order.placement import Placement
+from vtp_plugin.tune.search.memory_check import held_by
+from vtp_plugin.tune.search.problem import Kind, Question, Shape
+from vtp_plugin.tune.search.stage_cost import Work
+
+# Microbatches more than the links need, which even out the start and the end of a step.
+_SLACKS = (0, 1, 2)
+# Of so many stages at most any number may run ahead.
+_SHORT = 6
+
+
+def most_in_flight(
+    question: Question, shape: Shape, kinds: Sequence[Kind], works: Sequence[Work], layers: Sequence[int]
+) -> tuple[int, ...]:
+    """Say of every stage how many microbatches its cards have memory for, at least those of 1F1B.
+
+    Args:
+        question: what is asked.
+        shape: of the step.
+        kinds: of the stages, in order.
+        works: what each costs.
+        layers: of every stage, which 1F1B has room for.
+    """
+    num_stages, found = len(kinds), []
+    for stage, (kind, work, start) in enumerate(zip(kinds, works, accumulate(layers[:-1], initial=0), strict=True)):
+        usual = num_stages - stage
+        room = max(0, shape.num_microbatches - usual)
+        if usual > 1 and shape.held_bytes is not None and work.memory_bytes is not None:
+            part = (start, start + layers[stage])
+            ends = {"is_first": stage == 0, "is_last": False}
+            held, more = (held_by(shape, kind, part, usual + extra, **ends) for extra in (0, 1))
+            room = min(room, (work.memory_bytes - held) // (more - held)) if more > held else room
+        found.append(usual + room if usual > 1 else 1)
+    return tuple(found)
+
+
+def more_in_flight(
+    placement: Placement, costs: Costs, num_microbatches: int, most: Sequence[int]
+) -> Iterator[tuple[int, ...]]:
+    """Yield numbers of microbatches in flight, of every stage, each with more than in 1F1B, the fewest first.
+
+    The stages up to one of them have more: up to any of a short pipeline, of a long one up to the first, the last but
+    one, or one before a slow link. They get what the links need, or some more than usual.
+
+    Args:
+        placement: of a plain pipeline.
+        costs: of a microbatch.
+        num_microbatches: of a replica.
+        most: that every stage has memory for.
+
+    >>> from vtp_plugin.plan.schedule.cost.costs import uniform_costs
+    >>> from vtp_plugin.plan.schedule.order.placement import plain_placement
+    >>> costs = uniform_costs(plain_placement(2), latency=3.0)
+    >>> [*more_in_flight(plain_placement(2), costs, 8, (8, 1))]
+    [(3, 1), (4, 1), (5, 1), (6, 1)]
+    """
+    num_stages = placement.num_stages
+    usual = [num_stages - stage for stage in range(num_stages)]
+    chain = make_chain(placement, costs)
+    needed = [in_flight_needed_on(chain, stage) for stage in range(num_stages)]
+    wanted = [[number + slack for number in needed] for slack in _SLACKS]
+    wanted += [[number + more for number in usual] for more in (1, 2, 4)]
+    links = [latency + costs.transfer_time(number) for number, latency in enumerate(costs.latency)]
+    last = num_stages - 2
+    slow = {number for number, time in enumerate(links) if time >= max(links) / 2 or num_stages <= _SHORT}
+    found = set()
+    for numbers in wanted:
+        for end in {0, last, *slow}:
+            row: list[int] = []
+            for stage, (limit, least, number) in enumerate(zip(most, usual, numbers, strict=True)):
+                number = min(limit, max(least, min(number, num_microbatches))) if stage <= end else least
+                # A stage that may hold more than the one before it would wait for that.
+                row.append(max(least, min(number, row[-1])) if row else number)
+            found.add(tuple(row))
+    yield from sorted((row for row in found if row != tuple(usual)), key=lambda row: (sum(row), row))

@@ -1,0 +1,203 @@
+"""In which order a pipeline runs, and how long its microbatches take, as the project's simulator says it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from vtp_plugin.plan.schedule.cost.compiled import Course, Times
+from vtp_plugin.plan.schedule.cost.costs import Costs
+from vtp_plugin.plan.schedule.make.generate import one_f_one_b
+from vtp_plugin.plan.schedule.make.limits import choose_limits
+from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_course
+from vtp_plugin.plan.schedule.order.actions import Op
+from vtp_plugin.plan.schedule.order.lower import lower
+from vtp_plugin.plan.schedule.order.placement import Placement, num_rings
+from vtp_plugin.tune.search.in_flight import more_in_flight
+
+# A planned order is taken where it is quicker by this share; and fewer microbatches in flight where they are slower by
+# no more than the other.
+_LEAST_GAIN = 0.005
+_NEAR = 0.002
+# Orders that are kept: many layouts in a row have as many stages. One of 64 stages takes 33 MB.
+_MOST_COURSES = 8
+
+
+class Order(NamedTuple):
+    """How microbatches run.
+
+    Attributes:
+        pipeline_s: when the last stage is done.
+        ends_s: when each is.
+        peaks: activations that every virtual stage keeps at most, of so many microbatches.
+        is_planned: receives are posted ahead, as the plugin's executor does.
+        in_flight: most microbatches in flight on every stage, where that was chosen; else empty.
+    """
+
+    pipeline_s: float
+    ends_s: tuple[float, ...]
+    peaks: tuple[int, ...]
+    is_planned: bool
+    in_flight: tuple[int, ...]
+
+
+def course_of(
+    placement: Placement, costs: Costs, num_microbatches: int, *, is_planned: bool, in_flight: tuple[int, ...] = ()
+) -> Course:
+    """Order microbatches; the arguments are those of :func:`pipeline_time`."""
+    if not num_rings(placement):
+        return _course(placement, num_microbatches, is_planned, in_flight)
+    return make_course(
+        ScheduleRequest(
+            placement=placement, num_microbatches=num_microbatches, costs=costs, in_flight=in_flight or None
+        )
+    )
+
+
+@functools.lru_cache(_MOST_COURSES)
+def _course(placement: Placement, num_microbatches: int, is_planned: bool, in_flight: tuple[int, ...]) -> Course:
+    """Order what costs have no say in."""
+    if not is_planned:
+        return Course(lower(one_f_one_b(placement, num_microbatches), lookahead=0))
+    return make_course(
+        ScheduleRequest(placement=placement, num_microbatches=num_microbatches, in_flight=in_flight or None)
+    )
+
+
+def forget_courses() -> None:
+    """Give back the memory of the orders that are kept, which a run that goes on after a search would keep."""
+    _course.cache_clear()
+
+
+def pipeline_time(
+    placement: Placement,
+    costs: Costs,
+    num_microbatches: int,
+    *,
+    is_planned: bool = True,
+    in_flight: tuple[int, ...] = (),
+) -> Order:
+    """Simulate all microbatches.
+
+    Once all stages are busy, every further microbatch takes as long as the one before. So a long step is simulated as
+    far as that, and its rest is added.
+
+    Args:
+        placement: of the pipeline.
+        costs: of a microbatch.
+        num_microbatches: of a replica.
+        is_planned: receives are posted ahead, as in a planned order; else when they are needed, as in Megatron's 1F1B.
+        in_flight: of a planned order, most microbatches in flight on every stage; empty for its default.
+
+    >>> from vtp_plugin.plan.schedule.cost.costs import uniform_costs
+    >>> from vtp_plugin.plan.schedule.order.placement import interleaved_placement, plain_placement
+    >>> placement = plain_placement(2)
+    >>> costs = uniform_costs(placement, latency=1.0)
+    >>> [pipeline_time(placement, costs, 1000, is_planned=is_planned)[0] for is_planned in (True, False)]
+    [4003.0, 5003.0]
+    >>> pipeline_time(placement, costs, 1000, in_flight=(3, 1)).pipeline_s
+    3005.0
+    >>> twice = interleaved_placement(2, 2)
+    >>> pipeline_time(twice, uniform_costs(twice, forward=0.5, backward=1.0), 1000).pipeline_s
+    3001.5
+    """
+    num_stages = placement.num_stages
+    most = max((num_stages, *in_flight))
+    # Interleaved microbatches go in groups of as many as there are stages.
+    simulated = min(num_microbatches, -(-(4 * most + 4) // num_stages) * num_stages)
+    course = course_of(placement, costs, simulated, is_planned=is_planned, in_flight=in_flight)
+    times = course.times(costs, mode="rendezvous")
+    more = 0.0
+    if num_microbatches > simulated:
+        more = (num_microbatches - simulated) * _cycle_s(course, times, costs, simulated, most)
+    ends_s = tuple(times.of[ends[-1]] + more for ends in course.ends)
+    return Order(times.makespan + more, ends_s, course.activations, is_planned, in_flight)
+
+
+def _cycle_s(course: Course, times: Times, costs: Costs, num_microbatches: int, most: int) -> float:
+    """Say how long a microbatch takes while all stages are busy.
+
+    The backward passes of the first virtual stage show it: over slow links it is more than what the busiest stage
+    computes. A U is planned so that its busiest stage never waits, which its first stage may do.
+    """
+    placement = course.schedule.placement
+    if not num_rings(placement):
+        computes = (action for action in course.schedule.orders[0] if action.op.is_compute)
+        ends = [
+            times.of[end]
+            for action, end in zip(computes, course.ends[0], strict=True)
+            if action.op is Op.B and action.vstage == 0
+        ]
+        last = num_microbatches - most - 1
+        return (ends[last] - ends[last - 2 * most]) / (2 * most)
+    loads = [0.0] * placement.num_stages
+    for stage, *both in zip(placement.stages, costs.forward, costs.backward, strict=True):
+        loads[stage] += sum(both)
+    return max(loads)
+
+
+def choose_order(
+    placement: Placement,
+    costs: Costs,
+    num_microbatches: int,
+    most: Sequence[int] | None,
+    fits: Callable[[Sequence[int]], bool],
+) -> Order | None:
+    """Choose between Megatron's order and planned ones, which are taken where they gain.
+
+    Args:
+        placement: of the pipeline.
+        costs: of a microbatch.
+        num_microbatches: of a replica.
+        most: microbatches that every stage of a plain pipeline has memory for; empty for those of 1F1B, None for
+            Megatron's order alone.
+        fits: whether stages have memory for so many activations of each virtual stage; of a plain pipeline that is
+            known before.
+
+    Returns:
+        The order; None if none fits.
+    """
+    if num_rings(placement):
+        return _of_a_u(placement, costs, num_microbatches, fits)
+    if placement.num_vstages > placement.num_stages:
+        order = pipeline_time(placement, costs, num_microbatches)
+        return order if fits(order.peaks) else None
+    best = pipeline_time(placement, costs, num_microbatches, is_planned=False)
+    if most is None or not costs.latency:
+        return best
+    planned = [pipeline_time(placement, costs, num_microbatches)]
+    least_s, floor_s = planned[0].pipeline_s, _floor_s(costs, num_microbatches)
+    for in_flight in more_in_flight(placement, costs, num_microbatches, most) if most else ():
+        if least_s <= floor_s * (1 + _NEAR):
+            break
+        planned.append(pipeline_time(placement, costs, num_microbatches, in_flight=in_flight))
+        least_s = min(least_s, planned[-1].pipeline_s)
+    if least_s * (1 + _LEAST_GAIN) < best.pipeline_s:
+        best = next(order for order in planned if order.pipeline_s <= least_s * (1 + _NEAR))
+    return best
+
+
+def _floor_s(costs: Costs, num_microbatches: int) -> float:
+    """Bound a step of a plain pipeline from below: each stage computes all, from its first microbatch to its last."""
+    before_s, floor_s = 0.0, 0.0
+    for stage, both in enumerate(zip(costs.forward, costs.backward, strict=True)):
+        floor_s = max(floor_s, before_s + num_microbatches * sum(both))
+        if stage < len(costs.latency):
+            before_s += sum(both) + 2 * (costs.latency[stage] + costs.transfer_time(stage))
+    return floor_s
+
+
+def _of_a_u(
+    placement: Placement, costs: Costs, num_microbatches: int, fits: Callable[[Sequence[int]], bool]
+) -> Order | None:
+    """Plan a U; where its memory is too small, with fewer microbatches in flight."""
+    order = pipeline_time(placement, costs, num_microbatches)
+    limits, _ = choose_limits(None, placement, costs, num_microbatches)
+    for most in range(max(limits) - 1, -1, -1):
+        if fits(order.peaks):
+            return order
+        if most:
+            row = tuple(min(limit, most) for limit in limits)
+            order = pipeline_time(placement, costs, num_microbatches, in_flight=row)
+    return None

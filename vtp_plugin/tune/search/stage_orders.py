@@ -1,0 +1,59 @@
+"""Orders of the stages of a list."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from itertools import groupby, permutations
+
+from vtp_plugin.tune.search.enumerate_lists import Row
+from vtp_plugin.tune.search.node_assignment import along_nodes
+from vtp_plugin.tune.search.problem import Kind, Question, Shape
+
+# So many orders of a list are all tried; of more, those in which stages of a kind are neighbours.
+_MOST_ORDERS = 60
+
+
+def orders(question: Question, shape: Shape, row: Row) -> Iterator[tuple[Kind, ...]]:
+    """Yield the orders of the stages of a list, those of a site together; where cards count, that of the nodes."""
+    if question.objective == "cards":
+        yield along_nodes(shape, [kind for kind, count in row.counts for _ in range(count)])
+        return
+    by_site = {
+        site: [*group]
+        for site, group in groupby(
+            sorted(row.counts, key=lambda one: shape.pools[one[0].places[0]].site),
+            key=lambda one: shape.pools[one[0].places[0]].site,
+        )
+    }
+    num_orders = math.prod(
+        math.factorial(sum(count for _, count in group)) // math.prod(math.factorial(count) for _, count in group)
+        for group in by_site.values()
+    )
+    for sites in permutations(by_site):
+        yield from _joined([by_site[site] for site in sites], is_any=num_orders <= _MOST_ORDERS)
+
+
+def _joined(groups: Sequence[list[tuple[Kind, int]]], *, is_any: bool) -> Iterator[tuple[Kind, ...]]:
+    if not groups:
+        yield ()
+        return
+    own = _mixed(groups[0]) if is_any else _blocks(groups[0])
+    for first in own:
+        for rest in _joined(groups[1:], is_any=is_any):
+            yield (*first, *rest)
+
+
+def _blocks(group: Sequence[tuple[Kind, int]]) -> Iterator[tuple[Kind, ...]]:
+    for order in permutations(group):
+        yield tuple(kind for kind, count in order for _ in range(count))
+
+
+def _mixed(group: Sequence[tuple[Kind, int]]) -> Iterator[tuple[Kind, ...]]:
+    if not group:
+        yield ()
+        return
+    for index, (kind, count) in enumerate(group):
+        left = [(kind, count - 1)] if count > 1 else []
+        for rest in _mixed([*group[:index], *left, *group[index + 1 :]]):
+            yield (kind, *rest)
