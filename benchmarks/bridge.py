@@ -42,7 +42,7 @@ from benchmarks.ranks import Stages, run_ranks
 from vtp_plugin.api import choose_device
 from vtp_plugin.bridge import BridgeCommunicator, ColocatedBridgeCommunicator
 from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan, Transfer, egress_bytes, ingress_bytes
-from vtp_plugin.plan.boundary.bridge_endpoint import BridgeEnd, boundary_ranks
+from vtp_plugin.plan.boundary.bridge_endpoint import BridgeEndpoint, boundary_ranks
 from vtp_plugin.plan.boundary.bridge_spec import BridgeSpec
 
 _NAMES = ["tp", "cp", "pp", "dp"]
@@ -75,7 +75,7 @@ class Pair:
         """Plan the way of a tensor of 12 samples, as the plugin does."""
         offsets = (0, self.num_ranks[0])
         src, dst = (
-            BridgeEnd(ranks=boundary_ranks([tp, 1, 1, dp], _NAMES, offset, is_last=True))
+            BridgeEndpoint(ranks=boundary_ranks([tp, 1, 1, dp], _NAMES, offset, is_last=True))
             for (tp, dp), offset in zip((self.src, self.dst), offsets, strict=True)
         )
         return BridgeSpec.between("", src, dst, num_dims=3).plan((2520, _BATCH, 1))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from benchmarks.ranks import TIMEOUT_S, Stages
 from vtp_plugin.plan.boundary.channel_spec import ChannelSpec
-from vtp_plugin.plan.boundary.endpoint import Shape, Side
+from vtp_plugin.plan.boundary.endpoint import Endpoint, Shape
 from vtp_plugin.plan.boundary.local_slices import local_slices
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.runtime.comm.channel import Channel
@@ -30,7 +30,7 @@ Exchange = Callable[[torch.Tensor | None, Shape], torch.Tensor | None]
 
 def build_exchanges(stages: Stages) -> dict[str, Exchange]:
     """Build all of them, by name; every rank of both stages calls this."""
-    src, dst = (Side(ranks_by_cp=(ranks,)) for ranks in (stages.src_ranks, stages.dst_ranks))
+    src, dst = (Endpoint(ranks_by_cp=(ranks,)) for ranks in (stages.src_ranks, stages.dst_ranks))
     names = "rank0", "sliced", "divided"
     rank0, sliced, divided = (ChannelSpec(name=name, src=src, dst=dst, strategy=name) for name in names)
     exchanges: dict[str, Exchange] = {

@@ -26,8 +26,8 @@ from pathlib import Path
 
 from benchmarks.emulated import ROOT, Seat, run_ranks
 from benchmarks.reality import TRAINING, read_asked
-from vtp_plugin.tune.search.evaluate import judge
-from vtp_plugin.tune.search.problem import Kind
+from vtp_plugin.tune.search.evaluate import evaluate
+from vtp_plugin.tune.search.problem import StageType
 from vtp_plugin.tune.search.stage_cost import work_of
 
 NUM_LAYERS, NUM_MICROBATCHES = 4, 8
@@ -101,8 +101,8 @@ def _predicted_s(tp: int, model: Sequence[str], folder: Path) -> float:
     cluster.write_text(CLUSTER.format(tp=tp))
     question = read_asked(model, cluster).question
     (shape,) = [shape for shape in question.shapes if shape.num_replicas == 1]
-    kind = Kind((0,), tp)
-    choice = judge(question, shape, [kind], [work_of(kind, shape)], [NUM_LAYERS])
+    kind = StageType((0,), tp)
+    choice = evaluate(question, shape, [kind], [work_of(kind, shape)], [NUM_LAYERS])
     assert choice is not None
     return choice.step_s
 

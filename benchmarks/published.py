@@ -28,7 +28,7 @@ from benchmarks.published_quoted import CLUSTERS, QUOTED
 from benchmarks.published_richer import Richer
 from benchmarks.published_theirs import Theirs
 from vtp_plugin.tune.search.fastest import fastest
-from vtp_plugin.tune.search.problem import Question
+from vtp_plugin.tune.search.problem import SearchProblem
 
 # Layouts of ours that their simulator may choose from.
 _NUM_BEST = 5
@@ -103,7 +103,7 @@ def judged(artifact: Artifact, theirs: Theirs, counts: Sequence[int], limit_s: f
             yield _row(artifact, theirs, question, quoted.planner, read_plan(quoted.plan), quoted.seconds)
 
 
-def _row(artifact: Artifact, theirs: Theirs, question: Question, name: str, plan: Plan, seconds: float) -> Row:
+def _row(artifact: Artifact, theirs: Theirs, question: SearchProblem, name: str, plan: Plan, seconds: float) -> Row:
     return Row(
         name,
         plan,

@@ -21,10 +21,10 @@ from typing import Any
 
 from vtp_plugin.cli import search
 from vtp_plugin.cli.parser import Parser
-from vtp_plugin.cli.search_request import Asked, read_question
+from vtp_plugin.cli.search_request import SearchRequest, read_question
 from vtp_plugin.tune.cluster.machines import Card, Cluster, Links, Nodes, Time
 from vtp_plugin.tune.cluster.speed import Link
-from vtp_plugin.tune.search.problem import HeldBytes, Shape
+from vtp_plugin.tune.search.problem import BatchSplit, HeldBytes
 
 KINDS = ("A100-40", "V100-16")
 MICRO_SIZES = (1, 2, 4, 8)
@@ -198,7 +198,7 @@ def held_bytes(artifact: Artifact, micro_batch_size: int) -> HeldBytes:
     return held
 
 
-def ask(artifact: Artifact, cluster: Cluster) -> Asked:
+def ask(artifact: Artifact, cluster: Cluster) -> SearchRequest:
     """Ask what ``search`` would be asked, with their rule of memory, and only of sizes that they profiled."""
     training = artifact.training
     words = {
@@ -222,7 +222,7 @@ def ask(artifact: Artifact, cluster: Cluster) -> Asked:
     return replace(asked, question=replace(asked.question, shapes=shapes))
 
 
-def _of_theirs(artifact: Artifact, shape: Shape) -> Shape:
+def _of_theirs(artifact: Artifact, shape: BatchSplit) -> BatchSplit:
     size = shape.micro_batch_size
     pools = []
     for pool in shape.pools:

@@ -13,12 +13,12 @@ from dataclasses import replace
 from benchmarks.published_cluster import Artifact
 from benchmarks.published_plans import Plan, Stage
 from vtp_plugin.tune.cluster.speed import Speed
-from vtp_plugin.tune.search.evaluate import judge
-from vtp_plugin.tune.search.problem import Kind, Pool, Question, Shape
+from vtp_plugin.tune.search.evaluate import evaluate
+from vtp_plugin.tune.search.problem import BatchSplit, NodePool, SearchProblem, StageType
 from vtp_plugin.tune.search.stage_cost import Works
 
 
-def samples_per_s(artifact: Artifact, question: Question, plan: Plan) -> float | None:
+def samples_per_s(artifact: Artifact, question: SearchProblem, plan: Plan) -> float | None:
     """Judge a plan; None if a size was not timed.
 
     Args:
@@ -31,7 +31,7 @@ def samples_per_s(artifact: Artifact, question: Question, plan: Plan) -> float |
     return None if None in steps else float(batch / max(step for step in steps if step is not None))
 
 
-def _step_s(question: Question, plan: Plan, stages: Sequence[Stage], batch: int) -> float | None:
+def _step_s(question: SearchProblem, plan: Plan, stages: Sequence[Stage], batch: int) -> float | None:
     """Give the step of the slowest chain of replicas, one of each stage."""
     most = max(len(stage.replicas) for stage in stages)
     # All are taken to sum over as many as the stages with most replicas have: shares make up for it.
@@ -63,9 +63,9 @@ def _step_s(question: Question, plan: Plan, stages: Sequence[Stage], batch: int)
             pools=tuple(pools),
             held_bytes=None,
         )
-        kinds = [Kind((number,) * replicas, each.tp) for number, each in enumerate(chain)]
+        kinds = [StageType((number,) * replicas, each.tp) for number, each in enumerate(chain)]
         works = Works(shape)
-        choice = judge(question, shape, kinds, [works[kind] for kind in kinds], layers)
+        choice = evaluate(question, shape, kinds, [works[kind] for kind in kinds], layers)
         steps.append(math.inf if choice is None else choice.step_s)
     return max(steps)
 
@@ -75,7 +75,9 @@ def _ring_share(number: int) -> float:
     return (number - 1) / number
 
 
-def _pool(shape: Shape, name: str, stage: Stage, tp: int, speed: Speed, replicas: int, latency_share: float) -> Pool:
+def _pool(
+    shape: BatchSplit, name: str, stage: Stage, tp: int, speed: Speed, replicas: int, latency_share: float
+) -> NodePool:
     """Give a stage cards of its own, as far from others as any; the slowest link of its kinds of cards counts.
 
     They are one node, so that its replicas sum over links whose latency is that of as many as there are.
@@ -84,4 +86,4 @@ def _pool(shape: Shape, name: str, stage: Stage, tp: int, speed: Speed, replicas
     links = [pool.between for pool in shape.pools if pool.name in kinds]
     link = max(links, key=lambda link: link.time_s(shape.message_bytes))
     ring = replace(link, latency_s=link.latency_s * latency_share)
-    return Pool(name=name, rooms=(tp * replicas,), speeds={tp: speed}, inside=ring, between=link)
+    return NodePool(name=name, rooms=(tp * replicas,), speeds={tp: speed}, inside=ring, between=link)

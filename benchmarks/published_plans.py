@@ -12,7 +12,7 @@ import re
 from itertools import groupby
 from typing import NamedTuple
 
-from vtp_plugin.tune.search.evaluate import Choice
+from vtp_plugin.tune.search.evaluate import Candidate
 
 
 class Replica(NamedTuple):
@@ -89,7 +89,7 @@ def show_plan(plan: Plan) -> str:
     return f"mbs {plan.micro}: " + " & ".join(map(pipeline, plan.pipelines))
 
 
-def plan_of(choice: Choice) -> Plan:
+def plan_of(choice: Candidate) -> Plan:
     """Write what ``search`` chose as a plan: both ends of the model count as layers."""
     stages = []
     for number, (kind, layers) in enumerate(zip(choice.kinds, choice.layers, strict=True)):

@@ -14,8 +14,8 @@ from dataclasses import replace
 from benchmarks.published_cluster import Artifact, held_bytes
 from benchmarks.published_plans import Plan, Replica, Stage
 from vtp_plugin.tune.cluster.speed import Speed
-from vtp_plugin.tune.search.evaluate import Choice
-from vtp_plugin.tune.search.problem import HeldBytes, Pool, Question, Shape
+from vtp_plugin.tune.search.evaluate import Candidate
+from vtp_plugin.tune.search.problem import BatchSplit, HeldBytes, NodePool, SearchProblem
 
 # With more only numbers of replicas count that divide the samples.
 _MOST_CARDS = 64
@@ -32,7 +32,7 @@ class Richer:
         question: in the richer space.
     """
 
-    def __init__(self, artifact: Artifact, question: Question) -> None:
+    def __init__(self, artifact: Artifact, question: SearchProblem) -> None:
         self._artifact = artifact
         shapes = {shape.micro_batch_size: shape for shape in question.shapes}
         self._speeds = {
@@ -62,7 +62,7 @@ class Richer:
                 found.append((sum(speed.forward_s) + sum(speed.backward_s), parts, speed))
         return sorted(found, key=lambda way: way[:2])
 
-    def _shape(self, shape: Shape, replicas: int, num_microbatches: int) -> Shape:
+    def _shape(self, shape: BatchSplit, replicas: int, num_microbatches: int) -> BatchSplit:
         pools = tuple(self._pool(shape.micro_batch_size, replicas, pool) for pool in shape.pools)
         return replace(
             shape,
@@ -72,7 +72,7 @@ class Richer:
             held_bytes=self._held(shape.micro_batch_size, pools),
         )
 
-    def _pool(self, size: int, replicas: int, pool: Pool) -> Pool:
+    def _pool(self, size: int, replicas: int, pool: NodePool) -> NodePool:
         speeds = {}
         for width in range(1, max(pool.rooms) + 1):
             for _, parts, speed in self._ways(size, pool.name, width)[:1]:
@@ -82,7 +82,7 @@ class Richer:
                 speeds[width] = replace(speed, gradient_bytes=tuple(round(share * own) for own in speed.gradient_bytes))
         return replace(pool, speeds=speeds)
 
-    def _held(self, size: int, pools: tuple[Pool, ...]) -> HeldBytes:
+    def _held(self, size: int, pools: tuple[NodePool, ...]) -> HeldBytes:
         """Count the fuller of the ways that are taken."""
         widths = {(pool.name, width) for pool in pools for width in pool.speeds}
         parts = {(width, self._ways(size, kind, width)[0][1]) for kind, width in widths}
@@ -94,7 +94,7 @@ class Richer:
 
         return held
 
-    def plan_of(self, choice: Choice) -> Plan:
+    def plan_of(self, choice: Candidate) -> Plan:
         """Write what was chosen as a plan: with the replicas, and the microbatch size, of each stage."""
         size, pools = choice.shape.micro_batch_size, choice.shape.pools
         stages, firsts = [], []

@@ -35,12 +35,12 @@ from benchmarks.emulated import ROOT, Seat, run_ranks
 from benchmarks.wan.link import LinkUnavailableError, Site, WanLink
 from vtp_plugin.cli import search
 from vtp_plugin.cli.parser import Parser
-from vtp_plugin.cli.search_request import Asked, read_question
+from vtp_plugin.cli.search_request import SearchRequest, read_question
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.tune.cluster.read_cluster import read_cluster
-from vtp_plugin.tune.search.evaluate import Choice, judge
+from vtp_plugin.tune.search.evaluate import Candidate, evaluate
 from vtp_plugin.tune.search.fastest import fastest
-from vtp_plugin.tune.search.problem import Kind
+from vtp_plugin.tune.search.problem import StageType
 from vtp_plugin.tune.search.stage_cost import Works
 
 # Seconds that a layer's forward pass waits, for one sample.
@@ -221,7 +221,7 @@ def _profile(case: Case, folder: Path, profiles: Path, line: WanLink | None) -> 
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest()[:16] for path in files}
 
 
-def read_asked(words: Sequence[str], cluster: Path) -> Asked:
+def read_asked(words: Sequence[str], cluster: Path) -> SearchRequest:
     """Read what ``search`` is asked."""
     parser = Parser(add_help=False)
     search.add_arguments(parser)
@@ -229,13 +229,13 @@ def read_asked(words: Sequence[str], cluster: Path) -> Asked:
     return read_question(args, read_cluster(cluster))
 
 
-def _layouts(asked: Asked, number: int, num_others: int) -> dict[str, Choice]:
+def _layouts(asked: SearchRequest, number: int, num_others: int) -> dict[str, Candidate]:
     found = fastest(asked.question, num_best=1)
     layouts = {"best": found.best[0]}
     stocks = {"stock": found.stock, "equal": found.equal}
     layouts |= {name: choice for name, choice in stocks.items() if choice is not None}
     known = {(one.sizes, one.layers, one.nodes) for one in layouts.values()}
-    drawn: list[Choice] = []
+    drawn: list[Candidate] = []
     for choice in islice(_random_layouts(asked, random.Random(number)), NUM_DRAWN if num_others else 0):
         if choice is not None and (key := (choice.sizes, choice.layers, choice.nodes)) not in known:
             known.add(key)
@@ -245,31 +245,31 @@ def _layouts(asked: Asked, number: int, num_others: int) -> dict[str, Choice]:
     return layouts | {f"other {place}": choice for place, choice in enumerate(others, start=1)}
 
 
-def _random_layouts(asked: Asked, chance: random.Random) -> Iterator[Choice | None]:
+def _random_layouts(asked: SearchRequest, chance: random.Random) -> Iterator[Candidate | None]:
     """Yield layouts that use every node, in any order, with layers at random."""
     question = asked.question
     while True:
         shape = chance.choice(question.shapes)
         works = Works(shape)
-        kinds: list[Kind] = []
+        kinds: list[StageType] = []
         for place, pool in enumerate(shape.pools):
             for room in pool.rooms:
                 sizes = [size for size in pool.speeds if size * shape.num_replicas <= room]
                 if sizes:
                     size = chance.choice(sizes)
                     number = chance.randint(1, room // (size * shape.num_replicas))
-                    kinds += [Kind((place,) * shape.num_replicas, size)] * number
+                    kinds += [StageType((place,) * shape.num_replicas, size)] * number
         if not kinds or len(kinds) > question.num_layers:
             continue
         chance.shuffle(kinds)
         cuts = sorted(chance.sample(range(1, question.num_layers), len(kinds) - 1))
         ends = [0, *cuts, question.num_layers]
         layers = [end - start for start, end in pairwise(ends)]
-        yield judge(question, shape, kinds, [works[kind] for kind in kinds], layers)
+        yield evaluate(question, shape, kinds, [works[kind] for kind in kinds], layers)
 
 
 def _measure(
-    case: Case, choice: Choice, asked: Asked, log: Path, line: WanLink | None, options: argparse.Namespace
+    case: Case, choice: Candidate, asked: SearchRequest, log: Path, line: WanLink | None, options: argparse.Namespace
 ) -> list[float]:
     words = [*MODEL.split(), *TRAINING.split(), "--num-layers", str(case.num_layers)]
     words += [*search.flags(asked, choice), "--train-iters", str(NUM_WARM + options.steps + 1)]

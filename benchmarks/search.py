@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from vtp_plugin.tune.cluster.speed import Link, Speed
 from vtp_plugin.tune.search.fastest import fastest
-from vtp_plugin.tune.search.problem import Pool, Question, Shape
+from vtp_plugin.tune.search.problem import BatchSplit, NodePool, SearchProblem
 
 _NUM_LAYERS = 96
 _LAYER_S = 0.01
@@ -35,7 +35,7 @@ def _speed(pace: float, tp: int, num_replicas: int) -> Speed:
     )
 
 
-def question(num_nodes: int, *, is_mixed: bool) -> Question:
+def question(num_nodes: int, *, is_mixed: bool) -> SearchProblem:
     """Make a cluster, and ask for its best layout.
 
     Args:
@@ -46,12 +46,12 @@ def question(num_nodes: int, *, is_mixed: bool) -> Question:
     if is_mixed:
         paces = ((1.0, num_nodes - num_nodes // 2), (2.0, num_nodes // 2))
     shapes = tuple(
-        Shape(
+        BatchSplit(
             num_replicas=replicas,
             num_microbatches=1024 // replicas,
             micro_batch_size=1,
             pools=tuple(
-                Pool(
+                NodePool(
                     name=f"pace {pace}",
                     rooms=(8,) * number,
                     speeds={tp: _speed(pace, tp, replicas) for tp in (1, 2, 4, 8)},
@@ -66,7 +66,7 @@ def question(num_nodes: int, *, is_mixed: bool) -> Question:
         )
         for replicas in (1, 2, 4, 8, 16, 32, 64)
     )
-    return Question(num_layers=_NUM_LAYERS, shapes=shapes, least_stages=1, most_stages=_NUM_LAYERS)
+    return SearchProblem(num_layers=_NUM_LAYERS, shapes=shapes, least_stages=1, most_stages=_NUM_LAYERS)
 
 
 def _held_bytes(tp: int, num_replicas: int, start: int, end: int, is_first: bool, is_last: bool, in_flight: int) -> int:

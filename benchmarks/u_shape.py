@@ -35,7 +35,7 @@ from itertools import groupby, product
 
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.schedule.cost.costs import Costs, u_costs, uniform_costs
-from vtp_plugin.plan.schedule.cost.microbatch_route import make_chain
+from vtp_plugin.plan.schedule.cost.microbatch_route import make_route
 from vtp_plugin.plan.schedule.cost.simulator import simulate
 from vtp_plugin.plan.schedule.cost.step_bounds import in_flight_needed, lower_bound
 from vtp_plugin.plan.schedule.make.generate import interleaved_one_f_one_b
@@ -150,7 +150,7 @@ def _result(order: str, schedule: Schedule, costs: Costs, latency: float) -> Res
         num_microbatches=num_microbatches,
         latency=latency,
         step=timeline.makespan,
-        bound=lower_bound(make_chain(schedule.placement, costs), num_microbatches, (num_microbatches,) * num_stages),
+        bound=lower_bound(make_route(schedule.placement, costs), num_microbatches, (num_microbatches,) * num_stages),
         kept=max(_kept(schedule, costs, stage) for stage in range(num_stages)),
     )
 

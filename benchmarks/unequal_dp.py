@@ -42,7 +42,7 @@ from pathlib import Path
 from benchmarks.unequal_dp_plot import draw
 from benchmarks.unequal_dp_results import MULTIPLEX, PLAIN, PLAIN_SAME, SPLIT, U_LIMIT, Case, Result, U
 from vtp_plugin.plan.schedule.cost.costs import Costs, split_costs
-from vtp_plugin.plan.schedule.cost.microbatch_route import make_chain
+from vtp_plugin.plan.schedule.cost.microbatch_route import make_route
 from vtp_plugin.plan.schedule.cost.simulator import simulate
 from vtp_plugin.plan.schedule.cost.step_bounds import in_flight_needed, lower_bound
 from vtp_plugin.plan.schedule.make.generate import one_f_one_b, one_f_one_b_limits
@@ -115,7 +115,7 @@ def _with_gain(placement: Placement, costs: Costs) -> Costs:
 def _result(case: Case, mode: str, schedule: Schedule, costs: Costs) -> Result:
     timeline = simulate(schedule, costs)
     placement, num_microbatches = schedule.placement, schedule.num_microbatches
-    chain = make_chain(placement, costs)
+    chain = make_route(placement, costs)
     return Result(
         case=case,
         mode=mode,

@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks import svg
 from vtp_plugin.cli import search
 from vtp_plugin.cli.parser import Parser
-from vtp_plugin.cli.search_request import Asked, read_question
+from vtp_plugin.cli.search_request import SearchRequest, read_question
 from vtp_plugin.tune.cluster.read_cluster import parse_cluster
 from vtp_plugin.tune.cluster.toml_table import Table
 from vtp_plugin.tune.search.fastest import fastest
@@ -79,7 +79,7 @@ class Cell:
         """Its name in the file."""
         return " | ".join((self.model, self.links, self.nodes, f"{self.slower}x slower", f"1/{self.smaller} memory"))
 
-    def asked(self) -> Asked:
+    def asked(self) -> SearchRequest:
         """Ask ``search`` for it."""
         layers, hidden, heads, groups, ffn, vocab = MODELS[self.model]
         words = (

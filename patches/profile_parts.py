@@ -31,7 +31,7 @@ _DEFAULTS = ("--lr", "1e-5", "--train-iters", "1", "--tokenizer-type", "NullToke
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class ProfileRequest:
     """What is timed.
 
     Attributes:
@@ -53,7 +53,7 @@ class Asked:
     num_rounds: int
 
 
-def time_parts(asked: Asked, platform: Platform) -> Iterator[list[Time]]:
+def time_parts(asked: ProfileRequest, platform: Platform) -> Iterator[list[Time]]:
     """Yield the times of all parts, case after case; the peers of a tensor-parallel size do not exist.
 
     Args:
@@ -72,12 +72,12 @@ def time_parts(asked: Asked, platform: Platform) -> Iterator[list[Time]]:
                     yield [timed.update(asked)]
 
 
-def num_cases(asked: Asked) -> int:
+def num_cases(asked: ProfileRequest) -> int:
     """Count what :func:`time_parts` yields."""
     return len(asked.sizes) * (1 + len(asked.kinds) * len([*_cases(asked)]))
 
 
-def _cases(asked: Asked) -> Iterator[tuple[int, int, bool]]:
+def _cases(asked: ProfileRequest) -> Iterator[tuple[int, int, bool]]:
     return product(asked.seq_lengths, asked.micro_batch_sizes, (False, True))
 
 
@@ -208,7 +208,7 @@ class _Timed:
                 self._watch.note("embedding backward")
         return self._watch.medians(num_rounds)
 
-    def update(self, asked: Asked) -> Time:
+    def update(self, asked: ProfileRequest) -> Time:
         """Time the optimizer for each million of parameters."""
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 

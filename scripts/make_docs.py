@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from vtp_plugin.config.flag import Flag
     from vtp_plugin.host.patching import Record
-    from vtp_plugin.host.versions import Capability, Host
+    from vtp_plugin.host.versions import Capability, MegatronFamily
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 NOTE = "<!-- Written by scripts/make_docs.py; change the source and run it again. -->"
@@ -191,7 +191,7 @@ def _hosts() -> str:
     return _table(("", *(f"**{host.name}**" for host in newest_first), "shown by"), rows)
 
 
-def _ran(row: Capability, host: Host) -> str:
+def _ran(row: Capability, host: MegatronFamily) -> str:
     """Say whether a family ran something, and what else there is to say of it."""
     from vtp_plugin.host.versions.lookup import is_run_with, lacking
 
@@ -241,12 +241,12 @@ def _core_only() -> str:
 
 def _crossing() -> dict[str, str]:
     """Return the closed lists of what crosses between sites."""
-    from vtp_plugin.plan.boundary.message_kind import CARGO_FORMS
+    from vtp_plugin.plan.boundary.message_kind import MESSAGE_FORMS
     from vtp_plugin.runtime.health.redaction import SHARED_NAMES
     from vtp_plugin.runtime.health.store import Topic
 
     return {
-        "what crosses": _table(("kind", "form"), [(kind.value, form) for kind, form in CARGO_FORMS.items()]),
+        "what crosses": _table(("kind", "form"), [(kind.value, form) for kind, form in MESSAGE_FORMS.items()]),
         "what the store holds": _table(("key", "content"), [(f"`{topic.key}`", topic.sentence) for topic in Topic]),
         "what is compared by value": ", ".join(sorted(SHARED_NAMES)) + ".",
     }
@@ -397,11 +397,11 @@ def _fields() -> str:
 def _kept() -> str:
     """Return what modules keep, in a model that has each of them."""
     from vtp_plugin.cli.boundaries import format_bytes
-    from vtp_plugin.plan.memory.activation_rows import ROWS, Row
-    from vtp_plugin.plan.memory.gpt_model import Experts, Latent, Model
+    from vtp_plugin.plan.memory.activation_rows import ROWS, KeptRow
+    from vtp_plugin.plan.memory.gpt_model import Experts, GPTModel, Latent
     from vtp_plugin.plan.memory.layer_sizes import Microbatch, Recompute, Routing, Sizes
 
-    model = Model(
+    model = GPTModel(
         num_layers=2, num_predicting=1, hidden=4096, heads=32, groups=8, kv_channels=128, ffn=14336, vocab=128256,
         num_positions=0, is_gated=True, has_bias=False, has_qkv_bias=False, has_norm_bias=False, has_query_norm=True,
         is_tied=False, experts=Experts(number=8, ffn=14336, shared_ffn=14336, layers=(False, True)),
@@ -413,14 +413,14 @@ def _kept() -> str:
     latent = Latent(q_lora_rank=1536, kv_lora_rank=512, qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128)
     again = replace(batch, recompute=Recompute(core_attention=True))
 
-    def kept(row: Row, batch: Microbatch) -> str:
+    def kept(row: KeptRow, batch: Microbatch) -> str:
         dense = Sizes(model=model, batch=batch, tp=2)
         kinds = (dense, replace(dense, has_experts=True), replace(dense, num_again=1, num_layers=1))
         kinds += (Sizes(model=replace(model, latent=latent), batch=batch, tp=2),)
         found = next((size for size in map(row.size_bytes, kinds) if size), 0)
         return format_bytes(found) if found else "-"
 
-    def cells(row: Row) -> tuple[str, str]:
+    def cells(row: KeptRow) -> tuple[str, str]:
         for one in (batch, again):
             local = kept(row, one)
             engine = kept(row, replace(one, is_engine=True, has_fused_rope=True))

@@ -217,6 +217,7 @@ def _is_in_call(tokens: list[tokenize.TokenInfo], place: int) -> bool:
 def _rename_words(text: str, names: Names) -> str:
     """Rename what documentation quotes, and examples in it."""
     for old, new in names.renamed.items():
+        text = re.sub(rf"(?<=^__all__)( = [\[(][^\])]*\"){old}(?=\")", rf"\g<1>{new}", text, flags=re.M)
         text = re.sub(rf"(?<=`)((?:~?\.?)(?:\w+\.)*){old}(?=[.`(\[])", rf"\g<1>{new}", text)
     lines = text.splitlines(keepends=True)
     is_example = False

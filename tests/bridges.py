@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vtp_plugin.plan.boundary.bridge_endpoint import BridgeEnd, SequenceCut
+from vtp_plugin.plan.boundary.bridge_endpoint import BridgeEndpoint, SequenceCut
 
 Arrays = dict[int, np.ndarray]
 """Tensor of every rank: `[S, B, H]`, or `[tokens, H]`."""
@@ -32,9 +32,9 @@ class Sizes:
     def num_ranks(self) -> int:
         return self.tp * self.cp * self.dp
 
-    def end(self, first_rank: int) -> BridgeEnd:
+    def end(self, first_rank: int) -> BridgeEndpoint:
         ranks = np.arange(first_rank, first_rank + self.num_ranks).reshape(self.dp, self.cp, self.tp).tolist()
-        return BridgeEnd(
+        return BridgeEndpoint(
             ranks=tuple(tuple(tuple(row) for row in rows) for rows in ranks),
             sequence=SequenceCut(self.sequence),
             is_sharded=self.is_sharded,

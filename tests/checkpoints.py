@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.metadata import (
 from vtp_plugin.checkpoint.format.contents import Contents, Part
 from vtp_plugin.checkpoint.format.map_file import MAP, dump_map
 from vtp_plugin.checkpoint.format.optimizer_formats import BY_BLOCK
-from vtp_plugin.checkpoint.format.shard_map import Bucket, Cut, Placed, Strided, block_at, row_major
+from vtp_plugin.checkpoint.format.shard_map import Bucket, BucketEntry, ShardSpec, Strided, block_at, row_major
 from vtp_plugin.checkpoint.load.elements import Elements, typed
 from vtp_plugin.cli import main
 from vtp_plugin.util.boxes import box_shape
@@ -84,7 +84,7 @@ def make_model(
     return Model({name: states["param", name].to(dtype, copy=True) for name in shapes}, states)
 
 
-def cuts_of(name: str, shape: tuple[int, ...], ranks: int, axis: int) -> Iterator[tuple[int, Cut]]:
+def cuts_of(name: str, shape: tuple[int, ...], ranks: int, axis: int) -> Iterator[tuple[int, ShardSpec]]:
     """Yield the parts of all ranks: layer by layer, along an axis behind the layers, or whole on the first rank."""
     layers = shape[0] if name.startswith("decoder.layers") else 1
     inner = shape[1:] if layers > 1 else shape
@@ -98,7 +98,10 @@ def cuts_of(name: str, shape: tuple[int, ...], ranks: int, axis: int) -> Iterato
         strides = row_major(tuple(b - a for a, b in box))
         if layers > 1:
             box, strides = ((layer, layer + 1), *box), (1, *strides)
-        yield rank, Cut(name=name, shape=shape, blocks=(block_at(box, 0, strides),), is_copy=is_whole and rank > 0)
+        yield (
+            rank,
+            ShardSpec(name=name, shape=shape, blocks=(block_at(box, 0, strides),), is_copy=is_whole and rank > 0),
+        )
 
 
 @dataclass
@@ -212,7 +215,7 @@ def by_bucket(folder: Path, model: Model, ranks: int = 2, axis: int = 0, *, dp: 
     writer = Writer(folder)
     for name, weight in model.weights.items():
         _write_parts(writer, name, weight, name, ranks, axis)
-    held: dict[int, list[Cut]] = {rank: [] for rank in range(ranks)}
+    held: dict[int, list[ShardSpec]] = {rank: [] for rank in range(ranks)}
     for name, weight in model.weights.items():
         for rank, cut in cuts_of(name, tuple(weight.shape), ranks, axis):
             held[rank].append(cut)
@@ -240,10 +243,10 @@ def as_stock(folder: Path, model: Model, ranks: int = 2, *, order: Sequence[str]
     return _finish_buckets(writer, model, held, **options)
 
 
-def _held_by_stock(model: Model, ranks: int, order: Sequence[str]) -> dict[int, list[Cut]]:
+def _held_by_stock(model: Model, ranks: int, order: Sequence[str]) -> dict[int, list[ShardSpec]]:
     """Give what each rank of a model of one stage holds, in the order of the model."""
     names = [*(order or STOCK_SHAPES)]
-    held: dict[int, list[tuple[int, Cut]]] = {rank: [] for rank in range(ranks)}
+    held: dict[int, list[tuple[int, ShardSpec]]] = {rank: [] for rank in range(ranks)}
     for name in names:
         for rank, cut in cuts_of(name, tuple(model.weights[name].shape), ranks, 0):
             depth = cut.blocks[0].box[0][0] if name.startswith("decoder.layers") else len(names)
@@ -283,7 +286,7 @@ def by_rank(
     return writer.finish(common, is_older=True)
 
 
-def _lay_behind(buckets: list[list[torch.Tensor]], model: Model, cut: Cut, bucket_size: int | None) -> None:
+def _lay_behind(buckets: list[list[torch.Tensor]], model: Model, cut: ShardSpec, bucket_size: int | None) -> None:
     """Append a parameter at the next multiple of 64 of its bucket; where that is large enough, a new one begins."""
     for parts, state in zip(buckets, STATES, strict=True):
         # What lies in the bucket is what came since an empty tensor.
@@ -305,14 +308,14 @@ def _finish_buckets(writer: Writer, model: Model, ranks: Iterable[int], **option
 
 
 def _write_bucket(
-    writer: Writer, model: Model, rank: int, cuts: Sequence[Cut], dp: int, *, alignment: int = 1
+    writer: Writer, model: Model, rank: int, cuts: Sequence[ShardSpec], dp: int, *, alignment: int = 1
 ) -> Bucket:
     dtype = next(iter(model.weights.values())).dtype
     key = f"optimizer.distributed.dp_group_idx_{rank}.gbuf_idx_0.dtype_({dtype}, torch.float32).bucket_idx_0"
     parts, end = [], 0
     for number, cut in enumerate(cuts):
         end = -(-end // alignment) * alignment if alignment > 1 else end + 3 * (number == 1)  # a gap
-        parts.append(Placed(cut, end))
+        parts.append(BucketEntry(cut, end))
         end += cut.numel
     edges = {0, end, *(end * share // dp for share in range(dp))}
     edges |= {edge for part in parts for edge in (part.offset, part.offset + part.cut.numel)}

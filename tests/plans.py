@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan
-from vtp_plugin.plan.boundary.sharding import Spread
+from vtp_plugin.plan.boundary.sharding import Sharding
 from vtp_plugin.plan.boundary.strategies.known_strategies import STRATEGIES
 from vtp_plugin.util.boxes import whole_box
 
@@ -13,7 +13,7 @@ def reversed_plan(plan: BoundaryPlan) -> BoundaryPlan:
     return STRATEGIES[plan.strategy].plan(plan.dst, plan.src)
 
 
-def is_replicated(spread: Spread) -> bool:
+def is_replicated(spread: Sharding) -> bool:
     """Whether every rank holds the whole tensor in one box; true for any spread over a single rank."""
     return all(holding.boxes == (whole_box(spread.shape),) for holding in spread.holdings)
 

@@ -21,7 +21,7 @@ from vtp_plugin.host.rules.checks.layer_counts import check_counts, check_places
 from vtp_plugin.host.rules.checks.packed import packing_flag
 from vtp_plugin.patches.mindspeed import known_mm
 from vtp_plugin.patches.mindspeed.converted import problems_of_converted
-from vtp_plugin.plan.boundary.message_kind import Cargo
+from vtp_plugin.plan.boundary.message_kind import MessageKind
 from vtp_plugin.plan.layout.layer_lists import LIST_NAME, LayerLists, Rows, one_ring, read_rows, ring_layers
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.runtime.step.companions import Companion
@@ -179,7 +179,7 @@ def positions(args: argparse.Namespace) -> Companion:
         args: of the run.
     """
     return Companion(
-        cargo=Cargo.POSITIONS,
+        cargo=MessageKind.POSITIONS,
         shape=(args.seq_length, args.micro_batch_size, 4),
         read=functools.partial(_read, args),
         give=_batch,

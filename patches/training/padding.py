@@ -16,7 +16,7 @@ from vtp_plugin.patches.training.loadable import written_again
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.session import Session
 from vtp_plugin.tune.fit.as_flags import all_sizes
-from vtp_plugin.tune.fit.constraints import Ask
+from vtp_plugin.tune.fit.constraints import Constraints
 from vtp_plugin.util import log
 
 _DIVISOR = "--make-vocab-size-divisible-by"
@@ -38,7 +38,7 @@ def vocabulary_notes(session: Session, args: argparse.Namespace) -> tuple[str, .
 
 
 def _note_of_others(layout: PipelineLayout, args: argparse.Namespace) -> list[str]:
-    ask = Ask(args=args, least_stages=1, most_stages=1, cp=args.context_parallel_size)
+    ask = Constraints(args=args, least_stages=1, most_stages=1, cp=args.context_parallel_size)
     ends = layout.vocab_multiple()
     divisor, others = args.make_vocab_size_divisible_by, all_sizes(ask, ends)
     if divisor * ends % others == 0:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from vtp_plugin.errors import ConfigError, LayoutError
-from vtp_plugin.plan.boundary.message_kind import Cargo
+from vtp_plugin.plan.boundary.message_kind import MessageKind
 from vtp_plugin.runtime.comm.audit import require_allowed
 
 pytest.importorskip("megatron.core")
@@ -48,7 +48,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def test_positions_and_mask_arrive_and_nothing_else(seen: dict[str, Any]) -> None:
     companion = multimodal.positions(ARGS)  # pyright: ignore[reportArgumentType]
     sent = companion.read(BATCH)
-    require_allowed(Cargo.POSITIONS, sent)
+    require_allowed(MessageKind.POSITIONS, sent)
     assert tuple(sent.shape) == companion.shape and not bool((sent == SECRET).any())
     given = companion.give(sent)
     assert torch.equal(given["position_ids"], torch.arange(30).view(3, 2, 5))
@@ -73,7 +73,7 @@ def test_a_batch_of_another_form_is_refused(seen: dict[str, Any]) -> None:
 @pytest.mark.parametrize("tensor", [torch.zeros(5, 2, 4), torch.zeros(5, 2, 3, dtype=torch.int32)])
 def test_other_forms_do_not_leave_as_positions(tensor: torch.Tensor) -> None:
     with pytest.raises(ConfigError, match="is no positions"):
-        require_allowed(Cargo.POSITIONS, tensor)
+        require_allowed(MessageKind.POSITIONS, tensor)
 
 
 def plain(text: Sequence[int]) -> list[str]:

@@ -22,7 +22,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transfor
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from tests.multiproc.core_job import cpu_only  # noqa: E402
-from vtp_plugin.checkpoint.hf.hf_model import Model  # noqa: E402
+from vtp_plugin.checkpoint.hf.hf_model import HFModel  # noqa: E402
 from vtp_plugin.checkpoint.hf.note import CARRIED, RELEASE  # noqa: E402
 from vtp_plugin.checkpoint.hf.read_config import CONFIG, read_config, read_model  # noqa: E402
 
@@ -47,7 +47,7 @@ def main() -> None:
             np.save(folder / "logits.npy", model.eval()(tokens, positions, None).numpy())
 
 
-def _model(model: Model) -> GPTModel:
+def _model(model: HFModel) -> GPTModel:
     """Make a model as the flags of an import make it, with Transformer Engine's layers."""
     experts: dict[str, Any] = {
         "num_moe_experts": model.num_experts,

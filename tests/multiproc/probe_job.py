@@ -14,7 +14,7 @@ from tests.ordering.recorder import Recorder
 from tests.ordering.trace import format_trace
 from tests.pool import TIMEOUT_S, init_gloo
 from vtp_plugin.plan.boundary.pipeline_boundaries import pipeline_boundaries
-from vtp_plugin.plan.boundary.sharding import Holding
+from vtp_plugin.plan.boundary.sharding import LocalBoxes
 from vtp_plugin.plan.boundary.strategies.transport_rules import TransportRules
 from vtp_plugin.plan.layout.channel_id import Direction
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
@@ -108,9 +108,9 @@ def _use(channel: Channel, rank: int, *, is_sharded: bool) -> list[str]:
     plan = channel.spec.plan(shape, src_sharded=is_sharded, dst_sharded=is_sharded)
     whole = torch.arange(72.0).reshape(shape)
     if rank in plan.src.ranks:
-        part = part_of(whole, Holding(rank=rank, boxes=plan.src.boxes_of(rank)))
+        part = part_of(whole, LocalBoxes(rank=rank, boxes=plan.src.boxes_of(rank)))
         ChannelLink(channel, form).send(part).wait()
         return []
     tensor = ChannelLink(channel, form, channel.local_shape(shape, form)).post().take()
-    wanted = part_of(whole, Holding(rank=rank, boxes=plan.dst.boxes_of(rank)))
+    wanted = part_of(whole, LocalBoxes(rank=rank, boxes=plan.dst.boxes_of(rank)))
     return [] if torch.equal(tensor.detach(), wanted) else [f"{channel.spec.name}: wrong tensor on rank {rank}"]

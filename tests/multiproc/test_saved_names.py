@@ -15,7 +15,7 @@ from tests.multiproc.script_cases import arguments, assert_refused, assert_same_
 from tests.pool import Pool
 from vtp_plugin.checkpoint.format import index
 from vtp_plugin.checkpoint.format.checkpoint_files import TRACKER
-from vtp_plugin.checkpoint.format.safe_pickle import load_inert
+from vtp_plugin.checkpoint.format.safe_pickle import load_safely
 
 pytestmark = [pytest.mark.needs("scripts_here")]
 DISTRIBUTED = ("--use-distributed-optimizer",)
@@ -51,7 +51,7 @@ def pool(script_pool: Pool) -> Pool:
 def names_of(checkpoint: Path) -> set[tuple[str, str]]:
     """Return what an index names."""
     found: set[tuple[str, str]] = set()
-    load_inert((checkpoint / index.INDEX).read_bytes(), lambda module, name: found.add((module, name)) or True)
+    load_safely((checkpoint / index.INDEX).read_bytes(), lambda module, name: found.add((module, name)) or True)
     return found
 
 

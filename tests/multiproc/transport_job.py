@@ -14,8 +14,8 @@ import torch.distributed as dist
 from tests.pool import TIMEOUT_S, init_gloo
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.boundary.channel_spec import ChannelSpec
-from vtp_plugin.plan.boundary.endpoint import Shape, Side
-from vtp_plugin.plan.boundary.sharding import Holding
+from vtp_plugin.plan.boundary.endpoint import Endpoint, Shape
+from vtp_plugin.plan.boundary.sharding import LocalBoxes
 from vtp_plugin.platform import detect
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.platform.interface import Platform
@@ -60,8 +60,8 @@ class Move:
         return ChannelSpec(name=str(self), src=src, dst=_side(*self.dst, len(src.ranks)), strategy=self.strategy)
 
 
-def _side(cp: int, tp: int, first: int) -> Side:
-    return Side(ranks_by_cp=tuple(tuple(range(first + i * tp, first + (i + 1) * tp)) for i in range(cp)))
+def _side(cp: int, tp: int, first: int) -> Endpoint:
+    return Endpoint(ranks_by_cp=tuple(tuple(range(first + i * tp, first + (i + 1) * tp)) for i in range(cp)))
 
 
 def move(moves: Sequence[Move]) -> list[str]:
@@ -90,7 +90,7 @@ def _group(ranks: tuple[int, ...], groups: dict[tuple[int, ...], object]) -> obj
     return groups[ranks]
 
 
-def part_of(whole: torch.Tensor, holding: Holding) -> torch.Tensor:
+def part_of(whole: torch.Tensor, holding: LocalBoxes) -> torch.Tensor:
     """Cut a rank's part out of a tensor: its boxes one behind the other."""
     return torch.cat([whole[tuple(slice(*interval) for interval in box)] for box in holding.boxes])
 
@@ -104,7 +104,7 @@ def _exchange(channel: Channel, move: Move, rank: int) -> list[str]:
         for microbatch in range(move.num_microbatches)
     ]
     if rank in plan.src.ranks:
-        parts = [part_of(whole, Holding(rank=rank, boxes=plan.src.boxes_of(rank))) for whole in wholes]
+        parts = [part_of(whole, LocalBoxes(rank=rank, boxes=plan.src.boxes_of(rank))) for whole in wholes]
         if move.is_transposed:
             parts = [part.transpose(0, 2).contiguous().transpose(0, 2) for part in parts]
         for work in [ChannelLink(channel, form).send(part) for part in parts]:
@@ -120,7 +120,7 @@ def _exchange(channel: Channel, move: Move, rank: int) -> list[str]:
     for whole, tensor, work in zip(wholes, received, works, strict=True):
         work.wait()
         work.wait()
-        wanted = part_of(whole, Holding(rank=rank, boxes=plan.dst.boxes_of(rank)))
+        wanted = part_of(whole, LocalBoxes(rank=rank, boxes=plan.dst.boxes_of(rank)))
         is_leaf = tensor.is_leaf and tensor.requires_grad
         if tensor.dtype != dtype or not is_leaf or not torch.equal(tensor.detach(), wanted):
             problems.append(f"rank {rank} has {tensor.flatten()[:8]}, not {wanted.flatten()[:8]}")
@@ -155,14 +155,14 @@ def varying(one: Move, shapes: Sequence[Shape]) -> list[Shape]:
     wholes = [torch.arange(float(torch.Size(shape).numel())).reshape(shape) for shape in shapes]
     plans = [spec.plan(shape, src_sharded=one.src_sharded, dst_sharded=one.dst_sharded) for shape in shapes]
     if rank in spec.src.ranks:
-        held = [Holding(rank=rank, boxes=plan.src.boxes_of(rank)) for plan in plans]
+        held = [LocalBoxes(rank=rank, boxes=plan.src.boxes_of(rank)) for plan in plans]
         link = ChannelLink(channel, form)
         works = [link.send(part_of(whole, holding)) for whole, holding in zip(wholes, held, strict=True)]
         for work in works:
             work.wait()
         return []
     received = [work.take() for work in [ChannelLink(channel, form).post() for _ in shapes]]
-    held = [Holding(rank=rank, boxes=plan.dst.boxes_of(rank)) for plan in plans]
+    held = [LocalBoxes(rank=rank, boxes=plan.dst.boxes_of(rank)) for plan in plans]
     return [
         tuple(tensor.shape) if torch.equal(tensor.detach(), part_of(whole, holding)) else ()
         for tensor, whole, holding in zip(received, wholes, held, strict=True)
@@ -201,8 +201,8 @@ def headers_of_replicas(shapes: Sequence[Shape]) -> str:
     """Announce the parts of two sending replicas, each of a shape of its own; return what the receiver says."""
     init_gloo()
     rank = dist.get_rank()
-    src = Side(ranks_by_cp=((0,), (1,)), num_replicas=2)
-    spec = ChannelSpec(name="two replicas", src=src, dst=Side(ranks_by_cp=((2,),)), strategy="sliced")
+    src = Endpoint(ranks_by_cp=((0,), (1,)), num_replicas=2)
+    spec = ChannelSpec(name="two replicas", src=src, dst=Endpoint(ranks_by_cp=((2,),)), strategy="sliced")
     (channel,) = open_channels([spec], stage_group=None, platform=detect("cpu"), monitor=None, timeout_s=TIMEOUT_S)
     assert channel is not None
     form = TensorFormat(dtype=torch.float32, has_variable_shapes=True)

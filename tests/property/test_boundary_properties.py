@@ -26,11 +26,11 @@ from vtp_plugin.plan.boundary.boundary_plan import (
 )
 from vtp_plugin.plan.boundary.channel_spec import ChannelSpec
 from vtp_plugin.plan.boundary.check_boundary import check
-from vtp_plugin.plan.boundary.endpoint import Shape, Side
+from vtp_plugin.plan.boundary.endpoint import Endpoint, Shape
 from vtp_plugin.plan.boundary.header import plan_header
 from vtp_plugin.plan.boundary.local_slices import local_slices
 from vtp_plugin.plan.boundary.pipeline_boundaries import PipelineBoundary
-from vtp_plugin.plan.boundary.sharding import Holding, Spread, even_cuts, num_rows, replicated, rows_of, sharded
+from vtp_plugin.plan.boundary.sharding import LocalBoxes, Sharding, even_cuts, num_rows, replicated, rows_of, sharded
 from vtp_plugin.plan.boundary.strategies.known_strategies import STRATEGIES
 from vtp_plugin.plan.boundary.strategies.leaders import plan_rank0
 from vtp_plugin.plan.boundary.strategies.slices import plan_sliced
@@ -48,8 +48,8 @@ MANY_ROWS = 1 << 20
 class Exchange:
     """Two sides of a pipeline, what each of them wants, and a tensor that divides for both."""
 
-    src: Side
-    dst: Side
+    src: Endpoint
+    dst: Endpoint
     src_sharded: bool
     dst_sharded: bool
     shape: Shape
@@ -68,8 +68,8 @@ class Exchange:
         return all(len(side.ranks_by_cp) == 1 or (cut and len(side.ranks_by_cp[0]) % 2 == 0) for side, cut in both)
 
 
-def stage(tp: int, cp: int, first_rank: int) -> Side:
-    return Side(ranks_by_cp=tuple(tuple(range(first_rank + tp * i, first_rank + tp * (i + 1))) for i in range(cp)))
+def stage(tp: int, cp: int, first_rank: int) -> Endpoint:
+    return Endpoint(ranks_by_cp=tuple(tuple(range(first_rank + tp * i, first_rank + tp * (i + 1))) for i in range(cp)))
 
 
 def is_legal(length: int, tp: int, cp: int, *, is_sharded: bool) -> bool:
@@ -100,21 +100,21 @@ def exchanges(draw: st.DrawFn, max_cp: int = 4) -> Exchange:
 
 
 @st.composite
-def grouped(draw: st.DrawFn, shape: Shape, ranks: tuple[int, ...]) -> Spread:
+def grouped(draw: st.DrawFn, shape: Shape, ranks: tuple[int, ...]) -> Sharding:
     """Cut the rows, deal the pieces to groups of ranks: shards with copies, several boxes each, in any order."""
     cuts = [cut for cut in even_cuts(shape[0], draw(st.integers(1, 8))) if cut[0] < cut[1]]
     num_groups = draw(st.integers(1, min(len(cuts), len(ranks))))
     dealt = draw(st.permutations([(cut, *whole_box(shape)[1:]) for cut in cuts]))
     group_of = [*range(num_groups)] + [draw(st.integers(0, num_groups - 1)) for _ in ranks[num_groups:]]
     holdings = zip(ranks, draw(st.permutations(group_of)), strict=True)
-    return Spread(
+    return Sharding(
         shape=shape,
-        holdings=tuple(Holding(rank=rank, boxes=tuple(dealt[group::num_groups])) for rank, group in holdings),
+        holdings=tuple(LocalBoxes(rank=rank, boxes=tuple(dealt[group::num_groups])) for rank, group in holdings),
     )
 
 
 @st.composite
-def spreads(draw: st.DrawFn, shape: Shape, first_rank: int) -> Spread:
+def spreads(draw: st.DrawFn, shape: Shape, first_rank: int) -> Sharding:
     """Replicated, sharded or grouped over 1 to 16 ranks in any order."""
     ranks = tuple(first_rank + rank for rank in draw(st.permutations(range(draw(st.integers(1, 16))))))
     match draw(st.sampled_from(["replicated", "sharded", "grouped"])):
@@ -158,7 +158,7 @@ class Memory:
     counts: np.ndarray
 
     @classmethod
-    def empty(cls, holding: Holding, num_dims: int) -> Memory:
+    def empty(cls, holding: LocalBoxes, num_dims: int) -> Memory:
         shape = holding.local_shape if holding.boxes else (0,) * num_dims
         return cls(np.full(shape, -1), np.zeros(shape, dtype=int))
 
@@ -169,7 +169,7 @@ class Memory:
         self.counts[where] += counts
 
 
-def own_part(tensor: np.ndarray, holding: Holding) -> np.ndarray:
+def own_part(tensor: np.ndarray, holding: LocalBoxes) -> np.ndarray:
     """Lay the boxes of a rank one behind the other; independent of :func:`local_slices`."""
     parts = [tensor[tuple(slice(*interval) for interval in box)] for box in holding.boxes]
     return np.concatenate(parts) if parts else np.empty((0,) * tensor.ndim)
@@ -183,7 +183,7 @@ def after_start(plan: BoundaryPlan, tensor: np.ndarray) -> dict[int, np.ndarray]
         holding = plan.sent_from(root)
         gathered = np.full(holding.local_shape, -1)
         for rank in (root, *others):
-            member = Holding(rank=rank, boxes=plan.src.boxes_of(rank))
+            member = LocalBoxes(rank=rank, boxes=plan.src.boxes_of(rank))
             for box in member.boxes:
                 gathered[local_slices(box, holding)] = own[rank][local_slices(box, member)]
         memory[root] = gathered
@@ -211,7 +211,7 @@ def finish(plan: BoundaryPlan, landed: dict[int, Memory], num_dims: int) -> dict
     for group in plan.finish.groups:
         root = group[0]
         if plan.finish.kind is CollectiveKind.SCATTER:
-            memory[root] = Memory.empty(Holding(rank=root, boxes=plan.dst.boxes_of(root)), num_dims)
+            memory[root] = Memory.empty(LocalBoxes(rank=root, boxes=plan.dst.boxes_of(root)), num_dims)
         for rank, member in itertools.product(group, range(len(group))):
             start, stop = even_cuts(len(landed[group[member]].values), len(group))[member]
             source, where = landed[group[member]], (slice(start, stop), *everything[1:])
@@ -221,7 +221,7 @@ def finish(plan: BoundaryPlan, landed: dict[int, Memory], num_dims: int) -> dict
                 case CollectiveKind.ALL_GATHER if rank != group[member]:
                     memory[rank].put(where, source.values[where], source.counts[where])
                 case CollectiveKind.SCATTER if member == 0:
-                    own = Holding(rank=rank, boxes=plan.dst.boxes_of(rank))
+                    own = LocalBoxes(rank=rank, boxes=plan.dst.boxes_of(rank))
                     for box in own.boxes:
                         cut = local_slices(box, plan.lands_in(root))
                         memory[rank].put(local_slices(box, own), landed[root].values[cut], landed[root].counts[cut])
@@ -259,7 +259,7 @@ def delivers(plan: BoundaryPlan) -> bool:
     return True
 
 
-def fair_elements(spread: Spread, rank: int) -> int:
+def fair_elements(spread: Sharding, rank: int) -> int:
     """Count the elements of the even cut that falls to a rank among those that hold the same."""
     boxes = spread.boxes_of(rank)
     group = [holding.rank for holding in spread.holdings if holding.boxes == boxes]
@@ -344,7 +344,7 @@ def test_rank0_sends_the_whole_tensor_over_one_link_or_refuses(exchange: Exchang
 # --- sliced ----------------------------------------------------------------------------------------
 
 
-def held_rows(side: Side, length: int) -> int:
+def held_rows(side: Endpoint, length: int) -> int:
     return length // len(side.ranks_by_cp)
 
 
@@ -415,7 +415,7 @@ def test_every_plan_keeps_to_the_links_of_the_probe(exchange: Exchange) -> None:
 def test_sliced_between_equal_sides_joins_rank_to_rank(data: st.DataObject) -> None:
     src = data.draw(spreads(data.draw(shapes()), 0))
     moved = tuple(dataclasses.replace(holding, rank=holding.rank + DOWNSTREAM) for holding in src.holdings)
-    plan = plan_sliced(src, Spread(shape=src.shape, holdings=moved))
+    plan = plan_sliced(src, Sharding(shape=src.shape, holdings=moved))
     assert [(t.src, t.dst) for t in plan.transfers] == [(h.rank, h.rank + DOWNSTREAM) for h in src.holdings if h.boxes]
     assert all(transfer.boxes == tuple(sorted(src.boxes_of(transfer.src))) for transfer in plan.transfers)
     assert plan.start == plan.finish == NO_COLLECTIVE
@@ -484,7 +484,7 @@ def test_side_spreads_exactly_the_sequences_that_divide(
         chunks = rows.reshape(2 * cp, -1)[[cp_rank, 2 * cp - 1 - cp_rank]] if cp > 1 else rows
         slices = np.split(chunks.ravel(), tp) if is_sharded else [chunks.ravel()] * tp
         for rank, expected in zip(ranks, slices, strict=True):
-            holding = Holding(rank=rank, boxes=spread.boxes_of(rank))
+            holding = LocalBoxes(rank=rank, boxes=spread.boxes_of(rank))
             np.testing.assert_array_equal(
                 own_part(rows[:, None], dataclasses.replace(holding, boxes=columns(holding))), expected[:, None]
             )
@@ -493,7 +493,7 @@ def test_side_spreads_exactly_the_sequences_that_divide(
             assert holding.local_shape == (length // parts, width) and length % parts == 0
 
 
-def columns(holding: Holding) -> tuple[Box, ...]:
+def columns(holding: LocalBoxes) -> tuple[Box, ...]:
     """Cut the boxes of a rank down to the first column."""
     return tuple((rows, (0, 1)) for rows, _ in holding.boxes)
 
@@ -649,7 +649,7 @@ def test_rows_and_slices_find_what_lies_in_memory(data: st.DataObject) -> None:
             here = memory[local_slices(box, holding)]
             np.testing.assert_array_equal(here, tensor[tuple(slice(*interval) for interval in box)])
         if part:
-            np.testing.assert_array_equal(memory[start:stop], own_part(tensor, Holding(rank=0, boxes=part)))
+            np.testing.assert_array_equal(memory[start:stop], own_part(tensor, LocalBoxes(rank=0, boxes=part)))
 
 
 @SETTINGS
@@ -681,9 +681,9 @@ def test_even_cuts(length: int, parts: int, factor: int) -> None:
 
 
 def test_rank0_refuses_what_some_ranks_share() -> None:
-    shared = Spread(
+    shared = Sharding(
         shape=(4,),
-        holdings=tuple(Holding(rank=rank, boxes=(((2 * (rank // 2), 2 * (rank // 2) + 2),),)) for rank in range(4)),
+        holdings=tuple(LocalBoxes(rank=rank, boxes=(((2 * (rank // 2), 2 * (rank // 2) + 2),),)) for rank in range(4)),
     )
     with pytest.raises(ConfigError, match="rank0"):
         plan_rank0(shared, replicated((4,), (9,)))

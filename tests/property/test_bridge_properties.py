@@ -15,12 +15,12 @@ from tests import bridges
 from tests.bridges import Arrays, Sizes
 from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan, CollectiveKind, egress_bytes, ingress_bytes
-from vtp_plugin.plan.boundary.bridge_endpoint import BridgeEnd, SequenceCut, boundary_ranks, require_disjoint
+from vtp_plugin.plan.boundary.bridge_endpoint import BridgeEndpoint, SequenceCut, boundary_ranks, require_disjoint
 from vtp_plugin.plan.boundary.bridge_spec import BridgeSpec, unit_widths
 from vtp_plugin.plan.boundary.check_boundary import check
 from vtp_plugin.plan.boundary.local_slices import local_shape, local_slices
 from vtp_plugin.plan.boundary.portions import MIN_PORTION_BYTES, cut_into_portions, swaps
-from vtp_plugin.plan.boundary.sharding import Holding, Spread, even_cuts
+from vtp_plugin.plan.boundary.sharding import LocalBoxes, Sharding, even_cuts
 from vtp_plugin.plan.boundary.strategies.in_place import plan_in_place, plans_of_gradient
 from vtp_plugin.util.boxes import intersect
 
@@ -83,8 +83,8 @@ def as_planned(tensor: np.ndarray) -> np.ndarray:
 def carry_out(plan: BoundaryPlan, tensors: Arrays, widths: list[int]) -> Arrays:
     """Do what a plan says with real arrays. What nobody wrote stays a number that no tensor has."""
 
-    def where(rank: int, spread: Spread, box: tuple[tuple[int, int], ...]) -> tuple[slice, ...]:
-        return local_slices(box, Holding(rank=rank, boxes=spread.boxes_of(rank)), widths)
+    def where(rank: int, spread: Sharding, box: tuple[tuple[int, int], ...]) -> tuple[slice, ...]:
+        return local_slices(box, LocalBoxes(rank=rank, boxes=spread.boxes_of(rank)), widths)
 
     memory = {rank: as_planned(tensor) for rank, tensor in tensors.items()}
     sent = memory
@@ -143,14 +143,14 @@ def test_backward_is_the_adjoint(exchange: tuple[Sizes, Sizes, list[np.ndarray]]
 
 
 @st.composite
-def modules(draw: st.DrawFn, first_rank: int, *, is_last: bool) -> tuple[Sizes, BridgeEnd, np.ndarray]:
+def modules(draw: st.DrawFn, first_rank: int, *, is_last: bool) -> tuple[Sizes, BridgeEndpoint, np.ndarray]:
     """A grid of up to 8 ranks with stages, its dimensions in any order, and the ranks at the bridge by (dp, cp, tp)."""
     sizes = draw(grids())
     pp = draw(st.integers(1, 8 // sizes.num_ranks))
     lengths = {"tp": sizes.tp, "cp": sizes.cp, "pp": pp, "dp": sizes.dp}
     names = draw(st.permutations(list(lengths)))
     shape = [lengths[name] for name in names]
-    end = BridgeEnd(
+    end = BridgeEndpoint(
         ranks=boundary_ranks(shape, names, first_rank, is_last=is_last),
         sequence=SequenceCut(sizes.sequence),
         is_sharded=sizes.is_sharded,
@@ -164,7 +164,7 @@ def modules(draw: st.DrawFn, first_rank: int, *, is_last: bool) -> tuple[Sizes, 
 @SETTINGS
 @given(modules(0, is_last=True), modules(DOWNSTREAM, is_last=False), st.integers(1, 2))
 def test_grids_with_stages_send_from_the_last_one_to_the_first_and_back(
-    src: tuple[Sizes, BridgeEnd, np.ndarray], dst: tuple[Sizes, BridgeEnd, np.ndarray], depth: int
+    src: tuple[Sizes, BridgeEndpoint, np.ndarray], dst: tuple[Sizes, BridgeEndpoint, np.ndarray], depth: int
 ) -> None:
     (src_sizes, src_end, src_ranks), (dst_sizes, dst_end, dst_ranks) = src, dst
     spec = BridgeSpec.between("a -> b", src_end, dst_end, num_dims=3)
@@ -275,11 +275,11 @@ def test_a_sum_that_is_left_out_or_made_up_is_found() -> None:
 
 
 def test_summands_hold_one_tensor() -> None:
-    halves = tuple(Holding(rank=rank, boxes=(((2 * rank, 2 * rank + 2),),)) for rank in range(2))
+    halves = tuple(LocalBoxes(rank=rank, boxes=(((2 * rank, 2 * rank + 2),),)) for rank in range(2))
     with pytest.raises(PlanError, match="hold different boxes"):
-        Spread(shape=(4,), holdings=halves, summands=((0, 1),))
+        Sharding(shape=(4,), holdings=halves, summands=((0, 1),))
     with pytest.raises(PlanError, match="summands"):
-        Spread(shape=(4,), holdings=halves, summands=((0,),))
+        Sharding(shape=(4,), holdings=halves, summands=((0,),))
 
 
 @pytest.mark.parametrize(
@@ -306,9 +306,9 @@ def test_grids_that_overlap_in_part() -> None:
 
 
 def test_tokens_cannot_be_cut_in_zigzag() -> None:
-    end = BridgeEnd(ranks=(((0,), (1,)),), sequence=SequenceCut.ZIGZAG)
+    end = BridgeEndpoint(ranks=(((0,), (1,)),), sequence=SequenceCut.ZIGZAG)
     with pytest.raises(ConfigError, match="zig-zag"):
-        BridgeSpec.between("a -> b", end, BridgeEnd(ranks=(((2,),),)), num_dims=2)
+        BridgeSpec.between("a -> b", end, BridgeEndpoint(ranks=(((2,),),)), num_dims=2)
 
 
 @SETTINGS
@@ -320,7 +320,7 @@ def test_portions_arrive_before_they_are_swapped_and_each_row_is_swapped_once(
     spec = spec_of(src, dst, units[0].ndim)
     plan = spec.plan(shape_of(units))
     for rank in plan.finish.ranks:
-        holding = Holding(rank=rank, boxes=plan.dst.boxes_of(rank))
+        holding = LocalBoxes(rank=rank, boxes=plan.dst.boxes_of(rank))
         messages = cut_into_portions(
             plan.receives_of(rank), lambda one: one.num_elements * MIN_PORTION_BYTES // elements_per_portion
         )

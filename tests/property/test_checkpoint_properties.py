@@ -18,14 +18,23 @@ from numpy.lib.stride_tricks import as_strided
 from vtp_plugin.checkpoint.format.check_map import check_map, check_wanted
 from vtp_plugin.checkpoint.format.fill import Copy, Stored, boxes_between, count_below, require_cover
 from vtp_plugin.checkpoint.format.map_file import dump_map, load_map
-from vtp_plugin.checkpoint.format.shard_map import Block, Bucket, Cut, Piece, Placed, Strided, block_at, row_major
+from vtp_plugin.checkpoint.format.shard_map import (
+    Block,
+    Bucket,
+    BucketEntry,
+    ShardSpec,
+    StoredRange,
+    Strided,
+    block_at,
+    row_major,
+)
 from vtp_plugin.errors import ConfigError, PlanError
 
 SETTINGS = settings(max_examples=150, deadline=None)
 Array = np.ndarray
 
 
-def part_of(name: str, shape: tuple[int, ...], axis: int, spans: Sequence[tuple[int, int]]) -> Cut:
+def part_of(name: str, shape: tuple[int, ...], axis: int, spans: Sequence[tuple[int, int]]) -> ShardSpec:
     """Give a rank some spans of an axis, one behind another in its memory along that axis."""
     lengths = [stop - start for start, stop in spans]
     strides = row_major((*shape[:axis], sum(lengths), *shape[axis + 1 :]))
@@ -34,11 +43,11 @@ def part_of(name: str, shape: tuple[int, ...], axis: int, spans: Sequence[tuple[
         block_at(tuple(span if dim == axis else (0, n) for dim, n in enumerate(shape)), begin * strides[axis], strides)
         for span, begin in zip(spans, begins, strict=True)
     )
-    return Cut(name=name, shape=shape, blocks=blocks)
+    return ShardSpec(name=name, shape=shape, blocks=blocks)
 
 
 @st.composite
-def layouts(draw: st.DrawFn, name: str, shape: tuple[int, ...]) -> list[Cut]:
+def layouts(draw: st.DrawFn, name: str, shape: tuple[int, ...]) -> list[ShardSpec]:
     """Draw how the ranks of one layout share a parameter."""
     axis = draw(st.integers(0, len(shape) - 1))
     length = shape[axis]
@@ -52,13 +61,13 @@ def layouts(draw: st.DrawFn, name: str, shape: tuple[int, ...]) -> list[Cut]:
 
 
 @st.composite
-def checkpoints(draw: st.DrawFn) -> tuple[dict[str, tuple[int, ...]], list[Bucket], list[Piece]]:
+def checkpoints(draw: st.DrawFn) -> tuple[dict[str, tuple[int, ...]], list[Bucket], list[StoredRange]]:
     """Draw parameters, and buckets of a few ranks that hold them, cut into pieces; some parts are held twice."""
     shapes = {
         f"w{index}": tuple(draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
         for index in range(draw(st.integers(1, 3)))
     }
-    held: dict[int, list[Cut]] = {}
+    held: dict[int, list[ShardSpec]] = {}
     for name, shape in shapes.items():
         for rank, cut in enumerate(draw(layouts(name, shape))):
             held.setdefault(rank, []).append(cut)
@@ -69,12 +78,12 @@ def checkpoints(draw: st.DrawFn) -> tuple[dict[str, tuple[int, ...]], list[Bucke
         key, end, parts, edges = f"bucket{rank}", 0, [], {0}
         for cut in draw(st.permutations(cuts)):
             end += draw(st.integers(0, 2))  # a gap
-            parts.append(Placed(cut, end))
+            parts.append(BucketEntry(cut, end))
             edges |= {end, end + cut.numel}
             end += cut.numel
         edges |= {0, end, *draw(st.lists(st.integers(0, end), max_size=2))}  # the shares of data-parallel ranks
         buckets.append(Bucket(key, end, tuple(parts)))
-        pieces += [Piece(key, a, b - a) for a, b in itertools.pairwise(sorted(edges))]
+        pieces += [StoredRange(key, a, b - a) for a, b in itertools.pairwise(sorted(edges))]
     return shapes, buckets, pieces
 
 
@@ -92,7 +101,7 @@ def numbered(shapes: dict[str, tuple[int, ...]]) -> dict[str, Array]:
     }
 
 
-def local_of(cut: Cut, whole: Array) -> Array:
+def local_of(cut: ShardSpec, whole: Array) -> Array:
     """Cut a rank's part out of a whole parameter, element by element."""
     flat = np.zeros(cut.numel, dtype=np.int64)
     for block in cut.blocks:
@@ -103,7 +112,9 @@ def local_of(cut: Cut, whole: Array) -> Array:
     return flat
 
 
-def stored_arrays(buckets: Sequence[Bucket], pieces: Sequence[Piece], wholes: dict[str, Array]) -> dict[Piece, Array]:
+def stored_arrays(
+    buckets: Sequence[Bucket], pieces: Sequence[StoredRange], wholes: dict[str, Array]
+) -> dict[StoredRange, Array]:
     contents: dict[str, Array] = {}
     for bucket in buckets:
         contents[bucket.key] = np.zeros(bucket.numel, dtype=np.int64)
@@ -143,7 +154,7 @@ def test_copies_fill_what_any_layout_wants(data: st.DataObject) -> None:
 @SETTINGS
 @given(checkpoint=checkpoints())
 def test_a_map_is_read_as_it_was_written(
-    checkpoint: tuple[object, list[Bucket], list[Piece]], tmp_path_factory: pytest.TempPathFactory
+    checkpoint: tuple[object, list[Bucket], list[StoredRange]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     _, buckets, _ = checkpoint
     file = tmp_path_factory.getbasetemp() / "map.json"
@@ -163,9 +174,9 @@ def test_a_map_that_does_not_fit_is_found(data: st.DataObject) -> None:
     wrong_part = data.draw(
         st.sampled_from(
             [
-                Placed(part.cut, bucket.numel),
-                Placed(replace(part.cut, is_copy=not part.cut.is_copy), part.offset),
-                Placed(replace(part.cut, shape=tuple(n + 1 for n in part.cut.shape)), part.offset),
+                BucketEntry(part.cut, bucket.numel),
+                BucketEntry(replace(part.cut, is_copy=not part.cut.is_copy), part.offset),
+                BucketEntry(replace(part.cut, shape=tuple(n + 1 for n in part.cut.shape)), part.offset),
             ]
         )
     )
@@ -193,11 +204,11 @@ def test_counts_and_boxes_of_a_range(data: st.DataObject) -> None:
     assert len(boxes) <= max(2 * len(shape) - 1, 1)
 
 
-def _example() -> tuple[Cut, tuple[Copy, ...]]:
+def _example() -> tuple[ShardSpec, tuple[Copy, ...]]:
     whole = part_of("w", (4, 3), 0, [(0, 4)])
-    buckets = [Bucket("0", 12, (Placed(whole, 0),))]
+    buckets = [Bucket("0", 12, (BucketEntry(whole, 0),))]
     wanted = part_of("w", (4, 3), 1, [(1, 3)])
-    return wanted, Stored(buckets, [Piece("0", 0, 5), Piece("0", 5, 7)]).fill(wanted, 0, 8)
+    return wanted, Stored(buckets, [StoredRange("0", 0, 5), StoredRange("0", 5, 7)]).fill(wanted, 0, 8)
 
 
 @pytest.mark.parametrize(
@@ -223,12 +234,12 @@ def test_the_proof_finds_wrong_copies(spoil: object, words: str) -> None:
 def test_what_is_transposed_is_refused() -> None:
     block = Block(((0, 2), (0, 3)), Strided(0, (1, 2)))
     with pytest.raises(PlanError, match="of w"):
-        Cut(name="w", shape=(2, 3), blocks=(block,)).require_orderly()
+        ShardSpec(name="w", shape=(2, 3), blocks=(block,)).require_orderly()
 
 
 def test_another_model_is_refused() -> None:
     wanted, _ = _example()
-    stored = Stored([Bucket("0", 12, (Placed(part_of("w", (4, 3), 0, [(0, 4)]), 0),))], [Piece("0", 0, 12)])
+    stored = Stored([Bucket("0", 12, (BucketEntry(part_of("w", (4, 3), 0, [(0, 4)]), 0),))], [StoredRange("0", 0, 12)])
     (line,) = check_wanted("x", stored, [replace(wanted, shape=(5, 3))])
     assert line.startswith("x: the optimizer's w has the shape (4, 3), and this run's has (5, 3); another model")
     (line,) = check_wanted("x", stored, [replace(wanted, name="v")])

@@ -22,9 +22,9 @@ from vtp_plugin.plan.schedule.make.generate import one_f_one_b
 from vtp_plugin.plan.schedule.order.lower import lower
 from vtp_plugin.plan.schedule.order.placement import plain_placement
 from vtp_plugin.tune.fit.available_cards import Node
-from vtp_plugin.tune.fit.constraints import Ask
+from vtp_plugin.tune.fit.constraints import Constraints
 from vtp_plugin.tune.fit.fit_layout import fit
-from vtp_plugin.tune.fit.fit_search import Fitted, search
+from vtp_plugin.tune.fit.fit_search import FittedLayout, search
 
 MODELS = st.fixed_dictionaries(
     {
@@ -89,7 +89,7 @@ def brute(cards: list[int], model: SimpleNamespace, stages: tuple[int, int], rep
     return max(((sum(chosen) * replicas, -len(chosen)) for chosen in lists), default=None)
 
 
-def check(found: Fitted, cards: list[int], model: SimpleNamespace, stages: tuple[int, int]) -> None:
+def check(found: FittedLayout, cards: list[int], model: SimpleNamespace, stages: tuple[int, int]) -> None:
     assert stages[0] <= len(found.sizes) <= stages[1] and len(found.layers) == len(found.sizes) == len(found.places)
     assert all(divides(size, model) for size in found.sizes) and sum(found.layers) == model.num_layers
     assert model.global_batch_size % (model.micro_batch_size * found.num_replicas) == 0 and min(found.layers) > 0
@@ -109,7 +109,7 @@ def test_every_list_is_valid_and_none_leaves_fewer_cards_spare(
     question: tuple[list[int], SimpleNamespace, tuple[int, int]],
 ) -> None:
     cards, model, stages = question
-    ask = Ask(args=model, least_stages=stages[0], most_stages=stages[1])
+    ask = Constraints(args=model, least_stages=stages[0], most_stages=stages[1])
     found = search(nodes_of(cards), ask)
     for replicas in range(1, sum(cards) + 2):
         best = brute(cards, model, stages, replicas)
@@ -132,7 +132,7 @@ def test_a_card_more_never_makes_it_worse(
     question: tuple[list[int], SimpleNamespace, tuple[int, int]], where: int
 ) -> None:
     cards, model, stages = question
-    ask = Ask(args=model, least_stages=stages[0], most_stages=stages[1])
+    ask = Constraints(args=model, least_stages=stages[0], most_stages=stages[1])
     before = search(nodes_of(cards), ask)
     where %= len(cards)
     after = search(nodes_of([*cards[:where], cards[where] + 1, *cards[where + 1 :]]), ask)
@@ -147,7 +147,7 @@ def test_the_order_of_joining_does_not_matter(
     question: tuple[list[int], SimpleNamespace, tuple[int, int]], random: object
 ) -> None:
     cards, model, stages = question
-    ask = Ask(args=model, least_stages=stages[0], most_stages=stages[1])
+    ask = Constraints(args=model, least_stages=stages[0], most_stages=stages[1])
     nodes = nodes_of(cards)
     mixed = nodes[::-1]
     random.shuffle(mixed)  # type: ignore[attr-defined]
@@ -167,10 +167,10 @@ SIZES = st.lists(st.integers(1, 6), min_size=1, max_size=4)
 ANY_SIZE = {"micro_batch_size": 1, "num_attention_heads": 60, "group_query_attention": False}
 
 
-def on_own_nodes(sizes: list[int], num_layers: int, num_microbatches: int, **wanted: Any) -> Ask:
+def on_own_nodes(sizes: list[int], num_layers: int, num_microbatches: int, **wanted: Any) -> Constraints:
     """Ask for a stage on each node: sizes that all may be had, as many stages as nodes, none spare."""
     model = SimpleNamespace(num_layers=num_layers, global_batch_size=num_microbatches, **ANY_SIZE)
-    return Ask(args=model, least_stages=len(sizes), most_stages=len(sizes), num_replicas=1, **wanted)
+    return Constraints(args=model, least_stages=len(sizes), most_stages=len(sizes), num_replicas=1, **wanted)
 
 
 def slowest(layers: Sequence[int], sizes: Sequence[int]) -> float:
@@ -239,7 +239,7 @@ def test_what_fits_into_memory_is_found(
     def held(tp: int, replicas: int, start: int, end: int, *_: Any) -> Any:
         return 1 + 2 * (end - start) / tp
 
-    ask = Ask(args=model, least_stages=stages[0], most_stages=stages[1], num_replicas=1, held_bytes=held)
+    ask = Constraints(args=model, least_stages=stages[0], most_stages=stages[1], num_replicas=1, held_bytes=held)
     one = search(nodes_of(cards, memory), ask).get(1)
     sizes = [size for size in range(1, 7) if divides(size, model)]
     best = max(

@@ -17,7 +17,7 @@ from tests.joint_model import runs_to_its_end
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.schedule.cost.costs import Costs
 from vtp_plugin.plan.schedule.cost.greedy import dispatch
-from vtp_plugin.plan.schedule.cost.microbatch_route import in_flight, make_chain, makespan, mirrored, to_actions
+from vtp_plugin.plan.schedule.cost.microbatch_route import in_flight, make_route, makespan, mirrored, to_actions
 from vtp_plugin.plan.schedule.cost.simulator import simulate
 from vtp_plugin.plan.schedule.cost.step_bounds import lower_bound
 from vtp_plugin.plan.schedule.make.generate import one_f_one_b
@@ -80,7 +80,7 @@ class Draw:
 
     def orders(self, placement: Placement) -> Schedule:
         """Order greedily by random rankings, forward or backward in time."""
-        chain = make_chain(placement, self.costs)
+        chain = make_route(placement, self.costs)
         ranking = [self.rng.sample(chain.legs(stage), len(chain.legs(stage))) for stage in range(chain.num_stages)]
         if is_reversed := self.rng.random() < 0.5:
             chain = chain.reversed()
@@ -149,7 +149,7 @@ def test_planned_orders_of_a_u_keep_joint_computes_apart(seeds: range) -> None:
         assert check(plan.schedule, limits=draw.limits) == ()
         lowered = lower(plan.schedule)
         assert check(lowered) == () and runs_to_its_end(lowered, seed)
-        chain = make_chain(draw.placement, draw.costs, forward_only=seed % 3 == 0)
+        chain = make_route(draw.placement, draw.costs, forward_only=seed % 3 == 0)
         assert simulate(plan.schedule, draw.costs).makespan == plan.makespan
         assert plan.makespan >= lower_bound(chain, draw.num_microbatches, draw.limits) == plan.lower_bound
 
@@ -188,7 +188,7 @@ def test_times_of_joint_computes_by_hand() -> None:
     assert [(str(s.action), s.start) for s in timeline.spans[1]] == [("1F0", 4.5), ("1B0", 5.5)]
     assert [(str(s.action), s.start) for s in timeline.spans[2]] == [("1F1", 4.5), ("1B1", 5.5)]
     assert timeline.makespan == 10.5 + 0.5 + 3 + 3
-    chain = make_chain(placement, costs)
+    chain = make_route(placement, costs)
     orders = ((0, 0, 3, 3), (1, 2), (1, 2))
     assert makespan(chain, 2, orders) == timeline.makespan and in_flight(chain, orders) == (2, 1, 1)
     assert makespan(chain, 2, ((0, 3, 0, 3), (1, 2), (1, 2))) is None, "the second forward comes too late"

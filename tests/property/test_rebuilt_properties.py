@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from vtp_plugin.checkpoint.format.archive import Extent
 from vtp_plugin.checkpoint.format.check_map import check_map
 from vtp_plugin.checkpoint.format.index import StoredTensor
-from vtp_plugin.checkpoint.format.infer_map import rebuild
-from vtp_plugin.checkpoint.format.shard_map import Bucket, Piece
+from vtp_plugin.checkpoint.format.infer_map import infer_map
+from vtp_plugin.checkpoint.format.shard_map import Bucket, StoredRange
 from vtp_plugin.errors import PlanError
 from vtp_plugin.util.boxes import Box, volume
 
@@ -35,7 +35,7 @@ class Stored:
     """A checkpoint, as its index says, and where each part lies in which bucket."""
 
     weights: dict[str, StoredTensor]
-    pieces: list[Piece]
+    pieces: list[StoredRange]
     arguments: dict[str, Any]
     truth: dict[str, list[Spot]]
 
@@ -138,7 +138,7 @@ def _store_joined(stored: Stored, buffer: str, buckets: Laid, dp: int) -> None:
     for spots, numel in buckets:
         joined += [(name, box, begin + start) for name, box, start in spots]
         begin += numel
-    stored.pieces.append(Piece(key, 0, begin))
+    stored.pieces.append(StoredRange(key, 0, begin))
     stored.truth[key] = joined
 
 
@@ -149,7 +149,7 @@ def _store(stored: Stored, buffer: str, buckets: Laid, dp: int) -> None:
         share = math.ceil(end / (128 * dp)) * 128
         edges = {0, end, *(cut for cut in range(0, end, share))}
         edges |= {edge for _, box, start in spots for edge in (start, start + volume(box))}
-        stored.pieces += [Piece(key, a, b - a) for a, b in itertools.pairwise(sorted(edges))]
+        stored.pieces += [StoredRange(key, a, b - a) for a, b in itertools.pairwise(sorted(edges))]
         stored.truth[key] = spots
 
 
@@ -163,7 +163,7 @@ def _spots(buckets: list[Bucket]) -> dict[str, list[Spot]]:
 @settings(max_examples=150, deadline=None)
 @given(stored=checkpoints())
 def test_the_map_is_the_one_of_the_writer(stored: Stored) -> None:
-    buckets = rebuild(stored.weights, stored.pieces, stored.arguments)
+    buckets = infer_map(stored.weights, stored.pieces, stored.arguments)
     assert _spots(buckets) == stored.truth
     assert not list(check_map("map", buckets, stored.pieces))
 
@@ -171,7 +171,7 @@ def test_the_map_is_the_one_of_the_writer(stored: Stored) -> None:
 @settings(max_examples=150, deadline=None)
 @given(stored=checkpoints(is_joined=True))
 def test_the_map_of_joined_buckets_is_the_one_of_the_writer(stored: Stored) -> None:
-    buckets = rebuild(stored.weights, stored.pieces, stored.arguments, is_joined=True)
+    buckets = infer_map(stored.weights, stored.pieces, stored.arguments, is_joined=True)
     assert _spots(buckets) == stored.truth
     assert not list(check_map("map", buckets, stored.pieces, is_joined=True))
 
@@ -181,7 +181,7 @@ def test_the_map_of_joined_buckets_is_the_one_of_the_writer(stored: Stored) -> N
 def test_another_order_is_no_map_of_the_writer(stored: Stored) -> None:
     """It is refused; or where sizes hide it, some parameter is not where its master weight is, and the proof fails."""
     try:
-        buckets = rebuild(stored.weights, stored.pieces, stored.arguments)
+        buckets = infer_map(stored.weights, stored.pieces, stored.arguments)
     except PlanError as error:
         assert "would lie" in str(error) or "nothing is left" in str(error)
         return

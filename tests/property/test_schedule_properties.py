@@ -14,7 +14,7 @@ from tests import schedule_oracle as oracle
 from tests.schedule_oracle import peak_posted
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.schedule.cost.costs import Costs
-from vtp_plugin.plan.schedule.cost.microbatch_route import make_chain
+from vtp_plugin.plan.schedule.cost.microbatch_route import make_route
 from vtp_plugin.plan.schedule.cost.simulator import choose_lookahead, simulate
 from vtp_plugin.plan.schedule.cost.step_bounds import lower_bound
 from vtp_plugin.plan.schedule.make.generate import interleaved_one_f_one_b, one_f_one_b
@@ -290,7 +290,7 @@ def test_u_shape_keeps_its_promises(case: UCase, forward_only: bool) -> None:
     assert plan.makespan == oracle.makespan(plan.schedule, costs)
     assert plan.in_flight == oracle.peaks(plan.schedule)
     assert all(peak <= limit for peak, limit in zip(plan.in_flight, limits, strict=True))
-    chain = make_chain(placement, costs, forward_only=forward_only)
+    chain = make_route(placement, costs, forward_only=forward_only)
     assert plan.lower_bound == lower_bound(chain, num_microbatches, limits) <= plan.makespan
     assert plan_of(case, forward_only=forward_only) == plan
     if num_rings(placement) > 1:
@@ -336,7 +336,7 @@ def test_lower_bound_is_below_every_order(data: st.DataObject) -> None:
         forward_only=forward_only,
         seed=data.draw(st.integers(0, 10**6)),
     )
-    chain = make_chain(placement, costs, forward_only=forward_only)
+    chain = make_route(placement, costs, forward_only=forward_only)
     bound = lower_bound(chain, schedule.num_microbatches, oracle.peaks(schedule))
     assert bound <= oracle.makespan(schedule, costs)
 

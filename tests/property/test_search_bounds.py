@@ -9,15 +9,15 @@ import random
 import pytest
 
 from vtp_plugin.tune.cluster.speed import Link, Speed
-from vtp_plugin.tune.search.enumerate_lists import Reach, Row, rows
+from vtp_plugin.tune.search.enumerate_lists import SearchRound, StageCounts, rows
 from vtp_plugin.tune.search.layer_split import split
-from vtp_plugin.tune.search.problem import Pool, Question, Shape
+from vtp_plugin.tune.search.problem import BatchSplit, NodePool, SearchProblem
 from vtp_plugin.tune.search.stage_cost import Works
 
-REACH = Reach(99, is_mixing=True)
+REACH = SearchRound(99, is_mixing=True)
 
 
-def random_question(seed: int) -> Question:
+def random_question(seed: int) -> SearchProblem:
     """Make two kinds of cards, and so many microbatches that most lists have fewer stages."""
     chance = random.Random(seed)
     num_layers, replicas = chance.randint(3, 7), chance.choice([1, 1, 2])
@@ -39,7 +39,7 @@ def random_question(seed: int) -> Question:
         )
 
     pools = tuple(
-        Pool(
+        NodePool(
             name=name,
             rooms=tuple(chance.randint(1, 4) for _ in range(chance.randint(1, 2))),
             speeds={size: speed(size, pace) for size in (1, 2)},
@@ -47,13 +47,13 @@ def random_question(seed: int) -> Question:
         )
         for name, pace in (("new", 1.0), ("old", chance.choice([1.3, 1.7, 2.0, 4.0])))
     )
-    shape = Shape(
+    shape = BatchSplit(
         num_replicas=replicas, num_microbatches=chance.choice([2, 5, 6, 8, 30]), micro_batch_size=1, pools=pools
     )
-    return Question(num_layers=num_layers, shapes=(shape,), least_stages=1, most_stages=4)
+    return SearchProblem(num_layers=num_layers, shapes=(shape,), least_stages=1, most_stages=4)
 
 
-def least(question: Question, row: Row, works: Works) -> float:
+def least(question: SearchProblem, row: StageCounts, works: Works) -> float:
     """Return the least bound of all orders of a list, and of all ways to share out the layers."""
     (shape,) = question.shapes
     kinds = [kind for kind, count in row.counts for _ in range(count)]
@@ -85,9 +85,9 @@ def test_a_bound_leaves_out_most_lists() -> None:
     """Of long lists of slow stages, which wait for each other."""
     layer = Speed(forward_s=(1.0,) * 12, backward_s=(2.0,) * 12)
     cut = Speed(forward_s=(0.55,) * 12, backward_s=(1.1,) * 12)
-    pool = Pool(name="", rooms=(8,), speeds={1: layer, 2: cut})
-    shape = Shape(num_replicas=1, num_microbatches=16, micro_batch_size=1, pools=(pool,))
-    question = Question(num_layers=12, shapes=(shape,), least_stages=1, most_stages=8)
+    pool = NodePool(name="", rooms=(8,), speeds={1: layer, 2: cut})
+    shape = BatchSplit(num_replicas=1, num_microbatches=16, micro_batch_size=1, pools=(pool,))
+    question = SearchProblem(num_layers=12, shapes=(shape,), least_stages=1, most_stages=8)
     works = Works(shape)
     shortest = min(least(question, row, works) for row in rows(question, shape, works, REACH, lambda: 110.0))
     every = [*rows(question, shape, works, REACH, lambda: math.inf)]

@@ -25,12 +25,12 @@ from vtp_plugin.plan.schedule.cost.simulator import simulate
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
 from vtp_plugin.plan.schedule.order.placement import interleaved_placement
 from vtp_plugin.tune.search.fastest import fastest
-from vtp_plugin.tune.search.problem import Question, Shape
+from vtp_plugin.tune.search.problem import BatchSplit, SearchProblem
 
 CHUNKS = (2, 3)
 
 
-def brute_interleaved(question: Question, cards: list[int]) -> float:
+def brute_interleaved(question: SearchProblem, cards: list[int]) -> float:
     """Return the shortest step of all interleaved layouts."""
     best = math.inf
     for shape in question.shapes:
@@ -45,7 +45,7 @@ def brute_interleaved(question: Question, cards: list[int]) -> float:
     return best
 
 
-def step(question: Question, shape: Shape, stages: Stages, nodes: Nodes, number: int, chunks: int) -> float:
+def step(question: SearchProblem, shape: BatchSplit, stages: Stages, nodes: Nodes, number: int, chunks: int) -> float:
     """Virtual stage v has ``number`` layers from number v on, and lies on stage v mod p."""
     own = stages * chunks
     forward, backward = [], []
@@ -81,7 +81,7 @@ def step(question: Question, shape: Shape, stages: Stages, nodes: Nodes, number:
     return best
 
 
-def holds(question: Question, stages: Stages, nodes: Nodes, number: int, kept_of: Sequence[int]) -> bool:
+def holds(question: SearchProblem, stages: Stages, nodes: Nodes, number: int, kept_of: Sequence[int]) -> bool:
     held_bytes = question.shapes[0].held_bytes
     assert held_bytes is not None
     kept, held = held_bytes(1, 1, 0, 0, True, True, 1), [0] * len(stages)
@@ -93,7 +93,12 @@ def holds(question: Question, stages: Stages, nodes: Nodes, number: int, kept_of
 
 
 def joined(
-    question: Question, shape: Shape, nodes: Nodes, size: int, places: tuple[int, ...], parts: list[tuple[int, int]]
+    question: SearchProblem,
+    shape: BatchSplit,
+    nodes: Nodes,
+    size: int,
+    places: tuple[int, ...],
+    parts: list[tuple[int, int]],
 ) -> float:
     """Move the layers of all chunks behind each other, and sum them."""
     order = [layer for part in parts for layer in range(*part)]

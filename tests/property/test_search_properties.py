@@ -24,17 +24,17 @@ from vtp_plugin.plan.schedule.order.lower import lower
 from vtp_plugin.plan.schedule.order.placement import plain_placement
 from vtp_plugin.tune.cluster.speed import Link, Speed
 from vtp_plugin.tune.search.fastest import fastest
-from vtp_plugin.tune.search.problem import Pool, Question, Shape
+from vtp_plugin.tune.search.problem import BatchSplit, NodePool, SearchProblem
 from vtp_plugin.tune.search.schedule_time import pipeline_time
 
 TOLERANCE = 1.01
-Nodes = list[tuple[Pool, int]]
+Nodes = list[tuple[NodePool, int]]
 Stage = tuple[int, tuple[int, ...]]
 Stages = list[Stage]
 TRANSPORTS = ("auto", "rank0", "sliced", "divided")
 
 
-def random_question(seed: int, given_layers: int = 0) -> tuple[Question, list[int]]:
+def random_question(seed: int, given_layers: int = 0) -> tuple[SearchProblem, list[int]]:
     """Make a small cluster of one or two kinds of cards, and a model whose layers may differ; also the nodes' cards."""
     chance, wider = random.Random(seed), random.Random(f"wider {seed}")
     # Context parallelism, and so many ranks that have all experts once together.
@@ -84,7 +84,7 @@ def random_question(seed: int, given_layers: int = 0) -> tuple[Question, list[in
         own = [cp * room + (wider.randint(0, 1) if cp > 1 else 0) for room in rooms]
         cards += own
         pools.append(
-            Pool(
+            NodePool(
                 name=f"kind {number}",
                 rooms=tuple(each // cp for each in own),
                 speeds={size: speed(size, pace) for size in sizes},
@@ -102,7 +102,7 @@ def random_question(seed: int, given_layers: int = 0) -> tuple[Question, list[in
             )
         )
 
-    def usable(replicas: int) -> tuple[Pool, ...]:
+    def usable(replicas: int) -> tuple[NodePool, ...]:
         """Leave out sizes whose ranks cannot share the experts."""
         return tuple(
             replace(
@@ -114,10 +114,10 @@ def random_question(seed: int, given_layers: int = 0) -> tuple[Question, list[in
             for pool in pools
         )
 
-    question = Question(
+    question = SearchProblem(
         num_layers=num_layers,
         shapes=tuple(
-            Shape(
+            BatchSplit(
                 num_replicas=replicas,
                 num_microbatches=batch // replicas,
                 micro_batch_size=1,
@@ -140,7 +140,7 @@ def random_question(seed: int, given_layers: int = 0) -> tuple[Question, list[in
     return question, cards
 
 
-def brute(question: Question, cards: list[int]) -> float:
+def brute(question: SearchProblem, cards: list[int]) -> float:
     """Return the shortest step of all layouts, in stock Megatron of those with one size."""
     best = math.inf
     for shape in question.shapes:
@@ -178,7 +178,7 @@ def in_flights(num_stages: int, num_microbatches: int) -> Iterator[tuple[int, ..
             yield (*numbers, 1)
 
 
-def stage_lists(shape: Shape, left: list[int], nodes: Nodes, most: int) -> Iterator[Stages]:
+def stage_lists(shape: BatchSplit, left: list[int], nodes: Nodes, most: int) -> Iterator[Stages]:
     """Yield every list of stages, each its size and the node of every replica."""
     yield []
     if most == 0:
@@ -196,7 +196,7 @@ def stage_lists(shape: Shape, left: list[int], nodes: Nodes, most: int) -> Itera
 
 
 def holds(
-    question: Question, stages: Stages, ends: list[int], stage: int, nodes: Nodes, in_flight: tuple[int, ...]
+    question: SearchProblem, stages: Stages, ends: list[int], stage: int, nodes: Nodes, in_flight: tuple[int, ...]
 ) -> bool:
     size, places = stages[stage]
     limits = [nodes[place][0].memory_bytes for place in places]
@@ -207,7 +207,9 @@ def holds(
     return all(limit is None or held <= limit for limit in limits)
 
 
-def step(question: Question, shape: Shape, stages: Stages, ends: list[int], nodes: Nodes, best: float) -> float:
+def step(
+    question: SearchProblem, shape: BatchSplit, stages: Stages, ends: list[int], nodes: Nodes, best: float
+) -> float:
     forward, backward, sums, updates = [], [], [], []
     for stage, (size, places) in enumerate(stages):
         speeds = [nodes[place][0].speeds[size] for place in places]
@@ -256,7 +258,7 @@ def step(question: Question, shape: Shape, stages: Stages, ends: list[int], node
 
 
 def exchanged(
-    question: Question, shape: Shape, nodes: Nodes, size: int, places: tuple[int, ...], start: int, end: int
+    question: SearchProblem, shape: BatchSplit, nodes: Nodes, size: int, places: tuple[int, ...], start: int, end: int
 ) -> tuple[float, float]:
     """What ranks that share experts wait for each other, forward and backward."""
     speed = nodes[places[0]][0].speeds[size]
@@ -273,7 +275,7 @@ def exchanged(
 
 
 def summed(
-    question: Question, shape: Shape, nodes: Nodes, size: int, places: tuple[int, ...], start: int, end: int
+    question: SearchProblem, shape: BatchSplit, nodes: Nodes, size: int, places: tuple[int, ...], start: int, end: int
 ) -> float:
     """How long rings of ranks sum gradients, and other rings those of experts."""
     speed = nodes[places[0]][0].speeds[size]
@@ -293,7 +295,7 @@ def summed(
     return slowest
 
 
-def between(question: Question, nodes: Nodes, one: int, other: int) -> Link:
+def between(question: SearchProblem, nodes: Nodes, one: int, other: int) -> Link:
     if one == other:
         return nodes[one][0].inside
     if nodes[one][0].site != nodes[other][0].site:
@@ -318,7 +320,7 @@ class Passage(NamedTuple):
 
 
 def crossed_by(
-    question: Question, shape: Shape, nodes: Nodes, ends: tuple[Stage, Stage], links: list[Link], name: str
+    question: SearchProblem, shape: BatchSplit, nodes: Nodes, ends: tuple[Stage, Stage], links: list[Link], name: str
 ) -> Passage:
     """What a boundary costs by a transport: who sends how much, and who gathers, scatters or hands on."""
     sizes, is_sharded = [size for size, _ in ends], question.rules.is_sharded
@@ -339,7 +341,7 @@ def crossed_by(
     return Passage(link, sent(link), (sends[0], takes[1]), (takes[0], sends[1]))
 
 
-def tried(question: Question, shape: Shape, nodes: Nodes, ends: tuple[Stage, Stage]) -> tuple[str, ...]:
+def tried(question: SearchProblem, shape: BatchSplit, nodes: Nodes, ends: tuple[Stage, Stage]) -> tuple[str, ...]:
     """What a run takes by itself, or tries, the simplest first."""
     (size, places), (next_size, next_places) = ends
     if nodes[places[0]][0].site != nodes[next_places[0]][0].site:
@@ -352,7 +354,12 @@ def tried(question: Question, shape: Shape, nodes: Nodes, ends: tuple[Stage, Sta
 
 
 def all_costs(
-    question: Question, shape: Shape, nodes: Nodes, stages: Stages, forward: list[float], backward: list[float]
+    question: SearchProblem,
+    shape: BatchSplit,
+    nodes: Nodes,
+    stages: Stages,
+    forward: list[float],
+    backward: list[float],
 ) -> set[Costs]:
     """What a microbatch costs by every transport; the slowest link of any replica counts."""
     found = set()

@@ -23,12 +23,12 @@ from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_sc
 from vtp_plugin.plan.schedule.order.placement import u_placement
 from vtp_plugin.tune.cluster.speed import Link, Speed
 from vtp_plugin.tune.search.fastest import fastest
-from vtp_plugin.tune.search.problem import Pool, Question, Shape
+from vtp_plugin.tune.search.problem import BatchSplit, NodePool, SearchProblem
 
 KEPT = 1
 
 
-def random_question(seed: int) -> Question:
+def random_question(seed: int) -> SearchProblem:
     """Make an edge of one or two cards, a cloud of one or two nodes, and a model of three to five layers."""
     chance = random.Random(f"U {seed}")
     num_layers, batch = chance.randint(3, 5), chance.choice([2, 4])
@@ -50,10 +50,10 @@ def random_question(seed: int) -> Question:
             broadcast_s=broadcast if size > 1 else 0.0,
         )
 
-    def pool(site: str, rooms: tuple[int, ...]) -> Pool:
+    def pool(site: str, rooms: tuple[int, ...]) -> NodePool:
         pace = chance.choice([0.3, 1.0, 2.0])
         link = Link(latency_s=chance.choice([0.0, 0.2]), bytes_per_s=40.0, at_once=crossing.choice([None, 1, 2]))
-        return Pool(
+        return NodePool(
             name=site,
             rooms=rooms,
             speeds={size: speed(size, pace) for size in (1, 2)},
@@ -66,10 +66,10 @@ def random_question(seed: int) -> Question:
         pool("home", (chance.randint(1, 2),)),
         pool("cloud", tuple(chance.randint(1, 2) for _ in range(chance.randint(1, 2)))),
     )
-    return Question(
+    return SearchProblem(
         num_layers=num_layers,
         shapes=tuple(
-            Shape(
+            BatchSplit(
                 num_replicas=replicas,
                 num_microbatches=batch // replicas,
                 micro_batch_size=1,
@@ -94,7 +94,7 @@ def random_question(seed: int) -> Question:
     )
 
 
-def brute(question: Question) -> float:
+def brute(question: SearchProblem) -> float:
     """Return the shortest step of all layouts."""
     best = math.inf
     for shape in question.shapes:
@@ -111,7 +111,7 @@ def brute(question: Question) -> float:
     return best
 
 
-def step(question: Question, shape: Shape, stages: Stages, ends: list[int], nodes: Nodes) -> float:
+def step(question: SearchProblem, shape: BatchSplit, stages: Stages, ends: list[int], nodes: Nodes) -> float:
     placement = u_placement(len(stages))
     own = [stages[stage] for stage in placement.stages]
     forward, backward = [], []

@@ -18,20 +18,20 @@ from tests.property.test_boundary_properties import (
 )
 from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan, egress_bytes, ingress_bytes
 from vtp_plugin.plan.boundary.check_boundary import check
-from vtp_plugin.plan.boundary.endpoint import Side
+from vtp_plugin.plan.boundary.endpoint import Endpoint
 from vtp_plugin.plan.boundary.strategies.known_strategies import STRATEGIES
 
 
 @st.composite
 def split_exchanges(draw: st.DrawFn) -> Exchange:
     """Sides of 1 to 4 replicas, each with its own sizes, and a batch that divides for both."""
-    sides: list[tuple[Side, bool]] = []
+    sides: list[tuple[Endpoint, bool]] = []
     steps: list[int] = []
     for first in (0, DOWNSTREAM):
         tp, cp, is_sharded = draw(st.integers(1, 6)), draw(st.sampled_from([1, 1, 2])), draw(st.booleans())
         num_replicas = draw(st.integers(1, 4))
         rows = stage(tp, cp * num_replicas, first).ranks_by_cp
-        sides.append((Side(ranks_by_cp=rows, num_replicas=num_replicas), is_sharded))
+        sides.append((Endpoint(ranks_by_cp=rows, num_replicas=num_replicas), is_sharded))
         steps.append(legal_step(tp, cp, is_sharded=is_sharded))
     (src, src_sharded), (dst, dst_sharded) = sides
     batch = math.lcm(src.num_replicas, dst.num_replicas) * draw(st.integers(1, 2))

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.plan.boundary.message_kind import Cargo
+from vtp_plugin.plan.boundary.message_kind import MessageKind
 from vtp_plugin.runtime.comm.audit import Audit, require_allowed
 
 ACTIVATION = torch.zeros(8, 2, 4)
@@ -18,42 +18,42 @@ ACTIVATION = torch.zeros(8, 2, 4)
 @pytest.mark.parametrize(
     ("cargo", "tensor"),
     [
-        (Cargo.ACTIVATION, ACTIVATION),
-        (Cargo.GRADIENT, ACTIVATION.bfloat16()),
-        (Cargo.PROBE, ACTIVATION),
-        (Cargo.SHAPE_HEADER, torch.tensor([8, 2, 4, 0])),
-        (Cargo.TIED_EMBEDDING, ACTIVATION[0]),
-        (Cargo.WARM_UP, torch.zeros(1)),
+        (MessageKind.ACTIVATION, ACTIVATION),
+        (MessageKind.GRADIENT, ACTIVATION.bfloat16()),
+        (MessageKind.PROBE, ACTIVATION),
+        (MessageKind.SHAPE_HEADER, torch.tensor([8, 2, 4, 0])),
+        (MessageKind.TIED_EMBEDDING, ACTIVATION[0]),
+        (MessageKind.WARM_UP, torch.zeros(1)),
     ],
 )
-def test_closed_list(cargo: Cargo, tensor: torch.Tensor) -> None:
+def test_closed_list(cargo: MessageKind, tensor: torch.Tensor) -> None:
     require_allowed(cargo, tensor)
 
 
 TOKENS = torch.zeros(2, 8, dtype=torch.int64)
 
 
-@pytest.mark.parametrize("cargo", list(Cargo))
+@pytest.mark.parametrize("cargo", list(MessageKind))
 @pytest.mark.parametrize(
     "tensor",
     [TOKENS, TOKENS.unsqueeze(-1), TOKENS.to(torch.int32), TOKENS.bool(), TOKENS.flatten().float()],
     ids=["tokens", "tokens-with-a-hidden-dimension", "int32", "mask", "flat-floats"],
 )
-def test_samples_are_nothing_that_may_leave(cargo: Cargo, tensor: torch.Tensor) -> None:
+def test_samples_are_nothing_that_may_leave(cargo: MessageKind, tensor: torch.Tensor) -> None:
     with pytest.raises(ConfigError, match=f"is no {cargo}, and nothing else may leave"):
         require_allowed(cargo, tensor)
 
 
 def test_loss_mask_is_no_activation() -> None:
     with pytest.raises(ConfigError):
-        require_allowed(Cargo.ACTIVATION, torch.ones(2, 8))
+        require_allowed(MessageKind.ACTIVATION, torch.ones(2, 8))
 
 
 def test_record_names_every_message_and_ends_with_totals(tmp_path: Path) -> None:
     audit = Audit(str(tmp_path / "logs" / "audit.jsonl"), rank=3)
-    audit.note("sent", Cargo.ACTIVATION, ACTIVATION, 5, "boundary 0->1, forward")
-    audit.note("sent", Cargo.ACTIVATION, ACTIVATION, 6, "boundary 0->1, forward")
-    audit.note("received", Cargo.GRADIENT, ACTIVATION.bfloat16(), 5, "boundary 0->1, backward")
+    audit.note("sent", MessageKind.ACTIVATION, ACTIVATION, 5, "boundary 0->1, forward")
+    audit.note("sent", MessageKind.ACTIVATION, ACTIVATION, 6, "boundary 0->1, forward")
+    audit.note("received", MessageKind.GRADIENT, ACTIVATION.bfloat16(), 5, "boundary 0->1, backward")
     path = tmp_path / "logs" / "audit.rank3.jsonl"
     assert len(path.read_text().splitlines()) == 3, "lines must be there while the run goes on"
     audit.close()

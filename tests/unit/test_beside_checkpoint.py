@@ -20,19 +20,19 @@ from tests.pace import pace
 from tests.pool import free_port
 from vtp_plugin.checkpoint.save.folder_lock import FolderLock
 from vtp_plugin.elastic.card_memory import CARD_VARIABLE, leave_out, note_error
-from vtp_plugin.elastic.cards import Card
-from vtp_plugin.elastic.coordinator import Judge
+from vtp_plugin.elastic.cards import RankCard
+from vtp_plugin.elastic.coordinator import Coordinator
 from vtp_plugin.elastic.failed_starts import FAILED_STARTS, MOST_EQUAL, START_VARIABLE, forget_failed_starts, name_start
 from vtp_plugin.elastic.failure_notes import note_for_next_start
 from vtp_plugin.elastic.marker import MARKER, RUN_FOLDER_VARIABLE, leave_marker, require_unmarked
 from vtp_plugin.elastic.progress import PROGRESS, LastStep, Progress, hand_on, note_end, read_last, write_last
 from vtp_plugin.errors import ConfigError, LayoutError, PeerError, ShortageError
-from vtp_plugin.tune.fit.constraints import Ask
+from vtp_plugin.tune.fit.constraints import Constraints
 
 
-def cards(*why: str) -> list[Card]:
+def cards(*why: str) -> list[RankCard]:
     return [
-        Card(node="b", local_rank=number, site="", kind="cpu", why=text, versions="1")
+        RankCard(node="b", local_rank=number, site="", kind="cpu", why=text, versions="1")
         for number, text in enumerate(why)
     ]
 
@@ -222,11 +222,11 @@ class TestProgress:
     def test_attempts_without_a_step_are_told_too(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         """Three attempts: one that makes seven steps, and two that end before their first one."""
         model = SimpleNamespace(num_layers=4, micro_batch_size=1, global_batch_size=8)
-        make_ask = lambda: Ask(args=model, least_stages=1, most_stages=1, num_replicas=1)  # noqa: E731
+        make_ask = lambda: Constraints(args=model, least_stages=1, most_stages=1, num_replicas=1)  # noqa: E731
 
         def begin(*why: str) -> list[str]:
             alert = 'echo "$VTP_LOSS"'
-            judge = Judge(make_ask=make_ask, make_words=lambda fitted, ask: (), folder=tmp_path, on_loss=alert)
+            judge = Coordinator(make_ask=make_ask, make_words=lambda fitted, ask: (), folder=tmp_path, on_loss=alert)
             outcome = judge.decide(cards(*why))
             judge.close()
             hand_on(outcome["sizes"], outcome["last"], environment)

@@ -24,13 +24,13 @@ from vtp_plugin.plan.boundary.boundary_plan import (
 )
 from vtp_plugin.plan.boundary.channel_spec import ChannelSpec
 from vtp_plugin.plan.boundary.check_boundary import check, require_valid
-from vtp_plugin.plan.boundary.endpoint import Side
+from vtp_plugin.plan.boundary.endpoint import Endpoint
 from vtp_plugin.plan.boundary.header import plan_header
 from vtp_plugin.plan.boundary.local_slices import local_slices
-from vtp_plugin.plan.boundary.message_kind import Cargo
+from vtp_plugin.plan.boundary.message_kind import MessageKind
 from vtp_plugin.plan.boundary.pipeline_boundaries import PipelineBoundary, pipeline_boundaries
 from vtp_plugin.plan.boundary.portions import MAX_PORTIONS, cut_into_portions
-from vtp_plugin.plan.boundary.sharding import Holding, Spread, even_cuts, replicated, rows_of, sharded
+from vtp_plugin.plan.boundary.sharding import LocalBoxes, Sharding, even_cuts, replicated, rows_of, sharded
 from vtp_plugin.plan.boundary.strategies import transport_rules as rules_module
 from vtp_plugin.plan.boundary.strategies.known_strategies import STRATEGIES
 from vtp_plugin.plan.boundary.strategies.leaders import plan_rank0
@@ -39,7 +39,7 @@ from vtp_plugin.plan.boundary.strategies.transport_rules import TransportRules
 from vtp_plugin.plan.layout.channel_id import Direction
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout, StageGrid
 from vtp_plugin.plan.layout.replica_map import DpMode
-from vtp_plugin.runtime.comm.transfers import Parcel
+from vtp_plugin.runtime.comm.transfers import Transmission
 from vtp_plugin.util.boxes import Box, intersect, subtract, volume
 
 SHAPE = (6, 2, 4)  # [S, B, H]
@@ -130,7 +130,7 @@ class TestSpread:
 
     def test_ranks_that_hold_the_same(self) -> None:
         # Context parallelism 2 with the usual front and back chunks, tensor parallelism 2.
-        spread = Side(ranks_by_cp=((0, 1), (2, 3))).spread((8,), is_sharded=False)
+        spread = Endpoint(ranks_by_cp=((0, 1), (2, 3))).spread((8,), is_sharded=False)
         chunks = [((lo, hi),) for lo, hi in even_cuts(8, 4)]
         assert spread.copies == ((0, 1), (2, 3))
         assert spread.copies == ((0, 1), (2, 3))
@@ -144,9 +144,9 @@ class TestSpread:
 
     def test_partly_shared_boxes_cannot_be_divided(self) -> None:
         front, back = ((0, 2),), ((2, 4),)
-        holdings = (Holding(rank=0, boxes=(front, back)), Holding(rank=1, boxes=(front,)))
+        holdings = (LocalBoxes(rank=0, boxes=(front, back)), LocalBoxes(rank=1, boxes=(front,)))
         with pytest.raises(PlanError, match="share some of their boxes"):
-            Spread(shape=(4,), holdings=holdings).divided()
+            Sharding(shape=(4,), holdings=holdings).divided()
 
     @pytest.mark.parametrize(
         ("boxes", "message"),
@@ -161,7 +161,7 @@ class TestSpread:
     )
     def test_what_is_not_a_partition_is_refused(self, boxes: tuple[list[Box], list[Box]], message: str) -> None:
         with pytest.raises(PlanError, match=message):
-            Spread(shape=(4,), holdings=tuple(Holding(rank=r, boxes=tuple(own)) for r, own in enumerate(boxes)))
+            Sharding(shape=(4,), holdings=tuple(LocalBoxes(rank=r, boxes=tuple(own)) for r, own in enumerate(boxes)))
 
     def test_rank_listed_twice(self) -> None:
         with pytest.raises(PlanError, match="twice"):
@@ -169,7 +169,7 @@ class TestSpread:
 
     def test_boxes_of_different_widths_are_not_one_memory(self) -> None:
         with pytest.raises(PlanError, match="different widths"):
-            _ = Holding(rank=0, boxes=(((0, 1), (0, 2)), ((1, 2), (0, 3)))).local_shape
+            _ = LocalBoxes(rank=0, boxes=(((0, 1), (0, 2)), ((1, 2), (0, 3)))).local_shape
 
 
 class TestRank0:
@@ -203,7 +203,7 @@ class TestRank0:
 
     @pytest.mark.parametrize("side", [0, 1])
     def test_several_or_no_boxes_are_refused(self, side: int) -> None:
-        chunks = Side(ranks_by_cp=((0,), (1,))).spread((8,), is_sharded=False)
+        chunks = Endpoint(ranks_by_cp=((0,), (1,))).spread((8,), is_sharded=False)
         for spread in (chunks, sharded((8,), tuple(range(9)), dim=0)):
             spreads = [replicated((8,), (20,)), replicated((8,), (21,))]
             spreads[side] = spread
@@ -268,13 +268,13 @@ class TestSliced:
 
     def test_unequal_context_parallelism(self) -> None:
         # Ranks 1 and 2 have chunks 0 and 3, and chunks 1 and 2: one message each, of two boxes.
-        src, dst = Side(ranks_by_cp=((0,),)), Side(ranks_by_cp=((1,), (2,)))
+        src, dst = Endpoint(ranks_by_cp=((0,),)), Endpoint(ranks_by_cp=((1,), (2,)))
         plan = plan_sliced(*(side.spread((8,), is_sharded=False) for side in (src, dst)))
         assert plan.describe() == "0 -> 1 [0:2] [6:8]\n0 -> 2 [2:4] [4:6]"
         assert check(plan) == check(reversed_plan(plan)) == ()
 
     def test_every_context_parallel_rank_completes_its_own_copies(self) -> None:
-        src, dst = Side(ranks_by_cp=((0,),)), Side(ranks_by_cp=((1, 2), (3, 4)))
+        src, dst = Endpoint(ranks_by_cp=((0,),)), Endpoint(ranks_by_cp=((1, 2), (3, 4)))
         plan = plan_sliced(*(side.spread((8,), is_sharded=False) for side in (src, dst)))
         assert triples(plan) == [(0, 1, ((0, 2),)), (0, 2, ((6, 8),)), (0, 3, ((2, 4),)), (0, 4, ((4, 6),))]
         assert plan.finish == all_gather((1, 2), (3, 4))
@@ -371,7 +371,7 @@ class TestLocalSlices:
         assert local_slices(rows(4, 6), holding) == (slice(1, 3), slice(0, 2), slice(0, 4))
 
     def test_second_box_lies_behind_the_first(self) -> None:
-        holding = Holding(rank=0, boxes=(((6, 8), (0, 2)), ((0, 2), (0, 2))))
+        holding = LocalBoxes(rank=0, boxes=(((6, 8), (0, 2)), ((0, 2), (0, 2))))
         assert local_slices(((1, 2), (0, 2)), holding) == (slice(3, 4), slice(0, 2))
 
     def test_box_that_is_not_held(self) -> None:
@@ -380,7 +380,7 @@ class TestLocalSlices:
 
     def test_box_over_two_held_ones(self) -> None:
         with pytest.raises(PlanError, match="holds"):
-            local_slices(((0, 2),), Holding(rank=0, boxes=(((0, 1),), ((1, 2),))))
+            local_slices(((0, 2),), LocalBoxes(rank=0, boxes=(((0, 1),), ((1, 2),))))
 
 
 class TestCheck:
@@ -432,7 +432,7 @@ class TestCheck:
         assert check(with_transfers(self.PAIRS, *halves, second)) == ("2 transfers 0 -> 2, not one",)
 
     def test_box_across_two_boxes_of_a_rank(self) -> None:
-        src = Spread(shape=(4,), holdings=(Holding(rank=0, boxes=(((0, 2),), ((2, 4),))),))
+        src = Sharding(shape=(4,), holdings=(LocalBoxes(rank=0, boxes=(((0, 2),), ((2, 4),))),))
         plan = with_transfers(plan_sliced(src, replicated((4,), (1,))), Transfer(src=0, dst=1, boxes=(((0, 4),),)))
         assert check(plan) == ("transfer 0 -> 1 [0:4]: [0:4] is not inside one box of the source",)
 
@@ -515,7 +515,7 @@ class TestCheck:
 
 class TestSide:
     def test_chunks_are_balanced_for_causal_attention(self) -> None:
-        side = Side(ranks_by_cp=((0,), (1,), (2,)))
+        side = Endpoint(ranks_by_cp=((0,), (1,), (2,)))
         spread = side.spread((12,), is_sharded=False)
         assert [spread.boxes_of(rank) for rank in side.ranks] == [
             (((0, 2),), ((10, 12),)),
@@ -525,12 +525,12 @@ class TestSide:
 
     def test_slices_cut_both_chunks_together(self) -> None:
         # Each slice is two of six rows: the middle one ends the front chunk and begins the back one.
-        spread = Side(ranks_by_cp=((0, 1, 2), (3, 4, 5))).spread((12,), is_sharded=True)
+        spread = Endpoint(ranks_by_cp=((0, 1, 2), (3, 4, 5))).spread((12,), is_sharded=True)
         assert [spread.boxes_of(rank) for rank in (0, 1, 2)] == [(((0, 2),),), (((2, 3),), ((9, 10),)), (((10, 12),),)]
         assert [spread.boxes_of(rank) for rank in (3, 4, 5)] == [(((3, 5),),), (((5, 6),), ((6, 7),)), (((7, 9),),)]
 
     def test_leader_is_the_first_rank(self) -> None:
-        assert Side(ranks_by_cp=((4, 5), (6, 7))).ranks == (4, 5, 6, 7)
+        assert Endpoint(ranks_by_cp=((4, 5), (6, 7))).ranks == (4, 5, 6, 7)
 
     @pytest.mark.parametrize(
         ("ranks_by_cp", "length", "is_sharded", "message"),
@@ -547,18 +547,18 @@ class TestSide:
         self, ranks_by_cp: tuple[tuple[int, ...], ...], length: int, is_sharded: bool, message: str
     ) -> None:
         with pytest.raises(ConfigError) as caught:
-            Side(ranks_by_cp=ranks_by_cp).spread((length, 1, 4), is_sharded=is_sharded)
+            Endpoint(ranks_by_cp=ranks_by_cp).spread((length, 1, 4), is_sharded=is_sharded)
         assert str(caught.value) == message
 
     def test_copies_need_no_length(self) -> None:
-        assert is_replicated(Side(ranks_by_cp=((0, 1),)).spread((7,), is_sharded=False))
+        assert is_replicated(Endpoint(ranks_by_cp=((0, 1),)).spread((7,), is_sharded=False))
 
 
 class TestChannelSpec:
     ONE_TO_THREE = ChannelSpec(
         name="boundary 0->1, forward",
-        src=Side(ranks_by_cp=((0,),)),
-        dst=Side(ranks_by_cp=((1, 2, 3),)),
+        src=Endpoint(ranks_by_cp=((0,),)),
+        dst=Endpoint(ranks_by_cp=((1, 2, 3),)),
         strategy="sliced",
     )
 
@@ -574,7 +574,7 @@ class TestChannelSpec:
         assert is_replicated(self.ONE_TO_THREE.plan((6,)).dst)
 
     def test_strategy_that_cannot_carry_the_layout_is_refused_before_any_tensor(self) -> None:
-        unequal = dataclasses.replace(self.ONE_TO_THREE, dst=Side(ranks_by_cp=((1,), (2,))), strategy="rank0")
+        unequal = dataclasses.replace(self.ONE_TO_THREE, dst=Endpoint(ranks_by_cp=((1,), (2,))), strategy="rank0")
         with pytest.raises(ConfigError, match="use --vtp-transport sliced"):
             _ = unequal.probe
 
@@ -629,8 +629,8 @@ class TestPipelineBoundaries:
             dp_ranks=((0,), (0,)),
             workers=(0, 1),
             cp_rank=0,
-            src=Side(ranks_by_cp=((0,),)),
-            dst=Side(ranks_by_cp=((1, 2), (3, 4))),
+            src=Endpoint(ranks_by_cp=((0,),)),
+            dst=Endpoint(ranks_by_cp=((1, 2), (3, 4))),
             strategy="sliced",
         )
         plans = [boundary.channel(direction).plan((8, 1, 1)) for direction in Direction]
@@ -835,8 +835,8 @@ def test_messages_of_a_mebibyte_cross_whole() -> None:
 def test_messages_are_cut_only_where_portions_are_swapped(strategy: str, dst: tuple[int, ...], is_cut: bool) -> None:
     shape = (4096, 1, 4096)
     plan = STRATEGIES[strategy].plan(replicated(shape, (0, 1, 2, 3)), replicated(shape, dst))
-    parcel = Parcel(
-        plan=plan, dtype=torch.float32, cargo=Cargo.ACTIVATION, position="here", peer="there", in_portions=True
+    parcel = Transmission(
+        plan=plan, dtype=torch.float32, cargo=MessageKind.ACTIVATION, position="here", peer="there", in_portions=True
     )
     assert (len(parcel.messages(plan.receives_of(4))) > len(plan.receives_of(4))) is is_cut
 

@@ -27,7 +27,7 @@ from vtp_plugin.checkpoint.format.contents import Contents
 from vtp_plugin.checkpoint.format.entries import DamagedError, Extent
 from vtp_plugin.checkpoint.format.manifest import MANIFEST, dump_manifest, make_manifest
 from vtp_plugin.checkpoint.format.map_file import MAP
-from vtp_plugin.checkpoint.format.safe_pickle import load_inert
+from vtp_plugin.checkpoint.format.safe_pickle import load_safely
 from vtp_plugin.checkpoint.tools.verify import Verification
 from vtp_plugin.errors import ConfigError
 
@@ -106,7 +106,7 @@ def test_tools_run_nothing(run: Run, made: Path, copy: Path, tmp_path: Path, nam
 def test_no_way_of_naming_runs(copy: Path, tmp_path: Path, text: bytes) -> None:
     marker = str(tmp_path / "marker").encode()
     pickled = text.replace(b"{}", (bytes([len(marker)]) if b"\x93" in text else b"") + marker)
-    load_inert(pickled)
+    load_safely(pickled)
     (copy / ".metadata").write_bytes(pickled)
     with pytest.raises(ConfigError, match=f"names {NAME}"):
         Contents(copy)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from vtp_plugin.cli import main
-from vtp_plugin.plan.boundary.bridge_endpoint import BridgeEnd
+from vtp_plugin.plan.boundary.bridge_endpoint import BridgeEndpoint
 from vtp_plugin.plan.boundary.bridge_spec import BridgeSpec
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -54,7 +54,7 @@ def test_json_has_the_plan_that_a_run_makes(capsys: pytest.CaptureFixture[str]) 
     (bridge,) = found["bridges"]
     assert (bridge["num_units"], bridge["unit_samples"]) == (6, 2)
     spec = BridgeSpec.between(
-        "", BridgeEnd(ranks=(((0,),), ((1,),), ((2,),))), BridgeEnd(ranks=(((3, 4),), ((5, 6),))), num_dims=3
+        "", BridgeEndpoint(ranks=(((0,),), ((1,),), ((2,),))), BridgeEndpoint(ranks=(((3, 4),), ((5, 6),))), num_dims=3
     )
     for direction, one in (("forward", spec), ("backward", spec.reversed())):
         transfers = one.plan((512, 6, 256)).transfers

@@ -20,7 +20,7 @@ from vtp_plugin.host.versions import Package
 from vtp_plugin.plan.schedule.cost.costs import Costs
 from vtp_plugin.plan.schedule.order.placement import plain_placement
 from vtp_plugin.tune.search import fastest
-from vtp_plugin.tune.search.evaluate import Choice, judge
+from vtp_plugin.tune.search.evaluate import Candidate, evaluate
 from vtp_plugin.tune.search.schedule_time import pipeline_time
 
 CLUSTER = str(ROOT / "examples" / "clusters" / "unequal.toml")
@@ -423,10 +423,10 @@ def test_what_cannot_be_answered_is_refused(words: list[str], text: str, capsys:
 def test_ctrl_c_prints_the_best_so_far(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     judged = []
 
-    def interrupted(*words: Any, **options: Any) -> Choice | None:
+    def interrupted(*words: Any, **options: Any) -> Candidate | None:
         if len(judged) == 3:
             raise KeyboardInterrupt
-        judged.append(judge(*words, **options))
+        judged.append(evaluate(*words, **options))
         return judged[-1]
 
     monkeypatch.setattr(fastest, "judge", interrupted)

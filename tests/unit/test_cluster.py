@@ -13,7 +13,7 @@ from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.layout.chunks import Chunk, plain_chunks
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.plan.memory.footprint import Training, footprints
-from vtp_plugin.plan.memory.gpt_model import Experts, Model
+from vtp_plugin.plan.memory.gpt_model import Experts, GPTModel
 from vtp_plugin.plan.memory.layer_sizes import Microbatch, Routing
 from vtp_plugin.tune.cluster.durations import speed_of
 from vtp_plugin.tune.cluster.machines import Card, Links, Time
@@ -24,14 +24,14 @@ from vtp_plugin.tune.cluster.stage_memory import StageMemory
 from vtp_plugin.tune.cluster.toml_table import Table
 from vtp_plugin.tune.search.evaluate import place
 from vtp_plugin.tune.search.memory_check import held_bytes_of
-from vtp_plugin.tune.search.problem import Kind
+from vtp_plugin.tune.search.problem import StageType
 
 
 def _chunk(start: int, end: int, *, is_first: bool = False, is_last: bool = False) -> Chunk:
     return Chunk(layers=tuple(range(start, end)), is_first=is_first, is_last=is_last, is_whole=False)
 
 
-MODEL = Model(
+MODEL = GPTModel(
     num_layers=6,
     num_predicting=0,
     hidden=24,
@@ -168,7 +168,7 @@ def test_a_card_that_says_nothing_of_a_part_is_refused() -> None:
 @pytest.mark.parametrize("model", [MODEL, SPARSE], ids=["dense", "experts"])
 @pytest.mark.parametrize("layers", [(6,), (2, 4), (1, 3, 2)])
 @pytest.mark.parametrize("is_engine", [False, True], ids=["local", "engine"])
-def test_memory_as_a_sum_is_that_of_the_plan(model: Model, layers: tuple[int, ...], is_engine: bool) -> None:
+def test_memory_as_a_sum_is_that_of_the_plan(model: GPTModel, layers: tuple[int, ...], is_engine: bool) -> None:
     training = Training(
         weight_itemsize_bytes=2, gradient_itemsize_bytes=4, num_moments=2, is_distributed=False, bucket_size=None,
         backend="nccl" if is_engine else "gloo",
@@ -211,7 +211,7 @@ def test_virtual_stages_of_a_rank_share_communicators(
     memory = StageMemory(model, training, batch)
     shape: Any = SimpleNamespace(num_replicas=1, held_bytes=memory.held_bytes, counted_twice=memory.counted_twice)
     placement, parts = place(2, layers, num_chunks)
-    found = held_bytes_of(shape, [Kind((0,), 2), Kind((0,), 4)], placement, parts, [0] * len(parts))
+    found = held_bytes_of(shape, [StageType((0,), 2), StageType((0,), 4)], placement, parts, [0] * len(parts))
     assert found == [planned[0].held_bytes(0), planned[2].held_bytes(0)]
     assert planned[0].overhead_bytes > 1 << 20
 

@@ -15,12 +15,12 @@ from vtp_plugin.config import VtpConfig, merge
 from vtp_plugin.config.parse_values import parse_size_list
 from vtp_plugin.errors import ConfigError, LayoutError, PeerError
 from vtp_plugin.runtime.comm.audit import Audit
-from vtp_plugin.runtime.health.redaction import Disclosure
+from vtp_plugin.runtime.health.redaction import Redaction
 from vtp_plugin.runtime.health.startup import Agreement
 from vtp_plugin.runtime.health.store import Topic
 
 SECRET, FOLDER = "4711, 4712", "/home/me/data"
-EDGE, CLOUD = Disclosure(site="edge"), Disclosure(site="cloud")
+EDGE, CLOUD = Redaction(site="edge"), Redaction(site="cloud")
 
 
 class Recorded:
@@ -43,7 +43,7 @@ class Recorded:
 def settle(
     store: Recorded,
     prepare: Mapping[int, Callable[[], Mapping[str, object]]],
-    disclosures: Mapping[int, Disclosure],
+    disclosures: Mapping[int, Redaction],
 ) -> list[BaseException | None]:
     """Run a check on three ranks; return what each raised."""
 
@@ -125,7 +125,7 @@ def test_messages_of_the_plugin_with_paths_stay(tmp_path: Path) -> None:
 @pytest.mark.parametrize("sharing", [False, True])
 def test_values_are_compared_by_digests_between_sites(sharing: bool) -> None:
     store = Recorded()
-    edge = Disclosure(site="edge", is_opted_in=sharing)
+    edge = Redaction(site="edge", is_opted_in=sharing)
     folders = (FOLDER, "x", "x")
     raised = settle(store, {r: lambda r=r: {"--my-folder": folders[r]} for r in range(3)}, {**BETWEEN, 0: edge})
     assert (FOLDER in str(store.content())) == sharing
@@ -146,7 +146,7 @@ def test_lists_that_differ_are_both_named_between_sites() -> None:
 
 def test_within_one_site_all_read_all() -> None:
     store = Recorded()
-    one = Disclosure(is_one_site=True)
+    one = Redaction(is_one_site=True)
     raised = settle(store, {0: fails(ValueError(SECRET)), 1: dict, 2: dict}, dict.fromkeys(range(3), one))
     assert {str(error) for error in raised} == {f"rank 0: ValueError: {SECRET}"}
 
@@ -166,5 +166,7 @@ def test_every_part_of_the_store_is_a_topic() -> None:
     for path in [*(root / "vtp_plugin").glob("**/*.py"), *(root / "patches").glob("**/*.py")]:
         if path.name not in allowed:
             assert "PrefixStore(" not in path.read_text(), path
-            assert not re.search(r"\b(ranks\.)?store\.set\(", path.read_text()) or path.name == "liveness_check.py", path
+            assert not re.search(r"\b(ranks\.)?store\.set\(", path.read_text()) or path.name == "liveness_check.py", (
+                path
+            )
     assert all(topic.sentence.endswith(".") for topic in Topic)

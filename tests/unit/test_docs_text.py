@@ -18,7 +18,7 @@ from tests.oracles import megatron_parser
 from vtp_plugin.cli.main import _parser as cli_parser
 from vtp_plugin.config.vtp_flags import VTP_FLAGS, add_vtp_arguments
 from vtp_plugin.host.rules.table.rows_mindspeed import MINDSPEED_RULES
-from vtp_plugin.plan.boundary.message_kind import CARGO_FORMS, Cargo
+from vtp_plugin.plan.boundary.message_kind import MESSAGE_FORMS, MessageKind
 from vtp_plugin.plan.schedule.cost.cost_text import COST_KEYS
 from vtp_plugin.runtime.health.store import Topic
 
@@ -127,9 +127,9 @@ def test_every_key_of_costs_is_documented_and_exists() -> None:
 
 
 def test_every_kind_of_message_is_documented() -> None:
-    assert set(CARGO_FORMS) == set(Cargo)
+    assert set(MESSAGE_FORMS) == set(MessageKind)
     table = (ROOT / "docs" / "edge-cloud.md").read_text()
-    assert [kind.value for kind in Cargo if f"| {kind.value} | " not in table] == []
+    assert [kind.value for kind in MessageKind if f"| {kind.value} | " not in table] == []
 
 
 def test_everything_that_the_store_holds_is_documented() -> None:

@@ -13,9 +13,9 @@ import pytest
 from vtp_plugin.cli.main import main
 from vtp_plugin.errors import ConfigError, ShortageError
 from vtp_plugin.tune.fit.available_cards import Node, in_order
-from vtp_plugin.tune.fit.constraints import Ask
+from vtp_plugin.tune.fit.constraints import Constraints
 from vtp_plugin.tune.fit.fit_layout import fit
-from vtp_plugin.tune.fit.fit_search import Fitted
+from vtp_plugin.tune.fit.fit_search import FittedLayout
 from vtp_plugin.tune.fit.reasons import describe
 
 MODEL = {
@@ -30,17 +30,17 @@ MODEL = {
 }
 
 
-def ask(stages: str, **changes: Any) -> Ask:
+def ask(stages: str, **changes: Any) -> Constraints:
     least, most = map(int, stages.split(":"))
-    of_ask = {name: changes.pop(name) for name in [*changes] if name in Ask.__dataclass_fields__}
-    return Ask(args=SimpleNamespace(**{**MODEL, **changes}), least_stages=least, most_stages=most, **of_ask)
+    of_ask = {name: changes.pop(name) for name in [*changes] if name in Constraints.__dataclass_fields__}
+    return Constraints(args=SimpleNamespace(**{**MODEL, **changes}), least_stages=least, most_stages=most, **of_ask)
 
 
 def nodes(*cards: int, **same: Any) -> list[Node]:
     return [Node(name=f"n{i}", num_cards=number, **same) for i, number in enumerate(cards)]
 
 
-def lines(fitted: Fitted, wanted: Ask, rivals: dict[int, Fitted]) -> str:
+def lines(fitted: FittedLayout, wanted: Constraints, rivals: dict[int, FittedLayout]) -> str:
     return "\n".join(describe(fitted, wanted, rivals))
 
 

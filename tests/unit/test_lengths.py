@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.plan.boundary.message_kind import Cargo
+from vtp_plugin.plan.boundary.message_kind import MessageKind
 from vtp_plugin.runtime.comm.audit import require_allowed
 from vtp_plugin.runtime.step.packed_rows import padded_ends
 
@@ -49,6 +49,6 @@ def test_other_rows_are_refused_without_their_values(row: object, words: str) ->
     ],
 )
 def test_other_forms_do_not_leave_as_lengths(tensor: torch.Tensor) -> None:
-    require_allowed(Cargo.LENGTHS, torch.zeros(8, 1, 1, dtype=torch.int32))
+    require_allowed(MessageKind.LENGTHS, torch.zeros(8, 1, 1, dtype=torch.int32))
     with pytest.raises(ConfigError, match="is no lengths"):
-        require_allowed(Cargo.LENGTHS, tensor)
+        require_allowed(MessageKind.LENGTHS, tensor)

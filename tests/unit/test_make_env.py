@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests.import_rules import ROOT
-from vtp_plugin.host.versions import HOSTS, Host
+from vtp_plugin.host.versions import HOSTS, MegatronFamily
 
 SCRIPT = ROOT / "scripts/make_env.sh"
 # A Python that has a version and a venv module, which writes down that it was asked, and fails there.
@@ -47,7 +47,7 @@ def lay_python(path: Path, minor: int) -> None:
 
 
 @pytest.mark.parametrize("host", HOSTS, ids=lambda host: host.name)
-def test_without_a_python_that_fits_it_says_what_is_needed(tmp_path: Path, host: Host) -> None:
+def test_without_a_python_that_fits_it_says_what_is_needed(tmp_path: Path, host: MegatronFamily) -> None:
     lay_python(tmp_path / "python3", 9)
     done = make_env(tmp_path, host.name)
     assert done.returncode == 1 and "Traceback" not in done.stderr

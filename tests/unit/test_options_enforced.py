@@ -202,10 +202,10 @@ def test_a_first_step_is_refused(monkeypatch: pytest.MonkeyPatch, rule: OptionRu
 @pytest.mark.parametrize("rule", refusing(STEP_RULES), ids=lambda rule: rule.option)
 def test_a_planned_step_is_refused(monkeypatch: pytest.MonkeyPatch, rule: OptionRule) -> None:
     from vtp_plugin.patches.core.pipeline_parallel.planned_step import run_step
-    from vtp_plugin.patches.core.pipeline_parallel.schedules import OwnCourse
+    from vtp_plugin.patches.core.pipeline_parallel.schedules import PipelineBackend
 
     session = planned_session(monkeypatch, schedule="planned")
-    course = OwnCourse(session=session, host=load_host(host_name()))
+    course = PipelineBackend(session=session, host=load_host(host_name()))
     step = {"forward_step_func": print, "data_iterator": None, "num_microbatches": 2, "seq_length": 8}
     chunk = SimpleNamespace(config=model_config())
     with pytest.raises(ConfigError) as caught:

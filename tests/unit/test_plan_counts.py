@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import vtp_plugin
 from vtp_plugin.plan.boundary import channel_spec
 from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan
-from vtp_plugin.plan.boundary.sharding import Spread
+from vtp_plugin.plan.boundary.sharding import Sharding
 from vtp_plugin.plan.boundary.strategies.strategy import Strategy
 
 
@@ -24,7 +24,7 @@ def count_plans(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     made: list[str] = []
 
     def counted(strategy: Strategy) -> Strategy:
-        def plan(src: Spread, dst: Spread) -> BoundaryPlan:
+        def plan(src: Sharding, dst: Sharding) -> BoundaryPlan:
             made.append(strategy.name)
             return strategy.plan(src, dst)
 

@@ -216,8 +216,7 @@ def test_what_was_stopped_is_one_line_and_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ctrl-C, or the end of a job, in the midst of the elements; nothing stops it while it cleans up."""
-    from vtp_plugin.checkpoint.tools import export_hf
-    from vtp_plugin.checkpoint.tools import staging
+    from vtp_plugin.checkpoint.tools import export_hf, staging
 
     imported(model_folder, tmp_path / "start", capsys)
     left, removed = [AMIDST if action == "import" else 1], []

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.checkpoints import run_action
 from vtp_plugin.checkpoint.hf.all_families import FAMILIES
-from vtp_plugin.checkpoint.hf.hf_model import Model
+from vtp_plugin.checkpoint.hf.hf_model import HFModel
 from vtp_plugin.checkpoint.hf.known_fields import FIXED, HARMLESS, known_fields, passed_over
 from vtp_plugin.checkpoint.hf.read_config import read_config, read_model
 from vtp_plugin.errors import ConfigError
@@ -53,7 +53,7 @@ def config_of(family: str) -> dict[str, Any]:
     return {"model_type": family, "architectures": [FAMILIES[family].architecture], **BASE, **OWN.get(family, {})}
 
 
-def read(config: dict[str, Any]) -> Model | str:
+def read(config: dict[str, Any]) -> HFModel | str:
     """Read a config; return what is wrong with it, which is one line of value, rule and way out."""
     try:
         return read_model(config, Path("m/config.json"))
@@ -68,13 +68,13 @@ def read(config: dict[str, Any]) -> Model | str:
 def test_every_field_of_every_type(family: str) -> None:
     """No traceback; what is read is made of numbers that are finite and truths."""
     config = config_of(family)
-    assert isinstance(read(config), Model)
+    assert isinstance(read(config), HFModel)
     num_read = 0
     for name in (*known_fields(FAMILIES[family]), "unsloth_version", "x"):
         for value in VALUES:
             made = read({**config, name: value})
-            num_read += isinstance(made, Model)
-            if isinstance(made, Model):
+            num_read += isinstance(made, HFModel)
+            if isinstance(made, HFModel):
                 kinds = {each: type(getattr(made, each)) for each in ("num_layers", "hidden", "heads", "ffn", "vocab")}
                 assert set(kinds.values()) == {int}, (name, value)
                 assert type(made.is_tied) is bool and type(made.rotary_base) is int and made.epsilon < 1e308
@@ -96,7 +96,7 @@ def test_every_part_of_a_scaling_of_every_type(place: str) -> None:
         for name in (*SCALING, "type", "rope_theta", "partial_rotary_factor", "x"):
             for value in VALUES:
                 made = read({**config, place: {**scaling, name: value}})
-                factor = made.rope_factor if isinstance(made, Model) else None
+                factor = made.rope_factor if isinstance(made, HFModel) else None
                 assert factor is None or 0 < factor < 1e301
 
 
@@ -229,4 +229,4 @@ def defaults() -> Iterator[tuple[str, dict[str, Any]]]:
 def test_all_that_transformers_writes_passes() -> None:
     """Also with every field, as ``to_json_file(use_diff=False)`` and other tools write it."""
     for architecture, config in defaults():
-        assert isinstance(found := read({**config, "architectures": [architecture]}), Model), found
+        assert isinstance(found := read({**config, "architectures": [architecture]}), HFModel), found

@@ -18,7 +18,7 @@ from benchmarks.published_quoted import CLUSTERS, QUOTED
 from benchmarks.published_richer import Richer
 from benchmarks.published_theirs import Theirs
 from vtp_plugin.tune.search.fastest import fastest
-from vtp_plugin.tune.search.problem import Question
+from vtp_plugin.tune.search.problem import SearchProblem
 
 NUM_LAYERS = 6  # the embedding and the head among them
 PARAMS = {1: 1000, 2: 500}
@@ -109,12 +109,12 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def question(root: Path) -> Question:
+def question(root: Path) -> SearchProblem:
     artifact = read_artifact(root)
     return ask(artifact, read_cluster(artifact, (2, 2))).question
 
 
-def test_times_links_and_memory_are_as_the_files_say(question: Question) -> None:
+def test_times_links_and_memory_are_as_the_files_say(question: SearchProblem) -> None:
     assert {(shape.num_replicas, shape.micro_batch_size) for shape in question.shapes} == {
         (replicas, size) for replicas in (1, 2, 4) for size in (1, 2, 4, 8)
     }
@@ -136,7 +136,7 @@ def test_times_links_and_memory_are_as_the_files_say(question: Question) -> None
     assert shape.held_bytes(2, 1, 3, 4, False, True, 1) == 2 * 24 * 500 + 2 * 4 * 4 * 100 + 3 * 10**9
 
 
-def test_a_plan_is_judged_as_the_search_judges_its_own(root: Path, question: Question) -> None:
+def test_a_plan_is_judged_as_the_search_judges_its_own(root: Path, question: SearchProblem) -> None:
     artifact = read_artifact(root)
     best = fastest(question).best[0]
     assert samples_per_s(artifact, question, plan_of(best)) == pytest.approx(32 / best.step_s)

@@ -14,7 +14,7 @@ from tests import schedule_oracle as oracle
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.layout.channel_id import ChannelId
 from vtp_plugin.plan.schedule.cost.costs import Costs, split_costs, u_costs, uniform_costs
-from vtp_plugin.plan.schedule.cost.microbatch_route import make_chain
+from vtp_plugin.plan.schedule.cost.microbatch_route import make_route
 from vtp_plugin.plan.schedule.cost.simulator import simulate
 from vtp_plugin.plan.schedule.cost.step_bounds import in_flight_needed, lower_bound
 from vtp_plugin.plan.schedule.make.generate import one_f_one_b, one_f_one_b_limits, plain_forward_only
@@ -98,7 +98,7 @@ def test_one_f_one_b_is_close_to_the_bound_where_stages_are_balanced(num_replica
         one_f_one_b_limits(plain_placement(len(num_replicas), num_replicas=num_replicas))[stage]
         for stage, _ in oracle.workers(placement)
     ]
-    bound = lower_bound(make_chain(placement, balanced(placement)), num_microbatches, limits)
+    bound = lower_bound(make_route(placement, balanced(placement)), num_microbatches, limits)
     assert bound <= simulate(schedule, balanced(placement)).makespan <= 1.02 * bound
 
 

@@ -13,7 +13,7 @@ import pytest
 from tests import schedule_oracle as oracle
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.schedule.cost.costs import Costs, u_costs
-from vtp_plugin.plan.schedule.cost.microbatch_route import make_chain
+from vtp_plugin.plan.schedule.cost.microbatch_route import make_route
 from vtp_plugin.plan.schedule.cost.step_bounds import in_flight_needed, lower_bound
 from vtp_plugin.plan.schedule.make.u_shape import plan_u_shape, reference_u_shape
 from vtp_plugin.plan.schedule.order.actions import parse_actions
@@ -89,7 +89,7 @@ def test_small_plans_are_the_best_of_all(num_stages: int, num_microbatches: int,
     schedules = [(s, oracle.peaks(s)) for s in all_schedules(u_placement(num_stages), num_microbatches)]
     for cloud, latency in [(1, 0), (2, 1), (3, 4)]:
         costs = u_costs(num_stages, cloud=cloud, latency=latency)
-        chain = make_chain(u_placement(num_stages), costs)
+        chain = make_route(u_placement(num_stages), costs)
         times = {s: oracle.makespan(s, costs) for s, _ in schedules if check(s) == ()}
         for limit in range(1, num_microbatches + 1):
             limits = [limit] * num_stages

@@ -12,22 +12,22 @@ import pytest
 import torch.distributed as dist
 
 from vtp_plugin.elastic import cards as cards_module
-from vtp_plugin.elastic.cards import FAULT_FILE_VARIABLE, Card, settle_seats, try_card
-from vtp_plugin.elastic.coordinator import Judge, group_by_node
-from vtp_plugin.elastic.join import take_seat
-from vtp_plugin.elastic.spare_rank import Onlooker
+from vtp_plugin.elastic.cards import FAULT_FILE_VARIABLE, RankCard, settle_seats, try_card
+from vtp_plugin.elastic.coordinator import Coordinator, group_by_node
+from vtp_plugin.elastic.join import join_run
+from vtp_plugin.elastic.spare_rank import SpareRank
 from vtp_plugin.errors import ConfigError, LayoutError, PeerError, ShortageError
 from vtp_plugin.runtime.health.board import Board
-from vtp_plugin.runtime.health.redaction import Disclosure
+from vtp_plugin.runtime.health.redaction import Redaction
 from vtp_plugin.runtime.health.store import Round, Topic, connect_again, part_of
 from vtp_plugin.tune.fit.as_flags import layer_words, without
 
-ONE_SITE = Disclosure(is_one_site=True)
+ONE_SITE = Redaction(is_one_site=True)
 
 
-def card(node: str, local_rank: int, **changes: str) -> Card:
+def card(node: str, local_rank: int, **changes: str) -> RankCard:
     values: dict[str, Any] = {"site": "", "kind": "cpu", "why": "", "versions": "1", **changes}
-    return Card(node=node, local_rank=local_rank, **values)
+    return RankCard(node=node, local_rank=local_rank, **values)
 
 
 def test_a_fault_file_plays_bad_cards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,7 +59,7 @@ def test_ranks_of_a_machine_are_a_node_by_local_rank() -> None:
         ([card("a", 0), card("a", 1, kind="cuda")], "kinds of cards are mixed on a: cpu, cuda"),
     ],
 )
-def test_ranks_that_contradict_each_other_are_refused(cards: list[Card], text: str) -> None:
+def test_ranks_that_contradict_each_other_are_refused(cards: list[RankCard], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         group_by_node(cards)
 
@@ -71,7 +71,7 @@ class Local:
     local: tuple[int, ...]
 
 
-def settle(decide: Any, disclosure: Disclosure = ONE_SITE, cards: Any = None) -> list[Any]:
+def settle(decide: Any, disclosure: Redaction = ONE_SITE, cards: Any = None) -> list[Any]:
     found: list[Any] = [None, None]
     store = dist.HashStore()
     own = cards or [card("a", 0), card("a", 1)]
@@ -128,14 +128,14 @@ def not_asked(*_: Any) -> Any:
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
 def test_a_seat_needs_what_a_launcher_says(name: str) -> None:
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    judge = Judge(make_ask=not_asked, make_words=not_asked)
+    judge = Coordinator(make_ask=not_asked, make_words=not_asked)
     with pytest.raises(ConfigError, match=f"needs the launcher's {name}, which is not set; use torchrun"):
-        take_seat(card("a", 0), judge, environment={**place, name: ""}, timeout_s=1.0)
+        join_run(card("a", 0), judge, environment={**place, name: ""}, timeout_s=1.0)
 
 
 def test_a_spare_rank_learns_how_the_run_ended() -> None:
     store = dist.HashStore()
-    onlooker = Onlooker(store, num_ranks=2, timeout_s=20.0)
+    onlooker = SpareRank(store, num_ranks=2, timeout_s=20.0)
     onlooker.leave()
     onlooker.leave()
     assert onlooker.wait() is None
@@ -145,13 +145,13 @@ def test_a_spare_rank_ends_with_a_run_that_fails(tmp_path: Path) -> None:
     store = dist.FileStore(str(tmp_path / "store"))
     watched = Round(part_of(connect_again(store), Topic.WATCH), 1).posts
     Board(watched).post("rank 1 does not answer")
-    assert Onlooker(store, num_ranks=2, timeout_s=20.0).wait() == "rank 1 does not answer"
+    assert SpareRank(store, num_ranks=2, timeout_s=20.0).wait() == "rank 1 does not answer"
 
 
 def test_a_spare_rank_is_patient_until_the_run_shows_life(tmp_path: Path) -> None:
     """Ranks may take longer to start than they may later be silent."""
     store = dist.FileStore(str(tmp_path / "store"))
-    onlooker = Onlooker(store, num_ranks=2, timeout_s=0.5)
+    onlooker = SpareRank(store, num_ranks=2, timeout_s=0.5)
     with ThreadPoolExecutor(1) as threads:
         end = threads.submit(onlooker.wait)
         assert not wait([end], timeout=2.5).done

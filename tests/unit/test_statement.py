@@ -9,7 +9,7 @@ import pytest
 
 from vtp_plugin.config import VtpConfig, flags_of_fields
 from vtp_plugin.config.declare_field import declare
-from vtp_plugin.config.flag import Compared, Flag, FlagGroup
+from vtp_plugin.config.flag import ComparisonRule, Flag, FlagGroup
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.runtime.health.startup import find_difference
 from vtp_plugin.session.statement import state_request, state_run
@@ -74,7 +74,9 @@ def test_every_option_says_whether_ranks_may_differ() -> None:
     fields = [field.name for field in dataclasses.fields(VtpConfig)]
     assert sorted(fields) == sorted(CHANGES), "give every option a value here"
     for flag in flags_of_fields():
-        assert isinstance(flag.compared, Compared) and (flag.compared.name is None) == bool(flag.compared.reason), flag
+        assert isinstance(flag.compared, ComparisonRule) and (flag.compared.name is None) == bool(
+            flag.compared.reason
+        ), flag
     names = [flag.compared.name for flag in flags_of_fields() if flag.compared and flag.compared.name]
     assert len(set(names)) == len(names)
     with pytest.raises(TypeError):

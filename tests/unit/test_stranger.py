@@ -21,24 +21,24 @@ import torch.distributed as dist
 
 from tests.hosts import PYTHON_PATH, ROOT
 from tests.pace import pace
-from vtp_plugin.elastic.cards import Card, settle_seats
-from vtp_plugin.elastic.coordinator import Judge
+from vtp_plugin.elastic.cards import RankCard, settle_seats
+from vtp_plugin.elastic.coordinator import Coordinator
 from vtp_plugin.elastic.outcome import Outcome
 from vtp_plugin.errors import ConfigError, PeerError
 from vtp_plugin.runtime.health.attempt import agree_on_attempt
 from vtp_plugin.runtime.health.board import Board
 from vtp_plugin.runtime.health.clock import estimate_offset
 from vtp_plugin.runtime.health.joint_work import Together
-from vtp_plugin.runtime.health.liveness_check import RollCall
+from vtp_plugin.runtime.health.liveness_check import LivenessCheck
 from vtp_plugin.runtime.health.monitor import Monitor
 from vtp_plugin.runtime.health.nodes import gather_node_sizes
-from vtp_plugin.runtime.health.redaction import Disclosure
+from vtp_plugin.runtime.health.redaction import Redaction
 from vtp_plugin.runtime.health.startup import Agreement
 from vtp_plugin.runtime.health.store import Round, Topic, connect_again, part_of
 from vtp_plugin.runtime.step.measure import Report, read_shared, share_reports
 from vtp_plugin.session.ranks import AllRanks
 from vtp_plugin.tune.fit.chosen import Chosen
-from vtp_plugin.tune.fit.constraints import Ask
+from vtp_plugin.tune.fit.constraints import Constraints
 
 TIMEOUT_S = 2.0 * pace()
 HOST, SECRET = "127.0.0.1", "r-secret"
@@ -52,8 +52,8 @@ GARBAGE: list[Any] = [
     b'{"a": 1e999}',
     b'"' + b"x" * (9 << 20) + b'"',
 ]
-BETWEEN = {0: Disclosure(site="edge"), 1: Disclosure(site="cloud")}
-ONE_SITE = dict.fromkeys(range(2), Disclosure(is_one_site=True))
+BETWEEN = {0: Redaction(site="edge"), 1: Redaction(site="cloud")}
+ONE_SITE = dict.fromkeys(range(2), Redaction(is_one_site=True))
 
 
 @pytest.fixture
@@ -150,7 +150,7 @@ def test_a_failure_of_this_rank_stays_its_own() -> None:
 )
 def test_an_answer_that_no_rank_gave_counts_as_none(post: Any) -> None:
     store = dist.HashStore()
-    roll_call = RollCall(store, Board(store), 0, 2)
+    roll_call = LivenessCheck(store, Board(store), 0, 2)
     store.set("here/1", post)
     assert roll_call.standing(1) is None
 
@@ -181,7 +181,7 @@ def on_ranks(action: Callable[[int], object]) -> list[Any]:
 def settle(
     stores: Mapping[int, dist.Store],
     prepare: Mapping[int, Callable[[], Mapping[str, object]]],
-    disclosures: Mapping[int, Disclosure] = ONE_SITE,
+    disclosures: Mapping[int, Redaction] = ONE_SITE,
 ) -> list[Any]:
     """Run the check "start" on two ranks; return what each raised."""
 
@@ -226,16 +226,16 @@ def test_a_verdict_that_nobody_gave_is_one_line(post: Any) -> None:
 @pytest.mark.parametrize(
     ("disclosure", "own", "is_final"),
     [
-        (Disclosure(site="cloud"), None, False),
-        (Disclosure(site="cloud"), OSError("disk"), False),
-        (Disclosure(site="cloud"), ConfigError("--x 1; wrong; leave it out"), True),
-        (Disclosure(site="cloud", is_opted_in=True), None, False),
-        (Disclosure(names_one_site=True), None, True),
-        (Disclosure(is_one_site=True), None, True),
+        (Redaction(site="cloud"), None, False),
+        (Redaction(site="cloud"), OSError("disk"), False),
+        (Redaction(site="cloud"), ConfigError("--x 1; wrong; leave it out"), True),
+        (Redaction(site="cloud", is_opted_in=True), None, False),
+        (Redaction(names_one_site=True), None, True),
+        (Redaction(is_one_site=True), None, True),
     ],
 )
 def test_the_other_site_does_not_say_that_no_restart_cures(
-    disclosure: Disclosure, own: Exception | None, is_final: bool
+    disclosure: Redaction, own: Exception | None, is_final: bool
 ) -> None:
     """That is what ``vtp_stopped.txt`` is written for, which keeps every later start from going on."""
     store = dist.HashStore()
@@ -276,7 +276,7 @@ def test_modules_of_several_sites_keep_their_texts() -> None:
     """Checks of a bridge have ranks of their own, and the same door."""
     ranks = AllRanks(lambda: 20.0, lambda: None)
     ranks.join(dist.HashStore(), 0, 2)
-    ranks.disclose(Disclosure(site="edge"))
+    ranks.disclose(Redaction(site="edge"))
     agree: Any = ranks.agreement("bridge", None)
     assert agree is not None
     world = SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 2)
@@ -288,12 +288,12 @@ def test_modules_of_several_sites_keep_their_texts() -> None:
         assert not among.func.__self__.disclosure().is_full
 
 
-def card(local_rank: int, **changes: str) -> Card:
+def card(local_rank: int, **changes: str) -> RankCard:
     values: dict[str, Any] = {"site": "", "kind": "cpu", "why": "", "versions": "1", **changes}
-    return Card(node="a", local_rank=local_rank, **values)
+    return RankCard(node="a", local_rank=local_rank, **values)
 
 
-def fit(store: dist.Store, decide: Any, cards: list[Card], disclosures: Mapping[int, Disclosure]) -> list[Any]:
+def fit(store: dist.Store, decide: Any, cards: list[RankCard], disclosures: Mapping[int, Redaction]) -> list[Any]:
     def action(rank: int) -> object:
         place: Any = {"rank": rank, "world_size": 2, "timeout_s": 20.0, "disclosure": disclosures[rank]}
         return settle_seats(store, cards[rank], decide, Outcome, **place)
@@ -323,9 +323,9 @@ def test_a_fit_tells_the_other_site_the_type_of_an_error(raised: Exception, disc
 
 @pytest.mark.parametrize("is_one_site", [True, False])
 def test_cards_of_the_other_site_do_not_stop_this_one_for_good(is_one_site: bool) -> None:
-    ask = lambda: Ask(args=MODEL, least_stages=1, most_stages=1)  # noqa: E731
-    disclosure = Disclosure(is_one_site=is_one_site, site="edge")
-    judge = Judge(make_ask=ask, make_words=lambda chosen, ask: (), disclosure=disclosure)
+    ask = lambda: Constraints(args=MODEL, least_stages=1, most_stages=1)  # noqa: E731
+    disclosure = Redaction(is_one_site=is_one_site, site="edge")
+    judge = Coordinator(make_ask=ask, make_words=lambda chosen, ask: (), disclosure=disclosure)
     for said, text in (
         ({"versions": "2"}, "versions differ between nodes"),
         ({"kind": "cuda"}, "kinds of cards are mixed"),
@@ -388,7 +388,7 @@ BAD_LISTS: dict[str, Mapping[str, Any]] = {
 
 @pytest.mark.parametrize("problem", BAD_LISTS)
 def test_a_list_that_this_rank_could_not_have_been_given_is_refused(problem: str) -> None:
-    ask = Ask(args=MODEL, least_stages=2, most_stages=2, num_replicas=1)
+    ask = Constraints(args=MODEL, least_stages=2, most_stages=2, num_replicas=1)
     GOOD.require(ask, 3)
     changes = dict(BAD_LISTS[problem])
     num_ranks = changes.pop("num_ranks", 3)
@@ -539,7 +539,7 @@ def test_what_is_wrong_with_a_checkpoint_stays_at_its_site(is_one_site: bool) ->
         posted.append(own)
         return f"{combine([own])}\x1b[2J"
 
-    disclosure = Disclosure(is_one_site=is_one_site, site="edge")
+    disclosure = Redaction(is_one_site=is_one_site, site="edge")
     session: Any = SimpleNamespace(ranks=SimpleNamespace(store=object(), share_reports=share, disclosure=disclosure))
     text = _agreed(session, f"/home/{SECRET}/iter_0000004 is damaged")
     assert (SECRET in str(posted)) is is_one_site is (SECRET in text) and text.endswith("\\x1b[2J")

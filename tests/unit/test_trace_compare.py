@@ -20,7 +20,7 @@ from vtp_plugin.plan.schedule.order.schedule import Schedule
 from vtp_plugin.report.trace.beside_plan import crossings_of, measured_costs, plan_shares
 from vtp_plugin.report.trace.causes import Cause, Stretch
 from vtp_plugin.report.trace.compare_steps import TracedStep, differences, explained, join_files, slower_by_itself
-from vtp_plugin.report.trace.explain import Share, arrivals, explain, totals
+from vtp_plugin.report.trace.explain import TimeShare, arrivals, explain, totals
 from vtp_plugin.report.trace.stages import StageTimes, format_stages, stage_times
 from vtp_plugin.report.trace.trace_files import (
     Owner,
@@ -149,7 +149,7 @@ def test_what_all_ranks_do_adds_up(seed: int) -> None:
             end_s = start_s + drawn.choice((0.0, 0.01, 0.3))
             cause = drawn.choice([cause for cause in Cause if cause not in (Cause.BUBBLE, Cause.MESSAGE, Cause.OTHER)])
             stretches.append(Stretch(cause=cause, name=name, start_s=start_s, end_s=end_s))
-        shares.append(Share(rank=rank, worker=rank // 2, start_s=0.0, end_s=1.0, stretches=tuple(stretches)))
+        shares.append(TimeShare(rank=rank, worker=rank // 2, start_s=0.0, end_s=1.0, stretches=tuple(stretches)))
     for parts in explain(shares).values():
         assert parts[0].start_s == 0.0 and parts[-1].end_s == 1.0
         assert all(a.end_s == b.start_s and a.length_s > 0 for a, b in zip(parts, parts[1:], strict=False))
@@ -160,9 +160,9 @@ def test_a_wait_counts_by_what_the_other_side_did() -> None:
     """One stage of two ranks waits for the other: the leader for the message, then both for each other."""
     name = "boundary 0->1, forward, microbatch 0"
 
-    def share(rank: int, worker: int, *stretches: tuple[Cause, float, float]) -> Share:
+    def share(rank: int, worker: int, *stretches: tuple[Cause, float, float]) -> TimeShare:
         noted = tuple(Stretch(cause=cause, name=name, start_s=a, end_s=b) for cause, a, b in stretches)
-        return Share(rank=rank, worker=worker, start_s=0.0, end_s=10.0, stretches=noted)
+        return TimeShare(rank=rank, worker=worker, start_s=0.0, end_s=10.0, stretches=noted)
 
     found = explain(
         [
@@ -184,7 +184,7 @@ def test_parts_of_a_message_come_from_one_rank_after_another() -> None:
     name = "boundary 0->1, replica dp 0 cp 0, forward, microbatch 0"
     times = {0: (Cause.SEND, 4.0, 4.5), 1: (Cause.SEND, 6.0, 6.5), 2: (Cause.WAIT, 1.0, 5.0)}
     shares = [
-        Share(
+        TimeShare(
             rank=rank,
             worker=rank // 2,
             start_s=0.0,
@@ -225,7 +225,7 @@ def test_costs_are_taken_from_the_trace() -> None:
         plain_placement(2),
         [
             [
-                Share(
+                TimeShare(
                     rank=rank,
                     worker=rank,
                     start_s=0.0,
@@ -317,9 +317,9 @@ def test_bad_input_is_one_line(
 def test_stages_are_summed_up_and_a_slow_rank_is_named() -> None:
     """Of two replicas of a stage one computes twice as long; the sums are the same after they were sent as text."""
 
-    def share(rank: int, *stretches: tuple[Cause, float, float]) -> Share:
+    def share(rank: int, *stretches: tuple[Cause, float, float]) -> TimeShare:
         noted = tuple(Stretch(cause=cause, name="x", start_s=a, end_s=b) for cause, a, b in stretches)
-        return Share(rank=rank, worker=min(rank, 1), start_s=0.0, end_s=10.0, stretches=noted)
+        return TimeShare(rank=rank, worker=min(rank, 1), start_s=0.0, end_s=10.0, stretches=noted)
 
     shares = [
         share(0, (Cause.FORWARD, 0.0, 3.0), (Cause.PACK, 3.0, 3.5), (Cause.SEND, 3.5, 4.0)),

@@ -16,7 +16,7 @@ from vtp_plugin.errors import ConfigError
 from vtp_plugin.host.rules.checks.edge_layers import check_u_layers
 from vtp_plugin.plan.schedule.cost.cost_text import combine_reports, format_costs, parse_costs
 from vtp_plugin.plan.schedule.cost.costs import u_costs
-from vtp_plugin.plan.schedule.cost.microbatch_route import make_chain
+from vtp_plugin.plan.schedule.cost.microbatch_route import make_route
 from vtp_plugin.plan.schedule.cost.step_bounds import lower_bound
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
 from vtp_plugin.plan.schedule.make.u_shape import plan_u_shape
@@ -34,7 +34,7 @@ def test_small_plans_are_the_best_of_all() -> None:
         for limit in (1, 2):
             best = min(times[s] for s, peaks in schedules if max(peaks) <= limit)
             plan = plan_u_shape(2, 2, costs, num_rings=2, limits=(limit, limit))
-            bound = lower_bound(make_chain(u_placement(2, num_rings=2), costs), 2, (limit, limit))
+            bound = lower_bound(make_route(u_placement(2, num_rings=2), costs), 2, (limit, limit))
             assert bound <= best == plan.makespan
 
 

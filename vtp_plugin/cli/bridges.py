@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from vtp_plugin.cli.boundaries import PlansView, explain, format_bytes
 from vtp_plugin.cli.run_flags import check_unknown
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.plan.boundary.bridge_endpoint import BridgeEnd, boundary_ranks
+from vtp_plugin.plan.boundary.bridge_endpoint import BridgeEndpoint, boundary_ranks
 from vtp_plugin.plan.boundary.bridge_spec import BridgeSpec
 from vtp_plugin.plan.layout.describe import format_ranks
 from vtp_plugin.report.pictures.draw_bridges import DrawnModule, draw_bridges
@@ -42,10 +42,10 @@ class Module:
         """Its pipeline stages."""
         return self.sizes[2]
 
-    def end(self, *, is_last: bool) -> BridgeEnd:
+    def end(self, *, is_last: bool) -> BridgeEndpoint:
         """Return the ranks of its last stage, or of its first."""
         ranks = boundary_ranks(self.sizes, _DIMENSIONS, self.first_rank, is_last=is_last)
-        return BridgeEnd(ranks=ranks)
+        return BridgeEndpoint(ranks=ranks)
 
     def __str__(self) -> str:
         sizes = " ".join(f"{name} {size}" for name, size in zip(_DIMENSIONS, self.sizes, strict=True))

@@ -28,7 +28,7 @@ from vtp_plugin.cli.progress_bar import progress
 from vtp_plugin.errors import ConfigError
 
 if TYPE_CHECKING:
-    from vtp_plugin.checkpoint.tools.compare_checkpoints import Compared
+    from vtp_plugin.checkpoint.tools.compare_checkpoints import ComparedTensor
 
 _MAX_NAMED = 5
 _FOLDER = "folder of a checkpoint of the format torch_dist; of a folder of several, the newest is meant"
@@ -165,7 +165,7 @@ def _diff(options: argparse.Namespace) -> None:
     sys.exit(0 if is_equal else 1)
 
 
-def _lines(found: list[Compared], most: int) -> Iterator[str]:
+def _lines(found: list[ComparedTensor], most: int) -> Iterator[str]:
     """Write a line for each state, and one for each of some tensors that differ; the largest differences first."""
     for state, group in groupby(found, key=lambda each: each.state):
         of_state = list(group)

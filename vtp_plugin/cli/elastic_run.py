@@ -17,18 +17,18 @@ from vtp_plugin.cli.parser import Parser
 from vtp_plugin.cli.run_flags import add_run_flags
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.config.vtp_flags import read_flags
-from vtp_plugin.elastic.cards import Card, try_card
-from vtp_plugin.elastic.coordinator import Judge
+from vtp_plugin.elastic.cards import RankCard, try_card
+from vtp_plugin.elastic.coordinator import Coordinator
 from vtp_plugin.elastic.failed_starts import name_start
-from vtp_plugin.elastic.join import Seat, take_seat
+from vtp_plugin.elastic.join import Membership, join_run
 from vtp_plugin.elastic.marker import RUN_FOLDER_VARIABLE
-from vtp_plugin.elastic.orphans import end_leftovers
+from vtp_plugin.elastic.orphans import end_orphans
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.host.versions import capability, find_host
-from vtp_plugin.runtime.health.redaction import Disclosure
+from vtp_plugin.runtime.health.redaction import Redaction
 from vtp_plugin.tune.fit.as_flags import fitted_words, without
 from vtp_plugin.tune.fit.chosen import Chosen
-from vtp_plugin.tune.fit.constraints import Ask
+from vtp_plugin.tune.fit.constraints import Constraints
 from vtp_plugin.tune.fit.options_of_run import read_ask
 from vtp_plugin.util import log
 
@@ -39,7 +39,7 @@ _MAX_PROBE_S = 60.0
 _OF_A_FIT = ("--vtp-size-list", "--vtp-stages", "--vtp-data-parallel-size", "--vtp-sites", "--vtp-node")
 
 
-def fit_run(words: Sequence[str]) -> tuple[list[str], Seat]:
+def fit_run(words: Sequence[str]) -> tuple[list[str], Membership]:
     """Fit a list to the cards; end this process here if its rank is spare.
 
     Args:
@@ -52,7 +52,7 @@ def fit_run(words: Sequence[str]) -> tuple[list[str], Seat]:
         ConfigError: nothing fits, or flags contradict each other.
         PeerError: a rank did not come.
     """
-    end_leftovers()
+    end_orphans()
     parser = Parser(add_help=False)
     add_run_flags(parser)
     parser.add_argument("--dataloader-type")
@@ -63,7 +63,7 @@ def fit_run(words: Sequence[str]) -> tuple[list[str], Seat]:
     try:
         own = _own_card(args, config)
         _warn_of_cyclic(args)
-        seat = take_seat(own, _make_judge(args, config), environment=os.environ, timeout_s=config.timeout_s)
+        seat = join_run(own, _make_judge(args, config), environment=os.environ, timeout_s=config.timeout_s)
     finally:
         uninstall()
     if seat.rank is None:
@@ -74,16 +74,16 @@ def fit_run(words: Sequence[str]) -> tuple[list[str], Seat]:
     return [words[0], *without(words[1:], (*_OF_A_FIT, *given)), *seat.words, *_state_words(words)], seat
 
 
-def _make_judge(args: argparse.Namespace, config: VtpConfig) -> Judge:
-    def make_ask() -> Ask:
+def _make_judge(args: argparse.Namespace, config: VtpConfig) -> Coordinator:
+    def make_ask() -> Constraints:
         assert config.stages is not None
         return read_ask(args, config, config.stages, is_alike=not _has_layouts())
 
-    def make_words(chosen: Chosen, ask: Ask) -> tuple[str, ...]:
+    def make_words(chosen: Chosen, ask: Constraints) -> tuple[str, ...]:
         return fitted_words(chosen, ask, num_predicting=args.mtp_num_layers or 0)
 
     folder = os.environ.get(RUN_FOLDER_VARIABLE)
-    return Judge(
+    return Coordinator(
         make_ask=make_ask,
         make_words=make_words,
         folder=Path(folder) if folder else None,
@@ -95,13 +95,13 @@ def _make_judge(args: argparse.Namespace, config: VtpConfig) -> Judge:
     )
 
 
-def _disclosure(args: argparse.Namespace, config: VtpConfig) -> Disclosure:
+def _disclosure(args: argparse.Namespace, config: VtpConfig) -> Redaction:
     """Say what the others may learn, by this rank's own flags: nobody has compared them yet."""
     is_one_site = not config.has_several_sites and not args.vtp_site
-    return Disclosure(is_one_site=is_one_site, is_opted_in=config.share_errors, site=args.vtp_site)
+    return Redaction(is_one_site=is_one_site, is_opted_in=config.share_errors, site=args.vtp_site)
 
 
-def _own_card(args: argparse.Namespace, config: VtpConfig) -> Card:
+def _own_card(args: argparse.Namespace, config: VtpConfig) -> RankCard:
     local = os.environ.get("LOCAL_RANK", "")
     if not local.isdigit():
         raise ConfigError("--vtp-size-list auto needs the launcher's LOCAL_RANK, which is not set; use torchrun")
@@ -109,7 +109,7 @@ def _own_card(args: argparse.Namespace, config: VtpConfig) -> Card:
     node = args.vtp_node or host
     limit_s = min(_MAX_PROBE_S, _PROBE_SHARE * config.timeout_s)
     kind, why = try_card(config.device, node, int(local), limit_s)
-    return Card(
+    return RankCard(
         # A name that the user gives is for all; a host's own name stays at its site.
         node=args.vtp_node or _disclosure(args, config).name(host),
         local_rank=int(local),

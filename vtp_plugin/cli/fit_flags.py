@@ -13,9 +13,9 @@ from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.tune.cluster.stage_memory import StageMemory
 from vtp_plugin.tune.fit.available_cards import read_have
-from vtp_plugin.tune.fit.constraints import Ask
+from vtp_plugin.tune.fit.constraints import Constraints
 from vtp_plugin.tune.fit.fit_layout import fit
-from vtp_plugin.tune.fit.fit_search import Fitted
+from vtp_plugin.tune.fit.fit_search import FittedLayout
 from vtp_plugin.tune.fit.options_of_run import read_ask, write_fitted
 from vtp_plugin.tune.fit.reasons import describe
 
@@ -37,7 +37,7 @@ def add_have_flags(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def fit_to_cards(args: argparse.Namespace, config: VtpConfig) -> tuple[VtpConfig, Fitted, tuple[str, ...]]:
+def fit_to_cards(args: argparse.Namespace, config: VtpConfig) -> tuple[VtpConfig, FittedLayout, tuple[str, ...]]:
     """Fit a list to ``--have``.
 
     Returns:
@@ -60,7 +60,7 @@ def fit_to_cards(args: argparse.Namespace, config: VtpConfig) -> tuple[VtpConfig
     return write_fitted(config, fitted), fitted, describe(fitted, ask, rivals)
 
 
-def _with_memory(args: argparse.Namespace, ask: Ask) -> Ask:
+def _with_memory(args: argparse.Namespace, ask: Constraints) -> Constraints:
     """Ask with what stages hold, with the activations of their microbatches in flight, if those are known."""
     layout = PipelineLayout.from_sizes((1,), world_size=ask.cp, cp=ask.cp)
     has_activations = not activation_flags.why_no_activations(args, layout)

@@ -12,7 +12,7 @@ from vtp_plugin.host.rules.checks.divisibility import feed_forward_size
 from vtp_plugin.plan.layout.chunks import Chunk, plain_chunks, u_chunks
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.plan.memory.footprint import Footprint, Training, footprints
-from vtp_plugin.plan.memory.gpt_model import Experts, Latent, Model
+from vtp_plugin.plan.memory.gpt_model import Experts, GPTModel, Latent
 
 NUMBERS = {
     "--num-attention-heads": "needed to see memory, as are --num-layers, --hidden-size and --vocab-size",
@@ -120,11 +120,11 @@ def why_unknown(args: argparse.Namespace, *, lacks_parts: bool) -> str:
     return f"give {', '.join(missing)} to see it" if missing else ""
 
 
-def read_model(args: argparse.Namespace, layout: PipelineLayout) -> Model:
+def read_model(args: argparse.Namespace, layout: PipelineLayout) -> GPTModel:
     """Give the model that the flags describe."""
     hidden, heads = args.hidden_size, args.num_attention_heads
     multiple = (args.make_vocab_size_divisible_by or 128) * layout.vocab_multiple()
-    return Model(
+    return GPTModel(
         num_layers=args.num_layers,
         num_predicting=args.mtp_num_layers or 0,
         hidden=hidden,

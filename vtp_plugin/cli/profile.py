@@ -21,7 +21,7 @@ from vtp_plugin.cli.search_request import features_of, read_any_list
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.host.mindspeed import has_mindspeed, import_adaptor
 from vtp_plugin.host.versions import find_host
-from vtp_plugin.plan.memory.gpt_model import Model
+from vtp_plugin.plan.memory.gpt_model import GPTModel
 from vtp_plugin.tune.cluster.machines import Location, Origin, Part, Time
 from vtp_plugin.tune.cluster.profile_files import write_links, write_profile
 from vtp_plugin.tune.fit.as_flags import without
@@ -101,13 +101,17 @@ def _device(options: argparse.Namespace) -> Iterator[Session]:
         vtp_plugin.revert()
 
 
-def _times(options: argparse.Namespace, model: Model, model_of: Mapping[str, object], session: Session) -> str:
-    from vtp_plugin.patches.profile_parts import Asked, num_cases, time_parts  # torch, which other commands do without
+def _times(options: argparse.Namespace, model: GPTModel, model_of: Mapping[str, object], session: Session) -> str:
+    from vtp_plugin.patches.profile_parts import (
+        ProfileRequest,
+        num_cases,
+        time_parts,
+    )  # torch, which other commands do without
 
     platform = session.choose_platform()
     layers = () if model.experts is None else model.experts.layers
     kinds: list[Part] = ["dense"] if not all(layers) or not layers else []
-    asked = Asked(
+    asked = ProfileRequest(
         words=_megatron_words(options.words),
         sizes=options.tp_sizes,
         vocabulary=model.vocab,

@@ -20,7 +20,7 @@ from vtp_plugin.errors import VtpError, is_final
 from vtp_plugin.host.mindspeed import ImportWatch, has_mindspeed
 
 if TYPE_CHECKING:
-    from vtp_plugin.elastic.join import Seat
+    from vtp_plugin.elastic.join import Membership
 
 
 class _Formatter(HelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> None:
     # come from the command line, since argparse would remove a "--" that is meant for the script.
     sys.argv = [options.script, *options.words[options.words.index(options.script, 1) + 1 :]]
     sys.path[0] = str(script.resolve().parent)
-    seat: Seat | None = None
+    seat: Membership | None = None
     try:
         if any(word.partition("=")[0] == "--vtp-stages" for word in sys.argv):
             folder = run_folder(sys.argv)
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> None:
         raise
 
 
-def _end(seat: Seat | None) -> None:
+def _end(seat: Membership | None) -> None:
     if seat is not None:
         seat.end()
 

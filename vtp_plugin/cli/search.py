@@ -15,13 +15,13 @@ from vtp_plugin.cli.parser import check_ending, print_json, read_sizes, write_fi
 from vtp_plugin.cli.progress_bar import progress
 from vtp_plugin.cli.run_flags import add_run_flags, check_unknown
 from vtp_plugin.cli.search_picture import draw_found
-from vtp_plugin.cli.search_request import Asked, read_question
+from vtp_plugin.cli.search_request import SearchRequest, read_question
 from vtp_plugin.config.parse_values import format_value
 from vtp_plugin.errors import ConfigError, LayoutError
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.tune.cluster.read_cluster import read_cluster
 from vtp_plugin.tune.fit.as_flags import fitted_words, stock_words
-from vtp_plugin.tune.search.evaluate import Choice
+from vtp_plugin.tune.search.evaluate import Candidate
 from vtp_plugin.tune.search.fastest import Found, fastest
 from vtp_plugin.util.printable import plain
 
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> None:
         print("\n".join(_lines(asked, found)))
 
 
-def _search(asked: Asked, options: argparse.Namespace) -> Found:
+def _search(asked: SearchRequest, options: argparse.Namespace) -> Found:
     with progress(1.0, "search", is_bytes=False) as tell:
         done = 0.0
 
@@ -102,7 +102,7 @@ def _search(asked: Asked, options: argparse.Namespace) -> Found:
         return fastest(asked.question, num_best=options.num_best, limit_s=options.limit_s, tell=say)
 
 
-def _lines(asked: Asked, found: Found) -> Iterator[str]:
+def _lines(asked: SearchRequest, found: Found) -> Iterator[str]:
     best = found.best[0]
     if not found.is_complete:
         yield "the search ended before all lists were bounded: there may be better ones; --limit-s gives it more time"
@@ -129,13 +129,13 @@ def _lines(asked: Asked, found: Found) -> Iterator[str]:
         yield f"--vtp-transport {best.transport}: all ranks of neighbouring stages connect, also those of two sites"
 
 
-def _places(asked: Asked, choice: Choice) -> Iterator[str]:
+def _places(asked: SearchRequest, choice: Candidate) -> Iterator[str]:
     names = enumerate(asked.fitted(choice).node_names)
     texts = [f"stage {stage} on {', '.join(dict.fromkeys(own))}" for stage, own in names]
     yield "nodes of 1: " + "; ".join(texts)
 
 
-def _compared(asked: Asked, found: Found) -> Iterator[str]:
+def _compared(asked: SearchRequest, found: Found) -> Iterator[str]:
     """Say what stock Megatron can do, whether the best layout is worth the plugin, and the flags of what is."""
     best, stock, equal = found.best[0], found.stock, found.equal
     if asked.ask.ends is not None:
@@ -156,7 +156,7 @@ def _compared(asked: Asked, found: Found) -> Iterator[str]:
     yield f"flags of 1: {shlex.join(flags(asked, best))}"
 
 
-def _padded(asked: Asked, choice: Choice) -> Iterator[str]:
+def _padded(asked: SearchRequest, choice: Candidate) -> Iterator[str]:
     """Say so if the flags pad the vocabulary otherwise than Megatron would."""
     own = read_model(asked.ask.args, PipelineLayout.from_sizes(choice.sizes, world_size=sum(choice.sizes))).vocab
     if own != asked.vocab:
@@ -166,7 +166,7 @@ def _padded(asked: Asked, choice: Choice) -> Iterator[str]:
         )
 
 
-def _row(asked: Asked, name: str, choice: Choice) -> tuple[str, ...]:
+def _row(asked: SearchRequest, name: str, choice: Candidate) -> tuple[str, ...]:
     price = _price(asked, choice)
     return (
         name,
@@ -182,11 +182,11 @@ def _row(asked: Asked, name: str, choice: Choice) -> tuple[str, ...]:
     )
 
 
-def _tokens_per_s(asked: Asked, choice: Choice) -> float:
+def _tokens_per_s(asked: SearchRequest, choice: Candidate) -> float:
     return asked.samples * asked.ask.args.seq_length / choice.step_s
 
 
-def _price(asked: Asked, choice: Choice) -> float | None:
+def _price(asked: SearchRequest, choice: Candidate) -> float | None:
     """Give what a million tokens cost; cards that stay idle cost nothing."""
     cp, pools = choice.shape.cp, choice.shape.pools
     prices = [(kind.tp * cp, pools[place].card_price) for kind in choice.kinds for place in kind.places]
@@ -196,19 +196,19 @@ def _price(asked: Asked, choice: Choice) -> float | None:
     return per_hour / 3600 / _tokens_per_s(asked, choice) * 1e6
 
 
-def _busy(choice: Choice) -> list[float]:
+def _busy(choice: Candidate) -> list[float]:
     both = [*map(sum, zip(choice.costs.forward, choice.costs.backward, strict=True))]
     placement = choice.placement
     loads = [sum(both[vstage] for vstage in placement.vstages(stage)) for stage in range(placement.num_stages)]
     return [choice.shape.num_microbatches * load / choice.step_s for load in loads]
 
 
-def _in_flight(choice: Choice) -> list[int]:
+def _in_flight(choice: Candidate) -> list[int]:
     """Give the most microbatches of which each virtual stage keeps activations."""
     return [*choice.order.peaks]
 
 
-def _bottleneck(choice: Choice) -> str:
+def _bottleneck(choice: Candidate) -> str:
     busy = _busy(choice)
     stage = max(range(len(busy)), key=busy.__getitem__)
     tail = choice.sums_s + choice.update_s
@@ -218,7 +218,7 @@ def _bottleneck(choice: Choice) -> str:
     return text + f"; gradients and optimizer take {100 * tail / choice.step_s:.0f} %"
 
 
-def flags(asked: Asked, choice: Choice) -> Sequence[str]:
+def flags(asked: SearchRequest, choice: Candidate) -> Sequence[str]:
     """Give what a run takes to have a layout: Megatron's own flags, where it needs no more."""
     fitted, size = asked.fitted(choice), str(choice.shape.micro_batch_size)
     own: list[str] = []
@@ -236,7 +236,7 @@ def flags(asked: Asked, choice: Choice) -> Sequence[str]:
     return (*words, "--micro-batch-size", size)
 
 
-def _why_nothing(asked: Asked, found: Found) -> str:
+def _why_nothing(asked: SearchRequest, found: Found) -> str:
     if not found.is_complete:
         return "the search ended before any layout was found; --limit-s gives it more time"
     ask, shape = asked.ask, asked.question.shapes[0]
@@ -256,7 +256,7 @@ def _why_nothing(asked: Asked, found: Found) -> str:
     )
 
 
-def _as_json(asked: Asked, found: Found) -> dict[str, object]:
+def _as_json(asked: SearchRequest, found: Found) -> dict[str, object]:
     return {
         "is_complete": found.is_complete,
         "megatron": asked.megatron,
@@ -266,7 +266,7 @@ def _as_json(asked: Asked, found: Found) -> dict[str, object]:
     }
 
 
-def _choice_as_json(asked: Asked, choice: Choice) -> dict[str, object]:
+def _choice_as_json(asked: SearchRequest, choice: Candidate) -> dict[str, object]:
     return {
         "sizes": list(choice.sizes),
         "layers": list(choice.layers),

@@ -16,7 +16,7 @@ from vtp_plugin.errors import ConfigError
 from vtp_plugin.host.versions import HOSTS, capability, find_megatron
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.plan.memory.footprint import Training
-from vtp_plugin.plan.memory.gpt_model import Model
+from vtp_plugin.plan.memory.gpt_model import GPTModel
 from vtp_plugin.plan.memory.layer_sizes import Microbatch
 from vtp_plugin.tune.cluster.durations import speed_of
 from vtp_plugin.tune.cluster.machines import Cluster, Nodes
@@ -25,11 +25,11 @@ from vtp_plugin.tune.cluster.shares import Batch
 from vtp_plugin.tune.cluster.stage_memory import StageMemory
 from vtp_plugin.tune.fit.as_flags import vocabulary_words
 from vtp_plugin.tune.fit.available_cards import Node
-from vtp_plugin.tune.fit.constraints import Ask
-from vtp_plugin.tune.fit.fit_search import Fitted, fitted_of
+from vtp_plugin.tune.fit.constraints import Constraints
+from vtp_plugin.tune.fit.fit_search import FittedLayout, fitted_of
 from vtp_plugin.tune.fit.options_of_run import read_ask
-from vtp_plugin.tune.search.evaluate import Choice
-from vtp_plugin.tune.search.problem import Pool, Question, Shape
+from vtp_plugin.tune.search.evaluate import Candidate
+from vtp_plugin.tune.search.problem import BatchSplit, NodePool, SearchProblem
 
 # Sizes that are one for all stages, by the name of the plugin's list.
 _LISTS = {
@@ -40,7 +40,7 @@ _LISTS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class SearchRequest:
     """What is searched, and what its answer is told with.
 
     Attributes:
@@ -54,8 +54,8 @@ class Asked:
         silent: what counts for nothing, since the file does not say it.
     """
 
-    question: Question
-    ask: Ask
+    question: SearchProblem
+    ask: Constraints
     cluster: Cluster
     vocab: int
     megatron: str
@@ -63,7 +63,7 @@ class Asked:
     samples: int
     silent: tuple[str, ...] = ()
 
-    def fitted(self, choice: Choice) -> Fitted:
+    def fitted(self, choice: Candidate) -> FittedLayout:
         """Give a layout as one that was fitted to the nodes, each by itself."""
         nodes = tuple(
             Node(
@@ -80,7 +80,7 @@ class Asked:
         return fitted_of(choice, nodes, pools)
 
 
-def read_question(args: argparse.Namespace, cluster: Cluster) -> Asked:
+def read_question(args: argparse.Namespace, cluster: Cluster) -> SearchRequest:
     """Read what is asked.
 
     Args:
@@ -111,7 +111,7 @@ def read_question(args: argparse.Namespace, cluster: Cluster) -> Asked:
             f"{', '.join(map(str, sizes))}; give another one"
         )
     version, megatron = _megatron()
-    question = Question(
+    question = SearchProblem(
         num_layers=model.num_layers,
         shapes=shapes,
         least_stages=ask.least_stages,
@@ -126,7 +126,7 @@ def read_question(args: argparse.Namespace, cluster: Cluster) -> Asked:
     )
     about = "overhead, " + ("estimated activations" if why_not or microbatch.is_estimated else "activations")
     about += f" ({why_not})" if why_not else ""
-    return Asked(
+    return SearchRequest(
         question=question,
         ask=ask,
         cluster=cluster,
@@ -168,7 +168,7 @@ def _name_sites(args: argparse.Namespace, cluster: Cluster) -> None:
         args.vtp_sites = ",".join(["edge", *(site for site in sites if site != "edge")])
 
 
-def read_any_list(args: argparse.Namespace, command: str) -> tuple[Ask, Model]:
+def read_any_list(args: argparse.Namespace, command: str) -> tuple[Constraints, GPTModel]:
     """Read what is wanted of a list that is not known yet, and the model that it trains.
 
     Every list pads the vocabulary so that all sizes divide it, as the flags of the best one will say.
@@ -194,7 +194,7 @@ def read_any_list(args: argparse.Namespace, command: str) -> tuple[Ask, Model]:
     return ask, read_padded_model(args, ask)
 
 
-def read_padded_model(args: argparse.Namespace, ask: Ask) -> Model:
+def read_padded_model(args: argparse.Namespace, ask: Constraints) -> GPTModel:
     """Read the model with its vocabulary padded as every list pads it.
 
     Args:
@@ -233,7 +233,7 @@ def _read_lists(args: argparse.Namespace) -> int | None:
     return next(iter(found.values()), None)
 
 
-def features_of(args: argparse.Namespace, model: Model) -> dict[str, object]:
+def features_of(args: argparse.Namespace, model: GPTModel) -> dict[str, object]:
     """List what the times of a model's parts depend on."""
     microbatch = activation_flags.read_microbatch(args)
     return features(model, itemsize_bytes=microbatch.itemsize_bytes, topk=_topk(microbatch))
@@ -263,13 +263,13 @@ def _check(args: argparse.Namespace, command: str) -> None:
 
 def _shapes(
     args: argparse.Namespace,
-    ask: Ask,
+    ask: Constraints,
     cluster: Cluster,
-    model: Model,
+    model: GPTModel,
     microbatch: Microbatch,
     training: Training,
     sizes: Sequence[int],
-) -> Iterator[Shape]:
+) -> Iterator[BatchSplit]:
     num_cards = sum(group.num_nodes * group.num_cards for group in cluster.nodes)
     largest = max(group.num_cards for group in cluster.nodes)
     if largest < ask.cp:
@@ -299,7 +299,7 @@ def _shapes(
             own = () if args.global_batch_size % (size * replicas) else ask.sizes(largest, replicas)
             if not own:
                 continue
-            yield Shape(
+            yield BatchSplit(
                 num_replicas=replicas,
                 num_microbatches=args.global_batch_size // (size * replicas),
                 micro_batch_size=size,
@@ -311,9 +311,11 @@ def _shapes(
             )
 
 
-def _pool(group: Nodes, cluster: Cluster, model: Model, batch: Batch, replicas: int, parts: Sequence[int]) -> Pool:
+def _pool(
+    group: Nodes, cluster: Cluster, model: GPTModel, batch: Batch, replicas: int, parts: Sequence[int]
+) -> NodePool:
     links, room = cluster.links, group.num_cards // batch.cp
-    return Pool(
+    return NodePool(
         name=group.name,
         rooms=(room,) * group.num_nodes,
         speeds={tp: speed_of(group.card, links, model, batch, tp, replicas) for tp in parts if tp <= room},

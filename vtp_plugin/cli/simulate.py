@@ -19,7 +19,7 @@ from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.layout.replica_map import ReplicaMap
 from vtp_plugin.plan.schedule.cost.cost_text import parse_costs
 from vtp_plugin.plan.schedule.cost.costs import Costs, split_costs, u_costs, uniform_costs
-from vtp_plugin.plan.schedule.cost.microbatch_route import make_chain
+from vtp_plugin.plan.schedule.cost.microbatch_route import make_route
 from vtp_plugin.plan.schedule.cost.simulator import Timeline, simulate
 from vtp_plugin.plan.schedule.cost.step_bounds import lower_bound
 from vtp_plugin.plan.schedule.make.limits import by_stage, check_in_flight, choose_limits
@@ -191,7 +191,7 @@ def _why(flags: Run, request: ScheduleRequest, costs: Costs) -> tuple[str, float
     placement = request.placement
     limits, _ = choose_limits(request.in_flight, placement, costs, request.num_microbatches)
     by_worker = placement.by_worker(limits)
-    least = lower_bound(make_chain(placement, costs), request.num_microbatches, by_worker)
+    least = lower_bound(make_route(placement, costs), request.num_microbatches, by_worker)
     source = "what keeps the busiest stage busy, plus two" if request.in_flight is None else "--vtp-in-flight"
     return (
         "order: the shortest of many that were tried for these durations; no order can take less than "

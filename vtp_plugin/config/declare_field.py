@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from vtp_plugin.config.flag import Compared, FlagGroup
+from vtp_plugin.config.flag import ComparisonRule, FlagGroup
 
 
 def declare(
-    group: FlagGroup, compared: Compared, default: Any, help: str, metavar: str | None = None, **flag: Any
+    group: FlagGroup, compared: ComparisonRule, default: Any, help: str, metavar: str | None = None, **flag: Any
 ) -> Any:
     """Declare a field, with what :func:`~vtp_plugin.config.flags_of_fields` cannot take from its name and type.
 

@@ -20,7 +20,7 @@ class FlagGroup(Enum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
+class ComparisonRule:
     """Whether all ranks of a run must have one value of an option; :func:`same`, :func:`given` and :func:`own` make it.
 
     Attributes:
@@ -54,19 +54,19 @@ class Compared:
         return self.none if value is None else value
 
 
-def same(name: str, *, at_start: bool = False, separator: str = ",", none: object = None) -> Compared:
-    """All ranks must have one value of the option; attributes as of :class:`Compared`."""
-    return Compared(name=name, at_start=at_start, separator=separator, none=none)
+def same(name: str, *, at_start: bool = False, separator: str = ",", none: object = None) -> ComparisonRule:
+    """All ranks must have one value of the option; attributes as of :class:`ComparisonRule`."""
+    return ComparisonRule(name=name, at_start=at_start, separator=separator, none=none)
 
 
-def given(name: str) -> Compared:
+def given(name: str) -> ComparisonRule:
     """All ranks must give the option or none, each with a path of its own."""
-    return Compared(name=name, is_path=True)
+    return ComparisonRule(name=name, is_path=True)
 
 
-def own(reason: str, *, is_path: bool = False) -> Compared:
-    """Each rank may have a value of its own, for a reason; attributes as of :class:`Compared`."""
-    return Compared(reason=reason, is_path=is_path)
+def own(reason: str, *, is_path: bool = False) -> ComparisonRule:
+    """Each rank may have a value of its own, for a reason; attributes as of :class:`ComparisonRule`."""
+    return ComparisonRule(reason=reason, is_path=is_path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +98,7 @@ class Flag:
     const: object = None
     parse: Callable[[Any], object] | None = None
     choices: tuple[str, ...] = ()
-    compared: Compared | None = None
+    compared: ComparisonRule | None = None
 
     @property
     def dest(self) -> str:

@@ -17,7 +17,7 @@ from vtp_plugin.util import log
 from vtp_plugin.util.untrusted_files import read_json, read_text
 
 if TYPE_CHECKING:
-    from vtp_plugin.elastic.cards import Card
+    from vtp_plugin.elastic.cards import RankCard
 
 MEMORY = "vtp_cards.json"
 """The name of the file."""
@@ -31,7 +31,7 @@ _OF_A_CARD = re.compile(
 )
 
 
-def leave_out(cards: Sequence[Card], folder: Path, *, forgives: str = "") -> list[Card]:
+def leave_out(cards: Sequence[RankCard], folder: Path, *, forgives: str = "") -> list[RankCard]:
     """Take cards that failed twice for bad, also where they work now, and remember what was found.
 
     A card fails when it is bad and was not so the last time that it was seen: one that stays bad has failed once. One
@@ -70,7 +70,7 @@ def leave_out(cards: Sequence[Card], folder: Path, *, forgives: str = "") -> lis
     return found
 
 
-def name_card(card: Card) -> str:
+def name_card(card: RankCard) -> str:
     """Name a card, as the memory does."""
     return f"{card.node} local rank {card.local_rank}"
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from vtp_plugin.errors import LayoutError, PeerError, ShortageError, is_final
 from vtp_plugin.runtime.health.posts import read_post
-from vtp_plugin.runtime.health.redaction import Disclosure, first_line
+from vtp_plugin.runtime.health.redaction import Redaction, first_line
 from vtp_plugin.runtime.health.store import Topic, part_of
 from vtp_plugin.runtime.health.waiting import JUDGE_SHARE, WAITED, WaitingLines, poll, some_ranks
 from vtp_plugin.util.printable import one_line
@@ -33,7 +33,7 @@ Decided = TypeVar("Decided")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Card:
+class RankCard:
     """What a rank has.
 
     Attributes:
@@ -105,14 +105,14 @@ class Ended:
 
 def settle_seats(
     store: dist.Store,
-    own: Card,
-    decide: Callable[[Sequence[Card]], Mapping[str, Any]],
+    own: RankCard,
+    decide: Callable[[Sequence[RankCard]], Mapping[str, Any]],
     kind: type[Decided],
     *,
     rank: int,
     world_size: int,
     timeout_s: float,
-    disclosure: Disclosure,
+    disclosure: Redaction,
 ) -> Decided:
     """Tell what this rank has, and learn what rank 0 decides for all.
 
@@ -159,7 +159,7 @@ def settle_seats(
     return read_post(kind, part, "seats", Topic.CARDS.key)
 
 
-def _cards(part: dist.Store, world_size: int, timeout_s: float) -> list[Card]:
+def _cards(part: dist.Store, world_size: int, timeout_s: float) -> list[RankCard]:
     """Wait on rank 0 for the cards of all ranks.
 
     Raises:
@@ -175,4 +175,4 @@ def _cards(part: dist.Store, world_size: int, timeout_s: float) -> list[Card]:
         waited = f"{WAITED} {time.monotonic() - begin_s:.1f} s"
         text = f"{waited} for the card of rank {some_ranks(missing())}: no answer"
         raise PeerError(text, shared=text)
-    return [read_post(Card, part, key, Topic.CARDS.key) for key in keys]
+    return [read_post(RankCard, part, key, Topic.CARDS.key) for key in keys]

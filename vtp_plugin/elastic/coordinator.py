@@ -14,13 +14,13 @@ from typing import Any
 from vtp_plugin.checkpoint.save.folder_lock import LOCK_VARIABLE, FolderLock, patience_s
 from vtp_plugin.config.parse_values import format_value
 from vtp_plugin.elastic.card_memory import leave_out, name_card
-from vtp_plugin.elastic.cards import Card
+from vtp_plugin.elastic.cards import RankCard
 from vtp_plugin.elastic.progress import LastStep, read_last, write_last
 from vtp_plugin.errors import LayoutError, VtpError
-from vtp_plugin.runtime.health.redaction import Disclosure
+from vtp_plugin.runtime.health.redaction import Redaction
 from vtp_plugin.tune.fit.available_cards import Node, in_order
 from vtp_plugin.tune.fit.chosen import Chosen
-from vtp_plugin.tune.fit.constraints import Ask
+from vtp_plugin.tune.fit.constraints import Constraints
 from vtp_plugin.tune.fit.fit_layout import fit
 from vtp_plugin.tune.fit.rank_assignment import seat_cards
 from vtp_plugin.tune.fit.reasons import describe
@@ -30,7 +30,7 @@ _ALERT_S = 10.0
 
 
 @dataclass(slots=True, kw_only=True)
-class Judge:
+class Coordinator:
     """Decides on the launcher's rank 0 who does what.
 
     Attributes:
@@ -46,18 +46,18 @@ class Judge:
         lock: on the folder, once it is taken; it is held as long as this object is.
     """
 
-    make_ask: Callable[[], Ask]
-    make_words: Callable[[Chosen, Ask], Sequence[str]]
+    make_ask: Callable[[], Constraints]
+    make_words: Callable[[Chosen, Constraints], Sequence[str]]
     folder: Path | None = None
     forgives: bool = False
     on_loss: str = ""
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     timeout_s: float = 600.0
-    disclosure: Disclosure = Disclosure(is_one_site=True)
+    disclosure: Redaction = Redaction(is_one_site=True)
     lines: Sequence[str] = ()
     lock: FolderLock | None = None
 
-    def decide(self, cards: Sequence[Card]) -> Mapping[str, Any]:
+    def decide(self, cards: Sequence[RankCard]) -> Mapping[str, Any]:
         """Fit the list to the cards of all ranks.
 
         Returns:
@@ -113,7 +113,7 @@ class Judge:
         self.lock = FolderLock(self.folder, self.environment, limit_s, token=self.environment.get(LOCK_VARIABLE))
         return read_last(self.folder)
 
-    def _fit(self, cards: Sequence[Card], last: LastStep | None) -> dict[str, Any]:
+    def _fit(self, cards: Sequence[RankCard], last: LastStep | None) -> dict[str, Any]:
         ask = self.make_ask()
         try:
             nodes, numbers = group_by_node(cards)
@@ -155,7 +155,7 @@ class Judge:
             log.warning(f"--vtp-on-loss {self.on_loss}: {problem}; the run goes on")
 
 
-def group_by_node(cards: Sequence[Card]) -> tuple[list[Node], dict[str, list[int]]]:
+def group_by_node(cards: Sequence[RankCard]) -> tuple[list[Node], dict[str, list[int]]]:
     """Group ranks by their machines: the nodes, and of each the ranks whose cards work, by local rank.
 
     Raises:

@@ -12,13 +12,13 @@ from dataclasses import asdict, dataclass
 from vtp_plugin.checkpoint.save.folder_lock import LOCK_VARIABLE
 from vtp_plugin.config.parse_values import format_value
 from vtp_plugin.elastic.card_memory import CARD_VARIABLE, name_card
-from vtp_plugin.elastic.cards import Card, settle_seats
-from vtp_plugin.elastic.coordinator import Judge
+from vtp_plugin.elastic.cards import RankCard, settle_seats
+from vtp_plugin.elastic.coordinator import Coordinator
 from vtp_plugin.elastic.failed_starts import forget_failed_starts
 from vtp_plugin.elastic.launchers import SHARE_VARIABLE
 from vtp_plugin.elastic.outcome import Outcome
 from vtp_plugin.elastic.progress import hand_on, note_end
-from vtp_plugin.elastic.spare_rank import Onlooker
+from vtp_plugin.elastic.spare_rank import SpareRank
 from vtp_plugin.errors import ConfigError, ShortageError
 from vtp_plugin.runtime.health.meeting_store import ATTEMPT_VARIABLE, KEEPER_VARIABLE, open_own_store, open_store
 from vtp_plugin.runtime.health.store import name_run
@@ -32,7 +32,7 @@ _LOOK_S = 0.5
 
 
 @dataclass(slots=True, kw_only=True)
-class Seat:
+class Membership:
     """What this process does in a fitted run.
 
     Attributes:
@@ -49,8 +49,8 @@ class Seat:
     world_size: int
     words: tuple[str, ...]
     why: str
-    onlooker: Onlooker
-    judge: Judge
+    onlooker: SpareRank
+    judge: Coordinator
     has_ended: bool = False
 
     def end(self) -> None:
@@ -60,7 +60,7 @@ class Seat:
         if self.rank == 0 and self.judge.folder is not None:
             note_end(self.judge.folder)
 
-    def wait_outside(self, own: Card) -> int:
+    def wait_outside(self, own: RankCard) -> int:
         """Say that this rank is spare, wait until training ends, and return the exit status.
 
         Args:
@@ -75,13 +75,13 @@ class Seat:
         return 0 if failure is None else 1
 
 
-def take_seat(
-    own: Card,
-    judge: Judge,
+def join_run(
+    own: RankCard,
+    judge: Coordinator,
     *,
     environment: MutableMapping[str, str],
     timeout_s: float,
-) -> Seat:
+) -> Membership:
     """Tell what this rank has, learn which list is fitted, and take the rank that this process has in it.
 
     Afterwards ``RANK`` and ``WORLD_SIZE`` are those of the fitted run, without holes. ``LOCAL_RANK`` stays the index of
@@ -129,8 +129,8 @@ def take_seat(
         raise
     outcome.require_seats(world_size)
     seats, why = outcome.seats, own.why or outcome.why.get(rank, "")
-    onlooker = Onlooker(store, num_ranks=len(seats), timeout_s=timeout_s)
-    seat = Seat(
+    onlooker = SpareRank(store, num_ranks=len(seats), timeout_s=timeout_s)
+    seat = Membership(
         rank=seats.get(rank),
         world_size=len(seats),
         words=judge.words(outcome.chosen, len(seats)),
@@ -152,7 +152,7 @@ def take_seat(
     return seat
 
 
-def _say_beginning(judge: Judge, num_ranks: int, num_working: int) -> None:
+def _say_beginning(judge: Coordinator, num_ranks: int, num_working: int) -> None:
     begin = datetime.datetime.now().isoformat(sep=" ", timespec="microseconds")
     _say(logging.INFO, f"[{begin}] this attempt has {num_ranks} ranks, of which {num_working} work")
     for line in judge.lines:
@@ -171,7 +171,7 @@ def _await_cards(error: ShortageError, limit_s: float) -> None:
     poll(lambda: os.getppid() != launcher, limit_s, pause_s=_LOOK_S)
 
 
-def _leave(seat: Seat, *, num_others: int, serves: bool) -> None:
+def _leave(seat: Membership, *, num_others: int, serves: bool) -> None:
     """End last if this process keeps the store, so that nobody loses it before; at once where the script has failed."""
     seat.judge.close()
     if seat.rank is not None and not seat.has_ended:

@@ -21,7 +21,7 @@ import time
 _LOOK_S = 0.5
 
 
-def end_leftovers() -> bool:
+def end_orphans() -> bool:
     """Let what this process starts end with it; False where its group is not its own, as in a plain shell.
 
     Processes that it has put into groups of their own stay.

@@ -14,7 +14,7 @@ from vtp_plugin.runtime.health.waiting import poll
 _LOOK_S = 1.0
 
 
-class Onlooker:
+class SpareRank:
     """Looks at what the monitors of a run write.
 
     Args:

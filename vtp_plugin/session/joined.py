@@ -19,10 +19,10 @@ from vtp_plugin.runtime.step.links import (
     ActivationLink,
     ChannelLink,
     GradientLink,
-    Link,
     LinkId,
     ModuleLink,
     SplitSizes,
+    StageLink,
 )
 from vtp_plugin.runtime.step.schedule_runner import ScheduleRunner
 from vtp_plugin.session.open_pipelines import Pipeline
@@ -41,7 +41,7 @@ class JoinedModules:
     """
 
     runner: ScheduleRunner
-    links: Mapping[LinkId, Link]
+    links: Mapping[LinkId, StageLink]
     name: str
     inputs: tuple[str, ...]
 
@@ -131,9 +131,9 @@ def join_modules(session: Session, placed: ModulePlacement, joints: Joints) -> J
     )
 
 
-def _links(placed: ModulePlacement, joints: Joints, stage: int) -> dict[LinkId, Link]:
+def _links(placed: ModulePlacement, joints: Joints, stage: int) -> dict[LinkId, StageLink]:
     """Give this rank's links: channels inside its module, bridges to others."""
-    links: dict[LinkId, Link] = {}
+    links: dict[LinkId, StageLink] = {}
     communicator = None if joints.pipeline is None else joints.pipeline.communicator
     for way, ends, direction in (
         ("recv_prev", (stage - 1, stage), Direction.FORWARD),
@@ -152,7 +152,7 @@ def _links(placed: ModulePlacement, joints: Joints, stage: int) -> dict[LinkId, 
     return links
 
 
-def _bridge_links(bridge: Bridge, ends: tuple[int, int], split_sizes: SplitSizes) -> dict[LinkId, Link]:
+def _bridge_links(bridge: Bridge, ends: tuple[int, int], split_sizes: SplitSizes) -> dict[LinkId, StageLink]:
     return {
         (ChannelId.between(*ends, Direction.FORWARD), ends[0]): ActivationLink(bridge, split_sizes),
         (ChannelId.between(*ends, Direction.BACKWARD), ends[0]): GradientLink(bridge, split_sizes),

@@ -22,7 +22,7 @@ from vtp_plugin.config.resolve import (
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.host.rules.context import OptionContext
 from vtp_plugin.host.versions import capability, find_host
-from vtp_plugin.plan.boundary.message_kind import Cargo
+from vtp_plugin.plan.boundary.message_kind import MessageKind
 from vtp_plugin.plan.boundary.pipeline_boundaries import pipeline_boundaries
 from vtp_plugin.plan.boundary.strategies.transport_rules import TransportRules
 from vtp_plugin.plan.layout.describe import describe_layout
@@ -96,7 +96,7 @@ class PlannedRun:
     @property
     def has_packed_rows(self) -> bool:
         """Whether a microbatch is a row of packed samples."""
-        return self.companion is not None and self.companion.cargo is Cargo.LENGTHS
+        return self.companion is not None and self.companion.cargo is MessageKind.LENGTHS
 
     @property
     def has_stock_ends(self) -> bool:

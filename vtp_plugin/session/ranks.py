@@ -18,7 +18,7 @@ from vtp_plugin.errors import ConfigError, PeerError, PlanError
 from vtp_plugin.runtime.health.clock import ClockOffset, estimate_offset
 from vtp_plugin.runtime.health.meeting_store import KEEPER_VARIABLE, open_store
 from vtp_plugin.runtime.health.monitor import Monitor
-from vtp_plugin.runtime.health.redaction import Disclosure
+from vtp_plugin.runtime.health.redaction import Redaction
 from vtp_plugin.runtime.health.startup import Agreement
 from vtp_plugin.runtime.health.store import Topic, connect_again, name_run, part_of
 from vtp_plugin.runtime.step.measure import Posted, Report, share_reports
@@ -44,7 +44,7 @@ class AllRanks:
 
     def __init__(self, timeout_s: Callable[[], float], finish: Callable[[], None]) -> None:
         self.monitor: Monitor | None = None
-        self.disclosure = Disclosure()
+        self.disclosure = Redaction()
         self._timeout_s = timeout_s
         self._finish = finish
         self._agreement: Agreement | None = None
@@ -59,7 +59,7 @@ class AllRanks:
         """How long to wait for another rank."""
         return self._timeout_s()
 
-    def disclose(self, disclosure: Disclosure) -> None:
+    def disclose(self, disclosure: Redaction) -> None:
         """Note what this rank may tell the others from now on."""
         self.disclosure = disclosure
 
@@ -157,7 +157,7 @@ class AllRanks:
             world_size=dist.get_world_size(),
             timeout_s=self._timeout_s,
             members=tuple(members),
-            disclosure=lambda: self.disclosure if self._agreement is not None else Disclosure(is_one_site=True),
+            disclosure=lambda: self.disclosure if self._agreement is not None else Redaction(is_one_site=True),
             way_out=_WAY_OUT_OF_MODULES,
         )
         return functools.partial(among.settle, name, is_partial=True)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
-from vtp_plugin.runtime.health.redaction import Disclosure
+from vtp_plugin.runtime.health.redaction import Redaction
 from vtp_plugin.session.statement import state_request
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def may_name_sites(words: Sequence[str]) -> bool:
 
 def _settle_disclosure(session: Session) -> None:
     config = session.config
-    session.ranks.disclose(Disclosure(is_one_site=not config.has_several_sites, is_opted_in=config.share_errors))
+    session.ranks.disclose(Redaction(is_one_site=not config.has_several_sites, is_opted_in=config.share_errors))
 
 
 def _note_sites(session: Session, *, is_one_site: bool) -> None:

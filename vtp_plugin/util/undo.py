@@ -11,7 +11,7 @@ ABSENT: Final = object()
 """The content of a place that does not exist; putting it deletes the place."""
 
 
-class Place(Protocol):
+class Slot(Protocol):
     """Something that holds an object: it can be read and written."""
 
     @property
@@ -87,7 +87,7 @@ class Item:
 class Change:
     """An assignment that was made; `old` is `ABSENT` if the place did not exist."""
 
-    place: Place
+    place: Slot
     old: object
     new: object
 
@@ -119,7 +119,7 @@ class UndoStack:
     def __len__(self) -> int:
         return len(self._changes)
 
-    def put(self, place: Place, value: object) -> None:
+    def put(self, place: Slot, value: object) -> None:
         """Make a place hold an object, and remember what it held."""
         old = place.get()
         place.put(value)
@@ -130,7 +130,7 @@ class UndoStack:
         self.put(Name(owner, name), value)
 
     @contextmanager
-    def during(self, place: Place, value: object) -> Iterator[None]:
+    def during(self, place: Slot, value: object) -> Iterator[None]:
         """Make a place hold an object inside a ``with`` block; blocks may end in any order, also after :meth:`undo`."""
         self.put(place, value)
         change = self._changes[-1]

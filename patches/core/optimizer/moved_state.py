@@ -12,7 +12,7 @@ from megatron.core.optimizer import optimizer as megatron_optimizer
 
 from vtp_plugin.checkpoint.format.map_file import MAP
 from vtp_plugin.checkpoint.format.optimizer_formats import BY_BUCKET, FORM
-from vtp_plugin.checkpoint.format.shard_map import Bucket, Cut
+from vtp_plugin.checkpoint.format.shard_map import Bucket, ShardSpec
 from vtp_plugin.checkpoint.load.stored_optimizer import Request, StoredOptimizer, Wanted
 from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.host.patching import replaces
@@ -118,7 +118,7 @@ def _wanted_state(
     return request_state(optimizer, stored, cuts)
 
 
-def request_state(optimizer: Any, stored: StoredOptimizer, cuts: Mapping[torch.Tensor, Cut]) -> dict[Any, Any]:
+def request_state(optimizer: Any, stored: StoredOptimizer, cuts: Mapping[torch.Tensor, ShardSpec]) -> dict[Any, Any]:
     """Ask Megatron for nothing, and note what an optimizer wants of a stored one.
 
     Args:

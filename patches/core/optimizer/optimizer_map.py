@@ -11,11 +11,11 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
 
-from vtp_plugin.checkpoint.format.shard_map import Block, Bucket, Cut, Placed, block_at, row_major
+from vtp_plugin.checkpoint.format.shard_map import Block, Bucket, BucketEntry, ShardSpec, block_at, row_major
 from vtp_plugin.errors import PlanError
 
 
-def cuts_of(model_state: Mapping[str, Any]) -> dict[torch.Tensor, Cut]:
+def cuts_of(model_state: Mapping[str, Any]) -> dict[torch.Tensor, ShardSpec]:
     """Say how this rank's parameters are cut, by what their model stores of them.
 
     Args:
@@ -24,7 +24,7 @@ def cuts_of(model_state: Mapping[str, Any]) -> dict[torch.Tensor, Cut]:
     Raises:
         PlanError: a part is no range of rows and columns.
     """
-    cuts: dict[torch.Tensor, Cut] = {}
+    cuts: dict[torch.Tensor, ShardSpec] = {}
     shards, _ = extract_sharded_tensors_and_factories(model_state)
     for shard in nested_values(shards):
         # A parameter may be stored under one name twice, as a tied embedding is; then the one that counts, counts.
@@ -33,7 +33,7 @@ def cuts_of(model_state: Mapping[str, Any]) -> dict[torch.Tensor, Cut]:
     return cuts
 
 
-def _cut(shard: ShardedTensor | ShardedTensorFactory) -> Cut:
+def _cut(shard: ShardedTensor | ShardedTensorFactory) -> ShardSpec:
     if isinstance(shard, ShardedTensor):
         parts, strides = [shard], row_major(tuple(shard.local_shape))
         blocks = (_block(shard, 0, strides),)
@@ -48,7 +48,7 @@ def _cut(shard: ShardedTensor | ShardedTensorFactory) -> Cut:
         raise PlanError(f"{shard.key} is stored under several names")
     # The last number of a replica is that of the data-parallel rank, of which the optimizer stores all.
     is_copy = any(shard.replica_id[:-1]) if isinstance(shard.replica_id, tuple) else bool(shard.replica_id)
-    cut = Cut(name=parts[0].key, shape=tuple(parts[0].global_shape), blocks=blocks, is_copy=is_copy)
+    cut = ShardSpec(name=parts[0].key, shape=tuple(parts[0].global_shape), blocks=blocks, is_copy=is_copy)
     cut.require_orderly()
     return cut
 
@@ -60,7 +60,7 @@ def _block(part: ShardedTensor, offset: int, strides: tuple[int, ...]) -> Block:
     return block_at(box, offset, (1,) * part.prepend_axis_num + tuple(strides))
 
 
-def buckets_of(optimizer: Any, cuts: Mapping[torch.Tensor, Cut], *, is_padded: bool = False) -> Iterator[Bucket]:
+def buckets_of(optimizer: Any, cuts: Mapping[torch.Tensor, ShardSpec], *, is_padded: bool = False) -> Iterator[Bucket]:
     """Yield the buckets of an optimizer, with keys as it stores them.
 
     Args:
@@ -76,7 +76,7 @@ def buckets_of(optimizer: Any, cuts: Mapping[torch.Tensor, Cut], *, is_padded: b
         (types,) = ranges
         for index, bucket in enumerate(buffer.buckets):
             parts = [
-                Placed(cuts[parameter], start - bucket.offset)
+                BucketEntry(cuts[parameter], start - bucket.offset)
                 for parameter, (start, _, of) in buffer.param_index_map.items()
                 if of == index
             ]

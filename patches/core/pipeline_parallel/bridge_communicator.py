@@ -14,7 +14,7 @@ from megatron.core.pipeline_parallel.bridge_communicator import CommRole, RankCo
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.host.patching import subclasses
 from vtp_plugin.patches.patch_set import Moment
-from vtp_plugin.plan.boundary.bridge_endpoint import BridgeEnd, SequenceCut, boundary_ranks, require_disjoint
+from vtp_plugin.plan.boundary.bridge_endpoint import BridgeEndpoint, SequenceCut, boundary_ranks, require_disjoint
 from vtp_plugin.plan.boundary.bridge_spec import BridgeSpec
 from vtp_plugin.plan.layout.stage_grid import StageRanks
 from vtp_plugin.runtime.bridges.batch_axes import BatchAxes
@@ -293,7 +293,7 @@ def _in_this_run(session: Session, original: type) -> type:
     return bridge_class(lambda: session, original)
 
 
-def bridge_end(grid: Any, is_last: bool, sequence: str, is_sharded: bool) -> BridgeEnd:
+def bridge_end(grid: Any, is_last: bool, sequence: str, is_sharded: bool) -> BridgeEndpoint:
     """Describe one module at a bridge: the last stage of its grid, or the first.
 
     Raises:
@@ -303,7 +303,7 @@ def bridge_end(grid: Any, is_last: bool, sequence: str, is_sharded: bool) -> Bri
         raise ConfigError(f"sequence {sequence!r} of a bridge's end; use one of {', '.join(SequenceCut)}")
     stage = at_boundary(grid, is_last=is_last)
     ranks = boundary_ranks(stage.shape, stage.dim_names, stage.rank_offset, is_last=is_last)
-    return BridgeEnd(ranks=ranks, sequence=SequenceCut(sequence), is_sharded=is_sharded)
+    return BridgeEndpoint(ranks=ranks, sequence=SequenceCut(sequence), is_sharded=is_sharded)
 
 
 def at_boundary(grid: Any, *, is_last: bool) -> Any:

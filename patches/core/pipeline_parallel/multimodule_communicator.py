@@ -71,7 +71,7 @@ def _run_step(session: Session, original: Callable[..., Any], **arguments: Any) 
     if getattr(communicator, "vtp_modules", None) is None:
         config = get_model_config(chunks_of(arguments["model"])[0])
         communicator.vtp_modules = _join(session, communicator, config)
-    return run_step(ModuleCourse(communicator.vtp_modules), **arguments)
+    return run_step(ModulesBackend(communicator.vtp_modules), **arguments)
 
 
 def _join(session: Session, communicator: Any, config: Any) -> JoinedModules:
@@ -102,7 +102,7 @@ def _join(session: Session, communicator: Any, config: Any) -> JoinedModules:
 
 
 @dataclass(frozen=True, slots=True)
-class ModuleCourse:
+class ModulesBackend:
     """Planned steps over several modules with grids of their own.
 
     Attributes:

@@ -15,7 +15,7 @@ from vtp_plugin.plan.schedule.order.actions import Action
 from vtp_plugin.plan.schedule.order.schedule import Schedule
 from vtp_plugin.runtime.step.executor import Inputs
 from vtp_plugin.runtime.step.grad_sync import GradSync
-from vtp_plugin.runtime.step.links import Link, LinkId
+from vtp_plugin.runtime.step.links import LinkId, StageLink
 from vtp_plugin.runtime.step.schedule_runner import ScheduleRunner
 
 
@@ -58,7 +58,7 @@ class StepCall:
         }
 
 
-class Passes(Protocol):
+class StepPasses(Protocol):
     """A forward and a backward by Megatron's functions, which take what crosses in the form that the model gives it."""
 
     def forward(
@@ -96,12 +96,12 @@ class StepPlan:
     """
 
     schedule: Schedule
-    links: Mapping[LinkId, Link]
-    passes: Passes
+    links: Mapping[LinkId, StageLink]
+    passes: StepPasses
     finalize_options: Mapping[str, Any]
 
 
-class Course(Protocol):
+class StepBackend(Protocol):
     """What planned steps run over."""
 
     @property
@@ -123,7 +123,7 @@ class _Compute:
     chunks: list[Any]
     iterators: list[Any]
     schedule: Schedule
-    passes: Passes
+    passes: StepPasses
     sync: GradSync
     num_tokens: torch.Tensor
     reports: list[Any] = field(default_factory=list[Any])
@@ -173,7 +173,7 @@ class _Compute:
         return action.vstage == self.schedule.placement.num_vstages - 1
 
 
-def run_step(course: Course, **arguments: Any) -> list[Any]:
+def run_step(course: StepBackend, **arguments: Any) -> list[Any]:
     """Run one step as planned, and let Megatron finish the gradients.
 
     Args:

@@ -76,7 +76,7 @@ def _choose(
         return functools.partial(_run_passing, session, stock)
     if own.schedule_runner is None:
         return functools.partial(_run_passing, session, functools.partial(_run_stock, session, stock))
-    planned = functools.partial(_run_planned_step, writes, OwnCourse(session=session, host=host))
+    planned = functools.partial(_run_planned_step, writes, PipelineBackend(session=session, host=host))
     return functools.partial(_run_passing, session, planned)
 
 
@@ -170,7 +170,7 @@ def _told_by_timers(session: Session, model: Any) -> Iterator[None]:
         undo.undo()
 
 
-def _run_planned_step(writes: Writes, course: OwnCourse, **arguments: Any) -> list[Any]:
+def _run_planned_step(writes: Writes, course: PipelineBackend, **arguments: Any) -> list[Any]:
     """Run one step as planned; Megatron's timers wait for what was received, not for what is to be."""
     if not arguments.get("forward_only", False):
         course.session.begin_step()
@@ -221,7 +221,7 @@ class _ChunkPasses:
 
 
 @dataclass(frozen=True, kw_only=True)
-class OwnCourse:
+class PipelineBackend:
     """Planned steps over the run's own pipeline.
 
     Attributes:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from vtp_plugin.checkpoint.format.entries import DamagedError, Extent, bytes_of, entry_name, opened, place_of
-from vtp_plugin.checkpoint.format.safe_pickle import Inert, Reference, load_inert
+from vtp_plugin.checkpoint.format.safe_pickle import PickledObject, Reference, load_safely
 from vtp_plugin.checkpoint.format.safe_pickle import called_names as names_called
 from vtp_plugin.checkpoint.format.shard_map import row_major
 from vtp_plugin.util.untrusted_files import count
@@ -56,7 +56,7 @@ def _read_pickle(archive: zipfile.ZipFile) -> tuple[Any, int]:
     One value may stand in many places, and these in many again: then few bytes would keep us for ever.
     """
     data = archive.read(entry_name(archive, "data.pkl"))
-    return load_inert(data), _VALUES_PER_BYTE * len(data)
+    return load_safely(data), _VALUES_PER_BYTE * len(data)
 
 
 class _Budget:
@@ -208,14 +208,14 @@ def _said(key: Any) -> str:
     """
     if isinstance(key, tuple):
         return f"({', '.join(map(_said, key))})"
-    return ".".join(key.origin) if isinstance(key, type) and issubclass(key, Inert) else str(key)
+    return ".".join(key.origin) if isinstance(key, type) and issubclass(key, PickledObject) else str(key)
 
 
 def _tensor(value: Any) -> _Told | None:
     """Tell of a tensor where its elements are kept, from which on, its shape, strides and type; None if it is none."""
-    if isinstance(value, Inert) and value.name == "torch._utils._rebuild_parameter":
+    if isinstance(value, PickledObject) and value.name == "torch._utils._rebuild_parameter":
         value = value.args[0]
-    if not isinstance(value, Inert) or value.name not in _REBUILD or not isinstance(value.args[0], Reference):
+    if not isinstance(value, PickledObject) or value.name not in _REBUILD or not isinstance(value.args[0], Reference):
         return None
     reference, begin, shape, strides, *rest = value.args
     _, kind, storage, *_ = reference.words

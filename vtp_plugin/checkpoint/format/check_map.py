@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 from vtp_plugin.checkpoint.format.fill import Stored
-from vtp_plugin.checkpoint.format.shard_map import Bucket, Cut, Piece
+from vtp_plugin.checkpoint.format.shard_map import Bucket, ShardSpec, StoredRange
 from vtp_plugin.errors import PlanError
 from vtp_plugin.util.boxes import Box, overlaps, volume
 
@@ -19,7 +19,7 @@ _NOT_TRAINED = (
 
 
 def check_map(
-    file: str, buckets: Sequence[Bucket], pieces: Iterable[Piece], *, is_joined: bool = False
+    file: str, buckets: Sequence[Bucket], pieces: Iterable[StoredRange], *, is_joined: bool = False
 ) -> Iterator[str]:
     """Say where a map contradicts the stored pieces, or itself.
 
@@ -32,11 +32,11 @@ def check_map(
     Yields:
         Lines ``value; rule; way out``.
 
-    >>> list(check_map("map.json", [Bucket("0", 6, ())], [Piece("0", 0, 4), Piece("0", 4, 1)]))
+    >>> list(check_map("map.json", [Bucket("0", 6, ())], [StoredRange("0", 0, 4), StoredRange("0", 4, 1)]))
     ... # doctest: +ELLIPSIS
     ['map.json: 0 has 6 elements, and 5 are stored; the map does not belong to this checkpoint; ...']
     """
-    stored: defaultdict[str, list[Piece]] = defaultdict(list)
+    stored: defaultdict[str, list[StoredRange]] = defaultdict(list)
     for piece in pieces:
         stored[piece.key].append(piece)
     for bucket in buckets:
@@ -49,7 +49,7 @@ def check_map(
         yield f"{file}: {problem}; {_WRONG_MAP}"
 
 
-def _problem_of_bucket(bucket: Bucket, pieces: list[Piece], is_joined: bool) -> str | None:
+def _problem_of_bucket(bucket: Bucket, pieces: list[StoredRange], is_joined: bool) -> str | None:
     """Name the first place where pieces leave a gap, overlap, or do not begin and end where a parameter does."""
     end = 0
     for piece in sorted(pieces, key=lambda piece: piece.offset):
@@ -86,7 +86,7 @@ def _problem_of_cuts(buckets: Iterable[Bucket]) -> str | None:
     return None
 
 
-def check_wanted(where: str, stored: Stored, cuts: Iterable[Cut]) -> Iterator[str]:
+def check_wanted(where: str, stored: Stored, cuts: Iterable[ShardSpec]) -> Iterator[str]:
     """Say which parameter of a run is not stored as it is there.
 
     Args:

@@ -16,7 +16,7 @@ from vtp_plugin.checkpoint.format.check_map import check_map
 from vtp_plugin.checkpoint.format.checkpoint_files import COMMON_FILE
 from vtp_plugin.checkpoint.format.fill import Stored, boxes_between
 from vtp_plugin.checkpoint.format.index import Index, StoredTensor, read_index
-from vtp_plugin.checkpoint.format.infer_map import rebuild
+from vtp_plugin.checkpoint.format.infer_map import infer_map
 from vtp_plugin.checkpoint.format.map_file import MAP, load_map
 from vtp_plugin.checkpoint.format.optimizer_formats import (
     BY_BUCKET,
@@ -27,7 +27,7 @@ from vtp_plugin.checkpoint.format.optimizer_formats import (
     TYPE,
     stored_optimizers,
 )
-from vtp_plugin.checkpoint.format.shard_map import Block, Bucket, Cut, Piece, Strided, row_major
+from vtp_plugin.checkpoint.format.shard_map import Block, Bucket, ShardSpec, StoredRange, Strided, row_major
 from vtp_plugin.checkpoint.format.stored_values import require_numbers, taking
 from vtp_plugin.errors import ConfigError, PlanError, refuse
 from vtp_plugin.util.boxes import Box, box_shape, whole_box
@@ -144,17 +144,17 @@ class Contents:
         if (buckets := load_map(self.folder / MAP)) is None:
             weights = {key: tensor for key, tensor in self.index.tensors.items() if kind_of(key) == WEIGHT}
             try:
-                buckets = tuple(rebuild(weights, self.pieces, self.arguments, is_joined=is_joined))
+                buckets = tuple(infer_map(weights, self.pieces, self.arguments, is_joined=is_joined))
             except PlanError as error:
                 raise no_map(self.folder, str(error)) from None
         refuse(check_map(str(self.folder / MAP), buckets, self.pieces, is_joined=is_joined))
         return buckets
 
     @cached_property
-    def pieces(self) -> list[Piece]:
+    def pieces(self) -> list[StoredRange]:
         """The pieces of all buckets, as their master weights are stored."""
         return [
-            Piece(key, box[0][0], box[0][1] - box[0][0])
+            StoredRange(key, box[0][0], box[0][1] - box[0][0])
             for key, tensors in self.tensors_of_buckets.items()
             for box, _ in next(tensors[name] for name in _MASTERS if name in tensors).extents
         ]
@@ -212,7 +212,7 @@ class Contents:
                 extents |= {(key, state, box[0][0]): extent for box, extent in tensor.extents}
 
         def parts(state: str, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
-            cut = Cut(name=name, shape=shape, blocks=(Block(whole_box(shape), Strided(0, row_major(shape))),))
+            cut = ShardSpec(name=name, shape=shape, blocks=(Block(whole_box(shape), Strided(0, row_major(shape))),))
             copies = stored.fill(cut, 0, cut.numel)
             try:
                 return tuple(

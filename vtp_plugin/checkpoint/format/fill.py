@@ -5,14 +5,18 @@ bucket of its own, the second behind a bias of 2 elements. Two data-parallel ran
 pieces. Who wants the last two columns of the weight, as a rank that is cut the other way does, gets them by four
 copies; each says how many elements it moves in every dimension:
 
->>> from vtp_plugin.checkpoint.format.shard_map import Block, Cut, Strided
+>>> from vtp_plugin.checkpoint.format.shard_map import Block, ShardSpec, Strided
 >>> def rows(start, stop):
-...     return Cut(name="w", shape=(4, 3), blocks=(Block(((start, stop), (0, 3)), Strided(0, (3, 1))),))
->>> bias = Cut(name="b", shape=(2,), blocks=(Block(((0, 2),), Strided(0, (1,))),))
->>> buckets = [Bucket("0", 6, (Placed(rows(0, 2), 0),)), Bucket("1", 8, (Placed(bias, 0), Placed(rows(2, 4), 2)))]
->>> pieces = [Piece("0", 0, 4), Piece("0", 4, 2), Piece("1", 0, 2), Piece("1", 2, 2), Piece("1", 4, 4)]
+...     return ShardSpec(name="w", shape=(4, 3), blocks=(Block(((start, stop), (0, 3)), Strided(0, (3, 1))),))
+>>> bias = ShardSpec(name="b", shape=(2,), blocks=(Block(((0, 2),), Strided(0, (1,))),))
+>>> buckets = [
+...     Bucket("0", 6, (BucketEntry(rows(0, 2), 0),)),
+...     Bucket("1", 8, (BucketEntry(bias, 0), BucketEntry(rows(2, 4), 2))),
+... ]
+>>> places = [("0", 0, 4), ("0", 4, 2), ("1", 0, 2), ("1", 2, 2), ("1", 4, 4)]
+>>> pieces = [StoredRange(*place) for place in places]
 >>> stored = Stored(buckets, pieces)
->>> columns = Cut(name="w", shape=(4, 3), blocks=(Block(((0, 4), (1, 3)), Strided(0, (2, 1))),))
+>>> columns = ShardSpec(name="w", shape=(4, 3), blocks=(Block(((0, 4), (1, 3)), Strided(0, (2, 1))),))
 >>> for copy in stored.fill(columns, 0, 8):
 ...     print(copy.piece.key, copy.piece.offset, copy.shape, copy.source.offset, copy.target.offset)
 0 0 (1, 2) 1 0
@@ -30,7 +34,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from vtp_plugin.checkpoint.format.shard_map import Block, Bucket, Cut, Piece, Placed, Strided
+from vtp_plugin.checkpoint.format.shard_map import Block, Bucket, BucketEntry, ShardSpec, StoredRange, Strided
 from vtp_plugin.errors import PlanError
 from vtp_plugin.util.boxes import Box, box_shape, intersect, overlaps, volume, whole_box
 
@@ -47,7 +51,7 @@ class Copy:
     """
 
     box: Box
-    piece: Piece
+    piece: StoredRange
     source: Strided
     target: Strided
 
@@ -69,12 +73,12 @@ class Stored:
         buckets: by their keys.
     """
 
-    def __init__(self, buckets: Iterable[Bucket], pieces: Iterable[Piece]) -> None:
+    def __init__(self, buckets: Iterable[Bucket], pieces: Iterable[StoredRange]) -> None:
         self.buckets = {bucket.key: bucket for bucket in buckets}
-        self._pieces: defaultdict[str, list[Piece]] = defaultdict(list)
+        self._pieces: defaultdict[str, list[StoredRange]] = defaultdict(list)
         for piece in sorted(pieces, key=lambda piece: piece.offset):
             self._pieces[piece.key].append(piece)
-        self._places: defaultdict[str, list[tuple[str, Placed]]] = defaultdict(list)
+        self._places: defaultdict[str, list[tuple[str, BucketEntry]]] = defaultdict(list)
         for bucket in self.buckets.values():
             for part in bucket.parts:
                 if not part.cut.is_copy:
@@ -84,7 +88,7 @@ class Stored:
         """Return the shape of a parameter; None if none is called so."""
         return self._places[name][0][1].cut.shape if name in self._places else None
 
-    def fill(self, cut: Cut, start: int, stop: int) -> tuple[Copy, ...]:
+    def fill(self, cut: ShardSpec, start: int, stop: int) -> tuple[Copy, ...]:
         """Say what fills a range of a rank's part of a parameter.
 
         Args:
@@ -176,7 +180,7 @@ def boxes_between(shape: tuple[int, ...], first: int, last: int) -> Iterator[Box
         yield from (((end_row, end_row + 1), *box) for box in boxes_between(rest, 0, end))
 
 
-def require_cover(cut: Cut, start: int, stop: int, copies: tuple[Copy, ...]) -> None:
+def require_cover(cut: ShardSpec, start: int, stop: int, copies: tuple[Copy, ...]) -> None:
     """Prove that copies give every element of a range once, each from inside its piece.
 
     Raises:

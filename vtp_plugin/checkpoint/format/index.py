@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from vtp_plugin.checkpoint.format.archive import Extent
-from vtp_plugin.checkpoint.format.safe_pickle import ForbiddenError, Inert, load_inert
+from vtp_plugin.checkpoint.format.safe_pickle import ForbiddenError, PickledObject, load_safely
 from vtp_plugin.checkpoint.format.untrusted import UntrustedError
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.util.boxes import Box
@@ -114,7 +114,7 @@ def read_named(file: Path) -> Any:
         ConfigError: it is missing or damaged.
     """
     try:
-        return load_inert(read_bytes(file, MAX_INDEX_BYTES), _is_allowed)
+        return load_safely(read_bytes(file, MAX_INDEX_BYTES), _is_allowed)
     except FileNotFoundError:
         raise _damaged(file, "is missing or cannot be read") from None
     except OSError as error:
@@ -144,7 +144,7 @@ def stored_lengths(file: Path) -> tuple[dict[str, int], bool]:
         OSError: it cannot be read.
         Exception: of any kind; it is damaged.
     """
-    stored: Mapping[Inert, Inert] = load_inert(read_bytes(file, MAX_INDEX_BYTES)).state["storage_data"]
+    stored: Mapping[PickledObject, PickledObject] = load_safely(read_bytes(file, MAX_INDEX_BYTES)).state["storage_data"]
     lengths: defaultdict[str, int] = defaultdict(int)
     for place in (each.state for each in stored.values()):
         end = count(place["offset"]) + count(place["length"])
@@ -178,7 +178,7 @@ def _index(folder: Path, state: Mapping[str, Any]) -> Index:
     return Index(folder, tensors, objects)
 
 
-def _places(folder: Path, stored: Mapping[Inert, Inert]) -> Iterator[tuple[tuple[str, Any], Extent]]:
+def _places(folder: Path, stored: Mapping[PickledObject, PickledObject]) -> Iterator[tuple[tuple[str, Any], Extent]]:
     known: set[str] = set()
     for key, place in stored.items():
         file = place.state["relative_path"]
@@ -209,7 +209,7 @@ def _box(state: Mapping[str, Any], num_dimensions: int) -> Box:
 
 def _size(value: Any) -> tuple[int, ...]:
     """Read a size of torch's, or a tuple in its place."""
-    size = tuple(map(count, value.args[0] if isinstance(value, Inert) else value))
+    size = tuple(map(count, value.args[0] if isinstance(value, PickledObject) else value))
     count(math.prod(size))
     return size
 

@@ -19,8 +19,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from vtp_plugin.checkpoint.format.index import StoredTensor
-from vtp_plugin.checkpoint.format.model_order import OUTPUT, WORD_EMBEDDING, Parameter, expert_ranks, parameters_of
-from vtp_plugin.checkpoint.format.shard_map import Bucket, Cut, Piece, Placed
+from vtp_plugin.checkpoint.format.model_order import OUTPUT, WORD_EMBEDDING, ModelParameter, expert_ranks, parameters_of
+from vtp_plugin.checkpoint.format.shard_map import Bucket, BucketEntry, ShardSpec, StoredRange
 from vtp_plugin.errors import PlanError
 
 _BUCKET: Final = re.compile(
@@ -34,9 +34,9 @@ _BUCKET_ALIGNMENT: Final = 128
 """Elements; every bucket begins at a multiple of so many, and of the number of ranks that share it."""
 
 
-def rebuild(
+def infer_map(
     weights: Mapping[str, StoredTensor],
-    pieces: Iterable[Piece],
+    pieces: Iterable[StoredRange],
     arguments: Mapping[str, Any],
     *,
     is_joined: bool = False,
@@ -78,7 +78,9 @@ def rebuild(
     return [bucket.made() for buffers in groups.values() for buffer in buffers for bucket in buffer.buckets]
 
 
-def _deal_experts(experts: Sequence[Parameter], groups: _Groups, arguments: Mapping[str, Any], num_chunks: int) -> None:
+def _deal_experts(
+    experts: Sequence[ModelParameter], groups: _Groups, arguments: Mapping[str, Any], num_chunks: int
+) -> None:
     """Put experts into buckets of their own, which the ranks of each share of the experts have."""
     ep, etp = arguments.get("expert_model_parallel_size") or 1, expert_ranks(arguments)
     share = len({parameter.expert for parameter in experts}) // ep
@@ -102,7 +104,7 @@ class _Bucket:
 
     key: str
     edges: set[int] = field(default_factory=lambda: {0})
-    parts: list[Placed] = field(default_factory=list)
+    parts: list[BucketEntry] = field(default_factory=list)
     limit: int = -1
 
     @property
@@ -110,7 +112,7 @@ class _Bucket:
         """Whether it begins with a parameter."""
         return self.limit == 0
 
-    def put(self, cut: Cut) -> None:
+    def put(self, cut: ShardSpec) -> None:
         """Put a parameter before what is there.
 
         Raises:
@@ -121,7 +123,7 @@ class _Bucket:
         if not {start, start + cut.numel} <= self.edges:
             raise _misfit(cut, f"at {start}:{start + cut.numel} of {self.key}, where no stored piece begins and ends")
         self.limit = start
-        self.parts.append(Placed(cut, start))
+        self.parts.append(BucketEntry(cut, start))
 
     def made(self) -> Bucket:
         """Return it with what it holds."""
@@ -153,7 +155,7 @@ class _Rule:
         if arguments.get("overlap_grad_reduce") and not arguments.get("overlap_param_gather_with_optimizer_step"):
             self.size = arguments.get("ddp_bucket_size") or max(40_000_000, 1_000_000 * num_ranks)
 
-    def lay_out(self, cuts: Sequence[Cut], *, is_first: bool) -> tuple[list[int], int]:
+    def lay_out(self, cuts: Sequence[ShardSpec], *, is_first: bool) -> tuple[list[int], int]:
         """Say where parameters lie, if nothing of what is between buckets is stored.
 
         Args:
@@ -201,11 +203,11 @@ class _Joined:
     numel: int
     rule: _Rule
     is_first: bool = False
-    cuts: list[Cut] = field(default_factory=list)
+    cuts: list[ShardSpec] = field(default_factory=list)
     total: int = 0
     is_full: bool = False
 
-    def put(self, cut: Cut) -> None:
+    def put(self, cut: ShardSpec) -> None:
         """Put a parameter before what is there.
 
         Raises:
@@ -222,7 +224,7 @@ class _Joined:
         """Return it with what it holds."""
         cuts = self.cuts[::-1]
         starts, _ = self.rule.lay_out(cuts, is_first=self.is_first)
-        return Bucket(self.key, self.numel, tuple(map(Placed, cuts, starts)))
+        return Bucket(self.key, self.numel, tuple(map(BucketEntry, cuts, starts)))
 
 
 @dataclass
@@ -236,7 +238,7 @@ class _Buffer:
     def is_full(self) -> bool:
         return all(bucket.is_full for bucket in self.buckets)
 
-    def put(self, cut: Cut) -> None:
+    def put(self, cut: ShardSpec) -> None:
         next(bucket for bucket in reversed(self.buckets) if not bucket.is_full).put(cut)
 
 
@@ -244,7 +246,7 @@ _Groups = dict[tuple[bool, int], list[_Buffer]]
 """The buffers of every data-parallel group in order, by whether it is one of experts, and its number."""
 
 
-def _groups(pieces: Iterable[Piece], rule: _Rule | None) -> _Groups:
+def _groups(pieces: Iterable[StoredRange], rule: _Rule | None) -> _Groups:
     """Make empty buckets of what is stored; with a rule, they are joined."""
     known: dict[tuple[bool, int, int], tuple[str, dict[int, _Bucket | _Joined]]] = {}
     for piece in pieces:
@@ -281,13 +283,13 @@ def _chunks(buffers: Iterable[_Buffer]) -> list[list[_Buffer]]:
     return chunks
 
 
-def _deal(parameters: Sequence[tuple[str, Cut]], stages: Sequence[Sequence[_Buffer]]) -> None:
+def _deal(parameters: Sequence[tuple[str, ShardSpec]], stages: Sequence[Sequence[_Buffer]]) -> None:
     """Put the parameters of one rank of every stage, in the order of the model, into the buckets of the stages.
 
     Raises:
         PlanError: one does not fit.
     """
-    left: Iterator[tuple[str, Cut]] = iter(parameters)
+    left: Iterator[tuple[str, ShardSpec]] = iter(parameters)
     first = (bucket for buffers in stages[:1] for buffer in buffers for bucket in buffer.buckets)
     for joined in (bucket for bucket in first if isinstance(bucket, _Joined)):
         joined.is_first = True
@@ -304,5 +306,5 @@ def _deal(parameters: Sequence[tuple[str, Cut]], stages: Sequence[Sequence[_Buff
         raise _misfit(extra[1], "in no bucket")
 
 
-def _misfit(cut: Cut, where: str) -> PlanError:
+def _misfit(cut: ShardSpec, where: str) -> PlanError:
     return PlanError(f"{cut.name} {cut.blocks[0].box} would lie {where}")

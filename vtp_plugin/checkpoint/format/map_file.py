@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
-from vtp_plugin.checkpoint.format.shard_map import Block, Bucket, Cut, Placed, Strided, row_major
+from vtp_plugin.checkpoint.format.shard_map import Block, Bucket, BucketEntry, ShardSpec, Strided, row_major
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.util.boxes import box_shape
 from vtp_plugin.util.untrusted_files import MAX_INDEX_BYTES, count, read_json
@@ -26,7 +26,7 @@ def dump_map(buckets: Iterable[Bucket]) -> str:
     """Write a map, one line for a bucket.
 
     >>> block = Block(((0, 2), (0, 3)), Strided(0, (3, 1)))
-    >>> print(dump_map([Bucket("0", 8, (Placed(Cut(name="w", shape=(4, 3), blocks=(block,)), 2),))]))
+    >>> print(dump_map([Bucket("0", 8, (BucketEntry(ShardSpec(name="w", shape=(4, 3), blocks=(block,)), 2),))]))
     {"version":1,"parameters":[["w",[4,3]]],"buckets":[
     ["0",8,[[0,2,0,[[[[0,2],[0,3]]]]]]]
     ]}
@@ -80,11 +80,11 @@ def _bucket(row: Any, parameters: list[tuple[str, tuple[int, ...]]]) -> Bucket:
     return Bucket(str(key), count(numel), tuple(_placed(part, parameters) for part in parts))
 
 
-def _placed(row: Any, parameters: list[tuple[str, tuple[int, ...]]]) -> Placed:
+def _placed(row: Any, parameters: list[tuple[str, tuple[int, ...]]]) -> BucketEntry:
     number, offset, is_copy, blocks = row
     name, shape = parameters[count(number)]
-    cut = Cut(name=name, shape=shape, blocks=tuple(map(_unpacked, blocks)), is_copy=bool(is_copy))
-    return Placed(cut, count(offset))
+    cut = ShardSpec(name=name, shape=shape, blocks=tuple(map(_unpacked, blocks)), is_copy=bool(is_copy))
+    return BucketEntry(cut, count(offset))
 
 
 def _packed(block: Block) -> list[Any]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from vtp_plugin.checkpoint.format.index import StoredTensor
-from vtp_plugin.checkpoint.format.shard_map import Cut, block_at, row_major
+from vtp_plugin.checkpoint.format.shard_map import ShardSpec, block_at, row_major
 from vtp_plugin.errors import PlanError
 from vtp_plugin.util.boxes import Box, box_shape, volume
 
@@ -62,7 +62,7 @@ Order = tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parameter:
+class ModelParameter:
     """A parameter of one layer, as ranks cut it.
 
     Attributes:
@@ -73,12 +73,12 @@ class Parameter:
     """
 
     order: Order
-    cuts: tuple[Cut, ...]
+    cuts: tuple[ShardSpec, ...]
     dtype: str
     expert: int | None = None
 
 
-def parameters_of(weights: Mapping[str, StoredTensor], arguments: Mapping[str, Any]) -> list[Parameter]:
+def parameters_of(weights: Mapping[str, StoredTensor], arguments: Mapping[str, Any]) -> list[ModelParameter]:
     """List the parameters of a model in its order.
 
     Args:
@@ -106,7 +106,7 @@ def expert_ranks(arguments: Mapping[str, Any]) -> int:
     return int(arguments.get("expert_tensor_parallel_size") or arguments["tensor_model_parallel_size"])
 
 
-def _parameters(name: str, tensor: StoredTensor, arguments: Mapping[str, Any]) -> Iterator[Parameter]:
+def _parameters(name: str, tensor: StoredTensor, arguments: Mapping[str, Any]) -> Iterator[ModelParameter]:
     """Yield what is stored under one name: layers, and experts in them, are its first dimensions."""
     layer = _LAYER.fullmatch(name)
     section = next((i for i, start in enumerate(_SECTIONS) if name.startswith(f"{start}.")), None)
@@ -129,7 +129,7 @@ def _parameters(name: str, tensor: StoredTensor, arguments: Mapping[str, Any]) -
         stored = iter(prepended)
         own = [next(stored) if number is None else number for number in numbers]
         is_gated = bool(arguments.get("swiglu")) and ".linear_fc1." in name and "layer_norm" not in name
-        yield Parameter(
+        yield ModelParameter(
             order=(section, own[0], *_order_in_layer(name, inner, expert, own[-1], arguments)),
             cuts=tuple(_cuts(name, tensor.shape, boxes, size, num_prepended, is_gated=is_gated)),
             dtype=tensor.dtype,
@@ -160,7 +160,7 @@ def _order_in_layer(
 
 def _cuts(
     name: str, shape: tuple[int, ...], boxes: list[Box], size: int, num_prepended: int, *, is_gated: bool
-) -> Iterator[Cut]:
+) -> Iterator[ShardSpec]:
     """Yield the cut of every rank: one box each, or of a gated layer two, or all have the whole."""
     ordered = sorted(boxes)
     num_halves = 2 if is_gated else 1
@@ -174,4 +174,4 @@ def _cuts(
             block_at(box, sum(sizes[:index]), (*(1,) * num_prepended, *row_major(box_shape(box[num_prepended:]))))
             for index, box in enumerate(own)
         )
-        yield Cut(name=name, shape=shape, blocks=blocks, is_copy=rank >= num_cuts)
+        yield ShardSpec(name=name, shape=shape, blocks=blocks, is_copy=rank >= num_cuts)

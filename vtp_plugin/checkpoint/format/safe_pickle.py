@@ -1,8 +1,8 @@
 """Pickles are read without what they name: nothing is imported, nothing runs, and what was read can be written again.
 
 A pickle says which functions and classes make its objects, and whoever loads it calls them. Here each such object is an
-:class:`Inert`, which only keeps what it would have been made of. A few bytes cannot ask for much memory or time either:
-numbers of places, long integers, and keys that take long to hash are refused.
+:class:`PickledObject`, which only keeps what it would have been made of. A few bytes cannot ask for much memory or time
+either: numbers of places, long integers, and keys that take long to hash are refused.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _UNUSED = (
 )
 
 
-class Inert:
+class PickledObject:
     """Stands for an object whose class is not imported. Each class that a pickle names is a subclass.
 
     Attributes:
@@ -49,7 +49,7 @@ class Inert:
     entries: list[Any]
     fields: dict[Any, Any]
 
-    def __new__(cls, *args: Any) -> Inert:
+    def __new__(cls, *args: Any) -> PickledObject:
         """Make an object, as a pickle may do without calling its class."""
         self = object.__new__(cls)
         self.args, self.entries, self.fields = args, [], {}
@@ -125,7 +125,7 @@ class _Unpickler(_Reader):
         if origin not in self.known:
             if len(self.known) > _MAX_NAMES:
                 raise pickle.UnpicklingError(f"more than {_MAX_NAMES} names")
-            self.known[origin] = type(global_name, (Inert,), {"origin": origin})
+            self.known[origin] = type(global_name, (PickledObject,), {"origin": origin})
         return self.known[origin]
 
     def persistent_load(self, pid: Any) -> Reference:
@@ -216,7 +216,7 @@ def _require_inert(made: Any, args: Any) -> None:
         raise pickle.UnpicklingError("a container that is made of another one")
 
 
-def load_inert(data: bytes, is_allowed: Callable[[str, str], bool] = lambda module, name: True) -> Any:
+def load_safely(data: bytes, is_allowed: Callable[[str, str], bool] = lambda module, name: True) -> Any:
     r"""Read a pickle.
 
     Args:
@@ -227,7 +227,7 @@ def load_inert(data: bytes, is_allowed: Callable[[str, str], bool] = lambda modu
         ForbiddenError: something else is named.
         Exception: of any kind; the pickle is damaged.
 
-    >>> read = load_inert(b"cos\nsystem\n(S'rm -rf /'\ntR.")
+    >>> read = load_safely(b"cos\nsystem\n(S'rm -rf /'\ntR.")
     >>> read.name, read.args
     ('os.system', ('rm -rf /',))
     """
@@ -243,7 +243,7 @@ def called_names(data: bytes) -> frozenset[str]:
     reader = _Unpickler(data, lambda module, name: True)
     reader.load()
     return frozenset(
-        ".".join(kind.origin) for kind in reader.known.values() if issubclass(kind, Inert) and kind.was_called
+        ".".join(kind.origin) for kind in reader.known.values() if issubclass(kind, PickledObject) and kind.was_called
     )
 
 
@@ -252,13 +252,13 @@ class _Pickler(_Writer):
         return obj.words if isinstance(obj, Reference) else None
 
     def reducer_override(self, obj: Any) -> Any:
-        if not isinstance(obj, Inert):
+        if not isinstance(obj, PickledObject):
             return NotImplemented
         make = (type(obj), obj.args) if obj.is_called else (copyreg.__newobj__, (type(obj), *obj.args))  # type: ignore[attr-defined]
         return (*make, obj.state, iter(obj.entries), iter(obj.fields.items()))
 
     def save_global(self, obj: Any, name: str | None = None) -> None:
-        if isinstance(obj, type) and issubclass(obj, Inert):
+        if isinstance(obj, type) and issubclass(obj, PickledObject):
             module, own = obj.origin
             self.write(pickle.GLOBAL + f"{module}\n{own}\n".encode())
             self.memoize(obj)
@@ -266,8 +266,8 @@ class _Pickler(_Writer):
             super().save_global(obj, name)
 
 
-def dump_inert(value: Any) -> bytes:
-    """Write what was read by :func:`load_inert`, as the pickle that torch writes."""
+def dump_again(value: Any) -> bytes:
+    """Write what was read by :func:`load_safely`, as the pickle that torch writes."""
     file = io.BytesIO()
     pickler = cast(Any, _Pickler)(file, protocol=2)
     pickler.dump(value)

@@ -88,7 +88,7 @@ def block_at(box: Box, offset: int, strides: tuple[int, ...]) -> Block:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cut:
+class ShardSpec:
     """A rank's part of a parameter.
 
     Attributes:
@@ -132,7 +132,7 @@ def _is_orderly(block: Block) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Placed:
+class BucketEntry:
     """A rank's part of a parameter in a bucket.
 
     Attributes:
@@ -140,7 +140,7 @@ class Placed:
         offset: of its first element in the bucket.
     """
 
-    cut: Cut
+    cut: ShardSpec
     offset: int
 
 
@@ -156,11 +156,11 @@ class Bucket:
 
     key: str
     numel: int
-    parts: tuple[Placed, ...]
+    parts: tuple[BucketEntry, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class StoredRange:
     """A range of a bucket that lies together in a file: one parameter's part on one data-parallel rank, or a gap.
 
     Attributes:

@@ -11,8 +11,8 @@ from vtp_plugin.checkpoint.hf.families.mixtral import MIXTRAL
 from vtp_plugin.checkpoint.hf.families.qwen2 import QWEN2
 from vtp_plugin.checkpoint.hf.families.qwen3 import QWEN3
 from vtp_plugin.checkpoint.hf.families.qwen3_moe import QWEN3_MOE
-from vtp_plugin.checkpoint.hf.hf_model import Model
-from vtp_plugin.checkpoint.hf.tensor_rows import Row
+from vtp_plugin.checkpoint.hf.hf_model import HFModel
+from vtp_plugin.checkpoint.hf.tensor_rows import TensorRow
 
 FUSED_NAME: Final = ".mlp.experts.gate_up_proj"
 """How the name of a tensor ends that holds all experts of a layer."""
@@ -20,12 +20,12 @@ FAMILIES: Final = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN
 """By ``model_type``."""
 
 
-def rows_of(model: Model) -> tuple[Row, ...]:
+def rows_of(model: HFModel) -> tuple[TensorRow, ...]:
     """Return the rows of a model: where its output layer is the embedding, it has none of its own."""
     return tuple(row for row in FAMILIES[model.family].rows if not (row.is_of_untied and model.is_tied))
 
 
-def rows_in_file(model: Model, names: Collection[str]) -> tuple[Row, ...]:
+def rows_in_file(model: HFModel, names: Collection[str]) -> tuple[TensorRow, ...]:
     """Return the rows of a model as its file has them: experts one by one, or fused.
 
     Args:

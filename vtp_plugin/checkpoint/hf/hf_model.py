@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
+class HFModel:
     """A model.
 
     Attributes:
@@ -94,10 +94,10 @@ class Setting:
         return self.flag if self.is_switch else f"{self.flag} {self.value}"
 
 
-def settings(model: Model) -> tuple[Setting, ...]:
+def settings(model: HFModel) -> tuple[Setting, ...]:
     """Return the flags with which Megatron builds a model, those among them that must be left out.
 
-    >>> model = Model(family="llama", num_layers=2, hidden=64, heads=4, groups=2, head_dim=16, ffn=96, vocab=256,
+    >>> model = HFModel(family="llama", num_layers=2, hidden=64, heads=4, groups=2, head_dim=16, ffn=96, vocab=256,
     ...     max_positions=512, epsilon=1e-5, rotary_base=10000, is_tied=True)
     >>> [each.text for each in settings(model) if each.is_given][:3]
     ['--num-layers 2', '--hidden-size 64', '--ffn-hidden-size 96']
@@ -105,7 +105,7 @@ def settings(model: Model) -> tuple[Setting, ...]:
     return tuple(_settings(model))
 
 
-def _settings(model: Model) -> Iterator[Setting]:
+def _settings(model: HFModel) -> Iterator[Setting]:
     yield Setting("--num-layers", "num_layers", model.num_layers)
     yield Setting("--hidden-size", "hidden_size", model.hidden)
     yield Setting("--ffn-hidden-size", "ffn_hidden_size", model.ffn)
@@ -137,7 +137,7 @@ def _switch(flag: str, argument: str, is_given: bool = True) -> Setting:
     return Setting(flag, argument, is_given, is_switch=True, is_given=is_given)
 
 
-def free_flags(model: Model) -> tuple[str, ...]:
+def free_flags(model: HFModel) -> tuple[str, ...]:
     """Return flags that a run may give otherwise than the model was published with: lengths, and dropout."""
     return (
         f"--max-position-embeddings {model.max_positions}",

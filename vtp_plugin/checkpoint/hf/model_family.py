@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from vtp_plugin.checkpoint.hf.tensor_rows import Row
+from vtp_plugin.checkpoint.hf.tensor_rows import TensorRow
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +49,11 @@ class Family:
 
     model_type: str
     architecture: str
-    rows: tuple[Row, ...]
+    rows: tuple[TensorRow, ...]
     defaults: Mapping[str, Any]
     fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
     harmless: Mapping[str, str] = field(default_factory=dict)
     has_qkv_bias: bool = False
     has_query_norm: bool = False
     experts: ExpertFields | None = None
-    fused: tuple[Row, ...] = ()
+    fused: tuple[TensorRow, ...] = ()

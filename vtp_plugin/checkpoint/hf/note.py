@@ -9,7 +9,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from vtp_plugin.checkpoint.hf.hf_model import Model, Setting, settings
+from vtp_plugin.checkpoint.hf.hf_model import HFModel, Setting, settings
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.util.untrusted_files import read_json
 
@@ -26,10 +26,10 @@ _OTHER_NAMES: Final = {"norm_epsilon": "layernorm_epsilon"}
 _NOT_TAKEN: Final = ("norm_epsilon", "qk_layernorm", "use_rope_scaling", "rope_scaling_factor")
 
 
-def dump_note(model: Model) -> str:
+def dump_note(model: HFModel) -> str:
     """Write a note.
 
-    >>> model = Model(family="llama", num_layers=2, hidden=64, heads=4, groups=2, head_dim=16, ffn=96, vocab=256,
+    >>> model = HFModel(family="llama", num_layers=2, hidden=64, heads=4, groups=2, head_dim=16, ffn=96, vocab=256,
     ...     max_positions=512, epsilon=1e-5, rotary_base=10000)
     >>> json.loads(dump_note(model))["settings"][0]
     ['--num-layers', 'num_layers', 2, False, True]

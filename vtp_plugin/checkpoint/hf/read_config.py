@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from vtp_plugin.checkpoint.hf.all_families import FAMILIES
 from vtp_plugin.checkpoint.hf.field_readers import Fields, short
-from vtp_plugin.checkpoint.hf.hf_model import Model
+from vtp_plugin.checkpoint.hf.hf_model import HFModel
 from vtp_plugin.checkpoint.hf.known_fields import LISTS, fixed_fields, is_known, known_fields, shown
 from vtp_plugin.checkpoint.hf.model_family import Family
 from vtp_plugin.checkpoint.hf.side_files import CONFIG, file_of
@@ -65,7 +65,7 @@ def family_of(config: Mapping[str, Any], file: Path) -> Family:
     return family
 
 
-def read_model(config: Mapping[str, Any], file: Path) -> Model:
+def read_model(config: Mapping[str, Any], file: Path) -> HFModel:
     """Read what a config says of its model.
 
     Args:
@@ -81,7 +81,7 @@ def read_model(config: Mapping[str, Any], file: Path) -> Model:
     heads, hidden = fields.number("num_attention_heads"), fields.number("hidden_size")
     base, factor = fields.positions()
     experts = family.experts
-    made = Model(
+    made = HFModel(
         family=family.model_type,
         num_layers=fields.number("num_hidden_layers"),
         hidden=hidden,

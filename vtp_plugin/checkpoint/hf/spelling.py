@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Sequence
 from typing import Final
 
-from vtp_plugin.checkpoint.hf.hf_model import Model
+from vtp_plugin.checkpoint.hf.hf_model import HFModel
 from vtp_plugin.checkpoint.hf.rope import frequencies
 
 EMBEDDING: Final = "model.embed_tokens.weight"
@@ -20,13 +20,13 @@ _FREQUENCIES: Final = "rotary_emb.inv_freq"
 _TOLERANCE: Final = (1e-2, 1e-7)
 
 
-def respelt(names: Collection[str], model: Model) -> dict[str, str]:
+def respelt(names: Collection[str], model: HFModel) -> dict[str, str]:
     """Return the names of a model's class for those that a file has, as transformers finds them.
 
     A file of the class without output layer has no ``model.`` before its names. Where the output layer is the
     embedding, the file may hold it under either name.
 
-    >>> model = Model(family="llama", num_layers=1, hidden=4, heads=4, groups=2, head_dim=1, ffn=8, vocab=16,
+    >>> model = HFModel(family="llama", num_layers=1, hidden=4, heads=4, groups=2, head_dim=1, ffn=8, vocab=16,
     ...     max_positions=64, epsilon=1e-5, rotary_base=10000, is_tied=True)
     >>> respelt(["lm_head.weight", "norm.weight"], model)
     {'model.norm.weight': 'norm.weight', 'model.embed_tokens.weight': 'lm_head.weight'}
@@ -43,7 +43,7 @@ def is_frequencies(name: str) -> bool:
     return name.endswith(_FREQUENCIES)
 
 
-def are_frequencies(values: Sequence[float], model: Model) -> bool:
+def are_frequencies(values: Sequence[float], model: HFModel) -> bool:
     """Tell whether frequencies are those that follow from a model's config."""
     relative, absolute = _TOLERANCE
     expected = frequencies(model.head_dim, model.rotary_base, model.rope_factor or 1.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from vtp_plugin.checkpoint.hf.tensor_rows import Row
+from vtp_plugin.checkpoint.hf.tensor_rows import TensorRow
 
 _LAYER: Final = "model.layers.{layer}."
 _OURS: Final = "decoder.layers."
@@ -12,17 +12,19 @@ _EXPERTS: Final = "mlp.experts.experts"
 _BOTH: Final = "gate_and_up"
 
 
-def layer_row(theirs: tuple[str, ...], shapes: tuple[str, ...], *ours: str, is_by_group: bool = False) -> Row:
+def layer_row(theirs: tuple[str, ...], shapes: tuple[str, ...], *ours: str, is_by_group: bool = False) -> TensorRow:
     """Make a row of every layer, from names inside the layer."""
     names = tuple(_LAYER + name for name in theirs)
-    return Row(theirs=names, shapes=shapes, ours=tuple(_OURS + name for name in ours), is_by_group=is_by_group)
+    return TensorRow(theirs=names, shapes=shapes, ours=tuple(_OURS + name for name in ours), is_by_group=is_by_group)
 
 
-EMBEDDING: Final = Row(
+EMBEDDING: Final = TensorRow(
     theirs=("model.embed_tokens.weight",), shapes=("vocab hidden",), ours=("embedding.word_embeddings.weight",)
 )
-FINAL_NORM: Final = Row(theirs=("model.norm.weight",), shapes=("hidden",), ours=("decoder.final_layernorm.weight",))
-OUTPUT: Final = Row(
+FINAL_NORM: Final = TensorRow(
+    theirs=("model.norm.weight",), shapes=("hidden",), ours=("decoder.final_layernorm.weight",)
+)
+OUTPUT: Final = TensorRow(
     theirs=("lm_head.weight",), shapes=("vocab hidden",), ours=("output_layer.weight",), is_of_untied=True
 )
 ENDS: Final = (EMBEDDING, FINAL_NORM, OUTPUT)
@@ -54,7 +56,7 @@ DENSE: Final = (
 )
 
 
-def experts(folder: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
+def experts(folder: str, gate: str, up: str, down: str) -> tuple[TensorRow, ...]:
     """Return the rows of a layer of experts.
 
     Args:

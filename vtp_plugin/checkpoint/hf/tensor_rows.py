@@ -9,19 +9,19 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 
-from vtp_plugin.checkpoint.hf.hf_model import Model
+from vtp_plugin.checkpoint.hf.hf_model import HFModel
 from vtp_plugin.util.boxes import Box, whole_box
 
 _STATELESS = ("word_embeddings", "router")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
+class TensorRow:
     """Tensors of theirs, and the one of ours that they make.
 
     Attributes:
         theirs: their names, with ``{layer}`` and ``{expert}``.
-        shapes: their shapes, by the names that the sizes have in :class:`Model`.
+        shapes: their shapes, by the names that the sizes have in :class:`HFModel`.
         ours: the key in a checkpoint; a second one where Megatron's kinds of layers have different names for it.
         is_by_group: ours takes a part of each of theirs for every group of heads; else one lies behind the other.
         is_of_untied: it is there only where the output layer has weights of its own.
@@ -40,11 +40,13 @@ class Row:
 
 
 # Transformer Engine's attention has no weights, but a state.
-_ATTENTION = Row(theirs=("{layer}",), shapes=("hidden",), ours=("decoder.layers.self_attention.core_attention.weight",))
+_ATTENTION = TensorRow(
+    theirs=("{layer}",), shapes=("hidden",), ours=("decoder.layers.self_attention.core_attention.weight",)
+)
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class TensorShare:
     """Rows of one of their tensors.
 
     Attributes:
@@ -62,7 +64,7 @@ class Share:
     def their_box(self, inner: Box) -> Box:
         """Return the part of theirs that a part of ours is.
 
-        >>> Share("k", 2, ((0, 1), (6, 8), (0, 4)), 1).their_box(((0, 1), (7, 8), (1, 3)))
+        >>> TensorShare("k", 2, ((0, 1), (6, 8), (0, 4)), 1).their_box(((0, 1), (7, 8), (1, 3)))
         ((3, 4), (1, 3))
         """
         (start, stop), *rest = inner[self.num_lead :]
@@ -80,17 +82,17 @@ class Tensor:
         shares: that it consists of.
     """
 
-    row: Row
+    row: TensorRow
     shape: tuple[int, ...]
-    shares: tuple[Share, ...]
+    shares: tuple[TensorShare, ...]
 
 
-def shape_of(text: str, model: Model) -> tuple[int, ...]:
+def shape_of(text: str, model: HFModel) -> tuple[int, ...]:
     """Return a shape of a row in numbers."""
     return tuple(getattr(model, size) for size in text.split())
 
 
-def their_shapes(rows: tuple[Row, ...], model: Model) -> dict[str, tuple[int, ...]]:
+def their_shapes(rows: tuple[TensorRow, ...], model: HFModel) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all of their tensors, by name."""
     return {
         name.format(layer=layer, expert=expert): shape_of(shape, model)
@@ -100,12 +102,12 @@ def their_shapes(rows: tuple[Row, ...], model: Model) -> dict[str, tuple[int, ..
     }
 
 
-def our_tensors(rows: tuple[Row, ...], model: Model) -> Iterator[Tensor]:
+def our_tensors(rows: tuple[TensorRow, ...], model: HFModel) -> Iterator[Tensor]:
     """Yield our tensors with their shares.
 
-    >>> model = Model(family="llama", num_layers=1, hidden=4, heads=4, groups=2, head_dim=1, ffn=8, vocab=16,
+    >>> model = HFModel(family="llama", num_layers=1, hidden=4, heads=4, groups=2, head_dim=1, ffn=8, vocab=16,
     ...     max_positions=64, epsilon=1e-5, rotary_base=10000)
-    >>> row = Row(theirs=("q.{layer}", "k.{layer}"), shapes=("queries hidden", "keys hidden"), ours=("qk",),
+    >>> row = TensorRow(theirs=("q.{layer}", "k.{layer}"), shapes=("queries hidden", "keys hidden"), ours=("qk",),
     ...     is_by_group=True)
     >>> (tensor,) = our_tensors((row,), model)
     >>> tensor.shape, [(share.name, share.first, share.box[1]) for share in tensor.shares]
@@ -116,7 +118,7 @@ def our_tensors(rows: tuple[Row, ...], model: Model) -> Iterator[Tensor]:
         num_rows, rest = sum(shape[0] for shape in shapes), shapes[0][1:]
         has_layers, has_experts = "{layer}" in row.theirs[0], "{expert}" in row.theirs[0]
         counts = [model.num_layers] * has_layers + [model.num_experts] * has_experts
-        shares: list[Share] = []
+        shares: list[TensorShare] = []
         for layer, expert in _leads(row, model):
             lead = [(at, at + 1) for at in [layer] * has_layers + [expert] * has_experts]
             at = 0
@@ -124,19 +126,19 @@ def our_tensors(rows: tuple[Row, ...], model: Model) -> Iterator[Tensor]:
                 count = shapes[part][0] // (model.groups if row.is_by_group else 1)
                 name = row.theirs[part].format(layer=layer, expert=expert)
                 box = (*lead, (at, at + count), *whole_box(rest))
-                shares.append(Share(name, i * count, box, len(lead)))
+                shares.append(TensorShare(name, i * count, box, len(lead)))
                 at += count
         yield Tensor(row, (*counts, num_rows, *rest), tuple(shares))
 
 
-def empty_states(rows: tuple[Row, ...], model: Model) -> Iterator[str]:
+def empty_states(rows: tuple[TensorRow, ...], model: HFModel) -> Iterator[str]:
     """Yield the keys of what linear layers and norms store besides weights: nothing, where they compute without 8 bits.
 
     A run asks for those of its kind of layers and passes over the others.
 
-    >>> model = Model(family="llama", num_layers=2, hidden=4, heads=4, groups=2, head_dim=1, ffn=8, vocab=16,
+    >>> model = HFModel(family="llama", num_layers=2, hidden=4, heads=4, groups=2, head_dim=1, ffn=8, vocab=16,
     ...     max_positions=64, epsilon=1e-5, rotary_base=10000)
-    >>> row = Row(theirs=("o.{layer}",), shapes=("hidden queries",), ours=("decoder.layers.x.weight",))
+    >>> row = TensorRow(theirs=("o.{layer}",), shapes=("hidden queries",), ours=("decoder.layers.x.weight",))
     >>> [*empty_states((row,), model)][:2]
     ['decoder.layers.x._extra_state/shard_0_2', 'decoder.layers.x._extra_state/shard_1_2']
     """
@@ -151,7 +153,7 @@ def empty_states(rows: tuple[Row, ...], model: Model) -> Iterator[str]:
                     yield f"{module}._extra_state/shard_{'_'.join(shard)}"
 
 
-def _leads(row: Row, model: Model) -> Iterator[tuple[int, int]]:
+def _leads(row: TensorRow, model: HFModel) -> Iterator[tuple[int, int]]:
     """Yield layer and expert of every tensor that a row names; 0 where it names none."""
     name = row.theirs[0]
     layers = range(model.num_layers if "{layer}" in name else 1)

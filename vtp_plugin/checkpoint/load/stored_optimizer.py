@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 from vtp_plugin.checkpoint.format.check_map import check_map, check_wanted
 from vtp_plugin.checkpoint.format.fill import Copy, Stored
 from vtp_plugin.checkpoint.format.map_file import MAP
-from vtp_plugin.checkpoint.format.shard_map import Bucket, Cut, Piece, Strided
+from vtp_plugin.checkpoint.format.shard_map import Bucket, ShardSpec, StoredRange, Strided
 from vtp_plugin.checkpoint.format.untrusted import refused
 from vtp_plugin.errors import ConfigError, refuse
 
@@ -38,7 +38,7 @@ class Wanted:
         states: what is held of it, by its name in the checkpoint.
     """
 
-    cut: Cut
+    cut: ShardSpec
     start: int
     stop: int
     states: tuple[str, ...]
@@ -71,10 +71,10 @@ class StoredOptimizer:
     def __repr__(self) -> str:
         return f"<optimizer of {self.folder.name}>"
 
-    def _pieces(self, key: str) -> Iterator[Piece]:
+    def _pieces(self, key: str) -> Iterator[StoredRange]:
         entry = self._entries[f"{key}.{_WEIGHTS}"]
         assert isinstance(entry, TensorStorageMetadata)
-        return (Piece(key, chunk.offsets[0], chunk.sizes[0]) for chunk in entry.chunks)
+        return (StoredRange(key, chunk.offsets[0], chunk.sizes[0]) for chunk in entry.chunks)
 
     def prefix_of(self, own: Sequence[Bucket]) -> str | None:
         """Tell before which words the keys of some buckets are stored just so; None if they are not.

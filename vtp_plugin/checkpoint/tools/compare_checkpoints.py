@@ -22,7 +22,7 @@ _BITS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
+class ComparedTensor:
     """How a tensor of one checkpoint compares with that of another.
 
     Attributes:
@@ -70,7 +70,7 @@ class Comparison:
         order = dict.fromkeys((WEIGHT, MASTER, *(state for state, _ in known)))
         self.keys = [key for state in order for key in known if key[0] == state]
 
-    def __iter__(self) -> Iterator[Compared]:
+    def __iter__(self) -> Iterator[ComparedTensor]:
         return map(self._compare, self.keys)
 
     @staticmethod
@@ -78,7 +78,7 @@ class Comparison:
         if side.form is not None and not any(state == MASTER for state, _ in own):
             own.update({key: own[WEIGHT, key[1]] for key in other if key[0] == MASTER and (WEIGHT, key[1]) in own})
 
-    def _compare(self, key: Key) -> Compared:
+    def _compare(self, key: Key) -> ComparedTensor:
         (ours, ours_read), (theirs, theirs_read) = self._sides
         found = _Found(_unlike(a := ours.get(key), b := theirs.get(key)))
         if found.problem is None:
@@ -88,7 +88,7 @@ class Comparison:
                 found.add(ours_read, of_a, theirs_read, of_b, box)
         state, name = key
         is_equal = found.is_equal and found.problem is None
-        return Compared(state=state, name=name, is_equal=is_equal, problem=found.problem, relative=found.relative)
+        return ComparedTensor(state=state, name=name, is_equal=is_equal, problem=found.problem, relative=found.relative)
 
 
 def _unlike(a: Whole | None, b: Whole | None) -> str | None:

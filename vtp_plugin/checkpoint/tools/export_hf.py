@@ -16,11 +16,11 @@ from vtp_plugin.checkpoint.format.archive import itemsize
 from vtp_plugin.checkpoint.format.contents import Contents, Part, Whole
 from vtp_plugin.checkpoint.format.shard_map import Strided
 from vtp_plugin.checkpoint.hf.all_families import rows_of
-from vtp_plugin.checkpoint.hf.hf_model import Model, settings
+from vtp_plugin.checkpoint.hf.hf_model import HFModel, settings
 from vtp_plugin.checkpoint.hf.note import CARRIED, contradictions
 from vtp_plugin.checkpoint.hf.read_config import read_config, read_model
 from vtp_plugin.checkpoint.hf.side_files import CONFIG, carried_files, copy_carried
-from vtp_plugin.checkpoint.hf.tensor_rows import Share, Tensor, our_tensors, their_shapes
+from vtp_plugin.checkpoint.hf.tensor_rows import Tensor, TensorShare, our_tensors, their_shapes
 from vtp_plugin.checkpoint.hf.tokenizer_size import known_words
 from vtp_plugin.checkpoint.load.elements import Elements
 from vtp_plugin.checkpoint.save.atomic_dir import InParts
@@ -63,7 +63,7 @@ class _Stored:
     dtype: str
     parts: Mapping[tuple[int, ...], list[Part]]
 
-    def parts_of(self, share: Share) -> list[Part]:
+    def parts_of(self, share: TensorShare) -> list[Part]:
         """Return the parts that may hold a share."""
         return self.parts[tuple(start for start, _ in share.box[: share.num_lead])]
 
@@ -82,10 +82,10 @@ class Export:
     """
 
     contents: Contents
-    model: Model
+    model: HFModel
     like: Path
     files: Mapping[str, list[NewTensor]]
-    places: Mapping[str, list[tuple[Share, _Stored]]] = field(repr=False)
+    places: Mapping[str, list[tuple[TensorShare, _Stored]]] = field(repr=False)
     num_unproved: int = 0
 
     @property
@@ -148,7 +148,7 @@ def plan_export(contents: Contents, like: Path, target: Path) -> Export:
         f"{contents.folder}: {problem}; {like / CONFIG} describes another model; give its own with --like"
         for problem in problems[:_MAX_NAMED]
     )
-    places: dict[str, list[tuple[Share, _Stored]]] = {}
+    places: dict[str, list[tuple[TensorShare, _Stored]]] = {}
     for each in stored:
         for share in each.tensor.shares:
             places.setdefault(share.name, []).append((share, each))
@@ -172,7 +172,7 @@ def _words_of_run(contents: Contents, like: Path) -> tuple[list[tuple[int, str]]
     return said, is_known
 
 
-def _words_cut_off(contents: Contents, rows: int, model: Model, like: Path) -> Iterator[str]:
+def _words_cut_off(contents: Contents, rows: int, model: HFModel, like: Path) -> Iterator[str]:
     """Say where rows that are left out may be more than padding: the run, or a tokenizer, knows more words."""
     number, who = max(_words_of_run(contents, like)[0], default=(0, ""))
     if rows > model.vocab and number > model.vocab:
@@ -183,7 +183,7 @@ def _words_cut_off(contents: Contents, rows: int, model: Model, like: Path) -> I
         )
 
 
-def _both_names(contents: Contents, weights: Mapping[str, Whole], model: Model) -> Iterator[str]:
+def _both_names(contents: Contents, weights: Mapping[str, Whole], model: HFModel) -> Iterator[str]:
     """Say where a tensor is there under two names with different elements: an import has both, and a run saves one."""
     elements = Elements(contents.folder)
     for row in rows_of(model):
@@ -207,7 +207,7 @@ def _both_names(contents: Contents, weights: Mapping[str, Whole], model: Model) 
 
 
 def _find(
-    contents: Contents, weights: dict[str, Whole], tensor: Tensor, model: Model, problems: list[str]
+    contents: Contents, weights: dict[str, Whole], tensor: Tensor, model: HFModel, problems: list[str]
 ) -> _Stored | None:
     """Find a tensor of ours, take its keys out of all, and say what is wrong with it."""
     found = _keys(weights, tensor, model)
@@ -237,7 +237,7 @@ def _find(
     return _Stored(tensor, dtypes.pop(), parts)
 
 
-def _keys(weights: Mapping[str, Whole], tensor: Tensor, model: Model) -> list[tuple[int | None, str]]:
+def _keys(weights: Mapping[str, Whole], tensor: Tensor, model: HFModel) -> list[tuple[int | None, str]]:
     """Return the key that holds a tensor of ours, or those that hold a layer of it each, with the layer."""
     for key in tensor.row.ours:
         if key in weights:
@@ -296,7 +296,7 @@ def write_export(plan: Export, target: Path, on_written: Callable[[int], None]) 
         _set_dtype(part / CONFIG, plan.places["model.embed_tokens.weight"][0][1].dtype)
 
 
-def _elements(elements: Elements, places: list[tuple[Share, _Stored]]) -> Iterator[memoryview]:
+def _elements(elements: Elements, places: list[tuple[TensorShare, _Stored]]) -> Iterator[memoryview]:
     """Yield the bytes of one of their tensors, slab by slab."""
     for share, stored in sorted(places, key=lambda place: place[0].first):
         for box in cut_pieces(share.box, itemsize(stored.dtype)):

@@ -18,13 +18,13 @@ import torch
 from vtp_plugin.checkpoint.format.archive import itemsize
 from vtp_plugin.checkpoint.format.checkpoint_files import TRACKER
 from vtp_plugin.checkpoint.hf.all_families import FAMILIES, rows_in_file, rows_of
-from vtp_plugin.checkpoint.hf.hf_model import Model, settings
+from vtp_plugin.checkpoint.hf.hf_model import HFModel, settings
 from vtp_plugin.checkpoint.hf.known_fields import passed_over
 from vtp_plugin.checkpoint.hf.note import CARRIED, NOTE, RELEASE, dump_note
 from vtp_plugin.checkpoint.hf.read_config import read_config, read_model
 from vtp_plugin.checkpoint.hf.side_files import CONFIG, carried_files, copy_carried, file_of
 from vtp_plugin.checkpoint.hf.spelling import EMBEDDING, HEAD, are_frequencies, is_frequencies, respelt
-from vtp_plugin.checkpoint.hf.tensor_rows import Row, Share, Tensor, empty_states, our_tensors, their_shapes
+from vtp_plugin.checkpoint.hf.tensor_rows import Tensor, TensorRow, TensorShare, empty_states, our_tensors, their_shapes
 from vtp_plugin.checkpoint.load.elements import typed
 from vtp_plugin.checkpoint.save.atomic_dir import make_folder, partial_of, sync
 from vtp_plugin.checkpoint.save.folder_lock import LOCK
@@ -58,7 +58,7 @@ class Import:
     """
 
     folder: Path
-    model: Model
+    model: HFModel
     shards: Shards
     pieces: tuple[NewPiece, ...]
     passed: tuple[str, ...]
@@ -96,7 +96,7 @@ def plan_import(folder: Path, target: Path) -> Import:
     return Import(folder, model, shards, (*pieces, _nothing(model)), passed)
 
 
-def _problems(shards: Shards, rows: tuple[Row, ...], model: Model, left_out: Sequence[str]) -> Iterator[str]:
+def _problems(shards: Shards, rows: tuple[TensorRow, ...], model: HFModel, left_out: Sequence[str]) -> Iterator[str]:
     """Say where the tensors are not those that the config says; of many problems the first ones."""
     expected, names = their_shapes(rows, model), {*shards.names}
     unknown = sorted(names - expected.keys() - {*left_out})
@@ -120,7 +120,7 @@ def _problems(shards: Shards, rows: tuple[Row, ...], model: Model, left_out: Seq
         yield f"{shards.folder}: {problem}; {CONFIG} says which tensors there are; {way_out}"
 
 
-def _not_copied(shards: Shards, model: Model, name: str) -> Iterator[str]:
+def _not_copied(shards: Shards, model: HFModel, name: str) -> Iterator[str]:
     """Say where a tensor that is left out is not what Megatron has in its place: no other way out keeps its values."""
     stored = shards.stored_name(name)
     if is_frequencies(name):
@@ -146,7 +146,7 @@ def _difference(shards: Shards, name: str, other: str) -> str | None:
     if shards.shape(name) != shape:
         return f"has the shape {shards.shape(name)}, unlike"
     for box in cut_pieces(whole_box(shape), size):
-        ours, theirs = (shards.read(Share(each, 0, whole_box(shape), 0), box) for each in (name, other))
+        ours, theirs = (shards.read(TensorShare(each, 0, whole_box(shape), 0), box) for each in (name, other))
         if not torch.equal(ours, theirs):
             return "differs from"
     return None
@@ -155,7 +155,7 @@ def _difference(shards: Shards, name: str, other: str) -> str | None:
 def _values(shards: Shards, name: str) -> list[float]:
     """Read all elements of a small tensor."""
     whole = whole_box(shards.shape(name))
-    found = typed(shards.read(Share(name, 0, whole, 0), whole), shards.dtype_of(name))
+    found = typed(shards.read(TensorShare(name, 0, whole, 0), whole), shards.dtype_of(name))
     return found.double().tolist()
 
 
@@ -182,7 +182,7 @@ def _pieces(tensor: Tensor, shards: Shards) -> Iterator[NewPiece]:
             yield NewPiece(key, dtype, tensor.shape, box, parts=parts, aliases=tuple(aliases))
 
 
-def _nothing(model: Model) -> NewPiece:
+def _nothing(model: HFModel) -> NewPiece:
     """Return what all layers store besides weights: the same bytes under all their keys."""
     first, *others = empty_states(rows_of(model), model)
     return NewPiece(first, None, (), (), data=_saved([None]), aliases=tuple(others))

@@ -21,7 +21,7 @@ from vtp_plugin.checkpoint.format.optimizer_formats import (
     TYPE,
     stored_optimizers,
 )
-from vtp_plugin.checkpoint.format.safe_pickle import dump_inert, load_inert
+from vtp_plugin.checkpoint.format.safe_pickle import dump_again, load_safely
 from vtp_plugin.checkpoint.format.stored_values import taking
 from vtp_plugin.errors import ConfigError
 
@@ -129,9 +129,9 @@ def rewritten_common(contents: Contents, form: str | None) -> tuple[str, bytes]:
     entries = read_archive(contents.folder, objects.get(key, Extent(COMMON_FILE)))
     top = next(iter(entries)).partition("/")[0]
     with taking(contents.folder):
-        read = load_inert(entries[f"{top}/data.pkl"])
+        read = load_safely(entries[f"{top}/data.pkl"])
         _rewrite(contents, read if key == COMMON_FILE else read[0], form)
-        return key, write_archive({**entries, f"{top}/data.pkl": dump_inert(read)})
+        return key, write_archive({**entries, f"{top}/data.pkl": dump_again(read)})
 
 
 def _rewrite(contents: Contents, common: dict[str, Any], form: str | None) -> None:

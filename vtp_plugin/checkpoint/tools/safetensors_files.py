@@ -14,7 +14,7 @@ import torch
 
 from vtp_plugin.checkpoint.format.archive import itemsize
 from vtp_plugin.checkpoint.hf.side_files import file_of
-from vtp_plugin.checkpoint.hf.tensor_rows import Share
+from vtp_plugin.checkpoint.hf.tensor_rows import TensorShare
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.util.boxes import Box
 from vtp_plugin.util.untrusted_files import open_file, read_json
@@ -170,11 +170,11 @@ class Shards:
             )
         return _DTYPES[found]
 
-    def dtype(self, part: Share) -> str:
+    def dtype(self, part: TensorShare) -> str:
         """Return the type of the elements of a share."""
         return self.dtype_of(part.name)
 
-    def read(self, part: Share, box: Box) -> torch.Tensor:
+    def read(self, part: TensorShare, box: Box) -> torch.Tensor:
         """Read a box of ours out of a share.
 
         Returns:

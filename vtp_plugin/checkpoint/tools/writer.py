@@ -40,7 +40,7 @@ JOURNAL: Final = "vtp_journal.jsonl"
 _FILE_BYTES: Final = 1 << 30
 
 
-class Part(Protocol):
+class PiecePart(Protocol):
     """What elements are read from: a part of a stored tensor, or of one in another format."""
 
     @property
@@ -89,7 +89,7 @@ class NewPiece:
     shape: tuple[int, ...]
     box: Box
     kept: Extent | None = None
-    parts: tuple[Part, ...] = ()
+    parts: tuple[PiecePart, ...] = ()
     data: bytes = b""
     aliases: tuple[str, ...] = ()
     flattened: tuple[int, ...] | None = None
@@ -128,7 +128,7 @@ def cut_pieces(whole: Box, size: int) -> Iterator[Box]:
         left += [(*box[:dim], cut, *box[dim + 1 :]) for cut in reversed(cuts)]
 
 
-def read_box(source: Source, parts: Sequence[Part], box: Box, dtype: str) -> torch.Tensor:
+def read_box(source: Source, parts: Sequence[PiecePart], box: Box, dtype: str) -> torch.Tensor:
     """Read a box of a whole tensor, out of all parts that have some of it.
 
     Raises:
@@ -144,7 +144,7 @@ def read_box(source: Source, parts: Sequence[Part], box: Box, dtype: str) -> tor
     return made
 
 
-def _read(source: Source, part: Part, box: Box, dtype: str) -> torch.Tensor:
+def _read(source: Source, part: PiecePart, box: Box, dtype: str) -> torch.Tensor:
     if (found := source.dtype(part)) != dtype:
         raise ConfigError(
             f"{source.folder} holds one tensor as {dtype} and as {found}; whole tensors have one type; write it again "

@@ -51,7 +51,7 @@ def _pairs(old: Any, new: Any) -> tuple[tuple[object, object], ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Host:
+class PatchedPackage:
     """The package that is patched: the prefix of its module names, its version, and its parts that may be absent."""
 
     prefix: str
@@ -94,7 +94,7 @@ class AppliedPatches:
         rebuilt: replacements that were built anew, around what another package has put below them.
     """
 
-    host: Host
+    host: PatchedPackage
     records: tuple[Record, ...]
     skipped: Mapping[int, str]
     patches: tuple[Patch, ...]

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from types import MethodType
 from typing import Any
 
-from vtp_plugin.host.patching.applied_patches import AppliedPatches, Host, Patch
+from vtp_plugin.host.patching.applied_patches import AppliedPatches, Patch, PatchedPackage
 from vtp_plugin.host.patching.names import is_own, named_among, shown_module
 from vtp_plugin.host.patching.objects import MARKER, attributes, chain, foreign_wrapper, functions, wrong_kind
 from vtp_plugin.host.patching.record import PatchRecord, Record, Target, WriteRecord, resolve_target
@@ -40,7 +40,7 @@ def apply_records(
         PatchError: A target does not exist or cannot be replaced, is the target of two records, is patched already,
             or its replacement could not be built or set. Nothing of the host is changed then.
     """
-    host = Host(host_prefix, host_version, optional_packages)
+    host = PatchedPackage(host_prefix, host_version, optional_packages)
     records = tuple(records)
     skipped = _skip(records, host)
     found = [(record, _lookup(record, host)) for record in records if id(record) not in skipped]
@@ -52,7 +52,7 @@ def apply_records(
     return applied
 
 
-def _skip(records: Sequence[Record], host: Host) -> dict[int, str]:
+def _skip(records: Sequence[Record], host: PatchedPackage) -> dict[int, str]:
     """Import the modules of all fitting targets; return `id(record)` -> reason for the records to leave out.
 
     Importing comes before every look-up, because importing one host module may change another one.
@@ -84,14 +84,14 @@ def _other_version(record: Record) -> str:
     return f"the record is made for {record.versions}: install such a version or narrow the record's range"
 
 
-def _lookup(record: Record, host: Host) -> Target:
+def _lookup(record: Record, host: PatchedPackage) -> Target:
     try:
         return resolve_target(record.target)
     except LookupError as error:
         host.fail(record, f"{error.args[0]}; {_other_version(record)}", error)
 
 
-def _check_distinct(found: Sequence[tuple[Record, Target]], host: Host) -> None:
+def _check_distinct(found: Sequence[tuple[Record, Target]], host: PatchedPackage) -> None:
     """Refuse two records for one target, also where it has two names in a module or a subclass inherits it."""
     taken: dict[object, Record] = {}
     for record, target in found:
@@ -107,7 +107,7 @@ def _check_distinct(found: Sequence[tuple[Record, Target]], host: Host) -> None:
             host.fail(record, f"the method is inherited from the target of record {base.id}; join the two records")
 
 
-def _check_target(record: PatchRecord, target: Target, host: Host) -> None:
+def _check_target(record: PatchRecord, target: Target, host: PatchedPackage) -> None:
     """Refuse what cannot be patched, or is patched already."""
     value = target.value
     if not (callable(value) or isinstance(value, classmethod | property)):
@@ -119,7 +119,7 @@ def _check_target(record: PatchRecord, target: Target, host: Host) -> None:
         _refuse_subclasses(record, value, host)
 
 
-def _refuse_subclasses(record: PatchRecord, original: type, host: Host) -> None:
+def _refuse_subclasses(record: PatchRecord, original: type, host: PatchedPackage) -> None:
     """Refuse a class that has subclasses outside the host: they, and their objects, would go past the replacement."""
     if next(_foreign_subclasses(original, host), None) is not None:
         # A class that nobody uses any more lives on until then: classes are part of reference cycles.
@@ -133,7 +133,7 @@ def _refuse_subclasses(record: PatchRecord, original: type, host: Host) -> None:
         )
 
 
-def _foreign_subclasses(original: type, host: Host) -> Iterator[type]:
+def _foreign_subclasses(original: type, host: PatchedPackage) -> Iterator[type]:
     """Yield the classes outside the host that are made from a class, at any distance."""
     for subclass in type.__subclasses__(original):
         if not host.owns(subclass.__module__) and not is_own(subclass.__module__):
@@ -141,7 +141,7 @@ def _foreign_subclasses(original: type, host: Host) -> Iterator[type]:
         yield from _foreign_subclasses(subclass, host)
 
 
-def _build(record: PatchRecord, target: Target, host: Host) -> Patch:
+def _build(record: PatchRecord, target: Target, host: PatchedPackage) -> Patch:
     """Check the target and build its replacement."""
     _check_target(record, target, host)
     return Patch(
@@ -172,7 +172,7 @@ def rebuild(applied: AppliedPatches, patch: Patch, below: Any) -> Any:
     return new
 
 
-def _replace(record: PatchRecord, old: Any, host: Host) -> Any:
+def _replace(record: PatchRecord, old: Any, host: PatchedPackage) -> Any:
     """Build and mark the replacement of an attribute, in the same kind of descriptor."""
     wrapped = isinstance(old, staticmethod | classmethod)
     inner = old.__func__ if wrapped else old
@@ -191,7 +191,7 @@ def _replace(record: PatchRecord, old: Any, host: Host) -> Any:
     return type(old)(new) if wrapped else new
 
 
-def _check_new(patches: Sequence[Patch], host: Host) -> None:
+def _check_new(patches: Sequence[Patch], host: PatchedPackage) -> None:
     """Refuse replacements that are in use: revert could not tell our bindings from those that were there before."""
     named = named_among({id(patch.new) for patch in patches}, lambda module: not host.owns(module))
     seen: set[int] = set()

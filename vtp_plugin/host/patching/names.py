@@ -16,7 +16,7 @@ from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
 from vtp_plugin.host.patching.places import Default, PartialPart
-from vtp_plugin.util.undo import ABSENT, Item, Name, Place, namespace
+from vtp_plugin.util.undo import ABSENT, Item, Name, Slot, namespace
 
 _OWN: Final = __name__.partition(".")[0]
 # These packages know nothing of a host that is built on torch.
@@ -41,7 +41,7 @@ class Hit:
     where: str
     module: str
     of: int
-    place: Place
+    place: Slot
     new: object
 
 
@@ -179,7 +179,7 @@ def _all(names: Mapping[str, object]) -> list[tuple[str, object]]:
 
 def held(
     holder: Any, choose: Callable[[Mapping[str, object]], Iterable[tuple[str, object]]] = _all
-) -> Iterator[tuple[str, object, Place | None]]:
+) -> Iterator[tuple[str, object, Slot | None]]:
     """Yield what an object holds, each with its label and, where it can be changed, its place.
 
     Of the names of a module or class only those that `choose` returns. Every mapping is copied first: other threads
@@ -213,7 +213,7 @@ def held(
         yield from ((f".{name}", value, None) for name, value in list(_instance_dict(holder).items()))
 
 
-def _held_by_function(function: FunctionType) -> Iterator[tuple[str, object, Place | None]]:
+def _held_by_function(function: FunctionType) -> Iterator[tuple[str, object, Slot | None]]:
     defaults, code = function.__defaults__ or (), function.__code__
     first = code.co_argcount - len(defaults)
     for i, value in enumerate(defaults):

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from vtp_plugin.errors import PatchError
 from vtp_plugin.host.versions import SUPPORTED, check_range, is_in
-from vtp_plugin.util.undo import ABSENT, Item, Name, Place, UndoStack, namespace
+from vtp_plugin.util.undo import ABSENT, Item, Name, Slot, UndoStack, namespace
 
 _DOTTED = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
 AnyRecord = TypeVar("AnyRecord", bound="Record")
@@ -169,7 +169,7 @@ class WriteRecord(Record):
         """Put back what was there before; what somebody else has assigned meanwhile stays."""
         self._undo.undo()
 
-    def _place(self, key: object) -> Place:
+    def _place(self, key: object) -> Slot:
         target = resolve_target(self.target)
         if key is ABSENT:
             return Name(target.owner, target.name)

@@ -3,7 +3,7 @@
 ``known_versions`` is all that a new version changes here. ``find`` reads the version of what an import takes.
 
 Words:
-    host: the Megatron that a run uses, and the family that it belongs to (``Host``).
+    host: the Megatron that a run uses, and the family that it belongs to (``MegatronFamily``).
     family: versions of Megatron that the same patches carry.
     range: versions of a package, such as ``>=0.19,<0.20``.
     capability: something that was run with some versions, by a name that patches, checks and tests ask for.
@@ -15,14 +15,14 @@ from vtp_plugin.host.versions.capability import Capability
 from vtp_plugin.host.versions.find import Package, find_host, find_megatron, find_torch, problems_of
 from vtp_plugin.host.versions.known_versions import HOSTS, SUPPORTED
 from vtp_plugin.host.versions.lookup import capability, family_of, host_named, untried
-from vtp_plugin.host.versions.megatron_family import Host
+from vtp_plugin.host.versions.megatron_family import MegatronFamily
 from vtp_plugin.host.versions.ranges import check_range, is_in
 
 __all__ = [
     "HOSTS",
     "SUPPORTED",
     "Capability",
-    "Host",
+    "MegatronFamily",
     "Package",
     "capability",
     "check_range",

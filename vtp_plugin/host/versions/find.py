@@ -15,7 +15,7 @@ from pathlib import Path
 from vtp_plugin.errors import PatchError
 from vtp_plugin.host.versions.known_versions import HOSTS
 from vtp_plugin.host.versions.lookup import family_of
-from vtp_plugin.host.versions.megatron_family import Host
+from vtp_plugin.host.versions.megatron_family import MegatronFamily
 from vtp_plugin.host.versions.ranges import VERSION, order_of
 
 _OLDEST_TORCH = "2.6"
@@ -57,7 +57,7 @@ def find_torch() -> Package | None:
     return _find("torch", "version.py")
 
 
-def find_host() -> tuple[Host, Package]:
+def find_host() -> tuple[MegatronFamily, Package]:
     """Find the Megatron that an import takes, and its family.
 
     Raises:

@@ -6,10 +6,10 @@ A new version has a row in ``HOSTS``. It has no capability until that was run wi
 from __future__ import annotations
 
 from vtp_plugin.host.versions.capability import Capability
-from vtp_plugin.host.versions.megatron_family import Host
+from vtp_plugin.host.versions.megatron_family import MegatronFamily
 
 HOSTS = (
-    Host(
+    MegatronFamily(
         name="0.12",
         first="0.12.1",
         below="0.13",
@@ -17,10 +17,10 @@ HOSTS = (
         torch="==2.7.1",
         needs_all=False,
     ),
-    Host(name="0.16", first="0.15", below="0.17", pythons=("3.11", "3.10", "3.12"), torch=">=2.6,<2.7"),
-    Host(name="0.17", first="0.17", below="0.18", pythons=("3.12", "3.13"), torch=">=2.6,<3"),
-    Host(name="0.18", first="0.18", below="0.19", pythons=("3.12", "3.13"), torch=">=2.6,<3"),
-    Host(name="0.19", first="0.19", below="0.20", pythons=("3.12", "3.13"), torch=">=2.6,<3"),
+    MegatronFamily(name="0.16", first="0.15", below="0.17", pythons=("3.11", "3.10", "3.12"), torch=">=2.6,<2.7"),
+    MegatronFamily(name="0.17", first="0.17", below="0.18", pythons=("3.12", "3.13"), torch=">=2.6,<3"),
+    MegatronFamily(name="0.18", first="0.18", below="0.19", pythons=("3.12", "3.13"), torch=">=2.6,<3"),
+    MegatronFamily(name="0.19", first="0.19", below="0.20", pythons=("3.12", "3.13"), torch=">=2.6,<3"),
 )
 SUPPORTED = f">={HOSTS[0].first},<{HOSTS[-1].below}"
 """From the oldest version that is carried to the newest; not all between them are."""

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from vtp_plugin.errors import PatchError
 from vtp_plugin.host.versions.capability import Capability
 from vtp_plugin.host.versions.known_versions import CAPABILITIES, FACTS, HOSTS
-from vtp_plugin.host.versions.megatron_family import Host
+from vtp_plugin.host.versions.megatron_family import MegatronFamily
 from vtp_plugin.host.versions.ranges import order_of
 
 
-def host_named(name: str) -> Host:
+def host_named(name: str) -> MegatronFamily:
     """Return the family of that name.
 
     Raises:
@@ -26,7 +26,7 @@ def host_named(name: str) -> Host:
     raise PatchError(f"host {name!r}; hosts are {', '.join(host.name for host in HOSTS)}; choose one of them")
 
 
-def family_of(version: str) -> Host | None:
+def family_of(version: str) -> MegatronFamily | None:
     """Return the family that a version belongs to, if it is known.
 
     >>> [host.name for version in ("0.12.3", "0.15.3", "0.13") if (host := family_of(version))]
@@ -47,7 +47,7 @@ def capability(name: str) -> Capability:
     return {row.name: row for row in (*CAPABILITIES, *FACTS)}[name]
 
 
-def lacking(row: Capability, host: Host) -> tuple[str, ...]:
+def lacking(row: Capability, host: MegatronFamily) -> tuple[str, ...]:
     """Return the first versions of a family that lack a capability, each the oldest of those that follow it.
 
     >>> lacking(capability("whole_grids"), host_named("0.12")), lacking(capability("whole_grids"), host_named("0.19"))
@@ -58,7 +58,7 @@ def lacking(row: Capability, host: Host) -> tuple[str, ...]:
     return tuple(version for version in sorted(inside, key=order_of) if not row.has(version))
 
 
-def is_run_with(row: Capability, host: Host) -> bool:
+def is_run_with(row: Capability, host: MegatronFamily) -> bool:
     """Tell whether any version of a family has a capability.
 
     >>> [is_run_with(capability("whole_grids"), host_named(name)) for name in ("0.16", "0.17")]
@@ -68,7 +68,7 @@ def is_run_with(row: Capability, host: Host) -> bool:
     return any(row.has(version) for version in (host.first, *starts) if host.has(version))
 
 
-def untried(host: Host) -> str:
+def untried(host: MegatronFamily) -> str:
     """Say what was not run with a family yet; ``apply()`` warns of it. Empty where the whole test suite runs.
 
     >>> [untried(host_named(name)) for name in ("0.16", "0.18", "0.19")]
@@ -84,7 +84,7 @@ def untried(host: Host) -> str:
     return f"{', '.join(others)}, and {last}" if others else last
 
 
-def _untried_in_part(host: Host) -> Iterator[str]:
+def _untried_in_part(host: MegatronFamily) -> Iterator[str]:
     for row in CAPABILITIES:
         if row.untried_in_part and is_run_with(row, host):
             yield from (f"Megatron {version} {row.untried_in_part}" for version in lacking(row, host)[:1])

@@ -8,7 +8,7 @@ from vtp_plugin.host.versions.ranges import is_in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Host:
+class MegatronFamily:
     """A family of Megatron versions that the same patches carry.
 
     Attributes:
@@ -31,7 +31,7 @@ class Host:
     def versions(self) -> str:
         """The versions as a PEP 440 specifier.
 
-        >>> Host(name="0.12", first="0.12.1", below="0.13", pythons=(), torch="").versions
+        >>> MegatronFamily(name="0.12", first="0.12.1", below="0.13", pythons=(), torch="").versions
         '>=0.12.1,<0.13'
         """
         return f">={self.first},<{self.below}"
@@ -40,7 +40,7 @@ class Host:
     def install(self) -> str:
         """The command that installs a Megatron of this family.
 
-        >>> Host(name="0.19", first="0.19", below="0.20", pythons=(), torch="").install
+        >>> MegatronFamily(name="0.19", first="0.19", below="0.20", pythons=(), torch="").install
         "pip install 'megatron-core>=0.19,<0.20'"
         """
         return f"pip install {'' if self.needs_all else '--no-deps '}'megatron-core{self.versions}'"
@@ -48,7 +48,7 @@ class Host:
     def has(self, version: str) -> bool:
         """Tell whether a version belongs to the family; of pre-releases, those of `first` and `below` do not.
 
-        >>> host = Host(name="0.19", first="0.19", below="0.20", pythons=(), torch="")
+        >>> host = MegatronFamily(name="0.19", first="0.19", below="0.20", pythons=(), torch="")
         >>> [host.has(version) for version in ("0.19.2", "0.19.0rc1", "0.19.1rc1", "0.20.0rc0", "0.2")]
         [True, False, True, False, False]
         """

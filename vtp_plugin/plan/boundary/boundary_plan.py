@@ -1,7 +1,7 @@
 """What crosses a boundary between two stages: transfers between ranks, with a collective before and after.
 
 A plan is data. A planner of :mod:`vtp_plugin.plan.boundary.strategies` makes it from the
-:class:`~vtp_plugin.plan.boundary.sharding.Spread` of one tensor upstream and the spread downstream,
+:class:`~vtp_plugin.plan.boundary.sharding.Sharding` of one tensor upstream and the spread downstream,
 :mod:`vtp_plugin.plan.boundary.check_boundary` proves it, and the runtime carries it out without knowing which planner
 made it. Gradients do not take the same plan in reverse: after a broadcast every destination has the whole gradient and
 only one of them needs to send it, so the strategy plans each direction.
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from vtp_plugin.errors import PlanError
-from vtp_plugin.plan.boundary.sharding import Holding, Spread
+from vtp_plugin.plan.boundary.sharding import LocalBoxes, Sharding
 from vtp_plugin.util.boxes import Box, format_box, volume, whole_box
 from vtp_plugin.util.text_enum import TextEnum
 
@@ -109,8 +109,8 @@ class BoundaryPlan:
             place`, which promise nothing about their links.
     """
 
-    src: Spread
-    dst: Spread
+    src: Sharding
+    dst: Sharding
     start: Collective
     transfers: tuple[Transfer, ...]
     finish: Collective
@@ -135,11 +135,11 @@ class BoundaryPlan:
         """Return what `rank` receives by transfers, in the order of the plan."""
         return tuple(transfer for transfer in self.transfers if transfer.dst == rank)
 
-    def sent_from(self, rank: int) -> Holding:
+    def sent_from(self, rank: int) -> LocalBoxes:
         """Return the memory that the transfers of a source rank read: what it holds, or what it has gathered."""
         return _memory(self.src, self.start, CollectiveKind.GATHER, rank)
 
-    def lands_in(self, rank: int) -> Holding:
+    def lands_in(self, rank: int) -> LocalBoxes:
         """Return the memory that the transfers to a destination rank fill: what it holds, or what it will scatter."""
         return _memory(self.dst, self.finish, CollectiveKind.SCATTER, rank)
 
@@ -156,14 +156,14 @@ class BoundaryPlan:
         return "\n".join(part for part in parts if part)
 
 
-def _memory(spread: Spread, collective: Collective, kind: CollectiveKind, rank: int) -> Holding:
+def _memory(spread: Sharding, collective: Collective, kind: CollectiveKind, rank: int) -> LocalBoxes:
     """Return the joint box of a group for the root of a collective of this kind, else what the rank holds."""
     group = collective.group_of(rank) if collective.kind is kind else None
     boxes = (_joint_box(spread, group),) if group and group[0] == rank else spread.boxes_of(rank)
-    return Holding(rank=rank, boxes=boxes)
+    return LocalBoxes(rank=rank, boxes=boxes)
 
 
-def _joint_box(spread: Spread, ranks: tuple[int, ...]) -> Box:
+def _joint_box(spread: Sharding, ranks: tuple[int, ...]) -> Box:
     """Return a box that contains what ranks hold together: all rows, and as much of the other dimensions as needed."""
     boxes = [box for rank in ranks for box in spread.boxes_of(rank)]
     if not boxes:
@@ -172,13 +172,13 @@ def _joint_box(spread: Spread, ranks: tuple[int, ...]) -> Box:
     return ((0, spread.shape[0]), *((min(starts), max(stops)) for starts, stops in rest))
 
 
-def inside(kind: CollectiveKind, spread: Spread) -> Collective:
+def inside(kind: CollectiveKind, spread: Sharding) -> Collective:
     """Return the collective inside every column of a spread that has several ranks."""
     groups = tuple(ranks for ranks in spread.columns if len(ranks) > 1)
     return Collective(kind=kind, groups=groups) if groups else NO_COLLECTIVE
 
 
-def require_same_shape(src: Spread, dst: Spread) -> None:
+def require_same_shape(src: Sharding, dst: Sharding) -> None:
     """Refuse spreads of tensors of different shapes."""
     if src.shape != dst.shape:
         raise PlanError(f"the shape is {src.shape} upstream and {dst.shape} downstream")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.plan.boundary.endpoint import Side
+from vtp_plugin.plan.boundary.endpoint import Endpoint
 from vtp_plugin.util.text_enum import TextEnum
 
 
@@ -25,7 +25,7 @@ class SequenceCut(TextEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class BridgeEnd:
+class BridgeEndpoint:
     """One module's ranks at a bridge, and how they hold the tensor.
 
     Attributes:
@@ -42,7 +42,7 @@ class BridgeEnd:
     def members(self) -> tuple[int, ...]:
         """All ranks, replica after replica.
 
-        >>> BridgeEnd(ranks=(((4, 5),), ((6, 7),))).members
+        >>> BridgeEndpoint(ranks=(((4, 5),), ((6, 7),))).members
         (4, 5, 6, 7)
         """
         return tuple(chain.from_iterable(self.replicas))
@@ -58,14 +58,14 @@ class BridgeEnd:
 
         Tensor-parallel ranks are never among them: each of them has the complete gradient of what it holds.
 
-        >>> BridgeEnd(ranks=(((0, 1), (2, 3)),)).summands
+        >>> BridgeEndpoint(ranks=(((0, 1), (2, 3)),)).summands
         ((0, 2), (1, 3))
         """
         if self.sequence is not SequenceCut.WHOLE or len(self.ranks[0]) == 1:
             return ()
         return tuple(column for rows in self.ranks for column in zip(*rows, strict=True))
 
-    def side(self, *, num_dims: int) -> Side:
+    def side(self, *, num_dims: int) -> Endpoint:
         """Describe the ranks as boundaries do: rows of ranks with copies, each with its part of the rows or the batch.
 
         Args:
@@ -89,7 +89,7 @@ class BridgeEnd:
             lists = self.ranks
         num_replicas = len(lists) * (len(lists[0]) if num_dims == 2 else 1)
         is_zigzag = self.sequence is SequenceCut.ZIGZAG
-        return Side(ranks_by_cp=tuple(chain.from_iterable(lists)), num_replicas=num_replicas, is_zigzag=is_zigzag)
+        return Endpoint(ranks_by_cp=tuple(chain.from_iterable(lists)), num_replicas=num_replicas, is_zigzag=is_zigzag)
 
     def is_sliced(self, *, num_dims: int) -> bool:
         """Whether the ranks of a row of :meth:`side` hold slices of the row's part."""

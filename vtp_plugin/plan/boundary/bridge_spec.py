@@ -19,13 +19,13 @@ from dataclasses import dataclass, replace
 
 from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.plan.boundary.boundary_plan import NO_COLLECTIVE, BoundaryPlan, Transfer
-from vtp_plugin.plan.boundary.bridge_endpoint import BridgeEnd
+from vtp_plugin.plan.boundary.bridge_endpoint import BridgeEndpoint
 from vtp_plugin.plan.boundary.channel_spec import ChannelSpec
 from vtp_plugin.plan.boundary.endpoint import Shape
 from vtp_plugin.plan.boundary.header import BridgeHeaderCodec, Whole
 from vtp_plugin.plan.boundary.local_slices import Widths
-from vtp_plugin.plan.boundary.message_kind import Cargo
-from vtp_plugin.plan.boundary.sharding import Holding, Spread
+from vtp_plugin.plan.boundary.message_kind import MessageKind
+from vtp_plugin.plan.boundary.sharding import LocalBoxes, Sharding
 from vtp_plugin.plan.boundary.strategies.known_strategies import STRATEGIES
 
 
@@ -39,7 +39,7 @@ class BridgeSpec(ChannelSpec):
         num_dims: Of the tensors, 2 or 3.
         is_gradient: Whether gradients cross: where ranks read one tensor at different positions, theirs add up.
 
-    >>> ends = BridgeEnd(ranks=(((0,),), ((1,),))), BridgeEnd(ranks=(((2,),), ((3,),), ((4,),)))
+    >>> ends = BridgeEndpoint(ranks=(((0,),), ((1,),))), BridgeEndpoint(ranks=(((2,),), ((3,),), ((4,),)))
     >>> spec = BridgeSpec.between("vision -> language", *ends, num_dims=3)
     >>> spec.num_units
     6
@@ -50,13 +50,13 @@ class BridgeSpec(ChannelSpec):
     1 -> 4 [0:8, 4:6, 0:4]
     """
 
-    src_end: BridgeEnd
-    dst_end: BridgeEnd
+    src_end: BridgeEndpoint
+    dst_end: BridgeEndpoint
     num_dims: int
     is_gradient: bool = False
 
     @classmethod
-    def between(cls, name: str, src: BridgeEnd, dst: BridgeEnd, *, num_dims: int) -> BridgeSpec:
+    def between(cls, name: str, src: BridgeEndpoint, dst: BridgeEndpoint, *, num_dims: int) -> BridgeSpec:
         """Describe the way of activations from one module to another.
 
         Raises:
@@ -79,7 +79,7 @@ class BridgeSpec(ChannelSpec):
             name=self.name.replace("forward", "backward"),
             src=self.dst,
             dst=self.src,
-            cargo=Cargo.GRADIENT,
+            cargo=MessageKind.GRADIENT,
             src_end=self.dst_end,
             dst_end=self.src_end,
             is_gradient=True,
@@ -150,7 +150,7 @@ class BridgeSpec(ChannelSpec):
             src = replace(src, summands=self.src_end.summands)
         return STRATEGIES[self.strategy].plan(src, dst)
 
-    def spreads(self, shape: Shape) -> tuple[Spread, Spread]:
+    def spreads(self, shape: Shape) -> tuple[Sharding, Sharding]:
         """Say what both ends hold of a tensor; argument and error as for :meth:`plan`."""
         src, dst = (
             side.spread(shape, is_sharded=end.is_sliced(num_dims=self.num_dims))
@@ -192,10 +192,10 @@ class BridgeSpec(ChannelSpec):
             sources = tuple(range(share * theirs // ours, -(-(share + 1) * theirs // ours)))
             rows |= dict.fromkeys(ranks, sources)
         src, dst = (
-            Spread(
+            Sharding(
                 shape=(len(shares[0]), length),
                 holdings=tuple(
-                    Holding(rank=rank, boxes=tuple(((row, row + 1), (0, length)) for row in rows[rank]))
+                    LocalBoxes(rank=rank, boxes=tuple(((row, row + 1), (0, length)) for row in rows[rank]))
                     for rank in side.ranks
                 ),
             )

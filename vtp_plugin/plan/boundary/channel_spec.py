@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan, CollectiveKind
-from vtp_plugin.plan.boundary.endpoint import Shape, Side, Sizes, number_ranks
+from vtp_plugin.plan.boundary.endpoint import Endpoint, Shape, Sizes, number_ranks
 from vtp_plugin.plan.boundary.header import HeaderCodec, Whole, plan_header
 from vtp_plugin.plan.boundary.local_slices import Widths
-from vtp_plugin.plan.boundary.message_kind import Cargo
+from vtp_plugin.plan.boundary.message_kind import MessageKind
 from vtp_plugin.plan.boundary.strategies.known_strategies import STRATEGIES
 
 
@@ -34,11 +34,11 @@ class ChannelSpec:
     """
 
     name: str
-    src: Side
-    dst: Side
+    src: Endpoint
+    dst: Endpoint
     strategy: str
     unit: str = "microbatch"
-    cargo: Cargo = Cargo.ACTIVATION
+    cargo: MessageKind = MessageKind.ACTIVATION
     tensor_bytes: int | None = None
     rivals: tuple[str, ...] = ()
 
@@ -69,7 +69,7 @@ class ChannelSpec:
         Planners go by the positions of ranks, never by their numbers, so rank `i` of the prototype stands for the
         `i`-th member of the channel. What is proved of the prototype is proved of all these channels.
 
-        >>> sides = Side(ranks_by_cp=((6, 7),)), Side(ranks_by_cp=((9,),))
+        >>> sides = Endpoint(ranks_by_cp=((6, 7),)), Endpoint(ranks_by_cp=((9,),))
         >>> spec = ChannelSpec(name="0->1", src=sides[0], dst=sides[1], strategy="rank0")
         >>> str(spec.prototype.transfers[0]), str(spec.probe.transfers[0])
         ('0 -> 2 [0:4, 0:1, 0:1]', '6 -> 9 [0:4, 0:1, 0:1]')
@@ -84,7 +84,7 @@ class ChannelSpec:
         equal sides, and with shorter sequences; a sequence longer than `tensor_bytes` implies passes such a buffer in
         parts.
 
-        >>> sides = Side(ranks_by_cp=((0, 1),)), Side(ranks_by_cp=((2, 3, 4),))
+        >>> sides = Endpoint(ranks_by_cp=((0, 1),)), Endpoint(ranks_by_cp=((2, 3, 4),))
         >>> spec = ChannelSpec(name="0->1", src=sides[0], dst=sides[1], strategy="sliced", tensor_bytes=6 << 20)
         >>> spec.largest_message_bytes >> 20
         2

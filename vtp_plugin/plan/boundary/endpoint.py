@@ -8,7 +8,7 @@ from itertools import chain, repeat
 from operator import floordiv, mul
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.plan.boundary.sharding import Holding, Spread, even_cuts, num_rows, rows_of
+from vtp_plugin.plan.boundary.sharding import LocalBoxes, Sharding, even_cuts, num_rows, rows_of
 from vtp_plugin.util.boxes import Box
 
 Shape = tuple[int, ...]
@@ -17,7 +17,7 @@ Sizes = tuple[int, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Side:
+class Endpoint:
     """The ranks of one stage that take part in a boundary, and how they hold a tensor `[S, B, H]`.
 
     Attributes:
@@ -52,7 +52,7 @@ class Side:
     def shares(self) -> tuple[tuple[int, ...], ...]:
         """Ranks of every replica.
 
-        >>> Side(ranks_by_cp=((0, 1), (2, 3), (4, 5), (6, 7)), num_replicas=2).shares
+        >>> Endpoint(ranks_by_cp=((0, 1), (2, 3), (4, 5), (6, 7)), num_replicas=2).shares
         ((0, 1, 2, 3), (4, 5, 6, 7))
         """
         starts = range(0, len(self.ranks_by_cp), self.cp)
@@ -61,7 +61,7 @@ class Side:
     def num_parts(self, *, is_sharded: bool) -> int:
         """Return the number of parts into which the ranks cut the sequence.
 
-        >>> side = Side(ranks_by_cp=((0, 1), (2, 3)))
+        >>> side = Endpoint(ranks_by_cp=((0, 1), (2, 3)))
         >>> side.num_parts(is_sharded=False), side.num_parts(is_sharded=True)
         (2, 4)
         """
@@ -70,7 +70,7 @@ class Side:
     def whole_shape(self, local: Sequence[int], *, is_sharded: bool) -> Shape:
         """Return the shape of the whole tensor for the part `[S, B, ...]` of one rank.
 
-        >>> Side(ranks_by_cp=((0,), (1,)), num_replicas=2).whole_shape((8, 2, 4), is_sharded=False)
+        >>> Endpoint(ranks_by_cp=((0,), (1,)), num_replicas=2).whole_shape((8, 2, 4), is_sharded=False)
         (8, 4, 4)
         """
         return tuple(map(mul, local, self._num_parts_by_dim(is_sharded)))
@@ -82,7 +82,7 @@ class Side:
     def _num_parts_by_dim(self, is_sharded: bool) -> Iterator[int]:
         return chain((self.num_parts(is_sharded=is_sharded), self.num_replicas), repeat(1))
 
-    def spread(self, shape: Shape, *, is_sharded: bool) -> Spread:
+    def spread(self, shape: Shape, *, is_sharded: bool) -> Sharding:
         """Say what each rank holds of a tensor.
 
         Under context parallelism a rank has a chunk from the front of the sequence, followed by its counterpart from
@@ -97,7 +97,7 @@ class Side:
         Raises:
             ConfigError: The sequence or the batch does not divide evenly.
 
-        >>> Side(ranks_by_cp=((0,), (1,))).spread((8,), is_sharded=False).boxes_of(0)
+        >>> Endpoint(ranks_by_cp=((0,), (1,))).spread((8,), is_sharded=False).boxes_of(0)
         (((0, 2),), ((6, 8),))
         """
         cp, tp = self.cp, len(self.ranks_by_cp[0])
@@ -122,8 +122,10 @@ class Side:
             if batches:
                 boxes = tuple((box[0], batches[replica], *box[2:]) for box in boxes)
             cuts = even_cuts(rows, tp) if is_sharded else ((0, rows),) * tp
-            holdings += [Holding(rank=rank, boxes=rows_of(boxes, *cut)) for rank, cut in zip(ranks, cuts, strict=True)]
-        return Spread(shape=shape, holdings=tuple(holdings))
+            holdings += [
+                LocalBoxes(rank=rank, boxes=rows_of(boxes, *cut)) for rank, cut in zip(ranks, cuts, strict=True)
+            ]
+        return Sharding(shape=shape, holdings=tuple(holdings))
 
 
 def _chunks(shape: Shape, cp_rank: int, cp: int, is_zigzag: bool) -> tuple[Box, ...]:
@@ -140,7 +142,7 @@ def _chunks(shape: Shape, cp_rank: int, cp: int, is_zigzag: bool) -> tuple[Box, 
     return tuple((chunks[index], *rest) for index in (cp_rank, 2 * cp - 1 - cp_rank))
 
 
-def number_ranks(sizes: Sizes, *, first: int) -> Side:
+def number_ranks(sizes: Sizes, *, first: int) -> Endpoint:
     """Make a side of these sizes whose ranks count up from `first`.
 
     >>> number_ranks((2, 2, 1), first=4).ranks_by_cp
@@ -148,4 +150,4 @@ def number_ranks(sizes: Sizes, *, first: int) -> Side:
     """
     tp, num_rows, num_replicas = sizes
     rows = (range(start, start + tp) for start in range(first, first + tp * num_rows, tp))
-    return Side(ranks_by_cp=tuple(map(tuple, rows)), num_replicas=num_replicas)
+    return Endpoint(ranks_by_cp=tuple(map(tuple, rows)), num_replicas=num_replicas)

@@ -13,8 +13,8 @@ from typing import ClassVar, NamedTuple
 
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.boundary.boundary_plan import NO_COLLECTIVE, BoundaryPlan, CollectiveKind, Transfer, inside
-from vtp_plugin.plan.boundary.message_kind import Cargo
-from vtp_plugin.plan.boundary.sharding import Holding, Spread
+from vtp_plugin.plan.boundary.message_kind import MessageKind
+from vtp_plugin.plan.boundary.sharding import LocalBoxes, Sharding
 from vtp_plugin.plan.boundary.strategies.known_strategies import STRATEGIES
 from vtp_plugin.util.boxes import Box
 
@@ -85,7 +85,7 @@ class HeaderCodec:
     (8, 2, 4)
     """
 
-    cargo: ClassVar[Cargo] = Cargo.SHAPE_HEADER
+    cargo: ClassVar[MessageKind] = MessageKind.SHAPE_HEADER
     NUM_DIMENSIONS: ClassVar[int] = 3
 
     @property
@@ -166,7 +166,7 @@ class BridgeHeaderCodec(HeaderCodec):
     (8, 4, 0, 0, 5, 7, 0, 0)
     """
 
-    cargo: ClassVar[Cargo] = Cargo.BRIDGE_HEADER
+    cargo: ClassVar[MessageKind] = MessageKind.BRIDGE_HEADER
     num_units: int
     units_a_share: int
     own_units: range
@@ -255,10 +255,10 @@ def plan_header(plan: BoundaryPlan, length: int, shares: Sequence[Sequence[int]]
         sources = {share_of[transfer.src]: transfer.src for transfer in reversed(plan.receives_of(leader))}
         transfers += [Transfer(src=sources[share], dst=leader, boxes=(rows[share],)) for share in sorted(sources)]
         boxes |= dict.fromkeys((leader, *others), tuple(rows[share] for share in sorted(sources)))
-    holdings = [Holding(rank=rank, boxes=(rows[share_of[rank]],)) for rank in plan.src.ranks]
+    holdings = [LocalBoxes(rank=rank, boxes=(rows[share_of[rank]],)) for rank in plan.src.ranks]
     return BoundaryPlan(
-        src=Spread(shape=shape, holdings=tuple(holdings)),
-        dst=Spread(shape=shape, holdings=tuple(Holding(rank=rank, boxes=boxes[rank]) for rank in plan.dst.ranks)),
+        src=Sharding(shape=shape, holdings=tuple(holdings)),
+        dst=Sharding(shape=shape, holdings=tuple(LocalBoxes(rank=rank, boxes=boxes[rank]) for rank in plan.dst.ranks)),
         start=NO_COLLECTIVE,
         transfers=tuple(transfers),
         finish=inside(CollectiveKind.BROADCAST, plan.dst) if has_leaders else NO_COLLECTIVE,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vtp_plugin.errors import PlanError
-from vtp_plugin.plan.boundary.sharding import Holding
+from vtp_plugin.plan.boundary.sharding import LocalBoxes
 from vtp_plugin.util.boxes import Box, format_box, intersect
 
 Widths = Sequence[int]
@@ -13,7 +13,7 @@ Widths = Sequence[int]
 :class:`vtp_plugin.plan.boundary.bridge_spec.BridgeSpec`."""
 
 
-def local_slices(box: Box, holding: Holding, widths: Widths | None = None) -> tuple[slice, ...]:
+def local_slices(box: Box, holding: LocalBoxes, widths: Widths | None = None) -> tuple[slice, ...]:
     """Find a global box in the local tensor of a rank.
 
     Args:
@@ -24,11 +24,11 @@ def local_slices(box: Box, holding: Holding, widths: Widths | None = None) -> tu
     Returns:
         One slice per dimension that indexes the local tensor.
 
-    >>> local_slices(((3, 4), (0, 2)), Holding(rank=1, boxes=(((2, 4), (0, 2)),)))
+    >>> local_slices(((3, 4), (0, 2)), LocalBoxes(rank=1, boxes=(((2, 4), (0, 2)),)))
     (slice(1, 2, None), slice(0, 2, None))
-    >>> local_slices(((7, 8),), Holding(rank=1, boxes=(((0, 2),), ((6, 8),))))
+    >>> local_slices(((7, 8),), LocalBoxes(rank=1, boxes=(((0, 2),), ((6, 8),))))
     (slice(3, 4, None),)
-    >>> local_slices(((0, 2), (2, 3)), Holding(rank=1, boxes=(((0, 2), (1, 3)),)), widths=(5, 4, 3))
+    >>> local_slices(((0, 2), (2, 3)), LocalBoxes(rank=1, boxes=(((0, 2), (1, 3)),)), widths=(5, 4, 3))
     (slice(0, 2, None), slice(4, 7, None))
     """
     base = 0
@@ -45,10 +45,10 @@ def local_slices(box: Box, holding: Holding, widths: Widths | None = None) -> tu
     raise PlanError(f"rank {holding.rank} holds {holding.boxes}, not {format_box(box)}")
 
 
-def local_shape(holding: Holding, widths: Widths | None = None) -> tuple[int, ...]:
+def local_shape(holding: LocalBoxes, widths: Widths | None = None) -> tuple[int, ...]:
     """Return the shape of a rank's tensor; arguments as for :func:`local_slices`.
 
-    >>> local_shape(Holding(rank=0, boxes=(((0, 2), (1, 3), (0, 7)),)), widths=(5, 4, 3))
+    >>> local_shape(LocalBoxes(rank=0, boxes=(((0, 2), (1, 3), (0, 7)),)), widths=(5, 4, 3))
     (2, 7, 7)
     """
     shape = holding.local_shape

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vtp_plugin.plan.boundary.channel_spec import ChannelSpec
-from vtp_plugin.plan.boundary.endpoint import Side
-from vtp_plugin.plan.boundary.message_kind import Cargo
+from vtp_plugin.plan.boundary.endpoint import Endpoint
+from vtp_plugin.plan.boundary.message_kind import MessageKind
 from vtp_plugin.plan.boundary.strategies.transport_rules import TransportRules
 from vtp_plugin.plan.layout.channel_id import ChannelId, Direction
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
@@ -42,8 +42,8 @@ class PipelineBoundary:
     dp_ranks: tuple[tuple[int, ...], tuple[int, ...]]
     workers: tuple[int, int]
     cp_rank: int | None
-    src: Side
-    dst: Side
+    src: Endpoint
+    dst: Endpoint
     strategy: str
     is_single: bool = True
     tensor_bytes: int | None = None
@@ -52,7 +52,7 @@ class PipelineBoundary:
     def channel(self, direction: Direction) -> ChannelSpec:
         """Return the channel of one direction; both directions use the same strategy."""
         ends = (self.src, self.dst) if direction is Direction.FORWARD else (self.dst, self.src)
-        cargo = Cargo.ACTIVATION if direction is Direction.FORWARD else Cargo.GRADIENT
+        cargo = MessageKind.ACTIVATION if direction is Direction.FORWARD else MessageKind.GRADIENT
         return ChannelSpec(
             name=self.name(direction),
             src=ends[0],
@@ -152,8 +152,8 @@ def _whole_bytes(
     return tensor_bytes * max(layout.cp_sizes) // num_chunks * samples
 
 
-def _side(layout: PipelineLayout, stage: int, dp_ranks: tuple[int, ...], cp_rank: int | None) -> Side:
+def _side(layout: PipelineLayout, stage: int, dp_ranks: tuple[int, ...], cp_rank: int | None) -> Endpoint:
     """Return the side of a stage in some replicas, with one cp rank or with all."""
     cp_ranks = range(layout.stages[stage].cp) if cp_rank is None else (cp_rank,)
     rows = tuple(layout.tp_ranks(stage, dp_rank, c) for dp_rank in dp_ranks for c in cp_ranks)
-    return Side(ranks_by_cp=rows, num_replicas=len(dp_ranks))
+    return Endpoint(ranks_by_cp=rows, num_replicas=len(dp_ranks))

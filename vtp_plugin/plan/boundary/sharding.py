@@ -1,7 +1,7 @@
 """How one global tensor is spread over the ranks of a stage.
 
 Everything is in global coordinates: a box is a half-open index interval per dimension of the global tensor, for
-activations ``[S, B, H]`` (sequence, batch, hidden), for a weight ``[V, H]``. A :class:`Spread` says which boxes each
+activations ``[S, B, H]`` (sequence, batch, hidden), for a weight ``[V, H]``. A :class:`Sharding` says which boxes each
 rank holds; it does not know why (tensor, sequence, context or data parallelism), and nothing about processes.
 """
 
@@ -61,7 +61,7 @@ def even_cuts(length: int, parts: int) -> tuple[tuple[int, int], ...]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Holding:
+class LocalBoxes:
     """What one rank holds of the global tensor.
 
     Attributes:
@@ -77,7 +77,7 @@ class Holding:
     def local_shape(self) -> tuple[int, ...]:
         """Shape of the rank's tensor; the boxes must have equal lengths beyond the first dimension.
 
-        >>> Holding(rank=0, boxes=(((0, 2), (0, 3)), ((6, 8), (0, 3)))).local_shape
+        >>> LocalBoxes(rank=0, boxes=(((0, 2), (0, 3)), ((6, 8), (0, 3)))).local_shape
         (4, 3)
         """
         rest = {box_shape(box[1:]) for box in self.boxes}
@@ -87,7 +87,7 @@ class Holding:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Spread:
+class Sharding:
     """A global tensor cut into disjoint boxes, each held by one or more ranks.
 
     The constructor checks two invariants: some rank holds every element, and two boxes of any two ranks are either the
@@ -101,7 +101,7 @@ class Spread:
     """
 
     shape: tuple[int, ...]
-    holdings: tuple[Holding, ...]
+    holdings: tuple[LocalBoxes, ...]
     summands: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self) -> None:
@@ -152,8 +152,8 @@ class Spread:
         Each group is a replica with different samples of a batch. A rank that holds nothing is in no group.
 
         >>> halves = [((0, 4), (0, 2)), ((0, 4), (2, 3))]
-        >>> holdings = tuple(Holding(rank=rank, boxes=(box,)) for rank, box in enumerate(halves))
-        >>> Spread(shape=(4, 3), holdings=holdings).columns, sharded((4, 3), (0, 1), dim=0).columns
+        >>> holdings = tuple(LocalBoxes(rank=rank, boxes=(box,)) for rank, box in enumerate(halves))
+        >>> Sharding(shape=(4, 3), holdings=holdings).columns, sharded((4, 3), (0, 1), dim=0).columns
         (((0,), (1,)), ((0, 1),))
         """
         return _grouped((holding.boxes[0][1:], holding.rank) for holding in self.holdings if holding.boxes)
@@ -162,7 +162,7 @@ class Spread:
         """Return the box of a rank's column: all rows, and its interval in the other dimensions."""
         return ((0, self.shape[0]), *self.boxes_of(rank)[0][1:])
 
-    def divided(self) -> Spread:
+    def divided(self) -> Sharding:
         """Divide what several ranks hold alike among them, in even pieces of the rows of their memory.
 
         In the result one rank holds every element. Two ranks must hold the same boxes, or no common box.
@@ -175,15 +175,15 @@ class Spread:
             boxes = self.boxes_of(ranks[0])
             for rank, cut in zip(ranks, even_cuts(num_rows(boxes), len(ranks)), strict=True):
                 boxes_of[rank] = rows_of(boxes, *cut)
-        holdings = tuple(Holding(rank=rank, boxes=boxes_of[rank]) for rank in self.ranks)
-        divided = Spread(shape=self.shape, holdings=holdings)
+        holdings = tuple(LocalBoxes(rank=rank, boxes=boxes_of[rank]) for rank in self.ranks)
+        divided = Sharding(shape=self.shape, holdings=holdings)
         held = sum(volume(box) for holding in holdings for box in holding.boxes)
         if held != math.prod(self.shape):
             raise PlanError(f"ranks share some of their boxes, but not all: {self.holdings}")
         return divided
 
 
-def _require_alike(spread: Spread) -> None:
+def _require_alike(spread: Sharding) -> None:
     """Refuse summands that do not hold the same boxes, or leave a rank out."""
     members = sorted(rank for group in spread.summands for rank in group)
     if members and members != sorted(holding.rank for holding in spread.holdings if holding.boxes):
@@ -217,16 +217,16 @@ def _require_partition(shape: tuple[int, ...], boxes: list[Box]) -> None:
         raise PlanError(f"{held} elements are held, the tensor {shape} has {math.prod(shape)}")
 
 
-def replicated(shape: tuple[int, ...], ranks: tuple[int, ...]) -> Spread:
+def replicated(shape: tuple[int, ...], ranks: tuple[int, ...]) -> Sharding:
     """Give each of `ranks` the whole tensor, as tensor parallelism does with activations.
 
     >>> [h.boxes for h in replicated((4,), (0, 1)).holdings]
     [(((0, 4),),), (((0, 4),),)]
     """
-    return Spread(shape=shape, holdings=tuple(Holding(rank=rank, boxes=(whole_box(shape),)) for rank in ranks))
+    return Sharding(shape=shape, holdings=tuple(LocalBoxes(rank=rank, boxes=(whole_box(shape),)) for rank in ranks))
 
 
-def sharded(shape: tuple[int, ...], ranks: tuple[int, ...], dim: int) -> Spread:
+def sharded(shape: tuple[int, ...], ranks: tuple[int, ...], dim: int) -> Sharding:
     """Cut a tensor along `dim` by :func:`even_cuts`, one piece for each of `ranks` in their order.
 
     If there are more ranks than slices, some ranks hold nothing.
@@ -244,10 +244,10 @@ def sharded(shape: tuple[int, ...], ranks: tuple[int, ...], dim: int) -> Spread:
         raise PlanError(f"dimension {dim} of shape {shape}")
     whole = whole_box(shape)
     pieces = [(*whole[:dim], cut, *whole[dim + 1 :]) for cut in even_cuts(shape[dim], len(ranks))]
-    return Spread(
+    return Sharding(
         shape=shape,
         holdings=tuple(
-            Holding(rank=rank, boxes=(piece,) if volume(piece) else ())
+            LocalBoxes(rank=rank, boxes=(piece,) if volume(piece) else ())
             for rank, piece in zip(ranks, pieces, strict=True)
         ),
     )

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from itertools import combinations
 
 from vtp_plugin.plan.boundary.channel_spec import ChannelSpec
-from vtp_plugin.plan.boundary.endpoint import Side
-from vtp_plugin.plan.boundary.message_kind import Cargo
+from vtp_plugin.plan.boundary.endpoint import Endpoint
+from vtp_plugin.plan.boundary.message_kind import MessageKind
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 
 
@@ -36,7 +36,7 @@ def tied_weight_specs(layout: PipelineLayout, stages: Sequence[int] | None = Non
         for src, dst in (way for pair in pairs for way in (pair, pair[::-1])):
             way = f"{names.get(src, f'stage {src}')}->{names.get(dst, f'stage {dst}')}"
             if dp_rank < layout.stages[dst].dp and cp_rank < layout.stages[dst].cp:
-                ends = [Side(ranks_by_cp=(_tp_ranks(layout, stage, dp_rank, cp_rank),)) for stage in (src, dst)]
+                ends = [Endpoint(ranks_by_cp=(_tp_ranks(layout, stage, dp_rank, cp_rank),)) for stage in (src, dst)]
                 name = f"tied embedding, {way}, replica dp {dp_rank} cp {cp_rank}"
                 spec = ChannelSpec(
                     name=name,
@@ -44,7 +44,7 @@ def tied_weight_specs(layout: PipelineLayout, stages: Sequence[int] | None = Non
                     dst=ends[1],
                     strategy="sliced",
                     unit="step",
-                    cargo=Cargo.TIED_EMBEDDING,
+                    cargo=MessageKind.TIED_EMBEDDING,
                 )
                 specs.append(spec)
     return tuple(specs)

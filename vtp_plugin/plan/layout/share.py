@@ -9,7 +9,7 @@ from vtp_plugin.plan.layout.replica_map import ReplicaMap
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class RankShare:
     """A rank's share of what some ranks hold once together: of all weights, of the experts, of a state.
 
     Attributes:
@@ -28,25 +28,25 @@ class Share:
         return len(self.ranks)
 
 
-def share_of_model(layout: PipelineLayout, rank: int) -> Share:
+def share_of_model(layout: PipelineLayout, rank: int) -> RankShare:
     """Give a rank's share of the dense weights of a model.
 
     >>> share_of_model(PipelineLayout.from_sizes([1, 2], world_size=4, dp=[2, 1]), 3)
-    Share(ranks=(0, 2, 3), index=2, replica=0)
+    RankShare(ranks=(0, 2, 3), index=2, replica=0)
     """
     own = layout.coord(rank)
     model = layout.model_ranks(own.dp_rank, own.cp_rank)
-    return Share(model, model.index(rank), own.dp_rank * layout.cp_sizes[own.stage] + own.cp_rank)
+    return RankShare(model, model.index(rank), own.dp_rank * layout.cp_sizes[own.stage] + own.cp_rank)
 
 
-def share_of_experts(layout: PipelineLayout, rank: int) -> Share:
+def share_of_experts(layout: PipelineLayout, rank: int) -> RankShare:
     """Give a rank's share of the experts of a model.
 
     Megatron compares their list with that of the dense weights, and sums both at once where they are equal. So either
     all ranks find equal lists, where every stage spreads its experts over as many ranks as its dense weights, or none.
 
     >>> share_of_experts(PipelineLayout.from_sizes([1, 2], world_size=6, ep=[1, 2], etp=1), 5)
-    Share(ranks=(1, 4, 5), index=2, replica=1)
+    RankShare(ranks=(1, 4, 5), index=2, replica=1)
     """
     if all(expert.tp * expert.ep == dense.tp for expert, dense in zip(layout.experts, layout.stages, strict=True)):
         return share_of_model(layout, rank)
@@ -55,16 +55,16 @@ def share_of_experts(layout: PipelineLayout, rank: int) -> Share:
     for stage, grid in enumerate(layout.experts):
         start, width = own.dp_rank % grid.dp, grid.tp * grid.ep
         ranks += layout.stage_ranks(stage)[start * width : (start + 1) * width]
-    return Share(ranks, ranks.index(rank), own.dp_rank)
+    return RankShare(ranks, ranks.index(rank), own.dp_rank)
 
 
-def share_of_world(layout: PipelineLayout, rank: int) -> Share:
+def share_of_world(layout: PipelineLayout, rank: int) -> RankShare:
     """Give a rank's share where every rank holds numbers of its own: an optimizer's state.
 
     >>> share_of_world(PipelineLayout.from_sizes([1, 2], world_size=3), 2)
-    Share(ranks=(0, 1, 2), index=2, replica=0)
+    RankShare(ranks=(0, 1, 2), index=2, replica=0)
     """
-    return Share(tuple(range(layout.world_size)), rank, 0)
+    return RankShare(tuple(range(layout.world_size)), rank, 0)
 
 
 def expert_spans(layout: PipelineLayout, replicas: ReplicaMap) -> tuple[int, ...]:

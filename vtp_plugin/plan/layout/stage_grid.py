@@ -19,7 +19,7 @@ from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.layout.groups import LayoutRankGenerator
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout, StageGrid
 from vtp_plugin.plan.layout.rank_grid import RankGrid
-from vtp_plugin.plan.layout.share import Share
+from vtp_plugin.plan.layout.share import RankShare
 
 _INSIDE = ("tp", "cp", "dp")
 _NAMES = (*_INSIDE, "pp")
@@ -149,7 +149,7 @@ class StageRanks:
             return [list(range(self.rank_offset, self.rank_offset + self.size))]
         return [sorted(chain.from_iterable(parts)) for parts in zip(*inside, strict=True)]
 
-    def place(self, dims: str | Sequence[str], rank: int, *, view: str | None = None) -> Share | None:
+    def place(self, dims: str | Sequence[str], rank: int, *, view: str | None = None) -> RankShare | None:
         """Give a rank's place in a group through stages that have different numbers of such groups inside.
 
         Args:
@@ -162,7 +162,7 @@ class StageRanks:
 
         >>> ranks = StageRanks([(2, 1, 1), (1, 1, 2)])
         >>> [ranks.place(["tp", "pp"], rank) for rank in (1, 3)]
-        [Share(ranks=(0, 1, 2), index=1, replica=0), Share(ranks=(0, 1, 3), index=2, replica=1)]
+        [RankShare(ranks=(0, 1, 2), index=1, replica=0), RankShare(ranks=(0, 1, 3), index=2, replica=1)]
 
         Raises:
             ConfigError: a dimension is unknown; or without it the ranks hold other weights, so that none counts for
@@ -184,7 +184,7 @@ class StageRanks:
         stage = self.layout.stage_of(rank)
         replica = next(number for number, group in enumerate(inside[stage]) if rank in group)
         ranks = tuple(chain.from_iterable(groups[replica % len(groups)] for groups in inside))
-        return Share(ranks, ranks.index(rank), replica)
+        return RankShare(ranks, ranks.index(rank), replica)
 
     def _named(self, dims: str | Sequence[str], view: str | None) -> tuple[frozenset[str], str]:
         """Check the names of dimensions and of their view."""

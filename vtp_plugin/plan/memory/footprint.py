@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from vtp_plugin.plan.layout.chunks import Chunk
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.plan.memory.activations import kept_by_module
-from vtp_plugin.plan.memory.gpt_model import Model
+from vtp_plugin.plan.memory.gpt_model import GPTModel
 from vtp_plugin.plan.memory.layer_sizes import Microbatch, Sizes
 from vtp_plugin.plan.memory.overhead import overhead_bytes
 from vtp_plugin.plan.memory.parameters import Parameter, chunk_parameters
@@ -74,7 +74,7 @@ class Footprint:
 
 
 def footprints(
-    model: Model,
+    model: GPTModel,
     training: Training,
     layout: PipelineLayout,
     chunks: Sequence[Sequence[Chunk]],

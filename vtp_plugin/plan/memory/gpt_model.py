@@ -42,7 +42,7 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Model:
+class GPTModel:
     """Sizes of the whole model.
 
     Attributes:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from vtp_plugin.plan.memory.gpt_model import Model
+from vtp_plugin.plan.memory.gpt_model import GPTModel
 
 FULL_BYTES, INDEX_BYTES = 4, 8
 
@@ -122,7 +122,7 @@ class Sizes:
         queries, keys, context: numbers of a position; as many values as keys, and what attention makes of them.
     """
 
-    model: Model
+    model: GPTModel
     batch: Microbatch
     tp: int
     etp: int = 1

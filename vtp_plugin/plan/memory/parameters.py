@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.layout.chunks import Chunk
 from vtp_plugin.plan.layout.grids import ExpertGrid, StageGrid
-from vtp_plugin.plan.memory.gpt_model import Latent, Model
+from vtp_plugin.plan.memory.gpt_model import GPTModel, Latent
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +33,7 @@ class Parameter:
     is_shared: bool = False
 
 
-def chunk_parameters(model: Model, chunk: Chunk, grid: StageGrid, experts: ExpertGrid) -> tuple[Parameter, ...]:
+def chunk_parameters(model: GPTModel, chunk: Chunk, grid: StageGrid, experts: ExpertGrid) -> tuple[Parameter, ...]:
     """List the parameters of a chunk on each rank of its stage.
 
     Args:
@@ -45,7 +45,7 @@ def chunk_parameters(model: Model, chunk: Chunk, grid: StageGrid, experts: Exper
     Raises:
         ConfigError: a size does not divide what it cuts.
 
-    >>> model = Model(num_layers=2, num_predicting=0, hidden=8, heads=2, groups=2, kv_channels=4, ffn=12, vocab=10,
+    >>> model = GPTModel(num_layers=2, num_predicting=0, hidden=8, heads=2, groups=2, kv_channels=4, ffn=12, vocab=10,
     ...     num_positions=0, is_gated=True, has_bias=False, has_qkv_bias=False, has_norm_bias=False,
     ...     has_query_norm=False, is_tied=False)
     >>> chunk = Chunk(layers=(0,), is_first=True, is_last=False, is_whole=False)
@@ -82,7 +82,7 @@ def _chunk(write: _Writer, chunk: Chunk) -> Iterator[Parameter]:
 class _Writer:
     """Lists the parameters of a layer for one rank."""
 
-    model: Model
+    model: GPTModel
     tp: int
     etp: int
     ep: int

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan
-from vtp_plugin.plan.boundary.bridge_endpoint import BridgeEnd
+from vtp_plugin.plan.boundary.bridge_endpoint import BridgeEndpoint
 from vtp_plugin.report.pictures import svg
 from vtp_plugin.report.pictures.arrange import (
     BOX_GAP,
@@ -43,7 +43,7 @@ class DrawnModule:
     """
 
     title: str
-    end: BridgeEnd
+    end: BridgeEndpoint
 
     @property
     def frame_height(self) -> int:
@@ -65,7 +65,8 @@ def draw_bridges(
     Returns:
         An SVG document; marks as in :func:`vtp_plugin.report.pictures.draw_pipeline.draw_pipeline`.
 
-    >>> left, right = (DrawnModule(title=name, end=BridgeEnd(ranks=(((rank,),),))) for rank, name in enumerate("ab"))
+    >>> ends = [BridgeEndpoint(ranks=(((rank,),),)) for rank in range(2)]
+    >>> left, right = (DrawnModule(title=name, end=end) for name, end in zip("ab", ends))
     >>> from vtp_plugin.plan.boundary.bridge_spec import BridgeSpec
     >>> plan = BridgeSpec.between("a -> b", left.end, right.end, num_dims=3).probe
     >>> draw_bridges([left], right, [plan], title="a bridge").count('class="transfer"')

@@ -17,7 +17,7 @@ from vtp_plugin.plan.schedule.order.messages import peer_of, receives_for
 from vtp_plugin.plan.schedule.order.placement import Placement
 from vtp_plugin.plan.schedule.order.schedule import Schedule
 from vtp_plugin.report.trace.causes import Cause, Stretch
-from vtp_plugin.report.trace.explain import Share, arrivals
+from vtp_plugin.report.trace.explain import TimeShare, arrivals
 
 _COMPUTES = {Op.F: Cause.FORWARD, Op.B: Cause.BACKWARD}
 Boundary = tuple[int, int, Direction]
@@ -25,7 +25,7 @@ Boundary = tuple[int, int, Direction]
 _BOUNDARY = re.compile(r"boundary (\d+)->(\d+)\b.*?, (forward|backward)(?:,|$)")
 
 
-def plan_shares(schedule: Schedule, costs: Costs) -> list[Share]:
+def plan_shares(schedule: Schedule, costs: Costs) -> list[TimeShare]:
     """Simulate a step, and say what every worker does in it; times begin at 0.
 
     From its last compute to the end of the step a worker waits for the others, in the optimizer: that is ``OPTIMIZER``.
@@ -50,7 +50,7 @@ def plan_shares(schedule: Schedule, costs: Costs) -> list[Share]:
     names = _message_names(timeline)
     end_s = 1e-3 * timeline.makespan
     return [
-        Share(
+        TimeShare(
             rank=worker, worker=worker, start_s=0.0, end_s=end_s, stretches=tuple(_stretches(timeline, worker, names))
         )
         for worker in range(timeline.placement.num_workers)
@@ -124,7 +124,7 @@ def boundary_of(name: str) -> Boundary | None:
     return None if found is None else (int(found[1]), int(found[2]), Direction(found[3]))
 
 
-def measured_costs(placement: Placement, steps: Sequence[Sequence[Share]]) -> Costs:
+def measured_costs(placement: Placement, steps: Sequence[Sequence[TimeShare]]) -> Costs:
     """Take the costs of a run from its trace: medians of computes and of messages that somebody waited for.
 
     The slowest rank of a stage counts. A message's whole time is taken for latency.
@@ -160,7 +160,7 @@ def measured_costs(placement: Placement, steps: Sequence[Sequence[Share]]) -> Co
     )
 
 
-def crossings_of(shares: Sequence[Share]) -> Iterator[tuple[int, str, float]]:
+def crossings_of(shares: Sequence[TimeShare]) -> Iterator[tuple[int, str, float]]:
     """Yield how long messages took whose receiver waited before they were sent: its rank, their name, seconds."""
     for share, wait, _, sent_s in arrivals(shares):
         if wait.start_s < sent_s:

@@ -22,7 +22,7 @@ from vtp_plugin.report.trace.beside_plan import (
     plan_shares,
 )
 from vtp_plugin.report.trace.causes import Cause, Stretch
-from vtp_plugin.report.trace.explain import Share, explain, on_one_clock, totals
+from vtp_plugin.report.trace.explain import TimeShare, explain, on_one_clock, totals
 from vtp_plugin.report.trace.trace_files import Plan, RankFile, RankStep
 
 _ENDS = frozenset({Cause.GRADIENTS, Cause.OPTIMIZER})
@@ -52,7 +52,7 @@ class TracedStep:
 
     number: int
     run: Mapping[int, list[Stretch]]
-    shares: Sequence[Share]
+    shares: Sequence[TimeShare]
     plan: Mapping[int, list[Stretch]]
     placement: Placement
     costs: Costs
@@ -102,7 +102,7 @@ def join_files(files: Sequence[RankFile]) -> list[TracedStep]:
     numbers = set.intersection(*({step.number for step in file.steps} for file in files))
     if not numbers:
         raise ConfigError("no step was traced to its end by all ranks; trace more steps")
-    steps: dict[int, list[Share]] = {}
+    steps: dict[int, list[TimeShare]] = {}
     plans: dict[int, Plan] = {}
     for number in sorted(numbers):
         own = [next(step for step in file.steps if step.number == number) for file in files]
@@ -115,7 +115,7 @@ def join_files(files: Sequence[RankFile]) -> list[TracedStep]:
     return [_beside_plan(number, shares, plans, steps) for number, shares in steps.items()]
 
 
-def _share(file: RankFile, step: RankStep, order: Actions) -> Share:
+def _share(file: RankFile, step: RankStep, order: Actions) -> TimeShare:
     named = replace(step, stretches=tuple(name_computes(step.stretches, order)))
     owner = file.owner
     return on_one_clock(named, rank=owner.rank, worker=owner.worker, offset_s=functools.partial(offset_at, file.clocks))
@@ -140,7 +140,7 @@ def offset_at(clocks: Sequence[tuple[float, float, float]], at_s: float) -> floa
 
 
 def _beside_plan(
-    number: int, shares: list[Share], plans: Mapping[int, Plan], steps: Mapping[int, list[Share]]
+    number: int, shares: list[TimeShare], plans: Mapping[int, Plan], steps: Mapping[int, list[TimeShare]]
 ) -> TracedStep:
     plan = plans[number]
     same = [steps[other] for other, one in plans.items() if one == plan]

@@ -14,7 +14,7 @@ _WHOLE = frozenset({Cause.EVALUATE, Cause.SAVE})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
+class TimeShare:
     """A rank in one step.
 
     Attributes:
@@ -37,7 +37,7 @@ class Share:
         return self.end_s - self.start_s
 
 
-def on_one_clock(step: RankStep, *, rank: int, worker: int, offset_s: Callable[[float], float]) -> Share:
+def on_one_clock(step: RankStep, *, rank: int, worker: int, offset_s: Callable[[float], float]) -> TimeShare:
     """Give a step by the clock of rank 0.
 
     Args:
@@ -50,7 +50,7 @@ def on_one_clock(step: RankStep, *, rank: int, worker: int, offset_s: Callable[[
     def shift(at_s: float) -> float:
         return at_s + offset_s(at_s)
 
-    return Share(
+    return TimeShare(
         rank=rank,
         worker=worker,
         start_s=shift(step.start_s),
@@ -59,12 +59,12 @@ def on_one_clock(step: RankStep, *, rank: int, worker: int, offset_s: Callable[[
     )
 
 
-def flatten(share: Share) -> list[Stretch]:
+def flatten(share: TimeShare) -> list[Stretch]:
     """Cut a step into stretches that follow one another without a gap: what nothing was noted of is ``OTHER``.
 
     >>> noted = (Stretch(cause=Cause.BATCH, name="", start_s=1.0, end_s=2.0),
     ...          Stretch(cause=Cause.FORWARD, name="0F0", start_s=0.5, end_s=4.0))
-    >>> for one in flatten(Share(rank=0, worker=0, start_s=0.0, end_s=5.0, stretches=noted)):
+    >>> for one in flatten(TimeShare(rank=0, worker=0, start_s=0.0, end_s=5.0, stretches=noted)):
     ...     print(one.cause, one.start_s, one.end_s)
     other 0.0 0.5
     forward 0.5 1.0
@@ -95,7 +95,7 @@ def flatten(share: Share) -> list[Stretch]:
     return flat
 
 
-def sends(shares: Sequence[Share]) -> dict[str, dict[int, float]]:
+def sends(shares: Sequence[TimeShare]) -> dict[str, dict[int, float]]:
     """Say of each message which ranks send it, and when each of them begins to."""
     begun_s: dict[str, dict[int, float]] = defaultdict(dict)
     for share in shares:
@@ -126,7 +126,7 @@ def sender(begun_s: Mapping[int, float], rank: int, until_s: float) -> int | Non
     return max(known, key=lambda other: begun_s[other]) if known else min(begun_s, key=lambda other: begun_s[other])
 
 
-def arrivals(shares: Sequence[Share]) -> Iterator[tuple[Share, Stretch, int, float]]:
+def arrivals(shares: Sequence[TimeShare]) -> Iterator[tuple[TimeShare, Stretch, int, float]]:
     """Yield each wait for what others send: the receiver, the wait, which rank sent it, and when that began to."""
     sent = sends(shares)
     for share in shares:
@@ -136,7 +136,7 @@ def arrivals(shares: Sequence[Share]) -> Iterator[tuple[Share, Stretch, int, flo
                 yield share, one, rank, begun_s[rank]
 
 
-def explain(shares: Sequence[Share]) -> dict[int, list[Stretch]]:
+def explain(shares: Sequence[TimeShare]) -> dict[int, list[Stretch]]:
     """Say of all ranks in one step what their time went to, without a gap.
 
     A wait for a message is ``BUBBLE`` until the rank that it waits for has begun to send it, and ``MESSAGE`` after

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 
 from vtp_plugin.report.trace.causes import Cause
-from vtp_plugin.report.trace.explain import Share, explain, totals
+from vtp_plugin.report.trace.explain import TimeShare, explain, totals
 
 PARTS: Mapping[str, frozenset[Cause]] = MappingProxyType(
     {
@@ -56,7 +56,7 @@ bubble 20.0 ms (most: 20.0, rank 3)
         return f"stage {self.stage}: {', '.join(parts)}"
 
 
-def stage_times(shares: Sequence[Share], stages: Mapping[int, int]) -> tuple[StageTimes, ...]:
+def stage_times(shares: Sequence[TimeShare], stages: Mapping[int, int]) -> tuple[StageTimes, ...]:
     """Sum up a step by stages.
 
     Args:

@@ -17,7 +17,7 @@ from vtp_plugin.plan.boundary.check_boundary import require_valid
 from vtp_plugin.plan.boundary.endpoint import Shape
 from vtp_plugin.plan.boundary.header import TYPES, ShareHeader
 from vtp_plugin.plan.boundary.local_slices import Widths
-from vtp_plugin.plan.boundary.message_kind import Cargo
+from vtp_plugin.plan.boundary.message_kind import MessageKind
 from vtp_plugin.plan.boundary.sharding import replicated, sharded
 from vtp_plugin.plan.boundary.strategies.in_place import plan_in_place, plans_of_gradient
 from vtp_plugin.platform.interface import Platform
@@ -25,7 +25,7 @@ from vtp_plugin.runtime.bridges.batch_axes import BatchAxes
 from vtp_plugin.runtime.comm.audit import Audit
 from vtp_plugin.runtime.comm.dispatch import NUM_PLANS
 from vtp_plugin.runtime.comm.recorder import Recorder
-from vtp_plugin.runtime.comm.transfers import ChannelGroups, Parcel, Transfers
+from vtp_plugin.runtime.comm.transfers import ChannelGroups, Transfers, Transmission
 from vtp_plugin.runtime.comm.work import TimedWaits, ranks_text
 from vtp_plugin.runtime.health.monitor import Monitor
 
@@ -95,15 +95,15 @@ class ColocatedBridge:
         planned = self._axes.to_plan(tensor) if tensor.dim() == self._axes.num_dims else tensor
         shape, widths = self._compare(planned, sizes)
         plan, _ = self._plans_of(shape)
-        return self._axes.from_plan(self._move(plan, planned, widths, Cargo.ACTIVATION)), shape, widths
+        return self._axes.from_plan(self._move(plan, planned, widths, MessageKind.ACTIVATION)), shape, widths
 
     def backward(self, grad: torch.Tensor, shape: Shape, widths: Widths) -> torch.Tensor:
         """Return the gradient of this rank's part: those of ranks that read one tensor add up, in their order."""
         planned = self._axes.to_plan(grad)
         first, *others = self._plans_of(shape)[1]
-        total = self._move(first, planned, widths, Cargo.GRADIENT)
+        total = self._move(first, planned, widths, MessageKind.GRADIENT)
         for plan in others:
-            total = total + self._move(plan, planned, widths, Cargo.GRADIENT)
+            total = total + self._move(plan, planned, widths, MessageKind.GRADIENT)
         return self._axes.from_plan(total)
 
     def _compare(self, planned: torch.Tensor, sizes: Sequence[int] | None) -> tuple[Shape, Widths]:
@@ -120,7 +120,7 @@ class ColocatedBridge:
                 )
             return self._first[1]
         said = torch.tensor([own], dtype=torch.int64, device=self._device)
-        parcel = self._parcel(self._said_plan, said, Cargo.BRIDGE_HEADER)
+        parcel = self._parcel(self._said_plan, said, MessageKind.BRIDGE_HEADER)
         lines = dict(zip(self._members, self._statements.exchange(said, parcel).tolist(), strict=True))
         if wrong := [rank for rank, line in lines.items() if line[0] == _PROBLEM]:
             raise ConfigError(problem or f"{spec.name}: the tensor of {ranks_text(wrong)} cannot cross; see there")
@@ -155,15 +155,15 @@ class ColocatedBridge:
             return [_PROBLEM] * self._codec.length, str(error)
         return list(self._codec.encode(batch, str(planned.dtype), spec.name)), ""
 
-    def _move(self, plan: BoundaryPlan, tensor: torch.Tensor, widths: Widths, cargo: Cargo) -> torch.Tensor:
+    def _move(self, plan: BoundaryPlan, tensor: torch.Tensor, widths: Widths, cargo: MessageKind) -> torch.Tensor:
         """Carry out a plan in one exchange; ranks that are no source send nothing."""
         # What is one block on both sides then travels without a copy.
         order = self._axes.memory_order if all(len(one.boxes) == 1 for one in plan.transfers) else None
         parcel = replace(self._parcel(plan, tensor, cargo), widths=widths, memory_order=order)
         return self._transfers.exchange(tensor, parcel)
 
-    def _parcel(self, plan: BoundaryPlan, tensor: torch.Tensor, cargo: Cargo) -> Parcel:
-        return Parcel(
+    def _parcel(self, plan: BoundaryPlan, tensor: torch.Tensor, cargo: MessageKind) -> Transmission:
+        return Transmission(
             plan=plan,
             dtype=tensor.dtype,
             cargo=cargo,

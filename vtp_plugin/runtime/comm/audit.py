@@ -14,20 +14,25 @@ import torch
 
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.boundary.header import HeaderCodec
-from vtp_plugin.plan.boundary.message_kind import Cargo
+from vtp_plugin.plan.boundary.message_kind import MessageKind
 from vtp_plugin.runtime.health.line_file import LineFile
 
-_NUM_DIMENSIONS = {Cargo.ACTIVATION: 3, Cargo.GRADIENT: 3, Cargo.PROBE: 3, Cargo.TIED_EMBEDDING: 2}
+_NUM_DIMENSIONS = {
+    MessageKind.ACTIVATION: 3,
+    MessageKind.GRADIENT: 3,
+    MessageKind.PROBE: 3,
+    MessageKind.TIED_EMBEDDING: 2,
+}
 
 
-def require_allowed(cargo: Cargo, tensor: torch.Tensor) -> None:
+def require_allowed(cargo: MessageKind, tensor: torch.Tensor) -> None:
     """Refuse to send a tensor that does not have the form of its kind of message.
 
     Token ids and labels are integers; loss masks and positions have no hidden dimension. So none of them passes for an
     activation or a gradient.
 
-    >>> require_allowed(Cargo.ACTIVATION, torch.zeros(8, 2, 4))
-    >>> require_allowed(Cargo.ACTIVATION, torch.zeros(8, 2, 4, dtype=torch.int64))  # doctest: +ELLIPSIS
+    >>> require_allowed(MessageKind.ACTIVATION, torch.zeros(8, 2, 4))
+    >>> require_allowed(MessageKind.ACTIVATION, torch.zeros(8, 2, 4, dtype=torch.int64))  # doctest: +ELLIPSIS
     Traceback (most recent call last):
     vtp_plugin.errors.ConfigError: a torch.int64 tensor of shape (8, 2, 4) is no activation, and nothing else may ...
 
@@ -35,15 +40,15 @@ def require_allowed(cargo: Cargo, tensor: torch.Tensor) -> None:
         ConfigError: the tensor is something else.
     """
     match cargo:
-        case Cargo.SHAPE_HEADER:
+        case MessageKind.SHAPE_HEADER:
             is_allowed = tensor.dtype == torch.int64 and tensor.numel() == HeaderCodec().length
-        case Cargo.LENGTHS:
+        case MessageKind.LENGTHS:
             is_allowed = tensor.dtype == torch.int32 and tensor.dim() == 3 and tensor.shape[1:].numel() == 1
-        case Cargo.POSITIONS:
+        case MessageKind.POSITIONS:
             is_allowed = tensor.dtype == torch.int32 and tensor.dim() == 3 and tensor.shape[2] == 4
-        case Cargo.BRIDGE_HEADER:
+        case MessageKind.BRIDGE_HEADER:
             is_allowed = tensor.dtype == torch.int64 and tensor.dim() == 2 and len(tensor) == 1
-        case Cargo.WARM_UP:
+        case MessageKind.WARM_UP:
             is_allowed = tensor.numel() == 1 and tensor.is_floating_point()
         case _:
             is_allowed = tensor.is_floating_point() and tensor.dim() == _NUM_DIMENSIONS[cargo]
@@ -80,11 +85,11 @@ class Audit:
 
     def __init__(self, path: str, rank: int) -> None:
         self._file = LineFile(audit_path(path, rank), option=f"--vtp-audit {path}", is_continued=True)
-        self._num_messages: Counter[tuple[str, Cargo]] = Counter()
-        self._num_bytes: Counter[tuple[str, Cargo]] = Counter()
+        self._num_messages: Counter[tuple[str, MessageKind]] = Counter()
+        self._num_bytes: Counter[tuple[str, MessageKind]] = Counter()
         atexit.register(self.close)
 
-    def note(self, way: str, cargo: Cargo, tensor: torch.Tensor, peer: int, place: str) -> None:
+    def note(self, way: str, cargo: MessageKind, tensor: torch.Tensor, peer: int, place: str) -> None:
         """Record one message.
 
         Args:

@@ -22,7 +22,7 @@ from vtp_plugin.plan.boundary.channel_spec import ChannelSpec
 from vtp_plugin.plan.boundary.check_boundary import require_valid
 from vtp_plugin.plan.boundary.endpoint import Shape
 from vtp_plugin.plan.boundary.header import HeaderCodec, Whole
-from vtp_plugin.plan.boundary.message_kind import Cargo
+from vtp_plugin.plan.boundary.message_kind import MessageKind
 from vtp_plugin.platform.interface import Platform
 from vtp_plugin.runtime.comm.audit import Audit
 from vtp_plugin.runtime.comm.dispatch import Dispatch
@@ -126,7 +126,7 @@ class Channel:
         """Give the shape of this rank's part; inverse of :meth:`whole_shape`."""
         return self._dispatch.local_shape(whole, form)
 
-    def crossed_by(self, strategy: str, *, unit: str | None = None, cargo: Cargo | None = None) -> Channel:
+    def crossed_by(self, strategy: str, *, unit: str | None = None, cargo: MessageKind | None = None) -> Channel:
         """Return a channel over the same groups that uses another strategy.
 
         Args:

@@ -15,7 +15,7 @@ from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan, CollectiveKind
 from vtp_plugin.plan.boundary.endpoint import Shape
 from vtp_plugin.plan.boundary.local_slices import Widths, local_slices
 from vtp_plugin.plan.boundary.portions import Swap
-from vtp_plugin.plan.boundary.sharding import Holding, even_cuts
+from vtp_plugin.plan.boundary.sharding import LocalBoxes, even_cuts
 from vtp_plugin.report.trace.causes import Cause
 from vtp_plugin.runtime.comm.work import Finish, TimedWaits, ranks_text
 
@@ -82,7 +82,7 @@ class StageCollectives:
         """Add up, in the order of the ranks, what this rank will send; the rest of the result is undefined."""
         if self.stage_group is None:
             raise PlanError(f"{position}: sum among {ranks_text(ranks)}, but this stage has no group")
-        holding = Holding(rank=self.rank, boxes=plan.src.boxes_of(self.rank))
+        holding = LocalBoxes(rank=self.rank, boxes=plan.src.boxes_of(self.rank))
 
         def slices_of(rank: int) -> list[tuple[slice, ...]]:
             return [local_slices(box, holding, widths) for one in plan.sends_of(rank) for box in one.boxes]

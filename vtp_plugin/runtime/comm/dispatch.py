@@ -9,12 +9,12 @@ import torch
 import torch.distributed as dist
 
 from vtp_plugin.plan.boundary.channel_spec import ChannelSpec
-from vtp_plugin.plan.boundary.endpoint import Shape, Side
+from vtp_plugin.plan.boundary.endpoint import Endpoint, Shape
 from vtp_plugin.plan.boundary.header import Bound, Expected, Whole
 from vtp_plugin.platform.interface import Platform
 from vtp_plugin.runtime.comm.tensor_format import TensorFormat
-from vtp_plugin.runtime.comm.transfers import Parcel, Transfers
-from vtp_plugin.runtime.comm.work import Landing, SendWork, ranks_text
+from vtp_plugin.runtime.comm.transfers import Transfers, Transmission
+from vtp_plugin.runtime.comm.work import PendingRecv, SendWork, ranks_text
 
 # Where lengths vary, a run meets more shapes than it should keep plans of.
 NUM_PLANS = 256
@@ -65,11 +65,11 @@ class Dispatch:
         shape = self._header_plan.src.holdings[0].local_shape
         return self._transfers.send(header.reshape(shape), self._header_parcel(position, self._destinations))
 
-    def post(self, whole: Whole, form: TensorFormat, position: str) -> Landing:
+    def post(self, whole: Whole, form: TensorFormat, position: str) -> PendingRecv:
         """Post the receive of this rank's part of a tensor."""
         return self._transfers.receive(self._parcel(whole, form, position, self._sources))
 
-    def post_header(self, position: str) -> Landing:
+    def post_header(self, position: str) -> PendingRecv:
         """Post the receive of a header."""
         return self._transfers.receive(self._header_parcel(position, self._sources))
 
@@ -101,12 +101,12 @@ class Dispatch:
     def _memory_bytes(self) -> int:
         return self._platform.memory_bytes()
 
-    def _own_side(self, form: TensorFormat) -> tuple[Side, bool]:
+    def _own_side(self, form: TensorFormat) -> tuple[Endpoint, bool]:
         return (self._spec.src, form.src_sharded) if self._is_src else (self._spec.dst, form.dst_sharded)
 
-    def _parcel(self, whole: Whole, form: TensorFormat, position: str, peer: str) -> Parcel:
+    def _parcel(self, whole: Whole, form: TensorFormat, position: str, peer: str) -> Transmission:
         shape, widths = self._spec.crossing(whole)
-        return Parcel(
+        return Transmission(
             plan=self._plan(shape, src_sharded=form.src_sharded, dst_sharded=form.dst_sharded),
             dtype=form.dtype,
             cargo=self._spec.cargo,
@@ -117,8 +117,8 @@ class Dispatch:
             widths=widths,
         )
 
-    def _header_parcel(self, position: str, peer: str) -> Parcel:
-        return Parcel(
+    def _header_parcel(self, position: str, peer: str) -> Transmission:
+        return Transmission(
             plan=self._header_plan,
             dtype=torch.int64,
             cargo=self._codec.cargo,

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
-from vtp_plugin.plan.layout.share import Share
+from vtp_plugin.plan.layout.share import RankShare
 from vtp_plugin.platform.interface import Platform
 from vtp_plugin.runtime.comm.process_groups import open_group
 
@@ -36,7 +36,7 @@ class ModelGroup(dist.ProcessGroup):
 
     def __init__(
         self,
-        share: Share,
+        share: RankShare,
         *,
         stage_leader: int,
         whole_stage_group: dist.ProcessGroup,

@@ -11,7 +11,7 @@ from vtp_plugin.errors import PlanError
 from vtp_plugin.plan.boundary.header import Whole
 from vtp_plugin.runtime.comm.dispatch import Dispatch
 from vtp_plugin.runtime.comm.tensor_format import TensorFormat
-from vtp_plugin.runtime.comm.work import Landing
+from vtp_plugin.runtime.comm.work import PendingRecv
 
 
 class State(IntEnum):
@@ -41,7 +41,7 @@ class RecvWork:
         self.position = position
         self.state = State.WANTED
         self._queue = queue
-        self._landing: Landing | None = None
+        self._landing: PendingRecv | None = None
         self._tensor: torch.Tensor | None = None
 
     @property
@@ -76,7 +76,7 @@ class RecvWork:
         self.wait()
         return tensor
 
-    def land(self, landing: Landing) -> None:
+    def land(self, landing: PendingRecv) -> None:
         """Note the memory that the tensor lands in; for the queue."""
         self._landing = landing
         self._tensor = landing.tensor.requires_grad_(self.form.requires_grad)
@@ -104,7 +104,7 @@ class Receives:
     def __init__(self, dispatch: Dispatch) -> None:
         self._dispatch = dispatch
         self._queue: deque[RecvWork] = deque()
-        self._header: Landing | None = None
+        self._header: PendingRecv | None = None
 
     def add(self, whole: Whole | None, form: TensorFormat, position: str) -> RecvWork:
         """Post a receive, or its header if none is under way; arguments as of :class:`RecvWork`."""

@@ -14,15 +14,15 @@ from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan, CollectiveKind, Transfer
 from vtp_plugin.plan.boundary.endpoint import Shape
 from vtp_plugin.plan.boundary.local_slices import Widths, local_shape, local_slices
-from vtp_plugin.plan.boundary.message_kind import Cargo
+from vtp_plugin.plan.boundary.message_kind import MessageKind
 from vtp_plugin.plan.boundary.portions import Swap, cut_into_portions, swaps
-from vtp_plugin.plan.boundary.sharding import Holding, num_rows
+from vtp_plugin.plan.boundary.sharding import LocalBoxes, num_rows
 from vtp_plugin.platform.interface import Platform
 from vtp_plugin.report.trace.causes import Cause
 from vtp_plugin.runtime.comm.audit import Audit, require_allowed
 from vtp_plugin.runtime.comm.collectives import StageCollectives
 from vtp_plugin.runtime.comm.host_memory import HostMemory
-from vtp_plugin.runtime.comm.work import Landing, SendWork, TimedWaits, ranks_text
+from vtp_plugin.runtime.comm.work import PendingRecv, SendWork, TimedWaits, ranks_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class ChannelGroups:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Parcel:
+class Transmission:
     """One tensor that crosses, as both sides see it.
 
     Attributes:
@@ -61,7 +61,7 @@ class Parcel:
 
     plan: BoundaryPlan
     dtype: torch.dtype
-    cargo: Cargo
+    cargo: MessageKind
     position: str
     peer: str
     is_batched: bool = False
@@ -87,7 +87,7 @@ class Parcel:
 
     def swaps_of(self, rank: int) -> tuple[Swap, ...]:
         """Say what a rank passes on in the plan's finish, and when; the same on all ranks of its group."""
-        holding = Holding(rank=rank, boxes=self.plan.dst.boxes_of(rank))
+        holding = LocalBoxes(rank=rank, boxes=self.plan.dst.boxes_of(rank))
         messages = self.messages(self.plan.receives_of(rank))
         return swaps(messages, lambda box: local_slices(box, holding)[0].start)
 
@@ -128,7 +128,7 @@ class Transfers:
         self._empty = functools.partial(_empty, platform, self.memory)
         self._stage = StageCollectives(name, groups.stage, groups.pieces, waits, self._empty)
 
-    def send(self, tensor: torch.Tensor, parcel: Parcel) -> SendWork:
+    def send(self, tensor: torch.Tensor, parcel: Transmission) -> SendWork:
         """Post the transfers of this rank, after the plan's start inside the stage.
 
         Args:
@@ -147,13 +147,13 @@ class Transfers:
             works = self._post(messages, parcel)
         return SendWork(works, [piece for _, piece, _ in messages], self._wait_for(parcel))
 
-    def receive(self, parcel: Parcel) -> Landing:
+    def receive(self, parcel: Transmission) -> PendingRecv:
         """Post the receives of this rank into fresh memory."""
         with self._waits.recorder.span(Cause.POST, parcel.position):
             messages, land = self._incoming(parcel)
             return land(self._post(messages, parcel))
 
-    def exchange(self, tensor: torch.Tensor, parcel: Parcel) -> torch.Tensor:
+    def exchange(self, tensor: torch.Tensor, parcel: Transmission) -> torch.Tensor:
         """Carry out a plan among ranks of which each may send and receive; all messages go out at once.
 
         Args:
@@ -172,16 +172,17 @@ class Transfers:
                 self._keep(tensor, landing.tensor, transfer, parcel)
         return landing.wait()
 
-    def _keep(self, source: torch.Tensor, target: torch.Tensor, transfer: Transfer, parcel: Parcel) -> None:
+    def _keep(self, source: torch.Tensor, target: torch.Tensor, transfer: Transfer, parcel: Transmission) -> None:
         """Copy what this rank has already."""
         held, wanted = (
-            Holding(rank=self._rank, boxes=spread.boxes_of(self._rank)) for spread in (parcel.plan.src, parcel.plan.dst)
+            LocalBoxes(rank=self._rank, boxes=spread.boxes_of(self._rank))
+            for spread in (parcel.plan.src, parcel.plan.dst)
         )
         for box in transfer.boxes:
             piece = source[local_slices(box, held, parcel.widths)]
             target[local_slices(box, wanted, parcel.widths)] = piece
 
-    def _outgoing(self, tensor: torch.Tensor, parcel: Parcel) -> list[_Message]:
+    def _outgoing(self, tensor: torch.Tensor, parcel: Transmission) -> list[_Message]:
         """Check a tensor, run the plan's start, and pack what leaves this rank."""
         plan = parcel.plan
         if tensor.dtype != parcel.dtype:
@@ -189,7 +190,7 @@ class Transfers:
                 f"{parcel.position}: the tensor to send is {tensor.dtype}, the receiver expects {parcel.dtype}; set "
                 "the configuration's pipeline_dtype to the type of the stage's output"
             )
-        held = Holding(rank=self._rank, boxes=plan.src.boxes_of(self._rank))
+        held = LocalBoxes(rank=self._rank, boxes=plan.src.boxes_of(self._rank))
         wanted = local_shape(held, parcel.widths)
         if tuple(tensor.shape) != wanted:
             raise ConfigError(
@@ -206,10 +207,10 @@ class Transfers:
         ]
         return [(dist.isend, piece, t.dst) for piece, t in zip(pieces, transfers, strict=True)]
 
-    def _incoming(self, parcel: Parcel) -> tuple[list[_Message], Callable[[Sequence[dist.Work]], Landing]]:
+    def _incoming(self, parcel: Transmission) -> tuple[list[_Message], Callable[[Sequence[dist.Work]], PendingRecv]]:
         """Allocate what arrives at this rank, and say what to do once its messages are posted."""
         plan, dtype = parcel.plan, parcel.dtype
-        held = Holding(rank=self._rank, boxes=plan.dst.boxes_of(self._rank))
+        held = LocalBoxes(rank=self._rank, boxes=plan.dst.boxes_of(self._rank))
         tensor = self._allocated(local_shape(held, parcel.widths), parcel)
         holding = plan.lands_in(self._rank)
         # An alias: the tensor itself may require a gradient when its memory is filled.
@@ -228,13 +229,15 @@ class Transfers:
             buffers.append(self._empty((sum(lengths), *targets[0].shape[1:]), dtype))
             copies[-1] += zip(targets, buffers[-1].split(lengths), strict=True)
 
-        def land(works: Sequence[dist.Work]) -> Landing:
+        def land(works: Sequence[dist.Work]) -> PendingRecv:
             finish = self._stage.post_finish(plan, memory, tensor.detach(), parcel.position, parcel.swaps_of)
-            return Landing(tensor=tensor, works=works, copies=copies, finish=finish, wait_for=self._wait_for(parcel))
+            return PendingRecv(
+                tensor=tensor, works=works, copies=copies, finish=finish, wait_for=self._wait_for(parcel)
+            )
 
         return [(dist.irecv, buffer, t.src) for buffer, t in zip(buffers, transfers, strict=True)], land
 
-    def _allocated(self, shape: Shape, parcel: Parcel) -> torch.Tensor:
+    def _allocated(self, shape: Shape, parcel: Transmission) -> torch.Tensor:
         """Return uninitialised memory, seen as the plan has it."""
         order = parcel.memory_order
         if order is None:
@@ -263,10 +266,10 @@ class Transfers:
         ]
         for operation, peer in ends[:1] if is_batched else ends:
             peers = [peer for _, peer in ends] if is_batched else [peer]
-            parcel = Parcel(
+            parcel = Transmission(
                 plan=plan,
                 dtype=element.dtype,
-                cargo=Cargo.WARM_UP,
+                cargo=MessageKind.WARM_UP,
                 position=f"{self._name}, warm-up",
                 peer=ranks_text(peers),
                 is_batched=is_batched,
@@ -275,10 +278,10 @@ class Transfers:
             messages = [(operation, element.clone(), one) for one in peers]
             self._wait_for(parcel)(self._post(messages, parcel))
 
-    def _wait_for(self, parcel: Parcel) -> Callable[[Sequence[dist.Work]], None]:
+    def _wait_for(self, parcel: Transmission) -> Callable[[Sequence[dist.Work]], None]:
         return functools.partial(self._waits.wait_for, position=parcel.position, peer=parcel.peer)
 
-    def _post(self, messages: Sequence[_Message], parcel: Parcel) -> list[dist.Work]:
+    def _post(self, messages: Sequence[_Message], parcel: Transmission) -> list[dist.Work]:
         """Hand messages to the backend. Nothing else does, so what may leave a stage is checked here."""
         if not messages:
             return []

@@ -156,7 +156,7 @@ class OpenSends:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Landing:
+class PendingRecv:
     """Memory that messages fill: this rank's transfers, then the deferred finish inside the stage.
 
     Every tensor-parallel rank of the receiving stage has one, even a rank that receives nothing itself, and waits for

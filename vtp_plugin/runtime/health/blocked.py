@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vtp_plugin.runtime.health.who_waits import Collective, find_collective
+from vtp_plugin.runtime.health.who_waits import BlockedCollective, find_collective
 
 # Those that no rank leaves before all have come. A rank may be long done with a gather, or with a broadcast.
 _OF_ALL = frozenset({
@@ -15,7 +15,7 @@ class BlockedCall:
     """The collective in which this process stands, and since when."""
 
     def __init__(self) -> None:
-        self._call: Collective | None = None
+        self._call: BlockedCollective | None = None
         self._since_s = 0.0
 
     def name(self, rank: int, now_s: float, patience_s: float) -> str | None:

@@ -16,7 +16,7 @@ from vtp_plugin.runtime.health.board import Leaver
 _PATIENCE_S = 3.0
 
 
-class Passes:
+class EarlyExits:
     """Counts what all ranks go through together: checks, steps, evaluations.
 
     Args:

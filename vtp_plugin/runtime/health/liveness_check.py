@@ -45,7 +45,7 @@ def is_lost_connection(error: BaseException) -> bool:
     return False
 
 
-class RollCall:
+class LivenessCheck:
     """Asks all ranks for an answer. The board counts the calls, and every rank's monitor looks there.
 
     Args:

@@ -29,10 +29,10 @@ from contextlib import AbstractContextManager
 import torch.distributed as dist
 
 from vtp_plugin.runtime.health.board import Board
-from vtp_plugin.runtime.health.early_exit import Passes
+from vtp_plugin.runtime.health.early_exit import EarlyExits
 from vtp_plugin.runtime.health.joint_work import Together
-from vtp_plugin.runtime.health.liveness_check import RollCall, is_lost_connection
-from vtp_plugin.runtime.health.position import Place, Wait
+from vtp_plugin.runtime.health.liveness_check import LivenessCheck, is_lost_connection
+from vtp_plugin.runtime.health.position import Position, Wait
 from vtp_plugin.runtime.health.redaction import describe_error
 from vtp_plugin.runtime.health.spare_thread import Helper
 from vtp_plugin.runtime.health.store import Topic, open_round, part_of
@@ -83,10 +83,10 @@ class Monitor:
         self._look_interval_s = min(self._beat_interval_s, max(1.0, world_size / _MAX_LOOKS_PER_S))
         self._keeper = keeper
         self._board = Board(self._store)
-        self._roll_call = RollCall(self._store, self._board, rank, world_size)
+        self._roll_call = LivenessCheck(self._store, self._board, rank, world_size)
         self.together = Together(self._store, rank, 0.7 * timeout_s, lambda: self._clock_s)
         self._absent: list[int] = []
-        self._passes = Passes(rank)
+        self._passes = EarlyExits(rank)
         self._helper = Helper()
         self._describe = describe
         self._exit_process = exit_process
@@ -96,7 +96,7 @@ class Monitor:
         self._failing_s: float | None = None
         self._failure: str | None = None
         self._stood_s = 0.0
-        self._place = Place(rank, lambda: self._clock_s)
+        self._place = Position(rank, lambda: self._clock_s)
         self._farewell_lock = threading.Lock()
         self._said_farewell = False
         self._stopping, self._timer_ends = threading.Event(), threading.Event()

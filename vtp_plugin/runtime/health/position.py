@@ -46,7 +46,7 @@ class Wait:
             return False
 
 
-class Place:
+class Position:
     """Where a rank stands.
 
     Args:

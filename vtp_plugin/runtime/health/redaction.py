@@ -57,7 +57,7 @@ _OPT_IN = "--vtp-share-errors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Disclosure:
+class Redaction:
     """What this rank may tell the others.
 
     Attributes:
@@ -66,10 +66,10 @@ class Disclosure:
         site: of this rank, once known.
         names_one_site: as ``is_one_site``, as this rank's own flags say, before they were compared.
 
-    >>> between = Disclosure(site="edge")
+    >>> between = Redaction(site="edge")
     >>> between.describe(ValueError("sample 4711"))
     'ValueError at site edge, whose text stays there (--vtp-share-errors on that site shows it here)'
-    >>> Disclosure(is_one_site=True).describe(ValueError("sample 4711"))
+    >>> Redaction(is_one_site=True).describe(ValueError("sample 4711"))
     'ValueError: sample 4711'
     """
 
@@ -101,7 +101,7 @@ class Disclosure:
     def reason(self, why: str) -> str:
         """Give why a card is bad; between sites its kind alone, which stands before a colon.
 
-        >>> Disclosure(site="edge").reason("erring: the try ended with 1 (/home/me/x.py)")
+        >>> Redaction(site="edge").reason("erring: the try ended with 1 (/home/me/x.py)")
         'erring (why stays at its site; --vtp-share-errors there shows it here)'
         """
         kind, colon, _ = why.partition(":")
@@ -110,7 +110,7 @@ class Disclosure:
     def name(self, host: str) -> str:
         """Give the name of a machine; between sites a mark that is the same each time.
 
-        >>> Disclosure().name("edge-host-7"), Disclosure(is_one_site=True).name("edge-host-7")
+        >>> Redaction().name("edge-host-7"), Redaction(is_one_site=True).name("edge-host-7")
         ('host-845c3b7a', 'edge-host-7')
         """
         return host if self.is_full else f"host-{hashlib.sha256(host.encode()).hexdigest()[:8]}"
@@ -121,9 +121,9 @@ class Disclosure:
         Within one site these are the values. Between sites each becomes ``{"digest": ...}``, with ``"value"`` if the
         other site may read it. The digests tell whether two values are equal.
 
-        >>> Disclosure().state({"vtp_size_list": "1,2"})["vtp_size_list"]["value"]
+        >>> Redaction().state({"vtp_size_list": "1,2"})["vtp_size_list"]["value"]
         '1,2'
-        >>> "value" in Disclosure().state({"--my-folder": "/home"})["--my-folder"]
+        >>> "value" in Redaction().state({"--my-folder": "/home"})["--my-folder"]
         False
         """
         if self.is_one_site:
@@ -139,7 +139,7 @@ class Disclosure:
 
 
 def show_stated(stated: object) -> str:
-    """Give a value of :meth:`Disclosure.state` for a message.
+    """Give a value of :meth:`Redaction.state` for a message.
 
     >>> show_stated("1,2"), show_stated({"digest": "ab", "value": 3}), show_stated({"digest": "ab"})
     ('1,2', '3', 'a value that is shown there only')
@@ -150,7 +150,7 @@ def show_stated(stated: object) -> str:
 
 
 def is_same_value(one: object, other: object) -> bool:
-    """Compare two values of :meth:`Disclosure.state`. One rank may show its value where another hides it.
+    """Compare two values of :meth:`Redaction.state`. One rank may show its value where another hides it.
 
     >>> is_same_value({"digest": "ab", "value": 3}, {"digest": "ab"})
     True

@@ -21,14 +21,14 @@ from vtp_plugin.errors import ConfigError, PeerError, is_final
 from vtp_plugin.runtime.health.posts import PostError, read_post, read_text, write_post
 from vtp_plugin.runtime.health.redaction import (
     HIDDEN,
-    Disclosure,
+    Redaction,
     describe_error,
     first_line,
     is_same_value,
     show_stated,
 )
 from vtp_plugin.runtime.health.store import Topic, open_round, part_of
-from vtp_plugin.runtime.health.verdict import Post, Verdict
+from vtp_plugin.runtime.health.verdict import CheckResult, Post
 from vtp_plugin.runtime.health.waiting import (
     JUDGE_SHARE,
     UNKNOWN_PEER,
@@ -69,7 +69,7 @@ class Agreement:
     rank: int
     world_size: int
     timeout_s: Callable[[], float]
-    disclosure: Callable[[], Disclosure] = lambda: Disclosure(is_one_site=True)
+    disclosure: Callable[[], Redaction] = lambda: Redaction(is_one_site=True)
     members: tuple[int, ...] | None = None
     way_out: str = _SAME_START
 
@@ -119,7 +119,7 @@ class _Check:
     agreement: Agreement
     name: str
     timeout_s: float
-    disclosure: Disclosure
+    disclosure: Redaction
     is_partial: bool
 
     @property
@@ -163,7 +163,7 @@ class _Check:
         kind = PeerError if verdict.is_missing else ConfigError
         raise kind(text, shared=verdict.text, is_final=self._is_final(verdict, error)) from error
 
-    def _is_final(self, verdict: Verdict, error: BaseException | None) -> bool:
+    def _is_final(self, verdict: CheckResult, error: BaseException | None) -> bool:
         """Tell whether no restart is of use. Between sites only this rank's own error says so: the other site may lie.
 
         What rank 0 finds rests on the posts of both.
@@ -172,7 +172,7 @@ class _Check:
             return verdict.is_final
         return error is not None and is_final(error)
 
-    def _exchange(self, own: str, begin_s: float) -> Verdict:
+    def _exchange(self, own: str, begin_s: float) -> CheckResult:
         """Post, judge on rank 0, and return the verdict."""
         rank = self.agreement.rank
         exchange = open_round(dist.PrefixStore(self.name, part_of(self.agreement.store, Topic.CHECKS)), rank)
@@ -191,7 +191,7 @@ class _Check:
             poll(lambda: posts.add("farewell", 0) >= num_present - 1, min(_FAREWELL_S, 0.15 * self.timeout_s))
         return verdict
 
-    def _judge(self, posts: dist.Store, begin_s: float) -> tuple[Verdict, int]:
+    def _judge(self, posts: dist.Store, begin_s: float) -> tuple[CheckResult, int]:
         """Compare all posts on rank 0; return the verdict and how many ranks came."""
         limit_s = JUDGE_SHARE * self.timeout_s
         deadline_s = begin_s + limit_s
@@ -213,13 +213,13 @@ class _Check:
                 statements[rank] = post.says
         num_present = len(self.agreement.ranks) - len(missing)
         if errors:
-            return Verdict(text=one_line(_summarise_errors(errors)), is_final=are_final), num_present
+            return CheckResult(text=one_line(_summarise_errors(errors)), is_final=are_final), num_present
         if missing:
             waited_s = time.monotonic() - begin_s
             text = f"{WAITED} {waited_s:.1f} s for rank {some_ranks(missing)} at {self.name}: no answer; {UNKNOWN_PEER}"
-            return Verdict(text=text, is_missing=True), num_present
+            return CheckResult(text=text, is_missing=True), num_present
         name, text = find_difference(statements, is_partial=self.is_partial, way_out=self.agreement.way_out)
-        return Verdict(text=one_line(text), name=name, is_final=self.name in _OF_FLAGS), num_present
+        return CheckResult(text=one_line(text), name=name, is_final=self.name in _OF_FLAGS), num_present
 
     def _read_post(self, posts: dist.Store, rank: int) -> Post:
         """Read on rank 0 what a rank has posted; what no rank posts is an error of that rank, of which all learn."""
@@ -252,7 +252,7 @@ class _Check:
 
         return poll(is_there, limit_s, lines=lines)
 
-    def _read_verdict(self, posts: dist.Store, begin_s: float) -> Verdict:
+    def _read_verdict(self, posts: dist.Store, begin_s: float) -> CheckResult:
         judge = str(self.judge)
 
         def whom() -> str:
@@ -265,7 +265,7 @@ class _Check:
             left_s = begin_s + self.timeout_s - time.monotonic()
             try:
                 posts.wait(["verdict"], timedelta(seconds=max(0.01, min(left_s, lines.pause_s))))
-                return read_post(Verdict, posts, "verdict", self.topic)
+                return read_post(CheckResult, posts, "verdict", self.topic)
             except dist.DistStoreError:
                 if begin_s + self.timeout_s > time.monotonic():
                     lines.say()
@@ -284,7 +284,7 @@ def find_difference(
     """Name the first value in which ranks differ, with all ranks that state it; None and no text when all are equal.
 
     Args:
-        statements: by rank, ascending, as :meth:`~vtp_plugin.runtime.health.redaction.Disclosure.state` gives them.
+        statements: by rank, ascending, as :meth:`~vtp_plugin.runtime.health.redaction.Redaction.state` gives them.
         is_partial: a rank need not state every value that another one states.
         way_out: what to do about it.
 

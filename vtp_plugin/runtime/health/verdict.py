@@ -21,7 +21,7 @@ class Post:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class CheckResult:
     """What the judge concludes from all posts.
 
     Attributes:

@@ -66,7 +66,7 @@ def ranks_in(peer: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Collective:
+class BlockedCollective:
     """A collective of torch.distributed in which this process stands.
 
     Attributes:
@@ -80,7 +80,7 @@ class Collective:
     frame: FrameType
 
 
-def find_collective() -> Collective | None:
+def find_collective() -> BlockedCollective | None:
     """Look through the stacks of all threads for a collective that holds up the host; None if there is none.
 
     On a device the host goes on while the device waits, and then nothing is found.
@@ -89,7 +89,7 @@ def find_collective() -> Collective | None:
         for one in outwards(frame):
             # Private functions of that file are called by the one that a program has called.
             if one.f_code.co_filename.endswith(COLLECTIVES) and not one.f_code.co_name.startswith("_"):
-                return Collective(one.f_code.co_name, _ranks_of(one.f_locals.get("group")), one)
+                return BlockedCollective(one.f_code.co_name, _ranks_of(one.f_locals.get("group")), one)
     return None
 
 

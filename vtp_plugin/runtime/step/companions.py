@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.plan.boundary.message_kind import Cargo
+from vtp_plugin.plan.boundary.message_kind import MessageKind
 from vtp_plugin.plan.layout.channel_id import ChannelId, Direction
 from vtp_plugin.plan.schedule.order.actions import Action, Op
 from vtp_plugin.plan.schedule.order.messages import channel_of
@@ -43,7 +43,7 @@ class Companion:
         way_out: what to do about a forward that reads several.
     """
 
-    cargo: Cargo
+    cargo: MessageKind
     shape: tuple[int, int, int]
     read: Callable[[Any], torch.Tensor]
     give: Callable[[torch.Tensor], Any]

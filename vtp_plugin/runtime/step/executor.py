@@ -18,7 +18,7 @@ from vtp_plugin.plan.schedule.order.messages import channel_of, link_of, receive
 from vtp_plugin.plan.schedule.order.placement import Placement
 from vtp_plugin.plan.schedule.order.schedule import Schedule
 from vtp_plugin.runtime.step.companions import Companions
-from vtp_plugin.runtime.step.links import Link, LinkId, Receive, Send, SendsInARow
+from vtp_plugin.runtime.step.links import LinkId, Receive, Send, SendsInARow, StageLink
 
 Inputs = torch.Tensor | tuple[torch.Tensor | None, ...] | None
 """What a virtual stage gets from the one before it; of several a tuple, in the order of their numbers."""
@@ -67,7 +67,7 @@ class Executor:
         self,
         schedule: Schedule,
         worker: int,
-        links: Mapping[LinkId, Link],
+        links: Mapping[LinkId, StageLink],
         compute: Compute,
         companions: Companions | None = None,
     ) -> None:
@@ -120,7 +120,7 @@ class Executor:
         stage = self._placement.label(self._placement.worker_of(action.vstage, action.microbatch))
         return f"{action}, a {kind} of microbatch {action.microbatch} on {stage}"
 
-    def _link(self, action: Action) -> Link:
+    def _link(self, action: Action) -> StageLink:
         return self._links[channel_of(self._placement, action), link_of(self._placement, action)]
 
     def _post_receive(self, action: Action) -> None:

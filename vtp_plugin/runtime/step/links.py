@@ -53,7 +53,7 @@ class SendsInARow:
             send.wait()
 
 
-class Link(Protocol):
+class StageLink(Protocol):
     """One direction between two virtual stages."""
 
     def start_step(self) -> None:

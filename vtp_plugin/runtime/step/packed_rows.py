@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.plan.boundary.message_kind import Cargo
+from vtp_plugin.plan.boundary.message_kind import MessageKind
 from vtp_plugin.runtime.step.companions import Companion
 
 _WAY_OUT = "give rows as Megatron's data sets do, with --micro-batch-size 1"
@@ -22,7 +22,7 @@ def packed_rows(row_length: int) -> Companion:
         row_length: tokens of a row.
     """
     return Companion(
-        cargo=Cargo.LENGTHS,
+        cargo=MessageKind.LENGTHS,
         shape=(row_length + 1, 1, 1),
         read=lambda row: padded_ends(row, row_length + 1),
         give=_row,

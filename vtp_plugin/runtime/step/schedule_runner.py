@@ -22,7 +22,7 @@ from vtp_plugin.runtime.health.posts import PostError
 from vtp_plugin.runtime.health.store import Topic
 from vtp_plugin.runtime.step.companions import Companions
 from vtp_plugin.runtime.step.executor import Compute, Executor
-from vtp_plugin.runtime.step.links import ChannelLink, Link, LinkId
+from vtp_plugin.runtime.step.links import ChannelLink, LinkId, StageLink
 from vtp_plugin.runtime.step.measure import Report, TimedCompute, measure_links, report_computes
 from vtp_plugin.runtime.step.step_times import MOST_REPLANS, StepTime, StepTimes
 from vtp_plugin.util import log
@@ -190,7 +190,7 @@ class ScheduleRunner:
         by_chunk = given if isinstance(given, list) else [given]
         return by_chunk if self._companions is None else self._companions.iterators(by_chunk)
 
-    def run(self, schedule: Schedule, links: Mapping[LinkId, Link], compute: Compute) -> None:
+    def run(self, schedule: Schedule, links: Mapping[LinkId, StageLink], compute: Compute) -> None:
         """Run one step; arguments as for :class:`~vtp_plugin.runtime.step.executor.Executor`."""
         for link in links.values():
             link.start_step()

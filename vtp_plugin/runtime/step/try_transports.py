@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from vtp_plugin.plan.boundary.check_boundary import require_valid
-from vtp_plugin.plan.boundary.message_kind import Cargo
+from vtp_plugin.plan.boundary.message_kind import MessageKind
 from vtp_plugin.plan.boundary.pipeline_boundaries import PipelineBoundary
 from vtp_plugin.plan.boundary.strategies.transport_rules import clearly_fastest
 from vtp_plugin.plan.layout.channel_id import ChannelId, Direction
@@ -39,7 +39,7 @@ _WIDTH = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class TransportChoice:
     """The figures of the boundaries between two stages, and the choice that follows.
 
     Attributes:
@@ -60,7 +60,7 @@ class Choice:
     def __str__(self) -> str:
         """Say it in one line.
 
-        >>> print(Choice(pair=(0, 1), num_bytes=1 << 20, times_ms={"rank0": 1.8, "sliced": 3.87}))
+        >>> print(TransportChoice(pair=(0, 1), num_bytes=1 << 20, times_ms={"rank0": 1.8, "sliced": 3.87}))
         boundary 0->1: rank0 (tried with 1024 KiB: rank0 1.80 ms, sliced 3.87 ms one way)
         """
         figures = ", ".join(f"{name} {time_ms:.2f} ms" for name, time_ms in self.times_ms.items())
@@ -74,7 +74,7 @@ def try_strategies(
     share_reports: ShareReports,
     platform: Platform,
     is_sharded: bool,
-) -> dict[Pair, Choice]:
+) -> dict[Pair, TransportChoice]:
     """Time the strategies of boundaries; a collective call of all ranks, while nothing else is under way.
 
     Args:
@@ -91,7 +91,7 @@ def try_strategies(
     for boundary in boundaries:
         first.setdefault((boundary.upstream, boundary.downstream), boundary)
     sizes = {pair: min(boundary.tensor_bytes or 0, _FIRST_BYTES) for pair, boundary in first.items()}
-    choices: dict[Pair, Choice] = {}
+    choices: dict[Pair, TransportChoice] = {}
     while sizes:
         report: Report = {}
         for pair, num_bytes in sizes.items():
@@ -101,7 +101,7 @@ def try_strategies(
         found = _read_times(share_reports(report, _slowest), first)
         for pair, num_bytes in sizes.items():
             times_ms = {name: time_ms / 2 for name, time_ms in found[_key(pair)].items()}
-            choices[pair] = Choice(pair=pair, num_bytes=num_bytes, times_ms=times_ms)
+            choices[pair] = TransportChoice(pair=pair, num_bytes=num_bytes, times_ms=times_ms)
         larger = {pair: min(boundary.tensor_bytes or 0, _MOST_BYTES) for pair, boundary in first.items()}
         sizes = {
             pair: larger[pair]
@@ -112,7 +112,9 @@ def try_strategies(
 
 
 def settle(
-    boundaries: Sequence[PipelineBoundary], channels: Mapping[ChannelId, Channel], choices: Mapping[Pair, Choice]
+    boundaries: Sequence[PipelineBoundary],
+    channels: Mapping[ChannelId, Channel],
+    choices: Mapping[Pair, TransportChoice],
 ) -> dict[ChannelId, Channel]:
     """Return this rank's channels; at the boundaries that were tried, with the strategy that was chosen."""
     settled = dict(channels)
@@ -168,7 +170,7 @@ def _round_trips(
     times_ms: dict[str, list[float]] = {name: [] for name in strategies}
     tried: dict[str, list[ChannelLink]] = {}
     for name in strategies:
-        channels = [channel.crossed_by(name, unit="probe", cargo=Cargo.PROBE) for channel in (there, back)]
+        channels = [channel.crossed_by(name, unit="probe", cargo=MessageKind.PROBE) for channel in (there, back)]
         for channel in channels:
             require_valid(channel.spec.plan(whole, src_sharded=is_sharded, dst_sharded=is_sharded))
         tried[name] = [ChannelLink(channel, form, zeros.shape) for channel in channels]

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.plan.memory.gpt_model import Model
+from vtp_plugin.plan.memory.gpt_model import GPTModel
 from vtp_plugin.tune.cluster.machines import Card, Links, Time
 from vtp_plugin.tune.cluster.shares import Batch, Shares, count, part_parameters
 from vtp_plugin.tune.cluster.speed import Source, Speed, all_reduce_s, least_sure
@@ -18,12 +18,12 @@ _LAYERS = ("dense", "experts")
 _NUM_LOSS_SUMS, _LOSS_BYTES = 3, 4
 
 
-def layer_flops(model: Model, batch: Batch, layer: int) -> float:
+def layer_flops(model: GPTModel, batch: Batch, layer: int) -> float:
     """Count the operations of a layer's forward pass on a context-parallel rank, all ranks that share it together.
 
     Two for each weight and token, and causal attention, whose scores context parallelism shares out evenly.
 
-    >>> model = Model(num_layers=1, num_predicting=0, hidden=8, heads=2, groups=2, kv_channels=4, ffn=16, vocab=16,
+    >>> model = GPTModel(num_layers=1, num_predicting=0, hidden=8, heads=2, groups=2, kv_channels=4, ffn=16, vocab=16,
     ...     num_positions=0, is_gated=False, has_bias=False, has_qkv_bias=False, has_norm_bias=False,
     ...     has_query_norm=False, is_tied=True)
     >>> batch = Batch(size=1, length=4, itemsize_bytes=2, gradient_itemsize_bytes=4, topk=1, is_recomputed=False,
@@ -42,7 +42,7 @@ def layer_flops(model: Model, batch: Batch, layer: int) -> float:
     return 2 * batch.num_tokens * weights + 2 * batch.num_tokens * batch.length * model.heads * channels
 
 
-def speed_of(card: Card, links: Links, model: Model, batch: Batch, tp: int, num_replicas: int) -> Speed:
+def speed_of(card: Card, links: Links, model: GPTModel, batch: Batch, tp: int, num_replicas: int) -> Speed:
     """Give what the parts of a model take on a stage, with the messages between its ranks.
 
     Args:
@@ -104,7 +104,7 @@ class _Layer(NamedTuple):
 class _Costs:
     """What parts of a model cost on a stage; ``sure`` collects where their times come from."""
 
-    def __init__(self, card: Card, links: Links, model: Model, batch: Batch, tp: int, num_replicas: int) -> None:
+    def __init__(self, card: Card, links: Links, model: GPTModel, batch: Batch, tp: int, num_replicas: int) -> None:
         self.card, self.model, self.batch, self.tp, self.num_replicas = card, model, batch, tp, num_replicas
         self.shared = shared = Shares.of(model, batch, tp, num_replicas)
         # Of activations [S, B, H], or of their slices, which takes as long.

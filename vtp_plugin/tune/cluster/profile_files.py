@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.plan.memory.gpt_model import Model
+from vtp_plugin.plan.memory.gpt_model import GPTModel
 from vtp_plugin.tune.cluster.machines import Links, Origin, Part, Time
 from vtp_plugin.tune.cluster.speed import Link
 from vtp_plugin.tune.cluster.toml_table import Table, read_file
@@ -18,7 +18,7 @@ _FORMAT = 1
 _OF_A_LINK = {"latency_us", "gbyte_per_s", "at_once", "source"}
 
 
-def features(model: Model, *, itemsize_bytes: int, topk: int) -> dict[str, object]:
+def features(model: GPTModel, *, itemsize_bytes: int, topk: int) -> dict[str, object]:
     """List what the times of a model's parts depend on, besides sizes and lengths.
 
     Args:
@@ -26,7 +26,7 @@ def features(model: Model, *, itemsize_bytes: int, topk: int) -> dict[str, objec
         itemsize_bytes: of an activation.
         topk: experts of a token.
 
-    >>> model = Model(num_layers=1, num_predicting=0, hidden=8, heads=2, groups=2, kv_channels=4, ffn=16, vocab=16,
+    >>> model = GPTModel(num_layers=1, num_predicting=0, hidden=8, heads=2, groups=2, kv_channels=4, ffn=16, vocab=16,
     ...     num_positions=0, is_gated=False, has_bias=False, has_qkv_bias=False, has_norm_bias=False,
     ...     has_query_norm=False, is_tied=True)
     >>> found = features(model, itemsize_bytes=2, topk=1)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from vtp_plugin.plan.layout.chunks import Chunk
 from vtp_plugin.plan.layout.grids import ExpertGrid, StageGrid
-from vtp_plugin.plan.memory.gpt_model import Model
+from vtp_plugin.plan.memory.gpt_model import GPTModel
 from vtp_plugin.plan.memory.parameters import Parameter, chunk_parameters
 
 
@@ -47,7 +47,9 @@ class Batch:
         return self.size * self.length // self.cp
 
 
-def part_parameters(model: Model, *layers: int, is_first: bool = False, is_last: bool = False) -> tuple[Parameter, ...]:
+def part_parameters(
+    model: GPTModel, *layers: int, is_first: bool = False, is_last: bool = False
+) -> tuple[Parameter, ...]:
     """List the parameters of some layers, and of an end of the model, on one rank."""
     chunk = Chunk(layers=layers, is_first=is_first, is_last=is_last, is_whole=False)
     return chunk_parameters(model, chunk, StageGrid(1), ExpertGrid(1, 1, 1))
@@ -87,7 +89,7 @@ class Shares:
     is_apart: bool
 
     @classmethod
-    def of(cls, model: Model, batch: Batch, tp: int, num_replicas: int) -> Shares:
+    def of(cls, model: GPTModel, batch: Batch, tp: int, num_replicas: int) -> Shares:
         """Follow what sizes say."""
         etp = batch.etp or tp
         peers, activation_bytes = etp * batch.ep, batch.num_tokens * model.hidden * batch.itemsize_bytes
@@ -116,7 +118,7 @@ class Shares:
             is_apart=peers != tp,
         )
 
-    def layer(self, model: Model, layer: int) -> tuple[float, float]:
+    def layer(self, model: GPTModel, layer: int) -> tuple[float, float]:
         """Count the weights of a layer on a rank: those that all replicas sum, and others."""
         parameters = part_parameters(model, layer)
         routed = count([parameter for parameter in parameters if parameter.is_expert])

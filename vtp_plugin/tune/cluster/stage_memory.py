@@ -8,7 +8,7 @@ from itertools import accumulate, product
 from vtp_plugin.plan.layout.chunks import Chunk
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.plan.memory.footprint import Training, footprints
-from vtp_plugin.plan.memory.gpt_model import Model
+from vtp_plugin.plan.memory.gpt_model import GPTModel
 from vtp_plugin.plan.memory.layer_sizes import Microbatch
 
 
@@ -28,7 +28,7 @@ class StageMemory:
 
     def __init__(
         self,
-        model: Model,
+        model: GPTModel,
         training: Training,
         batch: Microbatch | None,
         *,

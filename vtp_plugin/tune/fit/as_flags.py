@@ -7,13 +7,15 @@ from collections.abc import Sequence
 
 from vtp_plugin.config.parse_values import format_value
 from vtp_plugin.tune.fit.chosen import HasList
-from vtp_plugin.tune.fit.constraints import Ask
+from vtp_plugin.tune.fit.constraints import Constraints
 
 _LARGEST = 16
 """Sizes up to this pad a vocabulary alike, whichever of them is in a list."""
 
 
-def fitted_words(fitted: HasList, ask: Ask, *, num_predicting: int = 0, is_forced: bool = True) -> tuple[str, ...]:
+def fitted_words(
+    fitted: HasList, ask: Constraints, *, num_predicting: int = 0, is_forced: bool = True
+) -> tuple[str, ...]:
     """Write a fitted list as the flags that a user would give for it.
 
     A list of equal sizes is used like any other: the next one may be unequal, and both store checkpoints alike.
@@ -28,7 +30,7 @@ def fitted_words(fitted: HasList, ask: Ask, *, num_predicting: int = 0, is_force
     >>> from vtp_plugin.tune.fit.available_cards import Node
     >>> from vtp_plugin.tune.fit.fit_search import Fitted
     >>> args = SimpleNamespace(num_layers=4, micro_batch_size=1, global_batch_size=4, num_attention_heads=4)
-    >>> ask = Ask(args=args, least_stages=1, most_stages=2)
+    >>> ask = Constraints(args=args, least_stages=1, most_stages=2)
     >>> nodes = (Node(name="a", num_cards=3),)
     >>> from vtp_plugin.plan.schedule.cost.costs import uniform_costs
     >>> from vtp_plugin.plan.schedule.order.placement import plain_placement
@@ -60,7 +62,7 @@ def stock_words(fitted: HasList) -> tuple[str, ...]:
     return words + layer_words(fitted.layers, 0)
 
 
-def vocabulary_words(sizes: Sequence[int], ask: Ask) -> tuple[str, ...]:
+def vocabulary_words(sizes: Sequence[int], ask: Constraints) -> tuple[str, ...]:
     """Pad the vocabulary as any other list of this model does: its padding enters the loss and the checkpoint.
 
     Megatron pads it to a multiple of the sizes of the first and the last stage. Here it is a multiple of all sizes that
@@ -77,7 +79,7 @@ def vocabulary_words(sizes: Sequence[int], ask: Ask) -> tuple[str, ...]:
     return ("--make-vocab-size-divisible-by", str(divisor * all_sizes(ask, ends) // ends))
 
 
-def all_sizes(ask: Ask, ends: int) -> int:
+def all_sizes(ask: Constraints, ends: int) -> int:
     """Return the least common multiple of all sizes that a stage of a model can have, up to 16.
 
     Args:
@@ -86,7 +88,7 @@ def all_sizes(ask: Ask, ends: int) -> int:
 
     >>> from types import SimpleNamespace
     >>> args = SimpleNamespace(num_layers=4, micro_batch_size=1, global_batch_size=4, num_attention_heads=12)
-    >>> all_sizes(Ask(args=args, least_stages=1, most_stages=2), 2)
+    >>> all_sizes(Constraints(args=args, least_stages=1, most_stages=2), 2)
     12
     """
     return math.lcm(ends, *(size for size in range(1, _LARGEST + 1) if not ask.problems_of_size(size)))

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from vtp_plugin.config.parse_values import format_value
 from vtp_plugin.errors import LayoutError
-from vtp_plugin.tune.fit.constraints import Ask
+from vtp_plugin.tune.fit.constraints import Constraints
 
 
 class HasList(Protocol):
@@ -69,7 +69,7 @@ class Chosen:
             in_flight=fitted.in_flight,
         )
 
-    def require(self, ask: Ask, num_ranks: int) -> None:
+    def require(self, ask: Constraints, num_ranks: int) -> None:
         """Go on only with a list that this rank could have been given.
 
         Args:
@@ -87,7 +87,7 @@ class Chosen:
                 is_final=False,
             )
 
-    def _problems(self, ask: Ask, num_ranks: int) -> Iterator[str]:
+    def _problems(self, ask: Constraints, num_ranks: int) -> Iterator[str]:
         num_stages = len(self.sizes)
         if not ask.least_stages <= num_stages <= ask.most_stages:
             yield f"{num_stages} stages, not {ask.least_stages} to {ask.most_stages}"
@@ -108,7 +108,7 @@ class Chosen:
         if len(self.in_flight) not in (0, 1, num_stages) or not all(1 <= one <= most for one in self.in_flight):
             yield f"{format_value(self.in_flight)} microbatches in flight, above {most}"
 
-    def _problems_of_layers(self, ask: Ask) -> Iterator[str]:
+    def _problems_of_layers(self, ask: Constraints) -> Iterator[str]:
         inner = self.layers
         if ask.ends is not None:
             if (inner[:1], inner[-1:]) != (ask.ends[:1], ask.ends[1:]):

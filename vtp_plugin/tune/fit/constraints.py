@@ -16,7 +16,7 @@ from vtp_plugin.tune.search.problem import CountedTwice, HeldBytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ask:
+class Constraints:
     """What is wanted.
 
     Attributes:
@@ -78,7 +78,7 @@ class Ask:
 
         >>> from types import SimpleNamespace
         >>> args = SimpleNamespace(num_layers=4, micro_batch_size=1, global_batch_size=4, num_attention_heads=12)
-        >>> ask = Ask(args=args, least_stages=1, most_stages=2)
+        >>> ask = Constraints(args=args, least_stages=1, most_stages=2)
         >>> ask.problems_of_size(3), len(ask.problems_of_size(5))
         ((), 1)
         """

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from vtp_plugin.errors import LayoutError, ShortageError
 from vtp_plugin.tune.fit.available_cards import Node, in_order
-from vtp_plugin.tune.fit.constraints import Ask
-from vtp_plugin.tune.fit.fit_search import Fitted, search
+from vtp_plugin.tune.fit.constraints import Constraints
+from vtp_plugin.tune.fit.fit_search import FittedLayout, search
 from vtp_plugin.tune.fit.reasons import why_nothing
 
 
-def fit(nodes: Sequence[Node], ask: Ask) -> tuple[Fitted, dict[int, Fitted]]:
+def fit(nodes: Sequence[Node], ask: Constraints) -> tuple[FittedLayout, dict[int, FittedLayout]]:
     """Choose the list that is best for the cards that are there; a function of the arguments alone.
 
     Each replica of a stage is inside one node. For every number of replicas that divides the batches, the list that
@@ -35,7 +35,7 @@ def fit(nodes: Sequence[Node], ask: Ask) -> tuple[Fitted, dict[int, Fitted]]:
     ...     num_layers=12, micro_batch_size=1, global_batch_size=8, seq_length=64, sequence_parallel=True,
     ...     num_attention_heads=12, group_query_attention=True, num_query_groups=4)
     >>> nodes = [Node(name="a", num_cards=4), Node(name="b", num_cards=3)]
-    >>> best, _ = fit(nodes, Ask(args=args, least_stages=2, most_stages=3, num_replicas=1))
+    >>> best, _ = fit(nodes, Constraints(args=args, least_stages=2, most_stages=3, num_replicas=1))
     >>> best.sizes, best.layers, best.num_spare
     ((4, 2, 1), (8, 3, 1), (0, 0))
     """
@@ -48,7 +48,7 @@ def fit(nodes: Sequence[Node], ask: Ask) -> tuple[Fitted, dict[int, Fitted]]:
     return min(found.values(), key=lambda one: (round(one.step, 6), -one.num_used, one.num_replicas)), found
 
 
-def _require_sites(nodes: Sequence[Node], ask: Ask) -> None:
+def _require_sites(nodes: Sequence[Node], ask: Constraints) -> None:
     for site in ask.sites:
         if not any(node.num_cards for node in nodes if node.site == site):
             is_edge = ask.ends is not None and site == ask.sites[0]

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 from vtp_plugin.plan.schedule.cost.costs import Costs
 from vtp_plugin.tune.cluster.speed import Speed
 from vtp_plugin.tune.fit.available_cards import Node
-from vtp_plugin.tune.fit.constraints import Ask
-from vtp_plugin.tune.search.evaluate import Choice
+from vtp_plugin.tune.fit.constraints import Constraints
+from vtp_plugin.tune.search.evaluate import Candidate
 from vtp_plugin.tune.search.fastest import fastest
-from vtp_plugin.tune.search.problem import Pool, Question, Shape
+from vtp_plugin.tune.search.problem import BatchSplit, NodePool, SearchProblem
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fitted:
+class FittedLayout:
     """A list that fits.
 
     Attributes:
@@ -65,7 +65,7 @@ class Fitted:
         return tuple(self.nodes[places[0]].site for places in self.places)
 
 
-def fitted_of(choice: Choice, nodes: Sequence[Node], pools: Sequence[Sequence[int]]) -> Fitted:
+def fitted_of(choice: Candidate, nodes: Sequence[Node], pools: Sequence[Sequence[int]]) -> FittedLayout:
     """Give what a search chose, on nodes that have names.
 
     Args:
@@ -73,7 +73,7 @@ def fitted_of(choice: Choice, nodes: Sequence[Node], pools: Sequence[Sequence[in
         nodes: in the order of the pipeline.
         pools: of every pool of the search its nodes, as numbers among ``nodes``.
     """
-    return Fitted(
+    return FittedLayout(
         sizes=choice.sizes,
         layers=choice.layers,
         num_replicas=choice.shape.num_replicas,
@@ -86,7 +86,7 @@ def fitted_of(choice: Choice, nodes: Sequence[Node], pools: Sequence[Sequence[in
     )
 
 
-def search(nodes: Sequence[Node], ask: Ask) -> dict[int, Fitted]:
+def search(nodes: Sequence[Node], ask: Constraints) -> dict[int, FittedLayout]:
     """Find the best list for every number of replicas that is possible; none if nothing fits.
 
     For each number the list that leaves the fewest cards spare is taken; of several the one with fewest stages, then
@@ -109,14 +109,16 @@ def search(nodes: Sequence[Node], ask: Ask) -> dict[int, Fitted]:
     return found
 
 
-def _question(nodes: Sequence[Node], ask: Ask, pools: Sequence[Sequence[int]], num_replicas: int) -> Question:
+def _question(
+    nodes: Sequence[Node], ask: Constraints, pools: Sequence[Sequence[int]], num_replicas: int
+) -> SearchProblem:
     """Ask for as many cards as can work; a layer takes one card 1 forward and 2 backward, messages take nothing."""
     num_layers = ask.args.num_layers
     speeds = {
         size: Speed(forward_s=(1 / size,) * num_layers, backward_s=(2 / size,) * num_layers)
         for size in ask.sizes(max(node.num_cards for node in nodes), num_replicas)
     }
-    shape = Shape(
+    shape = BatchSplit(
         num_replicas=num_replicas,
         num_microbatches=ask.num_microbatches(num_replicas),
         micro_batch_size=ask.args.micro_batch_size,
@@ -125,7 +127,7 @@ def _question(nodes: Sequence[Node], ask: Ask, pools: Sequence[Sequence[int]], n
         held_bytes=ask.held_bytes,
         counted_twice=ask.counted_twice,
     )
-    return Question(
+    return SearchProblem(
         num_layers=num_layers,
         shapes=(shape,),
         least_stages=ask.least_stages,
@@ -138,9 +140,9 @@ def _question(nodes: Sequence[Node], ask: Ask, pools: Sequence[Sequence[int]], n
     )
 
 
-def _pool(nodes: Sequence[Node], cp: int, speeds: dict[int, Speed]) -> Pool:
+def _pool(nodes: Sequence[Node], cp: int, speeds: dict[int, Speed]) -> NodePool:
     rooms = tuple(node.num_cards // cp for node in nodes)
-    return Pool(
+    return NodePool(
         name=nodes[0].site,
         rooms=rooms,
         speeds={size: speed for size, speed in speeds.items() if size <= max(rooms)},
@@ -149,7 +151,7 @@ def _pool(nodes: Sequence[Node], cp: int, speeds: dict[int, Speed]) -> Pool:
     )
 
 
-def replica_counts(nodes: Sequence[Node], ask: Ask) -> Iterator[int]:
+def replica_counts(nodes: Sequence[Node], ask: Constraints) -> Iterator[int]:
     """Yield the numbers of replicas that divide the batches and for which there are cards, ascending."""
     most = sum(node.num_cards for node in nodes) // (ask.cp * ask.least_stages)
     for number in range(1, most + 1) if ask.num_replicas is None else (ask.num_replicas,):

@@ -8,8 +8,8 @@ from typing import Any
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import LayoutError, refuse
 from vtp_plugin.plan.layout.pipeline_layout import RankOrder
-from vtp_plugin.tune.fit.constraints import Ask
-from vtp_plugin.tune.fit.fit_search import Fitted
+from vtp_plugin.tune.fit.constraints import Constraints
+from vtp_plugin.tune.fit.fit_search import FittedLayout
 
 # What says sizes or layers, which are fitted here.
 _FIXED = {
@@ -29,14 +29,14 @@ def read_ask(
     stages: tuple[int, int],
     *,
     is_alike: bool = False,
-) -> Ask:
+) -> Constraints:
     """Read what is wanted.
 
     Args:
         args: Megatron's, as parsed.
         config: the plugin's options.
         stages: the fewest and the most.
-        is_alike: as for :class:`~vtp_plugin.tune.fit.constraints.Ask`.
+        is_alike: as for :class:`~vtp_plugin.tune.fit.constraints.Constraints`.
 
     Raises:
         ConfigError: an argument says what is to be fitted, or what a fit needs is missing.
@@ -61,7 +61,7 @@ def read_ask(
         )
     least, most = stages
     is_replica_major = getattr(args, "use_tp_pp_dp_mapping", False)
-    return Ask(
+    return Constraints(
         args=args,
         least_stages=max(least, 2) if config.layerwise_disaggregated else least,
         most_stages=most,
@@ -76,7 +76,7 @@ def read_ask(
     )
 
 
-def write_fitted(config: VtpConfig, fitted: Fitted) -> VtpConfig:
+def write_fitted(config: VtpConfig, fitted: FittedLayout) -> VtpConfig:
     """Return the options of a run with the fitted list.
 
     A list of equal sizes is used like any other: the next one may be unequal, and both must store checkpoints alike.

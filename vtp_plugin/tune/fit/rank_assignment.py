@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
-from vtp_plugin.tune.fit.fit_search import Fitted
+from vtp_plugin.tune.fit.fit_search import FittedLayout
 
 
-def seat_cards(fitted: Fitted, layout: PipelineLayout, cards: Mapping[str, Sequence[int]]) -> dict[int, int]:
+def seat_cards(fitted: FittedLayout, layout: PipelineLayout, cards: Mapping[str, Sequence[int]]) -> dict[int, int]:
     """Give cards their ranks.
 
     Args:
@@ -23,7 +23,7 @@ def seat_cards(fitted: Fitted, layout: PipelineLayout, cards: Mapping[str, Seque
     >>> nodes = (Node(name="a", num_cards=2), Node(name="b", num_cards=2))
     >>> from vtp_plugin.plan.schedule.cost.costs import uniform_costs
     >>> from vtp_plugin.plan.schedule.order.placement import plain_placement
-    >>> fitted = Fitted(
+    >>> fitted = FittedLayout(
     ...     sizes=(2, 1), layers=(2, 1), num_replicas=1, places=((0,), (1,)), nodes=nodes, cp=1, step=1.0,
     ...     costs=uniform_costs(plain_placement(2)))
     >>> layout = PipelineLayout.from_sizes((2, 1), world_size=3)

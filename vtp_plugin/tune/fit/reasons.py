@@ -9,13 +9,13 @@ from vtp_plugin.config.parse_values import format_value
 from vtp_plugin.errors import LayoutError, ShortageError
 from vtp_plugin.host.rules.checks.divisibility import nearest_multiples
 from vtp_plugin.tune.fit.available_cards import Node
-from vtp_plugin.tune.fit.constraints import Ask
-from vtp_plugin.tune.fit.fit_search import Fitted, search
+from vtp_plugin.tune.fit.constraints import Constraints
+from vtp_plugin.tune.fit.fit_search import FittedLayout, search
 
 _MOST_ADDED = 64
 
 
-def describe(fitted: Fitted, ask: Ask, rivals: Mapping[int, Fitted]) -> tuple[str, ...]:
+def describe(fitted: FittedLayout, ask: Constraints, rivals: Mapping[int, FittedLayout]) -> tuple[str, ...]:
     """Say what was chosen and why, one line each.
 
     Args:
@@ -37,7 +37,7 @@ def _replicas(number: int) -> str:
     return f"{number} replica{'s'[: number > 1]}"
 
 
-def _whole_nodes(fitted: Fitted, ask: Ask) -> Iterator[str]:
+def _whole_nodes(fitted: FittedLayout, ask: Constraints) -> Iterator[str]:
     """Say why a node is no single stage."""
     for number in sorted({node.num_cards for node in fitted.nodes if node.num_cards}, reverse=True):
         names = [node.name for node in fitted.nodes if node.num_cards == number]
@@ -49,7 +49,7 @@ def _whole_nodes(fitted: Fitted, ask: Ask) -> Iterator[str]:
             yield f"{who}, but no stage can have tensor-parallel size {size}: {problems[0].replace('stage 0', 'it')}"
 
 
-def _spares(fitted: Fitted, ask: Ask) -> Iterator[str]:
+def _spares(fitted: FittedLayout, ask: Constraints) -> Iterator[str]:
     """Say which cards are spare, and whether more stages would use them."""
     spare = {node.name: number for node, number in zip(fitted.nodes, fitted.num_spare, strict=True) if number}
     if not spare:
@@ -71,7 +71,7 @@ def _spares(fitted: Fitted, ask: Ask) -> Iterator[str]:
     yield f"spare cards: {shown}; no list of {num_stages} or more stages with {number} uses them"
 
 
-def _rivals(fitted: Fitted, rivals: Mapping[int, Fitted]) -> Iterator[str]:
+def _rivals(fitted: FittedLayout, rivals: Mapping[int, FittedLayout]) -> Iterator[str]:
     """Compare with other numbers of replicas, the nearest ones."""
     others = [one for number, one in sorted(rivals.items()) if number != fitted.num_replicas]
     for one in sorted(others, key=lambda one: one.step)[:2]:
@@ -81,7 +81,7 @@ def _rivals(fitted: Fitted, rivals: Mapping[int, Fitted]) -> Iterator[str]:
         )
 
 
-def why_nothing(nodes: Sequence[Node], ask: Ask) -> LayoutError:
+def why_nothing(nodes: Sequence[Node], ask: Constraints) -> LayoutError:
     """Say why no list fits, and the nearest number of cards, or the nearest model, that would.
 
     Args:
@@ -123,7 +123,7 @@ def why_nothing(nodes: Sequence[Node], ask: Ask) -> LayoutError:
     return kind(f"{have}; no list within {stages} fits {what}; {more}; or allow more stages, or fewer replicas")
 
 
-def _enough(nodes: Sequence[Node], ask: Ask) -> int:
+def _enough(nodes: Sequence[Node], ask: Constraints) -> int:
     """Count the cards that the last node needs more; 0 if no number up to a limit is enough."""
     *others, last = nodes
     for added in range(1, _MOST_ADDED + 1):

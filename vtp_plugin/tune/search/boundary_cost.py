@@ -9,12 +9,12 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from vtp_plugin.plan.boundary.boundary_plan import CollectiveKind, egress_bytes, ingress_bytes
-from vtp_plugin.plan.boundary.sharding import Spread, replicated, sharded
+from vtp_plugin.plan.boundary.sharding import Sharding, replicated, sharded
 from vtp_plugin.plan.boundary.strategies.known_strategies import STRATEGIES
 from vtp_plugin.plan.boundary.strategies.transport_rules import TransportRules, clearly_fastest
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.tune.cluster.speed import Link
-from vtp_plugin.tune.search.problem import Question, Shape
+from vtp_plugin.tune.search.problem import BatchSplit, SearchProblem
 from vtp_plugin.tune.search.stage_cost import Work
 
 AUTO = "auto"
@@ -30,7 +30,7 @@ class End(NamedTuple):
     site: str
 
 
-class Passage(NamedTuple):
+class BoundaryCost(NamedTuple):
     """How a tensor crosses, and its gradient.
 
     Attributes:
@@ -78,7 +78,7 @@ def _way(strategy: str, src_tp: int, dst_tp: int, is_sharded: bool) -> _Way:
     """
     num_rows = src_tp * dst_tp  # which both cut evenly
 
-    def spread(ranks: range) -> Spread:
+    def spread(ranks: range) -> Sharding:
         return sharded((num_rows,), tuple(ranks), dim=0) if is_sharded else replicated((num_rows,), tuple(ranks))
 
     plan = STRATEGIES[strategy].plan(spread(range(src_tp)), spread(range(src_tp, src_tp + dst_tp)))
@@ -93,7 +93,7 @@ def _tried(rules: TransportRules, src_tp: int, dst_tp: int) -> tuple[str, ...]:
     return *rules.rivals(layout, 0, 1), rules.choose(layout, 0, 1)[0]
 
 
-def transports(question: Question) -> Iterator[str]:
+def transports(question: SearchProblem) -> Iterator[str]:
     """Yield what may be asked for, what a run does by itself first; of stock Megatron nothing else.
 
     Args:
@@ -105,12 +105,12 @@ def transports(question: Question) -> Iterator[str]:
 
 
 def cross(
-    question: Question,
-    shape: Shape,
+    question: SearchProblem,
+    shape: BatchSplit,
     transport: str,
     ends: tuple[End, End],
     links: Sequence[Link],
-) -> Passage:
+) -> BoundaryCost:
     """Give what a boundary costs.
 
     Args:
@@ -132,7 +132,9 @@ def cross(
     return found[clearly_fastest({name: one.both_s for name, one in found.items()})]
 
 
-def _by(question: Question, shape: Shape, strategy: str, src: End, dst: End, links: Sequence[Link]) -> Passage:
+def _by(
+    question: SearchProblem, shape: BatchSplit, strategy: str, src: End, dst: End, links: Sequence[Link]
+) -> BoundaryCost:
     there = _way(strategy, src.tp, dst.tp, question.rules.is_sharded)
     back = _way(strategy, dst.tp, src.tp, question.rules.is_sharded)
 
@@ -143,7 +145,7 @@ def _by(question: Question, shape: Shape, strategy: str, src: End, dst: End, lin
         return math.ceil(share * shape.message_bytes)
 
     link = max(links, key=lambda link: link.time_s(num_bytes(link)))
-    return Passage(
+    return BoundaryCost(
         strategy=strategy,
         link=link,
         num_bytes=num_bytes(link),
@@ -161,7 +163,7 @@ def _together_s(work: Work, kind: CollectiveKind) -> float:
 
 
 def least_together_s(
-    question: Question, src: tuple[int, Work], dst: tuple[int, Work]
+    question: SearchProblem, src: tuple[int, Work], dst: tuple[int, Work]
 ) -> tuple[float, float, float, float]:
     """Bound what two stages do for a boundary, whichever transport carries it.
 

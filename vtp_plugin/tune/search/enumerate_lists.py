@@ -17,21 +17,21 @@ from vtp_plugin.tune.search.list_bounds import (
     steps_demanded,
 )
 from vtp_plugin.tune.search.node_assignment import has_rooms
-from vtp_plugin.tune.search.problem import Kind, Question, Shape
+from vtp_plugin.tune.search.problem import BatchSplit, SearchProblem, StageType
 from vtp_plugin.tune.search.stage_cost import Work, Works
 
 # Replicas of a stage are in several pools only if there are at most so many of them.
 _MOST_MIXED = 8
 
 
-class Row(NamedTuple):
+class StageCounts(NamedTuple):
     """How many stages of each kind, and a bound on the step."""
 
-    counts: tuple[tuple[Kind, int], ...]
+    counts: tuple[tuple[StageType, int], ...]
     bound_s: float
 
 
-class Reach(NamedTuple):
+class SearchRound(NamedTuple):
     """Which lists a round looks at.
 
     Attributes:
@@ -45,13 +45,13 @@ class Reach(NamedTuple):
     is_mixing: bool = False
 
 
-def kinds_of(shape: Shape, *, is_mixing: bool) -> tuple[Kind, ...]:
+def kinds_of(shape: BatchSplit, *, is_mixing: bool) -> tuple[StageType, ...]:
     """List the kinds of stages of a shape, those of one pool together, the largest first.
 
     >>> from vtp_plugin.tune.search.problem import Pool
     >>> from vtp_plugin.tune.cluster.speed import Speed
     >>> pool = Pool(name="a", rooms=(2,), speeds={1: Speed(forward_s=(1.0,), backward_s=(1.0,))})
-    >>> shape = Shape(num_replicas=2, num_microbatches=1, micro_batch_size=1, pools=(pool, pool))
+    >>> shape = BatchSplit(num_replicas=2, num_microbatches=1, micro_batch_size=1, pools=(pool, pool))
     >>> [kind.places for kind in kinds_of(shape, is_mixing=True)]
     [(0, 0), (1, 1), (0, 1)]
     """
@@ -68,11 +68,13 @@ def kinds_of(shape: Shape, *, is_mixing: bool) -> tuple[Kind, ...]:
         for places in ways:
             is_near = len({shape.pools[place].site for place in places}) == 1
             if is_near and all(places.count(place) <= usable[place] for place in set(places)):
-                kinds.append(Kind(places, size))
+                kinds.append(StageType(places, size))
     return tuple(sorted(kinds, key=lambda kind: (len(kind.pools) > 1, kind.places, -kind.tp)))
 
 
-def rows(question: Question, shape: Shape, works: Works, reach: Reach, below_s: Callable[[], float]) -> Iterator[Row]:
+def rows(
+    question: SearchProblem, shape: BatchSplit, works: Works, reach: SearchRound, below_s: Callable[[], float]
+) -> Iterator[StageCounts]:
     """Yield what the cards allow, if a step may be short enough; where cards count, in the order of that objective.
 
     Args:
@@ -91,7 +93,7 @@ class _Walk:
     """Goes through how many stages of each kind there may be; the arguments are those of :func:`rows`."""
 
     def __init__(
-        self, question: Question, shape: Shape, works: Works, reach: Reach, below_s: Callable[[], float]
+        self, question: SearchProblem, shape: BatchSplit, works: Works, reach: SearchRound, below_s: Callable[[], float]
     ) -> None:
         self.question, self.shape, self.works, self.reach, self.below_s = question, shape, works, reach, below_s
         self.kinds = kinds_of(shape, is_mixing=reach.is_mixing)
@@ -127,8 +129,8 @@ class _Walk:
         left: Sequence[int],
         stages: int,
         sums: Sequence[Sequence[float]],
-        chosen: tuple[tuple[Kind, int], ...],
-    ) -> Iterator[Row]:
+        chosen: tuple[tuple[StageType, int], ...],
+    ) -> Iterator[StageCounts]:
         """Yield the lists that begin with what is chosen.
 
         Args:
@@ -140,7 +142,7 @@ class _Walk:
             chosen: kinds, and how many stages of each.
         """
         if first == len(self.kinds):
-            row = Row(chosen, 0.0 if goal is not None else self._bound_s(chosen))
+            row = StageCounts(chosen, 0.0 if goal is not None else self._bound_s(chosen))
             if stages >= self.question.least_stages and row.bound_s < self.below_s() and self._goes_in(row):
                 yield row
             return
@@ -157,7 +159,7 @@ class _Walk:
                     yield from self.go(goal, first + 1, rest, stages + count, more, longer)
 
     def _counts(
-        self, first: int, left: Sequence[int], stages: int, chosen: Sequence[tuple[Kind, int]]
+        self, first: int, left: Sequence[int], stages: int, chosen: Sequence[tuple[StageType, int]]
     ) -> Sequence[int]:
         """List how many stages of a kind there may be, the most first."""
         if not self.most_layers[first]:
@@ -187,11 +189,11 @@ class _Walk:
                 return False
         return True
 
-    def _bound_s(self, chosen: Sequence[tuple[Kind, int]]) -> float:
+    def _bound_s(self, chosen: Sequence[tuple[StageType, int]]) -> float:
         own, counts = [self.works[kind] for kind, _ in chosen], [count for _, count in chosen]
         return bound_list(self.question, self.shape, own, counts, self.below_s())
 
-    def _goes_in(self, row: Row) -> bool:
+    def _goes_in(self, row: StageCounts) -> bool:
         """Whether there is room for a list; where cards count, also whether every site has a stage."""
         question, shape = self.question, self.shape
         if question.objective == "cards":
@@ -221,7 +223,7 @@ class _Goal(NamedTuple):
     ranks: int
     stages: int
 
-    def is_near(self, kinds: Sequence[Kind], chosen: Sequence[tuple[Kind, int]]) -> bool:
+    def is_near(self, kinds: Sequence[StageType], chosen: Sequence[tuple[StageType, int]]) -> bool:
         """Whether stages of the kinds that are still to come may make up what is missing."""
         stages = self.stages - sum(count for _, count in chosen)
         ranks = self.ranks - sum(kind.tp * count for kind, count in chosen)
@@ -229,7 +231,7 @@ class _Goal(NamedTuple):
         return stages * min(sizes, default=0) <= ranks <= stages * max(sizes, default=0) and stages >= 0
 
 
-def _goals(question: Question, shape: Shape, kinds: Sequence[Kind]) -> Iterator[_Goal]:
+def _goals(question: SearchProblem, shape: BatchSplit, kinds: Sequence[StageType]) -> Iterator[_Goal]:
     """Yield what may be had, the most ranks first, of these the fewest stages."""
     if not kinds:
         return
@@ -241,7 +243,7 @@ def _goals(question: Question, shape: Shape, kinds: Sequence[Kind]) -> Iterator[
         yield from (_Goal(ranks, stages) for stages in range(fewest, min(most, ranks // smallest) + 1))
 
 
-def _most_of(shape: Shape, kind: Kind) -> int:
+def _most_of(shape: BatchSplit, kind: StageType) -> int:
     """Count the stages of a kind that there is room for."""
     return min(
         sum(room // kind.tp for room in shape.pools[place].rooms) // kind.places.count(place) for place in kind.pools

@@ -10,11 +10,11 @@ from itertools import accumulate, pairwise
 from vtp_plugin.plan.schedule.cost.costs import Costs
 from vtp_plugin.plan.schedule.order.placement import Placement, interleaved_placement, plain_placement, u_placement
 from vtp_plugin.tune.cluster.speed import Source, least_sure
-from vtp_plugin.tune.search.boundary_cost import End, Passage, cross, transports
+from vtp_plugin.tune.search.boundary_cost import BoundaryCost, End, cross, transports
 from vtp_plugin.tune.search.in_flight import most_in_flight
 from vtp_plugin.tune.search.memory_check import Part, held_bytes_of
-from vtp_plugin.tune.search.node_assignment import Node, put
-from vtp_plugin.tune.search.problem import Kind, Question, Shape
+from vtp_plugin.tune.search.node_assignment import Node, assign_nodes
+from vtp_plugin.tune.search.problem import BatchSplit, SearchProblem, StageType
 from vtp_plugin.tune.search.schedule_time import Order, choose_order
 from vtp_plugin.tune.search.stage_cost import Work, gradients_s, link_between, peer_s
 
@@ -26,7 +26,7 @@ _LEAST_GAIN = 0.002
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Choice:
+class Candidate:
     """A layout and its step.
 
     Attributes:
@@ -44,10 +44,10 @@ class Choice:
         update_s: the optimizer, on the slowest stage.
     """
 
-    kinds: tuple[Kind, ...]
+    kinds: tuple[StageType, ...]
     layers: tuple[int, ...]
     num_chunks: int
-    shape: Shape
+    shape: BatchSplit
     nodes: tuple[tuple[Node, ...], ...]
     transport: str
     costs: Costs
@@ -105,15 +105,15 @@ def place(num_stages: int, layers: Sequence[int], num_chunks: int) -> tuple[Plac
     return placement, [*pairwise(accumulate(parts, initial=0))]
 
 
-def judge(
-    question: Question,
-    shape: Shape,
-    kinds: Sequence[Kind],
+def evaluate(
+    question: SearchProblem,
+    shape: BatchSplit,
+    kinds: Sequence[StageType],
     works: Sequence[Work],
     layers: Sequence[int],
     *,
     num_chunks: int = 1,
-) -> Choice | None:
+) -> Candidate | None:
     """Simulate a step; None if the cards do not go into the nodes, or have too little memory for any order.
 
     Args:
@@ -125,18 +125,18 @@ def judge(
         num_chunks: virtual stages of every stage.
     """
     judging = _Judging(question, shape, kinds, works, layers, num_chunks=num_chunks)
-    choices = [choice for nodes in put(question, shape, kinds) for choice in judging.choices(nodes)]
+    choices = [choice for nodes in assign_nodes(question, shape, kinds) for choice in judging.choices(nodes)]
     return min(choices, key=lambda choice: choice.step_s, default=None)
 
 
 class _Judging:
-    """Stages with their layers, wherever they are; the arguments are those of :func:`judge`."""
+    """Stages with their layers, wherever they are; the arguments are those of :func:`evaluate`."""
 
     def __init__(
         self,
-        question: Question,
-        shape: Shape,
-        kinds: Sequence[Kind],
+        question: SearchProblem,
+        shape: BatchSplit,
+        kinds: Sequence[StageType],
         works: Sequence[Work],
         layers: Sequence[int],
         *,
@@ -153,9 +153,9 @@ class _Judging:
             ahead = question.runs_ahead and is_plain
             self.most = most_in_flight(question, shape, kinds, works, layers) if ahead else ()
 
-    def choices(self, nodes: tuple[tuple[Node, ...], ...]) -> Iterator[Choice]:
+    def choices(self, nodes: tuple[tuple[Node, ...], ...]) -> Iterator[Candidate]:
         """Yield a layout that fits, by the transport that a run takes by itself, and by others that gain."""
-        first: Sequence[Passage] = ()
+        first: Sequence[BoundaryCost] = ()
         best_s = math.inf
         for transport in transports(self.question):
             crossings = self._crossings(nodes, transport)
@@ -177,8 +177,8 @@ class _Judging:
         return all(limit is None or num_bytes <= limit for limit, num_bytes in held)
 
     def _choice(
-        self, nodes: tuple[tuple[Node, ...], ...], transport: str, crossings: Sequence[Passage]
-    ) -> Choice | None:
+        self, nodes: tuple[tuple[Node, ...], ...], transport: str, crossings: Sequence[BoundaryCost]
+    ) -> Candidate | None:
         question, shape, placement, works = self.question, self.shape, self.placement, self.works
         costs = self._costs(nodes, crossings)
         if costs not in self.known:
@@ -192,7 +192,7 @@ class _Judging:
             sum(work.update_s[end] - work.update_s[start] for start, end in own)
             for work, own in zip(works, by_stage, strict=True)
         )
-        return Choice(
+        return Candidate(
             kinds=tuple(self.kinds),
             layers=tuple(self.layers),
             num_chunks=self.num_chunks,
@@ -208,7 +208,7 @@ class _Judging:
             update_s=max(updates_s),
         )
 
-    def _crossings(self, nodes: Sequence[Sequence[Node]], transport: str) -> list[Passage]:
+    def _crossings(self, nodes: Sequence[Sequence[Node]], transport: str) -> list[BoundaryCost]:
         """Give what every boundary costs."""
         question, shape = self.question, self.shape
         ends = [
@@ -222,7 +222,7 @@ class _Judging:
             found.append(cross(question, shape, transport, pair, links))
         return found
 
-    def _costs(self, nodes: Sequence[Sequence[Node]], crossings: Sequence[Passage]) -> Costs:
+    def _costs(self, nodes: Sequence[Sequence[Node]], crossings: Sequence[BoundaryCost]) -> Costs:
         last = self.placement.num_vstages - 1
         forwards, backwards = [], []
         for vstage, (stage, (start, end)) in enumerate(zip(self.placement.stages, self.parts, strict=True)):
@@ -248,7 +248,7 @@ class _Judging:
 
 
 def _between_stages_s(
-    question: Question, shape: Shape, placement: Placement, costs: Costs, nodes: Sequence[Sequence[Node]]
+    question: SearchProblem, shape: BatchSplit, placement: Placement, costs: Costs, nodes: Sequence[Sequence[Node]]
 ) -> float:
     """Say how long stages sum what they share: numbers over all of them, tied weights over both ends of the model.
 
@@ -264,9 +264,9 @@ def _between_stages_s(
 
 
 def _sums_s(
-    question: Question,
-    shape: Shape,
-    kinds: Sequence[Kind],
+    question: SearchProblem,
+    shape: BatchSplit,
+    kinds: Sequence[StageType],
     works: Sequence[Work],
     by_stage: Sequence[Sequence[Part]],
     nodes: Sequence[Sequence[Node]],

@@ -9,20 +9,26 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from vtp_plugin.tune.search.enumerate_lists import Reach, Row, rows
-from vtp_plugin.tune.search.evaluate import Choice, judge
+from vtp_plugin.tune.search.enumerate_lists import SearchRound, StageCounts, rows
+from vtp_plugin.tune.search.evaluate import Candidate, evaluate
 from vtp_plugin.tune.search.interleave import interleaved_lists
 from vtp_plugin.tune.search.layer_split import Split, split
-from vtp_plugin.tune.search.problem import Kind, Question
-from vtp_plugin.tune.search.schedule_time import forget_courses
-from vtp_plugin.tune.search.search_space import Frame, frames
+from vtp_plugin.tune.search.problem import SearchProblem, StageType
+from vtp_plugin.tune.search.schedule_time import forget_compiled
+from vtp_plugin.tune.search.search_space import SearchSpace, search_spaces
 from vtp_plugin.tune.search.stage_orders import orders
 from vtp_plugin.tune.search.stock import in_megatron
 
 # A layout that is not shorter than the best one by this share is not looked at.
 _SHARE = 0.002
 # Different sizes in one pool, round after round: most of what is good comes early, and bounds the rest.
-_ROUNDS = (Reach(1, takes_all=True), Reach(1), Reach(2), Reach(2, is_mixing=True), Reach(99, is_mixing=True))
+_ROUNDS = (
+    SearchRound(1, takes_all=True),
+    SearchRound(1),
+    SearchRound(2),
+    SearchRound(2, is_mixing=True),
+    SearchRound(99, is_mixing=True),
+)
 # Of ways to share out layers that begin with as many of them so many are kept when they are looked at once more.
 _MOST_ALIKE = 8
 # Of the time, at most, for what stock Megatron can run, with equally many layers and with any; all lists have the rest.
@@ -40,8 +46,8 @@ class _Open(NamedTuple):
     """
 
     bound_s: float
-    frame: Frame
-    order: tuple[Kind, ...]
+    frame: SearchSpace
+    order: tuple[StageType, ...]
     known: frozenset[tuple[int, ...]]
 
 
@@ -58,9 +64,9 @@ class Found:
         num_judged: layouts that were simulated.
     """
 
-    best: tuple[Choice, ...]
-    stock: Choice | None
-    equal: Choice | None
+    best: tuple[Candidate, ...]
+    stock: Candidate | None
+    equal: Candidate | None
     is_complete: bool
     num_judged: int
 
@@ -69,7 +75,9 @@ Tell = Callable[[float, float], None]
 """Called with how much is done, from 0 to 1, and the shortest step so far in seconds."""
 
 
-def fastest(question: Question, *, num_best: int = 5, limit_s: float = math.inf, tell: Tell | None = None) -> Found:
+def fastest(
+    question: SearchProblem, *, num_best: int = 5, limit_s: float = math.inf, tell: Tell | None = None
+) -> Found:
     """Find the best layouts; a function of the question alone, if the time is not over.
 
     Args:
@@ -93,7 +101,7 @@ def fastest(question: Question, *, num_best: int = 5, limit_s: float = math.inf,
             searches.append(one)
             done += share
     finally:
-        forget_courses()
+        forget_compiled()
     *of_stock, last = searches
     equal, stock = (next(iter(one.best), None) for one in of_stock) if of_stock else (None, None)
     return Found(
@@ -105,7 +113,7 @@ def fastest(question: Question, *, num_best: int = 5, limit_s: float = math.inf,
     )
 
 
-def _phases(question: Question, num_best: int) -> Iterator[tuple[Question, int, float]]:
+def _phases(question: SearchProblem, num_best: int) -> Iterator[tuple[SearchProblem, int, float]]:
     """Yield what is asked one after another, how many layouts are wanted, and the share of the time that is for it.
 
     What stock Megatron can run comes first: it shows early what is no better.
@@ -131,16 +139,16 @@ class _Search:
         tell: of the progress.
     """
 
-    def __init__(self, question: Question, num_best: int, until_s: float, tell: Tell | None) -> None:
+    def __init__(self, question: SearchProblem, num_best: int, until_s: float, tell: Tell | None) -> None:
         self.question = question
         self.num_best = num_best
         self.until_s = until_s
         self.tell = tell
-        self.best: list[Choice] = []
+        self.best: list[Candidate] = []
         self.is_complete = True
         self.is_interrupted = False
         self.num_judged = 0
-        self.frames = [*frames(question)]
+        self.frames = [*search_spaces(question)]
         self.open: list[_Open] = []
 
     @property
@@ -161,7 +169,7 @@ class _Search:
 
     def _try_fullest(self) -> None:
         """Go through the lists in the order of the objective, the largest edge of a U first, up to one that fits."""
-        reach = Reach(99, is_mixing=True)
+        reach = SearchRound(99, is_mixing=True)
         for frame in sorted(self.frames, key=lambda frame: 0 if frame.edge is None else -frame.edge.tp):
             for row in rows(frame.question, frame.shape, frame.works, reach, lambda: math.inf):
                 self._try(frame, row)
@@ -170,7 +178,7 @@ class _Search:
 
     def _try_quickest(self) -> None:
         """Go through all lists, round after round."""
-        seen: set[tuple[int, Row]] = set()
+        seen: set[tuple[int, StageCounts]] = set()
         for number, reach in enumerate(_ROUNDS):
             found = [*self._rows(reach, seen)]
             seen.update(found)
@@ -183,11 +191,11 @@ class _Search:
         self._try_again()
         self._try_interleaved()
 
-    def _bound_s(self, index: int, row: Row) -> float:
+    def _bound_s(self, index: int, row: StageCounts) -> float:
         frame = self.frames[index]
         return max(frame.before_s + row.bound_s, frame.least_s)
 
-    def _rows(self, reach: Reach, seen: set[tuple[int, Row]]) -> Iterator[tuple[int, Row]]:
+    def _rows(self, reach: SearchRound, seen: set[tuple[int, StageCounts]]) -> Iterator[tuple[int, StageCounts]]:
         for index, frame in enumerate(self.frames):
             if frame.least_s >= self.below_s:
                 continue
@@ -196,14 +204,14 @@ class _Search:
                 if (index, row) not in seen:
                     yield index, row
 
-    def _timely_below_s(self, frame: Frame) -> float:
+    def _timely_below_s(self, frame: SearchSpace) -> float:
         self._check_time()
         return self._below_s(frame)
 
-    def _below_s(self, frame: Frame) -> float:
+    def _below_s(self, frame: SearchSpace) -> float:
         return self.below_s - frame.before_s
 
-    def _try(self, frame: Frame, row: Row) -> None:
+    def _try(self, frame: SearchSpace, row: StageCounts) -> None:
         """Try a list in all orders."""
         found = []
         for order in orders(frame.question, frame.shape, row):
@@ -228,7 +236,7 @@ class _Search:
                 if one.layers not in known:
                     self._judge(frame, order, one.layers)
 
-    def _splits(self, frame: Frame, order: Sequence[Kind], *, most_alike: int = 1) -> list[Split]:
+    def _splits(self, frame: SearchSpace, order: Sequence[StageType], *, most_alike: int = 1) -> list[Split]:
         self._check_time()
         works = [frame.works[kind] for kind in order]
         return split(frame.question, frame.shape, order, works, self._below_s(frame), most_alike=most_alike)
@@ -246,18 +254,20 @@ class _Search:
                 break
             self._judge(self.frames[index], one.order, one.layers, num_chunks=one.num_chunks)
 
-    def _judge(self, frame: Frame, order: Sequence[Kind], layers: Sequence[int], *, num_chunks: int = 1) -> None:
+    def _judge(
+        self, frame: SearchSpace, order: Sequence[StageType], layers: Sequence[int], *, num_chunks: int = 1
+    ) -> None:
         self._check_time()
         self.num_judged += 1
         kinds = frame.kinds(order)
         own = [frame.whole_works[kind] for kind in kinds]
-        choice = judge(self.question, frame.whole, kinds, own, frame.layers(layers), num_chunks=num_chunks)
+        choice = evaluate(self.question, frame.whole, kinds, own, frame.layers(layers), num_chunks=num_chunks)
         if choice is not None:
             self.add(choice)
 
-    def add(self, *choices: Choice) -> None:
+    def add(self, *choices: Candidate) -> None:
         """Keep layouts; of those that a run's flags cannot tell apart the quickest."""
-        best: dict[tuple[object, ...], Choice] = {}
+        best: dict[tuple[object, ...], Candidate] = {}
         for one in sorted([*self.best, *choices], key=lambda one: one.step_s):
             best.setdefault(one.flagged, one)
         self.best = [*best.values()][: self.num_best]

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 
 from vtp_plugin.plan.schedule.cost.costs import Costs
-from vtp_plugin.plan.schedule.cost.microbatch_route import make_chain
+from vtp_plugin.plan.schedule.cost.microbatch_route import make_route
 from vtp_plugin.plan.schedule.cost.step_bounds import in_flight_needed_on
 from vtp_plugin.plan.schedule.order.placement import Placement
 from vtp_plugin.tune.search.memory_check import held_by
-from vtp_plugin.tune.search.problem import Kind, Question, Shape
+from vtp_plugin.tune.search.problem import BatchSplit, SearchProblem, StageType
 from vtp_plugin.tune.search.stage_cost import Work
 
 # Microbatches more than the links need, which even out the start and the end of a step.
@@ -20,7 +20,7 @@ _SHORT = 6
 
 
 def most_in_flight(
-    question: Question, shape: Shape, kinds: Sequence[Kind], works: Sequence[Work], layers: Sequence[int]
+    question: SearchProblem, shape: BatchSplit, kinds: Sequence[StageType], works: Sequence[Work], layers: Sequence[int]
 ) -> tuple[int, ...]:
     """Say of every stage how many microbatches its cards have memory for, at least those of 1F1B.
 
@@ -66,7 +66,7 @@ def more_in_flight(
     """
     num_stages = placement.num_stages
     usual = [num_stages - stage for stage in range(num_stages)]
-    chain = make_chain(placement, costs)
+    chain = make_route(placement, costs)
     needed = [in_flight_needed_on(chain, stage) for stage in range(num_stages)]
     wanted = [[number + slack for number in needed] for slack in _SLACKS]
     wanted += [[number + more for number in usual] for more in (1, 2, 4)]

@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from vtp_plugin.tune.search.enumerate_lists import Row, kinds_of
+from vtp_plugin.tune.search.enumerate_lists import StageCounts, kinds_of
 from vtp_plugin.tune.search.node_assignment import has_rooms
-from vtp_plugin.tune.search.problem import Kind, Question, Shape
+from vtp_plugin.tune.search.problem import BatchSplit, SearchProblem, StageType
 from vtp_plugin.tune.search.stage_cost import Works
 from vtp_plugin.tune.search.stage_orders import orders
 
@@ -21,12 +21,12 @@ class Interleaved(NamedTuple):
 
     bound_s: float
     num_chunks: int
-    order: tuple[Kind, ...]
+    order: tuple[StageType, ...]
     layers: tuple[int, ...]
 
 
 def interleaved_lists(
-    question: Question, shape: Shape, works: Works, below_s: Callable[[], float]
+    question: SearchProblem, shape: BatchSplit, works: Works, below_s: Callable[[], float]
 ) -> Iterator[Interleaved]:
     """Yield interleaved pipelines, if a step may be short enough.
 
@@ -50,7 +50,7 @@ def interleaved_lists(
                 yield from (Interleaved(bound_s, count, order, layers) for count in chunks if bound_s < below_s())
 
 
-def _busiest_s(shape: Shape, works: Works, order: Sequence[Kind], layers: Sequence[int]) -> float:
+def _busiest_s(shape: BatchSplit, works: Works, order: Sequence[StageType], layers: Sequence[int]) -> float:
     """Bound a step from below by what its busiest stage computes, whatever the order."""
     last = len(order) - 1
     parts = pairwise(accumulate(layers, initial=0))
@@ -61,14 +61,14 @@ def _busiest_s(shape: Shape, works: Works, order: Sequence[Kind], layers: Sequen
     return shape.num_microbatches * max(map(sum, times))
 
 
-def _rows(shape: Shape, works: Works, num_stages: int, num_layers: int, below_s: float) -> Iterator[Row]:
+def _rows(shape: BatchSplit, works: Works, num_stages: int, num_layers: int, below_s: float) -> Iterator[StageCounts]:
     """Yield how many stages of each kind there may be; a stage computes so many layers in a step."""
     kinds = [kind for kind in kinds_of(shape, is_mixing=False) if num_layers * works[kind].least_s < below_s]
 
-    def go(first: int, left: int, cards: list[int], chosen: tuple[tuple[Kind, int], ...]) -> Iterator[Row]:
+    def go(first: int, left: int, cards: list[int], chosen: tuple[tuple[StageType, int], ...]) -> Iterator[StageCounts]:
         if left == 0:
             if has_rooms(shape, [kind for kind, count in chosen for _ in range(count)]):
-                yield Row(chosen, num_layers * max(works[kind].least_s for kind, _ in chosen))
+                yield StageCounts(chosen, num_layers * max(works[kind].least_s for kind, _ in chosen))
             return
         if first == len(kinds):
             return

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 from vtp_plugin.tune.search.boundary_cost import least_together_s
 from vtp_plugin.tune.search.memory_check import held_by
-from vtp_plugin.tune.search.problem import Kind, Question, Shape
+from vtp_plugin.tune.search.problem import BatchSplit, SearchProblem, StageType
 from vtp_plugin.tune.search.stage_cost import Work, best_hop_s, tail
 
 # Beginnings nearer to each other than this are taken for one.
@@ -80,9 +80,9 @@ _START = _Begin(0.0, 0.0, -math.inf, -math.inf, ())
 
 
 def split(
-    question: Question,
-    shape: Shape,
-    kinds: Sequence[Kind],
+    question: SearchProblem,
+    shape: BatchSplit,
+    kinds: Sequence[StageType],
     works: Sequence[Work],
     below_s: float,
     *,
@@ -127,9 +127,9 @@ class _Stages:
         number: layers of every stage between the first and the last; None for any. Where all hold as many, also theirs.
     """
 
-    question: Question
-    shape: Shape
-    kinds: Sequence[Kind]
+    question: SearchProblem
+    shape: BatchSplit
+    kinds: Sequence[StageType]
     works: Sequence[Work]
     more_s: Sequence[tuple[float, float]]
     most_s: float
@@ -153,7 +153,7 @@ class _Stages:
             yield end, times
 
 
-def _numbers(question: Question, kinds: Sequence[Kind]) -> Sequence[int | None]:
+def _numbers(question: SearchProblem, kinds: Sequence[StageType]) -> Sequence[int | None]:
     """List what stages between the first and the last may hold: any layers, or each as many."""
     num_between = len(kinds) - 2
     if question.layers == "equal":
@@ -164,7 +164,9 @@ def _numbers(question: Question, kinds: Sequence[Kind]) -> Sequence[int | None]:
     return range(1, (question.num_layers - 2) // num_between + 1)
 
 
-def _together_s(question: Question, kinds: Sequence[Kind], works: Sequence[Work]) -> list[tuple[float, float]]:
+def _together_s(
+    question: SearchProblem, kinds: Sequence[StageType], works: Sequence[Work]
+) -> list[tuple[float, float]]:
     """Bound what every stage does for its boundaries, forward and backward."""
     found = [(0.0, 0.0)] * len(kinds)
     if any(work.gather_s or work.broadcast_s for work in works):
@@ -177,9 +179,9 @@ def _together_s(question: Question, kinds: Sequence[Kind], works: Sequence[Work]
 
 
 def _quickest_s(
-    question: Question,
-    shape: Shape,
-    kinds: Sequence[Kind],
+    question: SearchProblem,
+    shape: BatchSplit,
+    kinds: Sequence[StageType],
     works: Sequence[Work],
     more_s: Sequence[tuple[float, float]],
 ) -> float:
@@ -244,12 +246,12 @@ def _least(stages: _Stages, below_s: float, most_alike: int) -> list[Split]:
     return sorted(Split(begin.least_s(0.0), begin.layers) for begin in begins.get(num_layers, ()))
 
 
-def _hops(question: Question, shape: Shape, kinds: Sequence[Kind]) -> list[float]:
+def _hops(question: SearchProblem, shape: BatchSplit, kinds: Sequence[StageType]) -> list[float]:
     """Give the time of the two messages behind every stage, at best."""
     return [*(2 * best_hop_s(question, shape, *pair) for pair in pairwise(kinds)), 0.0]
 
 
-def _has_room(shape: Shape, kind: Kind, work: Work, layers: tuple[int, int], place: tuple[int, int]) -> bool:
+def _has_room(shape: BatchSplit, kind: StageType, work: Work, layers: tuple[int, int], place: tuple[int, int]) -> bool:
     """Whether a stage's cards can hold its layers; its place is its number, and the number of stages."""
     if work.memory_bytes is None:
         return True
@@ -258,7 +260,7 @@ def _has_room(shape: Shape, kind: Kind, work: Work, layers: tuple[int, int], pla
     return held_by(shape, kind, layers, num_stages - stage, **ends) <= work.memory_bytes
 
 
-def _in_flight(question: Question, shape: Shape, num_after: int) -> int:
+def _in_flight(question: SearchProblem, shape: BatchSplit, num_after: int) -> int:
     """Say how many microbatches a stage may have in flight at most, with so many stages behind it."""
     return shape.num_microbatches if question.runs_ahead else min(num_after + 1, shape.num_microbatches)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from vtp_plugin.tune.search.problem import Kind, Question, Shape
+from vtp_plugin.tune.search.problem import BatchSplit, SearchProblem, StageType
 from vtp_plugin.tune.search.stage_cost import Work, most_held
 
 # So much of a layer is no time.
@@ -19,7 +19,9 @@ Demand = list[tuple[list[float], float]]
 """One of some sums over the stages of a list must not be above its limit: what a stage of each kind adds, the limit."""
 
 
-def bound_list(question: Question, shape: Shape, works: Sequence[Work], counts: Sequence[int], below_s: float) -> float:
+def bound_list(
+    question: SearchProblem, shape: BatchSplit, works: Sequence[Work], counts: Sequence[int], below_s: float
+) -> float:
     """Bound a list; what is no shorter than ``below_s`` even in parts of layers is not bounded any further.
 
     Args:
@@ -48,7 +50,7 @@ def bound_list(question: Question, shape: Shape, works: Sequence[Work], counts: 
 
 
 def most_layers(
-    question: Question, shape: Shape, kinds: Sequence[Kind], works: Sequence[Work], below_s: float
+    question: SearchProblem, shape: BatchSplit, kinds: Sequence[StageType], works: Sequence[Work], below_s: float
 ) -> list[int]:
     """Bound the layers of a stage of each kind by its time; with less memory than for all layers by that, too.
 
@@ -68,7 +70,7 @@ def most_layers(
 
 
 def layers_demanded(
-    question: Question, shape: Shape, works: Sequence[Work], most: Sequence[int], below_s: float
+    question: SearchProblem, shape: BatchSplit, works: Sequence[Work], most: Sequence[int], below_s: float
 ) -> Demand:
     """Demand room for all layers.
 
@@ -84,7 +86,7 @@ def layers_demanded(
 
 
 def steps_demanded(
-    question: Question, shape: Shape, kinds: Sequence[Kind], works: Sequence[Work], below_s: float
+    question: SearchProblem, shape: BatchSplit, kinds: Sequence[StageType], works: Sequence[Work], below_s: float
 ) -> Demand:
     """Demand that stages wait little enough, by a bound that is a sum over the stages: a few of them have theirs.
 
@@ -130,13 +132,13 @@ def steps_demanded(
     return demand(low)
 
 
-def least_of_cards(shape: Shape, kinds: Sequence[Kind], of_kind: Sequence[float]) -> float:
+def least_of_cards(shape: BatchSplit, kinds: Sequence[StageType], of_kind: Sequence[float]) -> float:
     """Add up the least that all cards can add to a sum over stages."""
     each = least_of_card(shape, kinds, of_kind)
     return sum(sum(pool.rooms) * value for pool, value in zip(shape.pools, each, strict=True))
 
 
-def least_of_card(shape: Shape, kinds: Sequence[Kind], of_kind: Sequence[float]) -> list[float]:
+def least_of_card(shape: BatchSplit, kinds: Sequence[StageType], of_kind: Sequence[float]) -> list[float]:
     """Say what a card of each pool adds at least to a sum over stages: nothing, or its share of a stage.
 
     Args:
@@ -146,8 +148,8 @@ def least_of_card(shape: Shape, kinds: Sequence[Kind], of_kind: Sequence[float])
 
     >>> from vtp_plugin.tune.search.problem import Pool
     >>> pools = (Pool(name="a", rooms=(4,), speeds={}), Pool(name="b", rooms=(4,), speeds={}))
-    >>> shape = Shape(num_replicas=1, num_microbatches=1, micro_batch_size=1, pools=pools)
-    >>> least_of_card(shape, [Kind((0,), 2), Kind((0,), 1)], [-3.0, -1.0])
+    >>> shape = BatchSplit(num_replicas=1, num_microbatches=1, micro_batch_size=1, pools=pools)
+    >>> least_of_card(shape, [StageType((0,), 2), StageType((0,), 1)], [-3.0, -1.0])
     [-1.5, 0.0]
     """
     of_card = [value / (kind.tp * shape.num_replicas) for value, kind in zip(of_kind, kinds, strict=True)]

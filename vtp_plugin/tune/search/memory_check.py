@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vtp_plugin.plan.schedule.order.placement import Placement
-from vtp_plugin.tune.search.problem import Kind, Shape
+from vtp_plugin.tune.search.problem import BatchSplit, StageType
 
 Part = tuple[int, int]
 """The first layer of a virtual stage, and the first one behind it."""
 
 
 def held_bytes_of(
-    shape: Shape,
-    kinds: Sequence[Kind],
+    shape: BatchSplit,
+    kinds: Sequence[StageType],
     placement: Placement,
     parts: Sequence[Part],
     peaks: Sequence[int],
@@ -36,14 +36,14 @@ def held_bytes_of(
     return [num_bytes - held_twice(shape, kind, own) for num_bytes, kind, own in zip(held, kinds, ends, strict=True)]
 
 
-def held_twice(shape: Shape, kind: Kind, ends: Sequence[tuple[bool, bool]]) -> int:
+def held_twice(shape: BatchSplit, kind: StageType, ends: Sequence[tuple[bool, bool]]) -> int:
     """Say what the virtual stages of a stage have in common, each with whether it has the embedding, and the head."""
     if shape.counted_twice is None or len(ends) == 1:
         return 0
     return shape.counted_twice(kind.tp, shape.num_replicas, tuple(ends))
 
 
-def held_by(shape: Shape, kind: Kind, part: Part, peak: int, *, is_first: bool, is_last: bool) -> int:
+def held_by(shape: BatchSplit, kind: StageType, part: Part, peak: int, *, is_first: bool, is_last: bool) -> int:
     """Say what a virtual stage adds to what its stage holds, with activations of so many microbatches.
 
     Args:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from vtp_plugin.tune.cluster.speed import Link
 from vtp_plugin.tune.search.bin_packing import pack
-from vtp_plugin.tune.search.problem import Kind, Question, Shape
+from vtp_plugin.tune.search.problem import BatchSplit, SearchProblem, StageType
 from vtp_plugin.tune.search.stage_cost import hop_s, link_between
 
 Node = tuple[int, int]
@@ -21,24 +21,26 @@ _LONG = 16
 _WEIGHTS = ((0.0, 0.0), (3.0, 0.1), (1.0, 1.0), (9.0, 9.0))
 
 
-def has_rooms(shape: Shape, kinds: Sequence[Kind]) -> bool:
+def has_rooms(shape: BatchSplit, kinds: Sequence[StageType]) -> bool:
     """Whether all replicas of all stages go into the nodes, each into one.
 
     >>> from vtp_plugin.tune.search.problem import Pool
     >>> pools = (Pool(name="a", rooms=(4, 2), speeds={}),)
-    >>> shape = Shape(num_replicas=2, num_microbatches=1, micro_batch_size=1, pools=pools)
-    >>> has_rooms(shape, [Kind((0, 0), 3)]), has_rooms(shape, [Kind((0, 0), 2)])
+    >>> shape = BatchSplit(num_replicas=2, num_microbatches=1, micro_batch_size=1, pools=pools)
+    >>> has_rooms(shape, [StageType((0, 0), 3)]), has_rooms(shape, [StageType((0, 0), 2)])
     (False, True)
     """
     return all(pack(_groups(kinds, place), pool.rooms) is not None for place, pool in enumerate(shape.pools))
 
 
-def _groups(kinds: Sequence[Kind], place: int) -> list[int]:
+def _groups(kinds: Sequence[StageType], place: int) -> list[int]:
     """List the sizes of all groups in a pool, the largest first."""
     return sorted((kind.tp for kind in kinds for each in kind.places if each == place), reverse=True)
 
 
-def put(question: Question, shape: Shape, kinds: Sequence[Kind]) -> list[tuple[tuple[Node, ...], ...]]:
+def assign_nodes(
+    question: SearchProblem, shape: BatchSplit, kinds: Sequence[StageType]
+) -> list[tuple[tuple[Node, ...], ...]]:
     """Find nodes for every replica of every stage, so that messages and gradients take short ways.
 
     Args:
@@ -63,7 +65,7 @@ def put(question: Question, shape: Shape, kinds: Sequence[Kind]) -> list[tuple[t
     return [_by_stage(shape, nodes) for nodes in dict.fromkeys(found)]
 
 
-def along_nodes(shape: Shape, kinds: Sequence[Kind]) -> tuple[Kind, ...]:
+def along_nodes(shape: BatchSplit, kinds: Sequence[StageType]) -> tuple[StageType, ...]:
     """Put stages where the least room is left, replicas of one near each other, and let them follow their nodes.
 
     Args:
@@ -72,22 +74,22 @@ def along_nodes(shape: Shape, kinds: Sequence[Kind]) -> tuple[Kind, ...]:
 
     >>> from vtp_plugin.tune.search.problem import Pool
     >>> pools = (Pool(name="a", rooms=(4, 6), speeds={}),)
-    >>> shape = Shape(num_replicas=1, num_microbatches=1, micro_batch_size=1, pools=pools)
-    >>> [kind.tp for kind in along_nodes(shape, [Kind((0,), 4), Kind((0,), 4), Kind((0,), 2)])]
+    >>> shape = BatchSplit(num_replicas=1, num_microbatches=1, micro_batch_size=1, pools=pools)
+    >>> [kind.tp for kind in along_nodes(shape, [StageType((0,), 4), StageType((0,), 4), StageType((0,), 2)])]
     [4, 4, 2]
-    >>> [kind.tp for kind in along_nodes(shape, [Kind((0,), 6), Kind((0,), 2)])]
+    >>> [kind.tp for kind in along_nodes(shape, [StageType((0,), 6), StageType((0,), 2)])]
     [2, 6]
     """
     stages = zip(kinds, _by_stage(shape, _by_packing(shape, kinds)), strict=True)
     return tuple(kind for kind, _ in sorted(stages, key=lambda one: (one[1][0], -one[0].tp, one[1])))
 
 
-def _by_stage(shape: Shape, nodes: Sequence[Node]) -> tuple[tuple[Node, ...], ...]:
+def _by_stage(shape: BatchSplit, nodes: Sequence[Node]) -> tuple[tuple[Node, ...], ...]:
     replicas = shape.num_replicas
     return tuple(tuple(nodes[start : start + replicas]) for start in range(0, len(nodes), replicas))
 
 
-def _by_packing(shape: Shape, kinds: Sequence[Kind]) -> tuple[Node, ...]:
+def _by_packing(shape: BatchSplit, kinds: Sequence[StageType]) -> tuple[Node, ...]:
     rooms: dict[tuple[int, int], list[int]] = {}
     for place, pool in enumerate(shape.pools):
         groups = _groups(kinds, place)
@@ -99,7 +101,9 @@ def _by_packing(shape: Shape, kinds: Sequence[Kind]) -> tuple[Node, ...]:
 class _Walk:
     """Tries nodes for one replica after the other, what costs least first."""
 
-    def __init__(self, question: Question, shape: Shape, kinds: Sequence[Kind], weight: tuple[float, float]) -> None:
+    def __init__(
+        self, question: SearchProblem, shape: BatchSplit, kinds: Sequence[StageType], weight: tuple[float, float]
+    ) -> None:
         self.question = question
         self.shape = shape
         self.groups = [(place, kind.tp) for kind in kinds for place in kind.places]

@@ -21,7 +21,7 @@ LayerRule = Literal["any", "ends", "equal"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Pool:
+class NodePool:
     """Nodes that are alike: in one site, with one kind of card.
 
     Attributes:
@@ -55,7 +55,7 @@ its tensor-parallel size, the replicas, and of each virtual stage whether it has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
+class BatchSplit:
     """How a step's samples are shared.
 
     Attributes:
@@ -72,7 +72,7 @@ class Shape:
     num_replicas: int
     num_microbatches: int
     micro_batch_size: int
-    pools: tuple[Pool, ...]
+    pools: tuple[NodePool, ...]
     message_bytes: int = 0
     cp: int = 1
     held_bytes: HeldBytes | None = None
@@ -80,7 +80,7 @@ class Shape:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Question:
+class SearchProblem:
     """What is asked.
 
     Attributes:
@@ -102,7 +102,7 @@ class Question:
     """
 
     num_layers: int
-    shapes: tuple[Shape, ...]
+    shapes: tuple[BatchSplit, ...]
     least_stages: int
     most_stages: int
     across: Mapping[tuple[str, str], Link] = field(default_factory=dict)
@@ -126,7 +126,7 @@ class Question:
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Kind:
+class StageType:
     """A stage without its layers: which pools its replicas are in, and its tensor-parallel size.
 
     Attributes:

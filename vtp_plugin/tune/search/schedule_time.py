@@ -6,11 +6,11 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from vtp_plugin.plan.schedule.cost.compiled import Course, Times
+from vtp_plugin.plan.schedule.cost.compiled import CompiledSchedule, Times
 from vtp_plugin.plan.schedule.cost.costs import Costs
 from vtp_plugin.plan.schedule.make.generate import one_f_one_b
 from vtp_plugin.plan.schedule.make.limits import choose_limits
-from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_course
+from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, compile_schedule
 from vtp_plugin.plan.schedule.order.actions import Op
 from vtp_plugin.plan.schedule.order.lower import lower
 from vtp_plugin.plan.schedule.order.placement import Placement, num_rings
@@ -42,13 +42,13 @@ class Order(NamedTuple):
     in_flight: tuple[int, ...]
 
 
-def course_of(
+def compiled_for(
     placement: Placement, costs: Costs, num_microbatches: int, *, is_planned: bool, in_flight: tuple[int, ...] = ()
-) -> Course:
+) -> CompiledSchedule:
     """Order microbatches; the arguments are those of :func:`pipeline_time`."""
     if not num_rings(placement):
         return _course(placement, num_microbatches, is_planned, in_flight)
-    return make_course(
+    return compile_schedule(
         ScheduleRequest(
             placement=placement, num_microbatches=num_microbatches, costs=costs, in_flight=in_flight or None
         )
@@ -56,16 +56,18 @@ def course_of(
 
 
 @functools.lru_cache(_MOST_COURSES)
-def _course(placement: Placement, num_microbatches: int, is_planned: bool, in_flight: tuple[int, ...]) -> Course:
+def _course(
+    placement: Placement, num_microbatches: int, is_planned: bool, in_flight: tuple[int, ...]
+) -> CompiledSchedule:
     """Order what costs have no say in."""
     if not is_planned:
-        return Course(lower(one_f_one_b(placement, num_microbatches), lookahead=0))
-    return make_course(
+        return CompiledSchedule(lower(one_f_one_b(placement, num_microbatches), lookahead=0))
+    return compile_schedule(
         ScheduleRequest(placement=placement, num_microbatches=num_microbatches, in_flight=in_flight or None)
     )
 
 
-def forget_courses() -> None:
+def forget_compiled() -> None:
     """Give back the memory of the orders that are kept, which a run that goes on after a search would keep."""
     _course.cache_clear()
 
@@ -106,7 +108,7 @@ def pipeline_time(
     most = max((num_stages, *in_flight))
     # Interleaved microbatches go in groups of as many as there are stages.
     simulated = min(num_microbatches, -(-(4 * most + 4) // num_stages) * num_stages)
-    course = course_of(placement, costs, simulated, is_planned=is_planned, in_flight=in_flight)
+    course = compiled_for(placement, costs, simulated, is_planned=is_planned, in_flight=in_flight)
     times = course.times(costs, mode="rendezvous")
     more = 0.0
     if num_microbatches > simulated:
@@ -115,7 +117,7 @@ def pipeline_time(
     return Order(times.makespan + more, ends_s, course.activations, is_planned, in_flight)
 
 
-def _cycle_s(course: Course, times: Times, costs: Costs, num_microbatches: int, most: int) -> float:
+def _cycle_s(course: CompiledSchedule, times: Times, costs: Costs, num_microbatches: int, most: int) -> float:
     """Say how long a microbatch takes while all stages are busy.
 
     The backward passes of the first virtual stage show it: over slow links it is more than what the busiest stage

@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 from vtp_plugin.tune.cluster.speed import Speed
 from vtp_plugin.tune.search.enumerate_lists import kinds_of
 from vtp_plugin.tune.search.memory_check import held_by, held_twice
-from vtp_plugin.tune.search.problem import HeldBytes, Kind, Pool, Question, Shape
+from vtp_plugin.tune.search.problem import BatchSplit, HeldBytes, NodePool, SearchProblem, StageType
 from vtp_plugin.tune.search.stage_cost import Works, best_hop_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Frame:
+class SearchSpace:
     """Lists of one shape, with what is fixed around them.
 
     Attributes:
@@ -27,16 +27,16 @@ class Frame:
         least_s: no step is shorter.
     """
 
-    question: Question
-    shape: Shape
+    question: SearchProblem
+    shape: BatchSplit
     works: Works
-    whole: Shape
+    whole: BatchSplit
     whole_works: Works
-    edge: Kind | None = None
+    edge: StageType | None = None
     before_s: float = 0.0
     least_s: float = 0.0
 
-    def kinds(self, own: Sequence[Kind]) -> tuple[Kind, ...]:
+    def kinds(self, own: Sequence[StageType]) -> tuple[StageType, ...]:
         """Give the stages of the whole pipeline."""
         return tuple(own) if self.edge is None else (self.edge, *own)
 
@@ -48,7 +48,7 @@ class Frame:
         return (first, *own, last)
 
 
-def frames(question: Question) -> Iterator[Frame]:
+def search_spaces(question: SearchProblem) -> Iterator[SearchSpace]:
     """Yield what is gone through: every shape, in a U with every edge.
 
     Args:
@@ -57,12 +57,12 @@ def frames(question: Question) -> Iterator[Frame]:
     for shape in question.shapes:
         works = Works(shape)
         if question.around is None:
-            yield Frame(question=question, shape=shape, works=works, whole=shape, whole_works=works)
+            yield SearchSpace(question=question, shape=shape, works=works, whole=shape, whole_works=works)
         else:
             yield from _around(question, shape, works)
 
 
-def _around(question: Question, shape: Shape, works: Works) -> Iterator[Frame]:
+def _around(question: SearchProblem, shape: BatchSplit, works: Works) -> Iterator[SearchSpace]:
     assert question.around is not None
     first, last = question.around
     start, end = first, question.num_layers - last
@@ -89,7 +89,7 @@ def _around(question: Question, shape: Shape, works: Works) -> Iterator[Frame]:
         parts = works[edge].times_s(0, first, is_first=True, is_last=False)
         ends = works[edge].times_s(end, question.num_layers, is_first=False, is_last=True)
         hops_s = [best_hop_s(question, shape, edge, kind) for kind in kinds_of(cloud, is_mixing=False)]
-        yield Frame(
+        yield SearchSpace(
             question=inner,
             shape=cloud,
             works=cloud_works,
@@ -102,7 +102,7 @@ def _around(question: Question, shape: Shape, works: Works) -> Iterator[Frame]:
         )
 
 
-def _holds(question: Question, shape: Shape, edge: Kind, memory_bytes: int | None) -> bool:
+def _holds(question: SearchProblem, shape: BatchSplit, edge: StageType, memory_bytes: int | None) -> bool:
     """Whether the edge has memory for its parts, with one microbatch in flight."""
     assert question.around is not None
     first, last = question.around
@@ -112,7 +112,7 @@ def _holds(question: Question, shape: Shape, edge: Kind, memory_bytes: int | Non
     return memory_bytes is None or both <= memory_bytes
 
 
-def _cut(pool: Pool, start: int, end: int, *, is_kept: bool) -> Pool:
+def _cut(pool: NodePool, start: int, end: int, *, is_kept: bool) -> NodePool:
     """Leave the layers between, without both ends of the model; nothing of a pool that is not in the cloud."""
     return replace(
         pool, speeds={size: _between_ends(speed, start, end) for size, speed in pool.speeds.items() if is_kept}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import accumulate, combinations
 
 from vtp_plugin.tune.cluster.speed import Link, Speed, all_reduce_s
-from vtp_plugin.tune.search.problem import Kind, Question, Shape
+from vtp_plugin.tune.search.problem import BatchSplit, SearchProblem, StageType
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,15 +62,15 @@ class Work:
         return forward, backward
 
 
-def work_of(kind: Kind, shape: Shape) -> Work:
+def work_of(kind: StageType, shape: BatchSplit) -> Work:
     """Give what a kind of stage costs: its replicas wait for the slowest of them.
 
     >>> from vtp_plugin.tune.search.problem import Pool
     >>> from vtp_plugin.tune.cluster.speed import Speed
     >>> speeds = [Speed(forward_s=(time, time), backward_s=(1, 1)) for time in (1.0, 2.0)]
     >>> pools = tuple(Pool(name="", rooms=(1,), speeds={1: speed}) for speed in speeds)
-    >>> shape = Shape(num_replicas=2, num_microbatches=1, micro_batch_size=1, pools=pools)
-    >>> work_of(Kind((0, 1), 1), shape).forward_s
+    >>> shape = BatchSplit(num_replicas=2, num_microbatches=1, micro_batch_size=1, pools=pools)
+    >>> work_of(StageType((0, 1), 1), shape).forward_s
     (0.0, 2.0, 4.0)
     """
     pools = shape.pools
@@ -114,7 +114,7 @@ def work_of(kind: Kind, shape: Shape) -> Work:
     )
 
 
-def _best_peer_s(kind: Kind, shape: Shape, speed: Speed) -> float:
+def _best_peer_s(kind: StageType, shape: BatchSplit, speed: Speed) -> float:
     """Give the time of a message between ranks that share experts, at best."""
     if not any(map(any, speed.peer_messages)):
         return 0.0
@@ -128,7 +128,9 @@ def _best_peer_s(kind: Kind, shape: Shape, speed: Speed) -> float:
     return min(link.time_s(speed.peer_bytes) for link in links)
 
 
-def peer_s(question: Question, shape: Shape, kind: Kind, work: Work, nodes: Sequence[tuple[int, int]]) -> float:
+def peer_s(
+    question: SearchProblem, shape: BatchSplit, kind: StageType, work: Work, nodes: Sequence[tuple[int, int]]
+) -> float:
     """Give the time of a message between ranks that share experts, over the slowest link between any two of them.
 
     Args:
@@ -147,19 +149,19 @@ def peer_s(question: Question, shape: Shape, kind: Kind, work: Work, nodes: Sequ
     return slowest
 
 
-class Works(dict[Kind, Work]):
+class Works(dict[StageType, Work]):
     """What kinds of stages cost, computed when it is first asked for."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: BatchSplit) -> None:
         super().__init__()
         self.shape = shape
 
-    def __missing__(self, kind: Kind) -> Work:
+    def __missing__(self, kind: StageType) -> Work:
         work = self[kind] = work_of(kind, self.shape)
         return work
 
 
-def most_held(question: Question, shape: Shape, kind: Kind, work: Work) -> int:
+def most_held(question: SearchProblem, shape: BatchSplit, kind: StageType, work: Work) -> int:
     """Count the layers that a kind of stage has memory for, wherever in the pipeline it holds most."""
     held, limit = shape.held_bytes, work.memory_bytes
     if held is None or limit is None:
@@ -175,13 +177,13 @@ def most_held(question: Question, shape: Shape, kind: Kind, work: Work) -> int:
     return bisect_left(range(1, question.num_layers + 1), True, key=lambda number: not fits(number))
 
 
-def link_between(question: Question, shape: Shape, one: tuple[int, int], other: tuple[int, int]) -> Link:
+def link_between(question: SearchProblem, shape: BatchSplit, one: tuple[int, int], other: tuple[int, int]) -> Link:
     """Give the link between two nodes, each the number of its pool and its own.
 
     >>> from vtp_plugin.tune.search.problem import Pool
     >>> pools = (Pool(name="a", rooms=(1, 1), speeds={}, between=Link(latency_s=1.0)),)
-    >>> shape = Shape(num_replicas=1, num_microbatches=1, micro_batch_size=1, pools=pools)
-    >>> question = Question(num_layers=1, shapes=(shape,), least_stages=1, most_stages=2)
+    >>> shape = BatchSplit(num_replicas=1, num_microbatches=1, micro_batch_size=1, pools=pools)
+    >>> question = SearchProblem(num_layers=1, shapes=(shape,), least_stages=1, most_stages=2)
     >>> link_between(question, shape, (0, 0), (0, 0)).latency_s, link_between(question, shape, (0, 0), (0, 1)).latency_s
     (0.0, 1.0)
     """
@@ -194,10 +196,10 @@ def link_between(question: Question, shape: Shape, one: tuple[int, int], other: 
     return max(first.between, second.between, key=lambda link: link.time_s(shape.message_bytes))
 
 
-def hop_s(shape: Shape, link: Link, src_tp: int, dst_tp: int) -> float:
+def hop_s(shape: BatchSplit, link: Link, src_tp: int, dst_tp: int) -> float:
     """Bound from below how long a message is on its way over a link, whichever transport carries it.
 
-    >>> shape = Shape(num_replicas=1, num_microbatches=1, micro_batch_size=1, pools=(), message_bytes=8)
+    >>> shape = BatchSplit(num_replicas=1, num_microbatches=1, micro_batch_size=1, pools=(), message_bytes=8)
     >>> [hop_s(shape, Link(bytes_per_s=1.0, at_once=number), 4, 2) for number in (None, 1, 2, 4)]
     [8.0, 8.0, 4.0, 4.0]
     """
@@ -206,7 +208,7 @@ def hop_s(shape: Shape, link: Link, src_tp: int, dst_tp: int) -> float:
     return link.time_s(shape.message_bytes / parts)
 
 
-def best_hop_s(question: Question, shape: Shape, one: Kind, other: Kind) -> float:
+def best_hop_s(question: SearchProblem, shape: BatchSplit, one: StageType, other: StageType) -> float:
     """Bound likewise between two stages, wherever they are: over the quickest link that could lie between them."""
     hops_s = []
     for place in one.pools:
@@ -218,7 +220,7 @@ def best_hop_s(question: Question, shape: Shape, one: Kind, other: Kind) -> floa
     return min(hops_s)
 
 
-def tail(question: Question, shape: Shape, kind: Kind, work: Work, num_layers: int) -> float:
+def tail(question: SearchProblem, shape: BatchSplit, kind: StageType, work: Work, num_layers: int) -> float:
     """Bound from below what the first stage does after its last backward: sum gradients, and step the optimizer."""
     if shape.num_replicas * shape.cp == 1:
         return work.update_s[num_layers]
@@ -229,7 +231,7 @@ def tail(question: Question, shape: Shape, kind: Kind, work: Work, num_layers: i
     return work.update_s[num_layers] + gradients_s(shape, kind, work, [(0, num_layers)], link)
 
 
-def gradients_s(shape: Shape, kind: Kind, work: Work, parts: Sequence[tuple[int, int]], link: Link) -> float:
+def gradients_s(shape: BatchSplit, kind: StageType, work: Work, parts: Sequence[tuple[int, int]], link: Link) -> float:
     """Say how long a stage sums its gradients, in rings of which a link is the slowest.
 
     Args:

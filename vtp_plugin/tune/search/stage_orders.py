@@ -6,15 +6,15 @@ import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby, permutations
 
-from vtp_plugin.tune.search.enumerate_lists import Row
+from vtp_plugin.tune.search.enumerate_lists import StageCounts
 from vtp_plugin.tune.search.node_assignment import along_nodes
-from vtp_plugin.tune.search.problem import Kind, Question, Shape
+from vtp_plugin.tune.search.problem import BatchSplit, SearchProblem, StageType
 
 # So many orders of a list are all tried; of more, those in which stages of a kind are neighbours.
 _MOST_ORDERS = 60
 
 
-def orders(question: Question, shape: Shape, row: Row) -> Iterator[tuple[Kind, ...]]:
+def orders(question: SearchProblem, shape: BatchSplit, row: StageCounts) -> Iterator[tuple[StageType, ...]]:
     """Yield the orders of the stages of a list, those of a site together; where cards count, that of the nodes."""
     if question.objective == "cards":
         yield along_nodes(shape, [kind for kind, count in row.counts for _ in range(count)])
@@ -34,7 +34,7 @@ def orders(question: Question, shape: Shape, row: Row) -> Iterator[tuple[Kind, .
         yield from _joined([by_site[site] for site in sites], is_any=num_orders <= _MOST_ORDERS)
 
 
-def _joined(groups: Sequence[list[tuple[Kind, int]]], *, is_any: bool) -> Iterator[tuple[Kind, ...]]:
+def _joined(groups: Sequence[list[tuple[StageType, int]]], *, is_any: bool) -> Iterator[tuple[StageType, ...]]:
     if not groups:
         yield ()
         return
@@ -44,12 +44,12 @@ def _joined(groups: Sequence[list[tuple[Kind, int]]], *, is_any: bool) -> Iterat
             yield (*first, *rest)
 
 
-def _blocks(group: Sequence[tuple[Kind, int]]) -> Iterator[tuple[Kind, ...]]:
+def _blocks(group: Sequence[tuple[StageType, int]]) -> Iterator[tuple[StageType, ...]]:
     for order in permutations(group):
         yield tuple(kind for kind, count in order for _ in range(count))
 
 
-def _mixed(group: Sequence[tuple[Kind, int]]) -> Iterator[tuple[Kind, ...]]:
+def _mixed(group: Sequence[tuple[StageType, int]]) -> Iterator[tuple[StageType, ...]]:
     if not group:
         yield ()
         return

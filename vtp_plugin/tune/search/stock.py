@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from vtp_plugin.tune.search.problem import LayerRule, Question, Shape
+from vtp_plugin.tune.search.problem import BatchSplit, LayerRule, SearchProblem
 
 
-def in_megatron(question: Question, layers: LayerRule) -> Question:
+def in_megatron(question: SearchProblem, layers: LayerRule) -> SearchProblem:
     """Ask the same of stock Megatron: every stage has one tensor-parallel size, in Megatron's order.
 
     Args:
@@ -18,8 +18,8 @@ def in_megatron(question: Question, layers: LayerRule) -> Question:
     >>> from vtp_plugin.tune.cluster.speed import Speed
     >>> speed = Speed(forward_s=(1.0,), backward_s=(2.0,))
     >>> pools = (Pool(name="a", rooms=(2,), speeds={1: speed, 2: speed}), Pool(name="b", rooms=(1,), speeds={1: speed}))
-    >>> shape = Shape(num_replicas=1, num_microbatches=4, micro_batch_size=1, pools=pools)
-    >>> asked = in_megatron(Question(num_layers=1, shapes=(shape,), least_stages=1, most_stages=2), "any")
+    >>> shape = BatchSplit(num_replicas=1, num_microbatches=4, micro_batch_size=1, pools=pools)
+    >>> asked = in_megatron(SearchProblem(num_layers=1, shapes=(shape,), least_stages=1, most_stages=2), "any")
     >>> [[tuple(pool.speeds) for pool in shape.pools] for shape in asked.shapes]
     [[(1,), (1,)], [(2,), ()]]
     """
@@ -31,7 +31,7 @@ def in_megatron(question: Question, layers: LayerRule) -> Question:
     return replace(question, shapes=shapes, layers=layers, is_stock=True)
 
 
-def _of_size(shape: Shape, size: int) -> Shape:
+def _of_size(shape: BatchSplit, size: int) -> BatchSplit:
     pools = (
         replace(pool, speeds={own: speed for own, speed in pool.speeds.items() if own == size}) for pool in shape.pools
     )

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from vtp_plugin.errors import PlanError
 from vtp_plugin.plan.boundary.boundary_plan import NO_COLLECTIVE, BoundaryPlan, Transfer
-from vtp_plugin.plan.boundary.sharding import Spread, even_cuts, num_rows, rows_of
+from vtp_plugin.plan.boundary.sharding import Sharding, even_cuts, num_rows, rows_of
 from vtp_plugin.util.boxes import Box, intersect
 
 
-def plan_in_place(src: Spread, dst: Spread) -> BoundaryPlan:
+def plan_in_place(src: Sharding, dst: Sharding) -> BoundaryPlan:
     """Let each rank take what it wants: from itself where it can, else an even part from each rank that holds it.
 
     A transfer from a rank to itself stays in its memory. No collective completes the plan: whoever wants a copy
@@ -50,7 +50,7 @@ def plan_in_place(src: Spread, dst: Spread) -> BoundaryPlan:
     )
 
 
-def plans_of_gradient(src: Spread, dst: Spread, summands: Sequence[Sequence[int]]) -> tuple[BoundaryPlan, ...]:
+def plans_of_gradient(src: Sharding, dst: Sharding, summands: Sequence[Sequence[int]]) -> tuple[BoundaryPlan, ...]:
     """Plan the adjoint of :func:`plan_in_place`: what the plans bring adds up, in their order.
 
     Args:
@@ -62,9 +62,9 @@ def plans_of_gradient(src: Spread, dst: Spread, summands: Sequence[Sequence[int]
     return tuple(plan_in_place(one, src) for one in spreads)
 
 
-def _only(spread: Spread, ranks: Sequence[int]) -> Spread:
+def _only(spread: Sharding, ranks: Sequence[int]) -> Sharding:
     """Return what some ranks hold, which is the whole tensor."""
-    return Spread(shape=spread.shape, holdings=tuple(one for one in spread.holdings if one.rank in ranks))
+    return Sharding(shape=spread.shape, holdings=tuple(one for one in spread.holdings if one.rank in ranks))
 
 
 def _common(held: tuple[Box, ...], wanted: tuple[Box, ...]) -> tuple[Box, ...]:

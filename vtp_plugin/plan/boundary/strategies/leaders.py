@@ -13,16 +13,16 @@ from vtp_plugin.plan.boundary.boundary_plan import (
     inside,
     require_same_shape,
 )
-from vtp_plugin.plan.boundary.sharding import Spread
+from vtp_plugin.plan.boundary.sharding import Sharding
 from vtp_plugin.util.boxes import intersect
 
 
-def plan_rank0(src: Spread, dst: Spread) -> BoundaryPlan:
+def plan_rank0(src: Sharding, dst: Sharding) -> BoundaryPlan:
     """Send the whole tensor from leader to leader; collectives inside the stages do the rest.
 
     This uses one link, whatever the sizes of the stages. Each side is replicated, or sharded with one box on every
     rank: the leader gathers a sharded source first, and scatters to a sharded destination. If a side consists of
-    replicas with different samples (:attr:`~vtp_plugin.plan.boundary.sharding.Spread.columns`), each replica has a
+    replicas with different samples (:attr:`~vtp_plugin.plan.boundary.sharding.Sharding.columns`), each replica has a
     leader, and every two leaders with samples in common have a link.
 
     Raises:
@@ -58,14 +58,14 @@ def plan_rank0(src: Spread, dst: Spread) -> BoundaryPlan:
     )
 
 
-def _is_for_leaders(spread: Spread) -> bool:
+def _is_for_leaders(spread: Sharding) -> bool:
     """Whether each rank has one box, and the boxes of a column are copies of all its rows, or slices of them."""
     has_one_box_each = all(len(holding.boxes) == 1 for holding in spread.holdings)
     num_boxes = len({holding.boxes for holding in spread.holdings})
     return has_one_box_each and num_boxes in (len(spread.columns), len(spread.ranks))
 
 
-def _is_in_slices(spread: Spread) -> bool:
+def _is_in_slices(spread: Sharding) -> bool:
     """Whether ranks hold slices, not copies; the leader, which is never empty, shows it."""
     leader = spread.ranks[0]
     return spread.boxes_of(leader) != (spread.column_box(leader),)

@@ -15,11 +15,11 @@ from vtp_plugin.plan.boundary.boundary_plan import (
     ingress_bytes,
     require_same_shape,
 )
-from vtp_plugin.plan.boundary.sharding import Spread
+from vtp_plugin.plan.boundary.sharding import Sharding
 from vtp_plugin.util.boxes import intersect, volume
 
 
-def plan_sliced(src: Spread, dst: Spread) -> BoundaryPlan:
+def plan_sliced(src: Sharding, dst: Sharding) -> BoundaryPlan:
     """Let every link carry its share: cut both sides evenly, and send each overlap of two pieces directly.
 
     Ranks with equal boxes divide these into even pieces of rows, so a source rank sends at most ``ceil(rows / tp_src)``
@@ -54,10 +54,10 @@ def plan_sliced(src: Spread, dst: Spread) -> BoundaryPlan:
     )
 
 
-def plan_divided(src: Spread, dst: Spread) -> BoundaryPlan:
+def plan_divided(src: Sharding, dst: Sharding) -> BoundaryPlan:
     """Cut both sides evenly, and send each overlap once: no element crosses twice, also between equal sides.
 
-    Ranks whose tensors must be added up (:attr:`~vtp_plugin.plan.boundary.sharding.Spread.summands`) add up what each
+    Ranks whose tensors must be added up (:attr:`~vtp_plugin.plan.boundary.sharding.Sharding.summands`) add up what each
     of them sends.
 
     >>> from vtp_plugin.plan.boundary.sharding import replicated
@@ -78,7 +78,7 @@ def plan_divided(src: Spread, dst: Spread) -> BoundaryPlan:
     )
 
 
-def _overlaps(src: Spread, dst: Spread) -> list[Transfer]:
+def _overlaps(src: Sharding, dst: Sharding) -> list[Transfer]:
     """List a transfer from each source to each destination that needs some of its elements."""
     transfers = []
     # Destination first: every rank then has the same order of messages, which backends without tags rely on.
@@ -91,7 +91,7 @@ def _overlaps(src: Spread, dst: Spread) -> list[Transfer]:
     return transfers
 
 
-def _are_paired(src: Spread, dst: Spread) -> bool:
+def _are_paired(src: Sharding, dst: Sharding) -> bool:
     """Whether both sides hold the same boxes, rank by rank."""
     return [holding.boxes for holding in src.holdings] == [holding.boxes for holding in dst.holdings]
 
@@ -106,7 +106,7 @@ def promise_divided(plan: BoundaryPlan) -> Iterator[str]:
     yield from _excess(plan, (plan.src.divided(), plan.dst.divided()))
 
 
-def _excess(plan: BoundaryPlan, shares: tuple[Spread, Spread]) -> Iterator[str]:
+def _excess(plan: BoundaryPlan, shares: tuple[Sharding, Sharding]) -> Iterator[str]:
     carried = (egress_bytes(plan, itemsize_bytes=1), ingress_bytes(plan, itemsize_bytes=1))
     for side, share, elements in zip(("source", "destination"), shares, carried, strict=True):
         for rank, number in elements.items():

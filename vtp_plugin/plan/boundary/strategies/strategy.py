@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan
-from vtp_plugin.plan.boundary.sharding import Spread
+from vtp_plugin.plan.boundary.sharding import Sharding
 
-Planner = Callable[[Spread, Spread], BoundaryPlan]
+Planner = Callable[[Sharding, Sharding], BoundaryPlan]
 """Makes the plan from the upstream to the downstream spread; equal arguments give equal plans on every rank."""
 
 Promise = Callable[[BoundaryPlan], Iterator[str]]
@@ -16,7 +16,7 @@ Promise = Callable[[BoundaryPlan], Iterator[str]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ends:
+class StagePair:
     """Two stages of one site and one context-parallel size, as far as it decides what a run tries between them.
 
     Attributes:
@@ -30,7 +30,7 @@ class Ends:
     has_copies: bool
 
 
-def never(_ends: Ends) -> bool:
+def never(_ends: StagePair) -> bool:
     """Answer for a strategy that must be asked for."""
     return False
 
@@ -55,4 +55,4 @@ class Strategy:
     promise: Promise
     has_leaders: bool = False
     help: str | None = None
-    is_tried: Callable[[Ends], bool] = never
+    is_tried: Callable[[StagePair], bool] = never

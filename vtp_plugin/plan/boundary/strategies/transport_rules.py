@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from vtp_plugin.errors import LayoutError
 from vtp_plugin.plan.boundary.strategies.known_strategies import STRATEGIES
-from vtp_plugin.plan.boundary.strategies.strategy import Ends
+from vtp_plugin.plan.boundary.strategies.strategy import StagePair
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 
 SLICED_FROM_BYTES = 256 * 1024
@@ -73,7 +73,7 @@ class TransportRules:
             return ()
         # Between equal stages there is something to cut where ranks hold copies.
         has_copies = src.tp > 1 and not self.is_sharded and (src.dp == dst.dp or not self.is_split)
-        ends = Ends(src_tp=src.tp, dst_tp=dst.tp, has_copies=has_copies)
+        ends = StagePair(src_tp=src.tp, dst_tp=dst.tp, has_copies=has_copies)
         return tuple(name for name, strategy in STRATEGIES.items() if strategy.is_tried(ends))
 
     def choose(self, layout: PipelineLayout, upstream: int, downstream: int) -> tuple[str, str]:

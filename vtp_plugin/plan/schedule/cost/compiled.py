@@ -46,7 +46,7 @@ class Times:
 
     Attributes:
         of: the time of every event.
-        departures: of every message, in the order of `Course.messages`.
+        departures: of every message, in the order of `CompiledSchedule.messages`.
         makespan: When the last worker reaches the end of its list.
     """
 
@@ -55,7 +55,7 @@ class Times:
     makespan: float
 
 
-class Course:
+class CompiledSchedule:
     """A schedule without mistakes, and what happens in it.
 
     Attributes:

@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 
 from vtp_plugin.errors import PlanError
-from vtp_plugin.plan.schedule.cost.microbatch_route import Chain, Orders, first_arrivals
+from vtp_plugin.plan.schedule.cost.microbatch_route import MicrobatchRoute, Orders, first_arrivals
 
 
 def dispatch(
-    chain: Chain,
+    chain: MicrobatchRoute,
     num_microbatches: int,
     ranking: Sequence[Sequence[int]],
     limits: Sequence[int],

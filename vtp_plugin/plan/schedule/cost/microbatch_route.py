@@ -22,7 +22,7 @@ Orders = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chain:
+class MicrobatchRoute:
     """The legs of a microbatch with their costs.
 
     Attributes:
@@ -126,9 +126,9 @@ class Chain:
         """Time that one microbatch alone takes."""
         return self.heads[-1] + self.durations[-1]
 
-    def reversed(self) -> Chain:
+    def reversed(self) -> MicrobatchRoute:
         """Let time run backwards: a good order for the result, reversed, is a good order for this chain."""
-        return Chain(
+        return MicrobatchRoute(
             stages=self.stages[::-1],
             durations=self.durations[::-1],
             latency=(*self.latency[-2::-1], 0.0),
@@ -139,12 +139,12 @@ class Chain:
         )
 
 
-def in_ticks(chain: Chain) -> Chain:
+def in_ticks(chain: MicrobatchRoute) -> MicrobatchRoute:
     """Round all times to whole numbers, seven digits for the longest: sums are exact, and equal times compare equal.
 
     >>> from vtp_plugin.plan.schedule.cost.costs import u_costs
     >>> from vtp_plugin.plan.schedule.order.placement import u_placement
-    >>> in_ticks(make_chain(u_placement(2), u_costs(2, cloud=0.2, latency=0.3, edge=0.1))).durations
+    >>> in_ticks(make_route(u_placement(2), u_costs(2, cloud=0.2, latency=0.3, edge=0.1))).durations
     (1000000, 2000000, 1000000, 2000000, 4000000, 2000000)
     """
     times = (*chain.durations, *chain.latency, *chain.occupancy)
@@ -159,12 +159,12 @@ def in_ticks(chain: Chain) -> Chain:
     )
 
 
-def make_chain(placement: Placement, costs: Costs, *, forward_only: bool = False) -> Chain:
+def make_route(placement: Placement, costs: Costs, *, forward_only: bool = False) -> MicrobatchRoute:
     """Line up the legs of a microbatch.
 
     >>> from vtp_plugin.plan.schedule.cost.costs import u_costs
     >>> from vtp_plugin.plan.schedule.order.placement import u_placement
-    >>> chain = make_chain(u_placement(2), u_costs(2, latency=4.0))
+    >>> chain = make_route(u_placement(2), u_costs(2, latency=4.0))
     >>> chain.stages, chain.durations, chain.latency, chain.span
     ((0, 1, 0, 0, 1, 0), (1.0, 2.0, 1.0, 2.0, 4.0, 2.0), (4.0, 4.0, 0.0, 4.0, 4.0, 0.0), 28.0)
     """
@@ -189,7 +189,7 @@ def make_chain(placement: Placement, costs: Costs, *, forward_only: bool = False
         2 * number_of[placement.stages[link], placement.stages[link + 1]] + (q >= num_vstages) if is_used[q] else -1
         for q, link in enumerate(links)
     ]
-    return Chain(
+    return MicrobatchRoute(
         stages=tuple(placement.stages[v] for v in vstages),
         durations=tuple(durations),
         latency=tuple(latency),
@@ -200,12 +200,12 @@ def make_chain(placement: Placement, costs: Costs, *, forward_only: bool = False
     )
 
 
-def makespan(chain: Chain, num_microbatches: int, orders: Orders) -> float | None:
+def makespan(chain: MicrobatchRoute, num_microbatches: int, orders: Orders) -> float | None:
     """Return when the last leg ends if every worker keeps its order, or None if the orders wait for each other.
 
     >>> from vtp_plugin.plan.schedule.cost.costs import u_costs
     >>> from vtp_plugin.plan.schedule.order.placement import u_placement
-    >>> makespan(make_chain(u_placement(2), u_costs(2)), 1, ((0, 2, 3, 5), (1, 4)))
+    >>> makespan(make_route(u_placement(2), u_costs(2)), 1, ((0, 2, 3, 5), (1, 4)))
     12.0
     """
     durations, latency, occupancy, queues = chain.durations, chain.latency, chain.occupancy, chain.queues
@@ -253,7 +253,7 @@ def makespan(chain: Chain, num_microbatches: int, orders: Orders) -> float | Non
     return max(free_at) if reached == [len(order) for order in orders] else None
 
 
-def first_arrivals(chain: Chain, num_microbatches: int) -> tuple[list[list[float]], list[list[int]]]:
+def first_arrivals(chain: MicrobatchRoute, num_microbatches: int) -> tuple[list[list[float]], list[list[int]]]:
     """Return, by leg and microbatch, when it arrives, and, by leg and replica, which microbatch is the next."""
     # The loops look beyond the last microbatch: those entries never arrive, so no check of the index is needed.
     size = num_microbatches + max(chain.num_replicas)
@@ -262,7 +262,7 @@ def first_arrivals(chain: Chain, num_microbatches: int) -> tuple[list[list[float
     return arrived, [list(range(chain.num_replicas[stage])) for stage in chain.stages]
 
 
-def in_flight(chain: Chain, orders: Orders) -> tuple[int, ...]:
+def in_flight(chain: MicrobatchRoute, orders: Orders) -> tuple[int, ...]:
     """Return the most microbatches in flight on each worker; durations do not matter."""
     peaks: list[int] = []
     for (stage, _), order in zip(chain.workers, orders, strict=True):
@@ -276,13 +276,13 @@ def in_flight(chain: Chain, orders: Orders) -> tuple[int, ...]:
     return tuple(peaks)
 
 
-def mirrored(chain: Chain, orders: Orders) -> Orders:
-    """Let time run backwards: turn orders for a chain into orders for :meth:`Chain.reversed`, or back.
+def mirrored(chain: MicrobatchRoute, orders: Orders) -> Orders:
+    """Let time run backwards: turn orders for a chain into orders for :meth:`MicrobatchRoute.reversed`, or back.
 
     >>> from vtp_plugin.plan.schedule.cost.costs import uniform_costs
     >>> from vtp_plugin.plan.schedule.order.placement import plain_placement
     >>> placement = plain_placement(2, num_replicas=(1, 2))
-    >>> mirrored(make_chain(placement, uniform_costs(placement)), ((0, 0, 3, 3), (1, 2), (2, 1)))
+    >>> mirrored(make_route(placement, uniform_costs(placement)), ((0, 0, 3, 3), (1, 2), (2, 1)))
     ((0, 0, 3, 3), (2, 1), (1, 2))
     """
     last_leg = chain.num_legs - 1

@@ -7,7 +7,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from vtp_plugin.plan.layout.channel_id import ChannelId
-from vtp_plugin.plan.schedule.cost.compiled import Course
+from vtp_plugin.plan.schedule.cost.compiled import CompiledSchedule
 from vtp_plugin.plan.schedule.cost.costs import Costs
 from vtp_plugin.plan.schedule.cost.step_bounds import ROUNDING
 from vtp_plugin.plan.schedule.order.actions import Action
@@ -100,10 +100,10 @@ def simulate(schedule: Schedule, costs: Costs, *, mode: Mode = "buffered") -> Ti
     >>> timeline.makespan, round(1 - max(timeline.utilization), 3), timeline.in_flight
     (17.0, 0.294, (2, 1))
     """
-    return timeline_of(Course(schedule), costs, mode=mode)
+    return timeline_of(CompiledSchedule(schedule), costs, mode=mode)
 
 
-def timeline_of(course: Course, costs: Costs, *, mode: Mode) -> Timeline:
+def timeline_of(course: CompiledSchedule, costs: Costs, *, mode: Mode) -> Timeline:
     """Find out the same of a schedule that was lined up before."""
     schedule, times = course.schedule, course.times(costs, mode=mode)
     placement = schedule.placement

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from vtp_plugin.plan.schedule.cost.costs import Costs
-from vtp_plugin.plan.schedule.cost.microbatch_route import Chain, make_chain
+from vtp_plugin.plan.schedule.cost.microbatch_route import MicrobatchRoute, make_route
 from vtp_plugin.plan.schedule.order.placement import Placement
 
 ROUNDING = 1e-9  # relative error of sums of durations, at most
@@ -25,10 +25,10 @@ def in_flight_needed(placement: Placement, costs: Costs) -> int:
     >>> [in_flight_needed(u_placement(3), u_costs(3, cloud=2.0, latency=latency)) for latency in (0, 1, 2, 4)]
     [3, 4, 5, 6]
     """
-    return in_flight_needed_on(make_chain(placement, costs), 0)
+    return in_flight_needed_on(make_route(placement, costs), 0)
 
 
-def in_flight_needed_on(chain: Chain, stage: int) -> int:
+def in_flight_needed_on(chain: MicrobatchRoute, stage: int) -> int:
     """Return the same as :func:`in_flight_needed` for any stage, from its first leg to its last.
 
     It is never less than what replicas that compute jointly need at once.
@@ -42,7 +42,7 @@ def in_flight_needed_on(chain: Chain, stage: int) -> int:
     return max(joint, math.ceil(in_flight / chain.num_replicas[stage] - ROUNDING))
 
 
-def lower_bound(chain: Chain, num_microbatches: int, limits: Sequence[int]) -> float:
+def lower_bound(chain: MicrobatchRoute, num_microbatches: int, limits: Sequence[int]) -> float:
     """Return a time that no order can beat: the largest of these bounds.
 
     * One microbatch alone takes its whole route.
@@ -59,7 +59,7 @@ def lower_bound(chain: Chain, num_microbatches: int, limits: Sequence[int]) -> f
 
     >>> from vtp_plugin.plan.schedule.cost.costs import u_costs
     >>> from vtp_plugin.plan.schedule.order.placement import u_placement
-    >>> chain = make_chain(u_placement(3), u_costs(3))
+    >>> chain = make_route(u_placement(3), u_costs(3))
     >>> lower_bound(chain, 16, (16, 16, 16))  # the last cloud stage works 96, and 9 pass before and after
     105.0
     """
@@ -83,13 +83,13 @@ def lower_bound(chain: Chain, num_microbatches: int, limits: Sequence[int]) -> f
     return max(bounds)
 
 
-def _round_trip(chain: Chain, stage: int) -> float:
+def _round_trip(chain: MicrobatchRoute, stage: int) -> float:
     """Return the time from the start of a stage's first leg to the end of its last, for one microbatch alone."""
     legs = chain.legs(stage)
     return chain.heads[legs[-1]] + chain.durations[legs[-1]] - chain.heads[legs[0]]
 
 
-def _stagger(chain: Chain, stage: int) -> float:
+def _stagger(chain: MicrobatchRoute, stage: int) -> float:
     """Return how long, at least, some replica of a stage waits at the start and the end of the step together.
 
     The largest such sum is smallest if the replica that starts first ends first, and so on.
@@ -98,7 +98,7 @@ def _stagger(chain: Chain, stage: int) -> float:
     return max(first + last for first, last in zip(late, reversed(early), strict=True))
 
 
-def _delays(chain: Chain, stage: int) -> list[float]:
+def _delays(chain: MicrobatchRoute, stage: int) -> list[float]:
     """Return, by replica of a stage, how long after the first one it starts, at least.
 
     Once j of them have started, each earlier leg has run for j microbatches, shared by the replicas of its stage.
@@ -112,7 +112,7 @@ def _delays(chain: Chain, stage: int) -> list[float]:
     ]
 
 
-def _idle(chain: Chain, stage: int, num_microbatches: int, limit: int) -> float:
+def _idle(chain: MicrobatchRoute, stage: int, num_microbatches: int, limit: int) -> float:
     """Return how long a worker of a stage is idle between its first start and its last end, at least.
 
     Until its i-th leg runs for the first time, a worker can only run the legs before it, each at most `limit` times
@@ -131,7 +131,7 @@ def _idle(chain: Chain, stage: int, num_microbatches: int, limit: int) -> float:
     return max(*fill, *drain, *pairs)
 
 
-def _fill(chain: Chain, stage: int, limit: int) -> list[float]:
+def _fill(chain: MicrobatchRoute, stage: int, limit: int) -> list[float]:
     """Return for each leg of a stage how long a worker is idle before the leg first runs, at least."""
     legs = chain.legs(stage)
     start, done, idle = chain.heads[legs[0]], 0.0, list[float]()

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from vtp_plugin.errors import LayoutError
 from vtp_plugin.plan.schedule.cost.costs import Costs
-from vtp_plugin.plan.schedule.cost.microbatch_route import make_chain
+from vtp_plugin.plan.schedule.cost.microbatch_route import make_route
 from vtp_plugin.plan.schedule.cost.step_bounds import in_flight_needed_on
 from vtp_plugin.plan.schedule.order.placement import Placement
 
@@ -86,7 +86,7 @@ def choose_limits(
     """
     num_stages = placement.num_stages
     if in_flight is None:
-        chain = make_chain(placement, costs)
+        chain = make_route(placement, costs)
         needs = [in_flight_needed_on(chain, stage) for stage in range(num_stages)]
         # A later stage with fewer in flight than stage 0 would slow stage 0 down.
         needs = [max(needs[0], needed) for needed in needs]

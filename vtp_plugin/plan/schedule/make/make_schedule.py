@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.plan.schedule.cost.compiled import Course
+from vtp_plugin.plan.schedule.cost.compiled import CompiledSchedule
 from vtp_plugin.plan.schedule.cost.costs import Costs, u_costs
 from vtp_plugin.plan.schedule.cost.simulator import choose_lookahead
 from vtp_plugin.plan.schedule.make.generate import interleaved_one_f_one_b, one_f_one_b, plain_forward_only
@@ -71,16 +71,16 @@ def make_schedule(request: ScheduleRequest) -> tuple[Schedule, str]:
     return lowered, f"schedule {lowered.digest}: {about}{reason}"
 
 
-def make_course(request: ScheduleRequest) -> Course:
+def compile_schedule(request: ScheduleRequest) -> CompiledSchedule:
     """Return the same schedule, proven, too, to be simulated.
 
     >>> from vtp_plugin.plan.schedule.order.placement import plain_placement
-    >>> course = make_course(ScheduleRequest(placement=plain_placement(2), num_microbatches=4))
+    >>> course = compile_schedule(ScheduleRequest(placement=plain_placement(2), num_microbatches=4))
     >>> course.activations, len(course.messages)
     ((2, 1), 8)
     """
     schedule, lookahead, _ = _order(request)
-    return Course(lower(schedule, lookahead=lookahead))
+    return CompiledSchedule(lower(schedule, lookahead=lookahead))
 
 
 def _order(request: ScheduleRequest) -> tuple[Schedule, int, str]:

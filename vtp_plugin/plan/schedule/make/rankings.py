@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import product
 
-from vtp_plugin.plan.schedule.cost.microbatch_route import Chain
+from vtp_plugin.plan.schedule.cost.microbatch_route import MicrobatchRoute
 
 # Rankings of the edge's legs, most urgent first. These 7 of the 24 possible ones include a best one in every case of a
 # grid with cloud times 1, 2, 3, 2 to 8 stages and latencies 0 to 4. FE makes BS possible, so BS first is the rule that
@@ -32,7 +32,7 @@ _TWO_RING_RANKINGS = (
 )
 
 
-def rankings(chain: Chain) -> Iterator[tuple[list[tuple[int, ...]], str]]:
+def rankings(chain: MicrobatchRoute) -> Iterator[tuple[list[tuple[int, ...]], str]]:
     """Yield a ranking of its legs for every stage, with a name; the cloud prefers backwards, or forwards.
 
     >>> from vtp_plugin.plan.schedule.cost.microbatch_route import make_chain

@@ -22,11 +22,11 @@ from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.plan.schedule.cost.costs import Costs
 from vtp_plugin.plan.schedule.cost.greedy import dispatch
 from vtp_plugin.plan.schedule.cost.microbatch_route import (
-    Chain,
+    MicrobatchRoute,
     Orders,
     in_flight,
     in_ticks,
-    make_chain,
+    make_route,
     makespan,
     mirrored,
     to_actions,
@@ -174,7 +174,7 @@ def plan_u_shape(
             f"{placement.num_vstages}"
         )
 
-    chain = make_chain(placement, costs, forward_only=forward_only)
+    chain = make_route(placement, costs, forward_only=forward_only)
     search = _Search(in_ticks(chain), num_microbatches, limits)
     # The reference knows neither evaluation nor replicas, and one ring only.
     has_reference = not forward_only and max(placement.num_replicas) == 1 and num_rings == 1
@@ -217,7 +217,7 @@ def _check_limits(limits: tuple[int, ...], placement: Placement) -> None:
 class _Search:
     """Simulates candidates and keeps the best."""
 
-    def __init__(self, chain: Chain, num_microbatches: int, limits: tuple[int, ...]) -> None:
+    def __init__(self, chain: MicrobatchRoute, num_microbatches: int, limits: tuple[int, ...]) -> None:
         self.chain = chain
         # With time as it is, and reversed: a bool is the index.
         self.chains = (chain, chain.reversed())
