@@ -32,6 +32,7 @@ _CODE = (PLUGIN, "patches", "tests", "benchmarks", "examples", "scripts")
 _LEFT = ("scripts/moves.toml", "scripts/move.py", "tests/surface_gone.json", "CHANGELOG.md")
 _LEFT_SUFFIXES = (".svg", ".json", ".png", ".whl")
 _DOTTED = re.compile(rf"(?<![\w./]){PLUGIN}(?:\.[a-z_]\w*)+")
+_EXAMPLE_IMPORT = re.compile(rf">>> from ({PLUGIN}[\w.]*) import (.+)")
 # As the registry of records names the modules of patches.
 _OF_PATCHES = re.compile(r'(?<=")(?:core|training|hosts)(?:\.\w+)+(?=")')
 _PATH = re.compile(rf"(?<![\w./-])((?:[ab]/)?{PLUGIN}/)?((?:[a-z_]\w*/)*[a-z_]\w*(?:\.py\b)?)(?![\w.])")
@@ -122,7 +123,8 @@ class Names:
 
     Args:
         dotted: the module's name before.
-        tree: of the file.
+        text: the file's.
+        tree: its syntax tree.
         moves: the table.
 
     Attributes:
@@ -130,7 +132,7 @@ class Names:
         modules: modules that the file imports from packages, by their names after, or under which it imports them.
     """
 
-    def __init__(self, dotted: str, tree: ast.AST, moves: Moves) -> None:
+    def __init__(self, dotted: str, text: str, tree: ast.AST, moves: Moves) -> None:
         self.moves = moves
         self.renamed = dict(moves.names.get(moves.module(dotted), {}))
         self.modules: dict[str, str] = {}
@@ -145,6 +147,10 @@ class Names:
                     new = moves.name(str(node.module), alias.name)
                 if alias.asname is None and new != alias.name:
                     self.renamed[alias.name] = new
+        for module, found in _EXAMPLE_IMPORT.findall(text):
+            for name in re.findall(r"\w+", found):
+                if (new := moves.name(module, name)) != name:
+                    self.renamed[name] = new
 
     def of_attribute(self, owner: str, name: str) -> str:
         """Give the new name of an attribute of a module that the file imports."""
@@ -166,13 +172,13 @@ class Names:
 def rewrite(text: str, dotted: str, moves: Moves) -> str:
     """Give the text of a file after the moves."""
     tree = ast.parse(text)
-    names = Names(dotted, tree, moves)
+    names = Names(dotted, text, tree, moves)
     text = _rename_tokens(text, names)
     lines = text.splitlines(keepends=True)
     for node in sorted(_from_imports(tree), key=lambda node: -node.lineno):
         if str(node.module).partition(".")[0] != PLUGIN:
             continue
-        comment = lines[node.lineno - 1].partition("  #")[2].rstrip()
+        comment = lines[(node.end_lineno or node.lineno) - 1].partition("  #")[2].rstrip()
         by_home: dict[str, list[str]] = {}
         for home, name, other in names.imported(node):
             by_home.setdefault(home, []).append(f"{name} as {other}" if other else name)
@@ -226,7 +232,8 @@ def _rename_words(text: str, names: Names) -> str:
         is_example = bare.startswith(">>>") or (is_example and bare != "" and not bare.endswith('"""'))
         if is_example:
             for old, new in names.renamed.items():
-                line = re.sub(rf"(?<![\w.'\"]){old}(?=[(,.]|$)", new, line)
+                end = r"(?![\w=])" if old[0].isupper() else r"(?=[(,]|$)"
+                line = re.sub(rf"(?<![\w.'\"]){old}{end}", new, line)
             lines[place] = line
     return "".join(lines)
 

@@ -102,11 +102,8 @@ def _device(options: argparse.Namespace) -> Iterator[Session]:
 
 
 def _times(options: argparse.Namespace, model: GPTModel, model_of: Mapping[str, object], session: Session) -> str:
-    from vtp_plugin.patches.profile_parts import (
-        ProfileRequest,
-        num_cases,
-        time_parts,
-    )  # torch, which other commands do without
+    # It needs torch, which other commands do without.
+    from vtp_plugin.patches.profile_parts import ProfileRequest, num_cases, time_parts
 
     platform = session.choose_platform()
     layers = () if model.experts is None else model.experts.layers

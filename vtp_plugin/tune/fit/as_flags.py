@@ -28,13 +28,13 @@ def fitted_words(
 
     >>> from types import SimpleNamespace
     >>> from vtp_plugin.tune.fit.available_cards import Node
-    >>> from vtp_plugin.tune.fit.fit_search import Fitted
+    >>> from vtp_plugin.tune.fit.fit_search import FittedLayout
     >>> args = SimpleNamespace(num_layers=4, micro_batch_size=1, global_batch_size=4, num_attention_heads=4)
     >>> ask = Constraints(args=args, least_stages=1, most_stages=2)
     >>> nodes = (Node(name="a", num_cards=3),)
     >>> from vtp_plugin.plan.schedule.cost.costs import uniform_costs
     >>> from vtp_plugin.plan.schedule.order.placement import plain_placement
-    >>> fitted = Fitted(
+    >>> fitted = FittedLayout(
     ...     sizes=(2, 1), layers=(3, 1), num_replicas=1, places=((0,), (0,)), nodes=nodes, cp=1, step=1.0,
     ...     costs=uniform_costs(plain_placement(2)))
     >>> print(*fitted_words(fitted, ask))

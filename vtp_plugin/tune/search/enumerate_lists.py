@@ -48,9 +48,9 @@ class SearchRound(NamedTuple):
 def kinds_of(shape: BatchSplit, *, is_mixing: bool) -> tuple[StageType, ...]:
     """List the kinds of stages of a shape, those of one pool together, the largest first.
 
-    >>> from vtp_plugin.tune.search.problem import Pool
+    >>> from vtp_plugin.tune.search.problem import NodePool
     >>> from vtp_plugin.tune.cluster.speed import Speed
-    >>> pool = Pool(name="a", rooms=(2,), speeds={1: Speed(forward_s=(1.0,), backward_s=(1.0,))})
+    >>> pool = NodePool(name="a", rooms=(2,), speeds={1: Speed(forward_s=(1.0,), backward_s=(1.0,))})
     >>> shape = BatchSplit(num_replicas=2, num_microbatches=1, micro_batch_size=1, pools=(pool, pool))
     >>> [kind.places for kind in kinds_of(shape, is_mixing=True)]
     [(0, 0), (1, 1), (0, 1)]

@@ -146,8 +146,8 @@ def least_of_card(shape: BatchSplit, kinds: Sequence[StageType], of_kind: Sequen
         kinds: of stages that may be.
         of_kind: what a stage of each adds.
 
-    >>> from vtp_plugin.tune.search.problem import Pool
-    >>> pools = (Pool(name="a", rooms=(4,), speeds={}), Pool(name="b", rooms=(4,), speeds={}))
+    >>> from vtp_plugin.tune.search.problem import NodePool
+    >>> pools = (NodePool(name="a", rooms=(4,), speeds={}), NodePool(name="b", rooms=(4,), speeds={}))
     >>> shape = BatchSplit(num_replicas=1, num_microbatches=1, micro_batch_size=1, pools=pools)
     >>> least_of_card(shape, [StageType((0,), 2), StageType((0,), 1)], [-3.0, -1.0])
     [-1.5, 0.0]

@@ -24,8 +24,8 @@ _WEIGHTS = ((0.0, 0.0), (3.0, 0.1), (1.0, 1.0), (9.0, 9.0))
 def has_rooms(shape: BatchSplit, kinds: Sequence[StageType]) -> bool:
     """Whether all replicas of all stages go into the nodes, each into one.
 
-    >>> from vtp_plugin.tune.search.problem import Pool
-    >>> pools = (Pool(name="a", rooms=(4, 2), speeds={}),)
+    >>> from vtp_plugin.tune.search.problem import NodePool
+    >>> pools = (NodePool(name="a", rooms=(4, 2), speeds={}),)
     >>> shape = BatchSplit(num_replicas=2, num_microbatches=1, micro_batch_size=1, pools=pools)
     >>> has_rooms(shape, [StageType((0, 0), 3)]), has_rooms(shape, [StageType((0, 0), 2)])
     (False, True)
@@ -72,8 +72,8 @@ def along_nodes(shape: BatchSplit, kinds: Sequence[StageType]) -> tuple[StageTyp
         shape: of the step.
         kinds: of the stages, for which there is room, those of one kind together.
 
-    >>> from vtp_plugin.tune.search.problem import Pool
-    >>> pools = (Pool(name="a", rooms=(4, 6), speeds={}),)
+    >>> from vtp_plugin.tune.search.problem import NodePool
+    >>> pools = (NodePool(name="a", rooms=(4, 6), speeds={}),)
     >>> shape = BatchSplit(num_replicas=1, num_microbatches=1, micro_batch_size=1, pools=pools)
     >>> [kind.tp for kind in along_nodes(shape, [StageType((0,), 4), StageType((0,), 4), StageType((0,), 2)])]
     [4, 4, 2]

@@ -65,10 +65,10 @@ class Work:
 def work_of(kind: StageType, shape: BatchSplit) -> Work:
     """Give what a kind of stage costs: its replicas wait for the slowest of them.
 
-    >>> from vtp_plugin.tune.search.problem import Pool
+    >>> from vtp_plugin.tune.search.problem import NodePool
     >>> from vtp_plugin.tune.cluster.speed import Speed
     >>> speeds = [Speed(forward_s=(time, time), backward_s=(1, 1)) for time in (1.0, 2.0)]
-    >>> pools = tuple(Pool(name="", rooms=(1,), speeds={1: speed}) for speed in speeds)
+    >>> pools = tuple(NodePool(name="", rooms=(1,), speeds={1: speed}) for speed in speeds)
     >>> shape = BatchSplit(num_replicas=2, num_microbatches=1, micro_batch_size=1, pools=pools)
     >>> work_of(StageType((0, 1), 1), shape).forward_s
     (0.0, 2.0, 4.0)
@@ -180,8 +180,8 @@ def most_held(question: SearchProblem, shape: BatchSplit, kind: StageType, work:
 def link_between(question: SearchProblem, shape: BatchSplit, one: tuple[int, int], other: tuple[int, int]) -> Link:
     """Give the link between two nodes, each the number of its pool and its own.
 
-    >>> from vtp_plugin.tune.search.problem import Pool
-    >>> pools = (Pool(name="a", rooms=(1, 1), speeds={}, between=Link(latency_s=1.0)),)
+    >>> from vtp_plugin.tune.search.problem import NodePool
+    >>> pools = (NodePool(name="a", rooms=(1, 1), speeds={}, between=Link(latency_s=1.0)),)
     >>> shape = BatchSplit(num_replicas=1, num_microbatches=1, micro_batch_size=1, pools=pools)
     >>> question = SearchProblem(num_layers=1, shapes=(shape,), least_stages=1, most_stages=2)
     >>> link_between(question, shape, (0, 0), (0, 0)).latency_s, link_between(question, shape, (0, 0), (0, 1)).latency_s

@@ -14,10 +14,11 @@ def in_megatron(question: SearchProblem, layers: LayerRule) -> SearchProblem:
         question: what is asked.
         layers: what its stages may hold.
 
-    >>> from vtp_plugin.tune.search.problem import Pool
+    >>> from vtp_plugin.tune.search.problem import NodePool
     >>> from vtp_plugin.tune.cluster.speed import Speed
     >>> speed = Speed(forward_s=(1.0,), backward_s=(2.0,))
-    >>> pools = (Pool(name="a", rooms=(2,), speeds={1: speed, 2: speed}), Pool(name="b", rooms=(1,), speeds={1: speed}))
+    >>> two, one = {1: speed, 2: speed}, {1: speed}
+    >>> pools = (NodePool(name="a", rooms=(2,), speeds=two), NodePool(name="b", rooms=(1,), speeds=one))
     >>> shape = BatchSplit(num_replicas=1, num_microbatches=4, micro_batch_size=1, pools=pools)
     >>> asked = in_megatron(SearchProblem(num_layers=1, shapes=(shape,), least_stages=1, most_stages=2), "any")
     >>> [[tuple(pool.speeds) for pool in shape.pools] for shape in asked.shapes]

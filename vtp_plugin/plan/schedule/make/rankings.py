@@ -35,10 +35,10 @@ _TWO_RING_RANKINGS = (
 def rankings(chain: MicrobatchRoute) -> Iterator[tuple[list[tuple[int, ...]], str]]:
     """Yield a ranking of its legs for every stage, with a name; the cloud prefers backwards, or forwards.
 
-    >>> from vtp_plugin.plan.schedule.cost.microbatch_route import make_chain
+    >>> from vtp_plugin.plan.schedule.cost.microbatch_route import make_route
     >>> from vtp_plugin.plan.schedule.cost.costs import u_costs
     >>> from vtp_plugin.plan.schedule.order.placement import u_placement
-    >>> next(rankings(make_chain(u_placement(2, num_rings=2), u_costs(2, num_rings=2))))
+    >>> next(rankings(make_route(u_placement(2, num_rings=2), u_costs(2, num_rings=2))))
     ([(0, 2, 7, 4, 9, 5), (8, 6, 3, 1)], 'edge F1>F2>B2>F3>B1>B3, cloud B first')
     """
     edge_legs = chain.legs(0)
