@@ -44,7 +44,7 @@ from vtp_plugin.tune.search.problem import StageType
 from vtp_plugin.tune.search.stage_cost import Works
 
 # Seconds that a layer's forward pass waits, for one sample.
-KINDS = {"new": 0.020, "half": 0.040, "quarter": 0.080, "eighth": 0.160}
+KINDS = {"new": 0.060, "half": 0.120, "quarter": 0.240, "eighth": 0.480}
 MODEL = """
     --hidden-size 48 --num-attention-heads 12 --seq-length 48 --max-position-embeddings 48
     --micro-batch-size 1 --global-batch-size 8 --vocab-size 127 --make-vocab-size-divisible-by 4
