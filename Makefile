@@ -30,7 +30,7 @@ check: $(STAMP) ## ruff (lint and format), pyright, import rules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(BIN)/python -m pytest -q tests/unit/test_imports.py
+	$(BIN)/python -m pytest -q tests/unit/project/test_imports.py
 
 test: $(STAMP) ## the tests that every change runs (about 12 minutes on 2 cores); with HOST=0.12, those that this host can run
 	$(PYTEST) -m "not full"

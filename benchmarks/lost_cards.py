@@ -2,8 +2,8 @@
 
     python -m benchmarks.lost_cards --out FOLDER --runs 25
 
-A run trains ``tests/multiproc/faulty_gpt.py`` on three CPU ranks over real agents of torchrun: node ``a`` with two
-cards, ``b`` with one. Several faults strike it one after another: which rank, in which phase, how, and whether the
+A run trains ``tests/multiproc/faults/faulty_gpt.py`` on three CPU ranks over real agents of torchrun: node ``a`` with
+two cards, ``b`` with one. Several faults strike it one after another: which rank, in which phase, how, and whether the
 card is bad from then on is drawn from a seed. In every fifth run, where network namespaces can be made, nodes are
 hosts apart, and the cable of one is pulled; once the other one goes on, it comes back. Which list must come next is
 worked out before the fault. A trial is passed if a log that the script writes, not the plugin, shows the strike in its
@@ -34,16 +34,16 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from tests.multiproc.elastic import Cluster, undisturbed
-from tests.multiproc.fault_log import read_log, require_losses, require_samples
-from tests.multiproc.faulty_gpt import CABLE, KINDS, LOG, PHASES
-from tests.multiproc.hosts_apart import Network, why_not
+from tests.multiproc.faults.elastic import Cluster, undisturbed
+from tests.multiproc.faults.fault_log import read_log, require_losses, require_samples
+from tests.multiproc.faults.faulty_gpt import CABLE, KINDS, LOG, PHASES
+from tests.multiproc.faults.hosts_apart import Network, why_not
 from vtp_plugin.config.parse_values import format_value
 from vtp_plugin.tune.fit.available_cards import Node
 from vtp_plugin.tune.fit.constraints import Constraints
 from vtp_plugin.tune.fit.fit_layout import fit
 
-SCRIPT = "tests/multiproc/faulty_gpt.py"
+SCRIPT = "tests/multiproc/faults/faulty_gpt.py"
 _CARDS = (("a", 0), ("a", 1), ("b", 0))
 FLAGS = ("--vtp-size-list", "auto", "--vtp-stages", "1:2", "--vtp-data-parallel-size", "1")
 FIRST = "--vtp-size-list 2,1 --make-vocab-size-divisible-by 768 --decoder-first-pipeline-num-layers 3"

@@ -2,9 +2,9 @@
 
     python -m benchmarks.lost_stock --out FOLDER --trials 5
 
-Three CPU ranks on two nodes train ``tests/multiproc/faulty_gpt.py``; a rank is killed and its card is bad from then on.
-The plugin's run goes from 2,1 to 2 by itself. Stock Megatron, where stages have one size, uses two of the three cards,
-one on each node; it is started again on one card when its launchers have ended, as if a hand took no time.
+Three CPU ranks on two nodes train ``tests/multiproc/faults/faulty_gpt.py``; a rank is killed and its card is bad from
+then on. The plugin's run goes from 2,1 to 2 by itself. Stock Megatron, where stages have one size, uses two of the
+three cards, one on each node; it is started again on one card when its launchers have ended, as if a hand took no time.
 Both train in turn. Printed is a table of medians, from the kill on.
 """
 
@@ -29,8 +29,8 @@ from benchmarks.lost_cards import (
     table_of_seconds,
     wait_until,
 )
-from tests.multiproc.elastic import Cluster
-from tests.multiproc.fault_log import read_log
+from tests.multiproc.faults.elastic import Cluster
+from tests.multiproc.faults.fault_log import read_log
 
 Seconds = dict[str, float | None]
 

@@ -8,7 +8,8 @@ A uniform list leaves Megatron alone. With the same seed it prints the same loss
 
     torchrun --nproc-per-node 2 examples/core_only.py --sizes 1,1
 
-``--device cuda`` was run on one GPU that the ranks shared (see ``tests/devices.py``); ``--device npu`` was never run.
+``--device cuda`` was run on one GPU that the ranks shared (see ``tests/support/devices.py``);
+``--device npu`` was never run.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ of them on the installed versions. Versions are those of megatron-core.
 A *write* is a name, or a dictionary, that patches assign to while a run goes on. It must exist when the set is applied,
 `vtp_plugin.status()` says whether it is written, and `revert()` puts back what was there; Megatron's
 `destroy_model_parallel()` does so for those with H4. Nothing else in Megatron or torch is written to
-(`tests/unit/test_writes.py`), except `torch.cuda` on the CPU platform: `vtp_plugin/platform/cpu_device.py` and
+(`tests/unit/project/test_writes.py`), except `torch.cuda` on the CPU platform: `vtp_plugin/platform/cpu_device.py` and
 `cpu_tensors.py` map it onto the host, and `revert()` undoes that too.
 """
 
@@ -168,7 +168,7 @@ def fill(text: str, parts: Mapping[str, str]) -> str:
 
 def _layers() -> str:
     """Return the layers of the import rules, the highest first; packages of a package in braces, the highest first."""
-    from tests.import_rules import INNER_LAYERS, LAYERS, PURE_PARTS
+    from tests.rules.import_rules import INNER_LAYERS, LAYERS, PURE_PARTS
 
     def show(name: str, package: str = "") -> str:
         whole = f"{package}.{name}" if package else name

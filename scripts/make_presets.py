@@ -1,4 +1,4 @@
-"""Train the presets of tests/multiproc/presets.py on all their layouts, and write the table in docs/presets.md.
+"""Train the presets of tests/multiproc/cases/presets.py on all their layouts, and write the table in docs/presets.md.
 
 python scripts/make_presets.py                     all presets; about six minutes on two idle cores
 python scripts/make_presets.py --only mixtral      one of them; the other rows stay
@@ -17,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from tests.multiproc.presets import (  # noqa: E402
+from tests.multiproc.cases.presets import (  # noqa: E402
     LAYOUTS,
     NUM_SAVED,
     NUM_STEPS,
@@ -31,7 +31,7 @@ from tests.multiproc.presets import (  # noqa: E402
     largest_difference,
     start,
 )
-from tests.pool import Pool  # noqa: E402
+from tests.support.pool import Pool  # noqa: E402
 
 INTRO = f"""\
 # Models of today, as presets
@@ -51,8 +51,8 @@ Latent attention, which the DeepSeek presets have, does not run on a CPU in stoc
 {STOCK_ERROR}
 ```
 
-Here these presets use the attention of `tests/multiproc/gathered_attention.py`. A layer that predicts several tokens
-cuts the hidden size, so that of DeepSeek V3 divides by 3.
+Here these presets use the attention of `tests/multiproc/hooks/gathered_attention.py`. A layer that predicts several
+tokens cuts the hidden size, so that of DeepSeek V3 divides by 3.
 
 Written by this command, which takes about six minutes on two idle cores:
 

@@ -26,16 +26,19 @@ import tomllib
 
 ROOT = Path(__file__).resolve().parent.parent
 PLUGIN = "vtp_plugin"
+TESTS = "tests"
 _PATCHES = f"{PLUGIN}.patches."
 _CODE = (PLUGIN, "patches", "tests", "benchmarks", "examples", "scripts")
 # Tables of moves and histories stay as they were written; pictures and results are made anew.
 _LEFT = ("scripts/moves.toml", "scripts/move.py", "tests/surface_gone.json", "CHANGELOG.md")
 _LEFT_SUFFIXES = (".svg", ".json", ".png", ".whl")
-_DOTTED = re.compile(rf"(?<![\w./]){PLUGIN}(?:\.[a-z_]\w*)+")
+_DOTTED = re.compile(rf"(?<![\w./])(?:{PLUGIN}|{TESTS})(?:\.[a-z_]\w*)+")
 _EXAMPLE_IMPORT = re.compile(rf">>> from ({PLUGIN}[\w.]*) import (.+)")
+# In what is no Python file, such as a patch.
+_IMPORT = re.compile(rf"\bfrom ((?:{PLUGIN}|{TESTS})[\w.]*) import (\w+)$", re.MULTILINE)
 # As the registry of records names the modules of patches.
 _OF_PATCHES = re.compile(r'(?<=")(?:core|training|hosts)(?:\.\w+)+(?=")')
-_PATH = re.compile(rf"(?<![\w./-])((?:[ab]/)?{PLUGIN}/)?((?:[a-z_]\w*/)*[a-z_]\w*(?:\.py\b)?)(?![\w.])")
+_PATH = re.compile(rf"(?<![\w./-])((?:[ab]/)?(?:{PLUGIN}|{TESTS})/)?((?:[a-z_]\w*/)*[a-z_]\w*(?:\.py\b)?)(?![\w.])")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,16 +74,23 @@ class Moves:
     def text(self, text: str) -> str:
         """Rename dotted names and paths in a text."""
         text = _OF_PATCHES.sub(lambda found: self.module(f"{_PATCHES}{found[0]}").removeprefix(_PATCHES), text)
+        text = _IMPORT.sub(self._import, text)
         return _PATH.sub(self._path, _DOTTED.sub(lambda found: self.module(found[0]), text))
+
+    def _import(self, found: re.Match[str]) -> str:
+        home, _, name = self.module(f"{found[1]}.{found[2]}").rpartition(".")
+        return f"from {home} import {name}"
 
     def _path(self, found: re.Match[str]) -> str:
         folder, path = found[1] or "", found[2]
-        old = f"{PLUGIN}." + path.removesuffix(".py").replace("/", ".")
-        new = self.module(old)
-        is_known = folder or (path.endswith(".py") and (path_of(old).is_file() or path_of(new).is_file()))
-        if new == old or not is_known:
-            return found[0]
-        return folder + new.removeprefix(f"{PLUGIN}.").replace(".", "/") + path[len(path.removesuffix(".py")) :]
+        # A path may begin below the plugin's folder, or that of the tests.
+        for top in (folder.split("/")[-2],) if folder else (PLUGIN, TESTS)[: 1 + ("/" in path)]:
+            old = f"{top}." + path.removesuffix(".py").replace("/", ".")
+            new = self.module(old)
+            is_known = folder or (path.endswith(".py") and (path_of(old).is_file() or path_of(new).is_file()))
+            if new != old and is_known:
+                return folder + new.removeprefix(f"{top}.").replace(".", "/") + path[len(path.removesuffix(".py")) :]
+        return found[0]
 
 
 def path_of(dotted: str) -> Path:
@@ -105,17 +115,26 @@ def read_moves(root: Path) -> Moves:
     names: dict[str, dict[str, str]] = {}
     for old, new in table["names"].items():
         module, _, name = old.rpartition(".")
-        names.setdefault(f"{PLUGIN}.{module}", {})[name] = new
+        names.setdefault(_whole(module), {})[name] = new
     exports: dict[str, dict[str, tuple[str, str]]] = {}
     for path, dotted in sources(root):
         for node in _from_imports(ast.parse(path.read_text())):
             exports.setdefault(dotted, {}).update({a.asname or a.name: (str(node.module), a.name) for a in node.names})
-    modules = {f"{PLUGIN}.{old}": f"{PLUGIN}.{new}" for old, new in table["modules"].items()}
+    modules = {_whole(old): _whole(new) for old, new in table["modules"].items()}
     return Moves(modules=modules, names=names, exports=exports)
+
+
+def _whole(name: str) -> str:
+    """Give the dotted name of what the table names: below the plugin, but for tests."""
+    return name if name.startswith(f"{TESTS}.") else f"{PLUGIN}.{name}"
 
 
 def _from_imports(tree: ast.AST) -> list[ast.ImportFrom]:
     return [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module and not node.level]
+
+
+def _is_ours(node: ast.ImportFrom) -> bool:
+    return str(node.module).partition(".")[0] in (PLUGIN, TESTS)
 
 
 class Names:
@@ -176,9 +195,11 @@ def rewrite(text: str, dotted: str, moves: Moves) -> str:
     text = _rename_tokens(text, names)
     lines = text.splitlines(keepends=True)
     for node in sorted(_from_imports(tree), key=lambda node: -node.lineno):
-        if str(node.module).partition(".")[0] != PLUGIN:
+        given = [(str(node.module), alias.name, alias.asname) for alias in node.names]
+        if not _is_ours(node) or [*names.imported(node)] == given:
             continue
-        comment = lines[(node.end_lineno or node.lineno) - 1].partition("  #")[2].rstrip()
+        ends = [lines[place - 1].partition("  #")[2].rstrip() for place in (node.lineno, node.end_lineno or node.lineno)]
+        comment = ends[0] or ends[1]
         by_home: dict[str, list[str]] = {}
         for home, name, other in names.imported(node):
             by_home.setdefault(home, []).append(f"{name} as {other}" if other else name)
@@ -311,7 +332,7 @@ class Comparison:
 
     def _imports(self, tree: ast.AST, *, is_old: bool) -> Iterator[str]:
         for node in _from_imports(tree):
-            if str(node.module).partition(".")[0] != PLUGIN:
+            if not _is_ours(node):
                 continue
             for alias in node.names:
                 whole = f"{node.module}.{alias.name}"
@@ -340,8 +361,7 @@ class Comparison:
 
     @staticmethod
     def _without_imports(nodes: list[Any]) -> list[Any]:
-        is_ours = lambda node: str(node.module).partition(".")[0] == PLUGIN  # noqa: E731
-        return [node for node in nodes if not (isinstance(node, ast.ImportFrom) and is_ours(node))]
+        return [node for node in nodes if not (isinstance(node, ast.ImportFrom) and _is_ours(node))]
 
     def _is_explained(self, old: str, new: str) -> bool:
         words = [re.findall(r"\w+", text) for text in (self.moves.text(old), new)]

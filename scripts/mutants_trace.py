@@ -11,7 +11,7 @@ import sys
 from types import CodeType
 from typing import Any
 
-_TEST = "PYTEST_CURRENT_TEST"  # pytest sets it, tests/pool.py hands it to its workers
+_TEST = "PYTEST_CURRENT_TEST"  # pytest sets it, tests/support/pool.py hands it to its workers
 _FOLDER = "VTP_MUTANTS_TRACE"  # one file per process is written there
 _ROOT = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _PARTS = (_ROOT + "vtp_plugin" + os.sep, _ROOT + "patches" + os.sep)
@@ -73,8 +73,8 @@ class _Trace:
 def _name(value: str) -> str:
     """Cut what pytest adds.
 
-    >>> _name("tests/unit/test_cli.py::test_plan[1 2] (call)")
-    'tests/unit/test_cli.py::test_plan[1 2]'
+    >>> _name("tests/unit/cli/test_cli.py::test_plan[1 2] (call)")
+    'tests/unit/cli/test_cli.py::test_plan[1 2]'
     """
     return value.rpartition(" (")[0]
 

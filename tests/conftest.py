@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.hang.ranks import Server
-from tests.hosts import host_name, left_out, tree_problem, unfitting, use_tree
-from tests.pool import Pool
+from tests.support.hosts import host_name, left_out, tree_problem, unfitting, use_tree
+from tests.support.pool import Pool
 
 use_tree()
 

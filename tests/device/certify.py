@@ -6,7 +6,7 @@ On two machines with two devices each, start it on both, and change the number:
     python tests/device/certify.py --device npu --machines 2 --machine 1 --master-addr 10.0.0.1
 
 On one machine with three devices, ``python tests/device/certify.py --device cuda`` is all. With ``--share`` one GPU is
-enough, if NCCL is 2.30 or later: ranks share it (see ``tests/devices.py``). Each layout is a run of
+enough, if NCCL is 2.30 or later: ranks share it (see ``tests/support/devices.py``). Each layout is a run of
 ``examples/core_only.py`` under torchrun. The last machine sees the losses, and prints the table. The exit code is 0 if
 every layout that fits trains as the uniform one.
 """
@@ -26,7 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # it is started as a script
-from tests.devices import can_share, num_devices, sharing
+from tests.support.devices import can_share, num_devices, sharing
 
 LAYOUTS = ("1,1", "1,2", "2,1", "2,2", "1,3", "1,1,1", "1,2,2")
 TOLERANCE = 1e-4  # of single precision on a device, whose sums have another order; on CPU it is 1e-6

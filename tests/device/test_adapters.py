@@ -14,8 +14,8 @@ import sys
 
 import pytest
 
-from tests.devices import has_room_for, num_devices, sharing
-from tests.hosts import ROOT
+from tests.support.devices import has_room_for, num_devices, sharing
+from tests.support.hosts import ROOT
 
 NUM_STEPS = 10  # in bf16 and with Adam, more of them drift apart
 TOLERANCE = 0.01  # of bf16

@@ -13,8 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.hosts import ROOT
-from tests.pool import free_port
+from tests.support.hosts import ROOT
+from tests.support.pool import free_port
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.platform import detect
 from vtp_plugin.runtime.health.monitor import Monitor

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.devices import has_room_for, num_devices, sharing
-from tests.hosts import ROOT, example_script
+from tests.support.devices import has_room_for, num_devices, sharing
+from tests.support.hosts import ROOT, example_script
 
 TOLERANCE = 0.01  # of bf16
 TOLERANCE_OF_FEW_BITS = 0.03

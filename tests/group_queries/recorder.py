@@ -17,7 +17,7 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from tests.group_queries.table import HOSTS, unknown_callers
-from tests.hosts import host_name
+from tests.support.hosts import host_name
 
 FOREIGN = ("megatron", "mindspeed", "mindspeed_llm")
 OWN = ("vtp_plugin", "tests", "examples", "benchmarks", "__main__")

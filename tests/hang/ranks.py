@@ -16,10 +16,10 @@ from pathlib import Path
 
 from torch.distributed import PrefixStore, TCPStore
 
-from tests.hosts import PYTHON_PATH, ROOT
-from tests.lines import error_line
-from tests.pace import pace
-from tests.pool import ENVIRONMENT, HOST, free_port
+from tests.support.hosts import PYTHON_PATH, ROOT
+from tests.support.lines import error_line
+from tests.support.pace import pace
+from tests.support.pool import ENVIRONMENT, HOST, free_port
 from vtp_plugin.runtime.health.store import Topic, connect_again, part_of
 
 VICTIM = str(Path(__file__).with_name("victim.py"))
@@ -64,7 +64,7 @@ class Rank:
         return self.output.read_text() if self.output.exists() else ""
 
     def error_line(self) -> str:
-        """Return our last error line, or nothing; see :mod:`tests.lines`."""
+        """Return our last error line, or nothing; see :mod:`tests.support.lines`."""
         return error_line(self.text())
 
 
@@ -114,7 +114,7 @@ class Run:
         agent_store: the parent keeps the store, as torchrun's agent does; otherwise rank 0 does.
 
     Attributes:
-        pace: factor for the limits of this run, see :func:`tests.pace.pace`.
+        pace: factor for the limits of this run, see :func:`tests.support.pace.pace`.
     """
 
     def __init__(self, folder: Path, server: Server | None, *, world_size: int, agent_store: bool = False) -> None:

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.hosts import ROOT
+from tests.support.hosts import ROOT
 
 
 def launch(

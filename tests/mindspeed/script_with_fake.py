@@ -10,9 +10,9 @@ import sys
 import mindspeed.megatron_adaptor as adaptor
 from megatron.core.datasets import gpt_dataset
 
-from tests.hosts import example_script
+from tests.support.hosts import example_script
 
-# As in the runs that it is compared with (tests.multiproc.script_job): the index of more takes longer than training.
+# As in the runs that it is compared with (tests.multiproc.jobs.script_job): an index of more takes longer than steps.
 gpt_dataset.MockGPTLowLevelDataset.size = 100
 
 # The form: how the plugin gets here. "run": by python -m vtp_plugin run, and nothing of it stands here.

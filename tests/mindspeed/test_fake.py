@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts import PYTHON_PATH
 from tests.mindspeed.launcher import launch
-from tests.multiproc import script_cases
-from tests.multiproc.script_cases import arguments, num_ranks
-from tests.pool import Pool, start_python
+from tests.multiproc.cases import script_cases
+from tests.multiproc.cases.script_cases import arguments, num_ranks
+from tests.support.hosts import PYTHON_PATH
+from tests.support.pool import Pool, start_python
 
 pytestmark = pytest.mark.needs("scripts_here")
 

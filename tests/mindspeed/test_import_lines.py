@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts import ROOT
-from tests.pool import ENVIRONMENT, run_code
+from tests.support.hosts import ROOT
+from tests.support.pool import ENVIRONMENT, run_code
 
 HERE = Path(__file__).parent
 TREE = os.environ.get("VTP_MINDSPEED_MM", "")

@@ -17,10 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts import ROOT, host_name, prints_first_step
 from tests.mindspeed.launcher import launch
 from tests.mindspeed.test_fake import assert_one_line, assert_same, numbers
-from tests.multiproc.script_cases import num_ranks
+from tests.multiproc.cases.script_cases import num_ranks
+from tests.support.hosts import ROOT, host_name, prints_first_step
 
 TREES = {name: os.environ.get(name, "") for name in ("VTP_MINDSPEED", "VTP_MEGATRON_LM")}
 LLM = os.environ.get("VTP_MINDSPEED_LLM", "")
@@ -241,7 +241,7 @@ def test_experts_of_its_own_examples(tmp_path: Path, per_stage: tuple[str, ...])
 @needs_llm
 def test_an_import_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A model as it is published, under its script with a list: four steps as in the uniform run, from the first."""
-    from tests.published import KINDS, imported, make  # skips where there is no transformers
+    from tests.support.hf_models import KINDS, imported, make  # skips where there is no transformers
 
     make(KINDS["qwen-3"], tmp_path / "published", vocab_size=4224)
     model = imported(tmp_path / "published", tmp_path / "start", capsys)

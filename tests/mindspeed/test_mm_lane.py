@@ -20,10 +20,10 @@ from typing import Any
 
 import pytest
 
-from tests.hosts import ROOT
 from tests.mindspeed.launcher import launch
 from tests.mindspeed.mm.model import FLAGS, TEXT_LAYERS, VISION_LAYERS, write_files
-from tests.multiproc.script_cases import num_ranks
+from tests.multiproc.cases.script_cases import num_ranks
+from tests.support.hosts import ROOT
 
 TREES = {name: os.environ.get(name, "") for name in ("VTP_MINDSPEED_MM", "VTP_MINDSPEED", "VTP_MEGATRON_LM")}
 needs_trees = pytest.mark.skipif(

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from tests.hosts import ROOT
 from tests.mindspeed import test_mm_lane as own_script
 from tests.mindspeed.mm import samples
 from tests.mindspeed.mm.model import TEXT_LAYERS, VISION_LAYERS, write_files
+from tests.support.hosts import ROOT
 
 pytestmark = own_script.pytestmark
 VISION, TEXT = [[VISION_LAYERS, 0], [0, 0]], [[1, 2], [1, 0]]

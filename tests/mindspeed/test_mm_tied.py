@@ -17,7 +17,7 @@ from tests.mindspeed.test_mm_lane import (
     start_u,
     trained,
 )
-from tests.multiproc.script_cases import num_ranks
+from tests.multiproc.cases.script_cases import num_ranks
 
 pytestmark = needs_trees
 U_OF_TWO = ([[2, 0], [0, 0]], [[1, 2], [1, 0]])

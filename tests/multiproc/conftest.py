@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from tests.multiproc.core_cases import Case, Runs
-from tests.multiproc.saved_runs import SavedRuns
-from tests.multiproc.u_shape_cases import Saved, sequential
-from tests.pool import Pool
+from tests.multiproc.cases.core_cases import Case, Runs
+from tests.multiproc.cases.saved_runs import SavedRuns
+from tests.multiproc.cases.u_shape_cases import Saved, sequential
+from tests.support.pool import Pool
 
 
 @pytest.fixture(scope="session")

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts import reshardable_flags
-from tests.multiproc.optimizer_state import assert_same_state
-from tests.multiproc.saved_runs import SavedRuns, resume
-from tests.multiproc.script_cases import ScriptRun, assert_same_training
-from tests.pool import Pool
+from tests.multiproc.cases.optimizer_state import assert_same_state
+from tests.multiproc.cases.saved_runs import SavedRuns, resume
+from tests.multiproc.cases.script_cases import ScriptRun, assert_same_training
+from tests.support.hosts import reshardable_flags
+from tests.support.pool import Pool
 from vtp_plugin.cli import main
 
 pytestmark = [pytest.mark.needs("scripts_here")]

@@ -25,10 +25,7 @@ from typing import Any
 
 import pytest
 
-from tests.hosts import (
-    resharding_flags,
-)
-from tests.multiproc.script_cases import (
+from tests.multiproc.cases.script_cases import (
     ScriptRun,
     arguments,
     assert_same_training,
@@ -40,7 +37,8 @@ from tests.multiproc.script_cases import (
     train,
     uniform,
 )
-from tests.pool import Pool
+from tests.support.hosts import resharding_flags
+from tests.support.pool import Pool
 
 pytestmark = [pytest.mark.full, pytest.mark.needs("scripts_here")]
 

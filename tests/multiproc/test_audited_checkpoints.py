@@ -10,9 +10,23 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests.hosts import exact_resume_tolerance, reshardable_flags, resharding_flags, resume_tolerance, saves_distributed
-from tests.multiproc.script_cases import ScriptRun, arguments, assert_same_training, launch, num_ranks, succeeded, train
-from tests.pool import Pool
+from tests.multiproc.cases.script_cases import (
+    ScriptRun,
+    arguments,
+    assert_same_training,
+    launch,
+    num_ranks,
+    succeeded,
+    train,
+)
+from tests.support.hosts import (
+    exact_resume_tolerance,
+    reshardable_flags,
+    resharding_flags,
+    resume_tolerance,
+    saves_distributed,
+)
+from tests.support.pool import Pool
 
 pytestmark = [pytest.mark.full, pytest.mark.needs("scripts_here")]
 

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.hang.ranks import Run, Server, run
-from tests.hosts import PYTHON_PATH, ROOT
-from tests.lines import error_line
-from tests.trees import lay_megatron, lay_torch
+from tests.support.fake_trees import lay_megatron, lay_torch
+from tests.support.hosts import PYTHON_PATH, ROOT
+from tests.support.lines import error_line
 from vtp_plugin.host.versions import HOSTS
 
 WORLD = 3

@@ -12,15 +12,15 @@ from tests.bridges import Sizes
 from tests.ordering.check import check
 from tests.ordering.models import BUFFERED, MODELS, NCCL, RENDEZVOUS
 from tests.ordering.trace import parse_trace
-from tests.pool import Pool
+from tests.support.pool import Pool
 
 pytest.importorskip("megatron.core.hyper_comm_grid", reason="this Megatron has no megatron.core.hyper_comm_grid")
 
-from tests.multiproc.bridge_job import BridgeCase
+from tests.multiproc.jobs.bridge_job import BridgeCase
 
 pytestmark = pytest.mark.needs("bridges")
 
-JOB = "tests.multiproc.bridge_job"
+JOB = "tests.multiproc.jobs.bridge_job"
 
 
 def grid(tp: int, cp: int, dp: int, sequence: str = "whole", *, is_sharded: bool = False) -> Sizes:

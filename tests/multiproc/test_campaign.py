@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.lost_cards import FIRST, SCRIPT, draw, run_once
-from tests.multiproc.elastic import undisturbed
+from tests.multiproc.faults.elastic import undisturbed
 
 # A rank is killed while it saves, and its card is bad from then on; then one fails in the optimizer, and all are back.
 SEED, NUM_FAULTS = 1, 2

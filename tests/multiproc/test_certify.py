@@ -10,9 +10,9 @@ import pytest
 
 from tests.device.certify import LAYOUTS, Outcome, table
 from tests.device.test_options import MODEL
-from tests.hosts import ROOT
-from tests.multiproc.script_cases import launch, succeeded
-from tests.pool import Pool, free_port
+from tests.multiproc.cases.script_cases import launch, succeeded
+from tests.support.hosts import ROOT
+from tests.support.pool import Pool, free_port
 
 
 def certify(*words: str) -> tuple[int, str]:

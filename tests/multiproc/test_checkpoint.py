@@ -8,16 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts import (
-    background_flags,
-    exact_resume_tolerance,
-    is_usual,
-    reshardable_flags,
-    resharding_flags,
-    resume_tolerance,
-)
-from tests.multiproc.saved_runs import train_stock
-from tests.multiproc.script_cases import (
+from tests.multiproc.cases.saved_runs import train_stock
+from tests.multiproc.cases.script_cases import (
     ScriptRun,
     arguments,
     assert_refused,
@@ -28,7 +20,15 @@ from tests.multiproc.script_cases import (
     succeeded,
     train,
 )
-from tests.pool import Pool
+from tests.support.hosts import (
+    background_flags,
+    exact_resume_tolerance,
+    is_usual,
+    reshardable_flags,
+    resharding_flags,
+    resume_tolerance,
+)
+from tests.support.pool import Pool
 
 pytestmark = pytest.mark.needs("scripts_here")
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from tests.multiproc.core_cases import Case, Runs
+from tests.multiproc.cases.core_cases import Case, Runs
 from tests.multiproc.test_parity import check_parity, contextual, mixed
-from tests.pool import Pool
+from tests.support.pool import Pool
 
 ADAM = {"optimizer": "adam", "distributed_optimizer": True, "loss_scale": 1024.0}
 
@@ -48,5 +48,5 @@ def test_inf_in_one_replica_only(runs: Runs, case: Case) -> None:
 def test_a_config_of_another_stage_is_refused(pool: Pool, sizes: dict[int, int], refusal: str) -> None:
     """By all ranks together, in the first step."""
     kwargs = {"case": mixed((1, 1), (1, 2)), "sizes": sizes}
-    lines = pool.run(3, "tests.multiproc.context_job:train_with", kwargs)
+    lines = pool.run(3, "tests.multiproc.jobs.context_job:train_with", kwargs)
     assert all(refusal in line for line in lines), lines

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.multiproc.example_runs import CORE_ONLY, losses_and_norms, run_example, start_example
-from tests.pool import Pool
+from tests.multiproc.cases.example_runs import CORE_ONLY, losses_and_norms, run_example, start_example
+from tests.support.pool import Pool
 
 
 @pytest.fixture(scope="module")

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.hosts import exact_resume_tolerance
-from tests.multiproc.script_cases import ScriptRun, arguments, assert_same_training, launch, num_ranks, succeeded
-from tests.pool import Pool
+from tests.multiproc.cases.script_cases import ScriptRun, arguments, assert_same_training, launch, num_ranks, succeeded
+from tests.support.hosts import exact_resume_tolerance
+from tests.support.pool import Pool
 
 pytestmark = pytest.mark.needs("scripts_here")
 

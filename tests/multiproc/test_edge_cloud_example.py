@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.doc_commands import commands
-from tests.hosts import ROOT
-from tests.launcher_commands import environment
-from tests.pool import free_port
+from tests.rules.doc_commands import commands
+from tests.rules.launcher_commands import environment
+from tests.support.hosts import ROOT
+from tests.support.pool import free_port
 
 pytestmark = [pytest.mark.full, pytest.mark.needs("our_example"), pytest.mark.needs("scripts_here")]
 

@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.multiproc.elastic import Cluster, undisturbed
-from tests.multiproc.fault_log import read_log, require_losses, require_samples
-from tests.multiproc.faulty_gpt import LOG
-from tests.multiproc.hosts_apart import Network, why_not
-from tests.pace import pace
+from tests.multiproc.faults.elastic import Cluster, undisturbed
+from tests.multiproc.faults.fault_log import read_log, require_losses, require_samples
+from tests.multiproc.faults.faulty_gpt import LOG
+from tests.multiproc.faults.hosts_apart import Network, why_not
+from tests.support.pace import pace
 from vtp_plugin.elastic.marker import MARKER
 
 FIT = ("--vtp-size-list", "auto", "--vtp-timeout-s", str(int(40 * pace())))
@@ -116,7 +116,7 @@ def test_an_agent_comes_back(tmp_path: Path) -> None:
     flags = [*FIT, "--vtp-stages", "1:2", "--vtp-data-parallel-size", "1", "--train-iters", str(NUM_STEPS)]
     alerts = tmp_path / "alerts"
     flags += ["--tensorboard-dir", str(tmp_path / "board"), "--vtp-on-loss", f'echo "$VTP_LOSS" >> {alerts}']
-    with Cluster(tmp_path, flags, script="tests/multiproc/faulty_gpt.py", pause_s=0.25) as cluster:
+    with Cluster(tmp_path, flags, script="tests/multiproc/faults/faulty_gpt.py", pause_s=0.25) as cluster:
         cluster.start("a", 2)
         cluster.start("b", 2)
         cluster.wait_for("2,2", 5)
@@ -245,7 +245,7 @@ def test_too_few_cards_wait_for_a_machine(tmp_path: Path) -> None:
 def test_a_cable_is_pulled(tmp_path: Path) -> None:
     """Hosts of their own: one is cut off, the other goes on; plugged in and started again, it comes back."""
     flags = [*FIT, "--vtp-stages", "1:2", "--vtp-data-parallel-size", "1", "--train-iters", str(NUM_STEPS)]
-    script = "tests/multiproc/faulty_gpt.py"
+    script = "tests/multiproc/faults/faulty_gpt.py"
     with Network() as network, Cluster(tmp_path, flags, script=script, pause_s=0.25, network=network) as cluster:
         cluster.start("b", 2)
         cluster.start("a", 2)

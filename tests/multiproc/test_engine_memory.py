@@ -1,6 +1,7 @@
 """What ``plan`` says that Transformer Engine's layers keep, against Megatron's GPT of them, to 0.2 %.
 
-Megatron's own part runs; of Transformer Engine's a stand-in saves what its sources say (``tests/engine_stand_in.py``).
+Megatron's own part runs; of Transformer Engine's a stand-in (``tests/support/engine_stand_in.py``)
+saves what its sources say.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import shlex
 
 import pytest
 
-from tests.pool import start_python
+from tests.support.pool import start_python
 from vtp_plugin.cli import main
 
 pytestmark = pytest.mark.needs("engine_of_0_19")
@@ -79,7 +80,7 @@ def test_what_layers_of_transformer_engine_keep(capsys: pytest.CaptureFixture[st
         assert sum(held["kept_bytes"].values()) == held["activation_bytes"]
         planned[name] = held["activation_bytes"]
     job = [f"{name}={shlex.join(flags)}" for name, flags in words.items()]
-    printed = start_python("-m", "tests.multiproc.engine_memory_job", *job)
+    printed = start_python("-m", "tests.multiproc.jobs.engine_memory_job", *job)
     counted = {name: int(number) for name, number in re.findall(r"^held (\S+) (\d+)$", printed, re.MULTILINE)}
     assert counted.keys() == CASES.keys()
     ratios = {name: round(planned[name] / counted[name], 4) for name in CASES}

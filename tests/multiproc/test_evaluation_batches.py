@@ -12,9 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.hosts import ROOT, TREE
-from tests.lines import warnings
-from tests.multiproc.script_cases import (
+from tests.multiproc.cases.script_cases import (
     arguments,
     assert_same_training,
     evaluations,
@@ -23,7 +21,9 @@ from tests.multiproc.script_cases import (
     train,
     uniform,
 )
-from tests.pool import Pool
+from tests.support.hosts import ROOT, TREE
+from tests.support.lines import warnings
+from tests.support.pool import Pool
 
 pytestmark = [pytest.mark.needs("scripts_here"), pytest.mark.needs("own_evaluation_batch")]
 

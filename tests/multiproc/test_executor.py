@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 
-from tests.lines import error_line
-from tests.multiproc.core_cases import OVERLAPPED, PER_TOKEN, Case, Runs, assert_identical, defaults_first
-from tests.multiproc.script_cases import MODEL, assert_same_training, grad_norms, launch, losses, train
+from tests.multiproc.cases.core_cases import OVERLAPPED, PER_TOKEN, Case, Runs, assert_identical, defaults_first
+from tests.multiproc.cases.script_cases import MODEL, assert_same_training, grad_norms, launch, losses, train
 from tests.multiproc.test_ordering import Recordings
 from tests.multiproc.test_parity import check_parity, contextual, sharded
 from tests.ordering.check import check
 from tests.ordering.models import MODELS
 from tests.ordering.overlap import blocking_sends, exposed_receives
 from tests.ordering.trace import Event
-from tests.pool import Pool
+from tests.support.lines import error_line
+from tests.support.pool import Pool
 
 pytestmark = pytest.mark.needs("scripts_here")
 

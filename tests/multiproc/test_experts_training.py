@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts import logs_one_replica, reshardable_flags, resharding_flags, saves_distributed
-from tests.lines import warnings
-from tests.multiproc.script_cases import (
+from tests.multiproc.cases.script_cases import (
     ScriptRun,
     arguments,
     assert_refused,
@@ -21,7 +19,9 @@ from tests.multiproc.script_cases import (
     succeeded,
     train,
 )
-from tests.pool import Pool
+from tests.support.hosts import logs_one_replica, reshardable_flags, resharding_flags, saves_distributed
+from tests.support.lines import warnings
+from tests.support.pool import Pool
 
 pytestmark = [pytest.mark.needs("experts"), pytest.mark.needs("scripts_here")]
 

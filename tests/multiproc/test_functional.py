@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.core_cases import PER_TOKEN, Case, Runs, assemble, assert_close, assert_weights_close
-from tests.multiproc.u_shape_cases import Saved, check_u_shape, u_shaped
-from tests.pool import Pool
+from tests.multiproc.cases.core_cases import PER_TOKEN, Case, Runs, assemble, assert_close, assert_weights_close
+from tests.multiproc.cases.u_shape_cases import Saved, check_u_shape, u_shaped
+from tests.support.pool import Pool
 
 
 def by_hand(pool: Pool, case: Case, style: str, is_async: bool, keyword: str = "") -> Any:
     kwargs = {"case": case, "style": style, "is_async": is_async, "keyword": keyword}
-    return assemble(case, pool.run(case.world_size, "tests.multiproc.functional_job:train_by_hand", kwargs))
+    return assemble(case, pool.run(case.world_size, "tests.multiproc.jobs.functional_job:train_by_hand", kwargs))
 
 
 CASES: list[tuple[str, bool, Case]] = [
@@ -94,7 +94,7 @@ def test_a_step_with_each_keyword_equals_the_schedule(
 
 @pytest.mark.parametrize("transport", ["rank0", "sliced"])
 def test_returns(pool: Pool, transport: str) -> None:
-    edge, leader, other = pool.run(3, "tests.multiproc.functional_job:returns", {"transport": transport})
+    edge, leader, other = pool.run(3, "tests.multiproc.jobs.functional_job:returns", {"transport": transport})
     none = str((None, None))
     assert edge == [
         *("1", none, "['recv_prev']", "True", none, "None", "None"),
@@ -106,7 +106,7 @@ def test_returns(pool: Pool, transport: str) -> None:
 
 
 def test_several_replicas_get_one_tensor_and_give_their_mean(pool: Pool) -> None:
-    edge, *cloud = pool.run(3, "tests.multiproc.functional_job:lists_of_groups")
+    edge, *cloud = pool.run(3, "tests.multiproc.jobs.functional_job:lists_of_groups")
     num_sends, after, before, without, swapped, lengths, no_leader, *equal = edge
     assert num_sends == "2" and after == before == "[1, 2]"
     assert equal == ["True"] * 7 and cloud == [["True", "0"]] * 2
@@ -117,7 +117,7 @@ def test_several_replicas_get_one_tensor_and_give_their_mean(pool: Pool) -> None
 
 
 def test_refusals(pool: Pool) -> None:
-    for rank, lines in enumerate(pool.run(4, "tests.multiproc.functional_job:refusals")):
+    for rank, lines in enumerate(pool.run(4, "tests.multiproc.jobs.functional_job:refusals")):
         closed, past_the_end, before, twice, replicas, unwaited, untyped, shapeless, own, empty = lines
         assert "channels are not open; call vtp_plugin.apply()" in closed
         stage, neighbour = divmod(rank, 2)[0], ("prev", "next")[rank // 2]

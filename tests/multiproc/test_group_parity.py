@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.pool import Pool
+from tests.support.pool import Pool
 
-JOB = "tests.multiproc.group_parity_job"
+JOB = "tests.multiproc.jobs.group_parity_job"
 ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
 # (tp, cp, pp, dp, ep)
 SIZES = [

@@ -9,9 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.hosts import resharding_flags
-from tests.lines import warnings
-from tests.multiproc.script_cases import (
+from tests.multiproc.cases.script_cases import (
     GROWN,
     ScriptRun,
     arguments,
@@ -22,7 +20,9 @@ from tests.multiproc.script_cases import (
     train,
     uniform,
 )
-from tests.pool import Pool
+from tests.support.hosts import resharding_flags
+from tests.support.lines import warnings
+from tests.support.pool import Pool
 
 pytestmark = pytest.mark.needs("scripts_here")
 

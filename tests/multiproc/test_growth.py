@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from tests.hosts import fitted, host_name
-from tests.multiproc.core_cases import DISTRIBUTED, Case
-from tests.multiproc.growth_job import Held
-from tests.multiproc.mimo_cases import MimoCase, Sizes
-from tests.multiproc.picture_cases import PictureCase
-from tests.pool import Pool
+from tests.multiproc.cases.core_cases import DISTRIBUTED, Case
+from tests.multiproc.cases.mimo_cases import MimoCase, Sizes
+from tests.multiproc.cases.picture_cases import PictureCase
+from tests.multiproc.jobs.growth_job import Held
+from tests.support.hosts import fitted, host_name
+from tests.support.pool import Pool
 
 MARKS = (150, 300)
 # Far less than one a step of what is counted exactly; memory is what the allocator makes of it.
@@ -48,7 +48,7 @@ MODULES = {
 
 def check(pool: Pool, job: str, world_size: int, case: object, options: dict[str, Any], folder: Path) -> None:
     kwargs = {"case": case, "marks": MARKS, "options": options, "folder": str(folder)}
-    ranks: list[list[Held]] = pool.run(world_size, f"tests.multiproc.growth_job:{job}", kwargs)
+    ranks: list[list[Held]] = pool.run(world_size, f"tests.multiproc.jobs.growth_job:{job}", kwargs)
     allowed = Held(0, 0, 0, 0, MOST_OBJECTS, MOST_BYTES)
     for rank, (first, *_, last) in enumerate(ranks):
         added = Held(*(b - a for a, b in zip(first, last, strict=True)))

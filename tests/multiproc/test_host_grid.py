@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.core_cases import Case, RankResult
-from tests.pool import Pool
+from tests.multiproc.cases.core_cases import Case, RankResult
+from tests.support.pool import Pool
 
 pytestmark = pytest.mark.needs("core_grid_of_older")
 
@@ -23,7 +23,7 @@ TOLERANCE = 1e-5
 
 def train(pool: Pool, case: Case) -> list[RankResult]:
     world_size = sum(tp * dp * case.cp for tp, dp in zip(case.sizes, case.dp_sizes, strict=True))
-    return pool.run(world_size, "tests.multiproc.core_job:train", {"case": case})
+    return pool.run(world_size, "tests.multiproc.jobs.core_job:train", {"case": case})
 
 
 def losses(results: list[RankResult], num_stages: int) -> list[float]:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.hostile import NAME, is_there, spoil
-from tests.multiproc.core_cases import Case, Runs
-from tests.pool import PoolError
+from tests.multiproc.cases.core_cases import Case, Runs
+from tests.support.hostile_files import NAME, is_there, spoil
+from tests.support.pool import PoolError
 
 CASE = Case(sizes=(1, 2), num_steps=0)
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from tests.hostile import NAME, is_there, spoil
-from tests.lines import error_line
-from tests.multiproc.script_cases import arguments, assert_refused, launch, num_ranks, train
-from tests.pool import Pool
+from tests.multiproc.cases.script_cases import arguments, assert_refused, launch, num_ranks, train
+from tests.support.hostile_files import NAME, is_there, spoil
+from tests.support.lines import error_line
+from tests.support.pool import Pool
 from vtp_plugin.checkpoint.format.manifest import MANIFEST, dump_manifest, make_manifest
 
 pytestmark = pytest.mark.needs("scripts_here")

@@ -6,14 +6,14 @@ import re
 
 import pytest
 
-from tests.pool import Pool
+from tests.support.pool import Pool
 from vtp_plugin.host.rules.table.rows import RULES
 
 pytestmark = pytest.mark.needs("words_of_hybrid_models")
 
 
 def test_refusals_quote_stock(pool: Pool) -> None:
-    (errors,) = pool.run(1, "tests.multiproc.hybrid_job:errors_of_stock", {})
+    (errors,) = pool.run(1, "tests.multiproc.jobs.hybrid_job:errors_of_stock", {})
     # Of the layers without Mamba, Megatron's own ones are stand-ins without Transformer Engine, which cannot be built.
     assert all(errors.values()) and errors["*-"].startswith("StopIteration"), errors
     quoted_from = {

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import pytest
 
-from tests.hosts import host_name
-from tests.multiproc.core_cases import OVERLAPPED, Case, Runs
+from tests.multiproc.cases.core_cases import OVERLAPPED, Case, Runs
+from tests.multiproc.cases.u_shape_cases import Saved, check_u_shape, u_shaped
 from tests.multiproc.test_experts import mixing
 from tests.multiproc.test_parity import check_parity
-from tests.multiproc.u_shape_cases import Saved, check_u_shape, u_shaped
-from tests.pool import PoolError
+from tests.support.hosts import host_name
+from tests.support.pool import PoolError
 
 
 @pytest.mark.needs("experts")

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.lines import error_line
-from tests.multiproc.kill_hooks import MUTANTS
-from tests.multiproc.kill_trial import FORMATS, NUM_RANKS, SIZES, Trial, judge, resume, run_trial, train
-from tests.multiproc.script_cases import arguments, launch, losses, succeeded
-from tests.pool import Pool
-from tests.unit.test_checkpoint_whole import DAMAGES
+from tests.multiproc.cases.script_cases import arguments, launch, losses, succeeded
+from tests.multiproc.faults.kill_trial import FORMATS, NUM_RANKS, SIZES, Trial, judge, resume, run_trial, train
+from tests.multiproc.hooks.kill_hooks import MUTANTS
+from tests.support.lines import error_line
+from tests.support.pool import Pool
+from tests.unit.checkpoint.test_damage import DAMAGES
 from vtp_plugin.checkpoint.format.checkpoint_files import TRACKER
 from vtp_plugin.checkpoint.format.manifest import MANIFEST
 
@@ -190,7 +190,7 @@ def test_without_a_manifest_a_checkpoint_loads_and_one_line_says_so(pool: Pool, 
     """As an older version saved it: then the stored arguments know of none."""
     folder = tmp_path / "old"
     words = arguments(SIZES, extra=["--save", str(folder), "--save-interval", "2", "--vtp-log-level", "INFO"])
-    succeeded(pool.run(NUM_RANKS, "tests.multiproc.script_job:run_script", {
+    succeeded(pool.run(NUM_RANKS, "tests.multiproc.jobs.script_job:run_script", {
         "arguments": words, "hooks": ["forget_the_manifest"]}, timeout_s=150.0))  # fmt: skip
     assert not any(folder.glob(f"*/{MANIFEST}"))
     (folder / TRACKER).write_text("2")

@@ -16,11 +16,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.hosts import ROOT, example_script
-from tests.launcher_commands import environment, filled
-from tests.multiproc.elastic import MODEL, STEP
-from tests.pace import pace
-from tests.pool import free_port
+from tests.multiproc.faults.elastic import MODEL, STEP
+from tests.rules.launcher_commands import environment, filled
+from tests.support.hosts import ROOT, example_script
+from tests.support.pace import pace
+from tests.support.pool import free_port
 from vtp_plugin.elastic.cards import FAULT_FILE_VARIABLE
 from vtp_plugin.elastic.failed_starts import FAILED_STARTS, MOST_EQUAL
 from vtp_plugin.elastic.launchers import ELASTIC, KEEPER, LOOP, SLURM, STATIC

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts import vocab_size
-from tests.multiproc.script_cases import ScriptRun, arguments, launch, num_ranks, succeeded
-from tests.pool import Pool
+from tests.multiproc.cases.script_cases import ScriptRun, arguments, launch, num_ranks, succeeded
+from tests.support.hosts import vocab_size
+from tests.support.pool import Pool
 
 pytestmark = pytest.mark.needs("scripts_here")
 

@@ -1,4 +1,4 @@
-"""Every number that Megatron logs is the uniform run's, by the rules of ``tests/multiproc/logged.py``.
+"""Every number that Megatron logs is the uniform run's, by the rules of ``tests/multiproc/cases/logged.py``.
 
 Both runs go on from one checkpoint of the uniform run, after one step: start weights depend on the number of stages,
 and on their sizes where there are experts.
@@ -15,10 +15,18 @@ from typing import Any
 
 import pytest
 
-from tests.hosts import host_name, reshardable_flags, resharding_flags
-from tests.multiproc.logged import LOGGED, Logged, assert_same_log, num_small, read, rule_of
-from tests.multiproc.script_cases import ScriptRun, arguments, assert_same_training, launch, num_ranks, succeeded, train
-from tests.pool import Pool
+from tests.multiproc.cases.logged import LOGGED, Logged, assert_same_log, num_small, read, rule_of
+from tests.multiproc.cases.script_cases import (
+    ScriptRun,
+    arguments,
+    assert_same_training,
+    launch,
+    num_ranks,
+    succeeded,
+    train,
+)
+from tests.support.hosts import host_name, reshardable_flags, resharding_flags
+from tests.support.pool import Pool
 
 pytestmark = pytest.mark.needs("scripts_here")
 

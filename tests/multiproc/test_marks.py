@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.multiproc.core_cases import Case
-from tests.pool import Pool
+from tests.multiproc.cases.core_cases import Case
+from tests.support.pool import Pool
 
 _CUT = "decoder.layers.0.mlp.linear_fc1.weight"
 _WHOLE = "decoder.layers.0.input_layernorm.weight"
@@ -22,7 +22,7 @@ _WHOLE = "decoder.layers.0.input_layernorm.weight"
 def test_a_wrong_mark_is_refused_on_all_ranks(pool: Pool, end: str, is_marked: bool, rule: str) -> None:
     def build(case: Case) -> set[str]:
         options = {"case": case, "end": end, "is_marked": is_marked}
-        return set(pool.run(case.world_size, "tests.multiproc.marks_job:build", options))
+        return set(pool.run(case.world_size, "tests.multiproc.jobs.marks_job:build", options))
 
     (line,) = build(Case(sizes=(1, 2)))
     assert line.startswith(f"rank 1, 2: {end} {rule}; ") and "\n" not in line

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.core_cases import Runs, assemble, assert_close
-from tests.multiproc.planned_job import Pass, Seen
-from tests.multiproc.script_cases import arguments, assert_refused, grad_norms, launch, losses, num_ranks, train
-from tests.multiproc.u_shape_cases import Saved, sequential, u_shaped
-from tests.pace import pace
-from tests.pool import Pool
+from tests.multiproc.cases.core_cases import Runs, assemble, assert_close
+from tests.multiproc.cases.script_cases import arguments, assert_refused, grad_norms, launch, losses, num_ranks, train
+from tests.multiproc.cases.u_shape_cases import Saved, sequential, u_shaped
+from tests.multiproc.jobs.planned_job import Pass, Seen
+from tests.support.pace import pace
+from tests.support.pool import Pool
 from vtp_plugin.plan.schedule.cost.cost_text import parse_costs
 from vtp_plugin.plan.schedule.cost.costs import u_costs
 from vtp_plugin.plan.schedule.cost.simulator import simulate
@@ -22,7 +22,7 @@ from vtp_plugin.plan.schedule.order.placement import u_placement
 
 pytestmark = pytest.mark.needs("scripts_here")
 
-JOB = "tests.multiproc.planned_job:run"
+JOB = "tests.multiproc.jobs.planned_job:run"
 STEP, EVALUATION = Pass(num_microbatches=5), Pass(num_microbatches=2, forward_only=True)
 
 
@@ -147,7 +147,7 @@ def test_losses_are_the_same_after_the_new_plan(runs: Runs, pool: Pool, saved: S
     """Of a model, with an evaluation before every step and one microbatch more in each."""
     case = u_shaped(1, 2, num_microbatches=3, rampup=True, num_evaluations=1, num_steps=6)
     case = replace(case, load=saved(case))
-    ranks = pool.run(case.world_size, "tests.multiproc.planned_job:train_and_print", {"case": case})
+    ranks = pool.run(case.world_size, "tests.multiproc.jobs.planned_job:train_and_print", {"case": case})
     (text,) = measured(ranks[0][1])
     assert ranks[0][1].count("times in ms") == 2 * 2
     costs = parse_costs(text.split(), u_placement(2))

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.presets import LAYOUTS, PRESETS, command
-from tests.multiproc.script_cases import arguments, train
-from tests.pool import Pool
+from tests.multiproc.cases.presets import LAYOUTS, PRESETS, command
+from tests.multiproc.cases.script_cases import arguments, train
+from tests.support.pool import Pool
 from vtp_plugin.cli import main
 
 pytestmark = pytest.mark.needs("measured_memory")

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.multiproc.core_cases import defaults_first
-from tests.multiproc.mimo_cases import MimoCase, MimoRuns, Sizes, assert_trains_alike, gradient_distance
+from tests.multiproc.cases.core_cases import defaults_first
+from tests.multiproc.cases.mimo_cases import MimoCase, MimoRuns, Sizes, assert_trains_alike, gradient_distance
 from tests.ordering.check import check
 from tests.ordering.models import MODELS
 from tests.ordering.trace import parse_trace
-from tests.pool import Pool
+from tests.support.pool import Pool
 
 pytestmark = pytest.mark.needs("bridges")
 
@@ -72,18 +72,18 @@ def test_trains_as_on_one_rank(mimo_runs: MimoRuns, case: MimoCase) -> None:
 
 def test_averages_over_different_numbers_of_replicas_are_refused_on_all_ranks(pool: Pool) -> None:
     case = MimoCase(vision=Sizes(dp=2), language=Sizes(tp=2))
-    answers = pool.run(case.world_size, "tests.multiproc.mimo_job:average", {"case": case})
+    answers = pool.run(case.world_size, "tests.multiproc.jobs.mimo_job:average", {"case": case})
     line = (
         "the gradients of module 'vision' would be divided by 2, those of the language model, which has the loss, by 1"
     )
     assert all(line in answer for answer in answers), answers
     # What counts is the stage with the loss, the last one.
     case = MimoCase(vision=Sizes(dp=2), language=Sizes(stages=((1, 1, 1), (1, 1, 2))))
-    answers = pool.run(case.world_size, "tests.multiproc.mimo_job:average", {"case": case})
+    answers = pool.run(case.world_size, "tests.multiproc.jobs.mimo_job:average", {"case": case})
     line = "of module 'language' would be divided by 1, those of the language model, which has the loss, by 2"
     assert all(line in answer for answer in answers), answers
     equal = MimoCase(vision=Sizes(dp=2), language=Sizes(cp=2))
-    assert pool.run(equal.world_size, "tests.multiproc.mimo_job:average", {"case": equal}) == ["nothing"] * 4
+    assert pool.run(equal.world_size, "tests.multiproc.jobs.mimo_job:average", {"case": equal}) == ["nothing"] * 4
 
 
 # Other microbatches have no clips than have no pictures.
@@ -118,7 +118,7 @@ ORDERED = [
 
 @pytest.mark.parametrize("case", defaults_first(ORDERED, 1), ids=str)
 def test_bridges_of_encoders_and_a_pipeline_together_pass_all_models(pool: Pool, case: MimoCase) -> None:
-    texts = pool.run(case.world_size, "tests.multiproc.mimo_job:record", {"case": case})
+    texts = pool.run(case.world_size, "tests.multiproc.jobs.mimo_job:record", {"case": case})
     traces = [parse_trace(text) for text in texts]
     assert all(any(event.is_message for event in trace.events) for trace in traces)
     assert check(traces, MODELS) == ()
@@ -129,7 +129,7 @@ def test_no_picture_and_no_weight_leaves_the_encoders(pool: Pool) -> None:
     case = MimoCase(vision=Sizes(dp=2), sound=Sizes(), language=Sizes(tp=2), clips=CLIPS)
     for leak in ("", "picture", "weight"):
         kwargs = {"case": case, "leak": leak}
-        results = pool.run(case.world_size, "tests.multiproc.mimo_job:watch_pictures", kwargs)
+        results = pool.run(case.world_size, "tests.multiproc.jobs.mimo_job:watch_pictures", kwargs)
         assert [number > 0 for number, _ in results] == [True] * 3 + [False] * 2
         assert [found for _, found in results] == [["send"] if leak and rank == 0 else [] for rank in range(5)]
 
@@ -158,7 +158,7 @@ RESUMED = [
 @pytest.mark.parametrize("case", defaults_first(RESUMED, 1), ids=str)
 def test_a_checkpoint_continues_exactly(pool: Pool, tmp_path: Path, case: MimoCase) -> None:
     kwargs = {"case": case, "path": str(tmp_path)}
-    problems = pool.run(case.world_size, "tests.multiproc.mimo_job:resume", kwargs)
+    problems = pool.run(case.world_size, "tests.multiproc.jobs.mimo_job:resume", kwargs)
     assert [problem for rank in problems for problem in rank] == []
 
 
@@ -276,7 +276,7 @@ def test_planned_orders_train_as_on_one_rank(mimo_runs: MimoRuns, case: MimoCase
 def test_a_planned_evaluation_gives_the_losses_of_megatrons(pool: Pool) -> None:
     """In training the encoder runs four forwards before it waits; in Megatron's order two."""
     planned = MimoCase(vision=Sizes(dp=2), language=Sizes(pp=2), is_planned=True, in_flight=(4, 2, 1))
-    job = "tests.multiproc.mimo_job:evaluate"
+    job = "tests.multiproc.jobs.mimo_job:evaluate"
     ours = pool.run(planned.world_size, job, {"case": planned})
     theirs = pool.run(planned.world_size, job, {"case": replace(planned, is_planned=False, in_flight=None)})
     assert [losses for losses, _ in ours] == [losses for losses, _ in theirs]
@@ -300,7 +300,7 @@ def test_what_no_planned_order_fits_is_refused_on_all_ranks(
 ) -> None:
     case = MimoCase(vision=Sizes(dp=2), language=Sizes(), is_planned=True)
     kwargs = {"case": case, "topology": topology, "is_fixed": is_fixed}
-    answers = pool.run(case.world_size, "tests.multiproc.mimo_job:refused", kwargs)
+    answers = pool.run(case.world_size, "tests.multiproc.jobs.mimo_job:refused", kwargs)
     assert all(line in answer for answer in answers), answers
 
 
@@ -312,7 +312,7 @@ def test_megatron_counts_the_tokens_of_stages_of_different_sizes(mimo_runs: Mimo
 
 def test_a_shared_embedding_is_refused_between_stages_of_different_sizes(pool: Pool) -> None:
     case = MimoCase(vision=Sizes(), language=staged(1, 2))
-    first, *others = pool.run(case.world_size, "tests.multiproc.mimo_job:tie", {"case": case})
+    first, *others = pool.run(case.world_size, "tests.multiproc.jobs.mimo_job:tie", {"case": case})
     assert first == "built"
     assert all("stages of tp 1,2 hold different slices" in one for one in others)
 

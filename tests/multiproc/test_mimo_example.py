@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from tests.multiproc.example_runs import STEP, refuse_example, run_example, start_example
-from tests.pool import Pool
+from tests.multiproc.cases.example_runs import STEP, refuse_example, run_example, start_example
+from tests.support.pool import Pool
 
 pytestmark = pytest.mark.needs("bridges")
 

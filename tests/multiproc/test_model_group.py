@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.multiproc.model_group_job import Reduced
-from tests.pool import Pool
+from tests.multiproc.jobs.model_group_job import Reduced
+from tests.support.pool import Pool
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 
 CASES = [
@@ -23,7 +23,7 @@ def test_every_stage_counts_once(
     sizes = {"tp_sizes": tp_sizes, "cp_sizes": cp_sizes, "dp_sizes": dp_sizes}
     world_size = sum(tp * cp * dp for tp, cp, dp in zip(*sizes.values(), strict=True))
     layout = PipelineLayout.from_sizes(tp_sizes, world_size=world_size, cp=cp_sizes, dp=dp_sizes)
-    job = "tests.multiproc.model_group_job:reduce"
+    job = "tests.multiproc.jobs.model_group_job:reduce"
     results: list[Reduced] = pool.run(world_size, job, sizes)
     leaders = tuple(layout.leader(stage) for stage in range(layout.num_stages))
     for rank, result in enumerate(results):

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.optimizer_state import assert_same_state
-from tests.multiproc.saved_runs import SavedRuns, resume
-from tests.multiproc.script_cases import (
+from tests.multiproc.cases.optimizer_state import assert_same_state
+from tests.multiproc.cases.saved_runs import SavedRuns, resume
+from tests.multiproc.cases.script_cases import (
     ScriptRun,
     arguments,
     assert_refused,
@@ -22,7 +22,7 @@ from tests.multiproc.script_cases import (
     num_ranks,
     train,
 )
-from tests.pool import Pool
+from tests.support.pool import Pool
 from vtp_plugin.checkpoint.format.manifest import MANIFEST, dump_manifest, make_manifest
 from vtp_plugin.checkpoint.format.optimizer_formats import BY_BLOCK
 

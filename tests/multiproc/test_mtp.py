@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.multiproc.core_cases import (
+from tests.multiproc.cases.core_cases import (
     DISTRIBUTED,
     OVERLAPPED,
     PER_TOKEN,
@@ -20,9 +20,9 @@ from tests.multiproc.core_cases import (
     assert_weights_close,
     defaults_first,
 )
+from tests.multiproc.cases.u_shape_cases import Saved, check_u_shape, u_shaped
 from tests.multiproc.test_parity import check_parity
-from tests.multiproc.u_shape_cases import Saved, check_u_shape, u_shaped
-from tests.pool import Pool, PoolError
+from tests.support.pool import Pool, PoolError
 
 PREDICTING: dict[str, Any] = {"mtp": 1, "attention": "rotary"}
 
@@ -133,7 +133,7 @@ def test_prediction_on_the_edge(runs: Runs, saved: Saved, case: Case) -> None:
 def test_prediction_that_would_be_wrong_is_refused(pool: Pool, case: Case, line: str) -> None:
     """Megatron would leave the copy at zero, and take slices of one prediction for those of another."""
     with pytest.raises(PoolError, match=line):
-        pool.run(case.world_size, "tests.multiproc.core_job:train", {"case": case})
+        pool.run(case.world_size, "tests.multiproc.jobs.core_job:train", {"case": case})
 
 
 @pytest.mark.full

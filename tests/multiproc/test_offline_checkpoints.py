@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts import reshardable_flags
-from tests.multiproc.optimizer_state import assert_same_state
-from tests.multiproc.saved_runs import train_stock
-from tests.multiproc.script_cases import ScriptRun, assert_same_training, train
-from tests.multiproc.stored_state import assert_stored_as_held
-from tests.pool import Pool
+from tests.multiproc.cases.optimizer_state import assert_same_state
+from tests.multiproc.cases.saved_runs import train_stock
+from tests.multiproc.cases.script_cases import ScriptRun, assert_same_training, train
+from tests.multiproc.cases.stored_state import assert_stored_as_held
+from tests.support.hosts import reshardable_flags
+from tests.support.pool import Pool
 from vtp_plugin.checkpoint.format.checkpoint_files import find_checkpoint
 from vtp_plugin.checkpoint.format.contents import Contents
 from vtp_plugin.cli import main

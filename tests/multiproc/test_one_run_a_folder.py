@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts import PYTHON_PATH, ROOT, example_script
-from tests.lines import error_line
-from tests.multiproc.script_cases import arguments, assert_refused, launch, losses, train
-from tests.pace import pace
-from tests.pool import ENVIRONMENT, Pool, free_port
+from tests.multiproc.cases.script_cases import arguments, assert_refused, launch, losses, train
+from tests.support.hosts import PYTHON_PATH, ROOT, example_script
+from tests.support.lines import error_line
+from tests.support.pace import pace
+from tests.support.pool import ENVIRONMENT, Pool, free_port
 from vtp_plugin.checkpoint.format.checkpoint_files import TRACKER
 from vtp_plugin.checkpoint.save.folder_lock import LOCK
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.multiproc.core_cases import (
+from tests.multiproc.cases.core_cases import (
     DISTRIBUTED,
     LR,
     OVERLAPPED,
@@ -17,7 +17,7 @@ from tests.multiproc.core_cases import (
     assert_weights_close,
     defaults_first,
 )
-from tests.pool import Pool
+from tests.support.pool import Pool
 
 
 def check(runs: Runs, case: Case, *, rel: float = 1e-5) -> None:
@@ -45,7 +45,7 @@ def test_a_run_leaves_no_process_groups_behind(runs: Runs, pool: Pool, case: Cas
     counts = []
     for _ in range(2):
         runs.run(case)
-        counts.append(pool.run(case.world_size, "tests.multiproc.core_job:count_threads"))
+        counts.append(pool.run(case.world_size, "tests.multiproc.jobs.core_job:count_threads"))
     assert counts[0] == counts[1]
 
 

@@ -11,10 +11,18 @@ from typing import Any
 
 import pytest
 
-from tests.hosts import host_name, is_older
-from tests.lines import warnings
-from tests.multiproc.script_cases import MODEL, arguments, assert_refused, assert_same_training, launch, train, uniform
-from tests.pool import Pool
+from tests.multiproc.cases.script_cases import (
+    MODEL,
+    arguments,
+    assert_refused,
+    assert_same_training,
+    launch,
+    train,
+    uniform,
+)
+from tests.support.hosts import host_name, is_older
+from tests.support.lines import warnings
+from tests.support.pool import Pool
 
 pytestmark = pytest.mark.needs("scripts_here")
 

@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.script_cases import ScriptRun, launch, num_ranks
+from tests.multiproc.cases.script_cases import ScriptRun, launch, num_ranks
 from tests.options.grid import SCRIPT, SIZES, GridCase, cases, compare, digest, is_recorded, keep, kept, version
 from tests.options.judged import Judgement
-from tests.pool import Pool
+from tests.support.pool import Pool
 
 pytestmark = [pytest.mark.needs("scripts_here"), pytest.mark.needs("judged_options")]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiproc.conversations import write_conversations, write_tokenizer
-from tests.multiproc.script_cases import (
+from tests.multiproc.cases.conversations import write_conversations, write_tokenizer
+from tests.multiproc.cases.script_cases import (
     ScriptRun,
     arguments,
     assert_same_training,
@@ -19,7 +19,7 @@ from tests.multiproc.script_cases import (
     train,
     uniform,
 )
-from tests.pool import Pool
+from tests.support.pool import Pool
 
 pytestmark = pytest.mark.needs("fine_tuning")
 

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts import reshardable_flags, resume_tolerance
-from tests.multiproc.saved_runs import SavedRuns, resume
-from tests.multiproc.script_cases import (
+from tests.multiproc.cases.saved_runs import SavedRuns, resume
+from tests.multiproc.cases.script_cases import (
     ScriptRun,
     arguments,
     assert_refused,
@@ -20,7 +19,8 @@ from tests.multiproc.script_cases import (
     num_ranks,
     train,
 )
-from tests.pool import Pool
+from tests.support.hosts import reshardable_flags, resume_tolerance
+from tests.support.pool import Pool
 from vtp_plugin.cli import main
 
 pytestmark = [pytest.mark.needs("scripts_here")]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.core_cases import (
+from tests.multiproc.cases.core_cases import (
     DISTRIBUTED,
     LR,
     PER_TOKEN,

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.core_cases import defaults_first
-from tests.multiproc.example_runs import STEP, run_example
-from tests.multiproc.picture_cases import PictureCase, PictureRun, assemble, assert_trains_alike
-from tests.pool import Pool
+from tests.multiproc.cases.core_cases import defaults_first
+from tests.multiproc.cases.example_runs import STEP, run_example
+from tests.multiproc.cases.picture_cases import PictureCase, PictureRun, assemble, assert_trains_alike
+from tests.support.pool import Pool
 
 pytestmark = pytest.mark.needs("layouts")
 
-JOBS = "tests.multiproc.picture_job"
+JOBS = "tests.multiproc.jobs.picture_job"
 
 
 class PictureRuns:

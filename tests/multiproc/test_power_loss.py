@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts import PYTHON_PATH
-from tests.multiproc.kill_trial import FORMATS
-from tests.multiproc.script_cases import EXAMPLE, arguments
-from tests.pool import ENVIRONMENT, HOST, free_port
-from tests.power_loss import STRACE, Disk, problems_of, read_log, why_not
+from tests.multiproc.cases.script_cases import EXAMPLE, arguments
+from tests.multiproc.faults.kill_trial import FORMATS
+from tests.support.hosts import PYTHON_PATH
+from tests.support.pool import ENVIRONMENT, HOST, free_port
+from tests.support.power_loss import STRACE, Disk, problems_of, read_log, why_not
 
 INNER = "made/here"
 # Marks what is saved, once Megatron's function has returned.

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts import ROOT, resume_tolerance
-from tests.multiproc.presets import (
+from tests.multiproc.cases.presets import (
     LAYOUTS,
     PRESETS,
     STOCK_ERROR,
@@ -20,8 +19,9 @@ from tests.multiproc.presets import (
     largest_difference,
     start,
 )
-from tests.multiproc.script_cases import TOLERANCE, ScriptRun, arguments, launch, losses
-from tests.pool import Pool
+from tests.multiproc.cases.script_cases import TOLERANCE, ScriptRun, arguments, launch, losses
+from tests.support.hosts import ROOT, resume_tolerance
+from tests.support.pool import Pool
 
 DEFAULTS = {("qwen-3-moe", "1,2,2 U")}
 Start = Callable[[str], tuple[Path, list[ScriptRun]]]

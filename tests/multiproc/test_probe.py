@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.probe_job import Tried
-from tests.multiproc.script_cases import losses, train
+from tests.multiproc.cases.script_cases import losses, train
+from tests.multiproc.jobs.probe_job import Tried
 from tests.ordering.check import check
 from tests.ordering.trace import parse_trace
-from tests.pool import Pool
+from tests.support.pool import Pool
 
 pytestmark = pytest.mark.needs("scripts_here")
 
-JOB = "tests.multiproc.probe_job:run"
+JOB = "tests.multiproc.jobs.probe_job:run"
 FORWARD = "boundary 0->1, forward"
 
 

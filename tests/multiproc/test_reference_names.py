@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.multiproc.reference_job import Facts
-from tests.pool import Pool
+from tests.multiproc.jobs.reference_job import Facts
+from tests.support.pool import Pool
 
 SIZES = (2, 3)
 STAGES = [[0, 1], [2, 3, 4]]
@@ -27,13 +27,13 @@ NO_STAGES = {
 @pytest.fixture(scope="module")
 def ranks(pool: Pool) -> list[Facts]:
     """What each of the five ranks saw."""
-    return pool.run(5, "tests.multiproc.reference_job:facts", {"sizes": SIZES})
+    return pool.run(5, "tests.multiproc.jobs.reference_job:facts", {"sizes": SIZES})
 
 
 @pytest.fixture(scope="module")
 def edge(pool: Pool) -> list[Facts]:
     """The same of stages of one rank and two."""
-    return pool.run(3, "tests.multiproc.reference_job:facts", {"sizes": (1, 2)})
+    return pool.run(3, "tests.multiproc.jobs.reference_job:facts", {"sizes": (1, 2)})
 
 
 class TestVtpSendForward:

@@ -7,9 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts import background_flags, exact_resume_tolerance, reshardable_flags, resharding_flags, resume_tolerance
-from tests.multiproc.script_cases import ScriptRun, arguments, assert_same_training, launch, succeeded
-from tests.pool import Pool
+from tests.multiproc.cases.script_cases import ScriptRun, arguments, assert_same_training, launch, succeeded
+from tests.support.hosts import (
+    background_flags,
+    exact_resume_tolerance,
+    reshardable_flags,
+    resharding_flags,
+    resume_tolerance,
+)
+from tests.support.pool import Pool
 
 pytestmark = pytest.mark.needs("scripts_here")
 

@@ -9,10 +9,10 @@ from pathlib import Path, PurePosixPath
 import pytest
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from tests.checkpoints import by_name, make_model, run_action
-from tests.hosts import background_flags, reshardable_flags, resharding_flags, resume_tolerance
-from tests.multiproc.script_cases import arguments, assert_refused, assert_same_training, launch, train
-from tests.pool import Pool
+from tests.multiproc.cases.script_cases import arguments, assert_refused, assert_same_training, launch, train
+from tests.support.checkpoints import by_name, make_model, run_action
+from tests.support.hosts import background_flags, reshardable_flags, resharding_flags, resume_tolerance
+from tests.support.pool import Pool
 from vtp_plugin.checkpoint.format import index
 from vtp_plugin.checkpoint.format.checkpoint_files import TRACKER
 from vtp_plugin.checkpoint.format.safe_pickle import load_safely

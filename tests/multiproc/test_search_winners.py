@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts import resharding_flags
-from tests.multiproc.script_cases import MODEL, assert_same_training, train
-from tests.pool import Pool
+from tests.multiproc.cases.script_cases import MODEL, assert_same_training, train
+from tests.support.hosts import resharding_flags
+from tests.support.pool import Pool
 from vtp_plugin.cli.main import main
 from vtp_plugin.tune.fit.as_flags import without
 

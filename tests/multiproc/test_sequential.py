@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.multiproc.core_cases import DISTRIBUTED, LR, Case, Runs, assert_close, assert_weights_close, defaults_first
+from tests.multiproc.cases.core_cases import (
+    DISTRIBUTED,
+    LR,
+    Case,
+    Runs,
+    assert_close,
+    assert_weights_close,
+    defaults_first,
+)
 
 SEQUENTIAL = Case(sizes=(1,), layers_per_chunk=4, num_microbatches=4, wants_weights=True)
 CASES = [

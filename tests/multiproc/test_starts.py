@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from tests.hosts import fitted, host_name
-from tests.multiproc.core_cases import Case, Runs, assemble, assert_close
-from tests.multiproc.script_cases import assert_same_training, train
-from tests.multiproc.start_job import Left
-from tests.multiproc.u_shape_cases import Saved, sequential
-from tests.pool import Pool
+from tests.multiproc.cases.core_cases import Case, Runs, assemble, assert_close
+from tests.multiproc.cases.script_cases import assert_same_training, train
+from tests.multiproc.cases.u_shape_cases import Saved, sequential
+from tests.multiproc.jobs.start_job import Left
+from tests.support.hosts import fitted, host_name
+from tests.support.pool import Pool
 
 REPLICA_MAJOR = "tp-cp-ep-pp-dp"
 TWO = Case(sizes=(1, 2), dp=2, num_microbatches=4)
@@ -45,7 +45,7 @@ def _check(pool: Pool, runs: Runs, saved: Saved, parts: Sequence[Sequence[Case]]
     parts = [[fitted(case, host_name()) for case in part] for part in parts]
     parts = [[replace(case, load=saved(case)) if case.layers else case for case in part] for part in parts]
     kwargs = {"parts": parts}
-    ranks = pool.run(parts[0][0].world_size, "tests.multiproc.start_job:train_in_turn", kwargs)
+    ranks = pool.run(parts[0][0].world_size, "tests.multiproc.jobs.start_job:train_in_turn", kwargs)
     for number, part in enumerate(parts):
         for place, case in enumerate(part):
             if case.plugin != "stock":
@@ -114,7 +114,7 @@ def test_a_later_start_refuses_what_the_first_refuses(pool: Pool, runs: Runs) ->
     said: list[list[str]] = []
     for has_started in (False, True):
         kwargs = {"case": case, "calls": WRONG, "has_started": has_started}
-        ranks = pool.run(case.world_size, "tests.multiproc.start_job:refusals", kwargs)
+        ranks = pool.run(case.world_size, "tests.multiproc.jobs.start_job:refusals", kwargs)
         said += [lines for lines, _, _ in ranks]
         for _, _, (before, after) in ranks:
             # The first check of a process starts what watches the other ranks; the clocks of checks end a moment later.

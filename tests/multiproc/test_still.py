@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.lines import error_line
-from tests.multiproc.script_cases import arguments, launch, succeeded, train
-from tests.pace import pace
-from tests.pool import Pool
+from tests.multiproc.cases.script_cases import arguments, launch, succeeded, train
+from tests.support.lines import error_line
+from tests.support.pace import pace
+from tests.support.pool import Pool
 
 pytestmark = pytest.mark.needs("scripts_here")
 

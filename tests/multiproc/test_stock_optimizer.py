@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.optimizer_state import assert_same_state
-from tests.multiproc.saved_runs import train_stock
-from tests.multiproc.script_cases import (
+from tests.multiproc.cases.optimizer_state import assert_same_state
+from tests.multiproc.cases.saved_runs import train_stock
+from tests.multiproc.cases.script_cases import (
     ScriptRun,
     arguments,
     assert_refused,
@@ -20,7 +20,7 @@ from tests.multiproc.script_cases import (
     num_ranks,
     train,
 )
-from tests.pool import Pool
+from tests.support.pool import Pool
 
 pytestmark = [pytest.mark.needs("scripts_here"), pytest.mark.needs("our_example")]
 DISTRIBUTED = ["--use-distributed-optimizer", "--global-batch-size", "16", "--train-iters", "7"]

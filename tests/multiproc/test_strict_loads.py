@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts import reshardable_flags, resharding_flags, resume_tolerance
-from tests.multiproc.saved_runs import SavedRuns, resume
-from tests.multiproc.script_cases import arguments, assert_same_training, launch, num_ranks
-from tests.pool import Pool
+from tests.multiproc.cases.saved_runs import SavedRuns, resume
+from tests.multiproc.cases.script_cases import arguments, assert_same_training, launch, num_ranks
+from tests.support.hosts import reshardable_flags, resharding_flags, resume_tolerance
+from tests.support.pool import Pool
 
 pytestmark = [pytest.mark.needs("scripts_here")]
 STRICT = "--dist-ckpt-strictness"

@@ -7,7 +7,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.multiproc.core_cases import DISTRIBUTED, OVERLAPPED, VOCAB, Case, Run, Runs, assert_close, defaults_first
+from tests.multiproc.cases.core_cases import (
+    DISTRIBUTED,
+    OVERLAPPED,
+    VOCAB,
+    Case,
+    Run,
+    Runs,
+    assert_close,
+    defaults_first,
+)
 
 CASES = [
     Case(sizes=(1, 2), dp=2),

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.multiproc.script_cases import arguments, assert_refused, launch, losses, num_ranks, train
-from tests.pool import Pool
+from tests.multiproc.cases.script_cases import arguments, assert_refused, launch, losses, num_ranks, train
+from tests.support.pool import Pool
 from vtp_plugin.plan.schedule.order.actions import parse_action
 from vtp_plugin.report.trace.causes import Cause
 from vtp_plugin.report.trace.compare_steps import differences, explained, join_files, slower_by_itself
@@ -21,7 +21,11 @@ pytestmark = pytest.mark.needs("scripts_here")
 
 # The global batch of 8 is 4 microbatches of 2 samples.
 _NUM_MICROBATCHES = 4
-FORWARD_S, FORWARD_DELAY_S, PACK_DELAY_S = 0.04, 0.03, 0.02  # of tests/multiproc/delays.py, which imports Megatron
+FORWARD_S, FORWARD_DELAY_S, PACK_DELAY_S = (
+    0.04,
+    0.03,
+    0.02,
+)  # of multiproc/hooks/delays.py, which imports Megatron
 _NOTED = {Cause.FORWARD, Cause.BACKWARD, Cause.PACK, Cause.SEND, Cause.WAIT, Cause.GRADIENTS, Cause.OPTIMIZER}
 
 

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.hosts import PYTHON_PATH, ROOT, prints_first_step
-from tests.multiproc.script_cases import (
+from tests.multiproc.cases.script_cases import (
     EXAMPLE,
     MODEL,
     VOCAB,
@@ -30,7 +29,8 @@ from tests.multiproc.script_cases import (
     train,
     uniform,
 )
-from tests.pool import ENVIRONMENT, Pool
+from tests.support.hosts import PYTHON_PATH, ROOT, prints_first_step
+from tests.support.pool import ENVIRONMENT, Pool
 
 pytestmark = pytest.mark.needs("scripts_here")
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.lines import error_line
-from tests.multiproc.script_cases import MODEL, arguments, assert_refused, launch, num_ranks, train
-from tests.pool import Pool
+from tests.multiproc.cases.script_cases import MODEL, arguments, assert_refused, launch, num_ranks, train
+from tests.support.lines import error_line
+from tests.support.pool import Pool
 
 pytestmark = pytest.mark.needs("scripts_here")
 

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.script_cases import arguments, assert_refused, assert_same_training, launch, succeeded, train
-from tests.pool import Pool
+from tests.multiproc.cases.script_cases import arguments, assert_refused, assert_same_training, launch, succeeded, train
+from tests.support.pool import Pool
 
 pytestmark = pytest.mark.needs("scripts_here")
 

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts import exact_resume_tolerance, resharding_flags, resume_tolerance
-from tests.multiproc.script_cases import (
+from tests.multiproc.cases.script_cases import (
     ScriptRun,
     arguments,
     assert_same_training,
@@ -18,7 +17,8 @@ from tests.multiproc.script_cases import (
     train,
     uniform,
 )
-from tests.pool import Pool
+from tests.support.hosts import exact_resume_tolerance, resharding_flags, resume_tolerance
+from tests.support.pool import Pool
 
 pytestmark = pytest.mark.needs("scripts_here")
 

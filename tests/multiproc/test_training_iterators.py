@@ -8,9 +8,17 @@ from typing import Any
 import pytest
 import torch
 
-from tests.hosts import host_name
-from tests.multiproc.script_cases import ScriptRun, arguments, assert_same_training, launch, losses, succeeded, train
-from tests.pool import Pool
+from tests.multiproc.cases.script_cases import (
+    ScriptRun,
+    arguments,
+    assert_same_training,
+    launch,
+    losses,
+    succeeded,
+    train,
+)
+from tests.support.hosts import host_name
+from tests.support.pool import Pool
 
 pytestmark = pytest.mark.needs("scripts_here")
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.hosts import is_older
-from tests.multiproc.script_cases import assert_same_training, train, uniform
-from tests.pool import Pool
+from tests.multiproc.cases.script_cases import assert_same_training, train, uniform
+from tests.support.hosts import is_older
+from tests.support.pool import Pool
 
 pytestmark = [pytest.mark.needs("layouts"), pytest.mark.needs("scripts_here")]
 

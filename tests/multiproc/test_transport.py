@@ -7,10 +7,10 @@ from itertools import product
 
 import pytest
 
-from tests.multiproc.transport_job import Move
-from tests.pool import Pool
+from tests.multiproc.jobs.transport_job import Move
+from tests.support.pool import Pool
 
-JOB = "tests.multiproc.transport_job"
+JOB = "tests.multiproc.jobs.transport_job"
 SHARDINGS = list(product((False, True), repeat=2))
 # Rows that 1, 2, 3 and 4 divide; and, for copies, rows that none of 2, 3, 4 divides.
 EVEN, ODD = (24, 2, 3), (7, 1, 5)

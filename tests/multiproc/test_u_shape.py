@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.core_cases import (
+from tests.multiproc.cases.core_cases import (
     DISTRIBUTED,
     OVERLAPPED,
     PER_TOKEN,
@@ -22,14 +22,14 @@ from tests.multiproc.core_cases import (
     defaults_first,
     pairwise,
 )
+from tests.multiproc.cases.u_shape_cases import Saved, check_u_shape, sequential, u_shaped
 from tests.multiproc.test_ordering import Recordings
-from tests.multiproc.u_shape_cases import Saved, check_u_shape, sequential, u_shaped
 from tests.ordering.check import check
 from tests.ordering.models import MODELS
 from tests.ordering.trace import Kind
-from tests.pool import Pool
+from tests.support.pool import Pool
 
-JOBS = "tests.multiproc.u_shape_job"
+JOBS = "tests.multiproc.jobs.u_shape_job"
 MAX_WORLD = 8
 # Microbatches 1 to 8: fewer than stages, as many, and more.
 RAMPUP: dict[str, Any] = {"num_microbatches": 1, "rampup": True, "num_steps": 8}
@@ -186,7 +186,7 @@ def test_norms_span_all_stages(runs: Runs, saved: Saved, pool: Pool, case: Case)
 @pytest.mark.full
 def test_nodes_of_the_launcher_mean_nothing(pool: Pool, runs: Runs) -> None:
     case = u_shaped(1, 2, num_steps=2)
-    ranks = pool.run(3, "tests.multiproc.core_job:train", {"case": case}, node_sizes=[2, 1])
+    ranks = pool.run(3, "tests.multiproc.jobs.core_job:train", {"case": case}, node_sizes=[2, 1])
     assert assemble(case, ranks).losses == runs.run(case).losses
 
 

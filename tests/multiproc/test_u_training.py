@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.hosts import host_name
-from tests.multiproc.script_cases import (
+from tests.multiproc.cases.script_cases import (
     ScriptRun,
     arguments,
     assert_refused,
@@ -20,7 +19,8 @@ from tests.multiproc.script_cases import (
     succeeded,
     train,
 )
-from tests.pool import Pool
+from tests.support.hosts import host_name
+from tests.support.pool import Pool
 
 pytestmark = pytest.mark.needs("scripts_here")
 

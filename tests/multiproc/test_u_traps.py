@@ -7,17 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts import host_name, resharding_flags
-from tests.multiproc.script_cases import (
-    arguments,
-    assert_refused,
-    assert_same_training,
-    launch,
-    num_ranks,
-    train,
-)
-from tests.multiproc.u_shape_cases import u_shaped
-from tests.pool import Pool
+from tests.multiproc.cases.script_cases import arguments, assert_refused, assert_same_training, launch, num_ranks, train
+from tests.multiproc.cases.u_shape_cases import u_shaped
+from tests.support.hosts import host_name, resharding_flags
+from tests.support.pool import Pool
 
 pytestmark = pytest.mark.needs("scripts_here")
 
@@ -33,7 +26,7 @@ LEFT_OUT = {
 
 def test_what_the_executor_leaves_out_is_refused(pool: Pool) -> None:
     kwargs = {"case": u_shaped(1, 2), "options": LEFT_OUT}
-    for lines in pool.run(3, "tests.multiproc.u_shape_job:refused_steps", kwargs):
+    for lines in pool.run(3, "tests.multiproc.jobs.u_shape_job:refused_steps", kwargs):
         assert len(lines) == (2 if host_name() == "0.12" else len(LEFT_OUT))  # Megatron 0.12 has not the others
         for name, line in lines.items():
             assert re.search(rf": config\.{name}( local)? with a planned schedule; .*; leave it out", line), line

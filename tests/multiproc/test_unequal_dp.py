@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.hosts import counts_all_zeros
-from tests.multiproc.core_cases import (
+from tests.multiproc.cases.core_cases import (
     DISTRIBUTED,
     OVERLAPPED,
     PER_TOKEN,
@@ -20,14 +19,15 @@ from tests.multiproc.core_cases import (
     assert_identical,
     defaults_first,
 )
+from tests.multiproc.cases.u_shape_cases import Saved, check_u_shape
 from tests.multiproc.test_optimizer import check as check_optimizer
 from tests.multiproc.test_ordering import Recordings
 from tests.multiproc.test_parity import check_parity
-from tests.multiproc.u_shape_cases import Saved, check_u_shape
 from tests.ordering.check import check
 from tests.ordering.models import MODELS
 from tests.ordering.trace import END_OF_STEP, Kind
-from tests.pool import Pool
+from tests.support.hosts import counts_all_zeros
+from tests.support.pool import Pool
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 
 SHARDED: dict[str, Any] = {"sequence_parallel": True, "seq": 6}
@@ -213,5 +213,5 @@ def test_each_reduction_crosses_the_border_of_sites_once(pool: Pool, case: Case)
 def test_batches_that_differ_between_stages_are_refused(pool: Pool) -> None:
     """A script without megatron.training tells each stage's sizes itself."""
     case = unequal((1, 1), (1, 2), dp_mode="split")
-    texts = pool.run(case.world_size, "tests.multiproc.unequal_dp_job:run_one_size_on_all_stages", {"case": case})
+    texts = pool.run(case.world_size, "tests.multiproc.jobs.unequal_dp_job:run_one_size_on_all_stages", {"case": case})
     assert all("samples of a step is 8 on rank 0 and 16 on rank 1" in text for text in texts), texts

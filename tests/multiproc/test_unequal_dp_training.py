@@ -8,9 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.hosts import exact_resume_tolerance, resharding_flags, resume_tolerance
-from tests.lines import error_line
-from tests.multiproc.script_cases import (
+from tests.multiproc.cases.script_cases import (
     ScriptRun,
     arguments,
     assert_refused,
@@ -19,7 +17,9 @@ from tests.multiproc.script_cases import (
     launch,
     succeeded,
 )
-from tests.pool import Pool
+from tests.support.hosts import exact_resume_tolerance, resharding_flags, resume_tolerance
+from tests.support.lines import error_line
+from tests.support.pool import Pool
 
 pytestmark = pytest.mark.needs("scripts_here")
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.core_cases import Case, Plugin, Runs, assert_identical
+from tests.multiproc.cases.core_cases import Case, Plugin, Runs, assert_identical
 
 SHAPES: dict[str, dict[str, Any]] = {
     "1f1b": {"tied": True},

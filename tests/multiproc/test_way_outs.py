@@ -1,4 +1,4 @@
-"""Ways out that a refused load names, done. ``tests/unit/test_way_outs.py`` says which test does which."""
+"""Ways out that a refused load names, done. ``tests/unit/checkpoint/test_ways_out.py`` says which test does which."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts import exact_resume_tolerance, resharding_flags, resume_tolerance
-from tests.multiproc.saved_runs import SavedRuns, resume
-from tests.multiproc.script_cases import (
+from tests.multiproc.cases.saved_runs import SavedRuns, resume
+from tests.multiproc.cases.script_cases import (
     arguments,
     assert_refused,
     assert_same_training,
@@ -21,7 +20,8 @@ from tests.multiproc.script_cases import (
     train,
 )
 from tests.multiproc.test_written_again import DISTRIBUTED, EXPERTS, UNTIED
-from tests.pool import Pool
+from tests.support.hosts import exact_resume_tolerance, resharding_flags, resume_tolerance
+from tests.support.pool import Pool
 from vtp_plugin.checkpoint.format.manifest import MANIFEST, dump_manifest, make_manifest
 from vtp_plugin.checkpoint.format.map_file import MAP
 

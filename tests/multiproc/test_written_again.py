@@ -13,13 +13,13 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoints import as_older
-from tests.hosts import host_name, reshardable_flags
-from tests.multiproc.optimizer_state import assert_same_state
-from tests.multiproc.saved_runs import SavedRuns, resume
-from tests.multiproc.script_cases import assert_same_training
-from tests.multiproc.stored_state import assert_stored_as_held
-from tests.pool import Pool
+from tests.multiproc.cases.optimizer_state import assert_same_state
+from tests.multiproc.cases.saved_runs import SavedRuns, resume
+from tests.multiproc.cases.script_cases import assert_same_training
+from tests.multiproc.cases.stored_state import assert_stored_as_held
+from tests.support.checkpoints import as_older
+from tests.support.hosts import host_name, reshardable_flags
+from tests.support.pool import Pool
 from vtp_plugin.checkpoint.format.checkpoint_files import find_checkpoint
 from vtp_plugin.checkpoint.format.contents import Contents
 from vtp_plugin.checkpoint.format.optimizer_formats import (

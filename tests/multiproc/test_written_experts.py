@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoints import run_action
-from tests.hosts import reshardable_flags, resume_tolerance
-from tests.multiproc.saved_runs import SavedRuns, resume, train_stock
-from tests.multiproc.script_cases import assert_same_training, losses
+from tests.multiproc.cases.saved_runs import SavedRuns, resume, train_stock
+from tests.multiproc.cases.script_cases import assert_same_training, losses
 from tests.multiproc.test_written_again import DISTRIBUTED, EXPERTS
-from tests.pool import Pool
+from tests.support.checkpoints import run_action
+from tests.support.hosts import reshardable_flags, resume_tolerance
+from tests.support.pool import Pool
 
 pytestmark = [pytest.mark.needs("scripts_here"), pytest.mark.needs("experts_of_other_sizes")]
 FORMS = {"bucket": DISTRIBUTED, "plain": (), "parameter": (*DISTRIBUTED, *reshardable_flags())}

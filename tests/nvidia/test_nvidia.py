@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.hosts import ROOT, TREE
-from tests.pool import ENVIRONMENT, free_port
+from tests.support.hosts import ROOT, TREE
+from tests.support.pool import ENVIRONMENT, free_port
 
 # Number of ranks, and how many tests Megatron's own classes pass on them here.
 NUM_PASSED = {

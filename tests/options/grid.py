@@ -17,10 +17,10 @@ from typing import Any, Final
 
 import numpy as np
 
-from tests.hosts import ROOT, TREE, host_name, is_older
-from tests.multiproc.script_cases import EXAMPLE, ScriptRun, arguments, grad_norms, losses
+from tests.multiproc.cases.script_cases import EXAMPLE, ScriptRun, arguments, grad_norms, losses
 from tests.options.judged import GRID, Entry, Judgement, groups, rows_of
 from tests.options.parsers import FOLDER, LISTED, Option, by_name, listed
+from tests.support.hosts import ROOT, TREE, host_name, is_older
 from vtp_plugin.host.rules.table.rule import Verdict
 from vtp_plugin.host.versions import family_of, find_megatron
 

@@ -23,7 +23,8 @@ training script can reach, this page says on which sizes, why, and what the verd
 * Versions stand behind an option that not all have.
 
 {ran}
-A new option of Megatron, or a new value of one, fails `tests/unit/test_options_judged.py` until somebody has judged it.
+A new option of Megatron, or a new value of one, fails `tests/unit/host/test_options_judged.py` until somebody has
+judged it.
 
 | verdict | meaning | options |
 |---|---|---|

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import assume, event, given, settings
 from hypothesis import strategies as st
 
-from tests.plans import is_replicated, link_bytes, reversed_plan
+from tests.support.plans import is_replicated, link_bytes, reversed_plan
 from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.plan.boundary.boundary_plan import (
     NO_COLLECTIVE,

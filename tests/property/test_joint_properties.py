@@ -13,7 +13,7 @@ from itertools import pairwise
 
 import pytest
 
-from tests.joint_model import runs_to_its_end
+from tests.expected.joint_collectives import runs_to_its_end
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.schedule.cost.costs import Costs
 from vtp_plugin.plan.schedule.cost.greedy import dispatch

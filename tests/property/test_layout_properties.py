@@ -10,8 +10,8 @@ from unittest import mock
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.group_order import model_parallel_groups
-from tests.oracles import hyper_comm_grid
+from tests.expected.group_order import model_parallel_groups
+from tests.expected.of_megatron import hyper_comm_grid
 from vtp_plugin.plan.layout.grids import ExpertGrid
 from vtp_plugin.plan.layout.groups import LayoutRankGenerator
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout, RankOrder, StageGrid

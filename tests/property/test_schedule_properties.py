@@ -10,8 +10,8 @@ from dataclasses import replace
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from tests import schedule_oracle as oracle
-from tests.schedule_oracle import peak_posted
+from tests.expected import schedule_oracle as oracle
+from tests.expected.schedule_oracle import peak_posted
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.schedule.cost.costs import Costs
 from vtp_plugin.plan.schedule.cost.microbatch_route import make_route

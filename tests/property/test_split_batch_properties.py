@@ -7,7 +7,6 @@ import math
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.plans import reversed_plan
 from tests.property.test_boundary_properties import (
     DOWNSTREAM,
     SETTINGS,
@@ -16,6 +15,7 @@ from tests.property.test_boundary_properties import (
     legal_step,
     stage,
 )
+from tests.support.plans import reversed_plan
 from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan, egress_bytes, ingress_bytes
 from vtp_plugin.plan.boundary.check_boundary import check
 from vtp_plugin.plan.boundary.endpoint import Endpoint

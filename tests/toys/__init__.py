@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from tests.multiproc.core_cases import Case
+from tests.multiproc.cases.core_cases import Case
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,13 +42,13 @@ class Toy:
 
 
 HOUSE = (
-    "tests/unit/test_docs.py",
-    "tests/unit/test_docs_text.py",
-    "tests/unit/test_house.py",
-    "tests/unit/test_imports.py",
-    "tests/unit/test_nothing_unused.py",
-    "tests/unit/test_words.py",
-    "tests/unit/test_writes.py",
+    "tests/unit/project/test_docs.py",
+    "tests/unit/project/test_docs_text.py",
+    "tests/unit/project/test_house.py",
+    "tests/unit/project/test_imports.py",
+    "tests/unit/project/test_nothing_unused.py",
+    "tests/unit/project/test_words.py",
+    "tests/unit/project/test_writes.py",
 )
 _SMALL = {"sizes": (1, 2), "num_steps": 1, "num_microbatches": 2}
 TOYS = (
@@ -59,7 +59,7 @@ TOYS = (
         case=Case(**_SMALL),
         job="tests.toys.jobs:train_with_0_20",
         says="not yet run with Megatron 0.20: --sft, hangs, and the whole grids of options",
-        tests=("tests/unit/test_pins.py", "tests/unit/test_make_env.py"),
+        tests=("tests/unit/host/test_pins.py", "tests/unit/project/test_make_env.py"),
     ),
     Toy(
         name="option",
@@ -68,7 +68,7 @@ TOYS = (
         case=Case(**_SMALL),
         options={"leaders_only": True},
         says="boundary 0->1: rank0 (asked for)",
-        tests=("tests/unit/test_config.py", "tests/unit/test_statement.py"),
+        tests=("tests/unit/config/test_config.py", "tests/unit/session/test_statement.py"),
     ),
     Toy(
         name="transport",
@@ -77,8 +77,8 @@ TOYS = (
         case=Case(**_SMALL, transport="direct"),
         says="boundary 0->1: direct (asked for)",
         tests=(
-            "tests/unit/test_boundary.py",
-            "tests/unit/test_config.py",
+            "tests/unit/plan/test_boundary.py",
+            "tests/unit/config/test_config.py",
             "tests/property/test_boundary_properties.py",
         ),
     ),
@@ -89,7 +89,7 @@ TOYS = (
         case=Case(**_SMALL, is_drawn=True, wants_weights=True),
         job="tests.multiproc.test_conditions:train",
         says="boundary 0->1: ",
-        tests=("tests/unit/test_options.py",),
+        tests=("tests/unit/host/test_options.py",),
     ),
 )
 BY_NAME = {toy.name: toy for toy in TOYS}

@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.import_rules import ROOT
+from tests.rules.import_rules import ROOT
 
 FOLDERS = ("benchmarks", "docs", "examples", "patches", "scripts", "tests", "vtp_plugin")
 FILES = ("*.md", "LICENSE", "Makefile", "pyproject.toml")

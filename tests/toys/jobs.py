@@ -24,8 +24,8 @@ def in_copy(root: str, target: str, kwargs: dict[str, Any]) -> Any:
 
 def train(case: Any, options: dict[str, Any], trainer: Any = None) -> tuple[Any, str]:
     """Train a case on this rank; return what it saw, and what the plugin said."""
-    from tests.multiproc import core_job
-    from tests.pool import init_gloo
+    from tests.multiproc.jobs import core_job
+    from tests.support.pool import init_gloo
 
     said: list[str] = []
     handler = logging.Handler()

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests.import_rules import ROOT
+from tests.rules.import_rules import ROOT
 from tests.toys import copies
 
 HELP = "python -m tests.toys.renew unpack NAME | pack NAME; names: the patches in tests/toys, or a new one"

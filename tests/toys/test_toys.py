@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.multiproc.core_cases import Run, assemble, largest_relative_difference
-from tests.pool import Pool
+from tests.multiproc.cases.core_cases import Run, assemble, largest_relative_difference
+from tests.support.pool import Pool
 from tests.toys import BY_NAME, HOUSE, TOYS, Toy, copies
 
 MAX_FILES = 6

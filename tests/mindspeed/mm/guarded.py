@@ -49,7 +49,7 @@ class ReadSamples(samples.MadeSamples):
 
 def watch() -> Any:
     """Begin to watch what leaves this process; that needs a Megatron that MindSpeed has patched."""
-    from tests.multiproc.leak_watch import Watch
+    from tests.multiproc.hooks.leak_watch import Watch
 
     watched = Watch(home=[0])
     watched.watch_stores()
@@ -59,7 +59,7 @@ def watch() -> Any:
 
 def report(watched: Any) -> None:
     """Write what has left, and what of the samples was in it."""
-    from tests.multiproc.leak_watch import findings
+    from tests.multiproc.hooks.leak_watch import findings
 
     watched.__exit__(None, None, None)
     outgoing, secrets = watched.outgoing, ReadSamples.secrets()

@@ -131,7 +131,7 @@ FACTS = (
         name="named_aliases",
         what="records name, beside their targets, the places that hold these by a from-import",
         versions=_NEWEST,
-        shown_by="tests/unit/test_apply.py",
+        shown_by="tests/unit/session/test_apply.py",
     ),
     Capability(
         name="ramp_up",
@@ -144,7 +144,7 @@ FACTS = (
         name="worker_without_cuda",
         what="the worker that saves in the background calls no CUDA",
         versions=(">=0.19",),
-        shown_by="tests/unit/test_host_seam.py::test_the_worker_that_saves_is_refused_on_cpus",
+        shown_by="tests/unit/host/test_host_seam.py::test_the_worker_that_saves_is_refused_on_cpus",
     ),
     Capability(
         name="loss_summed_over_replicas",

@@ -1,0 +1,43 @@
+"""Examples of training scripts: in forks of processes that have imported Megatron already, or as a user starts them."""
+
+from __future__ import annotations
+
+import re
+
+from tests.multiproc.cases.script_cases import ScriptRun, launch, succeeded
+from tests.support.hosts import ROOT
+from tests.support.pool import Pool, start_python
+
+STEP = re.compile(r"^step (\d+)  loss (\S+)  gradient norm (\S+)$", re.MULTILINE)
+NUM_STEPS = 3
+CORE_ONLY = "examples/core_only.py"
+
+
+def run_example(pool: Pool, script: str, num_ranks: int, words: str) -> str:
+    """Run a script on so many ranks for three steps; return what all print, one after another."""
+    return "".join(run.output for run in succeeded(_launch(pool, script, num_ranks, words)))
+
+
+def refuse_example(pool: Pool, script: str, num_ranks: int, words: str) -> list[str]:
+    """Run a script that must end badly on every rank; return what each rank prints."""
+    runs = _launch(pool, script, num_ranks, words)
+    assert all(run.exit_code not in (0, None) for run in runs), [(run.exit_code, run.output[-3000:]) for run in runs]
+    return [run.output for run in runs]
+
+
+def _launch(pool: Pool, script: str, num_ranks: int, words: str) -> list[ScriptRun]:
+    arguments = [*words.split(), "--steps", str(NUM_STEPS)]
+    return launch(pool, num_ranks, {"script": str(ROOT / script), "arguments": arguments, "how": "plain"})
+
+
+def start_example(script: str, num_ranks: int, words: str) -> str:
+    """Start a script by torchrun, as a user does; return what it prints."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
+    return start_python(*launcher, script, *words.split(), "--steps", str(NUM_STEPS))
+
+
+def losses_and_norms(printed: str) -> list[float]:
+    """Read the numbers that a script prints of its three steps."""
+    steps = STEP.findall(printed)
+    assert [number for number, _, _ in steps] == ["1", "2", "3"], printed[-3000:]
+    return [float(value) for step in steps for value in step[1:]]

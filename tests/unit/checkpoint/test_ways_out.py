@@ -1,0 +1,226 @@
+"""Each line of checkpoints that names a way out, and the test that does what it says."""
+
+from __future__ import annotations
+
+import ast
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from tests.rules.import_rules import ROOT
+from tests.support.checkpoints import by_bucket, make_model, run_action
+from vtp_plugin.checkpoint.format.optimizer_formats import BY_BLOCK
+
+Run = Callable[..., tuple[int, list[str]]]
+_CHECKPOINT = "vtp_plugin/checkpoint"
+FILES = (
+    *(
+        f"{_CHECKPOINT}/format/{name}.py"
+        for name in ("archive", "check_map", "checkpoint_files", "contents", "index", "manifest", "map_file")
+    ),
+    f"{_CHECKPOINT}/format/safe_pickle.py",
+    *(f"{_CHECKPOINT}/save/{name}.py" for name in ("atomic_dir", "newest", "piece_checks", "saving")),
+    f"{_CHECKPOINT}/load/masters.py",
+    *(f"{_CHECKPOINT}/tools/{name}.py" for name in ("reshard", "reshardable", "writer")),
+    *(
+        f"patches/training/{name}.py"
+        for name in ("atomic_checkpoint", "checkpointing", "choose_checkpoint", "loadable", "padding")
+    ),
+)
+_RUNS, _MOVED = "multiproc/test_way_outs.py", "multiproc/test_moved_optimizer.py"
+_AGAIN, _PADDED = "multiproc/test_written_again.py", "multiproc/test_padded_vocabulary.py"
+# Ways out that ask for another file or folder: with an intact one every test of loads and tools passes.
+OTHER_FILES = (
+    *("copy it again", "copy the checkpoint again", "take another one", "give another folder", "load another folder"),
+    *(
+        "take a checkpoint whose origin you know",
+        "give its path",
+        "give a folder like iter_0000100",
+        "look at the disk",
+    ),
+    "make the whole folder readable for every rank",
+)
+# Words of a line, and the tests that do what it says.
+DONE: dict[str, tuple[str, ...]] = {
+    "the map does not belong to this checkpoint": (f"{_RUNS}::test_weights_load_without_the_map",),
+    "and this vtp_plugin reads version {}; use the one that wrote it, or load": (
+        f"{_RUNS}::test_weights_load_without_the_map",
+    ),
+    "was saved; start with its options": (f"{_MOVED}::test_the_optimizer_goes_on_in_another_layout",),
+    "it was not trained then; start with the options of that run": (
+        f"{_RUNS}::test_weights_load_where_more_is_trained",
+    ),
+    "where the optimizer's parameters lie cannot be worked out": (
+        f"{_RUNS}::test_weights_load_without_the_map",
+        f"{_RUNS}::test_the_layout_that_wrote_it_loads_without_the_map",
+        "unit/checkpoint/test_infer_map.py::test_a_parameter_that_does_not_fit_is_named",
+    ),
+    "it must hold the iteration of a checkpoint": (
+        "unit/checkpoint/test_show_and_verify.py::test_a_tracker_that_names_nothing_is_named",
+    ),
+    "has the format torch, one file for each rank": ("multiproc/test_checkpoint.py::test_converted",),
+    "was saved with --ckpt-format torch by": ("multiproc/test_checkpoint.py::test_converted",),
+    "experts have no optimizer of their own in it": (
+        "multiproc/test_written_experts.py::test_stock_megatron_goes_on_where_it_is_said",
+    ),
+    "experts have an optimizer of their own in it": (
+        "multiproc/test_written_experts.py::test_stock_megatron_goes_on_where_it_is_said",
+    ),
+    "only in one of them experts have an optimizer of their own": (
+        f"{_RUNS}::test_weights_of_experts_load_without_their_optimizer",
+    ),
+    "of that nothing is made {}; leave --form out": (
+        "unit/checkpoint/test_ways_out.py::test_without_its_form_it_is_written",
+    ),
+    "this version knows {}; take a newer vtp_plugin": (f"{_RUNS}::test_weights_load_without_the_map",),
+    "holds different optimizers on different stages": (f"{_AGAIN}::test_uniform_megatron_goes_on",),
+    "mend that, and start again from the one before": (
+        "multiproc/test_killed.py::test_a_disk_that_fails_leaves_the_checkpoint_before",
+    ),
+    "no start could load it": ("multiproc/test_saved_names.py::test_a_run_ends_at_the_save_that_nobody_could_read",),
+    "holds a checkpoint; none is overwritten": ("unit/checkpoint/test_ways_out.py::test_another_folder_is_written",),
+    "is not empty; nothing is overwritten": ("unit/checkpoint/test_ways_out.py::test_another_folder_is_written",),
+    "holds a part of another checkpoint": ("unit/checkpoint/test_ways_out.py::test_another_folder_is_written",),
+    "writes one checkpoint together; use a folder that all ranks share": (
+        "multiproc/test_u_training.py::test_sites_keep_their_parts_of_a_checkpoint",
+    ),
+    "is of another model ({}); give the flags": (f"{_MOVED}::test_the_optimizer_goes_on_in_another_layout",),
+    "which this Megatron reads no more": (f"{_AGAIN}::test_blocks_of_older_megatrons_go_on",),
+    "in a form that only that list can load": (f"{_AGAIN}::test_uniform_megatron_goes_on",),
+    "leave it out, or copy the checkpoints into a folder": (f"{_RUNS}::test_a_step_is_chosen_in_one_way",),
+    "leave one of them out": (f"{_RUNS}::test_a_step_is_chosen_in_one_way",),
+    "a uniform run with tensor-parallel size 1 pads the same": (
+        "multiproc/test_training.py::test_vocabulary_hint_is_true",
+    ),
+    "start with {} {}, now": (f"{_PADDED}::test_the_first_start_says_what_all_lists_share",),
+    "goes on with the same number only": (
+        f"{_PADDED}::test_the_same_padding_keeps_the_loss",
+        f"{_PADDED}::test_stages_that_cannot_cut_the_vocabulary_add_words",
+    ),
+    "to keep the loss, {}": (
+        f"{_PADDED}::test_the_same_padding_keeps_the_loss",
+        f"{_PADDED}::test_stages_that_cannot_cut_the_vocabulary_add_words",
+    ),
+    "; without it this checkpoint cannot be loaded": (
+        "multiproc/test_training_broken_files.py::test_an_older_checkpoint_is_loaded_instead",
+    ),
+    "without it nobody can tell whether a byte has changed": (
+        "multiproc/test_training_broken_files.py::test_an_older_checkpoint_is_loaded_instead",
+    ),
+}
+# Those that nobody can try here, and why.
+NOT_RUN = {
+    "has the format {}; stages of different sizes load": "zarr of 0.12, whose package is not here",
+    "--use-precision-aware-optimizer is given": "it needs Transformer Engine",
+    "is compressed; these tools read tensors as they are": "Megatron writes none",
+    "whole tensors have one type; write it again with one": "Megatron writes none",
+    "is a manifest of version {}": "there is one version",
+}
+# Parts of lines that others end.
+PARTS = (
+    *("{}: {}; {}", "{}; {}", "; ", "{}: {} is stored and not in it; {}", "{} is missing; {} names it"),
+    *("{}: the optimizer's {} {}; {}", "{}: the optimizer's {} is not stored, and this run trains it; {}"),
+)
+
+
+def _text(node: ast.AST) -> str:
+    if isinstance(node, ast.JoinedStr):
+        return "".join(_text(value) if isinstance(value, ast.Constant) else "{}" for value in node.values)
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+
+
+def _lines(file: str) -> Iterator[str]:
+    """Yield the texts of a module with a semicolon, but for documentation and reasons of records."""
+    tree = ast.parse((ROOT / file).read_text())
+    passed = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    passed |= {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    passed |= {
+        id(node.value)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.keyword) and node.arg in ("why", "remove_when")
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant | ast.JoinedStr) and id(node) not in passed and "; " in (text := _text(node)):
+            yield text
+
+
+def _new(files: Sequence[str]) -> list[tuple[str, str]]:
+    """Return the lines that no test does."""
+    return [
+        (file, line)
+        for file in files
+        for line in _lines(file)
+        if line not in PARTS
+        and not any(words in line for words in (*DONE, *NOT_RUN))
+        and not any(words in line.rpartition("; ")[2] for words in OTHER_FILES)
+        and not line.endswith("; {}")
+    ]
+
+
+def test_every_way_out_is_done() -> None:
+    """A new line must be done by a test, and named here."""
+    assert _new(FILES) == []
+    lines = [line for file in FILES for line in _lines(file)]
+    assert [words for words in (*DONE, *NOT_RUN) if not any(words in line for line in lines)] == []
+
+
+def test_a_new_line_is_found(tmp_path: Path) -> None:
+    file = tmp_path / "new.py"
+    file.write_text('raise ConfigError(f"{folder} is blue; it must be green; paint it")\n')
+    assert _new([str(file)]) == [(str(file), "{} is blue; it must be green; paint it")]
+
+
+def test_a_line_that_ends_with_what_a_variable_says_is_known() -> None:
+    """Such variables hold one of the other files, or what ``way_out`` says of a folder."""
+    ends = {line for file in FILES for line in _lines(file) if line.endswith("; {}")}
+    constants = [
+        _text(node.value)
+        for file in FILES
+        for node in ast.walk(ast.parse((ROOT / file).read_text()))
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in ("_COPY", "_TAKE_ANOTHER")
+    ]
+    assert ends and constants
+    assert all(any(words in text for words in OTHER_FILES) for text in constants), constants
+
+
+@pytest.mark.parametrize("test", sorted({test for tests in DONE.values() for test in tests}))
+def test_each_test_that_is_named_is_there(test: str) -> None:
+    file, _, name = test.partition("::")
+    assert name in _tests_of(file), test
+
+
+@functools.cache
+def _tests_of(file: str) -> set[str]:
+    tree = ast.parse((ROOT / "tests" / file).read_text())
+    return {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run an action; return exit code and lines, of the error stream if it was refused."""
+    return partial(run_action, capsys)
+
+
+def test_without_its_form_it_is_written(run: Run, tmp_path: Path) -> None:
+    source = by_bucket(tmp_path / "a", make_model())
+    words = ("reshard", "--from", source, "--to", tmp_path / "b")
+    code, (line,) = run(*words, "--form", BY_BLOCK)
+    assert code == 2 and line.endswith("leave --form out")
+    assert run(*words)[0] == 0
+
+
+def test_another_folder_is_written(run: Run, tmp_path: Path) -> None:
+    source = by_bucket(tmp_path / "a", make_model())
+    for number, what in enumerate(("metadata.json", "x", "partial")):
+        folder = tmp_path / f"full{number}" / ("partial_iter_0000003" if what == "partial" else "iter_0000003")
+        folder.mkdir(parents=True)
+        (folder / ("vtp_journal.jsonl" if what == "partial" else what)).write_text("{}")
+        code, (line,) = run("reshard", "--from", source, "--to", folder.parent)
+        assert code == 2 and line.endswith("give another folder with --to"), line
+        if what == "partial":
+            (folder / "vtp_journal.jsonl").unlink()
+            assert run("reshard", "--from", source, "--to", folder.parent)[0] == 0
+    assert run("reshard", "--from", source, "--to", tmp_path / "other")[0] == 0

@@ -1,0 +1,130 @@
+"""Every shell command of the documents runs, or, where it takes many ranks or minutes, would be accepted."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import re
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from tests.expected.of_megatron import megatron_parser
+from tests.rules.doc_commands import DOCUMENTS, Command, commands
+from tests.rules.launcher_commands import environment
+from tests.support.hosts import ROOT
+from tests.support.pace import pace
+from tests.support.pool import free_port
+from vtp_plugin import cli
+from vtp_plugin.config import VtpConfig
+from vtp_plugin.config.vtp_flags import add_vtp_arguments, read_flags
+
+COMMANDS = list(dict.fromkeys(command for path in DOCUMENTS for command in commands(path)))
+# Of the plugin's commands those that only read and print; doctor and run have tests of their own.
+CHEAP = ("plan", "draw", "simulate")
+RUNS_HERE = [c for c in COMMANDS if c.words[0] == "torchrun" and "examples/pretrain_gpt.py" in c.words]
+
+
+@pytest.fixture(scope="module")
+def flags() -> argparse.ArgumentParser:
+    """Megatron's flags and the plugin's, as a script under the plugin has them."""
+    return add_vtp_arguments(megatron_parser())
+
+
+def check_flags(flags: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    """Parse a script's words."""
+    read_flags(flags.parse_args(list(words)), VtpConfig())
+
+
+def check_file(path: str, words: Sequence[str]) -> None:
+    """Find a script of the project, and in it every flag that it is given."""
+    text = (ROOT / path).read_text()
+    for word in words:
+        assert not word.startswith("--") or f'"{word}"' in text, f"{path} has no {word}"
+
+
+def check_plugin(command: Command, words: Sequence[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run a cheap command of the plugin in an empty folder; of the others only parse the words."""
+    if words and words[0] in CHEAP and len(words) > 1:
+        (tmp_path / "docs").mkdir()
+        monkeypatch.chdir(tmp_path)
+        cli.main(list(words))
+    elif words:
+        with pytest.raises(SystemExit) as ended:
+            cli.main([words[0], "--help"])
+        assert ended.value.code == 0, str(command)
+
+
+@pytest.mark.needs("sft_tokenizer", cases=("fine-tuning.md: torchrun",))
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: f"{command.source}: {command}"[:90])
+def test_command_is_accepted(
+    command: Command, flags: argparse.ArgumentParser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program, *words = command.words
+    if program.startswith("--"):
+        check_flags(flags, command.words)
+    elif program.startswith("examples/"):
+        path = ROOT / program
+        assert os.access(path, os.X_OK), program
+        sources = path.read_text() + (path.parent / "shared.sh").read_text()
+        assert all(variable.split("=")[0] in sources or "SOCKET" in variable for variable in command.variables)
+    elif program == "make":
+        makefile = (ROOT / "Makefile").read_text()
+        assert re.search(rf"^{words[0]}:", makefile, re.MULTILINE)
+        assert all(f"$({word.partition('=')[0]})" in makefile for word in words[1:])
+    elif program == "pip":
+        package = re.fullmatch(r"(?:\.|vtp-plugin)(?:\[([\w-]+)\])?", words[1])
+        assert words[0] == "install" and len(words) == 2 and package
+        extra = (package[1] or "").replace("-", "[-.]")  # "host-0.19" is called host-0-19
+        assert not extra or re.search(rf'^"?{extra}"? = \[', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    elif program == "torchrun":
+        check_torchrun(flags, words)
+    elif words[0] == "-m" and words[1] == "vtp_plugin":
+        check_plugin(command, words[2:], tmp_path, monkeypatch)
+    elif words[0] == "-m":
+        assert importlib.util.find_spec(words[1]), words[1]
+        check_file(f"{words[1].replace('.', '/')}.py", words[2:])
+    elif program == "python":
+        check_file(words[0], words[1:])
+    else:
+        assert program == "jq"
+
+
+def check_torchrun(flags: argparse.ArgumentParser, words: Sequence[str]) -> None:
+    launch = get_args_parser().parse_args(list(words))
+    script, rest = launch.training_script, launch.training_script_args
+    if not launch.module:
+        check_file(script, rest)
+        return
+    assert (script, rest[0]) == ("vtp_plugin", "run")
+    assert rest[1] in ("pretrain_gpt.py", "pretrain_vlm.py") or (ROOT / rest[1]).exists()
+    check_flags(flags, rest[2:])
+    sizes = flags.parse_args(rest[2:]).vtp_size_list
+    num_ranks = sum(map(int, sizes.split(",")))
+    assert int(launch.nproc_per_node) == num_ranks if launch.nnodes == "1:1" else int(launch.nproc_per_node) < num_ranks
+
+
+def test_the_reader_finds_commands() -> None:
+    assert len(COMMANDS) > 30
+    assert len(RUNS_HERE) == 1
+
+
+@pytest.mark.needs("our_example")
+@pytest.mark.full
+@pytest.mark.parametrize("command", RUNS_HERE, ids=lambda command: command.source)
+def test_first_run_of_the_readme(command: Command) -> None:
+    done = subprocess.run(
+        ["bash", "-c", str(command)],  # as it is printed
+        cwd=ROOT,
+        env=environment(PET_MASTER_PORT=free_port()),  # others may have torchrun's own
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=250 * pace(),
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert re.findall(r"iteration +(\d+)/ +10 .* lm loss: ", done.stdout) == [str(n) for n in range(1, 11)]

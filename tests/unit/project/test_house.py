@@ -1,0 +1,181 @@
+"""Files fit in a head and functions on a screen; what is data may be longer. Of each mechanism there is one."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.rules.import_rules import ROOT, circles, sources
+
+MAX_FILE_LINES = 350
+MAX_FUNCTION_LINES = 60  # without its docstring
+DATA = {"vtp_plugin.host.rules.table.rows"}
+SOURCES = dict(sources())
+TREES = {module: ast.parse(source) for module, source in SOURCES.items()}
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+RECORDS = re.compile(r"(^|_)records?(_at)?$")
+
+
+@pytest.mark.parametrize("module", sorted(SOURCES.keys() - DATA))
+def test_files_and_functions_are_short(module: str) -> None:
+    source = SOURCES[module]
+    assert len(source.splitlines()) <= MAX_FILE_LINES
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, Function):
+            assert _num_lines(node) <= MAX_FUNCTION_LINES, f"{node.name}, line {node.lineno}"
+
+
+def test_what_counts_as_data_exists() -> None:
+    assert SOURCES.keys() >= DATA
+
+
+def _num_lines(node: Function) -> int:
+    docstring = ast.get_docstring(node, clean=False)
+    return node.end_lineno - node.lineno + 1 - (len(docstring.splitlines()) if docstring else 0)  # type: ignore[operator]
+
+
+def test_one_class_is_a_pipeline() -> None:
+    """It keeps the channels that were opened, and ends them."""
+    pipelines = [
+        name
+        for name, node in _classes()
+        if "close" in _methods(node) and any(re.search(r"\bChannel\b", kind) for kind in _fields(node))
+    ]
+    assert pipelines == ["vtp_plugin.session.open_pipelines:Pipeline"]
+
+
+def test_one_call_opens_a_pipeline() -> None:
+    assert _callers("open_pipeline") == ["vtp_plugin.session.session:Session._open"]
+    assert _callers("open_channels") == _callers("join_channels") == ["vtp_plugin.session.open_pipelines:open_pipeline"]
+
+
+def test_one_function_runs_a_planned_step() -> None:
+    """Whoever plans steps, for one pipeline or for several modules, hands them to the same one."""
+    step = "vtp_plugin.patches.core.pipeline_parallel.planned_step"
+    assert _callers("GradSync") == _callers("_Compute") == _callers("run", of="runner") == [f"{step}:run_step"]
+    assert _callers("Executor") == ["vtp_plugin.runtime.step.schedule_runner:ScheduleRunner.run"]
+    computes = [name for name, node in _classes() if {"forward", "backward", "release"} <= _methods(node)]
+    # The protocol, what measures another one, and the one.
+    assert sorted(computes) == [
+        f"{step}:_Compute",
+        "vtp_plugin.runtime.step.executor:Compute",
+        "vtp_plugin.runtime.step.measure:TimedCompute",
+    ]
+
+
+def test_one_codec_lays_out_headers() -> None:
+    """A bridge's is a variant of it, in the same file."""
+    codecs = {name: node for name, node in _classes() if {"encode", "decode"} & _methods(node)}
+    assert [*codecs] == [
+        "vtp_plugin.plan.boundary.header:HeaderCodec",
+        "vtp_plugin.plan.boundary.header:BridgeHeaderCodec",
+    ]
+    one, variant = codecs.values()
+    assert not one.bases and [ast.unparse(base) for base in variant.bases] == ["HeaderCodec"]
+    assert "encode" not in _methods(variant)
+
+
+def test_no_modules_need_each_other() -> None:
+    benchmarks = ((f"benchmarks.{path.stem}", path.read_text()) for path in (ROOT / "benchmarks").glob("*.py"))
+    assert circles(SOURCES.items()) == circles(benchmarks) == []
+
+
+@pytest.mark.parametrize("module", [name for name in TREES if name.startswith("vtp_plugin.patches.")])
+def test_a_list_of_records_writes_nothing(module: str) -> None:
+    """It may be made for another Megatron, for a document, or for an apply that fails."""
+    for name, node in _functions(TREES[module]):
+        if RECORDS.search(name):
+            assert not [*_writes(node)], name
+
+
+def test_nobody_assigns_to_the_session() -> None:
+    """What it knows is told to it, so that a start leaves nothing behind that its state does not know of."""
+    found = [
+        f"{module}: {ast.unparse(node)}"
+        for module, tree in TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and re.search(r"(^|[._])session(\.|$)", ast.unparse(node.value))
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize(
+    ("body", "written"),
+    [
+        ("session.x = 1", ["session.x"]),
+        ("session.x += 1", ["session.x"]),
+        ("session.table['x'] = 1", ["session.table['x']"]),
+        ("for session.x in (): pass", ["session.x"]),
+        ("session.list.append(1)", ["session.list.append"]),
+        ("own = {}; own['x'] = 1", []),
+        ("own = (); own += session.x; refuse(own)", []),
+    ],
+)
+def test_what_writes_is_found(body: str, written: list[str]) -> None:
+    (function,) = ast.parse(f"def records(session):\n    {body}").body
+    assert isinstance(function, Function)
+    assert [*_writes(function)] == written
+
+
+def _writes(function: Function) -> Iterator[str]:
+    """Name what a function writes that is not its own: attributes, entries, and calls made for their effect alone."""
+    names = [node for node in ast.walk(function) if isinstance(node, ast.Name | ast.Attribute | ast.Subscript)]
+    own = {node.id for node in names if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+    for node in names:
+        if isinstance(node.ctx, ast.Store | ast.Del) and not isinstance(node, ast.Name) and _root(node) not in own:
+            yield ast.unparse(node)
+    for node in ast.walk(function):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            called = node.value.func
+            if isinstance(called, ast.Attribute) and _root(called) not in own:
+                yield ast.unparse(called)
+
+
+def _root(node: ast.expr) -> str:
+    while isinstance(node, ast.Attribute | ast.Subscript):
+        node = node.value
+    return ast.unparse(node)
+
+
+def _classes() -> Iterator[tuple[str, ast.ClassDef]]:
+    for module, tree in TREES.items():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef):
+                yield f"{module}:{node.name}", node
+
+
+def _methods(node: ast.ClassDef) -> set[str]:
+    return {part.name for part in node.body if isinstance(part, Function)}
+
+
+def _fields(node: ast.ClassDef) -> Iterator[str]:
+    """Give the types of a class's fields, those that methods annotate among them."""
+    for part in ast.walk(node):
+        if isinstance(part, ast.AnnAssign) and (part in node.body or isinstance(part.target, ast.Attribute)):
+            yield ast.unparse(part.annotation)
+
+
+def _functions(tree: ast.AST, within: str = "") -> Iterator[tuple[str, Function]]:
+    """Yield functions and methods with their names, those inside classes as `Class.method`."""
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, Function):
+            yield within + node.name, node
+        elif isinstance(node, ast.ClassDef):
+            yield from _functions(node, f"{within}{node.name}.")
+
+
+def _callers(called: str, of: str = "") -> list[str]:
+    """Name the functions that call a function, or a method of what has a name."""
+    found: list[str] = []
+    for module, tree in TREES.items():
+        for name, function in _functions(tree):
+            calls = (node.func for node in ast.walk(function) if isinstance(node, ast.Call))
+            texts = {ast.unparse(call) for call in calls}
+            if any(text == called if not of else text.endswith(f"{of}.{called}") for text in texts):
+                found.append(f"{module}:{name}")
+    return found

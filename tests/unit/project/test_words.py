@@ -1,0 +1,135 @@
+"""Words that were given up do not come back, and docs/architecture.md says what the code says."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.rules.import_rules import ROOT, sources
+
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+# What was given up (a regular expression) and what stands for it now.
+RETIRED = {
+    r"\bChannelName\b": "ChannelId",
+    r"\bCrossing\b": "ChannelSpec",
+    r"\bExchangeOptions\b": "TensorFormat",
+    r"\bPlannedPipeline\b": "ScheduleRunner",
+    r"\bUPlan\b": "UOrder",
+    r"\bplan_step\b": "make_schedule",
+    r"\bplan_orders\b": "read_schedule_options",
+    r"\b[Ll]anes?\b|\blane_of\b|\bnum_lanes\b": "pipeline group, or channel",
+    r"\bhas_replicas\b": "has_equal_replicas",
+    r"\bneed_by_stage\b": "in_flight_needed_on",
+    r"\bplacement\.place\(|\breplicas\.place\(": "stage_and_replica, team_and_replica",
+    r"\b(?:train_job|training_job|training_cases)\b": "core_job, script_job, script_cases",
+    r"\bvtp_plugin[./]p2p_communication\b": "vtp_plugin.functional",
+    r"\b[Dd]esign section\b": "docs/architecture.md and its heading",
+}
+FOLDERS = ("vtp_plugin", "patches", "tests", "docs", "benchmarks", "examples", "scripts")
+CITATION = re.compile(r"docs/architecture\.md, (?:contract (\d+)|([a-z][a-z ]*[a-z]))")
+# Packages, each with words of its own; where each package of a package has a list, the outer one has none.
+ROOMY = ("plan", "report", "runtime", "tune")
+PACKAGES = [
+    path.parent
+    for path in sorted((ROOT / "vtp_plugin").glob("*/__init__.py"))
+    if path.parent.name not in ("patches", *ROOMY)
+] + [path.parent for name in ROOMY for path in sorted((ROOT / "vtp_plugin" / name).glob("*/__init__.py"))]
+# Sections of the document whose names in code are looked up; these are Megatron's.
+WAYS = ("The path of one microbatch", "The path of one gradient", "When a rank dies", "How to add")
+MEGATRONS = {"forward_step"}
+
+
+def texts() -> Iterator[tuple[Path, str]]:
+    """Yield every file of text that the project writes by hand, but for its history and this file."""
+    files = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*") if path.suffix in (".py", ".md", ".sh")]
+    for path in (*files, ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
+        if path != Path(__file__) and path.is_file():
+            yield path, path.read_text(encoding="utf-8")
+
+
+def section(heading: str) -> str:
+    """Return the text below a heading of the document, to the next one of its level."""
+    _, found, rest = ARCHITECTURE.read_text().partition(f"\n## {heading}\n")
+    assert found, heading
+    return rest.partition("\n## ")[0]
+
+
+@cache
+def names_in_code() -> frozenset[str]:
+    """Every name that the product defines; methods also as Class.method, inherited ones not."""
+    names: set[str] = set()
+    for _, source in sources():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                names.add(node.name)
+            if isinstance(node, ast.ClassDef):
+                names |= {f"{node.name}.{item.name}" for item in node.body if isinstance(item, ast.FunctionDef)}
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return frozenset(names)
+
+
+@pytest.mark.parametrize("pattern", RETIRED)
+def test_retired_words_stay_away(pattern: str) -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
+        for path, text in texts()
+        for number, line in enumerate(text.splitlines(), 1)
+        if re.search(pattern, line)
+    ]
+    assert not found, f"write {RETIRED[pattern]}:\n" + "\n".join(found)
+
+
+def test_a_retired_word_is_found() -> None:
+    assert re.search(r"\bCrossing\b", "x = Crossing(name)") and not re.search(r"\bCrossing\b", "crossings")
+
+
+def test_the_glossary_is_short_and_says_each_term_once() -> None:
+    rows = [line.strip("|").split("|") for line in section("Glossary").splitlines() if line.startswith("|")][2:]
+    terms = [row[0].strip() for row in rows]
+    assert 15 <= len(terms) <= 25
+    assert len(set(terms)) == len(terms)
+    assert all(len(row) == 3 and all(cell.strip() for cell in row) for row in rows)
+
+
+def own_words(package: Path) -> list[str]:
+    """Return the words that a package explains at its beginning."""
+    docstring = ast.get_docstring(ast.parse((package / "__init__.py").read_text())) or ""
+    _, found, text = docstring.partition("\nWords:\n")
+    return re.findall(r"^    ([a-z][a-z -]*): \S", text, re.MULTILINE) if found else []
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
+def test_a_package_begins_with_its_own_words(package: Path) -> None:
+    words = own_words(package)
+    shared = {line.strip("|").split("|")[0].strip() for line in section("Glossary").splitlines() if "|" in line}
+    text = " ".join(path.read_text() for path in package.rglob("*.py") if path != package / "__init__.py").lower()
+    assert 2 <= len(words) <= 8
+    assert not shared & set(words), "docs/architecture.md explains it for all"
+    assert [word for word in words if word not in text] == []
+
+
+def test_headings_and_contracts_that_are_cited_exist() -> None:
+    headings = {heading.lower() for heading in re.findall(r"^## (.+)$", ARCHITECTURE.read_text(), re.MULTILINE)}
+    numbers = set(re.findall(r"^(\d+)\. ", section("Contracts"), re.MULTILINE))
+    cited = 0
+    for path, text in texts():
+        # A citation may go over the end of a line.
+        for number, heading in CITATION.findall(re.sub(r"\s*\n[\s#]*", " ", text)):
+            cited += 1
+            assert (number in numbers) if number else (heading in headings), f"{path.name}: {number or heading}"
+    assert cited >= 3
+
+
+@pytest.mark.parametrize("heading", WAYS)
+def test_names_in_the_document_are_those_of_the_code(heading: str) -> None:
+    named = re.findall(r"`([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)?)`", section(heading))
+    named = [name for name in named if not name.endswith((".py", ".md", ".toml"))]
+    assert named
+    assert [name for name in named if name not in names_in_code() | MEGATRONS] == []
