@@ -198,8 +198,8 @@ def rewrite(text: str, dotted: str, moves: Moves) -> str:
         given = [(str(node.module), alias.name, alias.asname) for alias in node.names]
         if not _is_ours(node) or [*names.imported(node)] == given:
             continue
-        ends = [lines[place - 1].partition("  #")[2].rstrip() for place in (node.lineno, node.end_lineno or node.lineno)]
-        comment = ends[0] or ends[1]
+        ends = (lines[node.lineno - 1], lines[(node.end_lineno or node.lineno) - 1])
+        comment = next(filter(None, (line.partition("  #")[2].rstrip() for line in ends)), "")
         by_home: dict[str, list[str]] = {}
         for home, name, other in names.imported(node):
             by_home.setdefault(home, []).append(f"{name} as {other}" if other else name)

@@ -5,9 +5,9 @@
     python scripts/mutants.py run                   # run the tests that enter a mutant's function until one fails
 
 A mutant changes one operator, one constant, one call or one pair of arguments. They are spread over the packages by
-the square root of their code lines. ``tests/mutants.json`` keeps each with its line of code, so that the same mutants
-run again after files have moved, and what became of them. A mutant that no test kills within its time needs a test, or
-a reason in that file ("reason").
+the square root of their code lines. ``out/mutants/planted.json`` has each with its line of code, so that the same
+mutants run again after files have moved, and what became of them. A mutant that no test kills within its time needs a
+test, or a reason.
 
 A run needs Linux and Python 3.12, takes a copy of the repository, and leaves this one as it is.
 """
@@ -36,8 +36,9 @@ from queue import Queue
 from typing import IO, Any
 
 ROOT = Path(__file__).resolve().parent.parent
-MUTANTS = ROOT / "tests" / "mutants.json"
-MEASURED = ROOT / "out" / "mutants.json"  # which tests enter which function; not kept in the repository
+# Both are left out of the repository.
+MUTANTS = ROOT / "out" / "mutants" / "planted.json"
+MEASURED = ROOT / "out" / "mutants" / "measured.json"  # which tests enter which function
 PARTS = ("vtp_plugin", "patches")
 LEFT_OUT = ("svg.py", "draw", "show.py", "pictures", "/cli")  # what is looked at, not computed with
 BUDGET_S = 120.0  # of a machine that is free; --pace makes it longer
@@ -223,7 +224,7 @@ def measure(arguments: argparse.Namespace) -> None:
         for found, before in ((tests, known["tests"]), (lines, known["lines"])):
             for key, values in before.items():
                 found[key].update(values)
-    MEASURED.parent.mkdir(exist_ok=True)
+    MEASURED.parent.mkdir(parents=True, exist_ok=True)
     measured = {
         "durations_s": durations,
         "tests": {key: sorted(names) for key, names in sorted(tests.items())},
@@ -234,7 +235,7 @@ def measure(arguments: argparse.Namespace) -> None:
 
 
 def plant(arguments: argparse.Namespace) -> None:
-    """Choose mutants on lines that a test runs, and write them to ``tests/mutants.json``."""
+    """Choose mutants on lines that a test runs, and write them to ``out/mutants/planted.json``."""
     measured = json.loads(MEASURED.read_text())
     found: defaultdict[str, list[Mutant]] = defaultdict(list)
     for part in PARTS:
@@ -274,7 +275,7 @@ def choose(found: dict[str, list[Mutant]], count: int, rng: random.Random) -> li
 
 
 def run(arguments: argparse.Namespace) -> None:
-    """Plant one mutant after another in a copy of each job, and note in ``tests/mutants.json`` what became of it."""
+    """Plant one mutant after another in a copy of each job, and note what became of it."""
     measured, entries = json.loads(MEASURED.read_text()), json.loads(MUTANTS.read_text())
     numbers = [number for number in range(len(entries)) if not arguments.only or number in arguments.only]
     with tempfile.TemporaryDirectory(prefix="vtp-mutants-") as folder, ThreadPoolExecutor(arguments.jobs) as pool:

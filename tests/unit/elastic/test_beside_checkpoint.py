@@ -295,8 +295,8 @@ def test_only_a_script_that_ends_well_has_lost_nothing(tmp_path: Path) -> None:
 LEAVE = """
 import subprocess, sys, time
 from vtp_plugin.checkpoint.save.saving import Savings
-from vtp_plugin.elastic.orphans import end_leftovers
-assert end_leftovers()
+from vtp_plugin.elastic.orphans import end_orphans
+assert end_orphans()
 savings = Savings()
 savings.scratch("tracker").write_text("4")
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])

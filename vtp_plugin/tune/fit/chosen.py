@@ -12,7 +12,7 @@ from vtp_plugin.tune.fit.constraints import Constraints
 
 
 class HasList(Protocol):
-    """What has a list, such as :class:`~vtp_plugin.tune.fit.fit_search.Fitted`; see there."""
+    """What has a list, such as :class:`~vtp_plugin.tune.fit.fit_search.FittedLayout`; see there."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
