@@ -16,7 +16,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TESTS) --numprocesses=$(WO
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help env check test test-unit test-full test-busy test-mm demo clean
+.PHONY: help env smoke check test test-unit test-full test-busy test-mm demo clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -25,6 +25,14 @@ env: $(STAMP) ## make .venv, or .venv-0.12 with HOST=0.12, with all that is need
 
 $(STAMP): pyproject.toml scripts/make_env.sh
 	@PYTHON="$(PYTHON)" bash scripts/make_env.sh $(HOST) $(VENV) $(STAMP)
+
+# What the smoke test is taken from: one of the first two trains, by megatron.training where the host has it.
+SMOKE := tests/multiproc/test_training.py tests/multiproc/test_host_grid.py \
+	tests/unit/project/test_imports.py tests/unit/project/test_doctests.py
+
+smoke: $(STAMP) ## the first thing to run, under a minute: ruff, import rules, examples, and 1,2 trained as the uniform run
+	if [ -x $(BIN)/ruff ]; then $(BIN)/ruff check -q . && $(BIN)/ruff format -q --check .; fi
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 0 -m smoke --durations=3 $(SMOKE)
 
 check: $(STAMP) ## ruff (lint and format), pyright, import rules
 	$(BIN)/ruff check .

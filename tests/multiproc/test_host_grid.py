@@ -36,7 +36,7 @@ def losses(results: list[RankResult], num_stages: int) -> list[float]:
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [
-        ((1, 2), {}),
+        pytest.param((1, 2), {}, marks=pytest.mark.smoke),
         ((3, 2), {"tied": True}),
         ((2, 1), PER_TOKEN),
         ((1, 2), {"sequence_parallel": True, "seq": 12}),

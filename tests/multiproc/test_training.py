@@ -84,7 +84,7 @@ def _case(name: str, sizes: str, extra: Sequence[str] = (), *, dp: int = 1, full
 @pytest.mark.parametrize(
     ("sizes", "extra", "dp", "options"),
     [
-        _case("tied-evaluate", "1,2", EVALUATE),
+        pytest.param("1,2", EVALUATE, 1, {}, id="tied-evaluate-1,2-dp1", marks=pytest.mark.smoke),
         _case("untied-recompute", "2,1", [*UNTIED, *RECOMPUTE, *COUNT_ZEROS], full=True),
         _case("overlapped", "1,2", OVERLAPPED, dp=2, full=True),
         _case("interleaved-per-token", "1,2,1", [*INTERLEAVED_3, *PER_TOKEN], hooks=["mask_losses"], full=True),

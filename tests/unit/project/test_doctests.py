@@ -11,6 +11,8 @@ import pytest
 
 from tests.rules.import_rules import ROOT, sources
 
+pytestmark = pytest.mark.smoke
+
 ORDERING = [
     (f"tests.ordering.{path.stem}", path.read_text()) for path in sorted((ROOT / "tests/ordering").glob("*.py"))
 ]

@@ -9,6 +9,8 @@ import pytest
 
 from tests.rules.import_rules import INNER_LAYERS, PURE_PARTS, ROOT, broken_rules, sources
 
+pytestmark = pytest.mark.smoke
+
 
 def test_every_source_file_is_seen_once() -> None:
     modules = [module for module, _ in sources()]
