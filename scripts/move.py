@@ -199,7 +199,7 @@ def rewrite(text: str, dotted: str, moves: Moves) -> str:
         if not _is_ours(node) or [*names.imported(node)] == given:
             continue
         ends = (lines[node.lineno - 1], lines[(node.end_lineno or node.lineno) - 1])
-        comment = next(filter(None, (line.partition("  #")[2].rstrip() for line in ends)), "")
+        comment = max(line.partition("  #")[2].rstrip() for line in ends)
         by_home: dict[str, list[str]] = {}
         for home, name, other in names.imported(node):
             by_home.setdefault(home, []).append(f"{name} as {other}" if other else name)
