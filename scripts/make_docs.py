@@ -316,9 +316,9 @@ def _every_option() -> str:
     """Return the verdicts on all options of Megatron."""
     from tests.options.page import render
     from tests.options.parsers import options_of
-    from vtp_plugin.host.versions import HOSTS
+    from tests.support.hosts import host_name
 
-    return render(options_of(_parser()), HOSTS[-1].name)
+    return render(options_of(_parser()), host_name())
 
 
 def _sites() -> str:
