@@ -94,7 +94,7 @@ def require_plain(file: Path | BytesIO, said: str) -> None:
 def require_plain_checkpoint(session: Session, checkpoint: Path) -> None:
     """Refuse a distributed checkpoint of which what every rank reads names what may run.
 
-    Objects of single ranks are looked at by the rank that reads them (H34a), where Megatron reads them.
+    Objects of single ranks are looked at by the rank that reads them (`safe-load/planner`), where Megatron reads them.
 
     Raises:
         UntrustedError: it is so.
