@@ -443,10 +443,12 @@ def _kept() -> str:
 def _patches() -> str:
     """Return one section for each moment at which records apply."""
     sections, former = record_sections(), former_ids()
-    tables = (
-        _table(COLUMNS, [(r.id, _target(r), r.why, _versions(r), r.remove_when, former.get(r.id, "-")) for r in records])
-        for records in sections.values()
-    )
+
+    def cells(record: Record) -> tuple[str, ...]:
+        last = (_versions(record), record.remove_when, former.get(record.id, "-"))
+        return (record.id, _target(record), record.why, *last)
+
+    tables = (_table(COLUMNS, [*map(cells, records)]) for records in sections.values())
     return "".join(f"\n## {title}\n\n{table}\n" for title, table in zip(sections, tables, strict=True))
 
 

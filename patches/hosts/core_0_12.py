@@ -136,6 +136,9 @@ class Megatron012(OlderHost):
         )
 
 
+HOST = Megatron012
+
+
 @replaces(
     "megatron.core.fp8_utils:quantize_param_shard",
     id="fp8-step-without-te",

@@ -25,6 +25,9 @@ class Megatron016(OlderHost, GroupedHost):
         return edge_alone()
 
 
+HOST = Megatron016
+
+
 @replaces(
     "megatron.core.transformer.moe.moe_utils:router_gating_linear",
     id="router-without-te",

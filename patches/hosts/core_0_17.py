@@ -17,3 +17,6 @@ class Megatron017(NotedMetrics, GroupedHost):
 
     def seen_single_stage(self, options: dict[str, Any]) -> AbstractContextManager[None]:
         return edge_alone()
+
+
+HOST = Megatron017

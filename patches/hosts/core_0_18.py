@@ -9,3 +9,6 @@ class Megatron018(GroupedHost):
     """Megatron 0.18."""
 
     name = "0.18"
+
+
+HOST = Megatron018

@@ -25,3 +25,6 @@ class Megatron019(GroupedHost):
     ) -> AbstractContextManager[None]:
         options["local_world_size"] = world_size
         return contextlib.nullcontext()
+
+
+HOST = Megatron019

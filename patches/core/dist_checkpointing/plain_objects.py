@@ -3,6 +3,9 @@
 Torch reads an archive safely if it is asked to (``weights_only``). Megatron 0.12 does not ask, and neither does torch
 itself where it reads objects of a distributed checkpoint. Here it is made to, with the classes that Megatron stores.
 ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1``, torch's own switch, turns that off.
+
+This is about what torch and Megatron load in a run, and gives the objects that they expect. The plugin's own tools read
+with :mod:`vtp_plugin.checkpoint.format.safe_pickle`, which makes no object that a file names.
 """
 
 from __future__ import annotations
