@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 NOTE = "<!-- Written by scripts/make_docs.py; change the source and run it again. -->"
-COLUMNS = ("Id", "Target", "Why there", "Versions", "Remove when")
+COLUMNS = ("Id", "Target", "Why there", "Versions", "Remove when", "Was")
 
 OPTIONS_INTRO = """\
 # Megatron's options with stages of unequal size
@@ -54,11 +54,11 @@ PATCHES_INTRO = """\
 What `vtp_plugin.apply()` replaces in Megatron and torch, in the order of application. A set is applied whole or not at
 all, and `vtp_plugin.revert()` puts the identical originals back. The patches of `megatron.core.x` are in
 `patches/core/x.py`, those of `megatron.training.x` in `patches/training/x.py`. `python -m vtp_plugin doctor` tries all
-of them on the installed versions. Versions are those of megatron-core.
+of them on the installed versions. Versions are those of megatron-core. *Was*: the id that logs of older runs show.
 
 A *write* is a name, or a dictionary, that patches assign to while a run goes on. It must exist when the set is applied,
 `vtp_plugin.status()` says whether it is written, and `revert()` puts back what was there; Megatron's
-`destroy_model_parallel()` does so for those with H4. Nothing else in Megatron or torch is written to
+`destroy_model_parallel()` does so for those with `parallel-state`. Nothing else in Megatron or torch is written to
 (`tests/unit/project/test_writes.py`), except `torch.cuda` on the CPU platform: `vtp_plugin/platform/cpu_device.py` and
 `cpu_tensors.py` map it onto the host, and `revert()` undoes that too.
 """
@@ -372,6 +372,14 @@ def record_sections() -> dict[str, Sequence[Record]]:
         return sections
 
 
+def former_ids() -> dict[str, str]:
+    """Return the ids that records had before they said what they are, by their ids now."""
+    from vtp_plugin.util.untrusted_files import read_toml
+
+    moves = read_toml(DOCS.parent / "scripts" / "moves.toml")
+    return {new: old for old, new in moves["records"].items()}
+
+
 def _identity(record: Record) -> tuple[str, ...]:
     """Tell records apart, also those of one id that a family has written for itself."""
     return (record.id, *(record.targets.values() or (record.target,)))
@@ -434,11 +442,13 @@ def _kept() -> str:
 
 def _patches() -> str:
     """Return one section for each moment at which records apply."""
-    sections = record_sections()
-    tables = (
-        _table(COLUMNS, [(r.id, _target(r), r.why, _versions(r), r.remove_when) for r in records])
-        for records in sections.values()
-    )
+    sections, former = record_sections(), former_ids()
+
+    def cells(record: Record) -> tuple[str, ...]:
+        last = (_versions(record), record.remove_when, former.get(record.id, "-"))
+        return (record.id, _target(record), record.why, *last)
+
+    tables = (_table(COLUMNS, [*map(cells, records)]) for records in sections.values())
     return "".join(f"\n## {title}\n\n{table}\n" for title, table in zip(sections, tables, strict=True))
 
 

@@ -1,6 +1,6 @@
 """Move modules and rename what they define, in everything that names them: ``scripts/moves.toml`` lists what.
 
-    python scripts/move.py                  in this tree: files, imports, dotted names, paths, classes and functions
+    python scripts/move.py                  in this tree: files, imports, dotted names, paths, classes, functions, ids
     python scripts/move.py --prove OLD      compare this tree with a checkout from before the moves
 
 A branch from before the moves is brought behind them by running the script in it; where the moves were made already,
@@ -28,10 +28,15 @@ ROOT = Path(__file__).resolve().parent.parent
 PLUGIN = "vtp_plugin"
 TESTS = "tests"
 _PATCHES = f"{PLUGIN}.patches."
+_QUOTES = ("'", '"', "`")
 _CODE = (PLUGIN, "patches", "tests", "benchmarks", "examples", "scripts")
 # Tables of moves and histories stay as they were written; pictures and results are made anew.
 _LEFT = ("scripts/moves.toml", "scripts/move.py", "tests/surface_gone.json", "CHANGELOG.md")
 _LEFT_SUFFIXES = (".svg", ".json", ".png", ".whl")
+# Here B1 is a backward and S1 a trap, or the old ids stand on purpose.
+_NO_RECORDS = (
+    *("docs/patches.md", "docs/u-shape-traps.md", "tests/unit/runtime/test_grad_sync.py", "rankings.py", "u_shape.py"),
+)
 _DOTTED = re.compile(rf"(?<![\w./])(?:{PLUGIN}|{TESTS})(?:\.[a-z_]\w*)+")
 _EXAMPLE_IMPORT = re.compile(rf">>> from ({PLUGIN}[\w.]*) import (.+)")
 # In what is no Python file, such as a patch.
@@ -49,11 +54,13 @@ class Moves:
         modules: dotted names before and after, of modules and of whole packages.
         names: of a module, by its name after the moves: what is renamed in it.
         exports: of a module, by its name before: what it imports, as (module, name).
+        records: ids of records before and after.
     """
 
     modules: Mapping[str, str]
     names: Mapping[str, Mapping[str, str]]
     exports: Mapping[str, Mapping[str, tuple[str, str]]]
+    records: Mapping[str, str]
 
     def module(self, dotted: str) -> str:
         """Give the new name of a module: its own, or that of the package around it."""
@@ -80,6 +87,17 @@ class Moves:
     def _import(self, found: re.Match[str]) -> str:
         home, _, name = self.module(f"{found[1]}.{found[2]}").rpartition(".")
         return f"from {home} import {name}"
+
+    def ids(self, text: str) -> str:
+        """Rename ids of records in a text; in prose they then stand in backticks."""
+        words = "|".join(sorted(self.records, key=len, reverse=True))
+
+        def new(found: re.Match[str]) -> str:
+            before, after = text[: found.start()], text[found.end() :]
+            is_bare = before.endswith("patch ") or (before[-1:] in _QUOTES and after[:1] in _QUOTES)
+            return self.records[found[0]] if is_bare else f"`{self.records[found[0]]}`"
+
+        return re.sub(rf"(?<![\w/-])(?:{words})(?![\w/-])", new, text)
 
     def _path(self, found: re.Match[str]) -> str:
         folder, path = found[1] or "", found[2]
@@ -121,7 +139,7 @@ def read_moves(root: Path) -> Moves:
         for node in _from_imports(ast.parse(path.read_text())):
             exports.setdefault(dotted, {}).update({a.asname or a.name: (str(node.module), a.name) for a in node.names})
     modules = {_whole(old): _whole(new) for old, new in table["modules"].items()}
-    return Moves(modules=modules, names=names, exports=exports)
+    return Moves(modules=modules, names=names, exports=exports, records=table["records"])
 
 
 def _whole(name: str) -> str:
@@ -268,7 +286,8 @@ def move() -> None:
         path = ROOT / name
         if path not in texts and name not in _LEFT and not path.is_symlink() and path.suffix not in _LEFT_SUFFIXES:
             texts[path] = moves.text(path.read_text())
-    for path, text in texts.items():
+    for path, moved in texts.items():
+        text = moved if str(path).endswith(_NO_RECORDS) else moves.ids(moved)
         if path.read_text() != text:
             path.write_text(text)
     for path, dotted in known:
@@ -364,7 +383,7 @@ class Comparison:
         return [node for node in nodes if not (isinstance(node, ast.ImportFrom) and _is_ours(node))]
 
     def _is_explained(self, old: str, new: str) -> bool:
-        words = [re.findall(r"\w+", text) for text in (self.moves.text(old), new)]
+        words = [re.findall(r"\w+", text) for text in (self.moves.ids(self.moves.text(old)), new)]
         return len(words[0]) == len(words[1]) and all(
             one == other or (one, other) in self.pairs for one, other in zip(*words, strict=True)
         )

@@ -1,4 +1,4 @@
-"""B7: a grid's end is also that of the channels between its stages."""
+"""`module-channels/destroy`: a grid's end is also that of the channels between its stages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vtp_plugin.session import Session
 
 @replaces(
     "megatron.core.hyper_comm_grid:HyperCommGrid.destroy",
-    id="B7",
+    id="module-channels/destroy",
     when=Moment.BRIDGES,
     why="a planned order opens channels between the stages of a module, of which its grid knows nothing; their groups "
     "end with those of the grid",

@@ -1,4 +1,4 @@
-"""H4f: torch knows the groups of the plugin that sum over stages with different replicas."""
+"""`model-groups`: torch knows the groups of the plugin that sum over stages with different replicas."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from vtp_plugin.patches.patch_set import Moment
 
 _BACKENDS, _MEMBERS = (
     Written(
-        id=f"H4f{number}",
+        id=f"model-groups/{holds}",
         target=f"torch.distributed.distributed_c10d:{name}",
         when=Moment.STAGES,
         why="an entry for each ModelGroup: torch asks for its backend when it reports a failed collective, and "
         "Megatron for its ranks",
-        remove_when="with H4",
+        remove_when="with `parallel-state`",
     )
-    for number, name in enumerate(("_pg_map", "_pg_group_ranks"), start=1)
+    for name, holds in (("_pg_map", "backends"), ("_pg_group_ranks", "ranks"))
 )
 
 

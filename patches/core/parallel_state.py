@@ -1,4 +1,4 @@
-"""H4: process groups for stages of unequal size, built by Megatron's function from planned rank lists."""
+"""`parallel-state`: process groups for stages of unequal size, built by Megatron's function from planned rank lists."""
 
 from __future__ import annotations
 
@@ -27,17 +27,19 @@ from vtp_plugin.session.request import agree_on_request, learn_site
 from vtp_plugin.util import log
 
 _MODULE = "megatron.core.parallel_state"
-_GROUPS = ("_MODEL_PARALLEL_GROUP", "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP")
+# Names of the module, and the ends of their records' ids.
+_GENERATOR = {"RankGenerator": "rank-generator"}
+_GROUPS = {"_MODEL_PARALLEL_GROUP": "model-group", "_INTRA_DISTRIBUTED_OPTIMIZER_INSTANCE_GROUP": "optimizer-group"}
 _MODEL_RANKS = "_MODEL_PARALLEL_GLOBAL_RANKS"
-_EXPERT_GROUPS = tuple(f"_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP{end}" for end in ("", "_WITH_EGTP"))
-_PIPELINE = ("_PIPELINE_MODEL_PARALLEL_GROUP", "_PIPELINE_GLOBAL_RANKS")
-_EMBEDDING_RANKS = ("_EMBEDDING_GLOBAL_RANKS", "_POSITION_EMBEDDING_GLOBAL_RANKS")
-_EMBEDDING_GROUPS = ("EMBEDDING_GROUP", "POSITION_EMBEDDING_GROUP")
+_EXPERT_GROUP = "_EXPERT_TENSOR_MODEL_PIPELINE_PARALLEL_GROUP"
+_EXPERT_GROUPS = {_EXPERT_GROUP: "expert-group", f"{_EXPERT_GROUP}_WITH_EGTP": "egtp-group"}
+_PIPELINE = {"_PIPELINE_MODEL_PARALLEL_GROUP": "pipeline-group", "_PIPELINE_GLOBAL_RANKS": "pipeline-ranks"}
+_EMBEDDING_RANKS = {"_EMBEDDING_GLOBAL_RANKS": "embedding-ranks", "_POSITION_EMBEDDING_GLOBAL_RANKS": "position-ranks"}
 _WRITTEN = (
-    (("RankGenerator",), "Megatron takes its rank lists from it; set only while Megatron makes its groups"),
+    (_GENERATOR, "Megatron takes its rank lists from it; set only while Megatron makes its groups"),
     (_GROUPS, "between sites, and where stages differ in their replicas, a ModelGroup sums over the model"),
     (
-        ("create_group",),
+        {"create_group": "create-group"},
         "notes what it makes, since Megatron does not keep all groups of a rank of a narrow stage, and leaves out the "
         "embedding groups of unequal ends: nobody may use them, and such a rank would be in one for every rank of the "
         "widest; set only while Megatron makes its groups",
@@ -49,25 +51,26 @@ _WRITTEN = (
         "them would mix rows",
     ),
     (_EXPERT_GROUPS, "where stages differ in their copies of experts, a ModelGroup counts each expert once"),
-    ((_MODEL_RANKS,), "the ranks of that ModelGroup, to which this rank belongs"),
+    ({_MODEL_RANKS: "model-ranks"}, "the ranks of that ModelGroup, to which this rank belongs"),
 )
 _LACKS = {
-    _GROUPS[1]: {"<0.13": "the distributed optimizer gives the group itself, which H4e replaces"},
-    _EXPERT_GROUPS[1]: {"<0.19": "it has no such group"},
+    "optimizer-group": {"<0.13": "the distributed optimizer gives the group itself, which `grad-stats-group` replaces"},
+    "egtp-group": {"<0.19": "it has no such group"},
 }
 _GLOBALS: Final[Mapping[str, Written]] = {
     name: Written(
-        id=f"H4c{number}",
+        id=f"parallel-state/{short}",
         target=f"{_MODULE}:{name}",
         when=Moment.LIST,
-        unneeded=_LACKS.get(name, {}),
+        unneeded=_LACKS.get(short, {}),
         why=why,
-        remove_when="with H4",
+        remove_when="with `parallel-state`",
     )
-    for number, (name, why) in enumerate(((name, why) for names, why in _WRITTEN for name in names), start=1)
+    for ids, why in _WRITTEN
+    for name, short in ids.items()
 }
 _TORCH = Written(
-    id="H4d",
+    id="parallel-state/world-size",
     target=f"{_MODULE}:torch",
     when=Moment.LIST,
     unneeded={">=0.19": "initialize_model_parallel takes the size of the world as local_world_size"},
@@ -75,7 +78,7 @@ _TORCH = Written(
     remove_when="Megatron 0.16 is no longer supported",
 )
 _CONFIG = Written(
-    id="H4g",
+    id="layerwise-config",
     target="megatron.core.model_parallel_config:ModelParallelConfig",
     when=Moment.LIST,
     why="steps by hand for the Ascend implementation read `layerwise_disaggregated_training` of a configuration; an "
@@ -86,10 +89,10 @@ _CONFIG = Written(
 
 @replaces(
     f"{_MODULE}:is_pipeline_last_stage",
-    id="U2",
+    id="last-stage/chunk",
     when=Moment.U_SHAPE,
-    why="as U1, for callers that name a chunk, such as the readers of data",
-    remove_when="with U1",
+    why="as `last-stage`, for callers that name a chunk, such as the readers of data",
+    remove_when="with `last-stage`",
 )
 def _is_last(session: Session, host: MegatronHost, original: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
     """Replace `is_pipeline_last_stage`: the model ends on the last chunk of the stage with the loss."""
@@ -100,7 +103,7 @@ def _is_last(session: Session, host: MegatronHost, original: Callable[..., bool]
 
 @replaces(
     f"{_MODULE}:initialize_model_parallel",
-    id="H4",
+    id="parallel-state",
     when=Moment.LIST,
     why="the one place where all groups are made; it runs unchanged on our rank lists, so a uniform list gives exactly "
     "Megatron's groups, in Megatron's order",
@@ -180,7 +183,7 @@ def _make_groups(
     layout = planned.layout
     world_size = _set_counts(planned, options)
     made: list[dist.ProcessGroup] = []
-    left_out = () if planned.has_stock_ends else _EMBEDDING_GROUPS
+    left_out = () if planned.has_stock_ends else ("EMBEDDING_GROUP", "POSITION_EMBEDDING_GROUP")
     with (
         writes[_GLOBALS["RankGenerator"]].during(_planned_generator(layout)),
         writes[_GLOBALS["create_group"]].during(_watched(parallel_state.create_group, made, left_out)),
@@ -334,10 +337,10 @@ def _choose_own_pipeline_group(planned: PlannedRun, writes: Writes) -> tuple[dis
 
 @replaces(
     f"{_MODULE}:destroy_model_parallel",
-    id="H4b",
+    id="parallel-state/destroy",
     when=Moment.LIST,
     why="our channels end with Megatron's groups",
-    remove_when="with H4",
+    remove_when="with `parallel-state`",
 )
 def _destroy(session: Session, writes: Writes, original: Callable[[], None]) -> None:
     """Run `destroy_model_parallel` after our channels are closed and our writes undone."""

@@ -1,4 +1,7 @@
-"""H18: timers inside a planned step. H18b: what they time. U6b: the rank that reports prints the timers, too."""
+"""`planned-step-timers`: timers inside a planned step.
+
+`traced-timers`: what they time. `last-rank/timers`: the rank that reports prints the timers, too.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from vtp_plugin.runtime.comm.recorder import Recorder
 from vtp_plugin.session import Session
 
 _TORCH = Written(
-    id="H18",
+    id="planned-step-timers",
     target="megatron.core.timers:torch",
     when=Moment.LIST,
     why="timers of level 2 wait for the whole device, also for receives that a planned order has posted early, and "
@@ -92,7 +95,7 @@ class TimedStretch:
 
 @replaces(
     "megatron.core.timers:Timers.__call__",
-    id="H18b",
+    id="traced-timers",
     when=Moment.LIST,
     why="Megatron says by its timers when it computes, reads, saves and evaluates; while somebody "
     "listens, a trace is told, whatever --timing-log-level says",
@@ -109,11 +112,11 @@ def _tell(session: Session, original: Callable[..., Any], timers: Any, name: str
 
 @replaces(
     "megatron.core.timers:Timers.log",
-    id="U6b",
+    id="last-rank/timers",
     when=Moment.U_SHAPE,
     why="where no rank is named it prints on the world's last one, a cloud rank here; other lines of the log come "
     "from the edge",
-    remove_when="with U1",
+    remove_when="with `last-stage`",
 )
 def _log_on_writer(
     session: Session,

@@ -1,4 +1,4 @@
-"""U3: the edge's chunks need what Megatron gives to the first stage and what it gives to the last."""
+"""`batch-on-edge`: the edge's chunks need what Megatron gives to the first stage and what it gives to the last."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vtp_plugin.session import Session
         ">=0.15,<0.18": "megatron.training.utils:get_batch_on_this_tp_rank",
         ">=0.18": "megatron.core.utils:get_batch_on_this_tp_rank",
     },
-    id="U3",
+    id="batch-on-edge",
     when=Moment.COMMAND_LINE,
     unneeded={"<0.13": "the caller's chunk is known: the first one gets tokens, the last one labels and mask"},
     why="it gives a first stage no labels and no loss mask, whichever chunk asks; scripts import its name, so it is "

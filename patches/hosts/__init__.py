@@ -1,6 +1,7 @@
 """What differs between families of Megatron versions: one module for each, chosen before any patch is imported.
 
-Everything else in ``patches`` is written once, against the newest family, and asks the host where families differ.
+Everything else in ``patches`` is written once, against the newest family, and asks the host where families differ. The
+module of 0.19 is ``core_0_19``; each says by ``HOST`` which of its classes answers.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def load_host(name: str) -> MegatronHost:
         refuse(problems_of_import(megatron, has_cuda=torch.cuda.is_available(), environment=os.environ))
     module = importlib.import_module(f"{__name__}.core_{name.replace('.', '_')}")
     fits = megatron is not None and host_named(name).has(megatron.version)
-    host = module.Host(megatron.version if megatron is not None and fits else host_named(name).first)
+    host = module.HOST(megatron.version if megatron is not None and fits else host_named(name).first)
     if loaded_adaptor():
         host.mindspeed = MindSpeed()
     return host

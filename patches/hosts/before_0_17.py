@@ -23,7 +23,7 @@ class OlderHost(NotedMetrics):
 
 @replaces(
     "megatron.legacy.fused_kernels:load",
-    id="P8",
+    id="fused-kernels",
     when=Moment.CPU,
     why="start-up calls nvcc to find out its version, also where no fused kernel is asked for",
     remove_when="Megatron 0.16 is no longer supported",

@@ -37,7 +37,7 @@ _GONE = "Megatron 0.12 is no longer supported"
 _CHUNKS = "Megatron knows no chunks of different size on one stage; it asks here for every chunk"
 
 
-class Host(OlderHost):
+class Megatron012(OlderHost):
     """Megatron 0.12."""
 
     name = "0.12"
@@ -68,7 +68,7 @@ class Host(OlderHost):
     def written_layers(
         self, args: argparse.Namespace, layers: Sequence[int], num_rings: int = 1
     ) -> AbstractContextManager[None]:
-        # For the checks only: the chunks' layers come from U10 and U11, which know the list.
+        # For the checks only: the chunks' layers come from the records `layers-of-chunk`, which know the list.
         return UndoStack().during(Name(args, "num_virtual_stages_per_pipeline_rank"), 2)
 
     def u_layers(self, layers: Sequence[int] | None, config: Any, num_rings: int = 1) -> ULayers:
@@ -102,7 +102,7 @@ class Host(OlderHost):
         return {}
 
     def without_ends(self) -> dict[str, Any]:
-        return {}  # without embedding ranks, which H4 forgets, it leaves the ends alone
+        return {}  # without embedding ranks, which `parallel-state` forgets, it leaves the ends alone
 
     def is_reshardable(self, state: Mapping[str, Any]) -> bool:
         return all(part[TYPE] == BY_BLOCK for part in stored_optimizers(state))
@@ -136,9 +136,12 @@ class Host(OlderHost):
         )
 
 
+HOST = Megatron012
+
+
 @replaces(
     "megatron.core.fp8_utils:quantize_param_shard",
-    id="P7",
+    id="fp8-step-without-te",
     when=Moment.PLATFORM,
     why="without Transformer Engine it fails in every step of the distributed optimizer, also where no parameter is "
     "FP8; with it, it returns at once then",
@@ -150,7 +153,7 @@ def _quantize(original: Callable[..., None], model_params: Sequence[Any], *args:
         original(model_params, *args, **kwargs)
 
 
-def _own_layers(session: Session, host: Host, config: Any) -> range:
+def _own_layers(session: Session, host: Megatron012, config: Any) -> range:
     """List the layers of the chunk that Megatron asks for: it keeps its number in a global."""
     layers = session.config.num_layer_list
     refuse(host.refusals(LAYER_RULES, host.u_layers(layers, config)))
@@ -172,12 +175,12 @@ def _lists_layers(config: Any) -> bool:
 
 @replaces(
     "megatron.core.transformer.transformer_block:get_num_layers_to_build",
-    id="U10",
+    id="layers-of-chunk",
     when=Moment.U_SHAPE,
     why=_CHUNKS,
     remove_when=_GONE,
 )
-def _num_layers(session: Session, host: Host, original: Callable[[Any], int], config: Any) -> int:
+def _num_layers(session: Session, host: Megatron012, original: Callable[[Any], int], config: Any) -> int:
     """Replace `get_num_layers_to_build`; MindSpeed-MM writes into a chunk's configuration how many it holds."""
     if _lists_layers(config):
         return original(config)
@@ -186,12 +189,12 @@ def _num_layers(session: Session, host: Host, original: Callable[[Any], int], co
 
 @replaces(
     "megatron.core.transformer.transformer_layer:get_transformer_layer_offset",
-    id="U11",
+    id="layers-of-chunk/offset",
     when=Moment.LIST,
     why=f"{_CHUNKS}; and it takes all stages for alike, of which lists of MindSpeed-MM say different numbers",
     remove_when=_GONE,
 )
-def _layer_offset(session: Session, host: Host, original: Callable[[Any], int], config: Any) -> int:
+def _layer_offset(session: Session, host: Megatron012, original: Callable[[Any], int], config: Any) -> int:
     """Replace `get_transformer_layer_offset` in a U-shape, and where lists say what all chunks hold."""
     if _lists_layers(config):
         rows = read_rows(config.pipeline_num_layers)
@@ -203,7 +206,7 @@ def _layer_offset(session: Session, host: Host, original: Callable[[Any], int], 
 
 @replaces(
     "megatron.core.transformer.transformer_block:TransformerBlock.sharded_state_dict",
-    id="U14",
+    id="layers-of-chunk/stored",
     when=Moment.LIST,
     why="MindSpeed-MM writes into a chunk's configuration how many layers there were if all chunks were like it, and "
     "every layer is stored as one part of that many",
@@ -220,7 +223,7 @@ def _sharded_layers(original: Callable[..., dict[str, Any]], block: Any, *args: 
 
 @replaces(
     "megatron.core.dist_checkpointing.strategies.torch:TorchDistLoadShardedStrategy.load",
-    id="U12",
+    id="tied-embedding-load",
     when=Moment.U_SHAPE,
     why="the edge holds a tied embedding twice, and Megatron makes one tensor of all that a rank loads under one name, "
     "of which no part may be there twice",
@@ -233,9 +236,10 @@ def _load(original: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]
 
 @subclasses(
     "megatron.core.dist_checkpointing.strategies.torch:CachedMetadataFileSystemReader",
-    id="H23a",
+    id="hashed-reads/reader-class",
     when=Moment.LIST,
-    why="it is H23 of later families: torch reads a piece without looking whether a byte has changed",
+    why="it is what `hashed-reads` replaces in later families: torch reads a piece without looking whether a byte has "
+    "changed",
     remove_when=_GONE,
 )
 def _make_reader(original: type[Any]) -> type[Any]:
@@ -245,7 +249,7 @@ def _make_reader(original: type[Any]) -> type[Any]:
 
 @replaces(
     "megatron.training.checkpointing:fix_fp8_params_lose_precision_when_loading_dist_ckpt",
-    id="P9",
+    id="fp8-load-without-te",
     when=Moment.PLATFORM,
     why="without Transformer Engine, whose version it asks for, it fails at every load of a distributed checkpoint; "
     "there are no FP8 parameters then",
@@ -259,9 +263,10 @@ def _mend_fp8(original: Callable[[Any], None], state: Any) -> None:
 
 @replaces(
     "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.get_grad_stats_parallel_group",
-    id="H4e",
+    id="grad-stats-group",
     when=Moment.LIST,
-    why="it is the world, whose sums cross between sites on many links; H4c3 is this group in later families",
+    why="it is the world, whose sums cross between sites on many links; `parallel-state/optimizer-group` is this group "
+    "in later families",
     remove_when=_GONE,
 )
 def _group_of_shares(original: Callable[[Any], dist.ProcessGroup | None], optimizer: Any) -> dist.ProcessGroup | None:
@@ -272,7 +277,7 @@ def _group_of_shares(original: Callable[[Any], dist.ProcessGroup | None], optimi
 
 @replaces(
     "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._build_model_param_gbuf_map",
-    id="H24",
+    id="tied-bucket-start",
     when=Moment.LIST,
     why="it ends at an assertion that says nothing of its cause: a tied embedding has a bucket of its own, which "
     "begins at a multiple of 128 elements, and itself begins at one of 64",
@@ -292,7 +297,7 @@ def _places_in_buckets(original: Callable[..., dict[Any, Any]], *args: Any) -> d
 
 @replaces(
     "megatron.core.optimizer:_get_param_groups",
-    id="H16",
+    id="empty-expert-optimizer",
     when=Moment.LIST,
     why="on a stage without experts nobody would have the optimizer of the experts, and take part in its sums over the "
     "stages; later families make the groups of all ranks alike",
@@ -313,7 +318,7 @@ def _same_groups(original: Callable[..., list[dict[str, Any]]], *args: Any, **kw
 
 @replaces(
     "megatron.core.pipeline_parallel.p2p_communication:_communicate",
-    id="H5",
+    id="p2p-communication",
     when=Moment.STAGES,
     why="all functions that exchange tensors between stages go through it",
     remove_when=_GONE,
@@ -331,7 +336,7 @@ def _communicate(
         return original(config=config, **options)
 
     def begin() -> TensorFormat:
-        # H10 has begun the step, unless a script calls Megatron's schedules past get_forward_backward_func().
+        # `planned-schedule` has begun the step, unless a script goes past Megatron's get_forward_backward_func().
         return pipeline.form or tensor_format(session, pipeline, config)
 
     return exchange(pipeline, config, begin, **options)

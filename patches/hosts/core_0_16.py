@@ -15,7 +15,7 @@ from vtp_plugin.patches.hosts.since_0_15 import GroupedHost, edge_alone
 from vtp_plugin.patches.patch_set import Moment
 
 
-class Host(OlderHost, GroupedHost):
+class Megatron016(OlderHost, GroupedHost):
     """Megatron 0.15 and 0.16."""
 
     name = "0.16"
@@ -25,9 +25,12 @@ class Host(OlderHost, GroupedHost):
         return edge_alone()
 
 
+HOST = Megatron016
+
+
 @replaces(
     "megatron.core.transformer.moe.moe_utils:router_gating_linear",
-    id="P13",
+    id="router-without-te",
     when=Moment.PLATFORM,
     why="without Transformer Engine it fails for every router: a name that it asks for is not defined",
     remove_when="Megatron 0.16 is no longer supported",

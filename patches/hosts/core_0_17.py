@@ -9,7 +9,7 @@ from vtp_plugin.patches.hosts.router_metrics import NotedMetrics
 from vtp_plugin.patches.hosts.since_0_15 import GroupedHost, edge_alone
 
 
-class Host(NotedMetrics, GroupedHost):
+class Megatron017(NotedMetrics, GroupedHost):
     """Megatron 0.17."""
 
     name = "0.17"
@@ -17,3 +17,6 @@ class Host(NotedMetrics, GroupedHost):
 
     def seen_single_stage(self, options: dict[str, Any]) -> AbstractContextManager[None]:
         return edge_alone()
+
+
+HOST = Megatron017

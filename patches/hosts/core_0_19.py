@@ -12,7 +12,7 @@ from megatron.core.pipeline_parallel import schedules
 from vtp_plugin.patches.hosts.since_0_15 import GroupedHost
 
 
-class Host(GroupedHost):
+class Megatron019(GroupedHost):
     """Megatron 0.19."""
 
     name = "0.19"
@@ -25,3 +25,6 @@ class Host(GroupedHost):
     ) -> AbstractContextManager[None]:
         options["local_world_size"] = world_size
         return contextlib.nullcontext()
+
+
+HOST = Megatron019

@@ -107,7 +107,7 @@ class MegatronHost(ABC):
         return self.refusals((*CALL_RULES, *RING_RULES), argparse.Namespace(**options), context)
 
     def router_metrics(self, *args: Any, **kwargs: Any) -> Iterator[RouterMetric]:
-        """Yield what routers have noted for the log, by the arguments of the function that H11 replaces."""
+        """Yield what routers have noted for the log, by the arguments of what `router-loss-log` replaces."""
         tracker, names = args[0], args[1] if len(args) > 1 else kwargs["metric_names"]
         for name in names:
             entry = tracker.metrics.get(name)

@@ -51,7 +51,7 @@ def edge_alone() -> AbstractContextManager[None]:
 
 @subclasses(
     "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator",
-    id="H5",
+    id="p2p-communication",
     when=Moment.STAGES,
     why="both schedules build it by this name; all nine public methods go through the one that a subclass overrides, "
     "so timers, list handling and return types stay Megatron's",

@@ -1,4 +1,7 @@
-"""H1 and H2: the plugin's flags, and Megatron's checks of arguments with this stage's sizes, on all ranks together."""
+"""`vtp-flags`: the plugin's flags among Megatron's.
+
+`argument-checks`: Megatron's checks of arguments with this stage's sizes, on all ranks together.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ _TENSOR_SIZE = "tensor_model_parallel_size"
 
 @replaces(
     "megatron.training.arguments:parse_args",
-    id="H1",
+    id="vtp-flags",
     when=Moment.COMMAND_LINE,
     why="it takes a provider of extra arguments, so the functions that declare Megatron's stay as they are",
     remove_when="Megatron has the option",
@@ -115,11 +118,11 @@ def _mend_help(parser: argparse.ArgumentParser) -> None:
 
 @replaces(
     "megatron.training.arguments:validate_args",
-    id="H2",
+    id="argument-checks",
     when=Moment.COMMAND_LINE,
     why="it derives data parallelism from one tensor-parallel size; each rank shows it the world that there would be "
     "if all stages were like this rank's",
-    remove_when="with H1",
+    remove_when="with `vtp-flags`",
 )
 def _validate(
     session: Session,
@@ -325,7 +328,7 @@ def _set_own_sizes(session: Session, host: MegatronHost, args: argparse.Namespac
     if not replicas.is_equal:
         vars(args).update(own_batches(args, replicas, stage))
     vars(args).update(
-        # The lists are stored with a checkpoint, whose reader compares them (H9).
+        # The lists are stored with a checkpoint, whose reader compares them (`checkpoint-layout`).
         vtp_size_list=list(layout.tp_sizes),
         vtp_cp_list=list(layout.cp_sizes),
         vtp_dp_list=list(layout.dp_sizes),

@@ -1,4 +1,7 @@
-"""P10, CPU only: the process that saves checkpoints in the background. H31a: waiting for it has an end."""
+"""`forked-save-worker`, CPU only: the process that saves checkpoints in the background.
+
+`checkpoint-timeout/async-save`: waiting for it has an end.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +15,14 @@ from vtp_plugin.session import Session
 
 @replaces(
     "megatron.training.async_utils:init_persistent_async_worker",
-    id="P10",
+    id="forked-save-worker",
     when=Moment.CPU,
     unneeded={
         "<0.17": "it starts the process without arguments; on CPUs 0.12 saves in the background without that process"
     },
     why="a process that starts anew divides by the number of CUDA devices, 0, and ends; the training then waits for "
     "it for ever. A fork knows the stand-in device",
-    remove_when="with P2",
+    remove_when="with `cpu-rng-tracker`",
     aliases=("megatron.training.initialize:init_persistent_async_worker",),
 )
 def _start(original: Callable[..., None], rank: int, mp_mode: str = "spawn", **kwargs: Any) -> None:
@@ -29,10 +32,10 @@ def _start(original: Callable[..., None], rank: int, mp_mode: str = "spawn", **k
 
 @replaces(
     "megatron.training.async_utils:maybe_finalize_async_save",
-    id="H31a",
+    id="checkpoint-timeout/async-save",
     when=Moment.LIST,
     why="its ranks wait for each other, and for processes that write, without a limit",
-    remove_when="with H31",
+    remove_when="with `checkpoint-timeout`",
     aliases=("megatron.training.training:maybe_finalize_async_save",),
 )
 def _finalize(session: Session, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:

@@ -1,4 +1,4 @@
-"""H22: a checkpoint is there as a whole or not at all."""
+"""`atomic-checkpoint`: a checkpoint is there as a whole or not at all."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FORMATS = ("torch", "torch_dist")
 
 @replaces(
     f"{_MODULE}:save_checkpoint",
-    id="H22",
+    id="atomic-checkpoint",
     when=Moment.LIST,
     why="it writes into the checkpoint's own folder, syncs some of its files, and then overwrites the tracker: a run "
     "that is stopped, or a machine that loses its power, leaves a folder that is not whole, or a tracker that is empty "
@@ -59,10 +59,10 @@ def _save_whole(
 
 @replaces(
     f"{_MODULE}:get_checkpoint_name",
-    id="H22a",
+    id="atomic-checkpoint/folder",
     when=Moment.LIST,
     why="it says where `save_checkpoint` writes",
-    remove_when="with H22",
+    remove_when="with `atomic-checkpoint`",
 )
 def _name(session: Session, original: Callable[..., str], *args: Any, **kwargs: Any) -> str:
     """Run `get_checkpoint_name`; while a checkpoint is saved, its own name is that of the folder beside."""
@@ -84,11 +84,11 @@ def _name(session: Session, original: Callable[..., str], *args: Any, **kwargs: 
 
 @replaces(
     f"{_MODULE}:get_checkpoint_tracker_filename",
-    id="H22b",
+    id="atomic-checkpoint/tracker",
     when=Moment.LIST,
     why="`save_checkpoint` overwrites the tracker before the checkpoint is at its place, and as it stands; and "
     "`--vtp-load-newest-valid` loads another checkpoint than the tracker names",
-    remove_when="with H22",
+    remove_when="with `atomic-checkpoint`",
 )
 def _tracker(session: Session, original: Callable[[str], str], folder: str) -> str:
     """Run `get_checkpoint_tracker_filename`; while a checkpoint is saved, give a file that nobody reads."""
@@ -100,10 +100,10 @@ def _tracker(session: Session, original: Callable[[str], str], folder: str) -> s
 
 @replaces(
     f"{_MODULE}:schedule_async_save",
-    id="H22c",
+    id="atomic-checkpoint/async-save",
     when=Moment.LIST,
     why="what is saved in the background is published when all of it is on disk",
-    remove_when="with H22",
+    remove_when="with `atomic-checkpoint`",
 )
 def _schedule(session: Session, original: Callable[[Any], None], request: Any) -> None:
     """Run `schedule_async_save`; all ranks publish the checkpoint when they have finished it."""
@@ -117,10 +117,10 @@ def _schedule(session: Session, original: Callable[[Any], None], request: Any) -
 
 @replaces(
     "megatron.training.wandb_utils:on_save_checkpoint_success",
-    id="H22d",
+    id="atomic-checkpoint/wandb",
     when=Moment.LIST,
     why="it notes the checkpoint's place, and copies the tracker, before they are there",
-    remove_when="with H22",
+    remove_when="with `atomic-checkpoint`",
 )
 def _note(session: Session, original: Callable[..., None], path: str, tracker: str, *args: Any) -> None:
     """Run `on_save_checkpoint_success` with the checkpoint's place, once it is there."""

@@ -1,6 +1,6 @@
-"""H9: all ranks agree whether a checkpoint has this run's layout, whether it can be loaded, and where to save.
+"""`checkpoint-layout`: all ranks agree whether a checkpoint has this run's layout, can be loaded, and where to save.
 
-H31: a load that stands still ends.
+`checkpoint-timeout`: a load that stands still ends.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def _saved_to(args: Any) -> Iterator[Path]:
 
 @replaces(
     "megatron.training.checkpointing:load_checkpoint",
-    id="H31",
+    id="checkpoint-timeout",
     when=Moment.LIST,
     why="its ranks wait for each other without a limit; the monitor ends them when none gets on any more",
     remove_when="every collective of a load and of a save has a limit that a long one does not reach",
@@ -161,7 +161,7 @@ def _load_all(session: Session, original: Callable[..., Any], *args: Any, **kwar
 
 @replaces(
     "megatron.training.checkpointing:_load_base_checkpoint",
-    id="H9",
+    id="checkpoint-layout",
     when=Moment.LIST,
     why="the caller compares the size stored by rank 0 with this rank's: ranks of other stages disagree, take "
     "different branches and hang",
@@ -256,7 +256,9 @@ def _look(session: Session, load_dir: str | None, args: Any, *, rank0: bool) -> 
 
 
 def _prepare(wanted: Any, load_dir: str | None, args: Any) -> dict[str, object]:
-    """Compare the model with an import, and plan what this rank reads of an optimizer of another layout, see H20b.
+    """Compare the model with an import, and plan what this rank reads of another layout's optimizer.
+
+    `bucket-map/request` reads it.
 
     Raises:
         ConfigError: the checkpoint is another model, or does not hold the optimizer.
@@ -331,10 +333,10 @@ def _unreadable(host: MegatronHost, load_dir: str | None) -> ConfigError:
 
 @replaces(
     "megatron.training.training:preprocess_common_state_dict",
-    id="H9b",
+    id="checkpoint-layout/arguments",
     when=Moment.LIST,
     why="per-stage sizes in the stored arguments would be reported as a difference between ranks",
-    remove_when="with H9",
+    remove_when="with `checkpoint-layout`",
 )
 def _preprocess(original: Callable[[Any], dict[str, Any]], common_state_dict: Any) -> dict[str, Any]:
     """Run `preprocess_common_state_dict`, then drop the arguments that differ between stages.

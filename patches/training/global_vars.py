@@ -1,4 +1,4 @@
-"""U7 and U8: in a U-shaped pipeline the edge reports, and it alone has a tokenizer."""
+"""`tensorboard-on-edge`, `tokenizer-on-edge`: in a U-shaped pipeline the edge reports, and it alone has a tokenizer."""
 
 from __future__ import annotations
 
@@ -24,17 +24,31 @@ _MOST_WORDS = 1 << 32
 
 _WHY = "it compares this rank with the world's last one, a cloud rank here, which has no loss"
 _TOKENIZER = Written(
-    id="U8b",
+    id="tokenizer-on-edge/global",
     target=f"{_MODULE}:_GLOBAL_TOKENIZER",
     when=Moment.U_SHAPE,
     why="the replaced function keeps the tokenizer there; on the cloud it holds a stand-in that refuses to be used",
-    remove_when="with U8",
+    remove_when="with `tokenizer-on-edge`",
 )
 
 
-@replaces(f"{_MODULE}:_set_tensorboard_writer", id="U7", when=Moment.U_SHAPE, why=_WHY, remove_when="with U1")
-@replaces(f"{_MODULE}:_set_wandb_writer", id="U7b", when=Moment.U_SHAPE, why=_WHY, remove_when="with U1")
-@replaces(f"{_MODULE}:_set_one_logger", id="U7c", when=Moment.U_SHAPE, why=_WHY, remove_when="with U1")
+@replaces(
+    f"{_MODULE}:_set_tensorboard_writer",
+    id="tensorboard-on-edge",
+    when=Moment.U_SHAPE,
+    why=_WHY,
+    remove_when="with `last-stage`",
+)
+@replaces(
+    f"{_MODULE}:_set_wandb_writer", id="wandb-on-edge", when=Moment.U_SHAPE, why=_WHY, remove_when="with `last-stage`"
+)
+@replaces(
+    f"{_MODULE}:_set_one_logger",
+    id="one-logger-on-edge",
+    when=Moment.U_SHAPE,
+    why=_WHY,
+    remove_when="with `last-stage`",
+)
 def _on_writer(session: Session, original: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> None:
     """Run `_set_tensorboard_writer` and its like, which write on the last rank, so that the rank with the loss writes.
 
@@ -64,7 +78,7 @@ class NoTokenizer:
 
 @replaces(
     f"{_MODULE}:_build_tokenizer",
-    id="U8",
+    id="tokenizer-on-edge",
     when=Moment.U_SHAPE,
     why="every rank builds the tokenizer at start-up; the cloud has no files for it and needs only two sizes of the "
     "vocabulary",

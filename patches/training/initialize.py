@@ -1,4 +1,4 @@
-"""P5, CPU only: the warm-up of fused functions must not move the generator that weights are drawn from."""
+"""`jit-warmup`, CPU only: the warm-up of fused functions must not move the generator that weights are drawn from."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from vtp_plugin.platform.cpu import CpuPlatform
 
 @replaces(
     "megatron.training.initialize:_warmup_jit_function",
-    id="P5",
+    id="jit-warmup",
     when=Moment.CPU,
     why="it applies dropout on the device; on CPU that moved the host's generator by an amount that depends on the "
     "tensor-parallel size, and weights differed between layouts",
-    remove_when="with P2",
+    remove_when="with `cpu-rng-tracker`",
 )
 def _warm_up(platform: CpuPlatform, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Run `_warmup_jit_function` on the device's generator; the host's stays where it is."""

@@ -118,7 +118,7 @@ def _folder_by_bucket(host: MegatronHost, result: tuple[Any, ...]) -> Path | Non
 
 
 def open_optimizer(session: Session, host: MegatronHost, args: Any, result: tuple[Any, ...]) -> None:
-    """Open the optimizer of a checkpoint, and note it in the session, where H20b finds it.
+    """Open the optimizer of a checkpoint, and note it in the session, where `bucket-map/request` finds it.
 
     Without a map, the ranks share the proof of the one that they work out.
 

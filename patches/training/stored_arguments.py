@@ -1,4 +1,4 @@
-"""H34d: with `--use-checkpoint-args` a checkpoint is read before the list of sizes is known."""
+"""`safe-load/arguments`: with `--use-checkpoint-args` a checkpoint is read before the list of sizes is known."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from vtp_plugin.session import Session
 
 @replaces(
     "megatron.training.checkpointing:load_args_from_checkpoint",
-    id="H34d",
+    id="safe-load/arguments",
     when=Moment.COMMAND_LINE,
     why="it reads a checkpoint before the records of a list apply",
-    remove_when="with H34",
+    remove_when="with `safe-load`",
 )
 def _load_args(
     session: Session,

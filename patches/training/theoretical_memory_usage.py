@@ -1,4 +1,4 @@
-"""H2b: the estimate of memory that Megatron logs, with the world as a rank of this stage sees it."""
+"""`argument-checks/logged-memory`: the memory that Megatron logs, with the world as a rank of this stage sees it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from vtp_plugin.session import Session
 
 @replaces(
     "megatron.training.theoretical_memory_usage:compute_weight_and_optimizer_memory",
-    id="H2b",
+    id="argument-checks/logged-memory",
     when=Moment.LIST,
     why="it divides the world by this stage's tensor-parallel size times the number of stages: on a wide stage beside "
     "narrow ones that gives 0 replicas, and rank 0 divided by 0 after the first steps",
-    remove_when="with H2",
+    remove_when="with `argument-checks`",
 )
 def _compute(session: Session, original: Callable[..., float], args: Any, *rest: Any, **kwargs: Any) -> float:
     """Run `compute_weight_and_optimizer_memory` on the world that there would be if all stages were like this one."""

@@ -1,7 +1,8 @@
-"""U5: start-up where stages have different numbers of chunks, and only the first has data. S1: the log.
+"""`empty-chunks/get-model`, `data-iterators`: stages have different numbers of chunks, and only the first has data.
 
-H15: the lengths of packed samples, as the log counts them. H19: iterators that Megatron reads, or stores, itself.
-H26: microbatches of evaluation.
+`training-log`: the log. `packed-length-stats`: the lengths of packed samples, as the log counts them.
+`skipped-iterations`: iterators that Megatron reads, or stores, itself. `evaluation-batch-size`: microbatches of
+evaluation.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from vtp_plugin.util.undo import Name, UndoStack
 
 @replaces(
     "megatron.training.training:consume_seqlen_stats_in_iteration",
-    id="H15",
+    id="packed-length-stats",
     when=Moment.LIST,
     unneeded={"<0.18": "it counts no lengths of packed samples"},
     why="it sums the lengths of packed samples over all ranks that have seen some, and divides by this stage's "
@@ -54,7 +55,7 @@ def _sum_lengths(session: Session, original: Callable[[], Any]) -> tuple[float |
 
 @replaces(
     "megatron.training.training:dummy_train_step",
-    id="H19",
+    id="skipped-iterations",
     when=Moment.LIST,
     why="with --iterations-to-skip it reads one iterator, but several chunks have a list of them and a middle stage "
     "has none; it then shares a batch inside the stage in a way that need not be the script's",
@@ -78,7 +79,7 @@ def _skip_step(session: Session, original: Callable[[Any], None], data_iterator:
 
 @replaces(
     "megatron.training.checkpointing:maybe_save_dataloader_state",
-    id="H19b",
+    id="skipped-iterations/dataloader",
     when=Moment.LIST,
     why="for a script that sets args.dataloader_save; it takes one iterator, but several chunks have a list",
     remove_when="it takes the first iterator of a list",
@@ -95,7 +96,7 @@ def _iterators(given: Any) -> list[Any]:
 
 @replaces(
     "megatron.training.training:evaluate",
-    id="H26",
+    id="evaluation-batch-size",
     when=Moment.LIST,
     unneeded={"<0.18": "it has no --eval-micro-batch-size"},
     why="with --eval-micro-batch-size it reads microbatches of another size, and scripts as NVIDIA's make memory for "
@@ -115,7 +116,7 @@ def _evaluate(session: Session, original: Callable[..., Any], *args: Any, **kwar
 
 @replaces(
     "megatron.training.training:training_log",
-    id="S1",
+    id="training-log",
     when=Moment.LIST,
     why="one rank of the world prints the line of an iteration, so only its site sees it; here a step of the optimizer "
     "has ended, and a trace is told how long the log takes",
@@ -213,7 +214,7 @@ def _log_on_site(session: Session, options: Any, iteration: int, *, is_first: bo
 
 @replaces(
     "megatron.training.training:build_train_valid_test_data_iterators",
-    id="U5b",
+    id="data-iterators",
     when=Moment.U_SHAPE,
     why="it is called once for each chunk and talks to all ranks: with different numbers of chunks that hangs; and it "
     "calls the script's provider, which opens data, on every rank",

@@ -1,4 +1,4 @@
-"""H3, model builder side: one padded vocabulary for all stages."""
+"""`padded-vocabulary`, model builder side: one padded vocabulary for all stages."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from vtp_plugin.session import Session
 
 @replaces(
     "megatron.training.vocab_utils:calculate_padded_vocab_size",
-    id="H3b",
+    id="padded-vocabulary/builder",
     when=Moment.LIST,
     unneeded={"<0.18": "the tokenizer alone pads the vocabulary; model builders take what it says"},
     why="model builders pad by this stage's size when the tokenizer did not",
-    remove_when="with H3",
+    remove_when="with `padded-vocabulary`",
     aliases=(
         "megatron.training.models.gpt:calculate_padded_vocab_size",
         "megatron.training.models.hybrid:calculate_padded_vocab_size",

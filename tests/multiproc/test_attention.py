@@ -98,7 +98,7 @@ def test_latent_attention(runs: Runs, case: Case) -> None:
 @pytest.mark.needs("latent_attention")
 @pytest.mark.full
 def test_latent_attention_of_megatron_depends_on_the_size(runs: Runs) -> None:
-    """Why H14 is needed: with Megatron's local layers stages of two ranks compute other gradients than those of one.
+    """Why `latent-attention-grad` is needed: with local layers stages of two ranks compute other gradients than of one.
 
     The positional part of the keys is gathered from the ranks; in the backward pass each rank keeps what came from its
     own heads, and nobody adds the others. The grid above has the same sizes with the plugin.
@@ -112,7 +112,7 @@ def test_latent_attention_of_megatron_depends_on_the_size(runs: Runs) -> None:
 @pytest.mark.needs("sinks")
 @pytest.mark.full
 def test_sinks_of_megatron_depend_on_the_size(runs: Runs) -> None:
-    """Why H27 and H29 are needed: they start alike on all ranks of a stage, and one rank's are counted."""
+    """Why `attention-sinks`, `sharding-marks` are needed: they start alike on all ranks, and one rank's are counted."""
     one = attending("sinks", 1, 1, plugin="stock")
     with pytest.raises(AssertionError, match="losses differ"):
         assert_close(runs.run(replace(one, sizes=(2, 2))), runs.run(one))

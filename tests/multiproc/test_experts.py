@@ -98,7 +98,7 @@ def test_tokens_are_shared_out_among_those_of_a_microbatch(runs: Runs, case: Cas
 
 @pytest.mark.full
 def test_megatron_shares_out_the_tokens_of_a_rank(runs: Runs) -> None:
-    """Why H32 is needed: sequence parallelism cuts what sinkhorn balances."""
+    """Why `sinkhorn-routing` is needed: sequence parallelism cuts what sinkhorn balances."""
     two = mixing("sinkhorn", 2, 2, plugin="mapped")
     with pytest.raises(AssertionError, match="losses differ"):
         assert_close(runs.run(two), runs.run(replace(two, sizes=(1, 1), sequence_parallel=False)))
@@ -138,7 +138,7 @@ def test_experts_and_the_rest_have_one_loss_scale(runs: Runs, case: Case) -> Non
 
 @pytest.mark.full
 def test_loss_scales_of_megatron_part(runs: Runs) -> None:
-    """Why H30 is needed: the gradients of experts with groups of their own are divided by another number."""
+    """Why `shared-loss-scale` is needed: experts with groups of their own divide gradients by another number."""
     apart = mixing("balanced", 1, 1, dp=2, ep=2, inf_at=(1, 0, 1), dtype="fp16", plugin="mapped")
     with pytest.raises(AssertionError, match="grad norms differ"):
         assert_close(runs.run(apart), runs.run(replace(apart, ep=1)), rel=0.02)

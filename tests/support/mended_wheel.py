@@ -21,7 +21,10 @@ def mend_wheel() -> AppliedPatches:
 
 
 def move_what_the_cpu_drew() -> None:
-    """Do for stock Megatron on a device what P14 does for a list; see there. Process-wide, for a process that ends."""
+    """Do for stock Megatron on a device what `cpu-initialization` does for a list; see there.
+
+    Process-wide, for a process that ends.
+    """
     builders: Any = importlib.import_module("megatron.training.models.dist_utils")
     original = builders._wrap_with_mp_wrapper
 

@@ -1,4 +1,4 @@
-"""U9: the edge of a U-shaped pipeline builds the datasets without the cloud."""
+"""`datasets-on-edge`: the edge of a U-shaped pipeline builds the datasets without the cloud."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from vtp_plugin.patches.patch_set import Moment
 _CLASS = "megatron.core.datasets.blended_megatron_dataset_builder:BlendedMegatronDatasetBuilder"
 
 
-_WHY = "it waits for the world; U9 needs it to work on the calling rank alone"
+_WHY = "it waits for the world; `datasets-on-edge` needs it to work on the calling rank alone"
 
 
 @replaces(
     f"{_CLASS}.build",
-    id="U9",
+    id="datasets-on-edge",
     when=Moment.U_SHAPE,
     why="rank 0 writes the index, then all ranks of the world meet, once for each path of the data; the cloud does not "
     "know the paths",
@@ -35,7 +35,13 @@ def _build(original: Callable[[Any], list[Any]], builder: Any) -> list[Any]:
     return datasets if dist.get_rank() == 0 else original(builder)
 
 
-@replaces(f"{_CLASS}._build_megatron_dataset_splits", id="U9b", when=Moment.U_SHAPE, why=_WHY, remove_when="with U9")
+@replaces(
+    f"{_CLASS}._build_megatron_dataset_splits",
+    id="datasets-on-edge/splits",
+    when=Moment.U_SHAPE,
+    why=_WHY,
+    remove_when="with `datasets-on-edge`",
+)
 def _build_splits(
     original: Callable[..., list[Any]],
     builder: Any,
@@ -48,7 +54,13 @@ def _build_splits(
     return original(builder, prefix, split, sizes, False)
 
 
-@replaces(f"{_CLASS}.build_generic_dataset", id="U9c", when=Moment.U_SHAPE, why=_WHY, remove_when="with U9")
+@replaces(
+    f"{_CLASS}.build_generic_dataset",
+    id="datasets-on-edge/generic",
+    when=Moment.U_SHAPE,
+    why=_WHY,
+    remove_when="with `datasets-on-edge`",
+)
 def _build_generic(
     original: Callable[..., Any], cls: Any, is_built_on_rank: Callable[[], bool], synchronize_ranks: bool, *args: Any
 ) -> Any:
@@ -56,7 +68,13 @@ def _build_generic(
     return original(cls, is_built_on_rank, False, *args)
 
 
-@replaces(f"{_CLASS}._build_megatron_datasets_parallel", id="U9d", when=Moment.U_SHAPE, why=_WHY, remove_when="with U9")
+@replaces(
+    f"{_CLASS}._build_megatron_datasets_parallel",
+    id="datasets-on-edge/parallel",
+    when=Moment.U_SHAPE,
+    why=_WHY,
+    remove_when="with `datasets-on-edge`",
+)
 def _build_parallel(
     original: Callable[..., list[list[Any]]],
     builder: Any,

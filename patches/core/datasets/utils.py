@@ -1,4 +1,4 @@
-"""P1: the wheel holds the dataset helper compiled already."""
+"""`dataset-helper`: the wheel holds the dataset helper compiled already."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vtp_plugin.patches.patch_set import Moment
 
 @replaces(
     "megatron.core.datasets.utils:compile_helpers",
-    id="P1",
+    id="dataset-helper",
     when=Moment.PLATFORM,
     why="the wheel ships the compiled helper but no Makefile; start-up calls make and exits",
     remove_when="Megatron compiles only what is missing",

@@ -3,6 +3,9 @@
 Torch reads an archive safely if it is asked to (``weights_only``). Megatron 0.12 does not ask, and neither does torch
 itself where it reads objects of a distributed checkpoint. Here it is made to, with the classes that Megatron stores.
 ``TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD=1``, torch's own switch, turns that off.
+
+This is about what torch and Megatron load in a run, and gives the objects that they expect. The plugin's own tools read
+with :mod:`vtp_plugin.checkpoint.format.safe_pickle`, which makes no object that a file names.
 """
 
 from __future__ import annotations
@@ -94,7 +97,7 @@ def require_plain(file: Path | BytesIO, said: str) -> None:
 def require_plain_checkpoint(session: Session, checkpoint: Path) -> None:
     """Refuse a distributed checkpoint of which what every rank reads names what may run.
 
-    Objects of single ranks are looked at by the rank that reads them (H34a), where Megatron reads them.
+    Objects of single ranks are looked at by the rank that reads them (`safe-load/planner`), where Megatron reads them.
 
     Raises:
         UntrustedError: it is so.

@@ -1,6 +1,7 @@
-"""H21: beside a checkpoint lies a map of the distributed optimizer's buckets. H31b: a load that stands still ends.
+"""`bucket-map/file`: beside a checkpoint lies a map of the distributed optimizer's buckets.
 
-H34c: what all ranks share runs nothing.
+`checkpoint-timeout/core-load`: a load that stands still ends. `safe-load/common-objects`: what all ranks share runs
+nothing.
 """
 
 from __future__ import annotations
@@ -26,14 +27,17 @@ from vtp_plugin.session import Session
 
 @replaces(
     "megatron.core.dist_checkpointing.serialization:save",
-    id="H21",
+    id="bucket-map/file",
     when=Moment.LIST,
-    why="the map that H20 makes, part by part, is one file beside what is stored",
-    remove_when="with H20",
+    why="the map that `bucket-map` makes, part by part, is one file beside what is stored",
+    remove_when="with `bucket-map`",
     aliases=("megatron.core.dist_checkpointing:save",),
 )
 def _save(session: Session, original: Callable[..., Any], state: Any, folder: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run `save`, watched as by H31; rank 0 then writes the map, before what is saved in the background is complete."""
+    """Run `save`, watched as by `checkpoint-timeout`; rank 0 then writes the map.
+
+    It does so before what is saved in the background is complete.
+    """
     is_by_bucket = _is_by_bucket(state, kwargs.get("content_metadata") or {}) and "://" not in str(folder)
     values = nested_values(state) if is_by_bucket else ()
     parts = [value.obj for value in values if isinstance(value, LocalNonpersistentObject)]
@@ -47,10 +51,10 @@ def _save(session: Session, original: Callable[..., Any], state: Any, folder: An
 
 @replaces(
     "megatron.core.dist_checkpointing.serialization:load",
-    id="H31b",
+    id="checkpoint-timeout/core-load",
     when=Moment.LIST,
-    why="scripts on megatron-core call it without what H31 watches",
-    remove_when="with H31",
+    why="scripts on megatron-core call it without what `checkpoint-timeout` watches",
+    remove_when="with `checkpoint-timeout`",
     aliases=("megatron.core.dist_checkpointing:load",),
 )
 def _load(session: Session, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -61,11 +65,11 @@ def _load(session: Session, original: Callable[..., Any], *args: Any, **kwargs: 
 
 @replaces(
     "megatron.core.dist_checkpointing.serialization:load_common_state_dict",
-    id="H34c",
+    id="safe-load/common-objects",
     when=Moment.LIST,
     why="torch's own planner, which it uses, asks torch to make whatever an object names",
     remove_when="torch asks for plain values there",
-    unneeded={"<0.19": "there it is a file, which H34b carries"},
+    unneeded={"<0.19": "there it is a file, which `safe-load/common-file` carries"},
     aliases=("megatron.core.dist_checkpointing:load_common_state_dict",),
 )
 def _load_shared(session: Session, original: Callable[..., Any], checkpoint_dir: Any) -> Any:

@@ -1,6 +1,6 @@
-"""H8: integrity checks of distributed checkpoints, for tensors that stages cut differently, and for other layouts.
+"""`checkpoint-integrity`: a distributed checkpoint may hold tensors that stages cut differently, or another layout.
 
-H34: nothing in them runs.
+`safe-load`: nothing in it runs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MODULE = "megatron.core.dist_checkpointing.validation"
 
 @replaces(
     f"{_MODULE}:_validate_sharding_for_key",
-    id="H8",
+    id="checkpoint-integrity",
     when=Moment.LIST,
     why="it counts accesses on one regular grid of shards, but stages of unequal size have a grid each",
     remove_when="the check works on element coverage",
@@ -59,10 +59,10 @@ def _box(shard: Any) -> tuple[tuple[int, int], ...]:
 
 @replaces(
     f"{_MODULE}:_validate_objects_for_key",
-    id="H8b",
+    id="checkpoint-integrity/objects",
     when=Moment.LIST,
     why="random states are stored on a (stage, tp) grid, whose width differs between stages",
-    remove_when="with H8",
+    remove_when="with `checkpoint-integrity`",
 )
 def _validate_objects(
     original: Callable[[Any], list[Exception]], sharded_objects: Sequence[tuple[int, Any]]
@@ -75,7 +75,7 @@ def _validate_objects(
 
 
 @replaces(
-    id="H34",
+    id="safe-load",
     targets={
         "<0.19": f"{_MODULE}:verify_checkpoint_and_load_strategy",
         ">=0.19": f"{_MODULE}:verify_checkpoint",
@@ -94,11 +94,12 @@ def _verify(session: Session, original: Callable[..., Any], folder: Any, *args: 
 
 @replaces(
     f"{_MODULE}:_determine_missing_and_unexpected_keys",
-    id="H8c",
+    id="checkpoint-integrity/keys",
     when=Moment.LIST,
-    why="it takes for missing what H20b reads by itself, random states that no other layout can take, and the state of "
-    "repeated steps, which is not asked for where no step was being repeated: --dist-ckpt-strictness raise_all ends",
-    remove_when="with H20, and when Megatron leaves out what it does not want of another layout",
+    why="it takes for missing what `bucket-map/request` reads by itself, random states that no other layout can take, "
+    "and the state of repeated steps, which is not asked for where no step was being repeated: --dist-ckpt-strictness "
+    "raise_all ends",
+    remove_when="with `bucket-map`, and when Megatron leaves out what it does not want of another layout",
 )
 def _compare_keys(
     session: Session, original: Callable[..., tuple[set[str], set[str]]], *args: Any

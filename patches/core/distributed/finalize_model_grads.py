@@ -1,4 +1,4 @@
-"""H6: end of the backward pass: token count over the stages, scale of the gradients, those of a shared embedding."""
+"""`finalize-model-grads`: token count over the stages, scale of the gradients, gradients of a shared embedding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vtp_plugin.session import Pipeline, Session
 
 @replaces(
     "megatron.core.distributed.finalize_model_grads:finalize_model_grads",
-    id="H6",
+    id="finalize-model-grads",
     when=Moment.STAGES,
     why="it broadcasts the token count over the pipeline group and all-reduces the shared embedding's gradient over "
     "ranks of a pipeline group: the first hangs and the second mixes rows when stages differ",

@@ -1,4 +1,4 @@
-"""P6, CPU only: parameters are gathered by plain all-gathers; gloo's coalesced one can end the process."""
+"""`gloo-param-gather`, CPU only: plain all-gathers gather parameters; gloo's coalesced one can end the process."""
 
 from __future__ import annotations
 
@@ -20,9 +20,19 @@ _WHY = (
     "so the name is set only while the method runs"
 )
 _COALESCING = Written(
-    id="P6b", target=f"{_MODULE}:_coalescing_manager", when=Moment.CPU, why=_WHY, remove_when="with P6"
+    id="gloo-param-gather/coalescing",
+    target=f"{_MODULE}:_coalescing_manager",
+    when=Moment.CPU,
+    why=_WHY,
+    remove_when="with `gloo-param-gather`",
 )
-_GATHER = Written(id="P6c", target=f"{_MODULE}:dist_all_gather_func", when=Moment.CPU, why=_WHY, remove_when="with P6")
+_GATHER = Written(
+    id="gloo-param-gather/all-gather",
+    target=f"{_MODULE}:dist_all_gather_func",
+    when=Moment.CPU,
+    why=_WHY,
+    remove_when="with `gloo-param-gather`",
+)
 
 
 class _Gathers:
@@ -47,7 +57,7 @@ class _Gathers:
 
 @replaces(
     f"{_MODULE}:_ParamAndGradBucketGroup.start_param_sync",
-    id="P6",
+    id="gloo-param-gather",
     when=Moment.CPU,
     why="it gathers through gloo's coalesced all-gather, whose long name the two threads of a gloo group write into "
     "one string without a lock: heap corruption (docs/gloo-double-free.md); the name of a plain all-gather needs no "

@@ -1,4 +1,4 @@
-"""P4: checkpoints of the distributed optimizer in fp32, and with torch's own Adam."""
+"""`torch-adam`: checkpoints of the distributed optimizer in fp32, and with torch's own Adam."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _CLASS = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 
 @replaces(
     f"{_CLASS}.state_dict",
-    id="P4",
+    id="torch-adam",
     when=Moment.PLATFORM,
     why="before the first step torch's Adam has no state yet, and the method asserts that all parameters have taken "
     "the same number of steps: loading a checkpoint fails",
@@ -69,7 +69,7 @@ def _begin(adam: torch.optim.Optimizer) -> None:
 
 @replaces(
     f"{_CLASS}.load_state_dict",
-    id="P4b",
+    id="torch-adam/load",
     when=Moment.PLATFORM,
     why="it gives all parameters one shared step tensor, which torch's Adam would count up once per parameter, then "
     "overwrites it with the step of the state that was there before; and in fp32 it writes into views of leaves "
@@ -95,7 +95,7 @@ def _load_state_dict(original: Callable[[Any, Any], None], optimizer: Any, state
 
 @replaces(
     f"{_CLASS}._set_main_param_and_optimizer_states",
-    id="P4c",
+    id="torch-adam/set-states",
     when=Moment.PLATFORM,
     why="it looks up every tensor of torch's Adam, but fully reshardable checkpoints hold no step per parameter",
     remove_when="Megatron leaves out what the checkpoint does not hold",
@@ -104,8 +104,8 @@ def _set_states(
     original: Callable[[Any, Any, dict[str, Any]], None], optimizer: Any, model_param: Any, tensors: dict[str, Any]
 ) -> None:
     """Run `_set_main_param_and_optimizer_states` on tensors that a checkpoint may hold without their step."""
-    # The stored step comes with the optimizer's state (P4b). Until then each has the one that all have: Megatron 0.12
-    # copies what it is given; later families skip it where it is no tensor.
+    # The stored step comes with the optimizer's state (`torch-adam/load`). Until then each has the one that all have:
+    # Megatron 0.12 copies what it is given; later families skip it where it is no tensor.
     step = next((state["step"] for state in optimizer.optimizer.state.values() if "step" in state), None)
     with torch.no_grad():
         original(optimizer, model_param, {"step": step, **tensors})
@@ -113,7 +113,7 @@ def _set_states(
 
 @replaces(
     f"{_CLASS}.__init__",
-    id="P4d",
+    id="torch-adam/no-parameters",
     when=Moment.PLATFORM,
     why="every rank has an optimizer for experts with groups of their own where one stage has some; without "
     "parameters it takes no steps, but its number of steps is stored for all stages",

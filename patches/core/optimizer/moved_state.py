@@ -1,4 +1,4 @@
-"""H20: the distributed optimizer's state is stored with a map, and goes on in another layout."""
+"""`bucket-map`: the distributed optimizer's state is stored with a map, and goes on in another layout."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class MapPart:
         "<0.15": f"{_CLASS}.sharded_param_state_{_OLDER}",
         ">=0.15": f"{_CLASS}.sharded_param_state_dp_reshardable",
     },
-    id="H20",
+    id="bucket-map",
     when=Moment.LIST,
     why="what it stores does not say which parameter lies where in a bucket, so that only the same layout can load it",
     remove_when="Megatron stores a map of its buckets",
@@ -90,11 +90,11 @@ def _own_buckets(optimizer: Any, model_state: Any, *, is_padded: bool) -> tuple[
 
 @replaces(
     f"{_CLASS}.sharded_state_dict",
-    id="H20b",
+    id="bucket-map/request",
     when=Moment.LIST,
     why="it asks for the buckets of this layout, which a checkpoint of another one does not have",
-    remove_when="with H20",
-    unneeded={"<0.15": "H20d"},
+    remove_when="with `bucket-map`",
+    unneeded={"<0.15": "bucket-map/older-request"},
 )
 def _wanted_state(
     session: Session,
@@ -189,13 +189,13 @@ def _identity(group: Mapping[str, Any]) -> tuple[object, ...]:
         "<0.15": f"{_CLASS}.load_parameter_state_from_{_OLDER}",
         ">=0.15": f"{_CLASS}.load_parameter_state_from_dp_reshardable",
     },
-    id="H20c",
+    id="bucket-map/load",
     when=Moment.LIST,
     why="it takes tensors of the buckets of this layout; those of another one are cut and copied to their places",
-    remove_when="with H20",
+    remove_when="with `bucket-map`",
 )
 def _fill(original: Callable[[Any, Any], None], optimizer: Any, state: Any) -> None:
-    """Run what loads an optimizer by bucket, or read what was noted by H20b."""
+    """Run what loads an optimizer by bucket, or read what was noted by `bucket-map/request`."""
     if isinstance(state, Request):
         state.fill(_tensors(optimizer, parameter) for parameter, _ in _held(optimizer))
     else:

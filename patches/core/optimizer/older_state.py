@@ -1,4 +1,4 @@
-"""H20d: on Megatron 0.12 unequal stages store the distributed optimizer by bucket, with the map of H20."""
+"""`bucket-map` on Megatron 0.12: unequal stages store the distributed optimizer by bucket, with the same map."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _CLASS = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 
 @replaces(
     f"{_CLASS}.sharded_state_dict",
-    id="H20d",
+    id="bucket-map/older-request",
     when=Moment.LIST,
     why="it stores each parameter's state on one regular grid of blocks, which stages of unequal size have not, or "
-    "without saying where it lies; by bucket, with the map of H20, any list can load it",
+    "without saying where it lies; by bucket, with a map, any list can load it",
     remove_when="Megatron 0.12 is no longer supported",
-    unneeded={">=0.15": "H20b"},
+    unneeded={">=0.15": "bucket-map/request"},
 )
 def _older_state(
     session: Session,
@@ -47,7 +47,7 @@ def _older_state(
 
 @replaces(
     f"{_CLASS}.get_parameter_state_fs_bucket_space",
-    id="H20e",
+    id="bucket-map/older-state",
     when=Moment.LIST,
     why="its caller takes the step of torch's Adam for a tensor of the bucket, and leaves out padding before a rank's "
     "first parameter, so that Megatron's own check of what is stored fails",
@@ -70,7 +70,7 @@ def _bucket_state(original: Callable[[Any], dict[Any, Any]], optimizer: Any) -> 
 
 @replaces(
     "megatron.core.dist_checkpointing.strategies.torch:sharded_tensor_to_torch_sharded_tensor",
-    id="H20f",
+    id="bucket-map/older-pieces",
     when=Moment.LIST,
     why="it fails where a rank stores more than one piece of a bucket, since it takes the place of the first for that "
     "of all",

@@ -1,4 +1,4 @@
-"""H30: one loss scale for all weights of a rank."""
+"""`shared-loss-scale`: one loss scale for all weights of a rank."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vtp_plugin.session import Session
 
 @replaces(
     "megatron.core.optimizer.optimizer:ChainedOptimizer.prepare_grads",
-    id="H30",
+    id="shared-loss-scale",
     when=Moment.LIST,
     why="experts with groups of their own have an optimizer, and a loss scale, of their own, which follows their "
     "overflows alone; but the loss has the first optimizer's, so their gradients would be divided by another number "

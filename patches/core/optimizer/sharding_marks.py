@@ -1,4 +1,4 @@
-"""H29: weights that a stage cuts are marked so, and no others, before an optimizer counts them by their marks."""
+"""`sharding-marks`: weights that a stage cuts are marked so, and no others, before an optimizer counts by the marks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _UNMARKED: Final = ("softmax_offset",)
 
 @replaces(
     "megatron.core.optimizer:get_megatron_optimizer",
-    id="H29",
+    id="sharding-marks",
     when=Moment.STAGES,
     why="norms, clipping and numbers of zeros count a weight on every rank of a stage if it is marked as cut, on the "
     "first one if not, whatever it is; sinks are cut by heads and not marked",

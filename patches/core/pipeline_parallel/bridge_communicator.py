@@ -1,4 +1,4 @@
-"""B1: bridges between modules on disjoint ranks go over our channels."""
+"""`bridge-communicator`: bridges between modules on disjoint ranks go over our channels."""
 
 from __future__ import annotations
 
@@ -280,7 +280,7 @@ class _OverChannels:
 
 @subclasses(
     "megatron.core.pipeline_parallel.bridge_communicator:BridgeCommunicator",
-    id="B1",
+    id="bridge-communicator",
     when=Moment.BRIDGES,
     why="its methods send whole tensors between leaders, one after another, and need sizes that divide; a subclass "
     "sends every overlap over its own link",

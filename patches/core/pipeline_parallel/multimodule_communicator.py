@@ -1,4 +1,4 @@
-"""B5, B6: a planned order for modules with grids of their own, in the place of Megatron's 1F1B."""
+"""`module-channels`, `module-schedule`: a planned order for modules with own grids, in the place of Megatron's 1F1B."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _REMOVE_WHEN = "Megatron's schedules take an order of actions"
 @replaces(
     "megatron.core.pipeline_parallel.multimodule_communicator:"
     "MultiModulePipelineCommunicator._build_rank_module_info_map",
-    id="B5",
+    id="module-channels",
     when=Moment.BRIDGES,
     why=f"{_WHY}, so the stages of a module need channels",
     remove_when=_REMOVE_WHEN,
@@ -54,7 +54,7 @@ def _open_pipelines(session: Session, original: Callable[..., None], communicato
 
 @replaces(
     "megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_without_interleaving",
-    id="B6",
+    id="module-schedule",
     when=Moment.BRIDGES,
     why=f"{_WHY}; Megatron's 1F1B waits for each message, and lets no encoder run ahead",
     remove_when=_REMOVE_WHEN,

@@ -1,4 +1,7 @@
-"""H5: what Megatron exchanges between stages goes over our channels; the host says by which of its functions."""
+"""`p2p-communication`: what Megatron exchanges between stages goes over our channels.
+
+The host says by which of its functions.
+"""
 
 from __future__ import annotations
 

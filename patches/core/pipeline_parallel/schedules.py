@@ -1,4 +1,4 @@
-"""H10: planned schedules: the plugin's executor instead of Megatron's forward-backward functions."""
+"""`planned-schedule`: the plugin's executor instead of Megatron's forward-backward functions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _COMMON = (
 
 @replaces(
     "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
-    id="H10",
+    id="planned-schedule",
     when=Moment.LIST,
     why="training and evaluation both ask here for the function that runs a step; Megatron's own have no U-shape, and "
     "their 1F1B posts a receive only when it waits for it",
@@ -82,7 +82,7 @@ def _choose(
 
 @replaces(
     "megatron.core.pipeline_parallel.schedules:forward_step",
-    id="H12",
+    id="auxiliary-loss-scale",
     when=Moment.LIST,
     why="it scales the losses of routers by this stage's numbers of microbatches and context-parallel ranks, but the "
     "gradients of all stages are averaged as those of the stage with the loss; and a trace tells the loss function, "
@@ -159,7 +159,7 @@ def _run_stock(
 
 @contextlib.contextmanager
 def _told_by_timers(session: Session, model: Any) -> Iterator[None]:
-    """Give a model without timers some, while somebody listens: Megatron says by them when it computes (H18b)."""
+    """Give a model without timers some, while somebody listens: they say when it computes (`traced-timers`)."""
     undo = UndoStack()
     try:
         for config in map(get_model_config, chunks_of(model)):

@@ -1,4 +1,4 @@
-"""U1: where the model ends in a U-shaped pipeline."""
+"""`last-stage`: where the model ends in a U-shaped pipeline."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from vtp_plugin.session import Session
 
 @replaces(
     "megatron.core.pipeline_parallel.utils:is_pp_last_stage",
-    id="U1",
+    id="last-stage",
     when=Moment.U_SHAPE,
-    unneeded={"<0.13": "all ask megatron.core.parallel_state:is_pipeline_last_stage, which U2 carries"},
+    unneeded={"<0.13": "all ask megatron.core.parallel_state:is_pipeline_last_stage, which `last-stage/chunk` carries"},
     why="all that depends on the end of the model asks here: who builds the head, who turns its output into fp32, who "
     "averages and reports the loss",
     remove_when="Megatron has a placement of chunks that ends on another stage than the last",

@@ -1,4 +1,4 @@
-"""P12, CPU only: gathers and scattered sums of pieces of different sizes, which gloo does not have."""
+"""`gloo-uneven-gather`, CPU only: gathers and scattered sums of pieces of different sizes, which gloo does not have."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _given(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 @replaces(
     f"{_MODULE}:_gather_along_first_dim",
-    id="P12",
+    id="gloo-uneven-gather",
     when=Moment.CPU,
     why="gloo gathers only tensors of one size, and ranks of a stage send experts different numbers of tokens",
     remove_when="gloo gathers tensors of different sizes",
@@ -49,9 +49,9 @@ def _gather(
 
 @replaces(
     f"{_MODULE}:_reduce_scatter_along_first_dim",
-    id="P12b",
+    id="gloo-uneven-reduce-scatter",
     when=Moment.CPU,
-    why="as P12, on the way back",
+    why="as `gloo-uneven-gather`, on the way back",
     remove_when="gloo scatters sums of different sizes",
 )
 def _reduce_scatter(

@@ -1,4 +1,4 @@
-"""P2, CPU only: what is drawn inside the tracker's fork comes from the tracker's state."""
+"""`cpu-rng-tracker`, CPU only: what is drawn inside the tracker's fork comes from the tracker's state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vtp_plugin.platform.cpu import CpuPlatform
 
 @replaces(
     "megatron.core.tensor_parallel.random:CudaRNGStatesTracker.fork",
-    id="P2",
+    id="cpu-rng-tracker",
     when=Moment.CPU,
     why="on CPU, dropout and weight initialisation draw from torch's default generator, while the tracker switches "
     "the device's; without this, tensor-parallel ranks would draw equal shards",

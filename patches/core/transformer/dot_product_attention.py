@@ -1,4 +1,4 @@
-"""H27: the sinks of all heads are drawn at once, so what a stage starts with does not depend on its size."""
+"""`attention-sinks`: those of all heads are drawn at once, so what a stage starts with does not depend on its size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vtp_plugin.util.undo import Name, UndoStack
 
 @replaces(
     "megatron.core.transformer.dot_product_attention:DotProductAttention.__init__",
-    id="H27",
+    id="attention-sinks",
     when=Moment.STAGES,
     unneeded={"<0.15": "its attention has no sinks"},
     why="each rank draws the sinks of its own heads from a generator that all ranks of a stage share, so heads of "

@@ -1,4 +1,4 @@
-"""H14: the gradients of latent attention do not depend on the size of the stage."""
+"""`latent-attention-grad`: the gradients of latent attention do not depend on the size of the stage."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MODULE = "megatron.core.transformer.multi_latent_attention"
 
 _LATENT: Final[Mapping[str, Any]] = {
     "when": Moment.STAGES,
-    "unneeded": {"<0.19": "it has no such method; H14c refuses latent attention"},
+    "unneeded": {"<0.19": "it has no such method; `latent-attention-refused` refuses latent attention"},
     "why": "the positional part of the keys is one for all heads; in the backward pass each rank keeps what came "
     "from its own heads, and nobody adds the others, so stages of several ranks would train with other gradients "
     "than stages of one",
@@ -27,8 +27,8 @@ _LATENT: Final[Mapping[str, Any]] = {
 }
 
 
-@replaces(f"{_MODULE}:MLASelfAttention._qkv_down_projection", id="H14", **_LATENT)
-@replaces(f"{_MODULE}:FusedMLASelfAttention._qkv_down_projection", id="H14b", **_LATENT)
+@replaces(f"{_MODULE}:MLASelfAttention._qkv_down_projection", id="latent-attention-grad", **_LATENT)
+@replaces(f"{_MODULE}:FusedMLASelfAttention._qkv_down_projection", id="latent-attention-grad/fused", **_LATENT)
 def _project(
     session: Session,
     original: Callable[..., tuple[torch.Tensor, torch.Tensor]],
@@ -69,15 +69,15 @@ def _project(
 
 _NORM: Final[Mapping[str, Any]] = {
     "when": Moment.STAGES,
-    "unneeded": {"<0.19": "H14c refuses latent attention"},
+    "unneeded": {"<0.19": "`latent-attention-refused` refuses latent attention"},
     "why": "`finalize_model_grads` adds up over the ranks of a stage what is called `q_layernorm`, which in other "
     "attention sees heads of its rank only; here, without sequence parallelism, each rank has the whole of it",
     "remove_when": "Megatron knows the norms to be summed by a mark, not by their names",
 }
 
 
-@replaces(f"{_MODULE}:MLASelfAttention.__init__", id="H14d", **_NORM)
-@replaces(f"{_MODULE}:FusedMLASelfAttention.__init__", id="H14e", **_NORM)
+@replaces(f"{_MODULE}:MLASelfAttention.__init__", id="latent-attention-norm", **_NORM)
+@replaces(f"{_MODULE}:FusedMLASelfAttention.__init__", id="latent-attention-norm/fused", **_NORM)
 def _init(session: Session, original: Callable[..., None], layer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
     """Run `__init__`; on unequal stages each rank then gives its share of what Megatron will add up."""
     original(layer, config, *args, **kwargs)
@@ -90,9 +90,11 @@ def _init(session: Session, original: Callable[..., None], layer: Any, config: A
 
 @replaces(
     f"{_MODULE}:MultiLatentAttention.__init__",
-    id="H14c",
+    id="latent-attention-refused",
     when=Moment.STAGES,
-    unneeded=dict.fromkeys(capability("latent_attention").versions, "H14 and H14b mend it"),
+    unneeded=dict.fromkeys(
+        capability("latent_attention").versions, "`latent-attention-grad` and `latent-attention-grad/fused` mend it"
+    ),
     why="its gradient depends on the size of the stage, and was mended in Megatron 0.19 only",
     remove_when="latent attention was run with this Megatron",
 )

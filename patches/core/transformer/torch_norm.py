@@ -1,4 +1,4 @@
-"""P3, CPU only: the plain norm under sequence parallelism."""
+"""`cpu-norm`, CPU only: the plain norm under sequence parallelism."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vtp_plugin.patches.patch_set import Moment
 
 @replaces(
     "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
-    id="P3",
+    id="cpu-norm",
     when=Moment.CPU,
     why="it refuses sequence parallelism, and the other norms need a GPU; a norm acts on single rows, so it only "
     "lacks the mark by which Megatron sums the weights' gradients over the stage",

@@ -1,4 +1,7 @@
-"""U4: the cloud's second chunks, which are empty, are not kept. P14: what is drawn on the CPU moves to the device."""
+"""`empty-chunks`: the cloud's second chunks, which are empty, are not kept.
+
+`cpu-initialization`: what is drawn on the CPU moves to the device.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,22 @@ from vtp_plugin.session import Session
 
 @replaces(
     "megatron.training.models.dist_utils:build_virtual_pipeline_stages",
-    id="U4",
+    id="empty-chunks",
     when=Moment.U_SHAPE,
-    unneeded={"<0.18": "models are built by megatron.training.training:get_model alone, which U5 carries"},
+    unneeded={
+        "<0.18": "models are built by megatron.training.training:get_model alone, which `empty-chunks/get-model` "
+        "carries"
+    },
     why="Megatron builds as many chunks on every stage; an empty one has no entry in a checkpoint, and loading fails",
-    remove_when="with U1",
+    remove_when="with `last-stage`",
     aliases=("megatron.training.models:build_virtual_pipeline_stages",),
 )
 @replaces(
     "megatron.training.training:get_model",
-    id="U5",
+    id="empty-chunks/get-model",
     when=Moment.U_SHAPE,
-    why="as U4, for scripts with a model provider",
-    remove_when="with U1",
+    why="as `empty-chunks`, for scripts with a model provider",
+    remove_when="with `last-stage`",
 )
 def _keep_full_chunks(
     session: Session, host: MegatronHost, original: Callable[..., list[Any]], *args: Any, **kwargs: Any
@@ -38,7 +44,7 @@ def _keep_full_chunks(
 
 @replaces(
     "megatron.training.models.dist_utils:_wrap_with_mp_wrapper",
-    id="P14",
+    id="cpu-initialization",
     when=Moment.PLATFORM,
     unneeded={"<0.18": "models are built by megatron.training.training:get_model alone, which moves them"},
     why="its caller leaves a model that --use-cpu-initialization drew on the CPU, though its data are on the device; "

@@ -1,4 +1,4 @@
-"""U6: a rank that knows the loss reports it."""
+"""`last-rank`: a rank that knows the loss reports it."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from vtp_plugin.session import Session
         "<0.18": "megatron.training.utils:is_last_rank",
         ">=0.18": "megatron.training.utils.common_utils:is_last_rank",
     },
-    id="U6",
+    id="last-rank",
     when=Moment.U_SHAPE,
     why="Megatron's log lines, evaluation results and progress log come from the world's last rank, a cloud rank here",
-    remove_when="with U1",
+    remove_when="with `last-stage`",
     aliases=(
         "megatron.training.utils:is_last_rank",
         "megatron.training.training:is_last_rank",

@@ -43,7 +43,7 @@ def test_the_flag_pads_to_the_model(sizes: list[int], known: int, words: int, tm
     (line,) = check_note(str(tmp_path), args)
     flag, value = line.partition("; give ")[2].partition(", and neither")[0].split()
     assert flag == "--make-vocab-size-divisible-by"
-    # The plugin lets the host pad by a size that both ends divide, see H3.
+    # The plugin lets the host pad by a size that both ends divide, see `padded-vocabulary`.
     multiple = {1: 1, 2: 2, 3: 6}[len(sizes)] * (2 if sizes == [4, 4] else 1)
     args.make_vocab_size_divisible_by, args.tensor_model_parallel_size = int(value), multiple
     args.padded_vocab_size = pad(known, args)

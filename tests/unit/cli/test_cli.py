@@ -21,6 +21,9 @@ from vtp_plugin.cli.run_flags import known_flags
 from vtp_plugin.config.flag import Flag
 from vtp_plugin.config.vtp_flags import VTP_FLAGS
 from vtp_plugin.host.rules.table.rows import RULES
+from vtp_plugin.patches.hosts import load_host
+from vtp_plugin.patches.patch_set import Moment
+from vtp_plugin.patches.registry import declared_at
 from vtp_plugin.plan.boundary.strategies.transport_rules import TransportRules
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.plan.schedule.cost.cost_text import COST_KEYS, parse_costs
@@ -580,9 +583,15 @@ def test_doctor_tries_all_patches_and_gives_a_verdict(tmp_path: Path) -> None:
     assert third.startswith("interfaces: ") and "lo 127.0.0.1" in third
     applied = [line.split()[0] for line in lines if line.split()[1:2] in (["applied"], ["ready"])]
     assert patches == f"patches: {len(applied)} of {len(applied)} applied, then reverted"
-    known = {"H1", "H2", "H3", "H4", "H5", "H6", "H7", "H8", "H9", "P1", "P2", "P3", "S1", "U1", "U3", "U8"}
-    assert known - set(applied) <= ({"U1", "U3"} if host_name() == "0.12" else set())
-    assert len([patch for patch in applied if patch.startswith("U")]) >= 11
+    known = {
+        *("vtp-flags", "argument-checks", "padded-vocabulary", "parallel-state", "p2p-communication"),
+        *("finalize-model-grads", "embedding-start-value", "checkpoint-integrity", "checkpoint-layout"),
+        *("dataset-helper", "cpu-rng-tracker", "cpu-norm", "training-log"),
+        *("last-stage", "batch-on-edge", "tokenizer-on-edge"),
+    }
+    assert known - set(applied) <= ({"last-stage", "batch-on-edge"} if host_name() == "0.12" else set())
+    of_u = {record.id for record in declared_at(Moment.U_SHAPE, load_host(host_name()))}
+    assert len(of_u & set(applied)) >= 11
     assert all(f"    {rule.option}" in lines for rule in RULES)
     assert max(map(len, lines)) <= 160
 
@@ -656,7 +665,9 @@ def test_doctor_leaves_nothing_behind_and_names_what_does_not_apply(tmp_path: Pa
     problems = [line for line in done.stdout.splitlines() if line.startswith("problem: ")]
     (warning,) = [line for line in done.stdout.splitlines() if line.startswith("warning: ")]
     assert warning.startswith("warning: megatron-core: megatron.training.arguments:validate_args is not as in 0.")
-    assert any("patch U1 (megatron.core.pipeline_parallel.utils:" in p and "was not applied" in p for p in problems)
+    assert any(
+        "patch last-stage (megatron.core.pipeline_parallel.utils:" in p and "was not applied" in p for p in problems
+    )
 
 
 def test_doctor_names_the_package_that_is_missing(

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from scripts.make_docs import former_ids
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.config.resolve import option_context
 from vtp_plugin.errors import ConfigError
@@ -42,6 +43,15 @@ def records(name: str, *, is_u_shaped: bool = False, as_written: bool = False) -
     found = written if as_written else host.placed(written)
     assert len({record.id for record in found}) == len(found)
     return {record.id: record for record in found}
+
+
+def test_ids_say_what_records_are_and_former_ones_are_listed() -> None:
+    """Logs of older runs name records by letters and numbers; docs/patches.md has both."""
+    found = {record.id for host in HOSTS for moment in Moment for record in declared_at(moment, load_host(host.name))}
+    word = "[a-z0-9]+(-[a-z0-9]+)*"
+    assert [name for name in found if len(name) > 32 or not re.fullmatch(f"{word}(/{word})?", name)] == []
+    former = former_ids()
+    assert set(former) <= found and len(set(former.values())) == len(former) > 100
 
 
 def context(layout: PipelineLayout) -> OptionContext:
@@ -74,7 +84,7 @@ def test_records_lie_where_the_family_has_them(name: str) -> None:
     version, here, newest = load_host(name).version, records(name, is_u_shaped=True), records(NEWEST, is_u_shaped=True)
     for record_id, record in here.items():
         assert not record.aliases
-        if record_id in newest and record_id != "H5" and not record.targets:
+        if record_id in newest and record_id != "p2p-communication" and not record.targets:
             assert record.target == newest[record_id].target
     written = records(name, is_u_shaped=True, as_written=True)
     found = {record_id: record.at(version) for record_id, record in written.items()}
@@ -89,22 +99,25 @@ def test_records_lie_where_the_family_has_them(name: str) -> None:
 @pytest.mark.parametrize(
     ("record_id", "lies_in"),
     [
-        ("H3", {"0.12": "training.tokenizer.tokenizer", "0.17": "core.tokenizers.utils.build_tokenizer"}),
-        ("H11", {"0.17": "core.transformer.moe.moe_utils", "0.18": "core.transformer.moe.moe_logging"}),
-        ("U3", {"0.12": None, "0.16": "training.utils", "0.17": "training.utils", "0.18": "core.utils"}),
-        ("U6", {"0.16": "training.utils", "0.18": "training.utils.common_utils"}),
-        ("U1", {"0.12": None, "0.16": "core.pipeline_parallel.utils"}),
-        ("H4c3", {"0.12": None, "0.16": "core.parallel_state"}),
-        ("H4c10", {"0.18": None, "0.19": "core.parallel_state"}),
-        ("H4d", {"0.18": "core.parallel_state", "0.19": None}),
-        ("H15", {"0.17": None, "0.18": "training.training"}),
-        ("H3b", {"0.17": None, "0.18": "training.vocab_utils"}),
-        ("U4", {"0.17": None, "0.18": "training.models.dist_utils"}),
-        ("P10", {"0.16": None, "0.17": "training.async_utils"}),
-        ("H14", {"0.18": None, "0.19": "core.transformer.multi_latent_attention"}),
-        ("H14b", {"0.18": None, "0.19": "core.transformer.multi_latent_attention"}),
-        ("H14d", {"0.18": None, "0.19": "core.transformer.multi_latent_attention"}),
-        ("H14e", {"0.18": None, "0.19": "core.transformer.multi_latent_attention"}),
+        (
+            "padded-vocabulary",
+            {"0.12": "training.tokenizer.tokenizer", "0.17": "core.tokenizers.utils.build_tokenizer"},
+        ),
+        ("router-loss-log", {"0.17": "core.transformer.moe.moe_utils", "0.18": "core.transformer.moe.moe_logging"}),
+        ("batch-on-edge", {"0.12": None, "0.16": "training.utils", "0.17": "training.utils", "0.18": "core.utils"}),
+        ("last-rank", {"0.16": "training.utils", "0.18": "training.utils.common_utils"}),
+        ("last-stage", {"0.12": None, "0.16": "core.pipeline_parallel.utils"}),
+        ("parallel-state/optimizer-group", {"0.12": None, "0.16": "core.parallel_state"}),
+        ("parallel-state/egtp-group", {"0.18": None, "0.19": "core.parallel_state"}),
+        ("parallel-state/world-size", {"0.18": "core.parallel_state", "0.19": None}),
+        ("packed-length-stats", {"0.17": None, "0.18": "training.training"}),
+        ("padded-vocabulary/builder", {"0.17": None, "0.18": "training.vocab_utils"}),
+        ("empty-chunks", {"0.17": None, "0.18": "training.models.dist_utils"}),
+        ("forked-save-worker", {"0.16": None, "0.17": "training.async_utils"}),
+        ("latent-attention-grad", {"0.18": None, "0.19": "core.transformer.multi_latent_attention"}),
+        ("latent-attention-grad/fused", {"0.18": None, "0.19": "core.transformer.multi_latent_attention"}),
+        ("latent-attention-norm", {"0.18": None, "0.19": "core.transformer.multi_latent_attention"}),
+        ("latent-attention-norm/fused", {"0.18": None, "0.19": "core.transformer.multi_latent_attention"}),
     ],
 )
 def test_what_families_have_elsewhere_or_not_at_all(record_id: str, lies_in: dict[str, str | None]) -> None:
@@ -132,7 +145,7 @@ def test_a_write_lies_where_its_version_has_it() -> None:
 
 @pytest.mark.parametrize("name", ["0.12", "0.16", "0.17", "0.18", "0.19"])
 def test_the_worker_that_saves_is_refused_on_cpus(name: str) -> None:
-    """That of 0.19 shares the tensors with the run, which goes on; it gets copies (H22e)."""
+    """That of 0.19 shares the tensors with the run, which goes on; it gets copies (`atomic-checkpoint/pieces`)."""
     args = argparse.Namespace(
         save="here",
         ckpt_format="torch",

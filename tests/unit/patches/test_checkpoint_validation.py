@@ -1,4 +1,4 @@
-"""H8: what Megatron's integrity check of a distributed checkpoint finds when stages cut a tensor differently."""
+"""`checkpoint-integrity`: what Megatron's check of a checkpoint finds when stages cut a tensor differently."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from megatron.core.dist_checkpointing import ShardedTensor, validation
 from megatron.core.dist_checkpointing.mapping import ShardedObject
 
-from vtp_plugin.host.patching import declared
+from vtp_plugin.host.patching import PatchRecord, declared
 from vtp_plugin.patches.core.dist_checkpointing import validation as patch
 
 ROWS, COLUMNS, NUM_LAYERS = 12, 5, 4
@@ -22,11 +22,13 @@ Check = Callable[[Sequence[tuple[int, Any]]], list[Exception]]
 
 @pytest.fixture
 def check() -> dict[str, Check]:
-    """Both replaced checks, by record id, built around Megatron's own."""
-    records = {record.id: record.bound({}) for record in declared(patch) if record.id in ("H8", "H8b")}
+    """Both replaced checks, by what they look at, built around Megatron's own."""
+    records = {record.id: record for record in declared(patch)}
+    tensors, objects = (records[name].bound({}) for name in ("checkpoint-integrity", "checkpoint-integrity/objects"))
+    assert isinstance(tensors, PatchRecord) and isinstance(objects, PatchRecord)
     return {
-        "H8": records["H8"].build(validation._validate_sharding_for_key),
-        "H8b": records["H8b"].build(validation._validate_objects_for_key),
+        "tensors": tensors.build(validation._validate_sharding_for_key),
+        "objects": objects.build(validation._validate_objects_for_key),
     }
 
 
@@ -50,7 +52,7 @@ def _texts(problems: list[Exception]) -> list[str]:
 
 
 def test_complete_shards_of_unequal_stages_pass(check: dict[str, Check]) -> None:
-    assert check["H8"](_shards()) == []
+    assert check["tensors"](_shards()) == []
 
 
 def test_megatrons_own_check_does_not_take_them() -> None:
@@ -59,14 +61,14 @@ def test_megatrons_own_check_does_not_take_them() -> None:
 
 
 def test_second_data_parallel_replica_is_no_overlap(check: dict[str, Check]) -> None:
-    assert check["H8"](_shards() + [_shard(4, 2, 0, 3, replica=1), _shard(5, 0, 0, 1, replica=1)]) == []
+    assert check["tensors"](_shards() + [_shard(4, 2, 0, 3, replica=1), _shard(5, 0, 0, 1, replica=1)]) == []
 
 
 @pytest.mark.parametrize("position", range(8))
 def test_hole_is_found(check: dict[str, Check], position: int) -> None:
     shards = _shards()
     missing = shards.pop(position)[1].data.numel()
-    assert _texts(check["H8"](shards)) == [f"weight: {missing} elements are not stored by any rank"]
+    assert _texts(check["tensors"](shards)) == [f"weight: {missing} elements are not stored by any rank"]
 
 
 @pytest.mark.parametrize("position", range(8))
@@ -75,7 +77,7 @@ def test_hole_under_a_replica_is_found(check: dict[str, Check], position: int) -
     shards = _shards()
     rank, shard = shards[position]
     shards[position] = (rank, dataclasses.replace(shard, replica_id=1))
-    assert len(check["H8"](shards)) == 1
+    assert len(check["tensors"](shards)) == 1
 
 
 @pytest.mark.parametrize(
@@ -84,21 +86,21 @@ def test_hole_under_a_replica_is_found(check: dict[str, Check], position: int) -
     ids=["whole-layer-twice", "third-twice", "half-of-a-whole", "whole-over-thirds"],
 )
 def test_overlap_is_found(check: dict[str, Check], extra: tuple[int, ShardedTensor]) -> None:
-    assert "weight: shards overlap" in _texts(check["H8"]([*_shards(), extra]))
+    assert "weight: shards overlap" in _texts(check["tensors"]([*_shards(), extra]))
 
 
 def test_overlap_and_hole_of_one_size_are_found(check: dict[str, Check]) -> None:
     """Counting elements alone would miss it."""
     shards = _shards()
     shards[-1] = _shard(3, 2, 2, 3)
-    assert _texts(check["H8"](shards)) == ["weight: shards overlap"]
+    assert _texts(check["tensors"](shards)) == ["weight: shards overlap"]
 
 
 @pytest.mark.needs("returned_validation")
 def test_equal_stages_are_left_to_megatron(check: dict[str, Check]) -> None:
     shards = [_shard(1 + tp_rank, layer, tp_rank, 3) for layer in range(4) for tp_rank in range(3)]
-    assert not check["H8"](shards)  # Megatron 0.12 returns nothing where it finds nothing
-    assert [text[:22] for text in _texts(check["H8"](shards[:-1]))] == ["Invalid access pattern"]
+    assert not check["tensors"](shards)  # Megatron 0.12 returns nothing where it finds nothing
+    assert [text[:22] for text in _texts(check["tensors"](shards[:-1]))] == ["Invalid access pattern"]
 
 
 def test_random_states_on_a_ragged_grid(check: dict[str, Check]) -> None:
@@ -108,5 +110,5 @@ def test_random_states_on_a_ragged_grid(check: dict[str, Check]) -> None:
         (rank, ShardedObject("rng", None, (2, size), (stage, tp_rank)))
         for rank, (stage, tp_rank, size) in enumerate(places)
     ]
-    assert check["H8b"](states) == []
-    assert _texts(check["H8b"]([*states, states[2]])) == [f"{states[2][1].unique_key} is stored 2 times"]
+    assert check["objects"](states) == []
+    assert _texts(check["objects"]([*states, states[2]])) == [f"{states[2][1].unique_key} is stored 2 times"]

@@ -1,4 +1,4 @@
-"""P14: with a list of sizes, a model that was drawn on the CPU moves to the device before it is wrapped."""
+"""`cpu-initialization`: with a list of sizes, a model drawn on the CPU moves to the device before it is wrapped."""
 
 from __future__ import annotations
 

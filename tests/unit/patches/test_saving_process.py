@@ -1,4 +1,4 @@
-"""Processes that save: how older Pythons start them (H17), and that nobody waits for one that was killed."""
+"""Processes that save: how older Pythons start them (`fork-to-save`), and that nobody waits for one that was killed."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def test_edge_gets_all_of_a_batch(is_u_shaped: bool, first: bool, last: bool, pi
     session = Session(VtpConfig(size_list=(1, 2, 2), layerwise_disaggregated=is_u_shaped))
     # Among the records that apply before a script has imported anything.
     records = records_at(session, load_host("0.19"), Moment.COMMAND_LINE)
-    (record,) = [record for record in records if record.id == "U3"]
+    (record,) = [record for record in records if record.id == "batch-on-edge"]
     asked: list[dict[str, Any]] = []
     record.build(lambda **kwargs: asked.append(kwargs))(
         is_pipeline_first_stage=first, is_pipeline_last_stage=last, pipeline_model_parallel_size=3

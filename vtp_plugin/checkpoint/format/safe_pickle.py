@@ -3,6 +3,8 @@
 A pickle says which functions and classes make its objects, and whoever loads it calls them. Here each such object is an
 :class:`PickledObject`, which only keeps what it would have been made of. A few bytes cannot ask for much memory or time
 either: numbers of places, long integers, and keys that take long to hash are refused.
+
+What torch and Megatron load themselves, with real objects, ``patches/core/dist_checkpointing/plain_objects.py`` guards.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ class Saving:
             is_first: whether this is rank 0, which writes what all ranks share.
         """
         if not self.is_by_rank:
-            # Whoever wrote a piece has synced it, in this process or another: see H22e.
+            # Whoever wrote a piece has synced it, in this process or another: see `atomic-checkpoint/pieces`.
             for name in files_of(self.partial) if is_first else ():
                 if not name.endswith(".distcp"):
                     sync(self.partial / name)

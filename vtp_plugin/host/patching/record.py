@@ -25,7 +25,7 @@ class Record:
     """One change of another package; it does nothing before :func:`vtp_plugin.host.patching.apply_records` gets it.
 
     Attributes:
-        id: Short name used in messages and tables, such as ``"H4"``.
+        id: Short name used in messages and tables, such as ``"parallel-state"``.
         target: ``"package.module:name"`` or ``"package.module:Class.method"``.
         targets: Where it lies in which versions, by ranges as of `versions`, from which :meth:`at` chooses the target.
         unneeded: Versions that need no such record, by ranges, and why.

@@ -1,4 +1,7 @@
-"""H17, H22g: a process that saves a checkpoint starts, on every Python; and if it ends too early, so does the run."""
+"""`fork-to-save`: a process that saves a checkpoint starts, on every Python.
+
+`atomic-checkpoint/dead-worker`: if it ends too early, so does the run.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ _POLL_S = 0.05
 
 @replaces(
     "megatron.core.dist_checkpointing.strategies.async_utils:TemporalAsyncCaller.schedule_async_call",
-    id="H17",
+    id="fork-to-save",
     when=Moment.LIST,
     why="it forks. On Python before 3.12 (bug gh-112275) the child hangs now and then where a thread of gloo frees "
     "the tensor of a collective that has just ended, and all ranks wait for it for ever",
@@ -39,7 +42,7 @@ def _start(python: tuple[int, int], original: Callable[..., Any], *args: Any, **
 
 @replaces(
     "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller.is_current_async_call_done",
-    id="H22g",
+    id="atomic-checkpoint/dead-worker",
     when=Moment.LIST,
     why="it waits for ever for a process that is gone, because it was killed, or had no memory: nothing more is saved, "
     "and the run does not end",

@@ -1,4 +1,4 @@
-"""H34: what all ranks share of a checkpoint is read without running anything."""
+"""`safe-load/common-file`: what all ranks share of a checkpoint is read without running anything."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MODULE = "megatron.core.dist_checkpointing.strategies.common"
 
 
 @replaces(
-    id="H34b",
+    id="safe-load/common-file",
     targets={
         "<0.19": f"{_MODULE}:TorchCommonLoadStrategy.load_common",
         ">=0.19": f"{_MODULE}:load_common",

@@ -1,4 +1,4 @@
-"""H22: pieces of a checkpoint are hashed while they are written, and synced to their last byte."""
+"""`atomic-checkpoint`: pieces of a checkpoint are hashed while they are written, and synced to their last byte."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _FORKS = hasattr(filesystem_async.FileSystemWriterAsync, "write_preloaded_data_m
 
 @replaces(
     f"{_CLASS}.get_save_function_and_args",
-    id="H22e",
+    id="atomic-checkpoint/pieces",
     when=Moment.LIST,
     why="its function syncs a file whose last bytes are still in Python's buffer, and keeps no hash; with a worker "
     "that stays, tensors of CPUs are shared with it, and the run goes on changing them while it writes; up to 0.16 it "
     "waits for ever for a process that writes and was killed",
-    remove_when="with H22",
+    remove_when="with `atomic-checkpoint`",
 )
 def _make_function(session: Session, original: Callable[[Any], Sequence[Any]], writer: Any) -> tuple[Any, ...]:
     """Run `get_save_function_and_args`, and put around the function what it lacks."""
@@ -76,10 +76,10 @@ def _hashing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @replaces(
     f"{_CLASS}.finish",
-    id="H22f",
+    id="atomic-checkpoint/hashes",
     when=Moment.LIST,
     why="rank 0 gets what all ranks tell of their pieces, and with it the hashes",
-    remove_when="with H22",
+    remove_when="with `atomic-checkpoint`",
 )
 def _finish(session: Session, original: Callable[..., None], writer: Any, metadata: Any, results: Any) -> None:
     """Take the hashes for the manifest, then run `finish`."""

@@ -1,6 +1,6 @@
-"""H28: stages with one replica save and load beside stages with several, which share the work.
+"""`fully-parallel-save`: stages with one replica save and load beside stages with several, which share the work.
 
-U13: the edge of a U-shaped pipeline saves a tied embedding once, though both of its chunks hold it.
+`tied-embedding-save`: the edge of a U-shaped pipeline saves a tied embedding once, though both of its chunks hold it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _MODULE = "megatron.core.dist_checkpointing.strategies.fully_parallel"
 
 @replaces(
     f"{_MODULE}:FullyParallelSaveStrategyWrapper.apply_saving_parallelization",
-    id="H28",
+    id="fully-parallel-save",
     when=Moment.LIST,
     why="with --ckpt-assume-constant-structure a rank whose weights have one copy keeps nothing of the first save, "
     "takes the second for the first, and gathers over the world; ranks whose weights have several copies do not come",
@@ -39,7 +39,7 @@ def _share_saving(session: Session, original: Callable[..., None], wrapper: Any,
 
 @replaces(
     f"{_MODULE}:FullyParallelLoadStrategyWrapper.load",
-    id="H28a",
+    id="fully-parallel-load",
     when=Moment.LIST,
     why="a rank whose weights have one copy loads all at once and leaves; the others load objects first, then tensors, "
     "and gather the objects of all ranks of the world",
@@ -71,7 +71,7 @@ def _differ(session: Session) -> bool:
 
 @replaces(
     f"{_MODULE}:distribute_main_replicas_with_precomputed_distribution",
-    id="U13",
+    id="tied-embedding-save",
     when=Moment.U_SHAPE,
     why="it shares out what replicas save by the names of tensors, and a rank saves all that it holds under a name; "
     "the edge holds a tied embedding twice, and saving a tensor twice is refused",

@@ -1,4 +1,7 @@
-"""H23: pieces of a checkpoint are compared with their hashes when they are read. H34: nothing in them runs."""
+"""`hashed-reads`: pieces of a checkpoint are compared with their hashes when they are read.
+
+`safe-load/planner`: nothing in them runs.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +24,11 @@ _GONE = "torch compares what it reads with a hash"
 
 @replaces(
     "megatron.core.dist_checkpointing.strategies.torch:_get_filesystem_reader",
-    id="H23",
+    id="hashed-reads",
     when=Moment.LIST,
     why=_WHY,
     remove_when=_GONE,
-    unneeded={"<0.15": "H23a stands for it"},
+    unneeded={"<0.15": "`hashed-reads/reader-class` stands for it"},
 )
 def _make_reader(original: Callable[..., Any], folder: Any, *args: Any, **kwargs: Any) -> Any:
     """Run `_get_filesystem_reader`; what it gives checks what it reads."""
@@ -40,7 +43,7 @@ def _make_reader(original: Callable[..., Any], folder: Any, *args: Any, **kwargs
 
 @subclasses(
     "megatron.core.dist_checkpointing.strategies.torch:MCoreLoadPlanner",
-    id="H34a",
+    id="safe-load/planner",
     when=Moment.LIST,
     why="torch's planner, its base, asks torch to make whatever an object of a checkpoint names",
     remove_when="torch asks for plain values there",

@@ -1,4 +1,4 @@
-"""B4: modules whose gradients would be averaged over different numbers of replicas are refused."""
+"""`mimo-optimizer`: modules whose gradients would be averaged over different numbers of replicas are refused."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vtp_plugin.session import Session
 
 @replaces(
     "megatron.core.models.mimo.optimizer:get_mimo_optimizer",
-    id="B4",
+    id="mimo-optimizer",
     when=Moment.BRIDGES,
     why="each module averages its gradients over its own replicas, but all come from one loss: of an encoder with "
     "other replicas than the language model they would be wrong by a factor, silently",

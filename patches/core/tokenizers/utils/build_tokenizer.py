@@ -1,4 +1,4 @@
-"""H3, tokenizer side: one padded vocabulary for all stages."""
+"""`padded-vocabulary`, tokenizer side: one padded vocabulary for all stages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vtp_plugin.session import Session
         "<0.17": "megatron.training.tokenizer.tokenizer:_vocab_size_with_padding",
         ">=0.17": "megatron.core.tokenizers.utils.build_tokenizer:vocab_size_with_padding",
     },
-    id="H3",
+    id="padded-vocabulary",
     when=Moment.LIST,
     why="it pads to a multiple of this stage's size, so stages would disagree about the vocabulary",
     remove_when="the padded vocabulary is computed from all stages",

@@ -1,4 +1,4 @@
-"""H13: the experts of all stages are summed, counted and stored in one way."""
+"""`expert-optimizer`: the experts of all stages are summed, counted and stored in one way."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vtp_plugin.session import Session
 
 @replaces(
     "megatron.core.transformer.moe.moe_layer:MoELayer.__init__",
-    id="H13",
+    id="expert-optimizer",
     when=Moment.LIST,
     why="it gives experts to the dense optimizer where a stage cuts them as the rest, and to one of their own "
     "elsewhere: optimizers would differ between the stages, and a checkpoint of one could not be read by another",

@@ -1,4 +1,4 @@
-"""H11: the router losses that are logged are summed over the stages."""
+"""`router-loss-log`: the router losses that are logged are summed over the stages."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vtp_plugin.session import PlannedRun, Session
         "<0.18": "megatron.core.transformer.moe.moe_utils:reduce_aux_losses_tracker_across_ranks",
         ">=0.18": "megatron.core.transformer.moe.moe_logging:MoEMetricsTracker._sync_metrics",
     },
-    id="H11",
+    id="router-loss-log",
     when=Moment.LIST,
     why="it sums over the pipeline group, which hangs where a rank is in several of them; on CPU, gloo has no averages",
     remove_when="Megatron sums these numbers inside each stage first, then over the model-parallel group",

@@ -1,4 +1,4 @@
-"""P11, CPU only: sizes of the pieces that a dispatcher sends are numbers, not a tensor."""
+"""`all-to-all-sizes`, CPU only: sizes of the pieces that a dispatcher sends are numbers, not a tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vtp_plugin.patches.patch_set import Moment
 
 @replaces(
     "megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
-    id="P11",
+    id="all-to-all-sizes",
     when=Moment.CPU,
     why="it turns tensors of a device into arrays and leaves those of the CPU as they are, which torch's "
     "all_to_all_single does not take as sizes",

@@ -1,4 +1,4 @@
-"""H32: sinkhorn shares out the tokens of a microbatch, not those of one rank."""
+"""`sinkhorn-routing`: sinkhorn shares out the tokens of a microbatch, not those of one rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vtp_plugin.session import Session
 
 @replaces(
     "megatron.core.transformer.moe.router:TopKRouter.sinkhorn_load_balancing",
-    id="H32",
+    id="sinkhorn-routing",
     when=Moment.LIST,
     why="it balances the tokens of a rank, which sequence and context parallelism cut, so stages of other sizes would "
     "send tokens to other experts; quantile balancing gathers the logits for this",

@@ -170,6 +170,12 @@ def case(option: str, test: Test | None = None, attribute: str = "") -> OptionRu
     return OptionRule(option=option, attribute=name, applies=lambda args, _context: is_used(getattr(args, name, None)))
 
 
+def only(option: str, test: Callable[[object, OptionContext], bool], is_used: Test | None = None) -> OptionRule:
+    """Start a row of an option that has an effect only in some runs."""
+    rule = case(option, is_used)
+    return replace(rule, applies=lambda args, context: rule.applies(args, context) and test(args, context))
+
+
 def supported(reason: str, evidence: str, *cases: OptionRule | str) -> tuple[OptionRule, ...]:
     """Make rows for options that work. Here and below, a string stands for ``case(string)``."""
     return _rules(Verdict.SUPPORTED, reason, cases, evidence=evidence)

@@ -1,4 +1,4 @@
-"""H7: start value of the word embedding on the stages that hold a copy of it."""
+"""`embedding-start-value`: start value of the word embedding on the stages that hold a copy of it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from vtp_plugin.util import log
 
 @replaces(
     "megatron.core.models.common.language_module.language_module:LanguageModule.setup_embeddings_and_output_layer",
-    id="H7",
+    id="embedding-start-value",
     when=Moment.STAGES,
     why="without an embedding group Megatron leaves other stages' copies at zero; also the first point where a model "
     "meets its groups, so a configuration made for another stage is refused here, and so are positions that are not "
     "those of the flags",
-    remove_when="with H6",
+    remove_when="with `finalize-model-grads`",
 )
 def _setup(session: Session, host: MegatronHost, original: Callable[[Any], None], chunk: Any) -> None:
     """Run `setup_embeddings_and_output_layer`, then give the other copies of the word embedding the first one's values.
@@ -140,5 +140,5 @@ def _tie_chunks(pipeline: Pipeline, chunk: Any) -> None:
                 "the edge's last model chunk was built before its first one, whose word embedding it shares; build the "
                 "chunks in the order of their numbers, as Megatron's get_model does"
             )
-        # A copy, not the same memory: each chunk has its gradient buffer, and H6 adds up the two gradients.
+        # A copy, not the same memory: each chunk has its gradient buffer, and `finalize-model-grads` adds up the two.
         chunk.shared_embedding_or_output_weight().data = embedding.data.clone()

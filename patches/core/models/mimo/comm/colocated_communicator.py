@@ -1,4 +1,4 @@
-"""B2: the bridge between modules on the same ranks takes any sizes and any spread, where it is asked to."""
+"""`colocated-bridge`: a bridge between modules on the same ranks takes any sizes and any spread, where asked to."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ class _Colocated:
 
 @subclasses(
     "megatron.core.models.mimo.comm.colocated_communicator:ColocatedBridgeCommunicator",
-    id="B2",
+    id="colocated-bridge",
     when=Moment.BRIDGES,
     why="its constructor refuses context parallelism and sizes that do not divide, and its method slices; a subclass "
     "moves any spread to any other",

@@ -1,4 +1,4 @@
-"""B3: images of different sizes cross a bridge whichever module has more replicas."""
+"""`mimo-split-sizes`: images of different sizes cross a bridge whichever module has more replicas."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from vtp_plugin.patches.patch_set import Moment
 
 @replaces(
     "megatron.core.models.mimo.model.base:MimoModel._attach_modality_split_sizes",
-    id="B3",
+    id="mimo-split-sizes",
     when=Moment.BRIDGES,
     why="it asserts that the encoder has no more replicas than the language model where samples have different "
     "numbers of tokens; our bridge sends them along",

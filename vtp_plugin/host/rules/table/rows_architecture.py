@@ -1,0 +1,161 @@
+"""Options of what a model is made of: prediction, attention, other layers; and models other than decoders."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from vtp_plugin.host.rules.context import OptionContext
+from vtp_plugin.host.rules.table.rule import (
+    OptionRule,
+    above,
+    case,
+    given,
+    only,
+    refused,
+    refused_unequal,
+    supported,
+    warned,
+    warned_uniform,
+)
+
+
+def _cannot_store_prediction(args: object, context: OptionContext) -> bool:
+    """Tell whether the chunk with the loss predicts and shares its word embedding with a chunk before it."""
+    return bool(
+        context.num_stages > 1
+        and getattr(args, "mtp_num_layers", None)
+        and not getattr(args, "untie_embeddings_and_output_weights", False)
+        and getattr(args, "pipeline_model_parallel_layout", None) is None
+        and getattr(args, "ckpt_format", "torch_dist") != "torch"
+        and (getattr(args, "save", None) or getattr(args, "load", None))
+    )
+
+
+def _predicts_in_groups(args: object, _context: OptionContext) -> bool:
+    """Tell whether layers of multi-token prediction are to be computed again in groups of more than one."""
+    return bool(
+        getattr(args, "mtp_num_layers", None)
+        and getattr(args, "recompute_granularity", None) == "full"
+        and getattr(args, "recompute_method", None) == "uniform"
+        and (getattr(args, "recompute_num_layers", None) or 1) > 1
+    )
+
+
+def _cuts_heads(_args: object, context: OptionContext) -> bool:
+    """Tell whether some ranks share the heads of a layer."""
+    return max(context.tp_sizes, default=1) > 1
+
+
+def _adds_up_by_heads(args: object, context: OptionContext) -> bool:
+    """Tell whether ranks that share heads sum gradients otherwise than one; with Transformer Engine slices do not."""
+    has_engine = getattr(args, "transformer_impl", None) == "transformer_engine" and context.device != "cpu"
+    return _cuts_heads(args, context) and not (has_engine and getattr(args, "sequence_parallel", False))
+
+
+def _has_layers_without_file(args: object, _context: OptionContext) -> bool:
+    """Tell whether the layers of a model are given by a text alone."""
+    text = getattr(args, "heterogeneous_layers_config_encoded_json", None)
+    return text is not None and getattr(args, "heterogeneous_layers_config_path", None) is None
+
+
+ARCHITECTURE_RULES: tuple[OptionRule, ...] = (
+    *supported(
+        "the plugin copies and sums the word embedding between all stages that hold it, whatever their sizes",
+        "tests/multiproc/test_mtp.py::test_prediction",
+        "--mtp-num-layers",
+        "--mtp-standalone",
+    ),
+    *refused(
+        "Megatron's sharded_state_dict asserts that the last chunk has no output layer, with any sizes, and it has one",
+        replace(
+            case("--save or --load with --mtp-num-layers and a tied embedding", given, "save"),
+            applies=_cannot_store_prediction,
+        ),
+        way_out="add --untie-embeddings-and-output-weights",
+    ),
+    *refused(
+        "from Megatron 0.16 on, a layer of multi-token prediction asserts that groups have one layer, with any sizes",
+        replace(
+            case("--recompute-num-layers above 1 with --recompute-method uniform and --mtp-num-layers", above(1)),
+            applies=_predicts_in_groups,
+        ),
+        way_out="use --recompute-num-layers 1, or --recompute-method block",
+    ),
+    *refused_unequal(
+        "logging its indexer loss sums over the pipeline group, which hangs between stages of different sizes",
+        "--experimental-attention-variant dsa",
+    ),
+    *refused_unequal(
+        "GatedDeltaNet draws and cuts its weights by the tensor-parallel size, and stock ends with 'Experimental GPT "
+        "decoder block spec only supports transformer engine implementation for now' or 'FLA is not installed'",
+        "--experimental-attention-variant gated_delta_net",
+    ),
+    *supported(
+        "heads are cut by each stage's size, and the gradients of what is one for all heads are those of one rank",
+        "tests/multiproc/test_attention.py::test_latent_attention",
+        "--multi-latent-attention",
+    ),
+    *warned_uniform(
+        "Megatron leaves out of the gradient of the keys' positional part what comes from other ranks' heads, and adds "
+        "up that of normed queries, of which each rank has all, so both depend on the tensor-parallel size",
+        "tests/multiproc/test_attention.py::test_latent_attention_of_megatron_depends_on_the_size",
+        "compare with runs of this size only, or with stages of different sizes, which have the gradients of one rank",
+        only("--multi-latent-attention", _adds_up_by_heads),
+    ),
+    *supported(
+        "sinks are cut by heads, drawn as a whole, and counted on every rank",
+        "tests/multiproc/test_attention.py::test_sinks_of_the_softmax",
+        "--softmax-type learnable",
+    ),
+    *warned_uniform(
+        "Megatron draws the same sinks for the heads of all ranks of a stage, and norms, clipping and numbers of zeros "
+        "leave out those of all ranks but one, so they depend on the tensor-parallel size",
+        "tests/multiproc/test_attention.py::test_sinks_of_megatron_depend_on_the_size",
+        "compare with runs of this size only, or with stages of different sizes, which start and count as one rank",
+        only("--softmax-type learnable", _cuts_heads),
+    ),
+    *refused_unequal(
+        "MambaMixer draws and cuts its weights by the tensor-parallel size, and stock ends with 'MambaSSM is not "
+        "installed' or, without Mamba layers, in HybridStack with 'Transformer Engine is not installed'",
+        "--is-hybrid-model",
+        case("--hybrid-layer-pattern", given),
+        case("--hybrid-override-pattern", given),
+    ),
+    *supported(
+        "the mask of a window depends on positions and on the number of the layer",
+        "tests/multiproc/test_attention.py::test_attention",
+        case("--window-size", given),
+        case("--window-attn-skip-freq", given),
+    ),
+    *supported(
+        "the sizes of every layer in the file are checked against all stages",
+        "tests/multiproc/test_options.py::test_layers_of_a_file",
+        case("--heterogeneous-layers-config-path", given),
+    ),
+    *warned(
+        "Megatron compares the sizes of the model with it and ignores those of single layers, so all layers are alike",
+        "tests/multiproc/test_options.py::test_layers_that_are_ignored",
+        "give --heterogeneous-layers-config-path",
+        replace(
+            case(
+                "--heterogeneous-layers-config-encoded-json without a path",
+                attribute="heterogeneous_layers_config_encoded_json",
+            ),
+            applies=_has_layers_without_file,
+        ),
+    ),
+    *refused_unequal(
+        "only decoder models such as GPT have been made to work with stages of different sizes",
+        case("--decoder-num-layers", given),
+        case("--decoder-seq-length", given),
+        "--vision-pretraining",
+        case("--bert-load", given),
+        case("--ict-load", given),
+        case("--biencoder-projection-dim", above(0)),
+        "--tokenizer-type BertWordPieceLowerCase",
+        "--tokenizer-type BertWordPieceCase",
+        "--tokenizer-type MultimodalTokenizer",
+        "--tokenizer-type NullMultimodalTokenizer",
+        way_out="train a decoder model or give every stage the same size",
+    ),
+)
