@@ -26,11 +26,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from vtp_plugin.plan.boundary.check_boundary import require_valid as require_valid_plan
 from vtp_plugin.plan.boundary.channel_spec import ChannelSpec
-from vtp_plugin.plan.boundary.endpoint import Side
+from vtp_plugin.plan.boundary.endpoint import Endpoint
 from vtp_plugin.plan.boundary.boundary_plan import Collective, CollectiveKind, Transfer
 from vtp_plugin.plan.boundary.strategies.leaders import plan_rank0
 from vtp_plugin.plan.boundary.strategies.slices import plan_sliced
-from vtp_plugin.plan.boundary.sharding import Spread, replicated
+from vtp_plugin.plan.boundary.sharding import Sharding, replicated
 from vtp_plugin.errors import VtpError
 from vtp_plugin.plan.layout.channel_id import ChannelId, Direction
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
@@ -47,7 +47,7 @@ from vtp_plugin.plan.schedule.cost.simulator import simulate
 from vtp_plugin.plan.schedule.make.generate import one_f_one_b
 from vtp_plugin.plan.schedule.order.lower import lower
 from vtp_plugin.plan.schedule.order.actions import parse_actions
-from vtp_plugin.plan.schedule.cost.microbatch_route import make_chain
+from vtp_plugin.plan.schedule.cost.microbatch_route import make_route
 from vtp_plugin.plan.schedule.proof.check_schedule import require_valid as require_valid_order
 from vtp_plugin.plan.schedule.make.generate import plain_forward_only
 from vtp_plugin.plan.schedule.order.placement import plain_placement
@@ -60,7 +60,7 @@ deadlocked = replace(order, orders=(parse_actions("0B0 0F0"), order.orders[1]))
 unsent = replace(lowered, orders=(parse_actions("0F0"), lowered.orders[1]))
 plan = plan_sliced(replicated((4,), (0, 1)), replicated((4,), (2, 3)))
 rank0 = plan_rank0(replicated((4,), (0, 1)), replicated((4,), (2, 3)))
-upper, down = Side(ranks_by_cp=((0,),)), Side(ranks_by_cp=((1, 2),))
+upper, down = Endpoint(ranks_by_cp=((0,),)), Endpoint(ranks_by_cp=((1, 2),))
 spec = ChannelSpec(name="boundary 0->1, forward", src=upper, dst=down, strategy="sliced")
 options = {"stage_group": None, "platform": platform, "monitor": None, "timeout_s": 5.0}
 (channel,) = open_channels([spec], **options)
@@ -86,7 +86,7 @@ CASES = {
     "simulation of a deadlock": lambda: simulate(deadlocked, uniform_costs(order.placement)),
     "messages of a deadlock": lambda: lower(deadlocked),
     "costs of another placement": lambda: simulate(order, uniform_costs(plain_placement(3))),
-    "chain of another placement": lambda: make_chain(plain_placement(2), uniform_costs(plain_placement(3))),
+    "route of another placement": lambda: make_route(plain_placement(2), uniform_costs(plain_placement(3))),
     "a plan without a transfer": lambda: require_valid_plan(replace(plan, transfers=plan.transfers[:1])),
     "a plan with a transfer too much": lambda: require_valid_plan(replace(plan, transfers=plan.transfers * 2)),
     "a plan with a wrong link": lambda: require_valid_plan(
@@ -95,8 +95,8 @@ CASES = {
     "a plan without its finish": lambda: require_valid_plan(replace(rank0, finish=Collective())),
     "a finish without ranks": lambda: Collective(kind=CollectiveKind.BROADCAST),
     "two shapes": lambda: plan_sliced(replicated((4,), (0, 1)), replicated((6,), (2, 3))),
-    "a spread with a hole": lambda: Spread(shape=(5,), holdings=replicated((4,), (0, 1)).holdings),
-    "a batch that does not divide": lambda: Side(ranks_by_cp=((0,), (1,)), num_replicas=2).spread(
+    "a sharding with a hole": lambda: Sharding(shape=(5,), holdings=replicated((4,), (0, 1)).holdings),
+    "a batch that does not divide": lambda: Endpoint(ranks_by_cp=((0,), (1,)), num_replicas=2).sharding(
         (4, 3, 1), is_sharded=False
     ),
     "a rank outside the world": lambda: PipelineLayout.from_sizes((1, 2), world_size=3).coord(3),
