@@ -115,12 +115,12 @@ def _with_gain(placement: Placement, costs: Costs) -> Costs:
 def _result(case: Case, mode: str, schedule: Schedule, costs: Costs) -> Result:
     timeline = simulate(schedule, costs)
     placement, num_microbatches = schedule.placement, schedule.num_microbatches
-    chain = make_route(placement, costs)
+    route = make_route(placement, costs)
     return Result(
         case=case,
         mode=mode,
         step=timeline.makespan,
-        bound=lower_bound(chain, num_microbatches, (num_microbatches,) * placement.num_workers),
+        bound=lower_bound(route, num_microbatches, (num_microbatches,) * placement.num_workers),
         utilisation=timeline.busy[0] / timeline.makespan,
         kept=_kept(schedule, costs),
     )

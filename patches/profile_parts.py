@@ -41,7 +41,7 @@ class ProfileRequest:
         micro_batch_sizes: samples.
         seq_lengths: tokens of a sample.
         kinds: ``dense`` and ``experts``, which of them the model has.
-        num_rounds: of which the median counts.
+        num_rounds: number of rounds, of which the median counts.
     """
 
     words: Sequence[str]
@@ -138,7 +138,7 @@ class _Timed:
 
     Args:
         args: its arguments.
-        kind: of its layers.
+        kind: kind of its layers.
         platform: the card.
         has_ends: time the ends of the model, too.
     """

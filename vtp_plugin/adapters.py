@@ -38,9 +38,9 @@ def targets_of_chunks(
     A layer is a module with a weight matrix, such as a linear layer, an embedding or a router.
 
     Args:
-        model_chunks: of this rank.
-        targets: as PEFT's ``target_modules``, the same on all ranks: names, or what names end with behind a dot; or one
-            regular expression that matches whole names.
+        model_chunks: model chunks of this rank.
+        targets: PEFT's ``target_modules``, equal on all ranks: names, or ends of names behind a dot; or one regular
+            expression that matches whole names.
 
     Returns:
         For every chunk those of the names that it holds; of a regular expression itself, or an empty text. A chunk that

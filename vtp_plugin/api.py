@@ -87,9 +87,9 @@ def apply(
 
     Args:
         vtp_size_list: tensor-parallel size of every stage, such as ``[1, 4, 4]``, or ``"auto"``.
-        stages: with ``"auto"``: the fewest and the most pipeline stages of a list that is fitted to the cards that are
-            there, such as ``"2:4"``; refused here: only ``python -m vtp_plugin run`` can fit one. ``None`` makes every
-            node of the launcher one stage.
+        stages: fewest and most pipeline stages of a list that is fitted to the cards that are there, such as ``"2:4"``,
+            with ``vtp_size_list="auto"``; refused here: only ``python -m vtp_plugin run`` can fit a list. ``None``
+            makes every node of the launcher one stage.
         vtp_cp_list: context-parallel size of every stage; ``None`` is Megatron's one size for all. With a list,
             ``initialize_model_parallel(context_parallel_size=...)`` may be left out or be the largest of it.
         vtp_dp_list: data-parallel size of every stage; ``None`` is one size for all, from the number of ranks. If sizes
@@ -100,24 +100,24 @@ def apply(
         dp_mode: ``"multiplex"`` or ``"split"``, see :class:`~vtp_plugin.config.VtpConfig`.
         device: ``"auto"`` asks npu, then cuda, then cpu.
         transport: ``"auto"``, ``"rank0"``, ``"sliced"`` or another, see :class:`~vtp_plugin.config.VtpConfig`.
-        transport_threshold_bytes: with ``"auto"``, tensors of this size and more cross in slices, such as ``"4MiB"``;
-            ``None`` lets the run try both strategies.
+        transport_threshold_bytes: size such as ``"4MiB"`` from which on tensors cross in slices, with the transport
+            ``"auto"``; ``None`` lets the run try both strategies.
         sites: site of every stage, such as ``["edge", "cloud", "cloud"]``; ``None`` is one site.
         timeout_s: a rank that does not answer for this long ends the run on all ranks.
         force: use the plugin's groups and communicator for a uniform list too.
         data_parallel_size: replicas of every stage; only needed by ``"auto"``.
         schedule: ``"stock"`` or ``"planned"``, see :class:`~vtp_plugin.config.VtpConfig`.
         layerwise_disaggregated: U-shaped pipeline: stage 0 holds the first and the last layers; see there.
-        num_layer_list: of a U-shaped pipeline: layers of the edge's first part, of every cloud stage, of the edge's
+        num_layer_list: layers of a U-shaped pipeline: of the edge's first part, of every cloud stage, of the edge's
             last part. Scripts may give them by flag; a model that is built without ``megatron.training`` also has them
             in its ``TransformerConfig``, as ``pipeline_model_parallel_layout``, where Megatron has that field.
-        encoder_layer_list: of a U-shaped pipeline with two rings: layers of the encoder's parts, likewise; its last
-            part is on the edge, in the chunk of the language model's first part.
+        encoder_layer_list: layers of the encoder's parts in a U-shaped pipeline with two rings, in the same order; the
+            last part is on the edge, in the chunk of the language model's first part.
         audit: file that records every message between stages; each rank adds its number to the name.
-        in_flight: of a U or of a planned order: most microbatches in flight, on all stages or on each.
-        costs: of a U-shaped pipeline: what its order is planned for, such as ``"forward_ms=40,80,40 latency_ms=20"``;
-            ``None`` measures it.
-        replan_share: of a U-shaped pipeline: by how much the real and the planned time of a step may differ, see
+        in_flight: most microbatches in flight in a U or a planned order, one number for all stages or one for each.
+        costs: durations and links for which the order of a U-shaped pipeline is planned, such as
+            ``"forward_ms=40,80,40 latency_ms=20"``; ``None`` measures them.
+        replan_share: share by which the real and the planned time of a step of a U-shaped pipeline may differ, see
             :class:`~vtp_plugin.config.VtpConfig`.
         load_newest_valid: load the newest checkpoint that is whole, instead of refusing one that is broken.
         keep_checkpoints: how many of the newest checkpoints stay when one is saved; ``None`` keeps all.

@@ -29,7 +29,7 @@ def known(writes: Writes, group: dist.ProcessGroup, ranks: Sequence[int], like: 
     """Let torch know a group that it did not make, inside a ``with`` block.
 
     Args:
-        writes: of the run.
+        writes: names that the run's patches may write.
         group: that torch did not make.
         ranks: its ranks, in their order.
         like: a group with the same backend.

@@ -71,8 +71,8 @@ class TimedStretch:
     """A timer of Megatron that also tells the recorder what it times, whether Megatron itself does so or not.
 
     Args:
-        timer: of Megatron.
-        cause: of what it times.
+        timer: Megatron's timer.
+        cause: what the timed stretch is, for the recorder.
         recorder: is told.
     """
 

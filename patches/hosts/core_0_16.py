@@ -47,9 +47,9 @@ def _gate(
     Args:
         original: Megatron's function.
         inp: tokens `[S, B, H]`.
-        weight: of the router `[E, H]`.
-        bias: of the router `[E]`, or None.
-        router_dtype: of the product and the result.
+        weight: weight of the router `[E, H]`.
+        bias: bias of the router `[E]`, or None.
+        router_dtype: type of the product and the result.
     """
     if moe_utils.HAVE_TE:
         return original(inp, weight, bias, router_dtype)

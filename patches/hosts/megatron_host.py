@@ -44,12 +44,12 @@ class MegatronHost(ABC):
     """What one family of Megatron versions does in its own way; the patches ask here.
 
     Attributes:
-        name: of the family, as in ``vtp_plugin.host.versions``.
+        name: name of the family, see ``vtp_plugin.host.versions``.
         version: that records and rules are chosen for.
         needs_device_first: `initialize_megatron` looks for CUDA before it reads the command line.
         sums_whole_experts: a local linear layer of an expert that nobody cuts sums over the ranks of its stage.
-        stores_states_by_replica: on a stage with an EP above 1, random states are stored for every replica, in a grid
-            of another form than elsewhere.
+        stores_states_by_replica: whether random states are stored for every replica on a stage with an EP above 1, in a
+            grid of another form than elsewhere.
         stores_padding: what is stored by bucket includes what makes its length a multiple of the replicas.
         for_any_list: how to save the distributed optimizer so that any list loads it.
         mindspeed: what has patched this Megatron before us; None without MindSpeed.
@@ -94,7 +94,7 @@ class MegatronHost(ABC):
         """Say what of some rows this version does not do, one line for each.
 
         Args:
-            rules: as of ``vtp_plugin.host.rules.table.versions``.
+            rules: rows of ``vtp_plugin.host.rules.table.versions``.
             options: what has their attributes.
             context: the stages; None before there are any.
         """
@@ -130,8 +130,8 @@ class MegatronHost(ABC):
 
         Args:
             chunk: number of the model chunk on this rank.
-            args: of the call.
-            kwargs: of the call.
+            args: positional arguments of the call.
+            kwargs: keyword arguments of the call.
         """
 
     @abstractmethod
@@ -150,8 +150,8 @@ class MegatronHost(ABC):
 
         Args:
             args: Megatron's; where they can hold the layers, they do from then on.
-            layers: of the edge's first part, of every cloud stage, of the edge's last part.
-            num_rings: how often a microbatch passes the cloud; the layers are those of the last ring.
+            layers: number of layers of the edge's first part, of every cloud stage, of the edge's last part.
+            num_rings: number of times that a microbatch passes the cloud; the layers are those of the last ring.
         """
 
     @abstractmethod
@@ -159,9 +159,10 @@ class MegatronHost(ABC):
         """Put together what a model says of the layers of a U-shaped pipeline, for ``LAYER_RULES``.
 
         Args:
-            layers: as for :meth:`written_layers`; None where the plugin was not told.
-            config: of the model.
-            num_rings: as for :meth:`written_layers`.
+            layers: number of layers of the edge's first part, of every cloud stage, of the edge's last part; None if
+                the plugin was not told.
+            config: Megatron's configuration of the model.
+            num_rings: number of times that a microbatch passes the cloud; the layers are those of the last ring.
         """
 
     @abstractmethod
@@ -182,7 +183,7 @@ class MegatronHost(ABC):
             chunk: number of the model chunk on this rank.
             num_chunks: how many there are.
             is_last_stage: the chunk computes the loss.
-            is_first_microbatch: as Megatron's function takes it.
+            is_first_microbatch: argument of Megatron's function.
             options: its other arguments, which are the same in all families.
 
         Returns:
@@ -234,7 +235,7 @@ class MegatronHost(ABC):
         """Let `initialize_model_parallel` see a world of this size.
 
         Args:
-            options: of the call; may be changed.
+            options: keyword arguments of the call; may be changed.
             world_size: that it counts its groups with.
             put_torch: assigns to the name ``torch`` in Megatron's ``parallel_state``, inside a ``with`` block.
         """

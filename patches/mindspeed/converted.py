@@ -24,7 +24,7 @@ def problems_of_converted(load: str | None, layout: PipelineLayout, *, is_u_shap
     """Say why converted weights cannot be loaded by these stages.
 
     Args:
-        load: as in ``--load``.
+        load: path of the checkpoint, the value of ``--load``.
         layout: who is where.
         is_u_shaped: the run is.
     """

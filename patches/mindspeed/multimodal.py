@@ -49,7 +49,7 @@ def read_model(args: argparse.Namespace, *, is_u_shaped: bool) -> None:
     """Add to the arguments what the JSON of the model says, and take over its switch of a U.
 
     Args:
-        args: as parsed.
+        args: parsed arguments.
         is_u_shaped: ``apply()`` was asked for a U.
 
     Raises:
@@ -176,10 +176,10 @@ def positions(args: argparse.Namespace) -> Companion:
     """Say how the positions of a microbatch's tokens cross, and which of them are padding.
 
     Args:
-        args: of the run.
+        args: arguments of the run.
     """
     return Companion(
-        cargo=MessageKind.POSITIONS,
+        kind=MessageKind.POSITIONS,
         shape=(args.seq_length, args.micro_batch_size, 4),
         read=functools.partial(_read, args),
         give=_batch,

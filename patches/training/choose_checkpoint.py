@@ -65,7 +65,7 @@ def own_file(session: Session, load_dir: str | None, args: Any, *, is_of_rank_0:
 
     Args:
         session: the applied plugin.
-        load_dir: as in ``--load``.
+        load_dir: folder of checkpoints, the value of ``--load``.
         args: Megatron's arguments.
         is_of_rank_0: whether it reads the file of rank 0.
     """
@@ -85,7 +85,7 @@ def require_plain_files(session: Session, load_dir: str, args: Any, own: Path | 
 
     Args:
         session: the applied plugin.
-        load_dir: as in ``--load``.
+        load_dir: folder of checkpoints, the value of ``--load``.
         args: Megatron's arguments.
         own: its file of the old format; None for another one.
 
@@ -163,7 +163,7 @@ def _agreed(session: Session, problem: str | None) -> str:
     if session.ranks.store is None:
         return problem or ""
     first: Callable[[Sequence[dict[str, Any]]], str] = lambda found: next((key for each in found for key in each), "")  # noqa: E731
-    own = {} if problem is None else {session.ranks.disclosure.describe(ConfigError(problem)): {}}
+    own = {} if problem is None else {session.ranks.redaction.describe(ConfigError(problem)): {}}
     return one_line(session.ranks.share_reports(own, first))
 
 

@@ -55,9 +55,9 @@ def require_padding(session: Session, host: MegatronHost, load_dir: str | None, 
     """Say that a checkpoint has another padded vocabulary, which Megatron fits by leaving out words, or adding some.
 
     Args:
-        session: of this run; it knows whether the optimizer is read by us.
+        session: session of this run; it knows whether the plugin reads the optimizer itself.
         host: the family of the Megatron that runs.
-        load_dir: of the checkpoint.
+        load_dir: folder of the checkpoint.
         args: Megatron's.
         stored: those of the run that wrote it.
 

@@ -195,7 +195,7 @@ def _log_on_site(session: Session, options: Any, iteration: int, *, is_first: bo
     """Print number and time of an iteration on a site that would see nothing.
 
     Args:
-        session: of this rank.
+        session: session of this rank.
         options: Megatron's arguments.
         iteration: number of the iteration.
         is_first: Megatron logs the first iteration of a run by itself.

@@ -171,7 +171,7 @@ def test_a_u_equals_the_oracle(
     assert_equal(numbers(output), oracle(*(word for word in extra if word in OF_THE_ORACLE), dp=dp))
     records = [json.loads(line) for file in tmp_path.glob("audit.*") for line in file.read_text().splitlines()]
     crossed = {(record["cargo"], record["dtype"]) for record in records if "cargo" in record}
-    floats = {(cargo, "float32") for cargo in ("activation", "gradient", "warm-up")}
+    floats = {(kind, "float32") for kind in ("activation", "gradient", "warm-up")}
     assert crossed == {*floats, ("positions", "int32")}, crossed
 
 

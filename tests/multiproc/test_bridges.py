@@ -96,8 +96,8 @@ def test_headers_cross_before_activations_whose_shape_is_not_known_and_never_bef
         lines = [[json.loads(line) for line in text.splitlines()] for text in texts]
         sent = [[line["cargo"] for line in rank if line.get("way") == "sent" and "total" not in line] for rank in lines]
         # Each of two replicas sends every header to both ranks, and gets no gradient with one.
-        assert [cargo.count("bridge header") for cargo in sent] == ([0] * 4 if is_fixed else [6, 6, 0, 0])
-        assert [cargo.count("gradient") > 0 for cargo in sent] == [False, False, True, True]
+        assert [kind.count("bridge header") for kind in sent] == ([0] * 4 if is_fixed else [6, 6, 0, 0])
+        assert [kind.count("gradient") > 0 for kind in sent] == [False, False, True, True]
 
 
 def test_it_has_what_megatrons_bridge_has(pool: Pool) -> None:
@@ -159,7 +159,7 @@ def test_in_place_with_fixed_shapes_only_the_first_call_compares(pool: Pool, tmp
     assert [problem for rank in problems for problem in rank] == []
     lines = [json.loads(line) for file in tmp_path.iterdir() for line in file.read_text().splitlines()]
     sent = [line["cargo"] for line in lines if line.get("way") == "sent" and "total" not in line]
-    assert {cargo: sent.count(cargo) for cargo in sent} == {"bridge header": 12, "activation": 36, "gradient": 36}
+    assert {kind: sent.count(kind) for kind in sent} == {"bridge header": 12, "activation": 36, "gradient": 36}
 
 
 def test_in_place_with_sizes_that_do_not_divide(pool: Pool) -> None:

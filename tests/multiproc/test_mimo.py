@@ -325,7 +325,7 @@ def test_nothing_comes_back_to_a_frozen_encoder(mimo_runs: MimoRuns, tmp_path: P
         assert_trains_alike(mimo_runs.run(case), mimo_runs.oracle(case))
         found = [file.read_text() for file in tmp_path.iterdir() if file.name.startswith(str(is_frozen))]
         assert len(found) == case.world_size
-        messages[is_frozen] = {cargo: sum(text.count(cargo) for text in found) for cargo in ("activation", "gradient")}
+        messages[is_frozen] = {kind: sum(text.count(kind) for text in found) for kind in ("activation", "gradient")}
     assert messages[True]["gradient"] == 0 < messages[False]["gradient"], messages
     assert messages[True]["activation"] == messages[False]["activation"] > 0
 

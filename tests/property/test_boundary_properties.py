@@ -65,7 +65,9 @@ class Exchange:
         """Whether every rank has all of the tensor, or one piece that no other rank has."""
         both = (self.src, self.src_sharded), (self.dst, self.dst_sharded)
         # Under context parallelism a rank has two chunks, or with slices of an even number one part of one of them.
-        return all(len(side.ranks_by_cp) == 1 or (cut and len(side.ranks_by_cp[0]) % 2 == 0) for side, cut in both)
+        return all(
+            len(endpoint.ranks_by_cp) == 1 or (cut and len(endpoint.ranks_by_cp[0]) % 2 == 0) for endpoint, cut in both
+        )
 
 
 def stage(tp: int, cp: int, first_rank: int) -> Endpoint:
@@ -114,7 +116,7 @@ def grouped(draw: st.DrawFn, shape: Shape, ranks: tuple[int, ...]) -> Sharding:
 
 
 @st.composite
-def spreads(draw: st.DrawFn, shape: Shape, first_rank: int) -> Sharding:
+def shardings(draw: st.DrawFn, shape: Shape, first_rank: int) -> Sharding:
     """Replicated, sharded or grouped over 1 to 16 ranks in any order."""
     ranks = tuple(first_rank + rank for rank in draw(st.permutations(range(draw(st.integers(1, 16))))))
     match draw(st.sampled_from(["replicated", "sharded", "grouped"])):
@@ -139,7 +141,7 @@ def plans(draw: st.DrawFn) -> BoundaryPlan:
         exchange = draw(exchanges())
         return exchange.plan(draw(st.sampled_from(["rank0", "sliced"])) if exchange.is_for_rank0 else "sliced")
     shape = draw(shapes())
-    src, dst = draw(spreads(shape, 0)), draw(spreads(shape, DOWNSTREAM))
+    src, dst = draw(shardings(shape, 0)), draw(shardings(shape, DOWNSTREAM))
     return plan_sliced(src, dst)
 
 
@@ -259,10 +261,10 @@ def delivers(plan: BoundaryPlan) -> bool:
     return True
 
 
-def fair_elements(spread: Sharding, rank: int) -> int:
+def fair_elements(sharding: Sharding, rank: int) -> int:
     """Count the elements of the even cut that falls to a rank among those that hold the same."""
-    boxes = spread.boxes_of(rank)
-    group = [holding.rank for holding in spread.holdings if holding.boxes == boxes]
+    boxes = sharding.boxes_of(rank)
+    group = [holding.rank for holding in sharding.holdings if holding.boxes == boxes]
     length, width = num_rows(boxes), math.prod(stop - start for start, stop in boxes[0][1:]) if boxes else 0
     index = group.index(rank)
     return (-(-length * (index + 1) // len(group)) + (-length * index // len(group))) * width
@@ -274,10 +276,10 @@ def keeps_promise(plan: BoundaryPlan) -> bool:
     if plan.strategy == "rank0":
         return links == Counter([(plan.src.ranks[0], plan.dst.ranks[0])])
     is_paired = [holding.boxes for holding in plan.src.holdings] == [holding.boxes for holding in plan.dst.holdings]
-    for spread, transfers_of in ((plan.src, plan.sends_of), (plan.dst, plan.receives_of)):
-        for holding in spread.holdings:
+    for sharding, transfers_of in ((plan.src, plan.sends_of), (plan.dst, plan.receives_of)):
+        for holding in sharding.holdings:
             held = sum(math.prod(stop - start for start, stop in box) for box in holding.boxes)
-            share = held if is_paired else fair_elements(spread, holding.rank)
+            share = held if is_paired else fair_elements(sharding, holding.rank)
             if sum(transfer.num_elements for transfer in transfers_of(holding.rank)) > share:
                 return False
     return max(links.values(), default=0) <= 1
@@ -344,8 +346,8 @@ def test_rank0_sends_the_whole_tensor_over_one_link_or_refuses(exchange: Exchang
 # --- sliced ----------------------------------------------------------------------------------------
 
 
-def held_rows(side: Endpoint, length: int) -> int:
-    return length // len(side.ranks_by_cp)
+def held_rows(endpoint: Endpoint, length: int) -> int:
+    return length // len(endpoint.ranks_by_cp)
 
 
 @SETTINGS
@@ -355,8 +357,8 @@ def test_sliced_gives_every_link_at_most_its_share(exchange: Exchange) -> None:
     width = math.prod(exchange.shape[1:])
     is_paired = [h.boxes for h in plan.src.holdings] == [h.boxes for h in plan.dst.holdings]
     assume(not is_paired)
-    for side, elements in ((exchange.src, egress_bytes(plan, 1)), (exchange.dst, ingress_bytes(plan, 1))):
-        most = math.ceil(held_rows(side, exchange.shape[0]) / len(side.ranks_by_cp[0]))
+    for endpoint, elements in ((exchange.src, egress_bytes(plan, 1)), (exchange.dst, ingress_bytes(plan, 1))):
+        most = math.ceil(held_rows(endpoint, exchange.shape[0]) / len(endpoint.ranks_by_cp[0]))
         assert max(elements.values()) <= most * width
         assert sum(elements.values()) == math.prod(exchange.shape)
     assert max(Counter((t.src, t.dst) for t in plan.transfers).values()) == 1
@@ -413,7 +415,7 @@ def test_every_plan_keeps_to_the_links_of_the_probe(exchange: Exchange) -> None:
 @SETTINGS
 @given(st.data())
 def test_sliced_between_equal_sides_joins_rank_to_rank(data: st.DataObject) -> None:
-    src = data.draw(spreads(data.draw(shapes()), 0))
+    src = data.draw(shardings(data.draw(shapes()), 0))
     moved = tuple(dataclasses.replace(holding, rank=holding.rank + DOWNSTREAM) for holding in src.holdings)
     plan = plan_sliced(src, Sharding(shape=src.shape, holdings=moved))
     assert [(t.src, t.dst) for t in plan.transfers] == [(h.rank, h.rank + DOWNSTREAM) for h in src.holdings if h.boxes]
@@ -468,28 +470,28 @@ def test_side_spreads_exactly_the_sequences_that_divide(
 ) -> None:
     step = legal_step(tp, cp, is_sharded=is_sharded)
     length = data.draw(st.integers(1, 3).map(lambda number: number * step) | st.integers(1, 200))
-    side = stage(tp, cp, 0)
+    endpoint = stage(tp, cp, 0)
     if not is_legal(length, tp, cp, is_sharded=is_sharded):
         with pytest.raises(
             ConfigError, match=f"sequence length {length} cannot be cut .*: use a multiple of"
         ) as caught:
-            side.spread((length, width), is_sharded=is_sharded)
+            endpoint.sharding((length, width), is_sharded=is_sharded)
         way_out = int(str(caught.value).split()[-1])
-        assert side.spread((way_out, width), is_sharded=is_sharded)
+        assert endpoint.sharding((way_out, width), is_sharded=is_sharded)
         return
-    spread = side.spread((length, width), is_sharded=is_sharded)
+    sharding = endpoint.sharding((length, width), is_sharded=is_sharded)
     # Restated: chunk i and its counterpart from the back for context-parallel rank i, then even slices of both.
     rows = np.arange(length)
-    for cp_rank, ranks in enumerate(side.ranks_by_cp):
+    for cp_rank, ranks in enumerate(endpoint.ranks_by_cp):
         chunks = rows.reshape(2 * cp, -1)[[cp_rank, 2 * cp - 1 - cp_rank]] if cp > 1 else rows
         slices = np.split(chunks.ravel(), tp) if is_sharded else [chunks.ravel()] * tp
         for rank, expected in zip(ranks, slices, strict=True):
-            holding = LocalBoxes(rank=rank, boxes=spread.boxes_of(rank))
+            holding = LocalBoxes(rank=rank, boxes=sharding.boxes_of(rank))
             np.testing.assert_array_equal(
                 own_part(rows[:, None], dataclasses.replace(holding, boxes=columns(holding))), expected[:, None]
             )
             # What a rank has, times the number of parts, is the whole: headers carry one and are read as the other.
-            parts = side.num_parts(is_sharded=is_sharded)
+            parts = endpoint.num_parts(is_sharded=is_sharded)
             assert holding.local_shape == (length // parts, width) and length % parts == 0
 
 
@@ -637,9 +639,9 @@ def test_subtract_intersect_and_overlaps_agree_with_sets(data: st.DataObject) ->
 @given(st.data())
 def test_rows_and_slices_find_what_lies_in_memory(data: st.DataObject) -> None:
     shape = data.draw(shapes())
-    spread = data.draw(grouped(shape, tuple(range(data.draw(st.integers(1, 6))))))
+    sharding = data.draw(grouped(shape, tuple(range(data.draw(st.integers(1, 6))))))
     tensor = np.arange(math.prod(shape)).reshape(shape)
-    for holding in spread.holdings:
+    for holding in sharding.holdings:
         memory = own_part(tensor, holding)
         assert memory.shape == holding.local_shape
         start, stop = sorted(data.draw(st.integers(0, len(memory))) for _ in range(2))
@@ -655,13 +657,13 @@ def test_rows_and_slices_find_what_lies_in_memory(data: st.DataObject) -> None:
 @SETTINGS
 @given(st.data())
 def test_divided_gives_every_element_one_holder(data: st.DataObject) -> None:
-    spread = data.draw(spreads(data.draw(shapes()), 0))
-    divided = spread.divided()
+    sharding = data.draw(shardings(data.draw(shapes()), 0))
+    divided = sharding.divided()
     held = elements([box for holding in divided.holdings for box in holding.boxes])
-    assert held == elements([whole_box(spread.shape)])
-    for group in spread.copies:
+    assert held == elements([whole_box(sharding.shape)])
+    for group in sharding.copies:
         assert elements([box for rank in group for box in divided.boxes_of(rank)]) == elements(
-            spread.boxes_of(group[0])
+            sharding.boxes_of(group[0])
         )
         sizes = [num_rows(divided.boxes_of(rank)) for rank in group]
         assert max(sizes) - min(sizes) <= 1

@@ -83,8 +83,8 @@ def as_planned(tensor: np.ndarray) -> np.ndarray:
 def carry_out(plan: BoundaryPlan, tensors: Arrays, widths: list[int]) -> Arrays:
     """Do what a plan says with real arrays. What nobody wrote stays a number that no tensor has."""
 
-    def where(rank: int, spread: Sharding, box: tuple[tuple[int, int], ...]) -> tuple[slice, ...]:
-        return local_slices(box, LocalBoxes(rank=rank, boxes=spread.boxes_of(rank)), widths)
+    def where(rank: int, sharding: Sharding, box: tuple[tuple[int, int], ...]) -> tuple[slice, ...]:
+        return local_slices(box, LocalBoxes(rank=rank, boxes=sharding.boxes_of(rank)), widths)
 
     memory = {rank: as_planned(tensor) for rank, tensor in tensors.items()}
     sent = memory
@@ -191,7 +191,7 @@ def test_grids_with_stages_send_from_the_last_one_to_the_first_and_back(
 def test_in_place_moves_only_what_a_rank_does_not_hold(exchange: tuple[Sizes, Sizes, list[np.ndarray]]) -> None:
     src, dst, units = exchange
     spec = BridgeSpec.between("a -> b", src.end(0), dst.end(0), num_dims=units[0].ndim)
-    plan = plan_in_place(*spec.spreads(shape_of(units)))
+    plan = plan_in_place(*spec.shardings(shape_of(units)))
     assert check(plan) == ()
     widths = [unit.shape[1 if unit.ndim == 3 else 0] for unit in units]
     assert_same(carry_out(plan, bridges.cut(units, src, 0), widths), bridges.cut(units, dst, 0))
@@ -226,10 +226,10 @@ def test_in_place_gradients_are_the_adjoint_for_every_pair_of_grids(num_ranks: i
         units = [random.integers(-99, 99, (num_rows, 1, 2)) for _ in range(math.lcm(src.dp, dst.dp))]
         grads = bridges.cotangents(units, dst, 0, lambda shape: random.integers(-99, 99, shape))
         spec = BridgeSpec.between("a -> b", src.end(0), dst.end(0), num_dims=3)
-        spreads, widths = spec.spreads(shape_of(units)), [1] * len(units)
-        forwarded = carry_out(plan_in_place(*spreads), bridges.cut(units, src, 0), widths)
+        shardings, widths = spec.shardings(shape_of(units)), [1] * len(units)
+        forwarded = carry_out(plan_in_place(*shardings), bridges.cut(units, src, 0), widths)
         assert_same(forwarded, bridges.cut(units, dst, 0))
-        plans = plans_of_gradient(*spreads, spec.dst_end.summands)
+        plans = plans_of_gradient(*shardings, spec.dst_end.summands)
         parts = [carry_out(plan, grads, widths) for plan in plans]
         got = {rank: sum(part[rank] for part in parts) for rank in grads}
         wanted = bridges.gradient(units, dst, 0, grads)

@@ -80,16 +80,16 @@ class Draw:
 
     def orders(self, placement: Placement) -> Schedule:
         """Order greedily by random rankings, forward or backward in time."""
-        chain = make_route(placement, self.costs)
-        ranking = [self.rng.sample(chain.legs(stage), len(chain.legs(stage))) for stage in range(chain.num_stages)]
+        route = make_route(placement, self.costs)
+        ranking = [self.rng.sample(route.legs(stage), len(route.legs(stage))) for stage in range(route.num_stages)]
         if is_reversed := self.rng.random() < 0.5:
-            chain = chain.reversed()
-            limits = [self.limits[mirror] for mirror in chain.mirrors]
-            last = chain.num_legs - 1
-            orders = dispatch(chain, self.num_microbatches, [[last - q for q in row] for row in ranking], limits)
-            orders = mirrored(chain, orders)
+            route = route.reversed()
+            limits = [self.limits[mirror] for mirror in route.mirrors]
+            last = route.num_legs - 1
+            orders = dispatch(route, self.num_microbatches, [[last - q for q in row] for row in ranking], limits)
+            orders = mirrored(route, orders)
         else:
-            orders = dispatch(chain, self.num_microbatches, ranking, self.limits)
+            orders = dispatch(route, self.num_microbatches, ranking, self.limits)
         return Schedule(
             name=f"random{' reversed' * is_reversed}",
             placement=self.placement,
@@ -149,9 +149,9 @@ def test_planned_orders_of_a_u_keep_joint_computes_apart(seeds: range) -> None:
         assert check(plan.schedule, limits=draw.limits) == ()
         lowered = lower(plan.schedule)
         assert check(lowered) == () and runs_to_its_end(lowered, seed)
-        chain = make_route(draw.placement, draw.costs, forward_only=seed % 3 == 0)
+        route = make_route(draw.placement, draw.costs, forward_only=seed % 3 == 0)
         assert simulate(plan.schedule, draw.costs).makespan == plan.makespan
-        assert plan.makespan >= lower_bound(chain, draw.num_microbatches, draw.limits) == plan.lower_bound
+        assert plan.makespan >= lower_bound(route, draw.num_microbatches, draw.limits) == plan.lower_bound
 
 
 @pytest.mark.parametrize("seeds", [range(300), pytest.param(range(300, 3000), marks=pytest.mark.full)], ids=len)
@@ -188,7 +188,7 @@ def test_times_of_joint_computes_by_hand() -> None:
     assert [(str(s.action), s.start) for s in timeline.spans[1]] == [("1F0", 4.5), ("1B0", 5.5)]
     assert [(str(s.action), s.start) for s in timeline.spans[2]] == [("1F1", 4.5), ("1B1", 5.5)]
     assert timeline.makespan == 10.5 + 0.5 + 3 + 3
-    chain = make_route(placement, costs)
+    route = make_route(placement, costs)
     orders = ((0, 0, 3, 3), (1, 2), (1, 2))
-    assert makespan(chain, 2, orders) == timeline.makespan and in_flight(chain, orders) == (2, 1, 1)
-    assert makespan(chain, 2, ((0, 3, 0, 3), (1, 2), (1, 2))) is None, "the second forward comes too late"
+    assert makespan(route, 2, orders) == timeline.makespan and in_flight(route, orders) == (2, 1, 1)
+    assert makespan(route, 2, ((0, 3, 0, 3), (1, 2), (1, 2))) is None, "the second forward comes too late"

@@ -290,8 +290,8 @@ def test_u_shape_keeps_its_promises(case: UCase, forward_only: bool) -> None:
     assert plan.makespan == oracle.makespan(plan.schedule, costs)
     assert plan.in_flight == oracle.peaks(plan.schedule)
     assert all(peak <= limit for peak, limit in zip(plan.in_flight, limits, strict=True))
-    chain = make_route(placement, costs, forward_only=forward_only)
-    assert plan.lower_bound == lower_bound(chain, num_microbatches, limits) <= plan.makespan
+    route = make_route(placement, costs, forward_only=forward_only)
+    assert plan.lower_bound == lower_bound(route, num_microbatches, limits) <= plan.makespan
     assert plan_of(case, forward_only=forward_only) == plan
     if num_rings(placement) > 1:
         assert plan.reference_makespan is None
@@ -336,8 +336,8 @@ def test_lower_bound_is_below_every_order(data: st.DataObject) -> None:
         forward_only=forward_only,
         seed=data.draw(st.integers(0, 10**6)),
     )
-    chain = make_route(placement, costs, forward_only=forward_only)
-    bound = lower_bound(chain, schedule.num_microbatches, oracle.peaks(schedule))
+    route = make_route(placement, costs, forward_only=forward_only)
+    bound = lower_bound(route, schedule.num_microbatches, oracle.peaks(schedule))
     assert bound <= oracle.makespan(schedule, costs)
 
 

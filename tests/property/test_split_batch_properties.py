@@ -25,15 +25,15 @@ from vtp_plugin.plan.boundary.strategies.known_strategies import STRATEGIES
 @st.composite
 def split_exchanges(draw: st.DrawFn) -> Exchange:
     """Sides of 1 to 4 replicas, each with its own sizes, and a batch that divides for both."""
-    sides: list[tuple[Endpoint, bool]] = []
+    endpoints: list[tuple[Endpoint, bool]] = []
     steps: list[int] = []
     for first in (0, DOWNSTREAM):
         tp, cp, is_sharded = draw(st.integers(1, 6)), draw(st.sampled_from([1, 1, 2])), draw(st.booleans())
         num_replicas = draw(st.integers(1, 4))
         rows = stage(tp, cp * num_replicas, first).ranks_by_cp
-        sides.append((Endpoint(ranks_by_cp=rows, num_replicas=num_replicas), is_sharded))
+        endpoints.append((Endpoint(ranks_by_cp=rows, num_replicas=num_replicas), is_sharded))
         steps.append(legal_step(tp, cp, is_sharded=is_sharded))
-    (src, src_sharded), (dst, dst_sharded) = sides
+    (src, src_sharded), (dst, dst_sharded) = endpoints
     batch = math.lcm(src.num_replicas, dst.num_replicas) * draw(st.integers(1, 2))
     return Exchange(
         src=src,
@@ -48,7 +48,7 @@ def joined_leaders(exchange: Exchange) -> list[tuple[int, int]]:
     """Pair the leaders of the replicas that have samples in common, restated with fractions of the batch."""
     a, b = exchange.src.num_replicas, exchange.dst.num_replicas
     pairs = [(i, j) for j in range(b) for i in range(a) if i * b < (j + 1) * a and j * a < (i + 1) * b]
-    leaders = [side.ranks_by_cp[:: side.cp] for side in (exchange.src, exchange.dst)]
+    leaders = [endpoint.ranks_by_cp[:: endpoint.cp] for endpoint in (exchange.src, exchange.dst)]
     return [(leaders[0][i][0], leaders[1][j][0]) for i, j in pairs]
 
 
@@ -80,29 +80,29 @@ def test_leaders_carry_what_two_replicas_have_in_common(exchange: Exchange) -> N
     assert sum(t.num_elements for t in plan.transfers) == math.prod(exchange.shape)
     # What several ranks of a replica do together stays inside it.
     groups = [(plan.start.groups, exchange.src), (plan.finish.groups, exchange.dst)]
-    assert all(set(found) <= set(side.ranks_by_cp) for found, side in groups)
+    assert all(set(found) <= set(endpoint.ranks_by_cp) for found, endpoint in groups)
 
 
 @SETTINGS
 @given(split_exchanges())
 def test_slices_give_every_rank_at_most_its_share(exchange: Exchange) -> None:
     plan = plan_of(exchange, "sliced")
-    for side, elements in ((exchange.src, egress_bytes(plan, 1)), (exchange.dst, ingress_bytes(plan, 1))):
+    for endpoint, elements in ((exchange.src, egress_bytes(plan, 1)), (exchange.dst, ingress_bytes(plan, 1))):
         length, batch, width = exchange.shape
-        tp = len(side.ranks_by_cp[0])
+        tp = len(endpoint.ranks_by_cp[0])
         is_paired = [h.boxes for h in plan.src.holdings] == [h.boxes for h in plan.dst.holdings]
-        rows = length // side.cp if is_paired else -(-length // side.cp // tp)
-        assert max(elements.values()) <= rows * (batch // side.num_replicas) * width
+        rows = length // endpoint.cp if is_paired else -(-length // endpoint.cp // tp)
+        assert max(elements.values()) <= rows * (batch // endpoint.num_replicas) * width
 
 
 @SETTINGS
 @given(split_exchanges())
 def test_local_shape_is_what_a_rank_holds(exchange: Exchange) -> None:
-    for side, is_sharded in ((exchange.src, exchange.src_sharded), (exchange.dst, exchange.dst_sharded)):
-        spread = side.spread(exchange.shape, is_sharded=is_sharded)
-        local = side.local_shape(exchange.shape, is_sharded=is_sharded)
-        assert {holding.local_shape for holding in spread.holdings} == {local}
-        assert side.whole_shape(local, is_sharded=is_sharded) == exchange.shape
+    for endpoint, is_sharded in ((exchange.src, exchange.src_sharded), (exchange.dst, exchange.dst_sharded)):
+        sharding = endpoint.sharding(exchange.shape, is_sharded=is_sharded)
+        local = endpoint.local_shape(exchange.shape, is_sharded=is_sharded)
+        assert {holding.local_shape for holding in sharding.holdings} == {local}
+        assert endpoint.whole_shape(local, is_sharded=is_sharded) == exchange.shape
 
 
 @SETTINGS

@@ -13,9 +13,9 @@ def reversed_plan(plan: BoundaryPlan) -> BoundaryPlan:
     return STRATEGIES[plan.strategy].plan(plan.dst, plan.src)
 
 
-def is_replicated(spread: Sharding) -> bool:
+def is_replicated(sharding: Sharding) -> bool:
     """Whether every rank holds the whole tensor in one box; true for any spread over a single rank."""
-    return all(holding.boxes == (whole_box(spread.shape),) for holding in spread.holdings)
+    return all(holding.boxes == (whole_box(sharding.shape),) for holding in sharding.holdings)
 
 
 def link_bytes(plan: BoundaryPlan, itemsize_bytes: int) -> dict[tuple[int, int], int]:

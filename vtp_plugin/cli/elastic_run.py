@@ -70,8 +70,8 @@ def fit_run(words: Sequence[str]) -> tuple[list[str], Membership]:
         sys.exit(seat.wait_outside(own))
     name_start(words, os.environ[LOCK_VARIABLE], os.environ)
     # A flag that the fitted list gives, too, is not given twice.
-    given = [word for word in seat.words if word.startswith("--") and word != "--vtp-force"]
-    return [words[0], *without(words[1:], (*_OF_A_FIT, *given)), *seat.words, *_state_words(words)], seat
+    given = [word for word in seat.argv if word.startswith("--") and word != "--vtp-force"]
+    return [words[0], *without(words[1:], (*_OF_A_FIT, *given)), *seat.argv, *_state_words(words)], seat
 
 
 def _make_judge(args: argparse.Namespace, config: VtpConfig) -> Coordinator:
@@ -84,14 +84,14 @@ def _make_judge(args: argparse.Namespace, config: VtpConfig) -> Coordinator:
 
     folder = os.environ.get(RUN_FOLDER_VARIABLE)
     return Coordinator(
-        make_ask=make_ask,
-        make_words=make_words,
+        make_constraints=make_ask,
+        make_argv=make_words,
         folder=Path(folder) if folder else None,
         forgives=bool(args.vtp_forgive),
         on_loss=args.vtp_on_loss or "",
         environment=os.environ,
         timeout_s=config.timeout_s,
-        disclosure=_disclosure(args, config),
+        redaction=_disclosure(args, config),
     )
 
 

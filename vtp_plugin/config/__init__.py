@@ -5,7 +5,7 @@ its keyword, its help, how its value is read, and whether ranks may differ in it
 
 Words:
     flag: a word of the command line, as a field of the configuration declares it (``Flag``).
-    compared: whether all ranks must have one value of a field (``Compared``).
+    compared: whether all ranks must have one value of a field (``ComparisonRule``).
 """
 
 from __future__ import annotations

@@ -14,11 +14,11 @@ def declare(
     """Declare a field, with what :func:`~vtp_plugin.config.flags_of_fields` cannot take from its name and type.
 
     Args:
-        group: of its flag, in ``--help``.
+        group: group of its flag in ``--help``.
         compared: whether all ranks must have one value.
-        default: of the field and of the keyword.
+        default: default value of the field and of the keyword.
         help: what the option does.
-        metavar: stands for its value in ``--help``; None for a switch or a list of choices.
+        metavar: placeholder of its value in ``--help``; None for a switch or a list of choices.
         flag: other attributes of :class:`~vtp_plugin.config.flag.Flag`.
     """
     return dataclasses.field(

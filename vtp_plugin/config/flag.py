@@ -24,12 +24,14 @@ class ComparisonRule:
     """Whether all ranks of a run must have one value of an option; :func:`same`, :func:`given` and :func:`own` make it.
 
     Attributes:
-        name: what it is called where ranks disagree; None if each rank may have its own value.
-        reason: why each may.
-        at_start: compared before anything is derived from it, since it decides how ranks find and treat each other.
-        separator: between the entries of a list.
-        none: how it is stated if it was not given.
-        is_path: it names a file or a folder, which other sites must not read; compared is whether it is given.
+        name: name of the option in the error if ranks disagree; None if each rank may have its own value.
+        reason: why each rank may have its own value.
+        at_start: whether it is compared before anything is derived from it, since it decides how ranks find and treat
+            each other.
+        separator: text between the entries of a list.
+        none: value that stands for an option that was not given.
+        is_path: whether it names a file or a folder, which other sites must not read; then only whether it is given is
+            compared.
     """
 
     name: str | None = None
@@ -40,7 +42,7 @@ class ComparisonRule:
     is_path: bool = False
 
     def state(self, value: object) -> object:
-        """Give a value in the form in which ranks compare it.
+        """Return a value in the form in which ranks compare it.
 
         >>> same("vtp_size_list").state((1, 2)), same("sites", none="").state(None), same("timeout_s").state(600.0)
         ('1,2', '', 600.0)
@@ -55,17 +57,17 @@ class ComparisonRule:
 
 
 def same(name: str, *, at_start: bool = False, separator: str = ",", none: object = None) -> ComparisonRule:
-    """All ranks must have one value of the option; attributes as of :class:`ComparisonRule`."""
+    """Make the rule that all ranks must have one value; the arguments are attributes of :class:`ComparisonRule`."""
     return ComparisonRule(name=name, at_start=at_start, separator=separator, none=none)
 
 
 def given(name: str) -> ComparisonRule:
-    """All ranks must give the option or none, each with a path of its own."""
+    """Make the rule that all ranks must give the option, or none, each with a value of its own."""
     return ComparisonRule(name=name, is_path=True)
 
 
 def own(reason: str, *, is_path: bool = False) -> ComparisonRule:
-    """Each rank may have a value of its own, for a reason; attributes as of :class:`ComparisonRule`."""
+    """Make the rule that each rank may have its own value; the arguments are attributes of :class:`ComparisonRule`."""
     return ComparisonRule(reason=reason, is_path=is_path)
 
 
@@ -74,14 +76,14 @@ class Flag:
     """One flag on the command line.
 
     Attributes:
-        name: as written on the command line.
-        group: its group in ``--help``.
-        help: what it does.
-        metavar: stands for its value in ``--help``; None for a switch.
-        keyword: of :func:`vtp_plugin.apply`; None if only the command line has it.
-        field: of :class:`VtpConfig`; None if it is read elsewhere.
-        type: turns one word into a value.
-        nargs: as for :meth:`argparse.ArgumentParser.add_argument`; so is `const`.
+        name: name on the command line, with its dashes.
+        group: group in ``--help``.
+        help: text in ``--help``.
+        metavar: placeholder of the value in ``--help``; None for a switch.
+        keyword: keyword of :func:`vtp_plugin.apply`; None if only the command line has the option.
+        field: field of :class:`VtpConfig`; None if the flag is read elsewhere.
+        type: turns one argument of the command line into a value.
+        nargs: number of arguments, see :meth:`argparse.ArgumentParser.add_argument`; so is `const`.
         parse: turns the value of the flag or of the keyword into that of the field.
         choices: the values that the field may have; empty for any value.
         compared: whether all ranks must have one value of the field; None where there is no field.

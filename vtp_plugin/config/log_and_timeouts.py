@@ -1,4 +1,4 @@
-"""What a run says, and when it gives up."""
+"""What a run logs, and after which time it gives up."""
 
 from __future__ import annotations
 
@@ -59,6 +59,6 @@ class Failure:
     )
 
     def check_failure(self) -> None:
-        """Refuse a limit that is none."""
+        """Refuse a time limit that is not positive."""
         if not 0 < self.timeout_s < float("inf"):
             raise LayoutError(f"timeout of {self.timeout_s} s must be positive and finite; leave it out for 600 s")

@@ -23,10 +23,10 @@ _ORDERS = {"tp-cp-ep-dp-pp": RankOrder.STAGE_MAJOR, "tp-cp-ep-pp-dp": RankOrder.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleOptions:
-    """What the user says about a planned order.
+    """The user's options for a planned order.
 
     Attributes:
-        costs: in ms; None lets the first steps measure them.
+        costs: durations and links, in ms; None lets the first steps measure them.
         in_flight: most microbatches in flight, on all stages or on each; None for the default.
         replan_share: if a step is longer or shorter than planned by more than this share, measured costs are measured
             again.
@@ -53,7 +53,7 @@ def plan_layout(
     """Make the layout from the plugin's lists and Megatron's sizes.
 
     Args:
-        config: what was asked for, with a list of sizes.
+        config: the plugin's configuration, with a list of sizes.
         world_size: number of ranks.
         pipeline_size: Megatron's pipeline size; 1 counts as not given.
         tensor_size: Megatron's tensor size; None counts as not given.
@@ -108,8 +108,9 @@ def check_call(layout: PipelineLayout, stage: int, options: Mapping[str, Any]) -
 
     Args:
         layout: made from the validated arguments.
-        stage: that calls; Megatron's arguments have its own sizes. What the plugin's lists say may also be left out.
-        options: of the call, by name.
+        stage: stage of the calling rank; Megatron's arguments have its sizes. Those that the plugin's lists give may be
+            left out.
+        options: arguments of the call, by name.
 
     >>> layout = PipelineLayout.from_sizes((1, 2), world_size=3)
     >>> call = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2, "context_parallel_size": 1}
@@ -164,8 +165,8 @@ def crossing_bytes(options: Any, cp_sizes: Sequence[int]) -> int | None:
     """Return the size of a tensor that crosses between stages of the largest context-parallel size; None if unknown.
 
     Args:
-        options: Megatron's.
-        cp_sizes: of the stages.
+        options: Megatron's arguments.
+        cp_sizes: context-parallel size of every stage.
 
     >>> from types import SimpleNamespace
     >>> options = SimpleNamespace(seq_length=12, micro_batch_size=2, hidden_size=5, fp16=False, bf16=True)
@@ -182,9 +183,9 @@ def transport_rules(config: VtpConfig, tensor_bytes: int | None, *, is_sharded: 
     """Return the rules that choose the strategy of every boundary.
 
     Args:
-        config: what was asked for.
+        config: the plugin's configuration.
         tensor_bytes: size of the tensors that cross; None if it is not known beforehand.
-        is_sharded: ranks hold slices of them (sequence parallelism).
+        is_sharded: whether ranks hold slices of these tensors (sequence parallelism).
 
     >>> transport_rules(VtpConfig(size_list=(1, 2), transport="rank0"), None).transport
     'rank0'
@@ -203,7 +204,7 @@ def option_context(config: VtpConfig, layout: PipelineLayout, *, device: str = "
     """Return what Megatron's options are checked against.
 
     Args:
-        config: what was asked for.
+        config: the plugin's configuration.
         layout: the ranks of every stage.
         device: name of the platform.
 
@@ -246,10 +247,10 @@ def choose_sizes(
     """Return the plugin's list if it is given, else Megatron's one size.
 
     Args:
-        sizes: the list.
-        size: Megatron's; beside a list, 1 and None count as not given.
-        flag: gives Megatron's size.
-        list_flag: gives the list.
+        sizes: the plugin's list.
+        size: Megatron's size; beside a list, 1 and None count as not given.
+        flag: flag of Megatron's size, for the error.
+        list_flag: flag of the list, for the error.
 
     Raises:
         ConfigError: both are given, and Megatron's is not the largest of the list.
@@ -311,7 +312,7 @@ def read_schedule_options(
     """Read the options of the order.
 
     Args:
-        config: what was asked for.
+        config: the plugin's configuration.
         num_stages: number of pipeline stages.
         message_bytes: size of an activation, if known.
         num_chunks: model chunks of every stage.

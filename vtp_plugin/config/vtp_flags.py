@@ -52,8 +52,8 @@ def add_vtp_arguments(parser: argparse.ArgumentParser, declared: Collection[str]
     """Declare the plugin's flags, group by group. A flag that is not given has the value None.
 
     Args:
-        parser: gets them.
-        declared: flags that somebody else declares, who means the same by them.
+        parser: parser that gets the flags.
+        declared: flags that somebody else declares with the same meaning.
     """
     for group in FlagGroup:
         section = parser.add_argument_group(title=group.value)
@@ -78,14 +78,14 @@ def read_flags(args: argparse.Namespace, given: VtpConfig, declared: Collection[
     Args:
         args: parsed with the flags of :func:`add_vtp_arguments`; attributes of flags not given may be missing.
         given: what ``apply()`` was given.
-        declared: as for :func:`add_vtp_arguments`.
+        declared: flags that somebody else declares with the same meaning.
 
     Raises:
         ConfigError: a flag's value is wrong, contradicts what ``apply()`` was given, or needs another flag.
     """
-    words = {flag: getattr(args, flag.dest, None) for flag in VTP_FLAGS}
+    argv = {flag: getattr(args, flag.dest, None) for flag in VTP_FLAGS}
     # A switch that somebody else declares is False where it was not given.
-    values = {flag.field: flag.read(None if word is False else word) for flag, word in words.items() if flag.field}
+    values = {flag.field: flag.read(None if word is False else word) for flag, word in argv.items() if flag.field}
     # MindSpeed-LLM has a list of layers for any pipeline; only that of a U-shape is ours.
     if "--num-layer-list" in declared and not (given.layerwise_disaggregated or values["layerwise_disaggregated"]):
         del values["num_layer_list"]
@@ -95,25 +95,25 @@ def read_flags(args: argparse.Namespace, given: VtpConfig, declared: Collection[
 _TAKEN = ("--layerwise-disaggregated-training", "--num-layer-list")
 
 
-def hide_taken_flags(words: Sequence[str]) -> list[str]:
-    """Leave out what MindSpeed-LLM would take for its own layerwise-disaggregated training, though a list is given.
+def hide_taken_flags(argv: Sequence[str]) -> list[str]:
+    """Remove the flags that MindSpeed-LLM would take for its own layerwise-disaggregated training, if a list is given.
 
     >>> hide_taken_flags(["s.py", "--layerwise-disaggregated-training", "--num-layer-list", "1,2,1", "--lr", "0.1"])
     ['s.py', '--layerwise-disaggregated-training', '--num-layer-list', '1,2,1', '--lr', '0.1']
-    >>> words = ["s.py", "--layerwise-disaggregated-training", "--num-layer-list=1,2,1", "--vtp-size-list", "1,2"]
-    >>> hide_taken_flags(words)
+    >>> argv = ["s.py", "--layerwise-disaggregated-training", "--num-layer-list=1,2,1", "--vtp-size-list", "1,2"]
+    >>> hide_taken_flags(argv)
     ['s.py', '--vtp-size-list', '1,2']
     """
-    names = {word.partition("=")[0] for word in words}
+    names = {word.partition("=")[0] for word in argv}
     if not {"--vtp-size-list", _TAKEN[0]} <= names:
-        return list(words)
+        return list(argv)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(_TAKEN[0], action="store_true")
     parser.add_argument(_TAKEN[1], nargs="?")
-    return [words[0], *parser.parse_known_args(list(words[1:]))[1]]
+    return [argv[0], *parser.parse_known_args(list(argv[1:]))[1]]
 
 
-def peek_device(words: Sequence[str]) -> str | None:
+def peek_device(argv: Sequence[str]) -> str | None:
     """Read the platform from a command line that has not been parsed yet.
 
     >>> peek_device(["script.py", "--vtp-device", "cpu", "--lr", "0.1"]), peek_device(["script.py"])
@@ -122,13 +122,13 @@ def peek_device(words: Sequence[str]) -> str | None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--vtp-device")
     try:
-        return parser.parse_known_args(list(words))[0].vtp_device
+        return parser.parse_known_args(list(argv))[0].vtp_device
     except argparse.ArgumentError:
         return None  # the script's parser says what is wrong
 
 
 def check_without_stages(config: VtpConfig) -> tuple[str, ...]:
-    """Find what needs stages, for a run without a list of their sizes.
+    """Find options that need stages, in a run without a list of their sizes.
 
     Returns:
         One line for each list of other sizes, and for a planned schedule.

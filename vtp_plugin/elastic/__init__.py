@@ -5,5 +5,5 @@ Words:
     memory: the file beside the checkpoint that says which cards failed.
     marker: the file beside it that says what no restart cures.
     progress: how far a run came, and what was lost when it ended early.
-    spare: a rank that the layout does without; it looks on until the run ends.
+    spare: a rank that the layout does without; it waits until the run ends.
 """

@@ -32,15 +32,15 @@ _OF_A_CARD = re.compile(
 
 
 def leave_out(cards: Sequence[RankCard], folder: Path, *, forgives: str = "") -> list[RankCard]:
-    """Take cards that failed twice for bad, also where they work now, and remember what was found.
+    """Count cards that failed twice as bad, even if they work now, and remember what was found.
 
-    A card fails when it is bad and was not so the last time that it was seen: one that stays bad has failed once. One
-    that works now fails, too, if it reported an error in an earlier attempt (:func:`note_error`).
+    A card fails when it is bad and was good the last time that it was seen: one that stays bad has failed once. A card
+    that works now has failed as well if it reported an error in an earlier attempt (:func:`note_error`).
 
     Args:
-        cards: of all ranks of this attempt.
-        folder: of checkpoints.
-        forgives: forget what was remembered, once for each start with this name; empty to keep it.
+        cards: cards of all ranks of this attempt.
+        folder: folder of the run's checkpoints.
+        forgives: name of a start that forgets, once, what was remembered; empty to keep it.
 
     Returns:
         The cards, in their order.
@@ -71,16 +71,16 @@ def leave_out(cards: Sequence[RankCard], folder: Path, *, forgives: str = "") ->
 
 
 def name_card(card: RankCard) -> str:
-    """Name a card, as the memory does."""
+    """Return the name of a card in the memory."""
     return f"{card.node} local rank {card.local_rank}"
 
 
 def note_error(error: BaseException, environment: Mapping[str, str] = os.environ) -> None:
-    """Note an error by which this rank's card says that it fails, for the next attempt; any other is left alone.
+    """Note an error that shows that this rank's card fails, for the next attempt; ignore any other error.
 
     Args:
-        error: that ends this process.
-        environment: names the card and the folder in a fitted run.
+        error: error that ends this process.
+        environment: variables of this process; in a fitted run they name the card and the folder.
     """
     folder, name, text = environment.get(RUN_FOLDER_VARIABLE), environment.get(CARD_VARIABLE), str(error)
     if folder and name and _OF_A_CARD.search(text) and "out of memory" not in text:
@@ -93,7 +93,7 @@ def _error_path(folder: Path, name: str) -> Path:
 
 
 def _take_error(folder: Path, name: str) -> str:
-    """Read what a card has reported, once; empty if it has not."""
+    """Read and delete what a card has reported; empty if there is nothing."""
     path = _error_path(folder, name)
     with contextlib.suppress(OSError):
         text = read_text(path)

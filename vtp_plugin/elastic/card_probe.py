@@ -1,9 +1,9 @@
-"""Try one card: is it there, does it compute right, does it answer. Runs as a script in a process of its own.
+"""Try one card: is it there, does it compute correctly, does it answer? Runs as a script in a process of its own.
 
 The process may hang or die with its card, and takes the card's memory with it. It imports torch only where there may
 be an accelerator, and nothing of the plugin.
 
-On CPUs a fault file plays the bad card: lines of a node's name, a local rank, and absent, erring or hanging.
+On CPUs a fault file simulates bad cards: each line has a node's name, a local rank, and absent, erring or hanging.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def probe(device: str, node: str, local_rank: int, fault_file: str) -> dict[str,
         device: ``cuda``, ``npu``, ``cpu``, or ``auto`` for the first of these that is there.
         node: name of this machine.
         local_rank: index of the card.
-        fault_file: see above; empty for none.
+        fault_file: path of the fault file; empty for none.
     """
     module = None if device == "cpu" else _accelerator(device)
     if module is None:

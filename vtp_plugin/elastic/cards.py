@@ -1,4 +1,4 @@
-"""What each rank has before a list is fitted, and the post in which one rank says who does what."""
+"""What each rank has before a list is fitted, and the post in which rank 0 gives each card its rank."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ from vtp_plugin.util.typed_json import ShapeError, read_typed
 
 _PROBE = Path(__file__).with_name("card_probe.py")
 _FAREWELL_S = 5.0
-# Errors by which a fit ends, of classes that inherit from each other the inner one first.
+# Errors that end a fit; a class stands before those that it inherits from.
 _KINDS = (PeerError, ShortageError, LayoutError)
-# Tests play bad cards with it.
+# Tests simulate bad cards with it.
 FAULT_FILE_VARIABLE = "VTP_FAULT_FILE"
 
 Decided = TypeVar("Decided")
@@ -34,15 +34,15 @@ Decided = TypeVar("Decided")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankCard:
-    """What a rank has.
+    """The card of a rank, and the machine it is in.
 
     Attributes:
-        node: name of its machine.
-        local_rank: index of the card there.
-        site: of the machine; empty where sites have no names.
-        kind: of the card, such as ``cuda``; empty if it did not answer.
-        why: it is bad; empty if it is good.
-        versions: of what must be the same on all nodes.
+        node: name of the machine.
+        local_rank: index of the card in the machine.
+        site: site of the machine; empty where sites have no names.
+        kind: kind of the card, such as ``cuda``; empty if the card did not answer.
+        why: why the card is bad; empty if it is good.
+        versions: versions of the packages that must be the same on all nodes.
     """
 
     node: str
@@ -55,7 +55,7 @@ class RankCard:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """What a try has found, see ``card_probe.py``."""
+    """Result of trying a card, see ``card_probe.py``."""
 
     kind: str
     why: str
@@ -65,17 +65,17 @@ def try_card(device: str, node: str, local_rank: int, limit_s: float) -> tuple[s
     """Try a card in a process of its own.
 
     Args:
-        device: as for :func:`~vtp_plugin.elastic.card_probe.probe`; so are the next two.
+        device: ``cuda``, ``npu``, ``cpu``, or ``auto`` for the first of these that is there.
         node: name of this machine.
         local_rank: index of the card.
-        limit_s: after so long it does not answer.
+        limit_s: seconds after which the card counts as not answering.
 
     Returns:
         The kind of the card, and why it is bad; empty if it is good.
     """
-    words = [sys.executable, str(_PROBE), device, node, str(local_rank), os.environ.get(FAULT_FILE_VARIABLE, "")]
+    command = [sys.executable, str(_PROBE), device, node, str(local_rank), os.environ.get(FAULT_FILE_VARIABLE, "")]
     try:
-        done = subprocess.run(words, capture_output=True, text=True, timeout=limit_s, stdin=subprocess.DEVNULL)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired:
         return "", f"hanging: no answer within {limit_s:g} s"
     if done.returncode != 0:
@@ -90,12 +90,12 @@ def try_card(device: str, node: str, local_rank: int, limit_s: float) -> tuple[s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ended:
-    """Why there are no seats.
+    """Why no list was fitted.
 
     Attributes:
-        error: in one line.
-        kind: of the error, the name of its class.
-        is_final: no restart cures it.
+        error: text of the error, one line.
+        kind: name of the error's class.
+        is_final: whether no restart cures it.
     """
 
     error: str
@@ -112,33 +112,33 @@ def settle_seats(
     rank: int,
     world_size: int,
     timeout_s: float,
-    disclosure: Redaction,
+    redaction: Redaction,
 ) -> Decided:
-    """Tell what this rank has, and learn what rank 0 decides for all.
+    """Post what this rank has, and return what rank 0 decides for all.
 
     Args:
         store: reaches all ranks.
-        own: what this rank has.
-        decide: called on rank 0 with the cards of all ranks; gives JSON values.
-        kind: a dataclass: its fields are what all ranks learn.
+        own: card of this rank.
+        decide: called on rank 0 with the cards of all ranks; returns JSON values.
+        kind: dataclass whose fields all ranks learn.
         rank: this rank, as the launcher numbers it.
         world_size: number of ranks that the launcher started.
         timeout_s: how long to wait for the others.
-        disclosure: says what they may learn from this rank.
+        redaction: says what the others may learn from this rank.
 
     Raises:
         ShortageError: rank 0 found that too few cards are there; the text is the same on all ranks of its site.
-        ConfigError: rank 0 found that nothing fits; as before.
+        ConfigError: rank 0 found that nothing fits; likewise the same text on all ranks of its site.
         PeerError: a rank did not come, or somebody has posted what no rank posts.
     """
     part = part_of(store, Topic.CARDS)
-    part.set(str(rank), json.dumps(asdict(replace(own, why=disclosure.reason(own.why)))))
+    part.set(str(rank), json.dumps(asdict(replace(own, why=redaction.reason(own.why)))))
     if rank == 0:
         try:
             found = decide(_cards(part, world_size, timeout_s))
         except Exception as error:
             kinds = (one for one in _KINDS if isinstance(error, one))
-            text = one_line(disclosure.describe(error))
+            text = one_line(redaction.describe(error))
             ended = Ended(error=text, kind=next(kinds, LayoutError).__name__, is_final=is_final(error))
             part.set("seats", json.dumps(asdict(ended)))
             # This process may own the store's server: it leaves last, or the others never learn why.
@@ -155,7 +155,7 @@ def settle_seats(
         if "error" in read_post(dict[str, object], part, "seats", Topic.CARDS.key):
             ended = read_post(Ended, part, "seats", Topic.CARDS.key)
             raised = next((one for one in _KINDS if one.__name__ == ended.kind), PeerError)
-            raise raised(ended.error, is_final=ended.is_final and disclosure.trusts_judge)
+            raise raised(ended.error, is_final=ended.is_final and redaction.trusts_coordinator)
     return read_post(kind, part, "seats", Topic.CARDS.key)
 
 

@@ -31,29 +31,29 @@ _ALERT_S = 10.0
 
 @dataclass(slots=True, kw_only=True)
 class Coordinator:
-    """Decides on the launcher's rank 0 who does what.
+    """Decides, on the launcher's rank 0, which ranks work and in which layout.
 
     Attributes:
-        make_ask: reads what is wanted, on every rank from its own flags.
-        make_words: gives the flags of a fitted list, likewise.
-        folder: of checkpoints; None where nothing is kept.
-        forgives: forget which cards failed.
-        on_loss: command that is told of a loss; empty for none.
-        environment: of this process, with the launcher's variables.
+        make_constraints: reads, on every rank, from the rank's own flags what a list must fulfil.
+        make_argv: writes, on every rank, the flags of a fitted list beside the rank's own.
+        folder: folder of checkpoints; None where nothing is kept.
+        forgives: whether to forget which cards failed.
+        on_loss: command that is run when cards are lost; empty for none.
+        environment: variables of this process, with the launcher's.
         timeout_s: how long ranks wait for each other.
-        disclosure: says what the other ranks may learn from this one.
-        lines: say why; known once :meth:`decide` was called.
-        lock: on the folder, once it is taken; it is held as long as this object is.
+        redaction: says what the other ranks may learn from this one.
+        lines: reasons for the choice, as text; known once :meth:`decide` was called.
+        lock: lock on the folder, once it is taken; it is held as long as this object lives.
     """
 
-    make_ask: Callable[[], Constraints]
-    make_words: Callable[[Chosen, Constraints], Sequence[str]]
+    make_constraints: Callable[[], Constraints]
+    make_argv: Callable[[Chosen, Constraints], Sequence[str]]
     folder: Path | None = None
     forgives: bool = False
     on_loss: str = ""
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
     timeout_s: float = 600.0
-    disclosure: Redaction = Redaction(is_one_site=True)
+    redaction: Redaction = Redaction(is_one_site=True)
     lines: Sequence[str] = ()
     lock: FolderLock | None = None
 
@@ -61,8 +61,7 @@ class Coordinator:
         """Fit the list to the cards of all ranks.
 
         Returns:
-            JSON values: the seats by rank, the list, lines that say why, the sizes, and the last step of the
-            attempt before.
+            JSON values: the fields of :class:`~vtp_plugin.elastic.outcome.Outcome`, reasons as lines, and the sizes.
 
         Raises:
             ConfigError: nothing fits, ranks contradict each other, or another run has the folder.
@@ -85,22 +84,22 @@ class Coordinator:
             write_last(self.folder, begin if last is None else last.followed(outcome["sizes"]))
         return outcome
 
-    def words(self, chosen: Chosen, num_ranks: int) -> tuple[str, ...]:
-        """Write the flags of a list that was chosen for all; each rank does so, and from its own flags.
+    def argv(self, chosen: Chosen, num_ranks: int) -> tuple[str, ...]:
+        """Return the flags of the chosen list; each rank derives them from its own flags.
 
         Args:
             chosen: the list.
-            num_ranks: that have a seat.
+            num_ranks: number of ranks that work in the run.
 
         Raises:
-            ConfigError: this rank's flags do not go with it.
+            ConfigError: this rank's flags do not fit the list.
         """
-        ask = self.make_ask()
+        ask = self.make_constraints()
         chosen.require(ask, num_ranks)
-        return tuple(self.make_words(chosen, ask))
+        return tuple(self.make_argv(chosen, ask))
 
     def close(self) -> None:
-        """Let another run have the folder."""
+        """Release the folder for another run."""
         if self.lock is not None:
             self.lock.release()
 
@@ -114,13 +113,13 @@ class Coordinator:
         return read_last(self.folder)
 
     def _fit(self, cards: Sequence[RankCard], last: LastStep | None) -> dict[str, Any]:
-        ask = self.make_ask()
+        ask = self.make_constraints()
         try:
             nodes, numbers = group_by_node(cards)
             in_order(nodes, ask.sites)
         except VtpError as error:
-            # What others say of themselves is wrong: by that the other site does not stop this one for good.
-            error.is_final = error.is_final and self.disclosure.trusts_judge
+            # What another site posts may be wrong: it must not stop this one for good.
+            error.is_final = error.is_final and self.redaction.trusts_coordinator
             raise
         fitted, rivals = fit(nodes, ask)
         layout = ask.layout(fitted.sizes, fitted.num_replicas)
@@ -128,7 +127,7 @@ class Coordinator:
         bad = [f"bad card: {name_card(card)} is {card.why}" for card in cards if card.why]
         return {
             "seats": seat_cards(fitted, layout, numbers),
-            "why": {number: self.disclosure.reason(card.why) for number, card in enumerate(cards) if card.why},
+            "why": {number: self.redaction.reason(card.why) for number, card in enumerate(cards) if card.why},
             "chosen": asdict(Chosen.of(fitted)),
             "lines": [*describe(fitted, ask, rivals), *bad],
             "sizes": format_value(fitted.sizes),
@@ -136,7 +135,7 @@ class Coordinator:
         }
 
     def _alert(self, text: str) -> None:
-        """Run the user's command; whatever becomes of it, the run goes on."""
+        """Run the user's command; the run goes on whether it succeeds or not."""
         if not self.on_loss:
             return
         try:
@@ -156,7 +155,7 @@ class Coordinator:
 
 
 def group_by_node(cards: Sequence[RankCard]) -> tuple[list[Node], dict[str, list[int]]]:
-    """Group ranks by their machines: the nodes, and of each the ranks whose cards work, by local rank.
+    """Group ranks by machine: the nodes, and for each node the ranks whose cards work, by local rank.
 
     Raises:
         ConfigError: versions or kinds of cards differ, or ranks of a machine contradict each other.

@@ -1,8 +1,8 @@
-"""Starts that end in the same way before a first step: after some of them no later one is tried.
+"""Starts that end in the same way before a first step: after a few of them no later start is tried.
 
-A launcher starts a run again whatever ended it. What no restart cures is mostly known at once (``is_final``); a file
-that is missing may come back, so it is counted. A rank counts what ended itself, in the folder of its own site; what
-another rank or another site says of an end counts for nothing.
+A launcher restarts a run whatever ended it. An error that no restart cures is mostly known at once (``is_final``); a
+missing file may come back, so such errors are counted. A rank counts only errors of its own, in the folder of its own
+site; what another rank or another site says of an end does not count.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ START_VARIABLE: Final = "VTP_START"
 MOST_EQUAL: Final = 5
 """So many starts may end in one way."""
 _MOST_REASONS, _MOST_CHARS = 20, 500
-# A peer that is gone is what a restart is for, and a machine that joins ends the ranks of all others.
+# A restart cures a peer that is gone, and a machine that joins ends the ranks of all others.
 _OF_A_PEER = re.compile(r"gloo|nccl|hccl|connection|broken pipe|socket|tcpstore", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Noted:
-    """What the file holds: flags of the starts, and by reason how many ended in that way, and the last of them."""
+    """Content of the file: the flags of the starts; for each reason the number of starts, and the last of them."""
 
     flags: str
     reasons: dict[str, tuple[int, str]]
 
 
-def name_start(words: Sequence[str], attempt: str, environment: MutableMapping[str, str]) -> None:
-    """Let failures of this process count until its first step.
+def name_start(argv: Sequence[str], attempt: str, environment: MutableMapping[str, str]) -> None:
+    """Let errors of this process count until its first step.
 
     Args:
-        words: script and flags, as the user gave them: with others counting begins anew.
-        attempt: a name that the ranks of this attempt have, and no other attempt.
-        environment: of this process.
+        argv: script and flags, as the user gave them: with other flags counting starts again.
+        attempt: name of this attempt, equal on all its ranks and different from all other attempts.
+        environment: variables of this process; the name of the start is added.
     """
-    digest = hashlib.sha256(json.dumps([*words]).encode()).hexdigest()[:16]
+    digest = hashlib.sha256(json.dumps([*argv]).encode()).hexdigest()[:16]
     environment[START_VARIABLE] = f"{digest} {attempt}"
 
 
@@ -64,14 +64,14 @@ def forget_failed_starts(environment: MutableMapping[str, str] = os.environ) -> 
 
 
 def note_failed_start(error: BaseException, environment: Mapping[str, str] = os.environ) -> None:
-    """Count an error that ends this process before its first step; of too many equal ones leave the marker.
+    """Count an error that ends this process before its first step; after too many equal ones write the marker.
 
-    Numbers in their texts need not be equal. An error of the plugin counts as what caused it: by itself it is final,
-    or a restart may cure it.
+    Numbers in the texts need not be equal. An error of the plugin counts as the error that caused it: one without a
+    cause is either final, or a restart may cure it.
 
     Args:
-        error: that ends this process, and is not the consequence of another rank's.
-        environment: names the start and the folder in a fitted run.
+        error: error that ends this process, and is not the consequence of another rank's.
+        environment: variables of this process; in a fitted run they name the start and the folder.
     """
     folder, reason = environment.get(RUN_FOLDER_VARIABLE), _reason(error)
     flags, _, attempt = environment.get(START_VARIABLE, "").partition(" ")
@@ -96,7 +96,7 @@ def note_failed_start(error: BaseException, environment: Mapping[str, str] = os.
 
 
 def _reason(error: BaseException) -> str:
-    """Say why a process ends, if that counts.
+    """Return the reason that is counted; empty for an error that does not count.
 
     >>> _reason(VtpError("no answer")), _reason(FileNotFoundError("tok.model")), _reason(KeyboardInterrupt())
     ('', 'FileNotFoundError: tok.model', '')
@@ -111,7 +111,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _read(path: Path, flags: str) -> dict[str, tuple[int, str]]:
-    """Read how often starts with these flags ended in which way."""
+    """Read, by reason, how many starts with these flags ended so."""
     try:
         found = read_typed(_Noted, read_bytes(path))
     except (OSError, ValueError):

@@ -10,11 +10,11 @@ from vtp_plugin.runtime.health.redaction import describe_error
 
 
 def note_for_next_start(error: BaseException, position: str, is_consequence: bool) -> None:
-    """Write down what ends this process where later starts look, if it is this process that failed first.
+    """Note the error that ends this process for later starts, if this process failed first.
 
     Args:
-        error: that ends this process.
-        position: of this rank in the run, which later starts do not need.
+        error: error that ends this process.
+        position: position of this rank in the run; not used, since later starts do not need it.
         is_consequence: whether another rank failed before.
     """
     del position

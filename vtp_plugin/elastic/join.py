@@ -1,4 +1,4 @@
-"""Take part in a run whose list is fitted to the cards, or stay out of it: before the script starts."""
+"""Join a run whose list is fitted to the cards, or wait outside it; this happens before the script starts."""
 
 from __future__ import annotations
 
@@ -33,42 +33,42 @@ _LOOK_S = 0.5
 
 @dataclass(slots=True, kw_only=True)
 class Membership:
-    """What this process does in a fitted run.
+    """The part of this process in a fitted run.
 
     Attributes:
-        rank: in the run; None for a spare rank.
-        world_size: of the run.
-        words: flags of the fitted list.
-        why: the rank is spare.
-        onlooker: tells when the run has ended.
-        judge: keeps the folder of checkpoints, on the launcher's rank 0.
-        has_ended: the script has ended well in this process; for a spare rank, the run has.
+        rank: rank of this process in the run; None if it is spare.
+        world_size: number of ranks of the run.
+        argv: flags of the fitted list.
+        why: why the rank is spare; of no use on the others.
+        spare_rank: tells when the run has ended.
+        coordinator: keeps the folder of checkpoints, on the launcher's rank 0.
+        has_ended: whether the script has ended well in this process; on a spare rank, whether the run has.
     """
 
     rank: int | None
     world_size: int
-    words: tuple[str, ...]
+    argv: tuple[str, ...]
     why: str
-    onlooker: SpareRank
-    judge: Coordinator
+    spare_rank: SpareRank
+    coordinator: Coordinator
     has_ended: bool = False
 
     def end(self) -> None:
         """Note that the script has ended well."""
         self.has_ended = True
         forget_failed_starts()
-        if self.rank == 0 and self.judge.folder is not None:
-            note_end(self.judge.folder)
+        if self.rank == 0 and self.coordinator.folder is not None:
+            note_end(self.coordinator.folder)
 
     def wait_outside(self, own: RankCard) -> int:
-        """Say that this rank is spare, wait until training ends, and return the exit status.
+        """Log that this rank is spare, wait until training ends, and return the exit status.
 
         Args:
-            own: its card.
+            own: card of this rank.
         """
         what = f"this rank is spare ({own.node}, local rank {own.local_rank}): {self.why}"
         _say(logging.WARNING, f"{what}; it holds no device and waits until training ends")
-        failure = self.onlooker.wait()
+        failure = self.spare_rank.wait()
         if failure is not None:
             _say(logging.ERROR, f"this rank was spare; the run ended: {failure}")
         self.has_ended = failure is None
@@ -77,21 +77,21 @@ class Membership:
 
 def join_run(
     own: RankCard,
-    judge: Coordinator,
+    coordinator: Coordinator,
     *,
     environment: MutableMapping[str, str],
     timeout_s: float,
 ) -> Membership:
-    """Tell what this rank has, learn which list is fitted, and take the rank that this process has in it.
+    """Post the card of this rank, learn which list is fitted, and take this process's rank in that run.
 
-    Afterwards ``RANK`` and ``WORLD_SIZE`` are those of the fitted run, without holes. ``LOCAL_RANK`` stays the index of
-    the device. The store stays where it is: to torch it is the launcher's from now on, whoever has become rank 0.
+    Afterwards ``RANK`` and ``WORLD_SIZE`` are those of the fitted run, without gaps. ``LOCAL_RANK`` stays the index of
+    the device. The store stays where it is: torch takes it for the launcher's from now on, whoever is rank 0.
 
     Args:
-        own: what this rank has.
-        judge: decides on the launcher's rank 0.
-        environment: of this process, with the launcher's variables.
-        timeout_s: how long to wait for other ranks; and for more cards where too few are there.
+        own: card of this rank.
+        coordinator: decides on the launcher's rank 0.
+        environment: variables of this process, with the launcher's; changed to those of the fitted run.
+        timeout_s: how long to wait for other ranks, and for more cards where there are too few.
 
     Raises:
         ShortageError: too few cards were there all the time.
@@ -117,71 +117,71 @@ def join_run(
         outcome = settle_seats(
             store,
             own,
-            judge.decide,
+            coordinator.decide,
             Outcome,
             rank=rank,
             world_size=world_size,
             timeout_s=timeout_s,
-            disclosure=judge.disclosure,
+            redaction=coordinator.redaction,
         )
     except ShortageError as error:
         _await_cards(error, timeout_s)
         raise
     outcome.require_seats(world_size)
     seats, why = outcome.seats, own.why or outcome.why.get(rank, "")
-    onlooker = SpareRank(store, num_ranks=len(seats), timeout_s=timeout_s)
-    seat = Membership(
+    spare_rank = SpareRank(store, num_ranks=len(seats), timeout_s=timeout_s)
+    membership = Membership(
         rank=seats.get(rank),
         world_size=len(seats),
-        words=judge.words(outcome.chosen, len(seats)),
+        argv=coordinator.argv(outcome.chosen, len(seats)),
         why=f"its card is {why}" if why else "the list that fits does without its card",
-        onlooker=onlooker,
-        judge=judge,
+        spare_rank=spare_rank,
+        coordinator=coordinator,
     )
     if rank == 0:
-        _say_beginning(judge, world_size, len(seats))
-    # Runs last of all: what is registered first is called last.
-    atexit.register(_leave, seat, num_others=world_size - 1, serves=serves)
-    if seat.rank is not None:
-        environment["RANK"], environment["WORLD_SIZE"] = str(seat.rank), str(seat.world_size)
+        _say_beginning(coordinator, world_size, len(seats))
+    # Runs last of all: the handler that is registered first is called last.
+    atexit.register(_leave, membership, num_others=world_size - 1, serves=serves)
+    if membership.rank is not None:
+        environment["RANK"], environment["WORLD_SIZE"] = str(membership.rank), str(membership.world_size)
         environment[CARD_VARIABLE] = name_card(own)
         environment[KEEPER_VARIABLE] = f"rank {seats[0]}" if 0 in seats else "a spare rank, the launcher's rank 0,"
         last = None if outcome.last is None else asdict(outcome.last)
         hand_on(format_value(outcome.chosen.sizes), last, environment)
         environment["TORCHELASTIC_USE_AGENT_STORE"], environment[ATTEMPT_VARIABLE] = "True", "0"
-    return seat
+    return membership
 
 
-def _say_beginning(judge: Coordinator, num_ranks: int, num_working: int) -> None:
+def _say_beginning(coordinator: Coordinator, num_ranks: int, num_working: int) -> None:
     begin = datetime.datetime.now().isoformat(sep=" ", timespec="microseconds")
     _say(logging.INFO, f"[{begin}] this attempt has {num_ranks} ranks, of which {num_working} work")
-    for line in judge.lines:
+    for line in coordinator.lines:
         _say(logging.INFO, line)
 
 
 def _await_cards(error: ShortageError, limit_s: float) -> None:
-    """Stay while too few cards are there: a launcher has a number of restarts, and ends this process for a machine.
+    """Wait for more cards: each end costs one of the launcher's restarts, and it restarts for a new machine anyway.
 
     Args:
-        error: what this process ends with after that.
-        limit_s: how long to stay.
+        error: error with which this process ends afterwards.
+        limit_s: how long to wait.
     """
     launcher = os.getppid()
     _say(logging.WARNING, f"{error}; waits {limit_s:.0f} s for more cards: a machine that comes back restarts the run")
     poll(lambda: os.getppid() != launcher, limit_s, pause_s=_LOOK_S)
 
 
-def _leave(seat: Membership, *, num_others: int, serves: bool) -> None:
-    """End last if this process keeps the store, so that nobody loses it before; at once where the script has failed."""
-    seat.judge.close()
-    if seat.rank is not None and not seat.has_ended:
+def _leave(membership: Membership, *, num_others: int, serves: bool) -> None:
+    """Leave the run: a process that keeps the store ends last; one whose script has failed ends at once."""
+    membership.coordinator.close()
+    if membership.rank is not None and not membership.has_ended:
         return
     try:
-        if seat.rank is not None:
-            seat.onlooker.leave()
-        # Ranks that have failed do not say that they are gone.
-        limit_s = _LINGER_S if seat.has_ended else _FAREWELL_S
-        seat.onlooker.let_go(keeps_store=serves, num_others=num_others, limit_s=limit_s)
+        if membership.rank is not None:
+            membership.spare_rank.leave()
+        # Ranks that have failed do not tell that they are gone.
+        limit_s = _LINGER_S if membership.has_ended else _FAREWELL_S
+        membership.spare_rank.let_go(keeps_store=serves, num_others=num_others, limit_s=limit_s)
     except RuntimeError:
         return  # the store is gone, and with it everybody who needs it
 

@@ -1,4 +1,4 @@
-"""How to start a run that goes on after losses: a command to paste for each launcher, as in docs/lost-cards.md."""
+"""How to start a run that survives lost cards: a command for each launcher, as in docs/lost-cards.md."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _NAMES = (
 
 
 def describe_launchers(environment: Mapping[str, str]) -> list[str]:
-    """Give the commands as lines, with what the variables of this process mean for them.
+    """Return the commands as lines, with the effect that the variables of this process have on them.
 
     >>> lines = describe_launchers({})
     >>> lines[0]

@@ -1,4 +1,4 @@
-"""A file beside the checkpoint for what no restart cures: launchers know no end of restarts but their number."""
+"""A file beside the checkpoint for an error that no restart cures: launchers only count restarts."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ RUN_FOLDER_VARIABLE = "VTP_RUN_FOLDER"
 """Set in the ranks of a run that is restarted without a hand: the folder of its checkpoints."""
 
 
-def run_folder(words: Sequence[str]) -> Path | None:
-    """Find the folder of a run's checkpoints in its command line: the one of ``--save``.
+def run_folder(argv: Sequence[str]) -> Path | None:
+    """Return the folder of a run's checkpoints, which its command line names by ``--save``.
 
-    A run that only loads writes nothing beside what it loads, which may be another run's.
+    A run that only loads writes nothing beside the checkpoint that it loads, which may be another run's.
 
     Returns:
-        None if there is none, or it is no folder of this machine's, such as ``msc://``.
+        The folder; None if there is none, or it is not one of this machine, such as ``msc://``.
 
     >>> str(run_folder(["pretrain_gpt.py", "--load", "old", "--save=new", "--lr", "1"]))
     'new'
@@ -33,7 +33,7 @@ def run_folder(words: Sequence[str]) -> Path | None:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--save")
     try:
-        args, _ = parser.parse_known_args(list(words[1:]))
+        args, _ = parser.parse_known_args(list(argv[1:]))
     except argparse.ArgumentError:
         return None  # the script's parser says what is wrong
     name = args.save
@@ -44,7 +44,7 @@ def require_unmarked(folder: Path | None) -> None:
     """Go on unless an earlier start of the run left the marker.
 
     Raises:
-        ConfigError: it did; the text is what the earlier start ended with, and where the marker is.
+        ConfigError: there is a marker; the text says how the earlier start ended, and where the marker is.
     """
     if folder is None:
         return
@@ -55,11 +55,11 @@ def require_unmarked(folder: Path | None) -> None:
 
 
 def leave_marker(text: str, environment: Mapping[str, str] = os.environ) -> None:
-    """Write why no later start can succeed, unless that was done before. It is there as a whole or not at all.
+    """Write the marker, atomically: why no later start can succeed. An older marker stays.
 
     Args:
-        text: what this start ends with.
-        environment: has the folder if the run is restarted without a hand.
+        text: error with which this start ends.
+        environment: variables of this process; they name the folder if a launcher restarts the run.
     """
     name = environment.get(RUN_FOLDER_VARIABLE)
     if not name:
@@ -69,12 +69,12 @@ def leave_marker(text: str, environment: Mapping[str, str] = os.environ) -> None
 
 
 def put_beside(path: Path, text: str, *, replaces: bool = True) -> None:
-    """Write a file that is there as a whole or not at all; what cannot be written is left out.
+    """Write a file atomically; if that fails, do nothing.
 
     Args:
-        path: of the file; its folder is made.
-        text: of it.
-        replaces: take the place of one that is there.
+        path: path of the file; its folder is created.
+        text: content of the file.
+        replaces: whether to replace a file that is there.
     """
     own = path.with_name(f".{path.name}.{os.getpid()}.{os.uname().nodename}")
     with contextlib.suppress(OSError):

@@ -1,8 +1,8 @@
-"""End what a rank leaves behind when it is killed, such as the processes that write Megatron's checkpoints.
+"""End the processes that a killed rank leaves behind, such as those that write Megatron's checkpoints.
 
 torchrun starts each rank in a group of its own, and ends the group of a rank that lives, but not of one that was
-killed. A process that the rank has started then waits for work for ever. So a small process, which this file is as a
-script, looks whether the rank still lives, and then ends the rank's group and removes the folder that multiprocessing
+killed. A process that the rank has started then waits for work forever. So a small process, which runs this file as
+a script, looks whether the rank still lives, and then ends the rank's group and removes the folder that multiprocessing
 makes for the rank and its children: for sockets, and for the files of
 :meth:`~vtp_plugin.checkpoint.save.saving.Savings.scratch`. It imports neither torch nor the plugin.
 """
@@ -22,16 +22,16 @@ _LOOK_S = 0.5
 
 
 def end_orphans() -> bool:
-    """Let what this process starts end with it; False where its group is not its own, as in a plain shell.
+    """Let the processes that this one starts end with it; return False if the group is not its own, as in a shell.
 
-    Processes that it has put into groups of their own stay.
+    Processes that it has put into groups of their own are left alone.
     """
     if os.name != "posix" or os.getpgrp() != os.getpid():
         return False
     folder = multiprocessing.util.get_temp_dir()  # made here, so that its name is known before the rank is killed
-    words = [sys.executable, "-S", "-E", __file__, str(os.getpid()), folder]
-    # Not in the group: torchrun kills that of a rank that does not end when it is told to.
-    subprocess.Popen(words, stdin=subprocess.DEVNULL, start_new_session=True)
+    command = [sys.executable, "-S", "-E", __file__, str(os.getpid()), folder]
+    # Not in the rank's group, which torchrun kills if the rank does not end when told to.
+    subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
     return True
 
 

@@ -1,4 +1,4 @@
-"""What the launcher's rank 0 decides for all ranks of an attempt, as it crosses the store."""
+"""The decision of the launcher's rank 0 for all ranks of an attempt, as it is posted to the store."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from vtp_plugin.tune.fit.chosen import Chosen
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """Who does what. No flag is in it: each rank writes its own from the list.
+    """Which ranks work, and in which list. It holds no flags: each rank derives its own from the list.
 
     Attributes:
-        seats: the rank in the fitted run of every rank that works there, by the launcher's rank.
-        chosen: the list.
-        why: why a card is bad, by the launcher's rank.
-        last: last step of the attempt before.
+        seats: rank in the fitted run, by the launcher's rank; spare ranks have none.
+        chosen: the list, with its layers and replicas.
+        why: reasons why cards are bad, by the launcher's rank.
+        last: last step of the previous attempt; None if there was none.
     """
 
     seats: dict[int, int]
@@ -27,13 +27,13 @@ class Outcome:
     last: LastStep | None = None
 
     def require_seats(self, world_size: int) -> None:
-        """Go on only if the seats are ranks without holes, of ranks that are there.
+        """Refuse seats that are not the numbers 0, 1, ... for ranks that the launcher has started.
 
         Args:
-            world_size: of the launcher.
+            world_size: number of ranks that the launcher has started.
 
         Raises:
-            PeerError: they are something else.
+            PeerError: the seats are something else.
         """
         is_sound = sorted(self.seats.values()) == [*range(len(self.seats))] and all(
             number < world_size for number in self.seats

@@ -28,13 +28,13 @@ class LastStep:
     """The last step that an attempt has finished.
 
     Attributes:
-        iteration: its number; 0 before the first.
-        samples: consumed until then.
-        at_s: when, in seconds since 1970, by the clock of the attempt's rank 0.
-        sizes: list in which it ran.
-        is_end: training has ended with it.
-        later: list of the newest attempt that began after it and has not finished a step; empty if there is none.
-        num_later: how many such attempts there were.
+        iteration: number of the step; 0 before the first.
+        samples: number of samples consumed up to and with the step.
+        at_s: when the step was finished, in seconds since 1970, by the clock of the attempt's rank 0.
+        sizes: list of sizes in which the step ran.
+        is_end: whether training ended with the step.
+        later: list of the newest attempt that began afterwards and has not finished a step; empty if there is none.
+        num_later: number of such attempts.
     """
 
     iteration: int
@@ -57,7 +57,7 @@ class LastStep:
         return replace(self, later=sizes, num_later=self.num_later + 1)
 
     def __str__(self) -> str:
-        """Say how the newest attempt ended, if it did."""
+        """Describe how the newest attempt ended, if it did."""
         when = f"after step {self.iteration}" if self.iteration and not self.later else "before its first step"
         return f"the attempt in {self.later or self.sizes} ended {when}"
 
@@ -67,10 +67,10 @@ class Lost:
     """What the end of an attempt cost, known once the next one has finished a step.
 
     Attributes:
-        steps: finished before and computed again.
-        samples: computed again.
-        seconds: from the last finished step of the one to the first of the other.
-        text: all of it in words.
+        steps: number of steps that were finished before and are computed again.
+        samples: number of samples that are computed again.
+        seconds: time from the last finished step of the previous attempt to the first one of the next.
+        text: description of the loss, for the log.
     """
 
     steps: int
@@ -83,11 +83,11 @@ def find_lost(last: LastStep, iteration: int, samples: int, batch_size: int, now
     """Compare the first step of an attempt with the last one of the attempt before.
 
     Args:
-        last: of the attempt before.
-        iteration: number of the step.
-        samples: consumed after it.
-        batch_size: samples of the step.
-        now_s: when it was finished, in seconds since 1970.
+        last: last step of the previous attempt.
+        iteration: number of the first step of this attempt.
+        samples: number of samples consumed after it.
+        batch_size: number of samples of the step.
+        now_s: when the step was finished, in seconds since 1970.
 
     >>> last = LastStep(iteration=7, samples=56, at_s=100.0, sizes="2,2")
     >>> lost = find_lost(last, 5, 40, 8, 130.0)
@@ -139,12 +139,12 @@ def write_last(folder: Path, step: LastStep) -> None:
 
 
 class Progress:
-    """Notes every step of a fitted run, and says at its first one what was lost before it.
+    """Notes every step of a fitted run, and reports at the first one what was lost before it.
 
     Args:
-        folder: of checkpoints, on the rank that writes; None on others.
-        sizes: list of this attempt.
-        last: step of the attempt before; None if that ended well, or there was none.
+        folder: folder of checkpoints on the rank that writes; None on others.
+        sizes: list of sizes of this attempt.
+        last: last step of the previous attempt; None if that ended well, or there was none.
     """
 
     def __init__(self, folder: Path | None, sizes: str, last: LastStep | None) -> None:
@@ -154,7 +154,7 @@ class Progress:
 
     @classmethod
     def of_process(cls, environment: Mapping[str, str]) -> Progress | None:
-        """Take what :func:`hand_on` has left; None in a run that was not fitted, or has no folder."""
+        """Read what :func:`hand_on` has stored; None in a run that was not fitted, or has no folder."""
         folder, sizes = environment.get(RUN_FOLDER_VARIABLE), environment.get(_SIZES_VARIABLE)
         if not folder or not sizes:
             return None
@@ -163,7 +163,7 @@ class Progress:
         return cls(Path(folder) if is_writer else None, sizes, None if last is None else LastStep(**last))
 
     def note(self, iteration: int, samples: int, batch_size: int) -> Lost | None:
-        """Note a finished step; arguments as for :func:`find_lost`. Return what was lost, at the first one only."""
+        """Note a finished step, see :func:`find_lost`; at the first one return what was lost, later None."""
         now_s = time.time()
         if self._folder is not None:
             step = LastStep(iteration=iteration, samples=samples, at_s=now_s, sizes=self._sizes)
@@ -174,18 +174,18 @@ class Progress:
 
 
 def hand_on(sizes: str, last: Mapping[str, object] | None, environment: MutableMapping[str, str]) -> None:
-    """Leave for :meth:`Progress.of_process` what was found before the script starts.
+    """Store for :meth:`Progress.of_process` what is known before the script starts.
 
     Args:
-        sizes: list of this attempt.
-        last: fields of the last step of the attempt before.
-        environment: of this process.
+        sizes: list of sizes of this attempt.
+        last: fields of the last step of the previous attempt.
+        environment: variables of this process; they are added to.
     """
     environment[_SIZES_VARIABLE], environment[_LAST_VARIABLE] = sizes, json.dumps(last)
 
 
 def note_end(folder: Path) -> None:
-    """Note that training has ended well, so that a later start does not take it for lost."""
+    """Note that training has ended well, so that a later start does not count it as lost."""
     last = read_last(folder)
     if last is not None:
         write_last(folder, replace(last, is_end=True))

@@ -15,12 +15,12 @@ _LOOK_S = 1.0
 
 
 class SpareRank:
-    """Looks at what the monitors of a run write.
+    """Waits for the end of a run outside it, by reading what the run's monitors write.
 
     Args:
-        store: reaches the run.
-        num_ranks: of the run.
-        timeout_s: of the run: once its ranks have begun to show signs of life, they go on so, and end within it.
+        store: store of the run.
+        num_ranks: number of ranks of the run.
+        timeout_s: timeout of the run: if its ranks stop showing signs of life, the run ends within it.
     """
 
     def __init__(self, store: dist.Store, *, num_ranks: int, timeout_s: float) -> None:
@@ -37,8 +37,8 @@ class SpareRank:
         """Note that this process needs the store no longer; one that keeps it waits for the others.
 
         Args:
-            keeps_store: this process serves the store.
-            num_others: processes that use it.
+            keeps_store: whether this process serves the store.
+            num_others: number of other processes that use the store.
             limit_s: how long to wait for them.
         """
         if keeps_store:
@@ -55,7 +55,7 @@ class SpareRank:
                 if watched is None and part_of(self._store, Topic.WATCH).check(["name"]):
                     watched = Round(part_of(connect_again(self._store), Topic.WATCH), 1).posts
                 if watched is None:
-                    # Ranks that are still on their way end by themselves if one of them does not come.
+                    # Ranks that are still starting end by themselves if one of them does not come.
                     begin_s = time.monotonic()
                 else:
                     if (failure := Board(watched).read().failure) is not None:

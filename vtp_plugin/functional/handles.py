@@ -1,4 +1,4 @@
-"""Handles of what is under way with one or several replicas of the pipeline."""
+"""Handles of sends and receives under way with one or several replicas of the pipeline."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class RecvHandle:
 
     Args:
         irecv_work: a handle, or a list of them; None on ranks that receive nothing.
-        tensor: that arrives.
+        tensor: tensor that is received.
         broadcast_src: global rank of the leader.
-        intra_group: of the stage; None for no broadcast.
-        dst_size: ranks of the stage; with 1 there is no broadcast. Receives of this package fill the whole stage
-            themselves, and have 1.
+        intra_group: process group of the stage; None for no broadcast.
+        dst_size: number of ranks of the stage; with 1 there is no broadcast. Receives of this package fill the whole
+            stage themselves, and have 1.
     """
 
     def __init__(
@@ -81,8 +81,8 @@ class Posted:
     """An exchange under way.
 
     Attributes:
-        from_prev: what comes from the previous stage; None if not asked for.
-        from_next: what comes from the next stage, likewise.
+        from_prev: activation from the previous stage; None if not asked for.
+        from_next: gradient from the next stage; None if not asked for.
         works: handles by Megatron's names, in the order in which they must be waited for.
     """
 
@@ -95,8 +95,8 @@ def post(communicators: Sequence[PipelineCommunicator], form: TensorFormat, **ex
     """Exchange with one or several replicas; what several send becomes its mean in fp32 when it is waited for.
 
     Args:
-        communicators: of the replicas.
-        form: of all tensors.
+        communicators: communicators of the replicas.
+        form: type and layout of all tensors.
         exchange: arguments of :meth:`~vtp_plugin.runtime.step.communicator.PipelineCommunicator.exchange`.
 
     Raises:

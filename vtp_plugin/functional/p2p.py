@@ -64,8 +64,8 @@ def vtp_send_forward(
         config: Megatron's model-parallel configuration. Default: that of an earlier call; in the very first call the
             tensor's type and width, not sharded.
         group: one group, or a list of groups to send to several replicas.
-        next_rank: leader of the next stage, or a list; chooses replicas, too.
-        prev_rank: leader of the previous stage, likewise.
+        next_rank: leader of the next stage, or a list of leaders; chooses replicas as well.
+        prev_rank: leader of the previous stage, or a list of leaders; chooses replicas as well.
 
     Returns:
         The sends under way, one per replica; None on ranks that send nothing: with rank0 all but the leaders.
@@ -122,10 +122,10 @@ def vtp_recv_forward(
     Args:
         tensor_shape: local shape; with variable lengths the sender's header has it.
         config: Megatron's model-parallel configuration; its ``batch_p2p_comm`` does not matter.
-        async_op: do not wait.
-        group: of one replica, also as a list of one; of several for their mean.
-        next_rank: as for :func:`vtp_send_forward`.
-        prev_rank: as for :func:`vtp_send_forward`.
+        async_op: whether to return without waiting.
+        group: group of one replica, or a list of groups for the mean of several replicas.
+        next_rank: leader of the next stage, or a list of leaders; chooses replicas as well.
+        prev_rank: leader of the previous stage, or a list of leaders; chooses replicas as well.
 
     Returns:
         The tensor, a fresh leaf; with ``async_op`` also ``{"recv_prev": work}``, for which all ranks must wait.
@@ -177,7 +177,7 @@ def recv_forward_with_reqs(
     Args:
         tensor_shape: local shape.
         config: Megatron's model-parallel configuration.
-        is_end_stage: on the edge of a U: receive for the last part of the model, not for the first.
+        is_end_stage: whether to receive for the last part of the model, not for the first, on the edge of a U.
         options: ``wait_on_reqs``, ``group``, ``next_rank`` and ``prev_rank`` of :func:`_communicate_impl`.
 
     Returns:
@@ -210,8 +210,8 @@ def send_forward(output_tensor: torch.Tensor, config: Any, is_end_stage: bool = 
     Args:
         output_tensor: this rank's part.
         config: Megatron's model-parallel configuration.
-        is_end_stage: as for :func:`recv_forward_with_reqs`.
-        options: as for :func:`recv_forward_with_reqs`. Sends are not waited for in any case: the runtime keeps the
+        is_end_stage: whether to send from the last part of the model, not from the first, on the edge of a U.
+        options: options of :func:`recv_forward_with_reqs`. Sends are not waited for in any case: the runtime keeps the
             tensor, and waits at the end of the step at latest.
 
     Raises:
@@ -248,17 +248,17 @@ def _communicate_impl(
         config: Megatron's model-parallel configuration.
         tensor_send_next: activation for the next stage.
         tensor_send_prev: gradient for the previous stage.
-        recv_prev: take an activation from the previous stage.
-        recv_next: take a gradient from the next stage.
-        tensor_shape: local shape of what is received.
-        wait_on_reqs: wait for what is received; otherwise the caller waits for the handles, in their order.
-        group: as for :func:`vtp_recv_forward`.
-        next_rank: as for :func:`vtp_recv_forward`.
-        prev_rank: as for :func:`vtp_recv_forward`.
+        recv_prev: whether to receive an activation from the previous stage.
+        recv_next: whether to receive a gradient from the next stage.
+        tensor_shape: local shape of the tensors to receive.
+        wait_on_reqs: whether to wait for the receives; otherwise the caller waits for the handles, in their order.
+        group: group of one replica, or a list of groups for several.
+        next_rank: leader of the next stage, or a list of leaders; chooses replicas as well.
+        prev_rank: leader of the previous stage, or a list of leaders; chooses replicas as well.
 
     Returns:
-        What comes from the previous stage, what comes from the next one, and, if it was not waited, the handles by
-        Megatron's names: ``recv_prev``, ``recv_next``, ``send_next``, ``send_prev``.
+        The tensor from the previous stage, that from the next one, and, without waiting, the handles by Megatron's
+        names: ``recv_prev``, ``recv_next``, ``send_next``, ``send_prev``.
 
     Raises:
         MissingError: a receive without ``config.pipeline_dtype`` or a shape; a RuntimeError.

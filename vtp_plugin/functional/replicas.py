@@ -21,11 +21,11 @@ class Replica:
     """One replica of the pipeline, as this rank sees it.
 
     Attributes:
-        ranks: of this rank's pipeline group in it.
+        ranks: global ranks of this rank's pipeline group in the replica.
         next_ranks: leader of the next stage, then the member of that stage in this rank's pipeline group: what
             Megatron's query gives a rank that leads no stage. After the last stage comes the first.
-        prev_ranks: the same of the previous stage.
-        communicator: moves what crosses.
+        prev_ranks: leader and group member of the previous stage; before the first stage comes the last.
+        communicator: communicator of the replica.
     """
 
     ranks: list[int]
@@ -53,9 +53,9 @@ def replicas_of(session: Session) -> list[Replica]:
 
 def _joins(communicator: PipelineCommunicator, ranks: Sequence[int]) -> bool:
     """Tell whether a communicator leads to the neighbours among the ranks of a pipeline group."""
-    sides = [communicator.channel(name).spec.src for name in ("recv_prev",) if communicator.reaches(name)]
-    sides += [communicator.channel(name).spec.dst for name in ("send_next",) if communicator.reaches(name)]
-    return all(not set(side.ranks).isdisjoint(ranks) for side in sides)
+    endpoints = [communicator.channel(name).spec.src for name in ("recv_prev",) if communicator.reaches(name)]
+    endpoints += [communicator.channel(name).spec.dst for name in ("send_next",) if communicator.reaches(name)]
+    return all(not set(endpoint.ranks).isdisjoint(ranks) for endpoint in endpoints)
 
 
 def choose_communicators(
@@ -64,11 +64,11 @@ def choose_communicators(
     """Return the communicator of each replica that is meant, in the given order.
 
     Args:
-        session: of a run whose channels are open.
-        operations: that the call is about, such as ``send_next``.
-        group: pipeline groups of this rank; None leaves the choice to the others.
-        next_rank: leaders of the next stage, likewise.
-        prev_rank: leaders of the previous stage, likewise.
+        session: session of a run whose channels are open.
+        operations: operations of the call, such as ``send_next``.
+        group: pipeline groups of this rank; None leaves the choice to the other arguments.
+        next_rank: leaders of the next stage; None leaves the choice to the other arguments.
+        prev_rank: leaders of the previous stage; None leaves the choice to the other arguments.
 
     Raises:
         ConfigError: there is no such neighbour, group or leader, they do not agree, or none is given and there are

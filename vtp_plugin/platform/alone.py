@@ -25,8 +25,8 @@ def alone_in_world(size: int, device_type: str) -> Iterator[None]:
     allocated; then sizes that ranks tell each other, as those of experts' inputs, mean nothing. Here all say the same.
 
     Args:
-        size: of the world.
-        device_type: of the tensors.
+        size: number of ranks of the world.
+        device_type: device type of the tensors.
     """
     if _BACKEND.upper() not in dist.Backend._plugins:
         dist.Backend.register_backend(_BACKEND, _make, devices=[*{"cpu", device_type}])
@@ -47,8 +47,8 @@ class AloneGroup(dist.ProcessGroup):
     Sums leave a tensor as it is, so that numbers keep their size. Messages to a single peer are refused by torch.
 
     Args:
-        rank: of this process.
-        size: of the group.
+        rank: rank of this process.
+        size: number of ranks of the group.
     """
 
     def __init__(self, rank: int, size: int) -> None:

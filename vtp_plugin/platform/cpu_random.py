@@ -121,7 +121,7 @@ def map_computing(undo: UndoStack, device_generator: DeviceGenerator) -> None:
 
     Args:
         undo: Receives every replacement.
-        device_generator: Of the simulated device.
+        device_generator: Random generator of the simulated device.
     """
     variable: Any = torch.autograd.Variable  # torch's types leave out its engine
     undo.set(torch.nn.Module, "__call__", _on_device(torch.nn.Module.__call__, device_generator))

@@ -1,8 +1,8 @@
 """The applied plugin in three states: asked for (``Session.config``), planned, running.
 
-:class:`Session` holds the state; ``planned_run``, ``pipeline_plan`` and ``open_pipelines`` say what is known from when
-on. What all ranks do together outside the pipelines is done by ``ranks``, and ``request`` and ``statement`` say what
-they compare.
+:class:`Session` holds the state; ``planned_run``, ``pipeline_plan`` and ``open_pipelines`` hold what is known in
+each state. ``ranks`` does what all ranks do together outside the pipelines; ``request`` and ``statement`` say what they
+compare.
 
 Words:
     request: what this rank was asked for, before any layout is known.
@@ -10,8 +10,8 @@ Words:
     planned: the layout is known; running: the channels are open.
     start: from a plan to the end of its groups; a process may have several, one after another (``Start``).
     pipeline: stages that work together on one part of a model: the run's own, or that of a module (``Pipeline``).
-    joints: what joins a rank's stage of a module with other stages and other modules (``Joints``).
-    ends: what joins the first and the last stage of a pipeline, or other modules before and after it (``Ends``).
+    joints: the channels and bridges of a rank's stage to other stages and other modules (``Joints``).
+    ends: how the first and the last stage of a pipeline are joined, to each other or to other modules (``Ends``).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class AppliedSets:
-    """The sets that were applied, one after another; what is decided on the way is decided once."""
+    """The sets of records that were applied, one after another; each decision between them is made once."""
 
     def __init__(self) -> None:
         self._sets: list[AppliedPatches] = []
@@ -31,20 +31,20 @@ class AppliedSets:
 
     @property
     def has_bridges(self) -> bool:
-        """Whether the plugin's bridges are in the place of Megatron's."""
+        """Whether the plugin's bridges replace Megatron's."""
         return self._has_bridges
 
     def begin_list(self) -> bool:
-        """Note that it is known what depends on the command line; False if it was before."""
+        """Note that the records that depend on the command line are being applied; return False if they were before."""
         is_new, self._has_list = not self._has_list, True
         return is_new
 
     def begin_bridges(self) -> None:
-        """Note that the plugin's bridges take the place of Megatron's."""
+        """Note that the plugin's bridges replace Megatron's."""
         self._has_bridges = True
 
     def add(self, applied: AppliedPatches) -> None:
-        """Take a set that was applied."""
+        """Add a set that was applied."""
         self._sets.append(applied)
 
     def before_revert(self, call: Callable[[], None]) -> None:

@@ -35,9 +35,9 @@ class JoinedModules:
 
     Attributes:
         runner: runs the planned steps.
-        links: of this rank.
-        name: module of this rank.
-        inputs: modules whose outputs its stage takes, in the order of the placement.
+        links: links of this rank.
+        name: name of this rank's module.
+        inputs: names of the modules whose outputs this rank's stage takes, in the order of the placement.
     """
 
     runner: ScheduleRunner
@@ -48,16 +48,16 @@ class JoinedModules:
 
 @dataclass(frozen=True, kw_only=True)
 class Joints:
-    """What joins this rank's stage with others.
+    """The channels and bridges that join this rank's stage to others.
 
     Attributes:
-        name: module of this rank.
-        stage: of this rank in its module.
-        pipeline: of the module; None where it has one stage.
-        form: how tensors cross in that pipeline.
-        before: bridges from other modules, by their names.
+        name: name of this rank's module.
+        stage: stage of this rank in its module.
+        pipeline: pipeline of the module; None if it has one stage.
+        form: type and layout of the tensors in that pipeline; None without a pipeline.
+        before: bridges from other modules, by the modules' names.
         after: bridges to other modules.
-        split_sizes: reads from a tensor how many tokens each of its samples has.
+        split_sizes: returns the number of tokens of each sample of a tensor.
     """
 
     name: str
@@ -80,13 +80,13 @@ def plan_modules(
 
     Args:
         session: the applied plugin.
-        read: gives the stages of every module.
-        topology: by module, those that take its output.
-        own: modules of this rank.
-        config: of this rank's model.
+        read: returns the layout of every module.
+        topology: names of the modules that take a module's output, by the name of that module.
+        own: names of this rank's modules.
+        config: Megatron's configuration of this rank's model.
 
     Raises:
-        ConfigError: there is no order for such modules, or a configuration asks for what does not work.
+        ConfigError: there is no order for such modules, or a configuration asks for something that is not supported.
     """
     found: list[ModulePlacement] = []
 
@@ -112,12 +112,12 @@ def plan_modules(
 
 
 def join_modules(session: Session, placed: ModulePlacement, joints: Joints) -> JoinedModules:
-    """Join the links of this rank.
+    """Make this rank's links and the runner of the joint steps.
 
     Args:
         session: the applied plugin.
-        placed: the stages of all modules.
-        joints: what joins this rank's stage with others.
+        placed: placement of the stages of all modules.
+        joints: channels and bridges of this rank's stage.
     """
     stage = placed.first_stages[joints.name] + joints.stage
     in_flight = by_stage(session.config.in_flight, placed.placement.num_stages)
@@ -132,7 +132,7 @@ def join_modules(session: Session, placed: ModulePlacement, joints: Joints) -> J
 
 
 def _links(placed: ModulePlacement, joints: Joints, stage: int) -> dict[LinkId, StageLink]:
-    """Give this rank's links: channels inside its module, bridges to others."""
+    """Return this rank's links: channels inside its module, bridges to other modules."""
     links: dict[LinkId, StageLink] = {}
     communicator = None if joints.pipeline is None else joints.pipeline.communicator
     for way, ends, direction in (

@@ -14,17 +14,17 @@ if TYPE_CHECKING:
     from vtp_plugin.checkpoint.load.stored_optimizer import StoredOptimizer
 
 _BY_BUCKET: Final = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\..*")
-# What only the layout that stored it can take; if it asks for it, nobody misses it. Megatron does not ask for the state
-# of a repeated step where none was being repeated.
+# Keys that only the layout that stored them can read. Megatron does not ask for the state of a repeated step where no
+# step was being repeated.
 _OF_ONE_LAYOUT: Final = ("rng_state", "rerun_state_machine_state")
 
 
 class Loading:
-    """Keeps what one part of loading has found for the parts that come later.
+    """What is known of a checkpoint that is being loaded, kept from one part of the load for the next.
 
     Attributes:
-        stored_optimizer: what the checkpoint holds, if it is read into another layout; None otherwise.
-        is_moved: whether stages are unequal, or another layout has saved what is being loaded.
+        stored_optimizer: the checkpoint's optimizer, if it is read into another layout; None otherwise.
+        is_moved: whether stages are unequal, or another layout has saved the checkpoint.
     """
 
     def __init__(self) -> None:
@@ -33,15 +33,15 @@ class Loading:
         self._objects: tuple[tuple[int, int, int, int], Mapping[str, Extent]] | None = None
 
     def objects_of(self, checkpoint: Path, require: Callable[[Mapping[str, Extent]], None]) -> Mapping[str, Extent]:
-        """Return where the objects of a checkpoint lie, by key; its index is read once, however often a load asks.
+        """Return where the objects of a checkpoint lie, by key; the index is read once for each load.
 
         Args:
-            checkpoint: with an index.
-            require: looks at the objects when the index is read.
+            checkpoint: folder of a checkpoint that has an index.
+            require: checks the objects when the index is read.
 
         Raises:
-            UntrustedError: the index names what it must not.
-            ConfigError: it is damaged.
+            UntrustedError: the index names an object that a checkpoint must not hold.
+            ConfigError: the index is damaged.
         """
         found = (checkpoint / INDEX).stat()
         known = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
@@ -52,21 +52,21 @@ class Loading:
         return self._objects[1]
 
     def keep(self, stored: StoredOptimizer | None) -> None:
-        """Keep a stored optimizer for those that want something of it, or let it go."""
+        """Keep a stored optimizer for later parts of the load, or drop it."""
         self.stored_optimizer = stored
 
     def note_move(self, is_moved: bool) -> None:
-        """Note whether stages are unequal, or another layout has saved what is being loaded."""
+        """Note whether stages are unequal, or another layout has saved the checkpoint."""
         self.is_moved = is_moved
 
     def missing(self, keys: Iterable[str]) -> set[str]:
-        """Return those of the stored keys for which no rank asks that a load really leaves out.
+        """Return the stored keys that a load really leaves out.
 
         Args:
-            keys: that are stored, and for which no rank asks Megatron.
+            keys: stored keys for which no rank asks Megatron.
         """
         if not self.is_moved:
             return {*keys}
         left = {key for key in keys if key not in _OF_ONE_LAYOUT}
-        # It is read by us.
+        # The plugin reads the optimizer itself.
         return left if self.stored_optimizer is None else {key for key in left if not _BY_BUCKET.fullmatch(key)}

@@ -1,4 +1,4 @@
-"""What a run says at its start: of patches that come too late or do not reach all, and of options with a warning."""
+"""Warnings at a run's start: patches that come too late or do not reach every name, and options with a warning."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 def warn_of_untried(name: str) -> None:
-    """Say, on one rank, what was never run with this Megatron."""
+    """Warn, on one rank, of features that were never run with this Megatron."""
     parts = untried(host_named(name))
     if parts and os.environ.get("RANK", "0") == "0":
         log.warning(f"not yet run with Megatron {name}: {parts}; compare your first steps with a uniform run")
 
 
 def warn_of_unreached(session: Session) -> None:
-    """Name what still holds a function of Megatron that was replaced."""
+    """Warn of names that still hold a function of Megatron that was replaced."""
     places = unreached(session.applied)
     if places:
         rest = f" and {len(places) - 8} more" if len(places) > 8 else ""
@@ -37,13 +37,13 @@ def warn_of_unreached(session: Session) -> None:
 
 
 def warn_of_options(planned: PlannedRun, options: object, *, rank: int, version: str = "") -> None:
-    """Say, on one rank of each site, which options work in another way than a user may expect.
+    """Warn, on one rank of each site, of options that work in another way than a user may expect.
 
     Args:
-        planned: the run.
+        planned: plan of the run.
         options: Megatron's arguments, or a model's configuration.
         rank: this rank.
-        version: of Megatron; empty for rows about any.
+        version: version of Megatron; empty takes only the rows for all versions.
     """
     if rank not in planned.reporting_ranks.values():
         return

@@ -1,7 +1,6 @@
-"""The pipelines of this process: what is open on this rank, and what its ranks agree on.
+"""The open pipelines of this process: how they are opened, agreed on and closed.
 
-A run has one pipeline, the first; every module with a grid of its own has one more. All are opened, compared and closed
-by what is here.
+A run has one pipeline, the first; every module with a grid of its own has one more.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from vtp_plugin.util import log
 
 
 class ModelSizes(Protocol):
-    """What a model's configuration says of its stage."""
+    """Sizes of its stage in a model's configuration."""
 
     tensor_model_parallel_size: int
     context_parallel_size: int
@@ -45,16 +44,16 @@ class Pipeline:
     """One pipeline, as it is open on this rank.
 
     Attributes:
-        plan: what it is.
+        plan: plan of the pipeline.
         stage_group: tensor-parallel group of this rank's stage.
         pipeline_groups: this rank's pipeline group in each replica of the pipeline that this rank works in.
-        opened: all channels that this rank has opened, in that order; those of tied weights, too.
-        communicators: they move activations, one for each of these replicas; several only where a neighbour has more
+        opened: all channels that this rank has opened, in that order, those of tied weights included.
+        communicators: one for each of these replicas, which moves activations; several only where a neighbour has more
             replicas than this rank's stage, none while Megatron's own is in use.
-        channels: of this rank, by the schedule's names.
-        schedule_runner: runs planned schedules of this pipeline alone; None with others.
+        channels: channels of this rank by their identity.
+        schedule_runner: runs planned schedules of this pipeline alone; None with Megatron's schedules.
         tied_weight: exchange of a shared embedding; None on ranks that hold no copy of it, or with Megatron's own.
-        agree: runs a function on all its ranks, and returns only if it states the same on all.
+        agree: runs a function on all ranks of the pipeline, and returns only if it returns the same on all.
     """
 
     plan: PipelinePlan
@@ -86,11 +85,11 @@ class Pipeline:
 
     @property
     def form(self) -> TensorFormat | None:
-        """How tensors cross, by the model configuration; None before all ranks' were compared."""
+        """Type and layout of the tensors, from the model's configuration; None before all ranks have compared it."""
         return self._form
 
     def require_schedule_runner(self) -> ScheduleRunner:
-        """Return what runs planned schedules.
+        """Return the runner of planned schedules.
 
         Raises:
             PlanError: Megatron's own schedules run.
@@ -103,17 +102,17 @@ class Pipeline:
         """Refuse a model configuration that was made for another stage's sizes.
 
         Raises:
-            ConfigError: the configuration does not say its stage's size.
+            ConfigError: the configuration has another size than its stage.
         """
         self.plan.check_model_config(self.stage, config.tensor_model_parallel_size, config.context_parallel_size)
 
     @property
     def has_formats(self) -> bool:
-        """Whether it is known how tensors cross, as from the first step on."""
+        """Whether the type and layout of the tensors are known, as they are from the first step on."""
         return self._form is not None
 
     def agree_on_formats(self, read: Callable[[], tuple[TensorFormat, ...]]) -> tuple[TensorFormat, ...]:
-        """Read how tensors cross, ring by ring, and, the first time, compare it over all ranks; a collective call.
+        """Read the type and layout of every ring's tensors; the first call compares them over all ranks, collectively.
 
         A tensor of another type or shape than the receiver expects would end a process inside the backend.
 
@@ -178,11 +177,11 @@ def open_pipeline(
     """Open the channels of a pipeline. All ranks of the world call this at the same point, once its groups are made.
 
     Args:
-        plan: of the pipeline.
-        ranks: all of the run.
+        plan: plan of the pipeline.
+        ranks: all ranks of the run.
         platform: where this rank computes.
         audit: record of what crosses; None unless asked for.
-        recorder: measures what this rank does.
+        recorder: notes what this rank does.
         stage_group: tensor-parallel group of this rank's stage.
         pipeline_groups: this rank's pipeline group in each replica that this rank works in.
 
@@ -237,7 +236,7 @@ def _make_runner(
     worker: int,
     recorder: Recorder,
 ) -> ScheduleRunner | None:
-    """Make what runs planned schedules of this pipeline alone."""
+    """Make the runner of planned schedules of this pipeline alone; None if Megatron's schedules run."""
     if plan.orders is None:
         return None
     companions = None
@@ -258,7 +257,7 @@ def _join_tied(plan: PipelinePlan, opened: Sequence[Channel | None]) -> TiedWeig
 def _settle_transport(
     plan: PipelinePlan, ranks: AllRanks, platform: Platform, channels: dict[ChannelId, Channel]
 ) -> dict[ChannelId, Channel]:
-    """Try the strategies where the rules leave it open, and let the channels cross by the fastest one."""
+    """Try the strategies where the rules leave the choice open, and return channels that use the fastest one."""
     tried = [boundary for boundary in plan.boundaries if boundary.rivals]
     if not tried or dist.get_backend() == "fake":
         return channels
@@ -270,7 +269,7 @@ def _settle_transport(
 
 
 def state_format(form: TensorFormat, tp_size: int) -> dict[str, object]:
-    """Say what all ranks must have alike; a stage of one tensor-parallel rank has no say about sequence parallelism."""
+    """Return what must be equal on all ranks; a stage of one tensor-parallel rank leaves sequence parallelism open."""
     sharding = {} if tp_size == 1 else {"sequence_parallel": form.src_sharded}
     return {
         "pipeline_dtype": str(form.dtype),
@@ -296,7 +295,7 @@ class Pipelines:
         return next((one for one in self._open if not one.plan.ends.are_bridged), None)
 
     def of_module(self, pipeline_group: dist.ProcessGroup | None) -> Pipeline | None:
-        """Return the pipeline of the module that a group belongs to; None where it is none, or has no channels."""
+        """Return the pipeline of the module that a group belongs to; None if there is none, or it has no channels."""
         modules = (one for one in self._open if one.plan.ends.are_bridged)
         return next((one for one in modules if any(group is pipeline_group for group in one.pipeline_groups)), None)
 
@@ -314,11 +313,11 @@ class Pipelines:
         return pipeline is not None and not pipeline.plan.layout.is_uniform
 
     def add(self, pipeline: Pipeline) -> None:
-        """Take one that has been opened."""
+        """Add a pipeline that has been opened."""
         self._open.append(pipeline)
 
     def close(self, pipeline: Pipeline | None) -> None:
-        """End one, and forget it."""
+        """Close a pipeline, and forget it."""
         if pipeline is not None:
             self._open.remove(pipeline)
             pipeline.close()

@@ -23,14 +23,15 @@ from vtp_plugin.runtime.step.companions import Companion
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ends:
-    """Who is before a pipeline and after it, and what joins its first stage and its last one.
+    """How the first and the last stage of a pipeline are joined, to each other or to other modules.
 
     Attributes:
-        are_bridged: other modules may be before it and after it, and it lies on a grid of its own. Then nothing joins
-            its ends: no ring, no copy of a weight. Its gradients are sums, and groups are those of its grid.
-        are_stock: Megatron's own code fits what joins them: tied weights, the token count.
-        loss_stage: stage that computes the loss; the last one of a bridged pipeline may, or hand on its output.
-        tied_stages: those that may hold a copy of the word embedding, where copies lie on several stages.
+        are_bridged: whether the pipeline has a grid of its own, and other modules may be before and after it. Then
+            nothing joins its ends: no ring, no copy of a weight. Its gradients are sums, and groups are those of its
+            grid.
+        are_stock: whether Megatron's own code for the ends works: tied weights, the token count.
+        loss_stage: stage that computes the loss; in a bridged pipeline the last one, which may hand on its output.
+        tied_stages: stages that may hold a copy of the word embedding, if there are several.
     """
 
     are_bridged: bool
@@ -44,16 +45,17 @@ class PipelinePlan:
     """A pipeline before its channels are open.
 
     Attributes:
-        layout: who is where.
-        ends: what is before it and after it, and what joins its ends.
+        layout: stages and ranks of the pipeline.
+        ends: how its first and its last stage are joined.
         placement: which stage holds which part of the model.
         replicas: which replicas of its stages work together.
-        boundaries: its neighbouring stages; none where Megatron's own communicator is in use.
+        boundaries: boundaries between its stages; none if Megatron's own communicator is in use.
         context: what Megatron's options are checked against.
-        is_active: the plugin's channels are in use.
-        is_sharded: ranks hold slices of activations (sequence parallelism), as far as is known beforehand.
-        orders: what its steps are planned for; None where Megatron's schedules run, or one for several modules.
-        companion: what crosses with activations, such as the lengths of packed samples; None for nothing.
+        is_active: whether the plugin's channels are in use.
+        is_sharded: whether ranks hold slices of activations (sequence parallelism), as far as is known beforehand.
+        orders: options for which its steps are planned; None if Megatron's schedules run, or one schedule runs several
+            modules.
+        companion: kind of tensor that crosses with activations, such as the lengths of packed samples; None for none.
     """
 
     layout: PipelineLayout
@@ -69,7 +71,7 @@ class PipelinePlan:
 
     @property
     def members(self) -> range:
-        """Its ranks."""
+        """Global ranks of the pipeline."""
         return range(self.layout.first_rank, self.layout.first_rank + self.layout.world_size)
 
     @property
@@ -81,8 +83,8 @@ class PipelinePlan:
     def specs(self) -> tuple[ChannelSpec, ...]:
         """Its channels, in the order in which all ranks open them: both directions of every boundary, then tied ones.
 
-        Those of a word embedding that stages share come last; there are none where its copies are together, or Megatron
-        sums them.
+        The channels of a shared word embedding come last; there are none if its copies are on one stage, or Megatron
+        sums their gradients.
         """
         return (
             *(boundary.channel(direction) for boundary in self.boundaries for direction in Direction),
@@ -101,13 +103,13 @@ class PipelinePlan:
 
     def worker(self, rank: int) -> int:
         """Return a rank's number in the schedules of this pipeline."""
-        place = self.layout.coord(rank)
-        return self.replicas.worker(place.stage, place.dp_rank)
+        coord = self.layout.coord(rank)
+        return self.replicas.worker(coord.stage, coord.dp_rank)
 
     def gradient_share(self, stage: int) -> float:
-        """Copies of a stage's weights (cp * dp) over those of the stage with the loss, whose average counts.
+        """Return the copies of a stage's weights (cp * dp), divided by those of the stage with the loss.
 
-        Between bridges gradients are sums, which nobody averages.
+        Between bridges gradients are sums, which nobody averages; there it is 1.
         """
         if self.ends.are_bridged:
             return 1.0
@@ -118,7 +120,7 @@ class PipelinePlan:
         """Refuse a model configuration that was made for another stage's sizes.
 
         Raises:
-            ConfigError: the configuration does not say its stage's size.
+            ConfigError: the configuration has another size than its stage.
         """
         own_size = self.layout.tp_sizes[stage]
         if tensor_model_parallel_size != own_size:
@@ -141,8 +143,8 @@ def plan_module(config: VtpConfig, layout: PipelineLayout, *, device: str) -> Pi
     Every stage runs every microbatch; where replicas differ, each has its even share of the samples.
 
     Args:
-        config: what was asked for.
-        layout: the module's stages.
+        config: the plugin's configuration.
+        layout: stages and ranks of the module.
         device: name of the platform.
     """
     replicas = ReplicaMap(dp_sizes=layout.dp_sizes, mode=DpMode.SPLIT)

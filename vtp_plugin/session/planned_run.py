@@ -1,4 +1,4 @@
-"""What is planned: who is where, what crosses, and what all ranks state about it. Nothing here communicates."""
+"""The plan of a run: its layout, what crosses, and what all ranks state about it. Nothing here communicates."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ class PlannedRun:
     """A run whose layout is known, before its channels are open.
 
     Attributes:
-        config: what was asked for.
-        layout: who is where.
-        platform: where it runs.
-        tensor_bytes: size of the tensor that crosses a boundary; None where it is not known beforehand.
-        is_sharded: ranks hold slices of activations (sequence parallelism), as far as is known beforehand.
-        log_interval_steps: training steps from one line about real and planned times to the next.
-        companion: what the cloud of a U needs of a microbatch besides its activation; None for nothing.
-        check_batch: raises an error if the script must not read such a batch; None for any.
-        notes: lines that the start-up summary ends with.
-        has_arguments: it follows from arguments that megatron.training has validated, and lasts as long as they do;
-            otherwise the end of a start forgets it.
+        config: the plugin's configuration.
+        layout: stages and ranks of the run.
+        platform: platform on which it runs.
+        tensor_bytes: size of the tensor that crosses a boundary; None if it is not known beforehand.
+        is_sharded: whether ranks hold slices of activations (sequence parallelism), as far as is known beforehand.
+        log_interval_steps: number of training steps from one line about real and planned times to the next.
+        companion: kind of tensor that the cloud of a U needs beside activations; None for none.
+        check_batch: raises an error if the script must not read such a batch; None allows any.
+        notes: lines at the end of the start-up summary.
+        has_arguments: whether the plan follows from arguments that megatron.training has validated, and lasts as long
+            as they do; otherwise the end of a start forgets it.
     """
 
     config: VtpConfig
@@ -85,22 +85,22 @@ class PlannedRun:
 
     @property
     def is_active(self) -> bool:
-        """Whether the plugin's groups and communicator are in use: stages differ, or something asks for them."""
+        """Whether the plugin's groups and communicator are in use: stages differ, or an option needs them."""
         return is_active(self.config, self.layout)
 
     @property
     def is_recorded(self) -> bool:
-        """Whether it was asked for what ranks do and when."""
+        """Whether the trace or the timing is asked for."""
         return self.config.timing or self.config.trace is not None
 
     @property
     def has_packed_rows(self) -> bool:
         """Whether a microbatch is a row of packed samples."""
-        return self.companion is not None and self.companion.cargo is MessageKind.LENGTHS
+        return self.companion is not None and self.companion.kind is MessageKind.LENGTHS
 
     @property
     def has_stock_ends(self) -> bool:
-        """Whether Megatron's own code fits what joins the first and the last stage: tied weights, the token count."""
+        """Whether Megatron's own code for the first and the last stage works: tied weights, the token count."""
         return self.layout.is_uniform and not self.config.layerwise_disaggregated
 
     @property
@@ -120,22 +120,22 @@ class PlannedRun:
 
     @property
     def boundaries(self) -> tuple[tuple[int, int], ...]:
-        """Neighbouring stages, the way from the end of a U back to its edge included."""
+        """Pairs of neighbouring stages, that from the end of a U back to its edge included."""
         return stage_boundaries(self.config, self.layout.num_stages)
 
     @property
     def transport_rules(self) -> TransportRules:
-        """What decides how the boundaries are crossed."""
+        """Rules that choose the strategy of every boundary."""
         return transport_rules(self.config, self.tensor_bytes, is_sharded=self.is_sharded)
 
     @property
     def own(self) -> Coord:
-        """Place of this rank."""
+        """Coordinates of this rank."""
         return self.layout.coord(dist.get_rank())
 
     @property
     def reporting_ranks(self) -> dict[str, int]:
-        """Rank of every site that shows what the plugin says."""
+        """Rank of every site that logs for it."""
         return reporting_ranks(self.layout, stage_sites(self.config, self.layout.num_stages))
 
     def site_of(self, rank: int) -> str:
@@ -146,8 +146,8 @@ class PlannedRun:
         """Plan the run's own pipeline, once it is known how the model is cut.
 
         Args:
-            num_chunks: model chunks of every stage, Megatron's virtual pipeline size.
-            embedding_stages: those that may hold a copy of the word embedding; None for the ends.
+            num_chunks: number of model chunks of every stage, Megatron's virtual pipeline size.
+            embedding_stages: stages that may hold a copy of the word embedding; None for the first and the last.
 
         Raises:
             ConfigError: no placement of so many chunks fits the stages.
@@ -173,7 +173,7 @@ class PlannedRun:
                 f"--vtp-encoder-layer-list with {num_chunks} model chunks: the edge has {config.num_rings + 1}; give "
                 f"initialize_model_parallel virtual_pipeline_model_parallel_size={config.num_rings + 1}"
             )
-        # On the edge of a U the copies are together.
+        # In a U both copies are on the edge.
         is_tied = not (self.has_stock_ends or is_u_shaped or num_stages == 1)
         orders = None
         if self.is_active and config.has_planned_schedule and num_stages > 1:
@@ -204,11 +204,11 @@ class PlannedRun:
         )
 
     def statement(self) -> dict[str, object]:
-        """Say what this rank is about to run; every rank must say the same."""
+        """Return what this rank is about to run; it must be equal on all ranks."""
         return state_run(self.config, self.layout, self.platform.name)
 
     def describe(self) -> str:
-        """Say that the plugin is active, with a digest of what was agreed on; then who is where and what crosses."""
+        """Return the start-up summary: a digest of what was agreed on, the layout, and what crosses."""
         sizes = ",".join(map(str, self.layout.tp_sizes))
         lines = [
             f"vtp_plugin {__version__} is active: vtp_size_list {sizes} on {self.layout.world_size} ranks, "
@@ -227,5 +227,5 @@ class PlannedRun:
 
     @property
     def option_context(self) -> OptionContext:
-        """What Megatron's options are checked against."""
+        """Context against which Megatron's options are checked."""
         return option_context(self.config, self.layout, device=self.platform.name)

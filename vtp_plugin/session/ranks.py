@@ -33,45 +33,45 @@ class AllRanks:
     """What this rank does together with all others, over a store.
 
     Args:
-        timeout_s: says how long to wait for another rank; asked each time, since a check may change it.
-        finish: what this rank has to do before it leaves, if no rank has failed.
+        timeout_s: returns how long to wait for another rank; called each time, since a check may change it.
+        finish: called before this rank leaves, if no rank has failed.
 
     Attributes:
         monitor: keeps the time; None before the ranks have agreed, and after the end.
-        disclosure: what this rank may tell the others; the least of it while nobody knows how many sites there are, see
-            :meth:`disclose`.
+        redaction: what this rank may tell the others; the least possible while the number of sites is not known, see
+            :meth:`set_redaction`.
     """
 
     def __init__(self, timeout_s: Callable[[], float], finish: Callable[[], None]) -> None:
         self.monitor: Monitor | None = None
-        self.disclosure = Redaction()
+        self.redaction = Redaction()
         self._timeout_s = timeout_s
         self._finish = finish
         self._agreement: Agreement | None = None
 
     @property
     def store(self) -> dist.Store | None:
-        """What reaches all ranks; None before :meth:`join`."""
+        """Store that reaches all ranks; None before :meth:`join`."""
         return None if self._agreement is None else self._agreement.store
 
     @property
     def timeout_s(self) -> float:
-        """How long to wait for another rank."""
+        """Limit of a wait for another rank, in seconds."""
         return self._timeout_s()
 
-    def disclose(self, disclosure: Redaction) -> None:
+    def set_redaction(self, redaction: Redaction) -> None:
         """Note what this rank may tell the others from now on."""
-        self.disclosure = disclosure
+        self.redaction = redaction
 
     def meet(self, environment: Mapping[str, str], prepare: Callable[[], Mapping[str, object]]) -> None:
-        """Wait for all ranks that the launcher started, if it says where they meet, and compare what they were asked.
+        """Wait for all ranks that the launcher started, if it says where they meet, and compare their requests.
 
         Args:
-            environment: of this process.
-            prepare: returns what this rank was asked for.
+            environment: variables of this process.
+            prepare: returns the request of this rank.
 
         Raises:
-            ConfigError: a rank was asked for something else.
+            ConfigError: a rank has another request.
             PeerError: a rank did not come within the timeout.
         """
         rank, world_size = environment.get("RANK", ""), environment.get("WORLD_SIZE", "")
@@ -82,7 +82,7 @@ class AllRanks:
         self.agree("start", prepare)
 
     def join(self, store: dist.Store, rank: int, world_size: int) -> None:
-        """Take a store for all that follows.
+        """Use a store for all that follows.
 
         Args:
             store: reaches all ranks.
@@ -99,7 +99,7 @@ class AllRanks:
                 "the plugin started; one apply() is for one world; call vtp_plugin.revert() and apply() again"
             )
         self._agreement = Agreement(
-            store, rank=rank, world_size=world_size, timeout_s=self._timeout_s, disclosure=lambda: self.disclosure
+            store, rank=rank, world_size=world_size, timeout_s=self._timeout_s, redaction=lambda: self.redaction
         )
 
     def agree(
@@ -125,17 +125,17 @@ class AllRanks:
                 world_size=agreement.world_size,
                 timeout_s=self._timeout_s(),
                 keeper=_store_keeper(os.environ),
-                describe=lambda error: self.disclosure.describe(error),
+                describe=lambda error: self.redaction.describe(error),
             )
             self.monitor.start()
             atexit.register(self.stop)
 
     def together(self, what: str) -> AbstractContextManager[object]:
-        """Watch that all ranks together get on while a block runs, such as a save; see ``Together``."""
+        """Watch the progress of all ranks while a block runs, such as a save; see ``Together``."""
         return contextlib.nullcontext() if self.monitor is None else self.monitor.together.during(what)
 
     def passing(self) -> AbstractContextManager[None]:
-        """Return a context in which this rank goes through what all ranks of the run do together."""
+        """Return the context of one joint operation of all ranks, see ``EarlyExits``."""
         return contextlib.nullcontext() if self.monitor is None else self.monitor.passing()
 
     def agreement(self, name: str, members: Sequence[int] | None = None) -> Agree:
@@ -144,8 +144,8 @@ class AllRanks:
         A rank need not state every value that another rank states.
 
         Args:
-            name: of what is compared.
-            members: ranks of modules, which need not have met before; None for all ranks of the run.
+            name: name of what is compared, for errors.
+            members: global ranks of modules, which need not have met before; None for all ranks of the run.
         """
         if members is None:
             return functools.partial(self.agree, name, is_partial=True)
@@ -157,13 +157,13 @@ class AllRanks:
             world_size=dist.get_world_size(),
             timeout_s=self._timeout_s,
             members=tuple(members),
-            disclosure=lambda: self.disclosure if self._agreement is not None else Redaction(is_one_site=True),
+            redaction=lambda: self.redaction if self._agreement is not None else Redaction(is_one_site=True),
             way_out=_WAY_OUT_OF_MODULES,
         )
         return functools.partial(among.settle, name, is_partial=True)
 
     def share_reports(self, own: Posted, combine: Callable[[Sequence[Posted]], str], *, kind: Any = Report) -> str:
-        """Make one text of all ranks' reports, on rank 0, and return it on all, see ``measure.share_reports``."""
+        """Combine all ranks' reports into one text, see :func:`~vtp_plugin.runtime.step.measure.share_reports`."""
         agreement = self._joined()
         return share_reports(
             agreement.store,
@@ -180,7 +180,7 @@ class AllRanks:
         return contextlib.nullcontext() if self.monitor is None else self.monitor.computing(name_compute)
 
     def compare_clocks(self) -> ClockOffset:
-        """Find out how far this rank's clock is behind that of rank 0; a collective call."""
+        """Measure how far this rank's clock is behind that of rank 0; a collective call."""
         agreement = self._joined()
         return estimate_offset(
             agreement.store, rank=agreement.rank, world_size=agreement.world_size, timeout_s=self._timeout_s()
@@ -203,14 +203,14 @@ class AllRanks:
             return
         monitor.stop()
         if not monitor.is_failing:
-            # The last pass may have been an evaluation, whose sends nobody has waited for: what is still under way when
-            # the process ends is lost.
+            # The last pass may have been an evaluation, whose sends nobody has waited for: sends that are under way
+            # when the process ends are lost.
             with contextlib.suppress(PeerError):
                 self._finish()
 
 
 def _store_keeper(environment: Mapping[str, str]) -> str:
-    """Say whose end takes the run's store away.
+    """Name the process that keeps the run's store, whose end ends the store.
 
     >>> _store_keeper({}), _store_keeper({"MASTER_ADDR": "a"}), _store_keeper({KEEPER_VARIABLE: "rank 2"})
     ('the launcher or rank 0', 'rank 0', 'rank 2')

@@ -1,4 +1,4 @@
-"""What the ranks were asked for is compared before anything is derived from it; then it is known who may read what."""
+"""The requests of all ranks, compared before anything is derived from them; then it is known who may read what."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 def meet(session: Session, prepare: Callable[[], None]) -> None:
-    """Wait for all ranks that the launcher started, if it says where they meet, and compare what they were asked for.
+    """Wait for all ranks that the launcher started, if it says where they meet, and compare their requests.
 
     Args:
-        session: of this rank.
-        prepare: what this rank has to do before; if it raises, all ranks leave.
+        session: session of this rank.
+        prepare: called first; if it raises, all ranks leave.
 
     Raises:
-        ConfigError: a rank was asked for something else, or could not prepare.
+        ConfigError: a rank has another request, or could not prepare.
         PeerError: a rank did not come within the timeout.
     """
     is_unsure = may_name_sites(sys.argv)
@@ -38,26 +38,26 @@ def meet(session: Session, prepare: Callable[[], None]) -> None:
 
     session.ranks.meet(os.environ, state)
     if session.ranks.store is not None and not is_unsure:
-        _settle_disclosure(session)
+        _settle_redaction(session)
 
 
-def may_name_sites(words: Sequence[str]) -> bool:
+def may_name_sites(argv: Sequence[str]) -> bool:
     """Tell whether a command line may name sites, where its flags have not been read.
 
     >>> may_name_sites(["script.py", "--vtp-sites=edge,cloud"]), may_name_sites(["script.py", "--vtp-size-list", "1,2"])
     (True, False)
     """
-    return any(word.startswith(("--vtp-sit", "--yaml")) for word in words)
+    return any(word.startswith(("--vtp-sit", "--yaml")) for word in argv)
 
 
-def _settle_disclosure(session: Session) -> None:
+def _settle_redaction(session: Session) -> None:
     config = session.config
-    session.ranks.disclose(Redaction(is_one_site=not config.has_several_sites, is_opted_in=config.share_errors))
+    session.ranks.set_redaction(Redaction(is_one_site=not config.has_several_sites, is_opted_in=config.share_errors))
 
 
 def _note_sites(session: Session, *, is_one_site: bool) -> None:
-    """Note how many sites there are for this rank, before it is known that all ranks were asked for the same."""
-    session.ranks.disclose(replace(session.ranks.disclosure, names_one_site=is_one_site))
+    """Note whether there is one site by this rank's own request, before all requests are known to be equal."""
+    session.ranks.set_redaction(replace(session.ranks.redaction, names_one_site=is_one_site))
 
 
 def agree_on_request(
@@ -69,18 +69,18 @@ def agree_on_request(
     world_size: int,
     timeout_s: float | None = None,
 ) -> None:
-    """Compare what all ranks were asked for, and note from then on what this one may tell the others.
+    """Compare the requests of all ranks, and note what this rank may tell the others from then on.
 
     Args:
-        session: of this rank.
+        session: session of this rank.
         store: reaches all ranks.
-        read: adds to the session's ``config`` what else this rank was asked for.
+        read: adds the rest of this rank's request to the session's ``config``.
         rank: this rank.
         world_size: number of ranks.
-        timeout_s: for the check; default is the configured one.
+        timeout_s: limit of the check, in seconds; default is the configured one.
 
     Raises:
-        ConfigError: a rank was asked for something else, or something wrong.
+        ConfigError: a rank has another request, or a wrong one.
         PeerError: a rank did not come within the timeout.
     """
 
@@ -92,17 +92,17 @@ def agree_on_request(
     _note_sites(session, is_one_site=not may_name_sites(sys.argv) and not session.config.has_several_sites)
     session.ranks.join(store, rank, world_size)
     session.ranks.agree("start", prepare, timeout_s=timeout_s)
-    _settle_disclosure(session)
+    _settle_redaction(session)
 
 
 def watch_for_modules(session: Session) -> None:
-    """Watch over the other ranks from a module's first groups on; all ranks of the world call this at the same point.
+    """Watch the other ranks from a module's first groups on; all ranks of the world call this at the same point.
 
     With a list of sizes they watch each other anyway, from Megatron's first groups on. A script that takes bridges
     without ``apply()`` watches nobody.
 
     Raises:
-        ConfigError: a rank was asked for something else.
+        ConfigError: a rank has another request.
         PeerError: a rank did not come within the timeout.
     """
     is_alone = dist.get_world_size() == 1 or dist.get_backend() == "fake"
@@ -115,7 +115,7 @@ def watch_for_modules(session: Session) -> None:
 
 
 def learn_site(session: Session, rank: int) -> None:
-    """Note the site of this rank, for what it tells the others; once the layout is known."""
+    """Note the site of this rank, which its messages to others name; called once the layout is known."""
     if session.is_planned and session.config.sites:
         site = session.config.sites[session.planned.layout.stage_of(rank)]
-        session.ranks.disclose(replace(session.ranks.disclosure, site=site))
+        session.ranks.set_redaction(replace(session.ranks.redaction, site=site))

@@ -1,10 +1,10 @@
-"""The state of the applied plugin, in three states: what is asked for, what is planned, what is running.
+"""The session: what is asked for, what is planned, and what is running.
 
 One :class:`Session` exists between ``apply()`` and ``revert()``. The patches are built around it; nothing else of the
 plugin keeps state. What is planned is a :class:`~vtp_plugin.session.planned_run.PlannedRun`, what is running a
-:class:`~vtp_plugin.session.open_pipelines.Pipeline`; a function that needs one of them takes it, or asks the session
-for it where it is called by Megatron. What belongs to one start of model parallelism goes with it: the session holds
-one :class:`~vtp_plugin.session.start.Start` after another.
+:class:`~vtp_plugin.session.open_pipelines.Pipeline`; a function that needs one of them takes it as an argument, or asks
+the session for it where Megatron calls it. What belongs to one start of model parallelism ends with it: the session
+holds one :class:`~vtp_plugin.session.start.Start` after another.
 """
 
 from __future__ import annotations
@@ -46,18 +46,19 @@ class Session:
     """State of the plugin in this process.
 
     Args:
-        config: what ``apply()`` was given.
-        platform: where it runs; None to find it.
-        watch_failures: see below.
+        config: options that ``apply()`` was given.
+        platform: platform on which it runs; None finds it.
+        watch_failures: see the attribute.
 
     Attributes:
-        watch_failures: makes errors of this process one line, and tells other ranks; called once a list is asked for.
+        watch_failures: installs what reports errors of this process in one line, and to other ranks; called once a list
+            of sizes is asked for.
         ranks: what this rank does together with all others, outside the process groups.
         applied: sets of patches in the order of application.
-        pipelines: those that this rank works in: the run's own, and those of modules.
-        savings, loading: the checkpoints that are being written, and what is known of one that is being read.
-        writes: the names of Megatron and torch that patches may write.
-        progress: notes the steps of a fitted run; None elsewhere.
+        pipelines: pipelines that this rank works in: the run's own, and those of modules.
+        savings, loading: checkpoints that are being written; what is known of one that is being read.
+        writes: names of Megatron and torch that patches may write.
+        progress: notes the steps of a fitted run; None in other runs.
     """
 
     def __init__(
@@ -80,11 +81,11 @@ class Session:
 
     @property
     def config(self) -> VtpConfig:
-        """What was asked for, so far."""
+        """Options that are known so far."""
         return self._config
 
     def ask(self, config: VtpConfig) -> None:
-        """Take what was asked for by now: what ``apply()`` was given, and what was found out since."""
+        """Set the options: those that ``apply()`` was given, and those that were read since."""
         self._config = config
 
     @property
@@ -99,7 +100,7 @@ class Session:
 
     @property
     def has_bridges(self) -> bool:
-        """Whether the plugin's bridges are in the place of Megatron's."""
+        """Whether the plugin's bridges replace Megatron's."""
         return self.applied.has_bridges
 
     @property
@@ -109,10 +110,10 @@ class Session:
 
     @property
     def planned(self) -> PlannedRun:
-        """What is planned.
+        """Plan of the run.
 
         Raises:
-            PlanError: nothing is, yet.
+            PlanError: nothing is planned yet.
         """
         if self._start.planned is None:
             raise PlanError("the layout is used before it is planned")
@@ -120,12 +121,12 @@ class Session:
 
     @property
     def has_arguments(self) -> bool:
-        """Whether what is planned follows from arguments that megatron.training has validated."""
+        """Whether the plan follows from arguments that megatron.training has validated."""
         return self._start.planned is not None and self._start.planned.has_arguments
 
     @property
     def is_running(self) -> bool:
-        """Whether Megatron's groups exist, and our channels, where there are any."""
+        """Whether Megatron's groups exist, and the plugin's channels if there are any."""
         return self.pipelines.own is not None
 
     @property
@@ -133,7 +134,7 @@ class Session:
         """The run's own pipeline, once it is open.
 
         Raises:
-            PlanError: it is not, yet or any more.
+            PlanError: the pipeline is not open.
         """
         own = self.pipelines.own
         if own is None:
@@ -147,12 +148,12 @@ class Session:
 
     @property
     def ending(self) -> ExitStack:
-        """What ends with this start, the last first."""
+        """Stack of what is closed when this start ends."""
         return self._start.ending
 
     @property
     def platform(self) -> Platform | None:
-        """Where it runs; None until :meth:`choose_platform`."""
+        """Platform on which it runs; None until :meth:`choose_platform`."""
         return self._platform
 
     def choose_platform(self) -> Platform:
@@ -163,7 +164,7 @@ class Session:
         return self._platform
 
     def plan(self, **sizes: Any) -> None:
-        """Make the layout; arguments are Megatron's sizes, as for :func:`~vtp_plugin.config.resolve.plan_layout`.
+        """Make the layout from Megatron's sizes, the arguments of :func:`~vtp_plugin.config.resolve.plan_layout`.
 
         Raises:
             ConfigError: the sizes contradict each other or the world, or the stages do not fit together.
@@ -184,7 +185,7 @@ class Session:
         has_arguments: bool | None = None,
         note: str | None = None,
     ) -> None:
-        """Add to what is planned what the model's options say; arguments as the attributes of ``PlannedRun``."""
+        """Add what the model's options say to the plan; the arguments are attributes of ``PlannedRun``."""
         known = {
             "tensor_bytes": tensor_bytes,
             "is_sharded": is_sharded,
@@ -213,28 +214,28 @@ class Session:
         self.ask(dataclasses.replace(self.config, size_list=sizes))
 
     def open_audit(self, rank: int) -> Audit | None:
-        """Begin the record of what crosses, if it is asked for; idempotent.
+        """Open the audit, if it is asked for; idempotent.
 
         Raises:
-            ConfigError: it cannot be written.
+            ConfigError: the audit's file cannot be written.
         """
         return self._start.open_audit(self.config, rank)
 
     @property
     def recorder(self) -> Recorder:
-        """Knows what this rank does, for those who listen."""
+        """Recorder of what this rank does."""
         if self._recorder is None:
             self._recorder = Recorder(self.choose_platform())
         return self._recorder
 
     @property
     def tracing(self) -> Tracing | None:
-        """Writes what this rank does in each step; None unless asked for."""
+        """Trace of this rank's steps; None unless asked for."""
         return self._start.tracing
 
     @property
     def timing(self) -> Timing | None:
-        """Sums up what all ranks do in a step; None unless asked for."""
+        """Times of a step, summed up over all ranks; None unless asked for."""
         return self._start.timing
 
     def begin_step(self) -> None:
@@ -242,7 +243,7 @@ class Session:
         self._start.begin_step()
 
     def open_records(self, rank: int) -> None:
-        """Begin the trace and the timing, if they are asked for, once the layout is known; idempotent."""
+        """Open the trace and the timing, if they are asked for, once the layout is known; idempotent."""
         self._start.open_records(rank, self.ranks, self.recorder)
 
     def open(
@@ -258,8 +259,8 @@ class Session:
         Args:
             stage_group: tensor-parallel group of this rank's stage.
             pipeline_groups: this rank's pipeline group in each replica that this rank works in.
-            num_chunks: model chunks of every stage, Megatron's virtual pipeline size.
-            embedding_stages: those that may hold a copy of the word embedding; None for the ends.
+            num_chunks: number of model chunks of every stage, Megatron's virtual pipeline size.
+            embedding_stages: stages that may hold a copy of the word embedding; None for the first and the last.
 
         Raises:
             ConfigError: no placement of so many chunks fits the stages.
@@ -280,7 +281,7 @@ class Session:
         """Open the pipeline of a module. All ranks of the world call this at the same point.
 
         Args:
-            layout: the module's stages.
+            layout: stages and ranks of the module.
             stage_group: tensor-parallel group of this rank's stage; None outside the module.
             pipeline_groups: this rank's pipeline groups in the module; none outside it.
         """
@@ -295,7 +296,7 @@ class Session:
         return pipeline
 
     def close_module(self, pipeline_group: dist.ProcessGroup | None) -> None:
-        """End a module's pipeline once all is sent, as its grid ends; one that has no channels is not there."""
+        """Close a module's pipeline once all is sent, when its grid is destroyed; do nothing if it has no channels."""
         module = self.pipelines.of_module(pipeline_group)
         if module is not None:
             module.finish_step()
@@ -306,7 +307,7 @@ class Session:
         self.pipelines.finish_step()
 
     def close(self) -> None:
-        """End this start, as ``destroy_model_parallel`` forgets its groups, once all is sent; the next plans anew."""
+        """End this start once all is sent, with ``destroy_model_parallel``; the next start plans anew."""
         self.finish_step()
         self.release()
 
@@ -315,10 +316,10 @@ class Session:
         self._start = self._start.next()
 
     def open_log(self, rank: int | None = None) -> None:
-        """Let the plugin's records be seen, of INFO those of one rank a site; may be called again when more is known.
+        """Let the plugin's log be seen, INFO on one rank of each site; may be called again when more is known.
 
         Args:
-            rank: this rank, once the layout is known.
+            rank: this rank; None before the layout is known.
         """
         if self._close_log is None:
             self._close_log = log.install(self.config.log_level)
@@ -327,7 +328,7 @@ class Session:
             log.set_reporter(rank=rank, is_reporter=rank in self.planned.reporting_ranks.values())
 
     def close_log(self) -> None:
-        """Put the logger back as it was; nothing before the plugin said anything."""
+        """Restore the logger; do nothing if the plugin has not changed it."""
         close, self._close_log = self._close_log or (lambda: None), None
         close()
 
@@ -335,11 +336,11 @@ class Session:
         """Refuse a function that goes past the patches.
 
         Args:
-            name: what the user calls it.
-            value: the function, maybe one of Megatron's that was taken before ``apply()``, or one that calls it.
+            name: the user's name for the function.
+            value: the function: perhaps one of Megatron's that was imported before ``apply()``, or one that calls such.
 
         Raises:
-            PatchError: it is.
+            PatchError: the function goes past the patches.
         """
         for applied in self.applied:
             if line := applied.taken_before(value):

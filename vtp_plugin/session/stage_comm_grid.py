@@ -24,7 +24,7 @@ from vtp_plugin.session.session import Session
 class StageCommGrid(StageRanks):
     """The grid of a module whose pipeline stages have sizes of their own.
 
-    It has the interface of Megatron's ``HyperCommGrid``, and stands in its place in ``module_to_grid_map``. ``shape``
+    It has the interface of Megatron's ``HyperCommGrid``, which it replaces in ``module_to_grid_map``. ``shape``
     is that of this rank's stage, with the module's number of stages; on ranks outside it is that of the first stage.
     ``size`` counts all ranks of the module. A group along ``pp`` has one rank of every stage; one along ``tp`` and
     ``pp`` holds the module once, and is a :class:`~vtp_plugin.runtime.comm.model_group.ModelGroup` where the stages
@@ -32,10 +32,10 @@ class StageCommGrid(StageRanks):
 
     Attributes:
         shape: lengths of ``tp``, ``cp``, ``dp`` and ``pp``.
-        backend: of the groups; None is the world's.
+        backend: backend of the groups; None is the world's.
     """
 
-    # What the subclass is made with.
+    # Set by the subclass.
     get_session: Callable[[], Session]
     know_group: Callable[[Writes, dist.ProcessGroup, Sequence[int], dist.ProcessGroup], AbstractContextManager[None]]
 
@@ -44,8 +44,8 @@ class StageCommGrid(StageRanks):
 
         Args:
             stages: tensor-, context- and data-parallel size of every stage.
-            rank_offset: first rank.
-            backend: of the groups.
+            rank_offset: first global rank of the grid.
+            backend: backend of the groups; None is the world's.
 
         Raises:
             ConfigError: the sizes are wrong, or the plugin's bridges are not applied.
@@ -80,10 +80,10 @@ class StageCommGrid(StageRanks):
         Args:
             dims: one dimension or several, in any order.
             view: a registered view.
-            kwargs: for torch (timeout, pg_options, group_desc).
+            kwargs: options for torch's ``new_group`` (timeout, pg_options, group_desc).
 
         Raises:
-            KeyError: they have been created, or the view is unknown.
+            KeyError: the groups have been created, or the view is unknown.
             ConfigError: a dimension is unknown.
         """
         key = self.stored_under(dims, view)
@@ -105,7 +105,7 @@ class StageCommGrid(StageRanks):
         """Return this rank's group along some dimensions; along `pp` the first that it is in.
 
         Raises:
-            KeyError: it has not been created, or the view is unknown.
+            KeyError: the group has not been created, or the view is unknown.
         """
         key = self.stored_under(dims, view)
         if key not in self._pgs:

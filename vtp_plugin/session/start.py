@@ -1,4 +1,4 @@
-"""One start of model parallelism: what is planned for it, and what it has opened."""
+"""One start of model parallelism: its plan, and what it has opened."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from vtp_plugin.session.ranks import AllRanks
 
 
 class Start:
-    """What belongs to one start on this rank, from its plan to its groups; it ends as a whole, and the next is new.
+    """All that belongs to one start on this rank, from its plan to its groups. It ends at once; the next start is new.
 
     Attributes:
         planned: the run, once its layout is known.
-        audit: record of what crosses; None unless asked for, or before it begins.
-        tracing: record of what this rank does, likewise.
-        timing: sums of what all ranks do, likewise.
-        ending: what ends with this start, the last first: channels, groups, entries in torch's tables, files.
+        audit: record of all messages; None unless asked for, or before it begins.
+        tracing: trace of this rank's steps; None unless asked for, or before it begins.
+        timing: times of all ranks' steps; None unless asked for, or before it begins.
+        ending: stack of what is closed when this start ends: channels, groups, entries in torch's tables, files.
     """
 
     def __init__(self, planned: PlannedRun | None = None) -> None:
@@ -35,14 +35,14 @@ class Start:
         self.ending = ExitStack()
 
     def plan(self, planned: PlannedRun) -> None:
-        """Take a plan, or what is known of it by now."""
+        """Set the plan, as far as it is known by now."""
         self.planned = planned
 
     def open_audit(self, config: VtpConfig, rank: int) -> Audit | None:
-        """Begin the record of what crosses, if it is asked for; idempotent.
+        """Open the audit, if it is asked for; idempotent.
 
         Raises:
-            ConfigError: it cannot be written.
+            ConfigError: the audit's file cannot be written.
         """
         if config.audit is not None and self.audit is None:
             self.audit = Audit(config.audit, rank)
@@ -50,12 +50,12 @@ class Start:
         return self.audit
 
     def open_records(self, rank: int, ranks: AllRanks, recorder: Recorder) -> None:
-        """Begin the trace and the timing, if they are asked for, once the layout is known; idempotent.
+        """Open the trace and the timing, if they are asked for, once the layout is known; idempotent.
 
         Args:
             rank: this rank.
-            ranks: all of the run, which have met.
-            recorder: knows what this rank does.
+            ranks: all ranks of the run, which have met.
+            recorder: notes what this rank does.
 
         Raises:
             ConfigError: the trace cannot be written.
@@ -63,13 +63,13 @@ class Start:
         planned = self.planned
         if planned is None or not planned.is_recorded:
             return
-        config, place = planned.config, planned.layout.coord(rank)
+        config, coord = planned.config, planned.layout.coord(rank)
         owner = Owner(
             run=ranks.name_run(),
             rank=rank,
             world_size=planned.layout.world_size,
-            stage=place.stage,
-            worker=planned.replicas.worker(place.stage, place.dp_rank),
+            stage=coord.stage,
+            worker=planned.replicas.worker(coord.stage, coord.dp_rank),
         )
         compare_clocks = ranks.compare_clocks
         if config.trace is not None and self.tracing is None:
@@ -91,6 +91,6 @@ class Start:
             self.timing.begin_step()
 
     def next(self) -> Start:
-        """End all that is open, and return the next start, which keeps a plan that follows from arguments."""
+        """Close all that is open, and return the next start, which keeps a plan that follows from arguments."""
         self.ending.close()
         return Start(self.planned if self.planned is not None and self.planned.has_arguments else None)

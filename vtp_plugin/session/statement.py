@@ -1,4 +1,4 @@
-"""What a rank states in the start-up checks: every rank must say the same."""
+"""What a rank states in the start-up checks, which must be equal on all ranks."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from vtp_plugin.util.version import __version__
 
 
 def state_request(config: VtpConfig) -> dict[str, object]:
-    """Say what this rank was started with, before any layout is known."""
+    """Return the options that this rank was started with, before any layout is known."""
     return {"vtp_plugin version": __version__, **_stated(config, at_start=True)}
 
 
 def state_run(config: VtpConfig, layout: PipelineLayout, platform_name: str) -> dict[str, object]:
-    """Say what this rank is about to run: all options that ranks share, and sizes as they are in the layout."""
+    """Return what this rank is about to run: all options that ranks share, and the sizes of the layout."""
     sizes = {
         "vtp_size_list": layout.tp_sizes,
         "vtp_cp_list": layout.cp_sizes,
@@ -38,7 +38,7 @@ def state_run(config: VtpConfig, layout: PipelineLayout, platform_name: str) -> 
 
 
 def _stated(config: VtpConfig, *, at_start: bool = False) -> dict[str, object]:
-    """State the options that all ranks share, or those that are compared at the start, as their fields declare."""
+    """Return the options that all ranks share, or those that are compared at the start, as their fields declare."""
     shared = [(flag.compared, getattr(config, str(flag.field))) for flag in flags_of_fields()]
     return {
         compared.name: compared.state(value)
@@ -48,7 +48,7 @@ def _stated(config: VtpConfig, *, at_start: bool = False) -> dict[str, object]:
 
 
 def digest_of(statement: Mapping[str, object]) -> str:
-    """Give a short mark of a statement: two logs that show the same one come from ranks that were asked for the same.
+    """Return a short digest of a statement: two logs that show the same one come from ranks with equal requests.
 
     >>> digest_of({"vtp_size_list": "1,2"})
     '936e500c'

@@ -32,8 +32,8 @@ def read_typed(kind: type[_Kind], text: str | bytes, *, most_bytes: int = MOST_B
     Args:
         kind: ``str``, ``int``, ``float``, ``bool``, a dataclass of such, or of these ``tuple[X, ...]``,
             ``tuple[X, Y]``, ``dict[str, X]``, ``dict[int, X]`` and ``X | None``; ``object`` for anything.
-        text: in UTF-8.
-        most_bytes: of the text.
+        text: text in UTF-8.
+        most_bytes: largest size of the text.
 
     Raises:
         ShapeError: it is no JSON, too long, or of another shape.

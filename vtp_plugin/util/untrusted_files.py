@@ -143,7 +143,7 @@ def inside(folder: Path, name: object) -> Path:
 
     Args:
         folder: that holds it.
-        name: of the file; ``a/b`` where it lies in a folder of it.
+        name: name of the file inside the folder; ``a/b`` if it lies in a folder of it.
 
     Raises:
         PathError: it is no such name, or a link on the way leads out of the folder.

@@ -37,7 +37,7 @@ class MapPart:
     """This rank's part of a map, in the state that it saves.
 
     Args:
-        buckets: of one optimizer; None if they are not known.
+        buckets: buckets of one optimizer; None if they are not known.
         beside: an object that is stored with them; in a chain, Megatron puts the optimizer's number before its key.
     """
 
@@ -124,7 +124,7 @@ def request_state(optimizer: Any, stored: StoredOptimizer, cuts: Mapping[torch.T
     Args:
         optimizer: Megatron's.
         stored: what a checkpoint holds.
-        cuts: of the optimizer's parameters.
+        cuts: how each of the optimizer's parameters is cut.
     """
     # As the original: the optimizer makes its tensors before they are filled.
     optimizer.load_state_dict(optimizer.state_dict())

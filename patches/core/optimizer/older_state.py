@@ -78,9 +78,9 @@ def _bucket_state(original: Callable[[Any], dict[Any, Any]], optimizer: Any) -> 
     unneeded={">=0.15": "it takes pieces of any bucket"},
 )
 def _torch_tensor(original: Callable[..., Any], pieces: list[Any], rank: int | None = None, *args: Any) -> Any:
-    """Run `sharded_tensor_to_torch_sharded_tensor`; of a bucket each piece is a shard, and what lies between another's.
+    """Run `sharded_tensor_to_torch_sharded_tensor`; in a bucket each piece is a shard, and each gap is another rank's.
 
-    What is said of other ranks' shards only has to cover the tensor; torch keeps what each rank says of its own.
+    The shards that a rank lists for others only have to cover the tensor: torch keeps what each rank lists of its own.
     """
     if ".bucket_idx_" not in pieces[0].key or any(piece.flattened_range is None for piece in pieces):
         return original(pieces, rank, *args)

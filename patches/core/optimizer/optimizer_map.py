@@ -27,7 +27,7 @@ def cuts_of(model_state: Mapping[str, Any]) -> dict[torch.Tensor, ShardSpec]:
     cuts: dict[torch.Tensor, ShardSpec] = {}
     shards, _ = extract_sharded_tensors_and_factories(model_state)
     for shard in nested_values(shards):
-        # A parameter may be stored under one name twice, as a tied embedding is; then the one that counts, counts.
+        # A parameter may be stored twice, as a tied embedding is: the original counts, not its copy.
         if shard.data not in cuts or cuts[shard.data].is_copy:
             cuts[shard.data] = _cut(shard)
     return cuts
@@ -65,7 +65,7 @@ def buckets_of(optimizer: Any, cuts: Mapping[torch.Tensor, ShardSpec], *, is_pad
 
     Args:
         optimizer: Megatron's.
-        cuts: of its parameters.
+        cuts: how each of its parameters is cut.
         is_padded: whether it stores the end of a bucket that is there only so that the ranks can share it.
 
     Raises:

@@ -96,7 +96,7 @@ def problems_of_marks(model: torch.nn.Module, *, tp: int, etp: int, metadata: Ma
         model: the chunk.
         tp: tensor-parallel size of its stage.
         etp: tensor-parallel size of the experts there, where they have groups of their own.
-        metadata: as `sharded_state_dict` takes it.
+        metadata: argument of the same name of `sharded_state_dict`.
     """
     stored = _Stored(metadata)
     for path, owner in model.named_modules():

@@ -1,6 +1,6 @@
 """Patches of megatron/core/pipeline_parallel.
 
 Words:
-    course: what planned steps run over: the run's own pipeline, or several modules as one (``Course``).
-    passes: a forward and a backward by Megatron's functions, as the executor's computes need them (``Passes``).
+    backend: what planned steps run over: the run's own pipeline, or several modules as one (``StepBackend``).
+    passes: a forward and a backward by Megatron's functions, as the executor's computes need them (``StepPasses``).
 """

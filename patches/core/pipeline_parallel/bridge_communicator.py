@@ -61,9 +61,9 @@ class _OverChannels:
 
     Args:
         src_sequence: what the context-parallel ranks of the source hold: ``"whole"``, ``"plain"`` or ``"zigzag"``.
-        dest_sequence: the same for the destination.
+        dest_sequence: how the destination's context-parallel ranks cut a sequence.
         src_sharded: whether its tensor-parallel ranks hold slices (sequence parallelism).
-        dest_sharded: the same for the destination.
+        dest_sharded: whether the destination's tensor-parallel ranks hold slices.
         fixed_shape: shape of the share of one replica of the source, whole, of every microbatch; then no headers
             cross.
         has_gradient: whether gradients come back; ``False`` for a frozen encoder. Where Megatron's multi-module

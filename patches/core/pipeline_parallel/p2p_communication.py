@@ -38,8 +38,8 @@ def tensor_formats(
 
     Args:
         session: the applied plugin.
-        pipeline: in which they cross.
-        configs: of what crosses in every ring, one for all other pipelines.
+        pipeline: pipeline in which the tensors cross.
+        configs: configuration of the model in every ring; a single one in other pipelines.
         check: a further check; it raises ConfigError.
 
     Raises:
@@ -124,8 +124,8 @@ def exchange(
     """Exchange with both neighbours over channels; arguments and result as of Megatron's `_communicate`.
 
     Args:
-        pipeline: of this rank, over channels.
-        config: of the model.
+        pipeline: pipeline of this rank, with open channels.
+        config: Megatron's configuration of the model.
         begin: returns how the tensors of this step cross, and begins the step unless that is done.
         tensor_send_next: activation for the next stage.
         tensor_send_prev: gradient for the previous stage.

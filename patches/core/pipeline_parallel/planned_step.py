@@ -90,7 +90,7 @@ class StepPlan:
 
     Attributes:
         schedule: the orders of all workers.
-        links: of this rank.
+        links: links of this rank.
         passes: a forward and a backward by Megatron's functions.
         finalize_options: keywords of ``finalize_model_grads_func``, besides chunks and number of tokens.
     """
@@ -173,11 +173,11 @@ class _Compute:
         return action.vstage == self.schedule.placement.num_vstages - 1
 
 
-def run_step(course: StepBackend, **arguments: Any) -> list[Any]:
+def run_step(backend: StepBackend, **arguments: Any) -> list[Any]:
     """Run one step as planned, and let Megatron finish the gradients.
 
     Args:
-        course: what it runs over.
+        backend: what the step runs over.
         arguments: those of what Megatron's ``get_forward_backward_func`` returns.
 
     Returns:
@@ -185,8 +185,8 @@ def run_step(course: StepBackend, **arguments: Any) -> list[Any]:
     """
     call = StepCall(**arguments)
     # Before anything else: the ranks compare their configurations here, so if one refuses its own, all stop.
-    plan = course.plan(call)
-    chunks, config, runner = call.chunks, call.config, course.runner
+    plan = backend.plan(call)
+    chunks, config, runner = call.chunks, call.config, backend.runner
     compute = _Compute(
         call=call,
         config=config,

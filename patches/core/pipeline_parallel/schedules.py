@@ -170,12 +170,12 @@ def _told_by_timers(session: Session, model: Any) -> Iterator[None]:
         undo.undo()
 
 
-def _run_planned_step(writes: Writes, course: PipelineBackend, **arguments: Any) -> list[Any]:
+def _run_planned_step(writes: Writes, backend: PipelineBackend, **arguments: Any) -> list[Any]:
     """Run one step as planned; Megatron's timers wait for what was received, not for what is to be."""
     if not arguments.get("forward_only", False):
-        course.session.begin_step()
+        backend.session.begin_step()
     with waiting_for_computes(writes):
-        return run_step(course, **_with_checked_batches(course.session, arguments))
+        return run_step(backend, **_with_checked_batches(backend.session, arguments))
 
 
 def _stock_plan(pipeline: Pipeline, num_microbatches: int, group_size: int | None) -> Plan:

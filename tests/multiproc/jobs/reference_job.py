@@ -123,9 +123,9 @@ def _messages() -> Iterator[list[tuple[str, int]]]:
     noted: list[tuple[str, int]] = []
     post = Transfers._post
 
-    def noting(self: Transfers, messages: Any, parcel: Any) -> Any:
+    def noting(self: Transfers, messages: Any, transmission: Any) -> Any:
         noted.extend((operation.__name__, peer) for operation, _, peer in messages)
-        return post(self, messages, parcel)
+        return post(self, messages, transmission)
 
     with mock.patch.object(Transfers, "_post", noting):
         yield noted

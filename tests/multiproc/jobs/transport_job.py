@@ -56,11 +56,11 @@ class Move:
 
     def spec(self) -> ChannelSpec:
         """Number the ranks from the senders on."""
-        src = _side(*self.src, 0)
-        return ChannelSpec(name=str(self), src=src, dst=_side(*self.dst, len(src.ranks)), strategy=self.strategy)
+        src = _endpoint(*self.src, 0)
+        return ChannelSpec(name=str(self), src=src, dst=_endpoint(*self.dst, len(src.ranks)), strategy=self.strategy)
 
 
-def _side(cp: int, tp: int, first: int) -> Endpoint:
+def _endpoint(cp: int, tp: int, first: int) -> Endpoint:
     return Endpoint(ranks_by_cp=tuple(tuple(range(first + i * tp, first + (i + 1) * tp)) for i in range(cp)))
 
 
@@ -72,7 +72,7 @@ def move(moves: Sequence[Move]) -> list[str]:
     groups: dict[tuple[int, ...], object] = {}
     for one in moves:
         spec = one.spec()
-        stages = [_group(ranks, groups) for side in (spec.src, spec.dst) for ranks in side.ranks_by_cp]
+        stages = [_group(ranks, groups) for endpoint in (spec.src, spec.dst) for ranks in endpoint.ranks_by_cp]
         mine = next((group for group in stages if isinstance(group, dist.ProcessGroup)), None)
         platform.gathers_by_messages = one.gathers_by_messages
         (channel,) = open_channels([spec], stage_group=mine, platform=platform, monitor=None, timeout_s=TIMEOUT_S)
@@ -141,7 +141,7 @@ def varying(one: Move, shapes: Sequence[Shape]) -> list[Shape]:
     init_gloo()
     platform: Platform = detect("cpu")
     spec, rank = one.spec(), dist.get_rank()
-    stages = [dist.new_group(list(side.ranks)) for side in (spec.src, spec.dst)]
+    stages = [dist.new_group(list(endpoint.ranks)) for endpoint in (spec.src, spec.dst)]
     mine = next(group for group in stages if isinstance(group, dist.ProcessGroup))
     (channel,) = open_channels([spec], stage_group=mine, platform=platform, monitor=None, timeout_s=TIMEOUT_S)
     assert channel is not None

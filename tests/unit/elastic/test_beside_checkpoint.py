@@ -222,13 +222,15 @@ class TestProgress:
     def test_attempts_without_a_step_are_told_too(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         """Three attempts: one that makes seven steps, and two that end before their first one."""
         model = SimpleNamespace(num_layers=4, micro_batch_size=1, global_batch_size=8)
-        make_ask = lambda: Constraints(args=model, least_stages=1, most_stages=1, num_replicas=1)  # noqa: E731
+        make_constraints = lambda: Constraints(args=model, least_stages=1, most_stages=1, num_replicas=1)  # noqa: E731
 
         def begin(*why: str) -> list[str]:
             alert = 'echo "$VTP_LOSS"'
-            judge = Coordinator(make_ask=make_ask, make_words=lambda fitted, ask: (), folder=tmp_path, on_loss=alert)
-            outcome = judge.decide(cards(*why))
-            judge.close()
+            coordinator = Coordinator(
+                make_constraints=make_constraints, make_argv=lambda fitted, ask: (), folder=tmp_path, on_loss=alert
+            )
+            outcome = coordinator.decide(cards(*why))
+            coordinator.close()
             hand_on(outcome["sizes"], outcome["last"], environment)
             told, lines = capfd.readouterr().out, outcome["lines"]
             assert told == (f"{lines[-1]}; {lines[0]}\n" if outcome["last"] else "")

@@ -71,13 +71,13 @@ class Local:
     local: tuple[int, ...]
 
 
-def settle(decide: Any, disclosure: Redaction = ONE_SITE, cards: Any = None) -> list[Any]:
+def settle(decide: Any, redaction: Redaction = ONE_SITE, cards: Any = None) -> list[Any]:
     found: list[Any] = [None, None]
     store = dist.HashStore()
     own = cards or [card("a", 0), card("a", 1)]
 
     def rank(number: int) -> None:
-        place: Any = {"rank": number, "world_size": 2, "timeout_s": 20.0, "disclosure": disclosure}
+        place: Any = {"rank": number, "world_size": 2, "timeout_s": 20.0, "redaction": redaction}
         try:
             found[number] = settle_seats(store, own[number], decide, Local, **place)
         except Exception as error:
@@ -117,7 +117,7 @@ def test_all_ranks_end_with_one_line() -> None:
 def test_a_rank_that_does_not_come_is_named(rank: int, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cards_module, "_FAREWELL_S", 0.1)
     with pytest.raises(PeerError, match=text):
-        place: Any = {"rank": rank, "world_size": 2, "timeout_s": 0.5, "disclosure": ONE_SITE}
+        place: Any = {"rank": rank, "world_size": 2, "timeout_s": 0.5, "redaction": ONE_SITE}
         settle_seats(dist.HashStore(), card("a", rank), lambda cards: {}, Local, **place)
 
 
@@ -128,17 +128,17 @@ def not_asked(*_: Any) -> Any:
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
 def test_a_seat_needs_what_a_launcher_says(name: str) -> None:
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    judge = Coordinator(make_ask=not_asked, make_words=not_asked)
+    coordinator = Coordinator(make_constraints=not_asked, make_argv=not_asked)
     with pytest.raises(ConfigError, match=f"needs the launcher's {name}, which is not set; use torchrun"):
-        join_run(card("a", 0), judge, environment={**place, name: ""}, timeout_s=1.0)
+        join_run(card("a", 0), coordinator, environment={**place, name: ""}, timeout_s=1.0)
 
 
 def test_a_spare_rank_learns_how_the_run_ended() -> None:
     store = dist.HashStore()
-    onlooker = SpareRank(store, num_ranks=2, timeout_s=20.0)
-    onlooker.leave()
-    onlooker.leave()
-    assert onlooker.wait() is None
+    spare_rank = SpareRank(store, num_ranks=2, timeout_s=20.0)
+    spare_rank.leave()
+    spare_rank.leave()
+    assert spare_rank.wait() is None
 
 
 def test_a_spare_rank_ends_with_a_run_that_fails(tmp_path: Path) -> None:
@@ -151,9 +151,9 @@ def test_a_spare_rank_ends_with_a_run_that_fails(tmp_path: Path) -> None:
 def test_a_spare_rank_is_patient_until_the_run_shows_life(tmp_path: Path) -> None:
     """Ranks may take longer to start than they may later be silent."""
     store = dist.FileStore(str(tmp_path / "store"))
-    onlooker = SpareRank(store, num_ranks=2, timeout_s=0.5)
+    spare_rank = SpareRank(store, num_ranks=2, timeout_s=0.5)
     with ThreadPoolExecutor(1) as threads:
-        end = threads.submit(onlooker.wait)
+        end = threads.submit(spare_rank.wait)
         assert not wait([end], timeout=2.5).done
         Round(part_of(connect_again(store), Topic.WATCH), 1).posts.add("life/0", 1)
         assert end.result(timeout=60) == "rank 0 showed no sign of life for 0 s"

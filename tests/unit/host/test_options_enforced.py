@@ -205,11 +205,11 @@ def test_a_planned_step_is_refused(monkeypatch: pytest.MonkeyPatch, rule: Option
     from vtp_plugin.patches.core.pipeline_parallel.schedules import PipelineBackend
 
     session = planned_session(monkeypatch, schedule="planned")
-    course = PipelineBackend(session=session, host=load_host(host_name()))
+    backend = PipelineBackend(session=session, host=load_host(host_name()))
     step = {"forward_step_func": print, "data_iterator": None, "num_microbatches": 2, "seq_length": 8}
     chunk = SimpleNamespace(config=model_config())
     with pytest.raises(ConfigError) as caught:
-        run_step(course, model=[chunk], micro_batch_size=1, **step, **in_use(rule))
+        run_step(backend, model=[chunk], micro_batch_size=1, **step, **in_use(rule))
     assert str(caught.value) == f"{rule.option} with a planned schedule; {rule.reason}; {rule.way_out}"
 
 

@@ -104,19 +104,19 @@ class TestBoxes:
 
 class TestSpread:
     def test_replicated(self) -> None:
-        spread = replicated(SHAPE, (4, 5))
-        assert spread.ranks == (4, 5)
-        assert spread.boxes_of(5) == (WHOLE,)
-        assert is_replicated(spread)
+        sharding = replicated(SHAPE, (4, 5))
+        assert sharding.ranks == (4, 5)
+        assert sharding.boxes_of(5) == (WHOLE,)
+        assert is_replicated(sharding)
 
     def test_sharded_unevenly(self) -> None:
-        spread = sharded((7, 2), (0, 1, 2), dim=0)
-        assert [spread.boxes_of(rank) for rank in spread.ranks] == [
+        sharding = sharded((7, 2), (0, 1, 2), dim=0)
+        assert [sharding.boxes_of(rank) for rank in sharding.ranks] == [
             (((0, 3), (0, 2)),),
             (((3, 5), (0, 2)),),
             (((5, 7), (0, 2)),),
         ]
-        assert not is_replicated(spread)
+        assert not is_replicated(sharding)
 
     def test_more_ranks_than_slices(self) -> None:
         assert sharded((1, 2), (0, 1), dim=0).boxes_of(1) == ()
@@ -130,12 +130,12 @@ class TestSpread:
 
     def test_ranks_that_hold_the_same(self) -> None:
         # Context parallelism 2 with the usual front and back chunks, tensor parallelism 2.
-        spread = Endpoint(ranks_by_cp=((0, 1), (2, 3))).spread((8,), is_sharded=False)
+        sharding = Endpoint(ranks_by_cp=((0, 1), (2, 3))).sharding((8,), is_sharded=False)
         chunks = [((lo, hi),) for lo, hi in even_cuts(8, 4)]
-        assert spread.copies == ((0, 1), (2, 3))
-        assert spread.copies == ((0, 1), (2, 3))
+        assert sharding.copies == ((0, 1), (2, 3))
+        assert sharding.copies == ((0, 1), (2, 3))
         # The rows of a rank's memory are cut, so here each rank keeps one of the two chunks.
-        assert [spread.divided().boxes_of(rank) for rank in range(4)] == [
+        assert [sharding.divided().boxes_of(rank) for rank in range(4)] == [
             (chunks[0],),
             (chunks[3],),
             (chunks[1],),
@@ -201,14 +201,14 @@ class TestRank0:
         assert plan.sent_from(0).boxes == plan.lands_in(2).boxes == (WHOLE,)
         assert plan.sent_from(1).boxes == plan.lands_in(3).boxes == (rows(3, 6),)
 
-    @pytest.mark.parametrize("side", [0, 1])
-    def test_several_or_no_boxes_are_refused(self, side: int) -> None:
-        chunks = Endpoint(ranks_by_cp=((0,), (1,))).spread((8,), is_sharded=False)
-        for spread in (chunks, sharded((8,), tuple(range(9)), dim=0)):
-            spreads = [replicated((8,), (20,)), replicated((8,), (21,))]
-            spreads[side] = spread
+    @pytest.mark.parametrize("endpoint", [0, 1])
+    def test_several_or_no_boxes_are_refused(self, endpoint: int) -> None:
+        chunks = Endpoint(ranks_by_cp=((0,), (1,))).sharding((8,), is_sharded=False)
+        for sharding in (chunks, sharded((8,), tuple(range(9)), dim=0)):
+            shardings = [replicated((8,), (20,)), replicated((8,), (21,))]
+            shardings[endpoint] = sharding
             with pytest.raises(ConfigError, match=r"rank0 needs .* use --vtp-transport sliced") as caught:
-                plan_rank0(*spreads)
+                plan_rank0(*shardings)
             assert "\n" not in str(caught.value)
 
 
@@ -269,13 +269,13 @@ class TestSliced:
     def test_unequal_context_parallelism(self) -> None:
         # Ranks 1 and 2 have chunks 0 and 3, and chunks 1 and 2: one message each, of two boxes.
         src, dst = Endpoint(ranks_by_cp=((0,),)), Endpoint(ranks_by_cp=((1,), (2,)))
-        plan = plan_sliced(*(side.spread((8,), is_sharded=False) for side in (src, dst)))
+        plan = plan_sliced(*(endpoint.sharding((8,), is_sharded=False) for endpoint in (src, dst)))
         assert plan.describe() == "0 -> 1 [0:2] [6:8]\n0 -> 2 [2:4] [4:6]"
         assert check(plan) == check(reversed_plan(plan)) == ()
 
     def test_every_context_parallel_rank_completes_its_own_copies(self) -> None:
         src, dst = Endpoint(ranks_by_cp=((0,),)), Endpoint(ranks_by_cp=((1, 2), (3, 4)))
-        plan = plan_sliced(*(side.spread((8,), is_sharded=False) for side in (src, dst)))
+        plan = plan_sliced(*(endpoint.sharding((8,), is_sharded=False) for endpoint in (src, dst)))
         assert triples(plan) == [(0, 1, ((0, 2),)), (0, 2, ((6, 8),)), (0, 3, ((2, 4),)), (0, 4, ((4, 6),))]
         assert plan.finish == all_gather((1, 2), (3, 4))
         assert [plan.finish.group_of(rank) for rank in (2, 3, 0)] == [(1, 2), (3, 4), None]
@@ -515,9 +515,9 @@ class TestCheck:
 
 class TestSide:
     def test_chunks_are_balanced_for_causal_attention(self) -> None:
-        side = Endpoint(ranks_by_cp=((0,), (1,), (2,)))
-        spread = side.spread((12,), is_sharded=False)
-        assert [spread.boxes_of(rank) for rank in side.ranks] == [
+        endpoint = Endpoint(ranks_by_cp=((0,), (1,), (2,)))
+        sharding = endpoint.sharding((12,), is_sharded=False)
+        assert [sharding.boxes_of(rank) for rank in endpoint.ranks] == [
             (((0, 2),), ((10, 12),)),
             (((2, 4),), ((8, 10),)),
             (((4, 6),), ((6, 8),)),
@@ -525,9 +525,13 @@ class TestSide:
 
     def test_slices_cut_both_chunks_together(self) -> None:
         # Each slice is two of six rows: the middle one ends the front chunk and begins the back one.
-        spread = Endpoint(ranks_by_cp=((0, 1, 2), (3, 4, 5))).spread((12,), is_sharded=True)
-        assert [spread.boxes_of(rank) for rank in (0, 1, 2)] == [(((0, 2),),), (((2, 3),), ((9, 10),)), (((10, 12),),)]
-        assert [spread.boxes_of(rank) for rank in (3, 4, 5)] == [(((3, 5),),), (((5, 6),), ((6, 7),)), (((7, 9),),)]
+        sharding = Endpoint(ranks_by_cp=((0, 1, 2), (3, 4, 5))).sharding((12,), is_sharded=True)
+        assert [sharding.boxes_of(rank) for rank in (0, 1, 2)] == [
+            (((0, 2),),),
+            (((2, 3),), ((9, 10),)),
+            (((10, 12),),),
+        ]
+        assert [sharding.boxes_of(rank) for rank in (3, 4, 5)] == [(((3, 5),),), (((5, 6),), ((6, 7),)), (((7, 9),),)]
 
     def test_leader_is_the_first_rank(self) -> None:
         assert Endpoint(ranks_by_cp=((4, 5), (6, 7))).ranks == (4, 5, 6, 7)
@@ -547,11 +551,11 @@ class TestSide:
         self, ranks_by_cp: tuple[tuple[int, ...], ...], length: int, is_sharded: bool, message: str
     ) -> None:
         with pytest.raises(ConfigError) as caught:
-            Endpoint(ranks_by_cp=ranks_by_cp).spread((length, 1, 4), is_sharded=is_sharded)
+            Endpoint(ranks_by_cp=ranks_by_cp).sharding((length, 1, 4), is_sharded=is_sharded)
         assert str(caught.value) == message
 
     def test_copies_need_no_length(self) -> None:
-        assert is_replicated(Endpoint(ranks_by_cp=((0, 1),)).spread((7,), is_sharded=False))
+        assert is_replicated(Endpoint(ranks_by_cp=((0, 1),)).sharding((7,), is_sharded=False))
 
 
 class TestChannelSpec:
@@ -742,9 +746,13 @@ class TestTransportRules:
         assert sorted((t.dst, t.src) for t in back.transfers) == links
         header = boundary.channel(Direction.FORWARD).plan_header(4)
         assert check(header) == ()
-        side = boundary.dst
-        assert side.local_shape((4, 6, 3), is_sharded=is_sharded) == (2 if is_sharded else 4, 3, 3)
-        assert side.whole_shape(side.local_shape((4, 6, 3), is_sharded=is_sharded), is_sharded=is_sharded) == (4, 6, 3)
+        endpoint = boundary.dst
+        assert endpoint.local_shape((4, 6, 3), is_sharded=is_sharded) == (2 if is_sharded else 4, 3, 3)
+        assert endpoint.whole_shape(endpoint.local_shape((4, 6, 3), is_sharded=is_sharded), is_sharded=is_sharded) == (
+            4,
+            6,
+            3,
+        )
 
     @pytest.mark.parametrize(
         ("upstream", "downstream", "expected"),
@@ -835,10 +843,10 @@ def test_messages_of_a_mebibyte_cross_whole() -> None:
 def test_messages_are_cut_only_where_portions_are_swapped(strategy: str, dst: tuple[int, ...], is_cut: bool) -> None:
     shape = (4096, 1, 4096)
     plan = STRATEGIES[strategy].plan(replicated(shape, (0, 1, 2, 3)), replicated(shape, dst))
-    parcel = Transmission(
-        plan=plan, dtype=torch.float32, cargo=MessageKind.ACTIVATION, position="here", peer="there", in_portions=True
+    transmission = Transmission(
+        plan=plan, dtype=torch.float32, kind=MessageKind.ACTIVATION, position="here", peer="there", in_portions=True
     )
-    assert (len(parcel.messages(plan.receives_of(4))) > len(plan.receives_of(4))) is is_cut
+    assert (len(transmission.messages(plan.receives_of(4))) > len(plan.receives_of(4))) is is_cut
 
 
 class TestLargestMessage:

@@ -57,14 +57,14 @@ def test_plans_do_not_change_unseen(case: dict[str, object]) -> None:
     assert found == {key: case[key] for key in found}
 
 
-def chains(counts: tuple[int, ...], total: int) -> Iterator[tuple[int, ...]]:
+def routes(counts: tuple[int, ...], total: int) -> Iterator[tuple[int, ...]]:
     """Yield all orders of `total` microbatches through the steps of a stage, each step in the microbatches' order."""
     if min(counts) == total:
         yield ()
     for step, count in enumerate(counts):
         if count < total and (step == 0 or counts[step - 1] > count):
             after = (*counts[:step], count + 1, *counts[step + 1 :])
-            yield from ((step, *rest) for rest in chains(after, total))
+            yield from ((step, *rest) for rest in routes(after, total))
 
 
 def all_schedules(placement: Placement, num_microbatches: int) -> Iterator[Schedule]:
@@ -72,7 +72,7 @@ def all_schedules(placement: Placement, num_microbatches: int) -> Iterator[Sched
     names = []
     for vstages in map(placement.vstages, range(placement.num_stages)):
         names.append([*(f"{v}F" for v in vstages), *(f"{v}B" for v in reversed(vstages))])
-    for steps in itertools.product(*(chains((0,) * len(row), num_microbatches) for row in names)):
+    for steps in itertools.product(*(routes((0,) * len(row), num_microbatches) for row in names)):
         orders = []
         for row, order in zip(names, steps, strict=True):
             numbers = [itertools.count() for _ in row]
@@ -89,13 +89,13 @@ def test_small_plans_are_the_best_of_all(num_stages: int, num_microbatches: int,
     schedules = [(s, oracle.peaks(s)) for s in all_schedules(u_placement(num_stages), num_microbatches)]
     for cloud, latency in [(1, 0), (2, 1), (3, 4)]:
         costs = u_costs(num_stages, cloud=cloud, latency=latency)
-        chain = make_route(u_placement(num_stages), costs)
+        route = make_route(u_placement(num_stages), costs)
         times = {s: oracle.makespan(s, costs) for s, _ in schedules if check(s) == ()}
         for limit in range(1, num_microbatches + 1):
             limits = [limit] * num_stages
             best = min(times[s] for s, peaks in schedules if s in times and max(peaks) <= limit)
             plan = plan_u_shape(num_stages, num_microbatches, costs, limits=limits)
-            assert lower_bound(chain, num_microbatches, limits) <= best <= plan.makespan <= best + slack
+            assert lower_bound(route, num_microbatches, limits) <= best <= plan.makespan <= best + slack
 
 
 @pytest.mark.parametrize("num_stages", STAGES)

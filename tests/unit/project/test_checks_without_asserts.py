@@ -86,7 +86,7 @@ CASES = {
     "simulation of a deadlock": lambda: simulate(deadlocked, uniform_costs(order.placement)),
     "messages of a deadlock": lambda: lower(deadlocked),
     "costs of another placement": lambda: simulate(order, uniform_costs(plain_placement(3))),
-    "chain of another placement": lambda: make_route(plain_placement(2), uniform_costs(plain_placement(3))),
+    "route of another placement": lambda: make_route(plain_placement(2), uniform_costs(plain_placement(3))),
     "a plan without a transfer": lambda: require_valid_plan(replace(plan, transfers=plan.transfers[:1])),
     "a plan with a transfer too much": lambda: require_valid_plan(replace(plan, transfers=plan.transfers * 2)),
     "a plan with a wrong link": lambda: require_valid_plan(
@@ -95,8 +95,8 @@ CASES = {
     "a plan without its finish": lambda: require_valid_plan(replace(rank0, finish=Collective())),
     "a finish without ranks": lambda: Collective(kind=CollectiveKind.BROADCAST),
     "two shapes": lambda: plan_sliced(replicated((4,), (0, 1)), replicated((6,), (2, 3))),
-    "a spread with a hole": lambda: Sharding(shape=(5,), holdings=replicated((4,), (0, 1)).holdings),
-    "a batch that does not divide": lambda: Endpoint(ranks_by_cp=((0,), (1,)), num_replicas=2).spread(
+    "a sharding with a hole": lambda: Sharding(shape=(5,), holdings=replicated((4,), (0, 1)).holdings),
+    "a batch that does not divide": lambda: Endpoint(ranks_by_cp=((0,), (1,)), num_replicas=2).sharding(
         (4, 3, 1), is_sharded=False
     ),
     "a rank outside the world": lambda: PipelineLayout.from_sizes((1, 2), world_size=3).coord(3),

@@ -16,7 +16,7 @@ ACTIVATION = torch.zeros(8, 2, 4)
 
 
 @pytest.mark.parametrize(
-    ("cargo", "tensor"),
+    ("kind", "tensor"),
     [
         (MessageKind.ACTIVATION, ACTIVATION),
         (MessageKind.GRADIENT, ACTIVATION.bfloat16()),
@@ -26,22 +26,22 @@ ACTIVATION = torch.zeros(8, 2, 4)
         (MessageKind.WARM_UP, torch.zeros(1)),
     ],
 )
-def test_closed_list(cargo: MessageKind, tensor: torch.Tensor) -> None:
-    require_allowed(cargo, tensor)
+def test_closed_list(kind: MessageKind, tensor: torch.Tensor) -> None:
+    require_allowed(kind, tensor)
 
 
 TOKENS = torch.zeros(2, 8, dtype=torch.int64)
 
 
-@pytest.mark.parametrize("cargo", list(MessageKind))
+@pytest.mark.parametrize("kind", list(MessageKind))
 @pytest.mark.parametrize(
     "tensor",
     [TOKENS, TOKENS.unsqueeze(-1), TOKENS.to(torch.int32), TOKENS.bool(), TOKENS.flatten().float()],
     ids=["tokens", "tokens-with-a-hidden-dimension", "int32", "mask", "flat-floats"],
 )
-def test_samples_are_nothing_that_may_leave(cargo: MessageKind, tensor: torch.Tensor) -> None:
-    with pytest.raises(ConfigError, match=f"is no {cargo}, and nothing else may leave"):
-        require_allowed(cargo, tensor)
+def test_samples_are_nothing_that_may_leave(kind: MessageKind, tensor: torch.Tensor) -> None:
+    with pytest.raises(ConfigError, match=f"is no {kind}, and nothing else may leave"):
+        require_allowed(kind, tensor)
 
 
 def test_loss_mask_is_no_activation() -> None:

@@ -190,7 +190,7 @@ def test_waits_that_end_in_time_are_no_failure(world: World) -> None:
         time.sleep(0.2)
         wait.ended = True
     assert not world.ended
-    assert len(world.monitors[1]._place._waits) == 1
+    assert len(world.monitors[1]._position._waits) == 1
 
 
 class Event:
@@ -281,7 +281,7 @@ def test_of_failures_at_one_time_all_ranks_know_the_same(world: World) -> None:
 def test_the_board_keeps_what_others_write_meanwhile() -> None:
     store = dist.HashStore()
     first, second = Board(store), Board(store)
-    assert first.call_roll() == 1 and second.call_roll() == 2
+    assert first.call_all() == 1 and second.call_all() == 2
     leavers = [Leaver(rank=rank, num_passes=3, is_inside=False) for rank in range(2)]
     assert [first.leave(leavers[0]), second.leave(leavers[1])] == [leavers[0]] * 2
     assert [second.post("b"), first.post("a")] == ["b", "b"]

@@ -43,7 +43,7 @@ class Recorded:
 def settle(
     store: Recorded,
     prepare: Mapping[int, Callable[[], Mapping[str, object]]],
-    disclosures: Mapping[int, Redaction],
+    redactions: Mapping[int, Redaction],
 ) -> list[BaseException | None]:
     """Run a check on three ranks; return what each raised."""
 
@@ -54,7 +54,7 @@ def settle(
                 rank=rank,
                 world_size=3,
                 timeout_s=lambda: 60.0,
-                disclosure=lambda: disclosures[rank],
+                redaction=lambda: redactions[rank],
             )
             agreement.settle("check", prepare[rank])
         except Exception as error:

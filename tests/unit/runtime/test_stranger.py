@@ -135,7 +135,7 @@ def test_a_board_is_read_in_no_endless_round() -> None:
     store.set("board", cast(Any, b"\xff"))
     board = Board(store)
     assert "is '\\\\xff', which is no JSON" in str(board.read().failure)
-    assert board.call_roll() == 0 and "no JSON" in board.post("own")
+    assert board.call_all() == 0 and "no JSON" in board.post("own")
 
 
 def test_a_failure_of_this_rank_stays_its_own() -> None:
@@ -181,12 +181,12 @@ def on_ranks(action: Callable[[int], object]) -> list[Any]:
 def settle(
     stores: Mapping[int, dist.Store],
     prepare: Mapping[int, Callable[[], Mapping[str, object]]],
-    disclosures: Mapping[int, Redaction] = ONE_SITE,
+    redactions: Mapping[int, Redaction] = ONE_SITE,
 ) -> list[Any]:
     """Run the check "start" on two ranks; return what each raised."""
 
     def action(rank: int) -> object:
-        given: Any = {"rank": rank, "world_size": 2, "timeout_s": lambda: 20.0, "disclosure": lambda: disclosures[rank]}
+        given: Any = {"rank": rank, "world_size": 2, "timeout_s": lambda: 20.0, "redaction": lambda: redactions[rank]}
         return Agreement(stores[rank], **given).settle("start", prepare[rank])
 
     return on_ranks(action)
@@ -201,14 +201,14 @@ def checks(store: dist.Store) -> dist.Store:
 def test_a_statement_that_no_rank_made_ends_all_with_one_line(post: Any) -> None:
     store = dist.HashStore()
 
-    def judge(rank: int) -> object:
+    def coordinator(rank: int) -> object:
         if rank == 1:
             checks(store).set("1", post)
             return None
         given: Any = {"rank": 0, "world_size": 2, "timeout_s": lambda: 3.0}
         return Agreement(store, **given).settle("start", dict)
 
-    error = on_ranks(judge)[0]
+    error = on_ranks(coordinator)[0]
     assert isinstance(error, ConfigError) and not error.is_final
     assert str(error).startswith("rank 1: the post agree/start/1 in the store "), error
     assert len(str(error)) < 500 and str(error).isprintable()
@@ -224,7 +224,7 @@ def test_a_verdict_that_nobody_gave_is_one_line(post: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("disclosure", "own", "is_final"),
+    ("redaction", "own", "is_final"),
     [
         (Redaction(site="cloud"), None, False),
         (Redaction(site="cloud"), OSError("disk"), False),
@@ -235,7 +235,7 @@ def test_a_verdict_that_nobody_gave_is_one_line(post: Any) -> None:
     ],
 )
 def test_the_other_site_does_not_say_that_no_restart_cures(
-    disclosure: Redaction, own: Exception | None, is_final: bool
+    redaction: Redaction, own: Exception | None, is_final: bool
 ) -> None:
     """That is what ``vtp_stopped.txt`` is written for, which keeps every later start from going on."""
     store = dist.HashStore()
@@ -247,7 +247,7 @@ def test_the_other_site_does_not_say_that_no_restart_cures(
             raise own
         return {}
 
-    given: Any = {"rank": 1, "world_size": 2, "timeout_s": lambda: 20.0, "disclosure": lambda: disclosure}
+    given: Any = {"rank": 1, "world_size": 2, "timeout_s": lambda: 20.0, "redaction": lambda: redaction}
     with pytest.raises(ConfigError, match=r"rank 0: \\x1b\[2Jgone for good") as caught:
         Agreement(store, **given).settle("start", prepare)
     assert caught.value.is_final is is_final
@@ -266,17 +266,17 @@ def test_between_sites_only_an_error_of_its_own_is_final() -> None:
         ({0: dict, 1: lambda: fails(mistake)}, [False, True]),
         ({0: lambda: fails(mistake), 1: dict}, [True, False]),
     ):
-        for disclosures in (BETWEEN, ONE_SITE):
+        for redactions in (BETWEEN, ONE_SITE):
             store = dist.HashStore()
-            found = settle({0: store, 1: store}, prepare, disclosures)
-            assert [error.is_final for error in found] == (are_final if disclosures is BETWEEN else [True, True])
+            found = settle({0: store, 1: store}, prepare, redactions)
+            assert [error.is_final for error in found] == (are_final if redactions is BETWEEN else [True, True])
 
 
 def test_modules_of_several_sites_keep_their_texts() -> None:
     """Checks of a bridge have ranks of their own, and the same door."""
     ranks = AllRanks(lambda: 20.0, lambda: None)
     ranks.join(dist.HashStore(), 0, 2)
-    ranks.disclose(Redaction(site="edge"))
+    ranks.set_redaction(Redaction(site="edge"))
     agree: Any = ranks.agreement("bridge", None)
     assert agree is not None
     world = SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 2)
@@ -284,8 +284,8 @@ def test_modules_of_several_sites_keep_their_texts() -> None:
         patch.setattr(dist, "get_rank", world.get_rank)
         patch.setattr(dist, "get_world_size", world.get_world_size)
         among: Any = ranks.agreement("bridge", [0, 1])
-        assert among.func.__self__.disclosure() is ranks.disclosure
-        assert not among.func.__self__.disclosure().is_full
+        assert among.func.__self__.redaction() is ranks.redaction
+        assert not among.func.__self__.redaction().is_full
 
 
 def card(local_rank: int, **changes: str) -> RankCard:
@@ -293,9 +293,9 @@ def card(local_rank: int, **changes: str) -> RankCard:
     return RankCard(node="a", local_rank=local_rank, **values)
 
 
-def fit(store: dist.Store, decide: Any, cards: list[RankCard], disclosures: Mapping[int, Redaction]) -> list[Any]:
+def fit(store: dist.Store, decide: Any, cards: list[RankCard], redactions: Mapping[int, Redaction]) -> list[Any]:
     def action(rank: int) -> object:
-        place: Any = {"rank": rank, "world_size": 2, "timeout_s": 20.0, "disclosure": disclosures[rank]}
+        place: Any = {"rank": rank, "world_size": 2, "timeout_s": 20.0, "redaction": redactions[rank]}
         return settle_seats(store, cards[rank], decide, Outcome, **place)
 
     return on_ranks(action)
@@ -305,17 +305,17 @@ FAILURES = [ConfigError(f"the folder belongs to {SECRET} (process 1 on edge-host
 
 
 @pytest.mark.parametrize("raised", FAILURES)
-@pytest.mark.parametrize("disclosures", [BETWEEN, ONE_SITE])
-def test_a_fit_tells_the_other_site_the_type_of_an_error(raised: Exception, disclosures: Any) -> None:
+@pytest.mark.parametrize("redactions", [BETWEEN, ONE_SITE])
+def test_a_fit_tells_the_other_site_the_type_of_an_error(raised: Exception, redactions: Any) -> None:
     store = dist.HashStore()
 
     def decide(cards: object) -> Any:
         raise raised
 
     cards = [card(0, why=f"erring: the try ended with 1 ({SECRET})"), card(1)]
-    found = fit(store, decide, cards, disclosures)
+    found = fit(store, decide, cards, redactions)
     posted = b" ".join(part_of(store, Topic.CARDS).get(key) for key in ("0", "1", "seats")).decode()
-    is_hidden = disclosures is BETWEEN
+    is_hidden = redactions is BETWEEN
     assert found[0] is raised and (SECRET in posted) is not is_hidden and (SECRET in str(found[1])) is not is_hidden
     assert "erring" in posted and type(raised).__name__ in (str(found[1]) if is_hidden else type(raised).__name__)
     assert not (is_hidden and getattr(found[1], "is_final", False))
@@ -324,14 +324,14 @@ def test_a_fit_tells_the_other_site_the_type_of_an_error(raised: Exception, disc
 @pytest.mark.parametrize("is_one_site", [True, False])
 def test_cards_of_the_other_site_do_not_stop_this_one_for_good(is_one_site: bool) -> None:
     ask = lambda: Constraints(args=MODEL, least_stages=1, most_stages=1)  # noqa: E731
-    disclosure = Redaction(is_one_site=is_one_site, site="edge")
-    judge = Coordinator(make_ask=ask, make_words=lambda chosen, ask: (), disclosure=disclosure)
+    redaction = Redaction(is_one_site=is_one_site, site="edge")
+    coordinator = Coordinator(make_constraints=ask, make_argv=lambda chosen, ask: (), redaction=redaction)
     for said, text in (
         ({"versions": "2"}, "versions differ between nodes"),
         ({"kind": "cuda"}, "kinds of cards are mixed"),
     ):
         with pytest.raises(ConfigError, match=text) as caught:
-            judge.decide([card(0), replace(card(1), node="b", **cast(Any, said))])
+            coordinator.decide([card(0), replace(card(1), node="b", **cast(Any, said))])
         assert caught.value.is_final is is_one_site
 
 
@@ -352,7 +352,7 @@ BAD_SEATS: list[Any] = [
 def test_seats_that_rank_0_did_not_give_are_one_line(post: Any) -> None:
     store = dist.HashStore()
     part_of(store, Topic.CARDS).set("seats", post)
-    place: Any = {"rank": 1, "world_size": 2, "timeout_s": 20.0, "disclosure": ONE_SITE[1]}
+    place: Any = {"rank": 1, "world_size": 2, "timeout_s": 20.0, "redaction": ONE_SITE[1]}
     with pytest.raises(PeerError, match="the post cards/seats in the store ") as caught:
         settle_seats(store, card(1), lambda cards: {}, Outcome, **place)
     assert len(str(caught.value)) < 500
@@ -363,7 +363,7 @@ def test_a_card_that_no_rank_has_ends_the_fit_on_rank_0(post: Any, monkeypatch: 
     monkeypatch.setattr("vtp_plugin.elastic.cards._FAREWELL_S", 0.1)
     store = dist.HashStore()
     part_of(store, Topic.CARDS).set("1", post)
-    place: Any = {"rank": 0, "world_size": 2, "timeout_s": 20.0, "disclosure": ONE_SITE[0]}
+    place: Any = {"rank": 0, "world_size": 2, "timeout_s": 20.0, "redaction": ONE_SITE[0]}
     with pytest.raises(PeerError, match="the post cards/1 in the store "):
         settle_seats(store, card(0), lambda cards: {}, Outcome, **place)
     assert "the post cards/1 in the store" in part_of(store, Topic.CARDS).get("seats").decode()
@@ -539,7 +539,7 @@ def test_what_is_wrong_with_a_checkpoint_stays_at_its_site(is_one_site: bool) ->
         posted.append(own)
         return f"{combine([own])}\x1b[2J"
 
-    disclosure = Redaction(is_one_site=is_one_site, site="edge")
-    session: Any = SimpleNamespace(ranks=SimpleNamespace(store=object(), share_reports=share, disclosure=disclosure))
+    redaction = Redaction(is_one_site=is_one_site, site="edge")
+    session: Any = SimpleNamespace(ranks=SimpleNamespace(store=object(), share_reports=share, redaction=redaction))
     text = _agreed(session, f"/home/{SECRET}/iter_0000004 is damaged")
     assert (SECRET in str(posted)) is is_one_site is (SECRET in text) and text.endswith("\\x1b[2J")

@@ -6,7 +6,7 @@ the names of loaded modules that know the host, and the class attributes, defaul
 nor an original that comes to light later: :func:`unreached` names what a detector finds there when asked.
 
 Words:
-    place: what holds an object that a record replaces: a name, an entry, a default argument (``Place``).
+    place: what holds an object that a record replaces: a name, an entry, a default argument (``Slot``).
     host: the package that is patched, here Megatron.
     target: what a record replaces or writes (``Target``).
     declaration: a record as data beside the code that uses it; bound to a run, it can be applied (``Declared``).

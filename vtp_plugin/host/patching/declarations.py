@@ -95,7 +95,7 @@ def replaces(target: str = "", **record: Any) -> Callable[[Function], Function]:
     """Declare that a function runs in place of one of the host's.
 
     Args:
-        target: of the record.
+        target: target of the record.
         record: its other attributes, as of :class:`Replacement`.
 
     The function asks for what it needs by the names of its parameters before ``original``. Several declarations may
@@ -115,7 +115,7 @@ def subclasses(target: str = "", **record: Any) -> Callable[[Function], Function
     """Declare that a function makes a subclass that stands in place of a class of the host's.
 
     Args:
-        target: of the record.
+        target: target of the record.
         record: its other attributes, as of :class:`Replacement`.
 
     The function gets the class as ``original``, and what it needs before it.

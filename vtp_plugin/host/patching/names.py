@@ -146,8 +146,8 @@ def named_among(ids: set[int], is_left_out: Callable[[str], bool]) -> set[int]:
     """Return the `id`s whose object is the value of a name in a loaded module.
 
     Args:
-        ids: of the objects.
-        is_left_out: tells which modules do not count.
+        ids: `id`s of objects.
+        is_left_out: tells whether a module does not count.
     """
     modules = [module for name, module in _named_modules() if not is_left_out(name)]
     return {key for module in modules for key in ids.intersection(_held_ids(module))}

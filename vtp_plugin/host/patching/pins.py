@@ -107,8 +107,8 @@ def changed_targets(pins: Pins, version: str, found: Mapping[str, str]) -> tuple
     """Name the targets that have changed since the patches were written.
 
     Args:
-        pins: As read from a pin file, of the versions that may be compared with the installed one.
-        version: Of the installed host; without pins for it, the newest version with pins counts.
+        pins: Content of a pin file: the versions that may be compared with the installed one.
+        version: Version of the installed host; without pins for it, the newest version with pins counts.
         found: The digests of what is installed, as from :func:`pins_of`.
 
     Returns:

@@ -198,12 +198,12 @@ class PatchStatus:
     """State of one record at the time of the call.
 
     Attributes:
-        id: As in the record; so are `target`, `versions`, `why` and `remove_when`.
+        id: Id of the record; `target`, `versions`, `why` and `remove_when` are the record's as well.
         applied: The replacement is in force; of a write: patches may make it now.
         skipped: Why the record was left out from the start; empty when it was carried out (and maybe reverted since).
         aliases_found: Places such as ``"module:name"`` in loaded host modules that hold the replacement, the target
             itself apart, sorted. Contains modules that were imported after applying.
-        aliases_outside: The same in modules of other packages, the script among them.
+        aliases_outside: Places that hold the replacement in modules of other packages, the script among them.
         aliases_missing: Declared aliases in loaded modules that do not hold the replacement. A declared alias in a
             module that is not loaded is not missing: it gets the replacement when the module is imported.
         foreign_wrapper: Module of the other package that had replaced or wrapped the target before us, or empty.

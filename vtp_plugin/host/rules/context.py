@@ -23,7 +23,7 @@ class OptionContext:
         is_u_shaped: The first stage holds both ends of the model.
         num_rings: How often a microbatch passes the cloud of a U; 0 without one.
         device: The platform: ``"cuda"``, ``"npu"`` or ``"cpu"``, or ``"auto"`` while it is not known.
-        version: Of the Megatron that runs; empty where none does, as for plans on a laptop.
+        version: Version of the Megatron that runs; empty if none does, as for plans on a laptop.
     """
 
     tp_sizes: tuple[int, ...]

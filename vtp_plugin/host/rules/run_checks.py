@@ -17,7 +17,7 @@ def check_run(args: object, context: OptionContext, replicas: ReplicaMap) -> tup
     Args:
         args: Megatron's arguments as parsed, before ``validate_args``.
         context: The run.
-        replicas: Of the stages.
+        replicas: Which replicas of the stages work together.
 
     Returns:
         One line for every problem, ``value; rule; way out``.

@@ -14,16 +14,16 @@ class Capability:
     """Something that works with some versions of Megatron and was not run, or does not work, with others.
 
     Attributes:
-        name: As those ask for it whom it concerns: ``"two_rings"``.
-        what: The same in a few words.
+        name: Name by which code asks for it, such as ``"two_rings"``.
+        what: Description in a few words.
         versions: The ranges of versions with which it was run, in their order, each with an end: what a newer Megatron
             does with it is not known. A fact of Megatron that needs no run may be true from a version on.
         shown_by: The test that shows it, or the command.
         absent: The ranges of versions that have no such thing, so that there is nothing to run.
-        notes: What else is to say of it with some versions, by ranges.
-        untried: How ``apply()`` names it in its warning where no version of a family ran it; empty if it says nothing,
-            as where the run is refused.
-        untried_in_part: The same where only some versions of a family ran it, after the first that did not.
+        notes: Remarks about some versions, by ranges.
+        untried: Name in the warning of ``apply()`` where no version of a family ran it; empty for no warning, as where
+            the run is refused.
+        untried_in_part: Name in the warning where only some versions of a family ran it, after the first that did not.
 
     Raises:
         ValueError: a range is malformed.

@@ -12,7 +12,7 @@ class MegatronFamily:
     """A family of Megatron versions that the same patches carry.
 
     Attributes:
-        name: As in ``make env HOST=0.12`` and in the extra ``host-0.12``.
+        name: Name of the family, such as ``0.12`` in ``make env HOST=0.12`` and in the extra ``host-0.12``.
         first: The oldest version.
         below: The versions end before this one.
         pythons: Versions of Python that ``make env`` looks for, best first; megatron-core has a wheel for each.

@@ -1,7 +1,7 @@
 """What crosses a boundary between two stages: transfers between ranks, with a collective before and after.
 
 A plan is data. A planner of :mod:`vtp_plugin.plan.boundary.strategies` makes it from the
-:class:`~vtp_plugin.plan.boundary.sharding.Sharding` of one tensor upstream and the spread downstream,
+:class:`~vtp_plugin.plan.boundary.sharding.Sharding` of one tensor upstream and the one downstream,
 :mod:`vtp_plugin.plan.boundary.check_boundary` proves it, and the runtime carries it out without knowing which planner
 made it. Gradients do not take the same plan in reverse: after a broadcast every destination has the whole gradient and
 only one of them needs to send it, so the strategy plans each direction.
@@ -26,7 +26,7 @@ class Transfer:
         src: Global rank that sends; every box lies inside one box that it holds.
         dst: Global rank that receives.
         boxes: What is sent, box after box in ascending order, in coordinates of the global tensor;
-            :func:`vtp_plugin.plan.boundary.local_slices.local_slices` finds a box in a rank's memory.
+            :func:`vtp_plugin.plan.boundary.local_slices.local_slices` finds a box in a rank's local tensor.
     """
 
     src: int
@@ -35,7 +35,7 @@ class Transfer:
 
     @property
     def num_elements(self) -> int:
-        """Elements of the message."""
+        """Number of the message's elements."""
         return sum(volume(box) for box in self.boxes)
 
     def __str__(self) -> str:
@@ -46,9 +46,9 @@ class Transfer:
 class CollectiveKind(TextEnum):
     """What ranks of one stage do together; the root of a group is its first rank.
 
-    SUM: each member gets, of what it will send, the sum over what all members hold there. GATHER: the root gets what
-    all members hold. BROADCAST: the members get what arrived at the root. SCATTER: each member gets its boxes of what
-    arrived at the root. ALL_GATHER: each member gets what arrived at all of them.
+    SUM: each member gets the sum, over all members, of what it is about to send (a reduce-scatter). GATHER: the root
+    gets what all members hold. BROADCAST: the members get what arrived at the root. SCATTER: each member gets its boxes
+    of what arrived at the root. ALL_GATHER: each member gets what arrived at all of them.
     """
 
     NONE = "none"
@@ -64,8 +64,8 @@ class Collective:
     """A collective inside one stage that prepares or completes an exchange.
 
     Attributes:
-        kind: What it does.
-        groups: Disjoint groups of ranks; each runs the collective among its members. Empty for NONE.
+        kind: Which collective it is.
+        groups: Disjoint groups of global ranks; each runs the collective among its members. Empty for NONE.
     """
 
     kind: CollectiveKind = CollectiveKind.NONE
@@ -80,7 +80,7 @@ class Collective:
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """All members."""
+        """Global ranks of all groups."""
         return tuple(rank for group in self.groups for rank in group)
 
     def group_of(self, rank: int) -> tuple[int, ...] | None:
@@ -100,8 +100,8 @@ class BoundaryPlan:
     """How one tensor gets from the ranks of one stage to the ranks of the next.
 
     Attributes:
-        src: Where the tensor is at first.
-        dst: Where it is in the end, after the finish.
+        src: Sharding of the tensor over the sending ranks.
+        dst: Sharding over the receiving ranks, after the finish.
         start: What ranks of `src` do together before the transfers: nothing, GATHER, or SUM.
         transfers: All messages of one exchange, at most one for each pair of ranks.
         finish: What ranks of `dst` do together after the transfers.
@@ -119,12 +119,12 @@ class BoundaryPlan:
     # Cached: all channels of equal sizes ask one prototype.
     @cached_property
     def participants(self) -> tuple[int, ...]:
-        """Ranks that send or receive a transfer, ascending; a part in a collective does not count."""
+        """Global ranks that send or receive a transfer, ascending; parts in collectives do not count."""
         return tuple(sorted({rank for transfer in self.transfers for rank in (transfer.src, transfer.dst)}))
 
     @cached_property
     def largest_transfer(self) -> int:
-        """Elements of the largest transfer."""
+        """Number of elements of the largest transfer."""
         return max(transfer.num_elements for transfer in self.transfers)
 
     def sends_of(self, rank: int) -> tuple[Transfer, ...]:
@@ -136,11 +136,11 @@ class BoundaryPlan:
         return tuple(transfer for transfer in self.transfers if transfer.dst == rank)
 
     def sent_from(self, rank: int) -> LocalBoxes:
-        """Return the memory that the transfers of a source rank read: what it holds, or what it has gathered."""
+        """Return the boxes that a source rank sends from: those it holds, or those it has gathered."""
         return _memory(self.src, self.start, CollectiveKind.GATHER, rank)
 
     def lands_in(self, rank: int) -> LocalBoxes:
-        """Return the memory that the transfers to a destination rank fill: what it holds, or what it will scatter."""
+        """Return the boxes that a destination rank receives into: those it holds, or those it will scatter."""
         return _memory(self.dst, self.finish, CollectiveKind.SCATTER, rank)
 
     def describe(self) -> str:
@@ -156,30 +156,30 @@ class BoundaryPlan:
         return "\n".join(part for part in parts if part)
 
 
-def _memory(spread: Sharding, collective: Collective, kind: CollectiveKind, rank: int) -> LocalBoxes:
-    """Return the joint box of a group for the root of a collective of this kind, else what the rank holds."""
+def _memory(sharding: Sharding, collective: Collective, kind: CollectiveKind, rank: int) -> LocalBoxes:
+    """Return the joint box of its group for the root of a collective of this kind, for other ranks what they hold."""
     group = collective.group_of(rank) if collective.kind is kind else None
-    boxes = (_joint_box(spread, group),) if group and group[0] == rank else spread.boxes_of(rank)
+    boxes = (_joint_box(sharding, group),) if group and group[0] == rank else sharding.boxes_of(rank)
     return LocalBoxes(rank=rank, boxes=boxes)
 
 
-def _joint_box(spread: Sharding, ranks: tuple[int, ...]) -> Box:
+def _joint_box(sharding: Sharding, ranks: tuple[int, ...]) -> Box:
     """Return a box that contains what ranks hold together: all rows, and as much of the other dimensions as needed."""
-    boxes = [box for rank in ranks for box in spread.boxes_of(rank)]
+    boxes = [box for rank in ranks for box in sharding.boxes_of(rank)]
     if not boxes:
-        return whole_box(spread.shape)
+        return whole_box(sharding.shape)
     rest = (zip(*intervals, strict=True) for intervals in zip(*(box[1:] for box in boxes), strict=True))
-    return ((0, spread.shape[0]), *((min(starts), max(stops)) for starts, stops in rest))
+    return ((0, sharding.shape[0]), *((min(starts), max(stops)) for starts, stops in rest))
 
 
-def inside(kind: CollectiveKind, spread: Sharding) -> Collective:
-    """Return the collective inside every column of a spread that has several ranks."""
-    groups = tuple(ranks for ranks in spread.columns if len(ranks) > 1)
+def inside(kind: CollectiveKind, sharding: Sharding) -> Collective:
+    """Return a collective of this kind in every column of a sharding that has several ranks."""
+    groups = tuple(ranks for ranks in sharding.columns if len(ranks) > 1)
     return Collective(kind=kind, groups=groups) if groups else NO_COLLECTIVE
 
 
 def require_same_shape(src: Sharding, dst: Sharding) -> None:
-    """Refuse spreads of tensors of different shapes."""
+    """Refuse shardings of tensors of different shapes."""
     if src.shape != dst.shape:
         raise PlanError(f"the shape is {src.shape} upstream and {dst.shape} downstream")
 

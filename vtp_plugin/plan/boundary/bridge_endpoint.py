@@ -1,4 +1,4 @@
-"""One module at a bridge: its ranks, and what each of them holds of the tensor that crosses."""
+"""One endpoint of a bridge: the ranks of a module, and what each of them holds of the tensor that crosses."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from vtp_plugin.util.text_enum import TextEnum
 
 
 class SequenceCut(TextEnum):
-    """What the context-parallel ranks of a replica hold of a sequence.
+    """How the context-parallel ranks of a replica cut a sequence.
 
-    WHOLE: all of it, each; their gradients add up. PLAIN: consecutive pieces. ZIGZAG: a chunk from each end, as
-    Megatron cuts under a causal mask.
+    WHOLE: not at all; each rank holds all of it, and the gradients of the ranks add up. PLAIN: consecutive pieces.
+    ZIGZAG: a chunk from each end, as Megatron cuts under a causal mask.
     """
 
     WHOLE = "whole"
@@ -30,8 +30,8 @@ class BridgeEndpoint:
 
     Attributes:
         ranks: Global ranks by data-parallel, context-parallel and tensor-parallel rank.
-        sequence: What context-parallel ranks hold.
-        is_sharded: Whether tensor-parallel ranks hold slices of that (sequence parallelism), not copies.
+        sequence: How context-parallel ranks cut the sequence.
+        is_sharded: Whether tensor-parallel ranks hold slices of the sequence (sequence parallelism), not copies.
     """
 
     ranks: tuple[tuple[tuple[int, ...], ...], ...]
@@ -54,7 +54,8 @@ class BridgeEndpoint:
 
     @property
     def summands(self) -> tuple[tuple[int, ...], ...]:
-        """Groups of ranks whose gradients add up: those that read one tensor at different positions.
+        """Groups of ranks whose gradients add up: those that use the same tensor at different positions of the
+        sequence.
 
         Tensor-parallel ranks are never among them: each of them has the complete gradient of what it holds.
 
@@ -65,11 +66,12 @@ class BridgeEndpoint:
             return ()
         return tuple(column for rows in self.ranks for column in zip(*rows, strict=True))
 
-    def side(self, *, num_dims: int) -> Endpoint:
-        """Describe the ranks as boundaries do: rows of ranks with copies, each with its part of the rows or the batch.
+    def endpoint(self, *, num_dims: int) -> Endpoint:
+        """Return the ranks as an endpoint of a boundary: rows of ranks that hold copies of one part of the tensor.
 
         Args:
-            num_dims: Of the tensors. Of `[tokens, H]` the batch is cut where a sequence would be.
+            num_dims: Number of the tensor's dimensions: 3 for `[S, B, H]`; 2 for `[tokens, H]`, whose first dimension
+                is the batch.
 
         Raises:
             ConfigError: The tokens of a batch cannot be cut in zig-zag.
@@ -92,7 +94,7 @@ class BridgeEndpoint:
         return Endpoint(ranks_by_cp=tuple(chain.from_iterable(lists)), num_replicas=num_replicas, is_zigzag=is_zigzag)
 
     def is_sliced(self, *, num_dims: int) -> bool:
-        """Whether the ranks of a row of :meth:`side` hold slices of the row's part."""
+        """Whether the ranks of a row of :meth:`endpoint` hold slices of the row's part, not copies."""
         return self.is_sharded and self.sequence is not SequenceCut.WHOLE and num_dims == 3
 
 
@@ -100,7 +102,7 @@ def require_disjoint(src: range, dst: range) -> None:
     """Refuse two modules that have some ranks in common, but not all.
 
     Raises:
-        ConfigError: They have.
+        ConfigError: The modules share some of their ranks.
 
     >>> require_disjoint(range(4), range(4, 8)), require_disjoint(range(4), range(4))
     (None, None)
@@ -121,8 +123,8 @@ def boundary_ranks(
 
     Args:
         shape: Length of every dimension, the first changing fastest.
-        dim_names: Of `tp`, `cp`, `pp` and `dp` those that the grid has, and others of length 1.
-        first_rank: Of the grid.
+        dim_names: Name of every dimension: `tp`, `cp`, `pp`, `dp`, or others of length 1.
+        first_rank: Lowest global rank of the grid.
         is_last: Take the last stage, not the first.
 
     Raises:

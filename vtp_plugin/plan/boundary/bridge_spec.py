@@ -1,13 +1,13 @@
 """Plans of a bridge: how a tensor gets from the ranks of one module to those of another, whatever their grids.
 
 A module's grid has tensor-parallel, context-parallel and data-parallel ranks; a bridge joins those of the source's last
-stage to those of the destination's first. Both ends cut the batch into *shares*, one for each replica. The number of
-shares may be anything on either side: a plan counts the batch in *units*, so many that both ends hold whole ones. How
-long a unit is in memory is known from the tensor where it is sent, and from a header where it arrives. So one plan
-serves every microbatch, and units may differ in length, as images of different sizes do.
+stage to those of the destination's first. Both ends cut the batch into *shares*, one for each replica, and may have
+different numbers of them: a plan counts the batch in *units*, which are so small that every share is a whole number of
+them. How long a unit is in memory is known from the tensor where it is sent, and from a header where it arrives. So one
+plan serves every microbatch, and units may differ in length, as images of different sizes do.
 
-Plans are made for `[rows, units, depth]`: `[S, B, H]` as it is, `[tokens, H]` as `[H, tokens, 1]`. The rows
-are what ranks with equal tensors divide among each other.
+Plans are made for `[rows, units, depth]`: `[S, B, H]` as it is, `[tokens, H]` as `[H, tokens, 1]`. Ranks with
+equal tensors divide the rows among each other.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class BridgeSpec(ChannelSpec):
     """One direction of a bridge: a channel between two modules. :meth:`between` makes it.
 
     Attributes:
-        src_end: Module that sends.
-        dst_end: Module that receives.
-        num_dims: Of the tensors, 2 or 3.
-        is_gradient: Whether gradients cross: where ranks read one tensor at different positions, theirs add up.
+        src_end: Endpoint of the module that sends.
+        dst_end: Endpoint of the module that receives.
+        num_dims: Number of dimensions of the tensors, 2 or 3.
+        is_gradient: Whether gradients cross: those of ranks that use one tensor at different positions add up.
 
     >>> ends = BridgeEndpoint(ranks=(((0,),), ((1,),))), BridgeEndpoint(ranks=(((2,),), ((3,),), ((4,),)))
     >>> spec = BridgeSpec.between("vision -> language", *ends, num_dims=3)
@@ -57,15 +57,15 @@ class BridgeSpec(ChannelSpec):
 
     @classmethod
     def between(cls, name: str, src: BridgeEndpoint, dst: BridgeEndpoint, *, num_dims: int) -> BridgeSpec:
-        """Describe the way of activations from one module to another.
+        """Describe how activations cross from one module to another.
 
         Raises:
-            ConfigError: An end cannot cut such tensors as it says.
+            ConfigError: An endpoint's way of cutting is not possible for tensors of so many dimensions.
         """
         return cls(
             name=f"bridge {name}, forward",
-            src=src.side(num_dims=num_dims),
-            dst=dst.side(num_dims=num_dims),
+            src=src.endpoint(num_dims=num_dims),
+            dst=dst.endpoint(num_dims=num_dims),
             strategy="divided",
             src_end=src,
             dst_end=dst,
@@ -73,13 +73,13 @@ class BridgeSpec(ChannelSpec):
         )
 
     def reversed(self) -> BridgeSpec:
-        """Describe the way of their gradients: the adjoint."""
+        """Describe how their gradients cross back: the adjoint."""
         return replace(
             self,
             name=self.name.replace("forward", "backward"),
             src=self.dst,
             dst=self.src,
-            cargo=MessageKind.GRADIENT,
+            kind=MessageKind.GRADIENT,
             src_end=self.dst_end,
             dst_end=self.src_end,
             is_gradient=True,
@@ -87,34 +87,34 @@ class BridgeSpec(ChannelSpec):
 
     @functools.cached_property
     def num_units(self) -> int:
-        """Units of the whole batch: the fewest of which every share of either end is a whole number."""
+        """Number of units of the whole batch: the smallest one that every number of shares divides."""
         return math.lcm(self.src.num_replicas, self.dst.num_replicas)
 
     def units_of(self, rank: int) -> range:
         """Return the units of a rank's share of the batch."""
-        for side in (self.src, self.dst):
-            if rank in side.ranks:
-                share = side.ranks.index(rank) * side.num_replicas // len(side.ranks)
-                per_share = self.num_units // side.num_replicas
+        for endpoint in (self.src, self.dst):
+            if rank in endpoint.ranks:
+                share = endpoint.ranks.index(rank) * endpoint.num_replicas // len(endpoint.ranks)
+                per_share = self.num_units // endpoint.num_replicas
                 return range(share * per_share, (share + 1) * per_share)
         raise PlanError(f"{self.name}: rank {rank} is at neither end")
 
     def header_codec(self, rank: int) -> BridgeHeaderCodec:
-        """Return what writes and reads the headers of a rank of this bridge."""
+        """Return the codec that writes and reads the headers of a rank of this bridge."""
         return BridgeHeaderCodec(self.num_units, self.num_units // self.src.num_replicas, self.units_of(rank))
 
     def crossing(self, whole: Whole) -> tuple[Shape, Widths | None]:
-        """Return the shape that the plan of a batch is made for, and how long its units are."""
+        """Return the shape that the plan of a batch is made for, and the length of each unit."""
         rows, depth, *widths = whole
         return (rows, self.num_units, depth), tuple(widths)
 
     def batch_of(self, local: Sequence[int], rank: int, sizes: Sequence[int] | None) -> Whole:
-        """Describe the batch that a tensor is a part of, as far as its sender knows it.
+        """Describe the batch that a tensor is a part of, as far as the sender knows it.
 
         Args:
             local: Shape `[rows, batch, depth]` of the part.
-            rank: Holds it.
-            sizes: Tokens of every sample, or of every unit; None cuts the share evenly.
+            rank: Rank that holds the part.
+            sizes: Number of tokens of every sample, or of every unit; None cuts the share evenly.
 
         Raises:
             ConfigError: The share cannot be cut for the other module.
@@ -131,37 +131,37 @@ class BridgeSpec(ChannelSpec):
         return rows // self._num_row_parts(rank), sum(widths[own.start : own.stop]), depth
 
     def _num_row_parts(self, rank: int) -> int:
-        side, end = (self.src, self.src_end) if rank in self.src.ranks else (self.dst, self.dst_end)
-        return side.num_parts(is_sharded=end.is_sliced(num_dims=self.num_dims))
+        endpoint, end = (self.src, self.src_end) if rank in self.src.ranks else (self.dst, self.dst_end)
+        return endpoint.num_parts(is_sharded=end.is_sliced(num_dims=self.num_dims))
 
     def plan(self, shape: Shape, *, src_sharded: bool = False, dst_sharded: bool = False) -> BoundaryPlan:
         """Plan how one tensor crosses.
 
         Args:
-            shape: `[rows, units, depth]`.
-            src_sharded: Not used: the ends say it.
+            shape: Shape `[rows, units, depth]` of the whole tensor.
+            src_sharded: Not used: the endpoints say it.
             dst_sharded: Not used.
 
         Raises:
-            ConfigError: The sequence cannot be cut as an end wants it.
+            ConfigError: The sequence cannot be cut as an endpoint asks.
         """
-        src, dst = self.spreads(shape)
+        src, dst = self.shardings(shape)
         if self.is_gradient:
             src = replace(src, summands=self.src_end.summands)
         return STRATEGIES[self.strategy].plan(src, dst)
 
-    def spreads(self, shape: Shape) -> tuple[Sharding, Sharding]:
-        """Say what both ends hold of a tensor; argument and error as for :meth:`plan`."""
+    def shardings(self, shape: Shape) -> tuple[Sharding, Sharding]:
+        """Return the shardings of a tensor at both ends; shape and error are those of :meth:`plan`."""
         src, dst = (
-            side.spread(shape, is_sharded=end.is_sliced(num_dims=self.num_dims))
-            for side, end in ((self.src, self.src_end), (self.dst, self.dst_end))
+            endpoint.sharding(shape, is_sharded=end.is_sliced(num_dims=self.num_dims))
+            for endpoint, end in ((self.src, self.src_end), (self.dst, self.dst_end))
         )
         return src, dst
 
     @functools.cached_property
     def probe(self) -> BoundaryPlan:
         """Plan for a small tensor that divides evenly everywhere; its ranks and links are those of every tensor."""
-        rows = math.lcm(*(2 * len(side.ranks) for side in (self.src, self.dst)))
+        rows = math.lcm(*(2 * len(endpoint.ranks) for endpoint in (self.src, self.dst)))
         return self.plan((rows, self.num_units, 1))
 
     @property
@@ -171,7 +171,7 @@ class BridgeSpec(ChannelSpec):
 
     @property
     def participants(self) -> tuple[int, ...]:
-        """All ranks of both ends: also those that send nothing but a header."""
+        """All ranks of both ends, those that send only a header among them."""
         return tuple(sorted(self.members))
 
     @property
@@ -180,12 +180,12 @@ class BridgeSpec(ChannelSpec):
         return self.probe.finish.groups
 
     def plan_header(self, length: int) -> BoundaryPlan:
-        """Plan how every receiving rank gets the header of each share of the source of which it gets units.
+        """Plan the headers: a receiving rank gets that of each share of the source from which it gets units.
 
         Args:
-            length: Of one header. The tensor is `[shares of the source, length]`: one row is one header.
+            length: Integers of one header. The tensor is `[shares of the source, length]`: one row is one header.
         """
-        shares = [side.shares for side in (self.src, self.dst)]
+        shares = [endpoint.shares for endpoint in (self.src, self.dst)]
         ours, theirs = (self.num_units // len(one) for one in shares)
         rows = {rank: (share,) for share, ranks in enumerate(shares[0]) for rank in ranks}
         for share, ranks in enumerate(shares[1]):
@@ -196,10 +196,10 @@ class BridgeSpec(ChannelSpec):
                 shape=(len(shares[0]), length),
                 holdings=tuple(
                     LocalBoxes(rank=rank, boxes=tuple(((row, row + 1), (0, length)) for row in rows[rank]))
-                    for rank in side.ranks
+                    for rank in endpoint.ranks
                 ),
             )
-            for side in (self.src, self.dst)
+            for endpoint in (self.src, self.dst)
         )
         transfers = [
             Transfer(src=shares[0][row][index % len(shares[0][row])], dst=rank, boxes=(((row, row + 1), (0, length)),))
@@ -216,9 +216,9 @@ def unit_widths(length: int, num_units: int, sizes: Sequence[int] | None = None)
     """Cut a replica's share of the batch into units.
 
     Args:
-        length: Of the share along the batch: samples, or tokens.
-        num_units: Units of the share.
-        sizes: Tokens of every sample, or of every unit; None cuts evenly.
+        length: Length of the share along the batch, in samples or tokens.
+        num_units: Number of units of the share.
+        sizes: Number of tokens of every sample, or of every unit; None cuts evenly.
 
     Raises:
         ConfigError: The samples or the length cannot be cut so.

@@ -18,13 +18,13 @@ from vtp_plugin.util.boxes import Box, format_box, intersect, overlaps, subtract
 def check(plan: BoundaryPlan) -> tuple[str, ...]:
     """List everything that is wrong with a plan; an empty list proves it.
 
-    The proof: sources and destinations are ranks of their spreads; the source of each transfer holds its boxes, after
-    the start, which adds up what the source's spread says, and nothing else; each rank of `plan.dst` gets every element
-    of its boxes exactly once, finish included, and no other element; the members of the finish contribute what it needs
-    (to an all-gather each its even cut of the rows, to a broadcast or scatter only the root anything); a pair of ranks
-    has at most one transfer; no link carries more than the strategy's row promises (rank0: one transfer between two
-    leaders; sliced and divided: each rank an even share). Each problem is one line; their order is fixed. Malformed
-    ranks or boxes are reported alone, because nothing else can be computed.
+    The proof: sources and destinations are ranks of their shardings; the source of each transfer holds its boxes after
+    the start, which adds up the summands of the source's sharding, and nothing else; each rank of `plan.dst` gets every
+    element of its boxes exactly once, finish included, and no other element; the members of the finish contribute what
+    it needs (to an all-gather each its even cut of the rows, to a broadcast or scatter only the root anything); a pair
+    of ranks has at most one transfer; no link carries more than the strategy's row promises (rank0: one transfer
+    between two leaders; sliced and divided: each rank an even share). Each problem is one line; their order is fixed.
+    Malformed ranks or boxes are reported alone, because nothing else can be computed.
 
     >>> from dataclasses import replace
     >>> from vtp_plugin.plan.boundary.strategies.slices import plan_sliced
@@ -46,7 +46,7 @@ def require_valid(plan: BoundaryPlan) -> None:
     """Stop the run if a plan has a problem.
 
     Raises:
-        PlanError: There are problems; the message shows the first ones.
+        PlanError: The plan has problems; the message shows the first ones.
     """
     problems = check(plan)
     if problems:
@@ -54,7 +54,7 @@ def require_valid(plan: BoundaryPlan) -> None:
 
 
 def _rank_problems(plan: BoundaryPlan) -> Iterator[str]:
-    """Yield every rank on a side that it does not belong to, and collectives that cannot be there."""
+    """Yield every rank of the wrong endpoint, and every collective that a plan cannot have there."""
     src_ranks, dst_ranks = set(plan.src.ranks), set(plan.dst.ranks)
     for transfer in plan.transfers:
         if transfer.src not in src_ranks:
@@ -85,7 +85,7 @@ def _box_problems(plan: BoundaryPlan) -> Iterator[str]:
 
 
 def _source_problems(plan: BoundaryPlan) -> Iterator[str]:
-    """Yield every transfer that sends what its source does not have, or a box that spans pieces of its memory."""
+    """Yield every transfer that sends what its source does not have, or a box that spans several of its boxes."""
     held = _after_start(plan)
     added = plan.start.groups if plan.start.kind is CollectiveKind.SUM else ()
     if added != plan.src.summands:
@@ -107,7 +107,7 @@ def _after_start(plan: BoundaryPlan) -> dict[int, Sequence[Box]]:
 
 
 def _delivery_problems(plan: BoundaryPlan) -> Iterator[str]:
-    """Yield, as boxes, what a destination gets twice, never, or without need."""
+    """Yield the boxes that a destination gets twice, never, or without need."""
     delivered = _delivered(plan)
     for holding in plan.dst.holdings:
         rank, boxes = holding.rank, delivered[holding.rank]
@@ -126,7 +126,7 @@ def _delivery_problems(plan: BoundaryPlan) -> Iterator[str]:
 
 
 def _finish_problems(plan: BoundaryPlan) -> Iterator[str]:
-    """Yield members of the finish that do not contribute what it needs: even cuts of rows, or everything at the root.
+    """Yield members of the finish that lack what they must contribute: an even cut of the rows, or all at the root.
 
     The runtime gathers the cuts in place; a broadcast or scatter overwrites what any rank but the root has received.
     """

@@ -1,4 +1,4 @@
-"""One side of a boundary: which ranks of a stage take part, and what each of them holds of the tensor."""
+"""One endpoint of a boundary: the ranks of a stage that take part, and what each of them holds of the tensor."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from vtp_plugin.util.boxes import Box
 
 Shape = tuple[int, ...]
 Sizes = tuple[int, int, int]
-"""Of a side: tensor-parallel ranks in a row, rows, and replicas."""
+"""Sizes of an endpoint: tensor-parallel ranks in a row, rows, and replicas."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class Endpoint:
 
     @property
     def sizes(self) -> Sizes:
-        """What plans depend on: two sides of equal sizes have plans that differ only in the numbers of their ranks."""
+        """What plans depend on: between endpoints of equal sizes, plans differ only in the numbers of the ranks."""
         return len(self.ranks_by_cp[0]), len(self.ranks_by_cp), self.num_replicas
 
     @property
@@ -61,14 +61,14 @@ class Endpoint:
     def num_parts(self, *, is_sharded: bool) -> int:
         """Return the number of parts into which the ranks cut the sequence.
 
-        >>> side = Endpoint(ranks_by_cp=((0, 1), (2, 3)))
-        >>> side.num_parts(is_sharded=False), side.num_parts(is_sharded=True)
+        >>> endpoint = Endpoint(ranks_by_cp=((0, 1), (2, 3)))
+        >>> endpoint.num_parts(is_sharded=False), endpoint.num_parts(is_sharded=True)
         (2, 4)
         """
         return self.cp * (len(self.ranks_by_cp[0]) if is_sharded else 1)
 
     def whole_shape(self, local: Sequence[int], *, is_sharded: bool) -> Shape:
-        """Return the shape of the whole tensor for the part `[S, B, ...]` of one rank.
+        """Return the shape `[S, B, ...]` of the whole tensor, given the shape of one rank's part.
 
         >>> Endpoint(ranks_by_cp=((0,), (1,)), num_replicas=2).whole_shape((8, 2, 4), is_sharded=False)
         (8, 4, 4)
@@ -76,28 +76,28 @@ class Endpoint:
         return tuple(map(mul, local, self._num_parts_by_dim(is_sharded)))
 
     def local_shape(self, whole: Sequence[int], *, is_sharded: bool) -> Shape:
-        """Return the shape of the part of one rank; inverse of :meth:`whole_shape`."""
+        """Return the shape of one rank's part, given that of the whole tensor; inverse of :meth:`whole_shape`."""
         return tuple(map(floordiv, whole, self._num_parts_by_dim(is_sharded)))
 
     def _num_parts_by_dim(self, is_sharded: bool) -> Iterator[int]:
         return chain((self.num_parts(is_sharded=is_sharded), self.num_replicas), repeat(1))
 
-    def spread(self, shape: Shape, *, is_sharded: bool) -> Sharding:
-        """Say what each rank holds of a tensor.
+    def sharding(self, shape: Shape, *, is_sharded: bool) -> Sharding:
+        """Return what each rank holds of a tensor.
 
         Under context parallelism a rank has a chunk from the front of the sequence, followed by its counterpart from
-        the back (Megatron 0.19, `get_batch_on_this_cp_rank`), unless the side is plain; sequence parallelism cuts these
-        rows evenly. Replicas hold the parts of the batch in their order.
+        the back (Megatron 0.19, `get_batch_on_this_cp_rank`), unless `is_zigzag` is false; sequence parallelism cuts
+        these rows evenly. Replicas hold the parts of the batch in their order.
 
         Args:
-            shape: Of the whole tensor: first the sequence, or the rows of a weight; second the batch, if there are
-                several replicas.
+            shape: Shape of the whole tensor: first the sequence, or the rows of a weight; second the batch, if there
+                are several replicas.
             is_sharded: Whether tensor-parallel ranks hold slices, not copies (sequence parallelism).
 
         Raises:
             ConfigError: The sequence or the batch does not divide evenly.
 
-        >>> Endpoint(ranks_by_cp=((0,), (1,))).spread((8,), is_sharded=False).boxes_of(0)
+        >>> Endpoint(ranks_by_cp=((0,), (1,))).sharding((8,), is_sharded=False).boxes_of(0)
         (((0, 2),), ((6, 8),))
         """
         cp, tp = self.cp, len(self.ranks_by_cp[0])
@@ -129,9 +129,9 @@ class Endpoint:
 
 
 def _chunks(shape: Shape, cp_rank: int, cp: int, is_zigzag: bool) -> tuple[Box, ...]:
-    """Return what a context-parallel rank holds, in the order of its memory.
+    """Return the boxes of a context-parallel rank, in the order of its local tensor.
 
-    A causal mask makes late rows dearer than early ones; a chunk from each end gives all ranks equal work.
+    Under a causal mask late rows cost more than early ones; a chunk from each end gives all ranks equal work.
     """
     rest = tuple((0, length) for length in shape[1:])
     if cp == 1:
@@ -143,7 +143,7 @@ def _chunks(shape: Shape, cp_rank: int, cp: int, is_zigzag: bool) -> tuple[Box, 
 
 
 def number_ranks(sizes: Sizes, *, first: int) -> Endpoint:
-    """Make a side of these sizes whose ranks count up from `first`.
+    """Make an endpoint of these sizes whose ranks count up from `first`.
 
     >>> number_ranks((2, 2, 1), first=4).ranks_by_cp
     ((4, 5), (6, 7))

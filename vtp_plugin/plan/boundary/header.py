@@ -1,7 +1,7 @@
-"""Headers: small vectors of int64 that say what the tensor behind them is. What they hold, and how they cross.
+"""Headers: small vectors of int64 that describe the tensor behind them. What they hold, and how they cross.
 
-A header holds what describes the whole tensor, and then the number of its type. :class:`HeaderCodec` turns both into
-integers and back, for a pipeline; :class:`BridgeHeaderCodec` does so for a bridge.
+A header holds the description of the whole tensor, and then the number of its type. :class:`HeaderCodec` turns both
+into integers and back, for a pipeline; :class:`BridgeHeaderCodec` does so for a bridge.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ TYPES = ("torch.float32", "torch.bfloat16", "torch.float16", "torch.float64")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bound:
-    """How large a tensor may be that a header announces: the other side says it, and this rank gives the memory.
+    """The largest size that a header may announce: another rank writes it, and this rank allocates the memory.
 
     Attributes:
-        most: Elements of the whole tensor.
-        why: What allows no more, and what to do, for error messages.
+        most: Most elements of the whole tensor.
+        why: What limits the size, and the way out, for error messages.
     """
 
     most: int
@@ -43,11 +43,11 @@ class Expected:
     """What a rank knows of a tensor before its header has come.
 
     Attributes:
-        dtype: Its type, as torch prints it.
-        width: Its last dimension; None if that is not known.
+        dtype: Type of the tensor, as torch prints it.
+        width: Length of its last dimension; None if that is not known.
         position: Boundary, direction and number, for error messages.
-        sources: Who sends it, for error messages.
-        bounds: Of its size.
+        sources: The ranks that send it, for error messages.
+        bounds: Limits on its size.
     """
 
     dtype: str
@@ -61,10 +61,10 @@ class Expected:
 
         Args:
             sent: What would be sent, for the error message.
-            num_elements: Of it.
+            num_elements: Number of the tensor's elements.
 
         Raises:
-            ConfigError: It is.
+            ConfigError: The tensor is larger than a bound allows.
         """
         for bound in self.bounds:
             if num_elements > bound.most:
@@ -85,7 +85,7 @@ class HeaderCodec:
     (8, 2, 4)
     """
 
-    cargo: ClassVar[MessageKind] = MessageKind.SHAPE_HEADER
+    kind: ClassVar[MessageKind] = MessageKind.SHAPE_HEADER
     NUM_DIMENSIONS: ClassVar[int] = 3
 
     @property
@@ -94,10 +94,10 @@ class HeaderCodec:
         return self.NUM_DIMENSIONS + 1
 
     def encode(self, whole: Whole, dtype: str, position: str) -> tuple[int, ...]:
-        """Give the header of this rank's part of a tensor.
+        """Return the header of this rank's part of a tensor.
 
         Args:
-            whole: Describes the whole tensor.
+            whole: Description of the whole tensor: `[S, B, H]`.
             dtype: Its type, as torch prints it; one of :data:`TYPES`.
             position: Boundary, direction and number, for error messages.
 
@@ -107,11 +107,11 @@ class HeaderCodec:
         return (*self._facts(whole, position), TYPES.index(dtype))
 
     def decode(self, lines: Sequence[Sequence[int]], expected: Expected) -> Whole:
-        """Return what describes the whole tensor that headers announce: one of every replica that sends.
+        """Return the description of the whole tensor that the headers announce, one header from each sending replica.
 
         Raises:
-            ConfigError: They announce something else than this rank expects, or differ. To receive it would end the
-                process inside the backend.
+            ConfigError: The headers announce something else than this rank expects, or differ. To receive such a tensor
+                would end the process inside the backend.
         """
         (*shape, code), *others = map(list, lines)
         if any(other != [*shape, code] for other in others):
@@ -156,8 +156,8 @@ class BridgeHeaderCodec(HeaderCodec):
     """Headers of a bridge, one for every share of the batch: rows, depth, lengths of the share's units, type.
 
     Attributes:
-        num_units: Units of the whole batch.
-        units_a_share: Units in one share of the source, so in one header.
+        num_units: Number of units of the whole batch.
+        units_a_share: Number of units in one share of the source, and so in one header.
         own_units: Units that this rank sends or wants.
 
     >>> codec = BridgeHeaderCodec(num_units=6, units_a_share=3, own_units=range(2, 4))
@@ -166,7 +166,7 @@ class BridgeHeaderCodec(HeaderCodec):
     (8, 4, 0, 0, 5, 7, 0, 0)
     """
 
-    cargo: ClassVar[MessageKind] = MessageKind.BRIDGE_HEADER
+    kind: ClassVar[MessageKind] = MessageKind.BRIDGE_HEADER
     num_units: int
     units_a_share: int
     own_units: range
@@ -177,7 +177,7 @@ class BridgeHeaderCodec(HeaderCodec):
         return 2 + self.units_a_share + 1
 
     def decode(self, lines: Sequence[Sequence[int]], expected: Expected) -> Whole:
-        """Return what describes the whole tensor; argument and error as for a pipeline."""
+        """Return the description of the whole tensor; argument and error are those of :meth:`HeaderCodec.decode`."""
         shares = [self.parse(line) for line in lines]
         known = {share[:3] for share in shares}
         rows, depth, dtype = min(known)
@@ -191,7 +191,7 @@ class BridgeHeaderCodec(HeaderCodec):
         first_share = self.own_units.start // self.units_a_share
         for number, share in enumerate(shares, first_share):
             widths[number * self.units_a_share : (number + 1) * self.units_a_share] = share.widths
-        # Of shares that this rank gets in part, the units of others do not matter.
+        # Where this rank gets a part of a share, the share's other units do not matter.
         kept = [width if unit in self.own_units else 0 for unit, width in enumerate(widths)]
         if min(kept) < 0:
             raise ConfigError(
@@ -203,7 +203,7 @@ class BridgeHeaderCodec(HeaderCodec):
 
     @staticmethod
     def parse(line: Sequence[int]) -> ShareHeader:
-        """Name what one header holds.
+        """Return one header with its fields named.
 
         >>> print(BridgeHeaderCodec.parse((8, 4, 5, 7, 0)))
         torch.float32 [8, 4, 5, 7]
@@ -228,9 +228,9 @@ def plan_header(plan: BoundaryPlan, length: int, shares: Sequence[Sequence[int]]
     and a destination gets those of all replicas that send it anything, to compare them.
 
     Args:
-        plan: Of the tensor.
-        length: Of the vector.
-        shares: Ranks of every sending replica; empty for one. With several the tensor is `[shares, length]`.
+        plan: Plan of the tensor that follows.
+        length: Number of the vector's elements.
+        shares: Ranks of every sending replica; empty for a single one. With several the tensor is `[shares, length]`.
 
     >>> from vtp_plugin.plan.boundary.strategies.slices import plan_sliced
     >>> from vtp_plugin.plan.boundary.sharding import replicated
@@ -251,7 +251,7 @@ def plan_header(plan: BoundaryPlan, length: int, shares: Sequence[Sequence[int]]
     transfers: list[Transfer] = []
     boxes: dict[int, tuple[Box, ...]] = {}
     for leader, *others in columns:
-        # Of every share the first that sends anything.
+        # The first rank of every share that sends anything.
         sources = {share_of[transfer.src]: transfer.src for transfer in reversed(plan.receives_of(leader))}
         transfers += [Transfer(src=sources[share], dst=leader, boxes=(rows[share],)) for share in sorted(sources)]
         boxes |= dict.fromkeys((leader, *others), tuple(rows[share] for share in sorted(sources)))

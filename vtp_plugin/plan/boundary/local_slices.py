@@ -1,4 +1,4 @@
-"""Where a box of the global tensor lies in a rank's memory."""
+"""Where a box of the global tensor lies in a rank's local tensor."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ def local_slices(box: Box, holding: LocalBoxes, widths: Widths | None = None) ->
     """Find a global box in the local tensor of a rank.
 
     Args:
-        box: Global coordinates, inside one of the held boxes.
-        holding: What the rank holds; in its memory the boxes follow each other along the first dimension.
-        widths: Length of every unit of the second dimension; None if it is counted in elements.
+        box: Box in global coordinates, inside one that the rank holds.
+        holding: What the rank holds; in the local tensor the boxes follow each other along the first dimension.
+        widths: Length of every unit of the second dimension, in elements; None if each unit is one element.
 
     Returns:
         One slice per dimension that indexes the local tensor.
@@ -46,7 +46,7 @@ def local_slices(box: Box, holding: LocalBoxes, widths: Widths | None = None) ->
 
 
 def local_shape(holding: LocalBoxes, widths: Widths | None = None) -> tuple[int, ...]:
-    """Return the shape of a rank's tensor; arguments as for :func:`local_slices`.
+    """Return the shape of a rank's local tensor; the arguments are those of :func:`local_slices`.
 
     >>> local_shape(LocalBoxes(rank=0, boxes=(((0, 2), (1, 3), (0, 7)),)), widths=(5, 4, 3))
     (2, 7, 7)

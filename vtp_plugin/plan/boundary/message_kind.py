@@ -54,4 +54,4 @@ MESSAGE_FORMS: Mapping[MessageKind, str] = MappingProxyType(
         MessageKind.WARM_UP: "a single zero for every link, at start-up",
     }
 )
-"""The form of each kind of message, for people; `scripts/make_docs.py` puts it into the documents."""
+"""What each kind of message looks like, for people; `scripts/make_docs.py` puts it into the documents."""

@@ -26,13 +26,13 @@ class PipelineBoundary:
     Attributes:
         upstream: Stage whose output crosses.
         downstream: Stage that takes it as input; 0 for the ring's wrap-around.
-        dp_ranks: Data-parallel ranks of the upstream stage that it joins, and of the downstream stage.
-        workers: Numbers of the joined replicas in the schedule of their team, upstream and downstream.
+        dp_ranks: Data-parallel ranks that the boundary joins, of the upstream and of the downstream stage.
+        workers: Numbers of the two joined replicas in their team's schedule, upstream and downstream.
         cp_rank: Context-parallel rank of the replica; None if the sizes differ and the boundary joins all of them.
         src: Ranks of the upstream stage in this replica.
         dst: Ranks of the downstream stage.
         strategy: Key of :data:`~vtp_plugin.plan.boundary.strategies.known_strategies.STRATEGIES`.
-        is_single: Whether all of both stages is in it. Others name their replica, so that no two have the same name.
+        is_single: Whether the boundary joins all ranks of both stages. Others have the replica in their name.
         tensor_bytes: Size of the whole tensor that crosses; None if it is not known beforehand.
         rivals: Strategies that a run tries as well at its start.
     """
@@ -52,13 +52,13 @@ class PipelineBoundary:
     def channel(self, direction: Direction) -> ChannelSpec:
         """Return the channel of one direction; both directions use the same strategy."""
         ends = (self.src, self.dst) if direction is Direction.FORWARD else (self.dst, self.src)
-        cargo = MessageKind.ACTIVATION if direction is Direction.FORWARD else MessageKind.GRADIENT
+        kind = MessageKind.ACTIVATION if direction is Direction.FORWARD else MessageKind.GRADIENT
         return ChannelSpec(
             name=self.name(direction),
             src=ends[0],
             dst=ends[1],
             strategy=self.strategy,
-            cargo=cargo,
+            kind=kind,
             tensor_bytes=self.tensor_bytes,
             rivals=self.rivals,
         )
@@ -86,9 +86,9 @@ def pipeline_boundaries(
     """List all boundaries in the order in which every rank opens and warms up their channels.
 
     Args:
-        layout: Who is where.
+        layout: Stages and ranks of the pipeline.
         is_ring: Whether the last stage sends to the first, because of virtual stages.
-        rules: How each is crossed; by default the automatic choice inside one site.
+        rules: Choice of the strategies; the default is the automatic choice inside one site.
         dp_mode: How stages of different data-parallel sizes work together.
 
     >>> layout = PipelineLayout.from_sizes((1, 2), world_size=3)
@@ -129,8 +129,8 @@ def pipeline_boundaries(
                             replicas.worker(downstream, dp_ranks[1][0]),
                         ),
                         cp_rank=cp_rank,
-                        src=_side(layout, upstream, dp_ranks[0], cp_rank),
-                        dst=_side(layout, downstream, dp_ranks[1], cp_rank),
+                        src=_endpoint(layout, upstream, dp_ranks[0], cp_rank),
+                        dst=_endpoint(layout, downstream, dp_ranks[1], cp_rank),
                         strategy=strategy,
                         is_single=len(joined) * len(cp_ranks) == 1,
                         tensor_bytes=tensor_bytes,
@@ -143,7 +143,7 @@ def pipeline_boundaries(
 def _whole_bytes(
     layout: PipelineLayout, replicas: ReplicaMap, tensor_bytes: int | None, upstream: int, downstream: int
 ) -> int | None:
-    """Return the size of what crosses a boundary: narrower stages exchange longer pieces, or more samples, at once."""
+    """Return the bytes that cross a boundary at once: narrower stages exchange longer pieces, or more samples."""
     if tensor_bytes is None:
         return None
     src, dst = layout.stages[upstream], layout.stages[downstream]
@@ -152,8 +152,8 @@ def _whole_bytes(
     return tensor_bytes * max(layout.cp_sizes) // num_chunks * samples
 
 
-def _side(layout: PipelineLayout, stage: int, dp_ranks: tuple[int, ...], cp_rank: int | None) -> Endpoint:
-    """Return the side of a stage in some replicas, with one cp rank or with all."""
+def _endpoint(layout: PipelineLayout, stage: int, dp_ranks: tuple[int, ...], cp_rank: int | None) -> Endpoint:
+    """Return the endpoint of a stage in some replicas, with one cp rank or with all."""
     cp_ranks = range(layout.stages[stage].cp) if cp_rank is None else (cp_rank,)
     rows = tuple(layout.tp_ranks(stage, dp_rank, c) for dp_rank in dp_ranks for c in cp_ranks)
     return Endpoint(ranks_by_cp=rows, num_replicas=len(dp_ranks))

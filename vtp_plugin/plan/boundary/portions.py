@@ -1,4 +1,4 @@
-"""Portions of messages, so that a stage swaps what has come while the rest is still on its way.
+"""Portions of messages, so that a stage gathers what has come while the rest is still on its way.
 
 A plan that ends with an all-gather takes two networks one after the other: the links between the stages, then those
 inside the receiving stage. Cut into portions, the second works while the first does.
@@ -21,12 +21,12 @@ MAX_PORTIONS = 8
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """Rows that a rank passes on to the others of its stage as soon as they have come.
+    """Rows that a rank passes on to the other ranks of its stage as soon as they have come.
 
     Attributes:
-        start: First row in the rank's memory.
+        start: First row in the rank's local tensor.
         stop: Row behind the last.
-        num_arrived: So many messages of the rank, in their order, must have come before.
+        num_arrived: Number of the rank's messages, in their order, that must have come before.
     """
 
     start: int
@@ -38,8 +38,8 @@ def cut_into_portions(transfers: Sequence[Transfer], bytes_of: Callable[[Transfe
     """Cut messages into portions of some size, in the order in which they are sent: first portions first.
 
     Args:
-        transfers: Of one rank, as sender or as receiver; both cut each of them alike.
-        bytes_of: Size of a transfer.
+        transfers: All sends, or all receives, of one rank; sender and receiver cut a transfer alike.
+        bytes_of: Gives the size of a transfer in bytes.
 
     >>> whole = Transfer(src=0, dst=1, boxes=(((0, 5), (0, 1)),))
     >>> small = Transfer(src=0, dst=2, boxes=(((5, 6), (0, 1)),))
@@ -64,11 +64,11 @@ def _portions(transfer: Transfer, num_bytes: int) -> list[Transfer]:
 
 
 def swaps(messages: Sequence[Transfer], row_of: Callable[[Box], int]) -> tuple[Swap, ...]:
-    """Say which rows a rank can pass on after which of its messages, in the order in which it can.
+    """List the rows that a rank can pass on after each of its messages, in the order in which they are complete.
 
     Args:
-        messages: What comes to the rank, in order; it fills each of its rows.
-        row_of: First row of a box in the rank's memory.
+        messages: Transfers to the rank, in order; together they fill all its rows.
+        row_of: Gives the first row of a box in the rank's local tensor.
 
     >>> halves = [Transfer(src=0, dst=2, boxes=(((0, 4), (0, 1)),)), Transfer(src=1, dst=2, boxes=(((0, 4), (1, 2)),))]
     >>> messages = cut_into_portions(halves, lambda one: one.num_elements * MIN_PORTION_BYTES // 2)

@@ -1,4 +1,4 @@
-"""How one global tensor is spread over the ranks of a stage.
+"""How one global tensor is sharded over the ranks of a stage.
 
 Everything is in global coordinates: a box is a half-open index interval per dimension of the global tensor, for
 activations ``[S, B, H]`` (sequence, batch, hidden), for a weight ``[V, H]``. A :class:`Sharding` says which boxes each
@@ -16,9 +16,9 @@ from vtp_plugin.util.boxes import Box, box_shape, format_box, overlaps, volume, 
 
 
 def rows_of(boxes: Sequence[Box], start: int, stop: int) -> tuple[Box, ...]:
-    """Return what lies in the rows `start:stop` of the memory of a rank that holds `boxes`.
+    """Return the boxes that fill the rows `start:stop` of a rank's local tensor, where the rank holds `boxes`.
 
-    In a rank's memory its boxes follow each other along the first dimension.
+    In the local tensor the boxes follow each other along the first dimension.
 
     >>> rows_of([((0, 2), (0, 3)), ((6, 8), (0, 3))], 1, 3)
     (((1, 2), (0, 3)), ((6, 7), (0, 3)))
@@ -34,7 +34,7 @@ def rows_of(boxes: Sequence[Box], start: int, stop: int) -> tuple[Box, ...]:
 
 
 def num_rows(boxes: Sequence[Box]) -> int:
-    """Count the rows of a rank's memory: the sum of the boxes' lengths along the first dimension.
+    """Count the rows of a rank's local tensor: the sum of the boxes' lengths along the first dimension.
 
     >>> num_rows([((0, 2), (0, 3)), ((6, 8), (0, 3))])
     4
@@ -66,8 +66,9 @@ class LocalBoxes:
 
     Attributes:
         rank: Global rank.
-        boxes: Disjoint boxes in the order of the rank's memory, where they follow each other along the first dimension:
-            normally one, several under context parallelism, none if there are more ranks than slices of the tensor.
+        boxes: Disjoint boxes of the global tensor, in the order in which they follow each other along the first
+            dimension of the local tensor: normally one, several under context parallelism, none if there are more
+            ranks than slices.
     """
 
     rank: int
@@ -91,13 +92,13 @@ class Sharding:
     """A global tensor cut into disjoint boxes, each held by one or more ranks.
 
     The constructor checks two invariants: some rank holds every element, and two boxes of any two ranks are either the
-    same box or share no element (a spread is one partition, not several that overlap).
+    same box or share no element (a sharding is one partition, not several that overlap).
 
     Attributes:
         shape: Shape of the global tensor, every length positive.
-        holdings: One per rank, in the order of the stage's ranks; the first is the leader.
-        summands: Disjoint groups of ranks with the same boxes, in which each rank has a part of the values: their sum
-            is the tensor. Either all ranks that hold anything are in a group, or there is none.
+        holdings: What each rank holds, in the order of the stage's ranks; the first is the leader.
+        summands: Disjoint groups of ranks that hold partial sums of the same boxes: the sum over a group is the tensor
+            (`Partial` of a ``DTensor``). Either all ranks that hold anything are in a group, or there is none.
     """
 
     shape: tuple[int, ...]
@@ -123,10 +124,10 @@ class Sharding:
         return tuple(holding.rank for holding in self.holdings)
 
     def boxes_of(self, rank: int) -> tuple[Box, ...]:
-        """Return the boxes that `rank` holds, in the order of its memory.
+        """Return the boxes that `rank` holds, in the order of its local tensor.
 
         Raises:
-            KeyError: `rank` is not in this spread.
+            KeyError: `rank` is not in this sharding.
 
         >>> sharded((4, 2), (6, 7), dim=0).boxes_of(7)
         (((2, 4), (0, 2)),)
@@ -138,7 +139,7 @@ class Sharding:
 
     @property
     def copies(self) -> tuple[tuple[int, ...], ...]:
-        """Groups of ranks that hold the same boxes, in the order of the spread.
+        """Groups of ranks that hold the same boxes, in the order of the ranks.
 
         >>> replicated((4,), (0, 1)).copies, sharded((4,), (0, 1), dim=0).copies
         (((0, 1),), ((0,), (1,)))
@@ -147,7 +148,7 @@ class Sharding:
 
     @property
     def columns(self) -> tuple[tuple[int, ...], ...]:
-        """Groups of ranks whose boxes are equal beyond the first dimension, in the order of the spread.
+        """Groups of ranks whose boxes are equal beyond the first dimension, in the order of the ranks.
 
         Each group is a replica with different samples of a batch. A rank that holds nothing is in no group.
 
@@ -159,13 +160,13 @@ class Sharding:
         return _grouped((holding.boxes[0][1:], holding.rank) for holding in self.holdings if holding.boxes)
 
     def column_box(self, rank: int) -> Box:
-        """Return the box of a rank's column: all rows, and its interval in the other dimensions."""
+        """Return the box of a rank's whole column: all rows, and the rank's interval in the other dimensions."""
         return ((0, self.shape[0]), *self.boxes_of(rank)[0][1:])
 
     def divided(self) -> Sharding:
-        """Divide what several ranks hold alike among them, in even pieces of the rows of their memory.
+        """Divide the boxes that several ranks hold copies of evenly among these ranks, by rows of the local tensor.
 
-        In the result one rank holds every element. Two ranks must hold the same boxes, or no common box.
+        In the result exactly one rank holds each element. Two ranks must hold the same boxes, or no common box.
 
         >>> replicated((5,), (0, 1)).divided() == sharded((5,), (0, 1), dim=0)
         True
@@ -183,13 +184,13 @@ class Sharding:
         return divided
 
 
-def _require_alike(spread: Sharding) -> None:
+def _require_alike(sharding: Sharding) -> None:
     """Refuse summands that do not hold the same boxes, or leave a rank out."""
-    members = sorted(rank for group in spread.summands for rank in group)
-    if members and members != sorted(holding.rank for holding in spread.holdings if holding.boxes):
-        raise PlanError(f"summands {spread.summands} of the ranks {spread.ranks}")
-    for group in spread.summands:
-        if len({spread.boxes_of(rank) for rank in group}) > 1:
+    members = sorted(rank for group in sharding.summands for rank in group)
+    if members and members != sorted(holding.rank for holding in sharding.holdings if holding.boxes):
+        raise PlanError(f"summands {sharding.summands} of the ranks {sharding.ranks}")
+    for group in sharding.summands:
+        if len({sharding.boxes_of(rank) for rank in group}) > 1:
             raise PlanError(f"summands {group} hold different boxes")
 
 
@@ -234,7 +235,7 @@ def sharded(shape: tuple[int, ...], ranks: tuple[int, ...], dim: int) -> Shardin
     Args:
         shape: Global shape.
         ranks: Global ranks in the order of the pieces.
-        dim: Dimension to cut, from 0 to ``len(shape) - 1``: 0 for sequence parallelism ``[S, B, H]`` and for a
+        dim: Dimension that is cut, from 0 to ``len(shape) - 1``: 0 for sequence parallelism ``[S, B, H]`` and for a
             vocabulary-parallel weight ``[V, H]``.
 
     >>> [h.boxes for h in sharded((5,), (3, 4), dim=0).holdings]

@@ -18,8 +18,8 @@ def tied_weight_specs(layout: PipelineLayout, stages: Sequence[int] | None = Non
     number of replicas there.
 
     Args:
-        layout: who is where.
-        stages: in ascending order; None for the two ends.
+        layout: stages and ranks of the pipeline.
+        stages: stages that may hold a copy, ascending; None for the first and the last.
 
     >>> layout = PipelineLayout.from_sizes((1, 1), world_size=3, cp=(1, 2))
     >>> [(spec.src.ranks, spec.dst.ranks) for spec in tied_weight_specs(layout)]
@@ -44,7 +44,7 @@ def tied_weight_specs(layout: PipelineLayout, stages: Sequence[int] | None = Non
                     dst=ends[1],
                     strategy="sliced",
                     unit="step",
-                    cargo=MessageKind.TIED_EMBEDDING,
+                    kind=MessageKind.TIED_EMBEDDING,
                 )
                 specs.append(spec)
     return tuple(specs)

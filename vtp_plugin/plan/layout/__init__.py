@@ -1,4 +1,4 @@
-"""Who is where. Pure: no torch, no Megatron, no global state.
+"""The layout: which rank belongs to which stage. Pure: no torch, no Megatron, no global state.
 
 Each module answers one question: ``size_checks`` (is a list of sizes possible), ``pipeline_layout`` (which rank belongs
 to which stage), ``replica_map`` (which replicas of two stages work together), ``groups`` (which process groups does
@@ -10,6 +10,6 @@ Words:
     coordinates: where a rank is along these (``Coord``).
     rank order: which coordinate changes first from rank to rank: stage-major or replica-major (``RankOrder``).
     mode: how stages of different dp sizes work together, multiplex or split (``DpMode``).
-    share: what a rank holds of something that several ranks hold once together (``Share``).
+    share: a rank's part of something that several ranks hold once together (``RankShare``).
     ring: one way of a microbatch from the edge through the cloud and back.
 """

@@ -36,7 +36,7 @@ class ChannelId:
 
     @classmethod
     def between(cls, upstream: int, downstream: int, direction: Direction) -> ChannelId:
-        """Return the channel of one direction between the workers on the two sides of a boundary.
+        """Return the channel of one direction between the two workers of a boundary.
 
         >>> ChannelId.between(0, 1, Direction.BACKWARD).src
         1

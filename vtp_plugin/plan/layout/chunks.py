@@ -1,4 +1,4 @@
-"""Which layers, and which ends, of a model each of its chunks has."""
+"""The chunks of a model: the layers of each, and whether it has the embedding or the head."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class Chunk:
     """The part of a model that Megatron builds as one module.
 
     Attributes:
-        layers: numbers of its layers.
-        is_first: it has the embedding.
-        is_last: it has the head, and the layers of multi-token prediction.
-        is_whole: the pipeline has one stage, so no weight is shared between stages.
+        layers: numbers of its layers in the model.
+        is_first: whether it has the embedding.
+        is_last: whether it has the head, and the layers of multi-token prediction.
+        is_whole: whether the pipeline has one stage, so that no weight is shared between stages.
     """
 
     layers: tuple[int, ...]
@@ -27,7 +27,7 @@ class Chunk:
 
 
 def u_chunks(layers: Sequence[int]) -> tuple[tuple[Chunk, ...], ...]:
-    """Give the chunks of every stage of a U-shape.
+    """Return the chunks of every stage of a U-shape.
 
     Args:
         layers: number of layers of the edge's first part, of every cloud stage, and of the edge's last part.
@@ -59,15 +59,15 @@ def plain_chunks(
     last: int | None = None,
     layers: Sequence[int] | None = None,
 ) -> tuple[tuple[Chunk, ...], ...]:
-    """Give the chunks of every stage where the first chunks of all stages precede their second ones.
+    """Return the chunks of every stage of a plain or interleaved pipeline.
 
     Args:
-        num_layers: of the model.
-        num_stages: of the pipeline.
-        num_chunks: of every stage.
-        first: layers of the first stage, where it has others than the stages between.
-        last: layers of the last stage, likewise.
-        layers: of every stage, instead of the two.
+        num_layers: number of layers of the model.
+        num_stages: number of stages of the pipeline.
+        num_chunks: number of chunks of every stage.
+        first: number of layers of the first stage, if it differs from the stages between.
+        last: number of layers of the last stage, if it differs from the stages between.
+        layers: number of layers of every stage, instead of `first` and `last`.
 
     Raises:
         ConfigError: the layers cannot be shared out evenly.

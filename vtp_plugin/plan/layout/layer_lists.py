@@ -47,7 +47,7 @@ class LayerLists:
 
         Args:
             tp_sizes: tensor-parallel size of every stage.
-            num_heads: of the vision tower.
+            num_heads: number of attention heads of the vision tower.
 
         >>> lists = LayerLists(read_rows([1, 1]), read_rows([0, 2]))
         >>> print(*lists.problems_of_heads((1, 3), 4))

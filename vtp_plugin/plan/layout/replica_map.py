@@ -88,7 +88,7 @@ class ReplicaMap:
         return sum(map(self.num_replicas, range(stage))) + self.team_and_replica(stage, dp_rank)[1]
 
     def joined(self, upstream: int, downstream: int) -> tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]:
-        """List the dp ranks on both sides of every boundary between two stages; one of the sizes divides the other."""
+        """List the dp ranks at both ends of every boundary between two stages; one of the sizes divides the other."""
         a, b = self.dp_sizes[upstream], self.dp_sizes[downstream]
         if self.is_split:
             num = math.gcd(a, b)
@@ -112,7 +112,7 @@ class ReplicaMap:
 
         Args:
             stage: index of the stage.
-            size: of the stage with most replicas.
+            size: microbatch size of the stage with most replicas.
 
         >>> ReplicaMap(dp_sizes=(1, 2), mode=DpMode.SPLIT).micro_batch(0, 2)
         4
@@ -123,7 +123,7 @@ class ReplicaMap:
         """Return what must divide the global batch, so that every stage has a whole number of microbatches.
 
         Args:
-            size: of a microbatch on the stage with most replicas.
+            size: size of a microbatch on the stage with most replicas.
 
         >>> [ReplicaMap(dp_sizes=(2, 1, 3), mode=mode).batch_unit(4) for mode in DpMode]
         [24, 12]
@@ -162,7 +162,7 @@ class ReplicaMap:
         Args:
             option: flag that gave the batch, for the message.
             batch: samples of a step.
-            size: of a microbatch on the stage with most replicas.
+            size: size of a microbatch on the stage with most replicas.
 
         Returns:
             One line about the first stage whose number of microbatches would not be whole; empty if there is none.

@@ -1,4 +1,4 @@
-"""A rank's share of what several ranks hold once together, if stages have different numbers of replicas."""
+"""A rank's share of weights that several ranks hold once together, if stages have different numbers of replicas."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from vtp_plugin.plan.layout.replica_map import ReplicaMap
 
 @dataclass(frozen=True, slots=True)
 class RankShare:
-    """A rank's share of what some ranks hold once together: of all weights, of the experts, of a state.
+    """A rank's share of what several ranks hold once together: all weights, the experts, or an optimizer's state.
 
     Attributes:
-        ranks: of the world, those that hold each weight once together with this rank.
-        index: the rank's position among them.
+        ranks: global ranks that hold each weight once together with this rank.
+        index: position of the rank among them.
         replica: which copy of the weights the rank has, from 0.
     """
 
@@ -24,12 +24,12 @@ class RankShare:
 
     @property
     def size(self) -> int:
-        """How many ranks hold each weight once."""
+        """Number of ranks that hold each weight once together."""
         return len(self.ranks)
 
 
 def share_of_model(layout: PipelineLayout, rank: int) -> RankShare:
-    """Give a rank's share of the dense weights of a model.
+    """Return a rank's share of the dense weights of a model.
 
     >>> share_of_model(PipelineLayout.from_sizes([1, 2], world_size=4, dp=[2, 1]), 3)
     RankShare(ranks=(0, 2, 3), index=2, replica=0)
@@ -40,7 +40,7 @@ def share_of_model(layout: PipelineLayout, rank: int) -> RankShare:
 
 
 def share_of_experts(layout: PipelineLayout, rank: int) -> RankShare:
-    """Give a rank's share of the experts of a model.
+    """Return a rank's share of the experts of a model.
 
     Megatron compares their list with that of the dense weights, and sums both at once where they are equal. So either
     all ranks find equal lists, where every stage spreads its experts over as many ranks as its dense weights, or none.
@@ -59,7 +59,7 @@ def share_of_experts(layout: PipelineLayout, rank: int) -> RankShare:
 
 
 def share_of_world(layout: PipelineLayout, rank: int) -> RankShare:
-    """Give a rank's share where every rank holds numbers of its own: an optimizer's state.
+    """Return a rank's share where every rank holds numbers of its own, as in a distributed optimizer's state.
 
     >>> share_of_world(PipelineLayout.from_sizes([1, 2], world_size=3), 2)
     RankShare(ranks=(0, 1, 2), index=2, replica=0)

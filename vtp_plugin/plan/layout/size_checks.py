@@ -9,10 +9,10 @@ from vtp_plugin.errors import LayoutError
 
 
 def check_positive(what: str, value: object) -> None:
-    """Refuse what is not a whole number of at least 1.
+    """Refuse a value that is not a whole number of at least 1.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: the value is something else.
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise LayoutError(f"{what} must be a positive integer, got {value!r}: give a number of at least 1")
@@ -119,7 +119,7 @@ def check_experts(experts: Sequence[tuple[int, int, int]], stages: Sequence[tupl
         stages: tp, cp and dp size of every stage.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: the sizes do not fill a stage.
     """
     for stage, (expert, dense) in enumerate(zip(experts, stages, strict=True)):
         if math.prod(expert) != math.prod(dense):

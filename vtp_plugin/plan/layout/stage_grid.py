@@ -99,7 +99,7 @@ class StageRanks:
         """Add another factorization of the ranks of every stage, to be used through ``view=name``.
 
         Args:
-            name: of the view.
+            name: name of the view.
             shape: length of every dimension, `pp` included, one list for every stage; one flat list stands for all.
             dim_names: name of every dimension.
             shared_dims: dimensions whose groups are those of the base; `pp` must be among them.
@@ -150,15 +150,15 @@ class StageRanks:
         return [sorted(chain.from_iterable(parts)) for parts in zip(*inside, strict=True)]
 
     def place(self, dims: str | Sequence[str], rank: int, *, view: str | None = None) -> RankShare | None:
-        """Give a rank's place in a group through stages that have different numbers of such groups inside.
+        """Return a rank's share of a group through stages that have different numbers of such groups inside.
 
         Args:
             dims: dimensions of the group.
-            rank: of the module.
+            rank: global rank of the module.
             view: a registered view.
 
         Returns:
-            The place; None if the group is a list of ranks as any other.
+            The share; None if the group is a plain list of ranks.
 
         >>> ranks = StageRanks([(2, 1, 1), (1, 1, 2)])
         >>> [ranks.place(["tp", "pp"], rank) for rank in (1, 3)]

@@ -11,10 +11,10 @@ def check_layers(layers: Sequence[int], *, num_stages: int, num_layers: int | No
     """Refuse parts that do not fit the stages or the model.
 
     Args:
-        layers: of every part.
-        num_stages: pipeline stages, the edge included.
-        num_layers: of the model; None where it is not known yet.
-        option: flag that gave them, for error messages.
+        layers: number of layers of every part.
+        num_stages: number of pipeline stages, the edge included.
+        num_layers: number of layers of the model; None if it is not known yet.
+        option: flag that gave the layers, for error messages.
 
     Raises:
         ConfigError: there is no cloud, the number of parts is not P + 1, a part is empty, or the sum is wrong.
@@ -37,7 +37,7 @@ def check_two_rings(layers: Sequence[int], cp_sizes: Sequence[int], dp_sizes: Se
     """Refuse layers of an encoder that do not fit the stages, and what was not run with two rings.
 
     Args:
-        layers: of the encoder, part by part.
+        layers: number of layers of every part of the encoder.
         cp_sizes: context-parallel size of every stage.
         dp_sizes: data-parallel size of every stage.
 
@@ -79,7 +79,7 @@ def layout_of(layers: Sequence[int], *, num_predicting: int = 0, num_rings: int 
     """Write Megatron's pipeline layout: first chunks of all stages, then their second ones, the cloud's empty.
 
     Args:
-        layers: of every part.
+        layers: number of layers of every part.
         num_predicting: layers of multi-token prediction; they follow the edge's last part.
         num_rings: those before the last one, an encoder's, have other chunks, which are empty here.
 

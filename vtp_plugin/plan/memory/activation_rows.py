@@ -17,15 +17,15 @@ from vtp_plugin.plan.memory.layer_sizes import FULL_BYTES, INDEX_BYTES, Sizes
 
 @dataclass(frozen=True, slots=True)
 class KeptRow:
-    """What a module keeps.
+    """One tensor that a module keeps for its backward.
 
     Attributes:
-        module: its name in Megatron.
-        kept: what it is.
-        source: files that say so.
-        local: bytes in Megatron's local layers.
-        engine: in those of Transformer Engine; None for as many.
-        when: whether the module is there, and keeps it.
+        module: name of the module in Megatron.
+        kept: what the tensor is.
+        source: files of Megatron or torch that say so.
+        local: returns the bytes in Megatron's local layers.
+        engine: returns the bytes in Transformer Engine's layers; None if they are the same.
+        when: tells whether the module is there and keeps the tensor.
     """
 
     module: str

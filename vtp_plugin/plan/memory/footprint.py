@@ -29,12 +29,12 @@ class Training:
     """How a model is kept while it is trained.
 
     Attributes:
-        weight_itemsize_bytes: of one number of the weights; below 4 the optimizer keeps a copy of 4 bytes.
-        gradient_itemsize_bytes: of one number of the gradient buffers.
+        weight_itemsize_bytes: bytes of one element of the weights; below 4 the optimizer keeps a copy of 4 bytes.
+        gradient_itemsize_bytes: bytes of one element of the gradient buffers.
         num_moments: numbers of 4 bytes that the optimizer keeps for each weight: 2 for Adam.
-        is_distributed: replicas share the optimizer state.
+        is_distributed: whether replicas share the optimizer state.
         bucket_size: elements from which on a bucket of the first stage's first chunk is closed; None for one bucket.
-        backend: of collectives, as for :func:`~vtp_plugin.plan.memory.overhead.overhead_bytes`.
+        backend: backend of the collectives, see :func:`~vtp_plugin.plan.memory.overhead.overhead_bytes`.
     """
 
     weight_itemsize_bytes: int
@@ -50,13 +50,13 @@ class Footprint:
     """What one rank holds.
 
     Attributes:
-        num_parameters: elements of its weights.
-        weight_bytes: of its weights, with the gaps of their buffers.
-        gradient_bytes: of its gradient buffers.
-        optimizer_bytes: of moments and of weights in full precision, without the counters of steps.
-        overhead_bytes: on a device, of what is no tensor of the model.
-        activation_bytes: kept of one microbatch between its forward and its backward pass; None if not known.
-        kept_bytes: the same by module.
+        num_parameters: number of elements of its weights.
+        weight_bytes: bytes of its weights, with the gaps of their buffers.
+        gradient_bytes: bytes of its gradient buffers.
+        optimizer_bytes: bytes of moments and of weights in full precision, without the counters of steps.
+        overhead_bytes: bytes on a device that are no tensor of the model, such as buffers of collectives.
+        activation_bytes: bytes kept for one microbatch between its forward and its backward; None if not known.
+        kept_bytes: bytes kept for one microbatch, by module.
     """
 
     num_parameters: int
@@ -86,7 +86,7 @@ def footprints(
         model: the whole model.
         training: how it is kept.
         layout: the ranks of every stage.
-        chunks: of every stage.
+        chunks: chunks of every stage.
         batch: a microbatch; None where activations are not known.
 
     Raises:

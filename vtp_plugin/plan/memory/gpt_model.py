@@ -10,8 +10,8 @@ class Latent:
     """Sizes of multi-latent attention, in Megatron's names.
 
     Attributes:
-        q_lora_rank: 0 if queries are projected at once.
-        kv_lora_rank: of keys and values.
+        q_lora_rank: width of the latent queries; 0 if queries are projected directly.
+        kv_lora_rank: width of the latent keys and values.
         qk_head_dim: channels of a head's keys without those of the position.
         qk_pos_emb_head_dim: channels of the position.
         v_head_dim: channels of a head's values.
@@ -29,9 +29,9 @@ class Experts:
     """Experts of the layers that have some.
 
     Attributes:
-        number: in a layer.
+        number: number of experts in a layer.
         ffn: feed-forward size of an expert.
-        shared_ffn: of all shared experts of a layer together; 0 without.
+        shared_ffn: feed-forward size of all shared experts of a layer together; 0 without them.
         layers: whether a layer has experts, by its number in the model.
     """
 
@@ -46,18 +46,18 @@ class GPTModel:
     """Sizes of the whole model.
 
     Attributes:
-        num_layers: without those of multi-token prediction.
-        num_predicting: layers of multi-token prediction, on the last stage.
+        num_layers: number of layers, without those of multi-token prediction.
+        num_predicting: number of layers of multi-token prediction, on the last stage.
         hidden: width between the layers.
-        heads: attention heads.
-        groups: of query heads that share keys and values.
-        kv_channels: of a head.
+        heads: number of attention heads.
+        groups: number of groups of query heads that share keys and values.
+        kv_channels: number of channels of a head.
         ffn: feed-forward size of a layer without experts.
         vocab: padded size of the vocabulary.
-        num_positions: of a learned position embedding; 0 without.
+        num_positions: number of positions of a learned embedding; 0 without one.
         is_gated: a feed-forward layer has a second input projection (SwiGLU).
-        has_bias: of all linear layers.
-        has_qkv_bias: of the projection to queries, keys and values.
+        has_bias: whether all linear layers have a bias.
+        has_qkv_bias: whether the projection to queries, keys and values has a bias.
         has_norm_bias: norms have a bias (LayerNorm; RMSNorm has none).
         has_query_norm: queries and keys, or the latent ones, are normed.
         is_tied: the output layer uses the word embedding.

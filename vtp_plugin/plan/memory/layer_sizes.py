@@ -16,11 +16,11 @@ class Routing:
     """How tokens find their experts, in Megatron's names.
 
     Attributes:
-        topk: experts of a token.
+        topk: number of experts of a token.
         has_sigmoid: scores are sigmoids, not a softmax.
         is_pre_softmax: a softmax is taken over all experts, before the best are chosen.
-        num_groups: of experts, of which a token uses a few; 0 without.
-        group_topk: groups of a token.
+        num_groups: number of groups of experts, of which a token uses a few; 0 without groups.
+        group_topk: number of groups that a token uses.
         has_aux_loss: experts are balanced by a loss.
         is_gathered: ranks gather all tokens, and each takes out those of its experts.
     """
@@ -36,14 +36,14 @@ class Routing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recompute:
-    """What is computed again in the backward pass, and not kept for it.
+    """Activation recomputation: what is computed again in the backward pass, and not kept for it.
 
     Attributes:
         core_attention: the probabilities of the attention.
         feed_forward: what a feed-forward layer without experts makes of its input.
-        method: of whole layers: ``uniform`` keeps the input of every group of layers, those of multi-token prediction
-            too, ``block`` those of the first layers of a chunk; empty for none.
-        num_layers: of a group, or how many are the first.
+        method: method for whole layers: ``uniform`` keeps the input of every group of layers, those of multi-token
+            prediction included, ``block`` the inputs of the first layers of a chunk; empty for none.
+        num_layers: number of layers of a group (``uniform``), or of the first ones (``block``).
     """
 
     core_attention: bool = False
@@ -68,18 +68,19 @@ class Recompute:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Microbatch:
-    """What goes through the layers at a time, and how they compute it.
+    """A microbatch, and how the layers compute it.
 
     Attributes:
-        length: of the sequences.
+        length: length of the sequences, in tokens.
         size: number of sequences.
-        itemsize_bytes: of one number between the layers.
-        is_sharded: between the layers a rank has its slice of the sequence (sequence parallelism).
+        itemsize_bytes: bytes of one element of the tensors between the layers.
+        is_sharded: whether a rank has its slice of the sequence between the layers (sequence parallelism).
         has_rope: positions are rotations, in every layer anew.
         is_fused: a gated feed-forward layer keeps its input and its output only.
         is_engine: layers are Transformer Engine's, with flash attention; else Megatron's local ones.
         has_fused_rope: Transformer Engine's layers rotate in one kernel, which keeps the angles only.
-        has_hidden_dropout, has_attention_dropout: of what goes between layers; of probabilities.
+        has_hidden_dropout, has_attention_dropout: whether there is dropout between layers; and of attention
+            probabilities.
         eight_bits: Transformer Engine's linear layers compute with 8 bits: with one scale for a tensor, or for a block.
         has_own_output: context parallelism gives the attention's output in a copy (a2a and all_gather; not p2p).
         routing: how tokens find their experts; None without experts.
@@ -116,10 +117,11 @@ class Sizes:
         cp: context-parallel size of the stage.
         has_experts: the layer has some.
         num_again: inputs that layers which are computed again keep in this chunk.
-        num_layers: of the chunk, with those of multi-token prediction.
-        length, positions, slices: of a sequence's part on the rank; of all sequences; and between the layers.
-        heads, groups: of the rank; each has a group at least, cut out of what all have projected.
-        queries, keys, context: numbers of a position; as many values as keys, and what attention makes of them.
+        num_layers: number of layers of the chunk, with those of multi-token prediction.
+        length, positions, slices: tokens on the rank: of one sequence; of all sequences; and between the layers.
+        heads, groups: attention heads and query groups of the rank; each rank has at least one group, cut out of the
+            projection of all ranks.
+        queries, keys, context: elements of a position: of queries; of keys, and as many values; of attention's output.
     """
 
     model: GPTModel

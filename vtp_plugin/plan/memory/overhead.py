@@ -39,15 +39,15 @@ def overhead_bytes(
     grid: StageGrid,
     experts: ExpertGrid | None,
 ) -> int:
-    """Give what a rank holds besides weights, gradients, optimizer and activations.
+    """Return the bytes that a rank holds besides weights, gradients, optimizer and activations.
 
     Args:
-        backend: of the collectives: nccl, hccl, or gloo, which is for CPUs, where nothing of this is held.
-        sizes: of a microbatch; None where what is computed with is not known.
+        backend: backend of the collectives: nccl, hccl, or gloo, which is for CPUs, where the overhead is 0.
+        sizes: sizes of a microbatch; None if they are not known.
         held: parameters of the rank.
-        chunks: of its stage.
+        chunks: chunks of the rank's stage.
         grid: sizes of the stage.
-        experts: how it shares its experts; None without.
+        experts: how the stage shares its experts; None without experts.
 
     Two ranks of one stage, with a tensor-parallel group and one of the world: 2 * 24 * 9.1875 MiB. On an NPU 2 * 400.
 

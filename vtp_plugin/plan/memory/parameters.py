@@ -21,10 +21,10 @@ class Parameter:
     """A parameter of one rank.
 
     Attributes:
-        name: as in ``named_parameters()``.
-        numel: elements on this rank.
-        is_expert: it belongs to a routed expert.
-        is_shared: other stages have a copy, and Megatron gives it a bucket of its own.
+        name: name in ``named_parameters()``.
+        numel: number of elements on this rank.
+        is_expert: whether it belongs to a routed expert.
+        is_shared: whether other stages have a copy, so that Megatron gives it a bucket of its own.
     """
 
     name: str

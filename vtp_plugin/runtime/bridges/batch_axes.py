@@ -1,4 +1,4 @@
-"""How a module orders the axes of what crosses a bridge."""
+"""The order in which a module has the axes of the tensor that crosses a bridge."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchAxes:
-    """Where a module's tensors have what plans call rows, batch and depth.
+    """Which axes of a module's tensors are the plan's rows, batch and depth.
 
     Attributes:
-        num_dims: 2 for `[tokens, H]`, or 3.
-        order: axes of the sequence, the batch and the hidden dimension, of three dimensions.
+        num_dims: number of dimensions: 2 for `[tokens, H]`, or 3.
+        order: axis of the sequence, of the batch and of the hidden dimension, where there are three.
     """
 
     num_dims: int
@@ -30,7 +30,7 @@ class BatchAxes:
         return tensor.t().unsqueeze(-1) if self.num_dims == 2 else tensor.permute(self.order)
 
     def from_plan(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Give a tensor `[rows, batch, depth]` the axes of the module, as dense memory.
+        """Return a tensor `[rows, batch, depth]` with the axes of the module, as dense memory.
 
         >>> BatchAxes(num_dims=3, order=(1, 2, 0)).from_plan(torch.zeros(8, 2, 4)).shape
         torch.Size([4, 8, 2])

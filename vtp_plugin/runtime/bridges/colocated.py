@@ -35,17 +35,18 @@ _PROBLEM = -1
 class ColocatedBridge:
     """This rank's part of a bridge among the ranks of one group.
 
-    Every call says first, by one small message from each rank to each, what it has: shapes may vary from call to call,
-    and what does not fit is refused on all ranks.
+    In every call each rank first tells all others, by one small message, what it has: shapes may vary from call to
+    call, and what does not fit is refused on all ranks.
 
     Args:
-        spec: the way from one module to the other.
-        group: of all their ranks.
-        axes: of the tensors.
-        platform: says where tensors are and how to wait.
+        spec: the direction from the one module to the other.
+        group: process group of all ranks of the two modules.
+        axes: order of the tensors' axes.
+        platform: says on which device tensors are and how to wait.
         monitor: keeps the time.
         audit: records every message.
-        has_fixed_shape: all calls are like the first one, and only that one says what each rank has.
+        has_fixed_shape: whether all calls are like the first one, so that ranks tell each other only then what they
+            have.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class ColocatedBridge:
         self._platform = platform
         self._device = platform.device()
         waits = TimedWaits(platform, monitor, Recorder(platform))
-        # All ranks say what they have, which opens the backend's communicator of the whole group.
+        # All ranks tell what they have, which opens the backend's communicator of the whole group.
         groups = ChannelGroups(messages=group, stage=None)
         self._transfers, self._statements = (Transfers(spec.name, groups, platform, waits, audit) for _ in range(2))
         self._rank = dist.get_rank()
@@ -79,14 +80,14 @@ class ColocatedBridge:
         self._plans_of = functools.lru_cache(NUM_PLANS)(functools.partial(_plans_of, spec))
 
     def communicate(self, tensor: torch.Tensor, sizes: Sequence[int] | None = None) -> torch.Tensor:
-        """Bring a tensor from the layout of one module to that of the other; gradients come back by the adjoint.
+        """Move a tensor from the layout of one module to that of the other; gradients come back by the adjoint.
 
         Args:
             tensor: this rank's part.
-            sizes: tokens of every sample, where they differ.
+            sizes: number of tokens of every sample, where samples differ.
 
         Raises:
-            ConfigError: the ranks' parts do not fit together, or cannot be cut; on all ranks.
+            ConfigError: the ranks' parts do not fit together, or cannot be cut; raised on all ranks.
         """
         return _Across.apply(tensor, self, sizes)
 
@@ -98,7 +99,7 @@ class ColocatedBridge:
         return self._axes.from_plan(self._move(plan, planned, widths, MessageKind.ACTIVATION)), shape, widths
 
     def backward(self, grad: torch.Tensor, shape: Shape, widths: Widths) -> torch.Tensor:
-        """Return the gradient of this rank's part: those of ranks that read one tensor add up, in their order."""
+        """Return the gradient of this rank's part: the sum over the ranks that used the tensor, in their order."""
         planned = self._axes.to_plan(grad)
         first, *others = self._plans_of(shape)[1]
         total = self._move(first, planned, widths, MessageKind.GRADIENT)
@@ -120,8 +121,8 @@ class ColocatedBridge:
                 )
             return self._first[1]
         said = torch.tensor([own], dtype=torch.int64, device=self._device)
-        parcel = self._parcel(self._said_plan, said, MessageKind.BRIDGE_HEADER)
-        lines = dict(zip(self._members, self._statements.exchange(said, parcel).tolist(), strict=True))
+        transmission = self._transmission(self._said_plan, said, MessageKind.BRIDGE_HEADER)
+        lines = dict(zip(self._members, self._statements.exchange(said, transmission).tolist(), strict=True))
         if wrong := [rank for rank, line in lines.items() if line[0] == _PROBLEM]:
             raise ConfigError(problem or f"{spec.name}: the tensor of {ranks_text(wrong)} cannot cross; see there")
         said_by = {rank: self._codec.parse(line) for rank, line in lines.items()}
@@ -141,7 +142,7 @@ class ColocatedBridge:
         return found
 
     def _statement(self, planned: torch.Tensor, sizes: Sequence[int] | None) -> tuple[list[int], str]:
-        """Return what this rank says of its tensor, or what is wrong with it."""
+        """Return what this rank tells of its tensor, and what is wrong with it."""
         spec = self._spec
         try:
             if planned.dim() != 3 or str(planned.dtype) not in TYPES:
@@ -150,23 +151,23 @@ class ColocatedBridge:
                     f"point of {self._axes.num_dims} dimensions; see dim_mapping"
                 )
             batch = spec.batch_of(planned.shape, self._rank, sizes)
-            spec.spreads(spec.crossing(batch)[0])
+            spec.shardings(spec.crossing(batch)[0])
         except ConfigError as error:
             return [_PROBLEM] * self._codec.length, str(error)
         return list(self._codec.encode(batch, str(planned.dtype), spec.name)), ""
 
-    def _move(self, plan: BoundaryPlan, tensor: torch.Tensor, widths: Widths, cargo: MessageKind) -> torch.Tensor:
-        """Carry out a plan in one exchange; ranks that are no source send nothing."""
-        # What is one block on both sides then travels without a copy.
+    def _move(self, plan: BoundaryPlan, tensor: torch.Tensor, widths: Widths, kind: MessageKind) -> torch.Tensor:
+        """Carry out a plan in one exchange; ranks outside its source send nothing."""
+        # What is one block on both ranks then travels without a copy.
         order = self._axes.memory_order if all(len(one.boxes) == 1 for one in plan.transfers) else None
-        parcel = replace(self._parcel(plan, tensor, cargo), widths=widths, memory_order=order)
-        return self._transfers.exchange(tensor, parcel)
+        transmission = replace(self._transmission(plan, tensor, kind), widths=widths, memory_order=order)
+        return self._transfers.exchange(tensor, transmission)
 
-    def _parcel(self, plan: BoundaryPlan, tensor: torch.Tensor, cargo: MessageKind) -> Transmission:
+    def _transmission(self, plan: BoundaryPlan, tensor: torch.Tensor, kind: MessageKind) -> Transmission:
         return Transmission(
             plan=plan,
             dtype=tensor.dtype,
-            cargo=cargo,
+            kind=kind,
             position=self._spec.name,
             peer="the ranks of the bridge",
             is_batched=not self._platform.host_blocking_wait,
@@ -174,8 +175,8 @@ class ColocatedBridge:
 
 
 def _plans_of(spec: BridgeSpec, shape: Shape) -> tuple[BoundaryPlan, tuple[BoundaryPlan, ...]]:
-    """Plan the way there, and those of the gradient, which add up."""
-    src, dst = spec.spreads(shape)
+    """Return the plan of the tensor, and the plans of its gradient, whose results add up."""
+    src, dst = spec.shardings(shape)
     plans = plan_in_place(src, dst), plans_of_gradient(src, dst, spec.dst_end.summands)
     for plan in (plans[0], *plans[1]):
         require_valid(plan)
@@ -183,7 +184,7 @@ def _plans_of(spec: BridgeSpec, shape: Shape) -> tuple[BoundaryPlan, tuple[Bound
 
 
 class _Across(torch.autograd.Function):
-    """An exchange and its adjoint."""
+    """An exchange in the forward, and its adjoint in the backward."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor, bridge: ColocatedBridge, sizes: Sequence[int] | None) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Opening of a bridge: its groups and its two channels."""
+"""How a bridge is opened: its process groups and its two channels."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ class BridgeGroups:
     """Groups of one direction of a bridge; None on ranks that are not in them.
 
     Attributes:
-        spec: the direction.
-        messages: all ranks of both ends.
-        pieces: the same, where ranks swap slices by messages: no two of them do so in both directions.
-        gather: ranks that swap slices by the backend's all-gather, where they are not all of a replica's.
+        spec: the direction, as data.
+        messages: group of all ranks of both ends.
+        pieces: group of the same ranks, for slices that are swapped by messages; no two ranks do so in both directions.
+        gather: group of ranks that swap slices by the backend's all-gather, where these are not a whole replica.
     """
 
     spec: BridgeSpec
@@ -42,10 +42,10 @@ def open_bridge_groups(
     """Open the groups of both directions. All ranks of the world call this at the same point.
 
     Args:
-        forward: the way of activations.
-        cache: groups by what they are for; whoever keeps it destroys them.
+        forward: the direction of activations.
+        cache: groups that are open already, by purpose; its owner destroys them.
         platform: says how ranks swap slices.
-        timeout_s: limit of every operation.
+        timeout_s: limit of every operation, in seconds.
 
     Raises:
         PlanError: a plan is wrong.
@@ -60,7 +60,7 @@ def open_bridge_groups(
     def groups_of(spec: BridgeSpec) -> BridgeGroups:
         require_valid(spec.probe)
         require_valid(spec.plan_header(spec.header_codec(spec.src.ranks[0]).length))
-        # Who sends forward receives backward, and the finishes are inside either end: no pair sends for two purposes.
+        # A rank that sends forward receives backward, and finishes are inside an end: no pair sends for two purposes.
         name = spec.name.rpartition(",")[0] if platform.orders_by_peer else spec.name
         messages, gather = group_of(spec.participants, name), None
         for ranks in () if platform.gathers_by_messages else spec.gathering_groups:
@@ -83,8 +83,8 @@ def open_bridge(
     """Open and warm up the channels of a bridge. All ranks of both ends call this at the same point.
 
     Args:
-        groups: of both directions.
-        stage_group: of this rank's replica at its end. Sums, and all-gathers among all its ranks, run there.
+        groups: groups of both directions.
+        stage_group: group of this rank's replica, in which sums and all-gathers among all its ranks run.
         platform: says how to wait.
         monitor: keeps the time.
         audit: records every message.

@@ -23,17 +23,17 @@ from vtp_plugin.runtime.comm.work import OpenSends, SendWork
 
 
 class Bridge:
-    """This rank's side of a bridge.
+    """This rank's end of a bridge.
 
-    Microbatches cross in one order, and gradients come back in the same. What is sent keeps its memory until the
-    backend has it; a tensor must not be changed in place before that, as between pipeline stages.
+    Microbatches cross in one order, and gradients come back in the same. A tensor that is sent keeps its memory until
+    the backend has sent it, and must not be changed in place before that, as between pipeline stages.
 
     Args:
         forward: channel of activations.
         backward: channel of gradients.
-        axes: of the module's tensors.
-        dtype: of all tensors.
-        fixed_shape: shape of the share of one replica of the source, whole; no headers cross then.
+        axes: order of the axes of the module's tensors.
+        dtype: type of all tensors.
+        fixed_shape: whole shape of the share of one replica of the source, if it never varies; then no headers cross.
         has_gradient: whether gradients come back.
         agree: compares statements over all ranks of the bridge before anything is sent.
     """
@@ -61,13 +61,13 @@ class Bridge:
         self.fixed_shape = fixed_shape
         self._opens = OpenSends()
         self._posted: deque[RecvWork] = deque()
-        # Of microbatches whose gradient has not come back.
+        # Batches of which the gradient has not come back.
         self._batches: deque[Whole] = deque()
-        # Activations whose gradient has not come.
+        # Activations of which the gradient has not been sent.
         self._sent: deque[SendWork] = deque()
         # Receives of gradients whose shape is not known yet.
         self._expected: deque[ExpectedGradient] = deque()
-        # Where none crosses: zeros for tensors whose gradient Megatron's schedules need.
+        # Where no gradients cross: zeros for tensors whose gradient Megatron's schedules need.
         self._zeros: deque[torch.Tensor | None] = deque()
         weakref.finalize(self, _drain, self._opens)
 
@@ -78,19 +78,19 @@ class Bridge:
 
     @has_gradient.setter
     def has_gradient(self, value: bool) -> None:
-        """Say so on all ranks of the bridge, before the first message; later it raises ConfigError."""
+        """Set it on all ranks of the bridge, before the first message; later it raises ConfigError."""
         if self._is_agreed and value != self._has_gradient:
             raise ConfigError(f"{self._forward.spec.name}: has_gradient is set after the first message; set it before")
         self._has_gradient = value
 
     @property
     def fixed_shape(self) -> Sequence[int] | None:
-        """Shape of the share of one replica of the source, where no headers cross."""
+        """Whole shape of the share of one replica of the source; None if headers cross."""
         return self._fixed_shape
 
     @fixed_shape.setter
     def fixed_shape(self, value: Sequence[int] | None) -> None:
-        """Say so on all ranks of the bridge, before the first message; later it raises ConfigError."""
+        """Set it on all ranks of the bridge, before the first message; later it raises ConfigError."""
         if self._is_agreed:
             raise ConfigError(f"{self._forward.spec.name}: fixed_shape is set after the first message; set it before")
         self._fixed_shape = None if value is None else tuple(value)
@@ -100,11 +100,11 @@ class Bridge:
         """Send this rank's part of an activation.
 
         Args:
-            tensor: with the module's axes.
-            sizes: tokens of every sample, where they differ.
+            tensor: this rank's part, with the module's axes.
+            sizes: number of tokens of every sample, where samples differ.
 
         Returns:
-            A handle, for a caller that waits itself; the bridge keeps one too.
+            A handle for a caller that waits itself; the bridge also keeps it.
 
         Raises:
             ConfigError: the tensor is not what the other module expects, or cannot be cut for it.
@@ -128,15 +128,15 @@ class Bridge:
         tensor, batch = self._axes.from_plan(work.take()), work.whole
         assert batch is not None
         if not self._batches:
-            # All gradients are on their way, and the other module goes on: it takes them. This frees their memory; over
-            # gloo nothing else says that a message has left.
+            # All gradients are on their way, and the other module goes on: it receives them. Waiting frees their
+            # memory; over gloo nothing else tells that a message has left.
             self._opens.wait()
         self._note(batch)
         # Also where no gradient goes back: Megatron's schedules ask every input for its gradient.
         return tensor.requires_grad_(torch.is_grad_enabled())
 
     def send_backward(self, grad: torch.Tensor, sizes: Sequence[int] | None = None) -> SendWork:
-        """Send the gradient of the oldest activation that has none yet; all else as for send_forward."""
+        """Send the gradient of the oldest activation that has none yet; otherwise like :meth:`send_forward`."""
         if not self._has_gradient:
             return SendWork((), (), lambda _works: None)
         known = self._batches.popleft() if self._batches else None
@@ -156,7 +156,7 @@ class Bridge:
         if not self._has_gradient:
             return None
         self._settle(dict)
-        # A header crosses only if the gradient is not that of an activation: both sides know.
+        # A header crosses only if the gradient is not that of an activation: both ends know.
         return self._post_backward(self._batches.popleft() if self._batches else None)
 
     def take_backward(self, work: RecvWork | None) -> torch.Tensor | None:
@@ -165,12 +165,12 @@ class Bridge:
             return self._zeros.popleft() if self._zeros else None
         tensor = self._axes.from_plan(work.take())
         if self._sent:
-            # Its gradient proves that the activation has come, so this takes no time, and frees the activation.
+            # The gradient proves that the activation has come, so this takes no time, and frees the activation.
             self._sent.popleft().wait()
         return tensor
 
     def exchange_forward(self, tensor: torch.Tensor, sizes: Sequence[int] | None = None) -> torch.Tensor | None:
-        """Send an activation, and return the gradient of an earlier one, with both under way at once."""
+        """Send an activation and receive the gradient of an earlier one, both at once."""
         # The activation may be the first one: whether a gradient has a header depends on what came before.
         batch = self._checked(self._forward, tensor, sizes, self._fixed)
         earlier = self._batches.popleft() if self._batches else None
@@ -180,7 +180,7 @@ class Bridge:
         return self.take_backward(self._post_backward(earlier))
 
     def exchange_backward(self, grad: torch.Tensor, sizes: Sequence[int] | None = None) -> torch.Tensor:
-        """Send the gradient of an earlier activation, and return the next one, with both under way at once."""
+        """Send the gradient of an earlier activation and receive the next activation, both at once."""
         if not self._posted:
             self.post_forward()
         self.send_backward(grad, sizes)
@@ -194,7 +194,7 @@ class Bridge:
         return self._backward.post(known, self._form if known is None else self._known)
 
     def _note(self, batch: Whole, sent: SendWork | None = None) -> None:
-        """Remember a batch whose gradient will come back: none does in evaluation, which runs without gradients."""
+        """Note a batch whose gradient will come back; in evaluation, which has no gradients, none does."""
         if self._has_gradient and torch.is_grad_enabled():
             self._batches.append(batch)
             if sent is not None:
@@ -250,7 +250,7 @@ class Bridge:
         return found[0]
 
     def _settle(self, state: Callable[[], Mapping[str, object]]) -> None:
-        """Check on all ranks before the first message; later only here."""
+        """Check on all ranks together before the first message; later on this rank alone."""
         if self._is_agreed:
             state()
             return
@@ -271,10 +271,10 @@ class Bridge:
 
 
 class ExpectedGradient:
-    """A receive of a gradient, under way once its activation is sent.
+    """A receive of a gradient, posted once its activation is sent.
 
     Attributes:
-        work: the receive; None before, and where none crosses.
+        work: the receive; None before that, and where no gradient crosses.
     """
 
     def __init__(self, bridge: Bridge) -> None:
@@ -282,10 +282,10 @@ class ExpectedGradient:
         self._bridge = bridge
 
     def take(self) -> torch.Tensor | None:
-        """Wait, and return the gradient; None or zeros of a frozen encoder, as ``take_backward`` says.
+        """Wait, and return the gradient; for a frozen encoder None or zeros, see :meth:`Bridge.take_backward`.
 
         Raises:
-            PlanError: its activation was not sent.
+            PlanError: the activation was not sent yet.
         """
         if self.work is None and self._bridge.has_gradient:
             raise PlanError("a gradient is waited for before its activation is sent")
@@ -298,9 +298,9 @@ def _spec_of(channel: Channel) -> BridgeSpec:
 
 
 def _drain(opens: OpenSends) -> None:
-    """Wait for what is under way when a bridge ends: it would be lost with the process."""
+    """Wait for the sends under way when a bridge ends: they would be lost with the process."""
     if getattr(sys, "last_value", None) is not None:
-        # This process ends by an error: nobody may come to receive.
+        # This process ends by an error: the receiver may be gone.
         return
     with suppress(PeerError):
         opens.wait()

@@ -2,7 +2,7 @@
 
 Words:
     form: type of a tensor that crosses, and how ranks hold it (``TensorFormat``).
-    parcel: what one rank sends and receives of one tensor.
-    landing: memory that a tensor arrives in, and what is still to be done to it (``Landing``).
-    take: wait for a tensor, finish its plan, and have it; once.
+    transmission: one tensor that crosses: its plan, its type, and its name for error messages (``Transmission``).
+    pending: a receive that is posted: the memory it fills, and the finish that completes it (``PendingRecv``).
+    take: wait for a tensor, run its plan's finish, and return it; once for each receive.
 """

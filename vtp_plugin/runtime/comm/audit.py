@@ -1,4 +1,4 @@
-"""What may leave a rank over the plugin's channels, and a record of what did.
+"""What may leave a rank over the plugin's channels, and a record of what has left.
 
 Every message between stages passes :func:`require_allowed`, at the one place where channels post to the backend. With
 ``--vtp-audit FILE`` it is also recorded there, one JSON object on each line.
@@ -25,7 +25,7 @@ _NUM_DIMENSIONS = {
 }
 
 
-def require_allowed(cargo: MessageKind, tensor: torch.Tensor) -> None:
+def require_allowed(kind: MessageKind, tensor: torch.Tensor) -> None:
     """Refuse to send a tensor that does not have the form of its kind of message.
 
     Token ids and labels are integers; loss masks and positions have no hidden dimension. So none of them passes for an
@@ -37,9 +37,9 @@ def require_allowed(cargo: MessageKind, tensor: torch.Tensor) -> None:
     vtp_plugin.errors.ConfigError: a torch.int64 tensor of shape (8, 2, 4) is no activation, and nothing else may ...
 
     Raises:
-        ConfigError: the tensor is something else.
+        ConfigError: the tensor has another form.
     """
-    match cargo:
+    match kind:
         case MessageKind.SHAPE_HEADER:
             is_allowed = tensor.dtype == torch.int64 and tensor.numel() == HeaderCodec().length
         case MessageKind.LENGTHS:
@@ -51,16 +51,16 @@ def require_allowed(cargo: MessageKind, tensor: torch.Tensor) -> None:
         case MessageKind.WARM_UP:
             is_allowed = tensor.numel() == 1 and tensor.is_floating_point()
         case _:
-            is_allowed = tensor.is_floating_point() and tensor.dim() == _NUM_DIMENSIONS[cargo]
+            is_allowed = tensor.is_floating_point() and tensor.dim() == _NUM_DIMENSIONS[kind]
     if not is_allowed:
         raise ConfigError(
-            f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)} is no {cargo}, and nothing else may leave this "
+            f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)} is no {kind}, and nothing else may leave this "
             "rank here; return an activation [S, B, H] from the stage"
         )
 
 
 def audit_path(path: str, rank: int) -> Path:
-    """Name one rank's file.
+    """Return the path of one rank's file.
 
     >>> str(audit_path("logs/audit.jsonl", 3))
     'logs/audit.rank3.jsonl'
@@ -72,11 +72,11 @@ def audit_path(path: str, rank: int) -> Path:
 class Audit:
     """Record of the messages that this rank exchanged with other stages.
 
-    A line is written when its message is posted, so a run that is killed leaves the record so far. Totals of every kind
-    follow at the end. An existing file is continued.
+    A line is written when its message is posted, so the record of a run that is killed is complete up to there. Totals
+    of every kind of message follow at the end. Lines are appended to an existing file.
 
     Args:
-        path: as given by the user; the rank's number is put into it.
+        path: path that the user gave; the rank's number is put into the file's name.
         rank: this rank.
 
     Raises:
@@ -89,36 +89,36 @@ class Audit:
         self._num_bytes: Counter[tuple[str, MessageKind]] = Counter()
         atexit.register(self.close)
 
-    def note(self, way: str, cargo: MessageKind, tensor: torch.Tensor, peer: int, place: str) -> None:
+    def note(self, way: str, kind: MessageKind, tensor: torch.Tensor, peer: int, position: str) -> None:
         """Record one message.
 
         Args:
             way: ``"sent"`` or ``"received"``.
-            cargo: what it is.
-            tensor: the memory that is sent, or that will be filled.
-            peer: global rank of the other side.
-            place: boundary and direction.
+            kind: kind of the message.
+            tensor: memory that is sent, or that will be filled.
+            peer: global rank that receives or sends it.
+            position: boundary and direction.
         """
         num_bytes = tensor.numel() * tensor.element_size()
-        self._num_messages[way, cargo] += 1
-        self._num_bytes[way, cargo] += num_bytes
+        self._num_messages[way, kind] += 1
+        self._num_bytes[way, kind] += num_bytes
         self._file.write(
             {
                 "way": way,
-                "cargo": cargo,
+                "cargo": kind,
                 "peer": peer,
                 "shape": list(tensor.shape),
                 "dtype": str(tensor.dtype).removeprefix("torch."),
                 "bytes": num_bytes,
-                "place": place,
+                "place": position,
             }
         )
 
     def close(self) -> None:
-        """Write the totals; idempotent."""
+        """Write the totals and close the file; idempotent."""
         atexit.unregister(self.close)
         if self._file.is_closed:
             return
-        for (way, cargo), count in sorted(self._num_messages.items()):
-            self._file.write({"total": cargo, "way": way, "messages": count, "bytes": self._num_bytes[way, cargo]})
+        for (way, kind), count in sorted(self._num_messages.items()):
+            self._file.write({"total": kind, "way": way, "messages": count, "bytes": self._num_bytes[way, kind]})
         self._file.close()

@@ -1,4 +1,4 @@
-"""A channel: one direction between two sides. Tensors go in on one side and come out on the other, in one order.
+"""A channel: one direction between two endpoints. Tensors come out in the order in which they went in.
 
 A link (:mod:`vtp_plugin.runtime.step.links`) gives or takes this rank's part of a tensor. The channel decides how the
 tensor is cut, whose connections it uses, whether a header with its shape goes first, and in which order all of it is
@@ -36,17 +36,18 @@ from vtp_plugin.runtime.health.monitor import Monitor
 
 
 class Channel:
-    """One direction between two sides. Used from the main thread only.
+    """One direction between two endpoints, for the main thread only.
 
     Args:
-        spec: what crosses between whom.
+        spec: the channel as data: endpoints, strategy, kind of message.
         order: number among all channels of the run; exchanges post in this order.
-        groups: carry its messages and collectives.
+        groups: process groups for its messages and collectives.
         platform: says how to wait.
         monitor: keeps the time; None in single-process use.
         audit: records every message; None without ``--vtp-audit``.
-        recorder: notes what takes how long; None for nobody who listens.
-        is_coalesced: headers and the warm-up are coalesced, so that one communicator of the backend carries everything.
+        recorder: notes how long each part takes; None if nobody listens.
+        is_coalesced: whether headers and the warm-up are coalesced, so that one communicator of the backend carries
+            all.
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Channel:
         waits = TimedWaits(platform, monitor, self._recorder)
         self._transfers = Transfers(spec.name, groups, platform, waits, audit)
         self._dispatch = Dispatch(spec, self._transfers, platform, is_coalesced=is_coalesced)
-        # It knows the dispatch only: a reference cycle would keep a closed channel's groups until the next collection.
+        # It has the dispatch only: a reference cycle would keep a closed channel's groups until the next collection.
         self._receives = Receives(self._dispatch)
         self._num_sent = self._num_received = 0
 
@@ -84,12 +85,12 @@ class Channel:
         """Send this rank's part of a tensor; with variable shapes a header goes before it.
 
         Args:
-            tensor: `[S, B, H]`, the part that this rank holds. It keeps its memory until the work is waited for.
-            whole: describes the whole tensor.
-            form: of the tensor, the same on both sides.
+            tensor: this rank's part `[S, B, H]`. It keeps its memory until the work is waited for.
+            whole: description of the whole tensor.
+            form: type and layout of the tensor, the same at both endpoints.
 
         Raises:
-            ConfigError: the tensor is not what the cargo allows, or not what the receiver expects.
+            ConfigError: the tensor does not have the form of its kind of message, or not what the receiver expects.
         """
         position = f"{self.spec.name}, {self.spec.unit} {self._num_sent}"
         header = self._dispatch.send_header(whole, form, position) if form.has_variable_shapes else None
@@ -98,11 +99,11 @@ class Channel:
         return work if header is None else header.joined_with(work)
 
     def post(self, whole: Whole | None, form: TensorFormat) -> RecvWork:
-        """Post the receive of the next tensor that the other side sends.
+        """Post the receive of the next tensor that the other endpoint sends.
 
         Args:
-            whole: describes the whole tensor; None if its header does.
-            form: of the tensor, the same on both sides.
+            whole: description of the whole tensor; None if its header brings it.
+            form: type and layout of the tensor, the same at both endpoints.
         """
         position = f"{self.spec.name}, {self.spec.unit} {self._num_received}"
         self._num_received += 1
@@ -115,32 +116,32 @@ class Channel:
 
     @property
     def num_allocations(self) -> int:
-        """How often receives needed fresh memory on the host so far; constant in a steady state with fixed shapes."""
+        """Number of receives so far that needed fresh host memory; constant in a steady state with fixed shapes."""
         return self._transfers.memory.num_allocations
 
     def whole_shape(self, local: Sequence[int], form: TensorFormat) -> Shape:
-        """Give the shape of the whole tensor for this rank's part `[S, B, ...]`."""
+        """Return the shape `[S, B, ...]` of the whole tensor, given that of this rank's part."""
         return self._dispatch.whole_shape(local, form)
 
     def local_shape(self, whole: Sequence[int], form: TensorFormat) -> Shape:
-        """Give the shape of this rank's part; inverse of :meth:`whole_shape`."""
+        """Return the shape of this rank's part, given that of the whole; inverse of :meth:`whole_shape`."""
         return self._dispatch.local_shape(whole, form)
 
-    def crossed_by(self, strategy: str, *, unit: str | None = None, cargo: MessageKind | None = None) -> Channel:
+    def crossed_by(self, strategy: str, *, unit: str | None = None, kind: MessageKind | None = None) -> Channel:
         """Return a channel over the same groups that uses another strategy.
 
         Args:
-            strategy: needs no rank that this channel's groups lack; the later ones of
-                :data:`~vtp_plugin.plan.boundary.strategies.known_strategies.STRATEGIES` need more ranks and groups than
-                those before.
-            unit: what a message counts as; default is as before.
-            cargo: what it carries; default is as before.
+            strategy: name of a strategy that needs only ranks of this channel's groups; each row of
+                :data:`~vtp_plugin.plan.boundary.strategies.known_strategies.STRATEGIES` needs more ranks and groups
+                than the row before.
+            unit: what messages are counted in, for error messages; default is this channel's.
+            kind: kind of its messages; default is this channel's.
 
         Raises:
-            PlanError: the group lacks a rank.
+            PlanError: the channel's group lacks a rank that the strategy needs.
         """
         spec = dataclasses.replace(
-            self.spec, strategy=strategy, unit=unit or self.spec.unit, cargo=cargo or self.spec.cargo
+            self.spec, strategy=strategy, unit=unit or self.spec.unit, kind=kind or self.spec.kind
         )
         if not set(spec.participants) <= set(self.spec.participants):
             raise PlanError(f"{spec.name}: {strategy} needs the ranks {spec.participants}, which have no group")
@@ -153,7 +154,7 @@ class Channel:
         self._transfers.warm_up(self.spec.probe, is_batched=self.is_coalesced)
 
     def close(self) -> None:
-        """Destroy the groups that only this channel uses; every rank of both sides does it, once all is received."""
+        """Destroy the groups that only this channel uses; all ranks of both endpoints call it, once all is received."""
         if not self._platform.host_blocking_wait:
             # The host may be ahead of what it has issued.
             self._platform.module().synchronize()

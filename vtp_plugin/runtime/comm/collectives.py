@@ -22,16 +22,16 @@ from vtp_plugin.runtime.comm.work import Finish, TimedWaits, ranks_text
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageCollectives:
-    """Collectives of this rank's stage for one channel. Every member of the stage calls them at the same program point.
+    """Collectives inside this rank's stage for one channel; every member of the stage calls them at one program point.
 
     Attributes:
-        name: of the channel.
-        stage_group: tensor-parallel group of this rank's stage; None where it has one rank.
+        name: name of the channel, for error messages.
+        stage_group: tensor-parallel group of this rank's stage; None if the stage has one rank.
         pieces_group: group of the receiving stage that carries point-to-point messages only. An all-gather is made of
             such messages; None where the backend's all-gather is used.
         waits: times the collectives.
         empty: allocates a tensor.
-        rank: this rank.
+        rank: global rank of this process.
     """
 
     name: str
@@ -45,12 +45,12 @@ class StageCollectives:
     def start(
         self, plan: BoundaryPlan, tensor: torch.Tensor, position: str, widths: Widths | None = None
     ) -> torch.Tensor:
-        """Run the plan's start inside the sending stage and return the memory that the transfers read.
+        """Run the plan's start inside the sending stage, and return the tensor that the transfers send from.
 
         Args:
-            plan: of the exchange.
+            plan: plan of the tensor.
             tensor: this rank's part.
-            position: for error messages.
+            position: boundary, direction and number, for error messages.
             widths: length of every unit of the plan's second dimension; None if it counts elements.
         """
         ranks = plan.start.group_of(self.rank)
@@ -79,7 +79,7 @@ class StageCollectives:
         position: str,
         widths: Widths | None,
     ) -> torch.Tensor:
-        """Add up, in the order of the ranks, what this rank will send; the rest of the result is undefined."""
+        """Add up what this rank will send, in the order of the ranks; the rest of the result is undefined."""
         if self.stage_group is None:
             raise PlanError(f"{position}: sum among {ranks_text(ranks)}, but this stage has no group")
         holding = LocalBoxes(rank=self.rank, boxes=plan.src.boxes_of(self.rank))
@@ -113,7 +113,7 @@ class StageCollectives:
         ranks: Sequence[int],
         position: str,
     ) -> None:
-        """Give every member of the stage its vector, and take theirs; as bytes, since gloo does not know all types."""
+        """Swap vectors with all members of the stage (an all-to-all); as bytes, since gloo does not know all types."""
         size_bytes = arrived.element_size()
         outgoing = torch.cat(list(given)).view(torch.uint8)
         splits = [len(one) * size_bytes for one in given]
@@ -130,19 +130,19 @@ class StageCollectives:
     def post_finish(
         self,
         plan: BoundaryPlan,
-        landed: torch.Tensor,
+        received: torch.Tensor,
         tensor: torch.Tensor,
         position: str,
         swaps_of: Callable[[int], Sequence[Swap]],
     ) -> Finish:
-        """Prepare the plan's finish inside the receiving stage, to be run as the messages come.
+        """Prepare the plan's finish inside the receiving stage, which runs as the messages come.
 
         Args:
-            plan: of the exchange.
-            landed: memory that the transfers fill.
-            tensor: memory to complete: the same, except on the root of a scatter.
-            position: for error messages.
-            swaps_of: says what a rank of the group passes on, where slices are swapped by messages.
+            plan: plan of the tensor.
+            received: tensor that the transfers fill.
+            tensor: tensor to complete: `received` itself, except on the root of a scatter.
+            position: boundary, direction and number, for error messages.
+            swaps_of: gives the rows that a rank of the group passes on, where slices are swapped by messages.
         """
         ranks = plan.finish.group_of(self.rank)
         if ranks is None or not tensor.numel():
@@ -151,10 +151,10 @@ class StageCollectives:
         if kind is CollectiveKind.ALL_GATHER and self.pieces_group is not None:
             timed = functools.partial(self._run, kind, ranks, position)
             return _Swapping(self.name, ranks, tensor, swaps_of, self.pieces_group, timed, self._open_finishes)
-        return _AtEnd(functools.partial(self._finish, plan, landed, tensor, position))
+        return _AtEnd(functools.partial(self._finish, plan, received, tensor, position))
 
-    def _finish(self, plan: BoundaryPlan, landed: torch.Tensor, tensor: torch.Tensor, position: str) -> None:
-        """Run a collective of the backend; arguments as for :meth:`post_finish`."""
+    def _finish(self, plan: BoundaryPlan, received: torch.Tensor, tensor: torch.Tensor, position: str) -> None:
+        """Run a collective of the backend; the arguments are those of :meth:`post_finish`."""
         ranks = plan.finish.group_of(self.rank)
         assert ranks is not None
         kind, root, group = plan.finish.kind, ranks[0], self.stage_group
@@ -164,7 +164,7 @@ class StageCollectives:
             parts = None
             if self.rank == root:
                 holding = plan.lands_in(root)
-                parts = [landed[local_slices(plan.dst.boxes_of(rank)[0], holding)] for rank in ranks]
+                parts = [received[local_slices(plan.dst.boxes_of(rank)[0], holding)] for rank in ranks]
             self._run(kind, ranks, position, lambda: dist.scatter(tensor, parts, root, group))
         elif kind is CollectiveKind.ALL_GATHER:
             index = ranks.index(self.rank)
@@ -180,7 +180,7 @@ class StageCollectives:
         run: Callable[[], object],
         cause: Cause = Cause.FINISH,
     ) -> None:
-        """Run a collective, timed; a start belongs to what packs the tensor."""
+        """Run a collective and time it; the time of a start counts as packing."""
         if self.stage_group is None:
             raise PlanError(f"{position}: {kind} among {ranks_text(ranks)}, but this stage has no group")
         peer = f"the members {ranks_text(ranks)} of this stage"
@@ -190,7 +190,7 @@ class StageCollectives:
 
 @dataclass(frozen=True, slots=True)
 class _AtEnd:
-    """A finish that starts when all has come."""
+    """A finish that runs when all messages have come."""
 
     complete: Callable[[], None]
 
@@ -203,7 +203,7 @@ def _nothing() -> None:
 
 
 class _Swapping:
-    """An all-gather by messages: what has come goes on to the others of the stage at once.
+    """An all-gather by messages: each portion goes on to the other ranks of the stage as soon as it has come.
 
     The receives are posted before anyone waits, so that no sender ever blocks.
     """
@@ -218,7 +218,7 @@ class _Swapping:
         timed: Callable[[Callable[[], object]], None],
         open_finishes: deque[torch.Tensor],
     ) -> None:
-        """Post the receives: each rank's portions in the order in which they come to it."""
+        """Post the receives: each rank's portions in the order in which that rank gets them."""
         self._name, self._ranks, self._tensor, self._group = name, ranks, tensor, group
         self._timed, self._open = timed, open_finishes
         self._rank = dist.get_rank()
@@ -234,14 +234,14 @@ class _Swapping:
         self._open.append(tensor)
 
     def advance(self, num_arrived: int) -> None:
-        """Pass on what so many messages have brought."""
+        """Pass on the rows that are complete after `num_arrived` messages."""
         self._begin()
         while self._left and self._left[0].num_arrived <= num_arrived:
             swap = self._left.popleft()
             self._timed(functools.partial(self._send, self._tensor[swap.start : swap.stop]))
 
     def complete(self) -> None:
-        """Wait until all ranks have all."""
+        """Wait until every rank has the whole tensor."""
         self._begin()
         self._timed(self._wait)
 
@@ -267,7 +267,7 @@ def _others(ranks: Sequence[int], own: int, step: int) -> list[int]:
 
 
 def _all_gather_rows(tensor: torch.Tensor, index: int, num_ranks: int, group: dist.ProcessGroup | None) -> None:
-    """Complete a tensor in position; each rank holds one even cut of the rows.
+    """Complete a tensor in place; each rank holds one even cut of the rows.
 
     Cuts of equal size are gathered straight into the tensor. Others are padded to the largest: backends gather equal
     sizes only.

@@ -8,7 +8,7 @@ Shape = tuple[int, ...]
 
 
 class HostMemory:
-    """Hands out tensors, and uses their memory again once no living tensor shares it.
+    """Allocates tensors, and reuses their memory once no living tensor shares it.
 
     For the host only. Its allocator returns large blocks to the system, and touching fresh pages costs about as much as
     receiving into them. Devices have torch's caching allocator, which also knows about tensors on other streams.
@@ -18,7 +18,7 @@ class HostMemory:
     """
 
     def __init__(self) -> None:
-        """Start with nothing."""
+        """Start without any memory."""
         self.num_allocations = 0
         self._storages: list[torch.UntypedStorage] = []
 
@@ -29,7 +29,7 @@ class HostMemory:
         for storage in free:
             if storage.nbytes() == num_bytes:
                 return torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # pyright: ignore[reportCallIssue]
-        # Free memory of other sizes goes back: with varying lengths it would pile up.
+        # Free memory of other sizes is released: with varying lengths it would pile up.
         self._storages = [storage for storage in self._storages if not _is_free(storage)]
         del free
         tensor = torch.empty(shape, dtype=dtype)

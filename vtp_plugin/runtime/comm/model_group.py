@@ -15,23 +15,23 @@ from vtp_plugin.runtime.comm.process_groups import open_group
 
 
 class ModelGroup(dist.ProcessGroup):
-    """Reduces over the stages. Each stage counts once, whatever its numbers of cp and dp ranks, or of expert copies.
+    """Reduces over the stages. Each stage counts once, however many cp and dp ranks or copies of experts it has.
 
     Stock Megatron has one model-parallel group per replica. If one replica of a small stage serves several of a large
     stage, its ranks would have to call such a reduction several times; here all ranks of the world call it once. A sum
     takes one replica of every stage: what is summed over a model-parallel group (squared norms, counts of zeros) is
     equal on the replicas of a stage. Every other reduction takes all ranks. With the distributed optimizer each rank
-    holds a different share of these numbers: the place where all ranks of the world hold one copy lets a sum take all.
+    holds a different share of these numbers: where each number is held once in the world, a sum takes all ranks.
 
     The reduction runs inside each stage, then between the leaders of the stages, then a broadcast brings it back. All
     ranks of the world call these three ordinary collectives of ordinary groups in one order, so this group hangs only
     where those would. Its ranks, ``rank`` and ``size`` are those of one replica's group, to which this rank belongs:
-    Megatron names optimizer states by that rank, and takes groups for one where their ranks are the same. torch does
-    not know this class: its caller enters it where torch looks up backends and ranks.
+    Megatron names optimizer states by that rank, and takes groups of the same ranks for one group. torch does not know
+    this class: the caller enters the group where torch looks up backends and ranks.
 
     Attributes:
-        ranks: of the world, those that hold each weight once together with this rank.
-        shares: the group that sums shares of an optimizer's state; None where nobody asks this group for it.
+        ranks: global ranks that hold each weight once together with this rank.
+        shares: group that sums the shares of an optimizer's state; None where nobody asks for it.
     """
 
     def __init__(
@@ -45,10 +45,10 @@ class ModelGroup(dist.ProcessGroup):
         """Join the groups.
 
         Args:
-            share: this rank's.
-            stage_leader: first rank of this rank's stage.
-            whole_stage_group: all ranks of this rank's stage.
-            leaders_group: the first rank of every stage; None on other ranks.
+            share: the ranks that this rank shares one copy of the weights with.
+            stage_leader: first global rank of this rank's stage.
+            whole_stage_group: group of all ranks of this rank's stage.
+            leaders_group: group of the first rank of every stage; None on other ranks.
         """
         self.ranks = share.ranks
         self.shares: ModelGroup | None = None

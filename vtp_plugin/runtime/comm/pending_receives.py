@@ -1,4 +1,4 @@
-"""Receives of a channel: each is wanted, then posted, then done, and none overtakes another."""
+"""The receives of a channel: each is wanted, then posted, then done, in the order in which they were asked for."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vtp_plugin.runtime.comm.work import PendingRecv
 
 
 class State(IntEnum):
-    """How far a receive is."""
+    """State of a receive."""
 
     WANTED = 0  # its header has not come
     POSTED = 1  # its memory waits for the tensor
@@ -23,15 +23,15 @@ class State(IntEnum):
 
 
 class RecvWork:
-    """A receive under way.
+    """A receive under way, whether its header has come or not.
 
     Every tensor-parallel rank of the receiving stage has one, even a rank that receives nothing itself, and waits for
     it at the same program point.
 
     Args:
-        queue: receives of the same channel.
-        form: of the tensor.
-        whole: describes the whole tensor; None before its header was read.
+        queue: all receives of the same channel.
+        form: type and layout of the tensor.
+        whole: description of the whole tensor; None until its header is read.
         position: boundary, direction and number, for error messages.
     """
 
@@ -41,12 +41,12 @@ class RecvWork:
         self.position = position
         self.state = State.WANTED
         self._queue = queue
-        self._landing: PendingRecv | None = None
+        self._pending: PendingRecv | None = None
         self._tensor: torch.Tensor | None = None
 
     @property
     def is_done(self) -> bool:
-        """Whether it was waited for."""
+        """Whether the tensor was waited for."""
         return self.state is State.DONE
 
     @property
@@ -67,7 +67,7 @@ class RecvWork:
             ConfigError: a header does not fit what this rank expects.
         """
         self._queue.bring(self, State.DONE)
-        # Megatron keeps handles longer than tensors: the memory must be free as soon as nobody else needs it.
+        # Megatron keeps handles longer than tensors: the memory must become free as soon as nobody else needs it.
         self._tensor = None
 
     def take(self) -> torch.Tensor:
@@ -76,26 +76,26 @@ class RecvWork:
         self.wait()
         return tensor
 
-    def land(self, landing: PendingRecv) -> None:
-        """Note the memory that the tensor lands in; for the queue."""
-        self._landing = landing
-        self._tensor = landing.tensor.requires_grad_(self.form.requires_grad)
+    def note_posted(self, pending: PendingRecv) -> None:
+        """Note the posted receive, with the memory that it fills; called by the queue."""
+        self._pending = pending
+        self._tensor = pending.tensor.requires_grad_(self.form.requires_grad)
         self.state = State.POSTED
 
     def finish(self) -> None:
-        """Wait for the tensor itself; for the queue."""
-        landing, self._landing, self.state = self._landing, None, State.DONE
-        if landing is None:
+        """Wait for the tensor itself; called by the queue."""
+        pending, self._pending, self.state = self._pending, None, State.DONE
+        if pending is None:
             raise PlanError(f"{self.position}: nothing is posted")
-        landing.wait()
+        pending.wait()
 
 
 class Receives:
     """The receives of one channel, the oldest first.
 
     With variable shapes one header is under way at a time: when it has come, its tensor is posted, and right behind it
-    the next header, so that both sides use the channel in one order. Finishes inside the stage keep the order of
-    posting.
+    the next header, so that both endpoints use the channel in one order. Finishes inside the stage run in the order
+    of posting.
 
     Args:
         dispatch: posts the messages of the channel.
@@ -107,17 +107,17 @@ class Receives:
         self._header: PendingRecv | None = None
 
     def add(self, whole: Whole | None, form: TensorFormat, position: str) -> RecvWork:
-        """Post a receive, or its header if none is under way; arguments as of :class:`RecvWork`."""
+        """Post a receive, or its header if none is under way; the arguments are those of :class:`RecvWork`."""
         receive = RecvWork(self, form, whole, position)
         self._queue.append(receive)
         if whole is not None:
-            receive.land(self._dispatch.post(whole, form, position))
+            receive.note_posted(self._dispatch.post(whole, form, position))
         elif self._header is None:
             self._header = self._dispatch.post_header(position)
         return receive
 
     def bring(self, receive: RecvWork, state: State) -> None:
-        """Take steps until a receive is in a state: the oldest header is read, or the oldest tensor waited for."""
+        """Read headers and wait for tensors, the oldest first, until a receive has reached a state."""
         while receive.state < state:
             if state is State.POSTED or self._queue[0].state is State.WANTED:
                 self._take_header()
@@ -130,5 +130,5 @@ class Receives:
         if self._header is None:
             raise PlanError(f"{receive.position}: no header is under way")
         receive.whole = self._dispatch.read_header(self._header.wait(), receive.form, receive.position)
-        receive.land(self._dispatch.post(receive.whole, receive.form, receive.position))
+        receive.note_posted(self._dispatch.post(receive.whole, receive.form, receive.position))
         self._header = self._dispatch.post_header(later[0].position) if later else None

@@ -20,10 +20,10 @@ from vtp_plugin.tune.cluster.speed import Link
 
 _SMALL_BYTES, _LARGE_BYTES = 8, 4 << 20
 _NUM_WARM, _NUM_SMALL, _NUM_LARGE = 3, 50, 10
-# Of links of one kind, so many nodes, or pairs of nodes, are tried, the slowest counts; so many cards of each at once.
+# So many links of each kind are timed, of which the slowest counts, and so many cards of a node send at once.
 _MOST_TRIES, _MOST_AT_ONCE = 3, 8
 _PAUSE_S = 0.01
-# More ranks than this are hardly one stage.
+# A stage hardly has more ranks than this.
 _MOST_SUMMED = 8
 _Value = TypeVar("_Value")
 LinkName = tuple[str, ...]
@@ -32,10 +32,10 @@ LinkName = tuple[str, ...]
 
 
 def choose_pairs(locations: Sequence[Location]) -> dict[LinkName, list[tuple[tuple[int, int], ...]]]:
-    """Choose ranks for each kind of link: of some nodes, or pairs of nodes, as many pairs as share no rank.
+    """Choose pairs of ranks for each kind of link: pairs without a common rank, for each of some nodes or node pairs.
 
     Args:
-        locations: of all ranks.
+        locations: node, site and kind of card of every rank, in rank order.
 
     >>> locations = [Location(node=node, site="", kind="") for node in "aabb"]
     >>> choose_pairs(locations)
@@ -83,7 +83,7 @@ def slowest_links(links: Mapping[LinkName, Sequence[Link]]) -> Links:
 
 
 def choose_summed(locations: Sequence[Location]) -> dict[str, tuple[int, ...]]:
-    """Choose ranks of a node for each kind of card: those of the node with the most.
+    """Choose the ranks of one node for each kind of card: the node with the most of them.
 
     >>> locations = [Location(node=node, site="", kind="new") for node in "abb"]
     >>> choose_summed(locations)
@@ -102,23 +102,23 @@ def choose_summed(locations: Sequence[Location]) -> dict[str, tuple[int, ...]]:
 def time_links(platform: Platform, location: Location) -> Links | None:
     """Time the links between all ranks of the default group; a collective call, while nothing else is under way.
 
-    The group may end right after it.
+    The group may be destroyed right afterwards.
 
     Args:
-        platform: of this rank.
-        location: where it runs.
+        platform: platform of this rank.
+        location: node, site and kind of card of this rank.
 
     Returns:
-        The links, on rank 0; None on others.
+        The links on rank 0; None on other ranks.
     """
-    locations = _told(location)
+    locations = _gather_all(location)
     links: dict[LinkName, list[Link]] = {}
     for name, pairs in choose_pairs(locations).items():
         links[name] = [_time_pairs(each, platform) for each in pairs]
     sums: dict[str, dict[int, Link]] = {}
     for kind, ranks in choose_summed(locations).items():
         for number in range(2, len(ranks) + 1):
-            if (link := _told(_time_sum(ranks[:number], platform))[ranks[0]]) is not None:
+            if (link := _gather_all(_time_sum(ranks[:number], platform))[ranks[0]]) is not None:
                 sums.setdefault(kind, {})[number] = link
     settle(platform)
     return dataclasses.replace(slowest_links(links), sums=sums) if dist.get_rank() == 0 else None
@@ -131,60 +131,60 @@ def _time_pairs(pairs: Sequence[tuple[int, int]], platform: Platform) -> Link:
     if own is not None and own == pairs[0]:
         latency_s = _one_way_s(own, platform, _SMALL_BYTES, _NUM_SMALL)
         alone_s = latency_s, _one_way_s(own, platform, _LARGE_BYTES, _NUM_LARGE)
-    # All are told what the first of the pair has timed, and so wait for it.
-    latency_s, large_s = _told(alone_s)[pairs[0][0]]
+    # All ranks learn what the first of the pair has timed, and so wait for it.
+    latency_s, large_s = _gather_all(alone_s)[pairs[0][0]]
     link = _link(latency_s, large_s)
     if len(pairs) == 1:
         return link
     if own is not None:
         _one_way_s(own, platform, _SMALL_BYTES, 1)  # the first message of two ranks takes longer
     dist.barrier()
-    together_s = max(_told(0.0 if own is None else _one_way_s(own, platform, _LARGE_BYTES, _NUM_LARGE)))
+    together_s = max(_gather_all(0.0 if own is None else _one_way_s(own, platform, _LARGE_BYTES, _NUM_LARGE)))
     share = _link(latency_s, together_s).bytes_per_s / link.bytes_per_s
     return dataclasses.replace(link, at_once=num_at_once(len(pairs), share))
 
 
 def num_at_once(num_pairs: int, share: float) -> int:
-    """Say how many cards send at full speed at once.
+    """Return how many cards can send at full speed at once.
 
     Args:
-        num_pairs: that sent at once.
-        share: of the speed of one alone that the slowest of them had.
+        num_pairs: number of pairs that sent at once.
+        share: speed of the slowest pair then, divided by that of one pair alone.
 
     >>> [num_at_once(4, share) for share in (1.02, 0.95, 0.7, 0.26, 0.01)]
     [4, 4, 3, 1, 1]
     """
-    # A little less than full speed is chance.
+    # A little less than full speed is noise.
     return min(num_pairs, max(1, int(num_pairs * share + 0.25)))
 
 
-def _told(value: _Value) -> list[_Value]:
-    """Tell all ranks what each of them has, in rank order."""
+def _gather_all(value: _Value) -> list[_Value]:
+    """Gather an object from every rank, in rank order (``all_gather_object``)."""
     values = [value] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
 
 
 def _time_sum(ranks: Sequence[int], platform: Platform) -> Link | None:
-    """Sum a small tensor and a large one over ranks; None on the others. All ranks call it."""
+    """Time the sum of a small and of a large tensor over some ranks; None on the others. All ranks call it."""
     group = dist.new_group([*ranks])
     if not isinstance(group, dist.ProcessGroup):
         return None
 
-    # Ranks that compute between two sums come one after another, and on a host they fall asleep in between.
+    # Ranks that compute between two sums come at different times, and on a host they sleep in between.
     pause_s = _PAUSE_S if platform.host_blocking_wait else 0.0
 
     def took_s(num_bytes: int, number: int) -> float:
         tensor = torch.zeros(num_bytes // 4, device=platform.device())
         each_s = _rounds_s(lambda: dist.all_reduce(tensor, group=group), number, platform, pause_s=pause_s)
-        # A layer waits for several of them: where a few take long, as on a busy host, their share counts, too.
+        # A layer waits for several sums: where a few of them take long, as on a busy host, they count by their share.
         return statistics.mean(each_s)
 
     return _link(took_s(_SMALL_BYTES, _NUM_SMALL), took_s(_LARGE_BYTES, _NUM_LARGE))
 
 
 def _link(small_s: float, large_s: float) -> Link:
-    """Give the link that takes so long for a small and for a large message; on a busy machine both may take as long.
+    """Return the link with these times of a small and a large message; on a busy machine the two may be equal.
 
     >>> _link(1.0, 3.0).bytes_per_s == _LARGE_BYTES / 2.0, _link(3.0, 2.0).bytes_per_s == _LARGE_BYTES / 0.1
     (True, True)
@@ -193,7 +193,7 @@ def _link(small_s: float, large_s: float) -> Link:
 
 
 def _one_way_s(pair: tuple[int, int], platform: Platform, num_bytes: int, number: int) -> float:
-    """Give half of the median round trip."""
+    """Return half of the median round trip, in seconds."""
     tensor = torch.zeros(num_bytes, dtype=torch.uint8, device=platform.device())
     is_first = dist.get_rank() == pair[0]
     peer = pair[is_first]
@@ -206,7 +206,7 @@ def _one_way_s(pair: tuple[int, int], platform: Platform, num_bytes: int, number
 
 
 def _rounds_s(act: Callable[[], object], number: int, platform: Platform, *, pause_s: float = 0.0) -> list[float]:
-    """Time something several times, after some rounds that do not count, each behind a pause."""
+    """Return the times of several rounds in seconds, each after a pause; the first rounds do not count."""
     took_s = []
     for _ in range(_NUM_WARM + number):
         if pause_s:

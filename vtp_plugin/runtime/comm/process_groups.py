@@ -1,4 +1,4 @@
-"""Opening of process groups from planned rank lists, and their end."""
+"""How process groups are opened from planned lists of ranks, and destroyed."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ def open_group(
     connection, no barrier.
 
     Args:
-        ranks: global ranks.
+        ranks: global ranks of the group's members.
         platform: decides the options; the backend is the world's (a fake one in dry runs).
         timeout_s: limit of every operation, in seconds; torch's own default for a new group is 30 minutes.
         description: shown by torch's debugging tools.
-        buffer_size_bytes: largest message, for backends that reserve device memory per communicator.
+        buffer_size_bytes: size of the largest message, for backends that reserve device memory for each communicator.
 
     Returns:
         The group; None on ranks that are not members.
@@ -48,9 +48,9 @@ def open_group(
 
 
 def settle(platform: Platform) -> None:
-    """Let threads of gloo delete what they have done, before a group that took part in a collective ends.
+    """Let gloo's threads delete their finished work before a group that ran collectives is destroyed.
 
-    Else this process may wait for ever in torch 2.6 and 2.7: docs/gloo-dropped-groups.md.
+    Otherwise this process may wait forever in torch 2.6 and 2.7: docs/gloo-dropped-groups.md.
     """
     if platform.host_blocking_wait:
         time.sleep(_SETTLE_S)
@@ -62,7 +62,7 @@ def close_groups(groups: Iterable[dist.ProcessGroup | None]) -> None:
     After collectives :func:`settle` comes first; messages need no threads.
 
     Args:
-        groups: None, and what torch has forgotten with the world, is left out.
+        groups: groups to destroy; None is skipped, and so is a group that torch has destroyed with the world.
     """
     for group in groups:
         if group is not None and group in _pg_map:

@@ -20,7 +20,7 @@ from vtp_plugin.report.trace.causes import Cause
 
 @dataclass(frozen=True, slots=True)
 class Stopwatch:
-    """Marks points in this rank's work; on a device it marks the stream and does not hold up the host.
+    """Marks points in this rank's work; on a device it marks the stream, and the host does not wait.
 
     Attributes:
         platform: says whether the host computes itself.
@@ -29,7 +29,7 @@ class Stopwatch:
     platform: Platform
 
     def mark(self) -> Any:
-        """Mark the end of what was issued so far: a time, or an event of the device."""
+        """Mark the end of all work issued so far: a time, or an event of the device."""
         if self.platform.host_blocking_wait:
             return time.perf_counter()
         event = self.platform.module().Event(enable_timing=True)
@@ -37,7 +37,7 @@ class Stopwatch:
         return event
 
     def between_ms(self, start: Any, end: Any) -> float:
-        """Return the time between two marks; waits until the work has reached the second."""
+        """Return the milliseconds between two marks; waits until the work has reached the second."""
         if self.platform.host_blocking_wait:
             return 1e3 * (end - start)
         end.synchronize()
@@ -46,12 +46,12 @@ class Stopwatch:
 
 @dataclass(frozen=True, slots=True)
 class Noted:
-    """Something that this rank did.
+    """One span of this rank's time.
 
     Attributes:
-        cause: what its time went to.
-        name: what exactly; its text is made only where somebody reads it.
-        start: mark of its start.
+        cause: what the time went to.
+        name: which tensor or compute it was; its text is made only where somebody reads it.
+        start: mark of the span's start.
         end: mark of its end.
     """
 
@@ -83,21 +83,21 @@ class Recorder:
         return bool(self._listeners)
 
     def start_listening(self) -> list[Noted]:
-        """Return a list that gets all that ends from now on, until it is given to :meth:`stop_listening`."""
+        """Return a list to which every span that ends is added, until the list is given to :meth:`stop_listening`."""
         noted: list[Noted] = []
         self._listeners.append(noted)
         return noted
 
     def stop_listening(self, noted: list[Noted]) -> None:
-        """Note nothing more in a list of :meth:`start_listening`."""
+        """Add nothing more to a list of :meth:`start_listening`."""
         self._listeners = [one for one in self._listeners if one is not noted]
         if not self._listeners:
-            # What an error left open must not hide what comes later.
+            # A span that an error left open must not hide later ones.
             self._open.clear()
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[list[Noted]]:
-        """Give a list of what ends inside a ``with`` block."""
+        """Give a list of the spans that end inside a ``with`` block."""
         noted = self.start_listening()
         try:
             yield noted
@@ -113,13 +113,13 @@ class Recorder:
             self.end(cause)
 
     def span(self, cause: Cause, name: object = "") -> AbstractContextManager[object]:
-        """Note what a ``with`` block takes; of two of one cause inside each other only the outer one counts."""
+        """Note the time of a ``with`` block; of nested spans of one cause only the outer one counts."""
         if not self._is_heard or any(one.cause is cause for one in self._open[-1:]):
             return _NOTHING
         return self._noting(cause, name)
 
     def begin(self, cause: Cause, name: object = "") -> None:
-        """Begin something that :meth:`end` ends; inside something of the same cause it counts as a part of that."""
+        """Begin a span that :meth:`end` ends; inside a span of the same cause it counts as a part of that."""
         if not self._is_heard:
             return
         if self._open and self._open[-1].cause is cause:
@@ -128,7 +128,7 @@ class Recorder:
         self._open.append(_Open(cause, name, self.watch.mark()))
 
     def end(self, cause: Cause) -> None:
-        """End what was begun last of a cause, and all inside it that was left open; nothing if none was begun."""
+        """End the newest open span of a cause, and all that are open inside it; do nothing if there is none."""
         if not self._is_heard or all(one.cause is not cause for one in self._open):
             return
         while self._open[-1].cause is not cause:
@@ -149,13 +149,13 @@ class Recorder:
 
 @dataclass(slots=True)
 class _Open:
-    """Something that has begun.
+    """A span that has begun.
 
     Attributes:
-        cause: what it is.
-        name: what exactly.
+        cause: what the time goes to.
+        name: which tensor or compute it is.
         start: mark of its start.
-        num_inside: how many of the same cause have begun inside it, and not ended.
+        num_inside: number of open spans of the same cause inside it.
     """
 
     cause: Cause

@@ -1,4 +1,4 @@
-"""How tensors cross a channel, as far as both sides know it before the first one."""
+"""How tensors cross a channel: what both endpoints know before the first one."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ import torch
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorFormat:
-    """What both sides of a channel know about its tensors.
+    """What both endpoints of a channel know about its tensors.
 
     Attributes:
-        dtype: of every tensor.
-        src_sharded: the sending ranks hold slices of dimension 0 (sequence parallelism, or a cut weight), not copies.
-        dst_sharded: the receiving ranks want slices.
-        has_variable_shapes: a header with the shape crosses before every tensor.
-        most_tokens: of a whole tensor, `S * B`, as this rank's arguments allow; None if it has none.
+        dtype: type of every tensor.
+        src_sharded: whether the sending ranks hold slices of dimension 0 (sequence parallelism, or a cut weight), not
+            copies.
+        dst_sharded: whether the receiving ranks want slices.
+        has_variable_shapes: whether a header with the shape crosses before every tensor.
+        most_tokens: largest `S * B` of a whole tensor that this rank's arguments allow; None if they set no limit.
         width: last dimension of every tensor, to check headers against; None if it is not known.
-        is_batched: coalesce messages into one call of the backend.
-        requires_grad: the received tensor is a leaf that autograd needs.
+        is_batched: whether messages are coalesced into one call of the backend.
+        requires_grad: whether the received tensor is a leaf that gets a gradient.
     """
 
     dtype: torch.dtype

@@ -20,10 +20,10 @@ from vtp_plugin.runtime.health.redaction import first_line
 
 
 class Finish(Protocol):
-    """What the ranks of a stage do together with what lands in it."""
+    """The finish of a plan under way: what the ranks of a stage do together with what they have received."""
 
     def advance(self, num_arrived: int) -> None:
-        """Note that so many messages of this rank have come."""
+        """Note that `num_arrived` messages of this rank have come."""
         ...
 
     def complete(self) -> None:
@@ -36,12 +36,12 @@ WaitFor = Callable[[Sequence[dist.Work]], None]
 
 @dataclass(frozen=True, slots=True)
 class TimedWaits:
-    """Waits for other ranks: the monitor keeps the time, and a connection that breaks is an error of one line.
+    """Waits for other ranks: the monitor keeps the time, and a broken connection becomes an error of one line.
 
     Attributes:
-        platform: says whether a wait holds up the host or the device's stream.
+        platform: says whether a wait blocks the host or the device's stream.
         monitor: keeps the time; None in single-process use.
-        recorder: notes what is waited for.
+        recorder: notes how long each wait took.
     """
 
     platform: Platform
@@ -54,9 +54,9 @@ class TimedWaits:
 
         Args:
             position: boundary, direction and microbatch.
-            peer: who is waited for.
-            what: is broken if the backend fails.
-            cause: what this rank's time goes to.
+            peer: name of the ranks that are waited for.
+            what: name of what is broken if the backend fails.
+            cause: what this rank's time goes to, for the recorder.
 
         Raises:
             PeerError: the backend failed.
@@ -79,7 +79,7 @@ class TimedWaits:
             event.record()
 
     def wait_for(self, works: Sequence[dist.Work], position: str, peer: str) -> None:
-        """Wait for the backend's handles; arguments and error as for :meth:`timed`."""
+        """Wait for the backend's handles; arguments and error are those of :meth:`timed`."""
         with self.timed(position, peer, f"connection to {peer}"):
             for work in works:
                 work.wait()
@@ -98,11 +98,11 @@ class SendWork:
 
     @property
     def is_done(self) -> bool:
-        """Whether there is nothing to wait for: it was waited for, or this rank sends nothing."""
+        """Whether there is nothing to wait for: the send was waited for, or this rank sends nothing."""
         return not self._works
 
     def reap(self) -> bool:
-        """Free the tensor if all of it is sent, and say whether it is. Never blocks.
+        """Free the tensor if all of it is sent, and return whether it is. Never blocks.
 
         A gloo handle does not know that its message is sent until someone waits for it: there, only an earlier wait
         counts.
@@ -112,7 +112,7 @@ class SendWork:
         return not self._works
 
     def joined_with(self, later: SendWork) -> SendWork:
-        """Join this send and a later one into one handle."""
+        """Return one handle for this send and a later one."""
         return SendWork(self._works + later._works, self._tensors + later._tensors, self._wait_for)
 
     def wait(self) -> None:
@@ -130,7 +130,7 @@ class SendWork:
 class OpenSends:
     """Sends that nobody has waited for yet, oldest first."""
 
-    # More than a schedule has under way between two stages, so waiting for the oldest of so many sends cannot deadlock.
+    # More than a schedule has under way between two stages, so waiting for the oldest of so many cannot deadlock.
     # The limit keeps a rank that only sends, as in evaluation, from running far ahead.
     _MAX_OPEN = 256
 
@@ -138,7 +138,7 @@ class OpenSends:
         self._works: list[SendWork] = []
 
     def add(self, work: SendWork) -> SendWork:
-        """Keep a send, and let go of those that are done."""
+        """Keep a send, and drop those that are done."""
         self._works = [one for one in self._works if not one.reap()] + [work]
         if len(self._works) > self._MAX_OPEN:
             self._works[0].wait()
@@ -157,15 +157,15 @@ class OpenSends:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class PendingRecv:
-    """Memory that messages fill: this rank's transfers, then the deferred finish inside the stage.
+    """A posted receive: the memory that messages fill, then the deferred finish inside the stage.
 
     Every tensor-parallel rank of the receiving stage has one, even a rank that receives nothing itself, and waits for
     it at the same program point: the finish is a collective.
 
     Attributes:
-        tensor: complete after :meth:`wait`.
+        tensor: this rank's part, complete after :meth:`wait`.
         works: the backend's handles of this rank's receives.
-        copies: for each message, pairs of a part of the tensor and the dense buffer that it fills.
+        copies: pairs of a part of the tensor and the dense buffer that it is copied from, a list for each message.
         finish: the collective inside the stage.
         wait_for: waits for the handles and keeps the time.
     """
@@ -183,7 +183,7 @@ class PendingRecv:
             PeerError: the connection to the sender, or to a member of this rank's stage, broke.
         """
         each = zip([[work] for work in self.works], [[one] for one in self.copies], strict=False)
-        # Without messages there is no handle, and a coalesced call has one for all of them.
+        # Without messages there is no handle, and a coalesced call has one handle for all of them.
         parts = list(each) if len(self.works) == len(self.copies) else [(list(self.works), list(self.copies))]
         num_arrived = 0
         for works, copies in parts:
@@ -198,7 +198,7 @@ class PendingRecv:
 
 
 def ranks_text(ranks: Iterable[int]) -> str:
-    """Name ranks in a message.
+    """Return ranks as text for a message.
 
     >>> ranks_text({3}), ranks_text((1, 0))
     ('rank 3', 'ranks 0, 1')

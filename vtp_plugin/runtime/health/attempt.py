@@ -57,8 +57,8 @@ class _Table:
     """The attempts in a store.
 
     Attributes:
-        part: of the store.
-        pause_s: between two looks.
+        part: part of the store that belongs to this topic.
+        pause_s: seconds between two reads.
     """
 
     part: dist.Store

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from vtp_plugin.runtime.health.who_waits import BlockedCollective, find_collective
 
-# Those that no rank leaves before all have come. A rank may be long done with a gather, or with a broadcast.
+# Collectives that no rank leaves before all have come. A rank may be done long before with a gather or a broadcast.
 _OF_ALL = frozenset({
     "all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "all_to_all_single", "barrier",
     "reduce_scatter", "reduce_scatter_tensor",
@@ -12,19 +12,19 @@ _OF_ALL = frozenset({
 
 
 class BlockedCall:
-    """The collective in which this process stands, and since when."""
+    """The collective in which this process waits, and since when."""
 
     def __init__(self) -> None:
         self._call: BlockedCollective | None = None
         self._since_s = 0.0
 
     def name(self, rank: int, now_s: float, patience_s: float) -> str | None:
-        """Name the operation in which this process has waited so long for a rank that takes part in it, if it has.
+        """Name the collective in which this process has waited too long for a rank that takes part in it; None if none.
 
         Args:
-            rank: has ended.
-            now_s: the time.
-            patience_s: how long such an operation may take once the last rank has come.
+            rank: rank that has ended.
+            now_s: time now, in seconds.
+            patience_s: how long a collective may take once the last rank has come.
         """
         call = find_collective()
         if call is None or self._call is None or call.frame is not self._call.frame:

@@ -1,6 +1,6 @@
-"""What all ranks read at every look: one text in the store, which changes as a whole.
+"""The notices that every monitor reads: one text in the store, which changes atomically.
 
-So nobody sees half of a change, whoever dies meanwhile or changes it, too.
+So no rank sees half of a change, even if another rank dies meanwhile or changes it as well.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Leaver:
     """The rank that was the first to end without an error, and how far it came.
 
     Attributes:
-        rank: its number.
-        num_passes: it has begun so many of what all ranks do together.
-        is_inside: the last of these was not over.
+        rank: global rank.
+        num_passes: number of joint operations (checks, steps, evaluations) that it has begun.
+        is_inside: whether it had not finished the last of them.
     """
 
     rank: int
@@ -35,12 +35,12 @@ class Leaver:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notices:
-    """What stands on the board.
+    """The text on the board.
 
     Attributes:
-        num_calls: of the roll.
-        leaver: see there; None while all ranks are there.
-        failure: the first that was posted; None while there is none.
+        num_calls: number of liveness checks so far.
+        leaver: first rank that has ended without an error; None while there is none.
+        failure: first failure that was posted; None while there is none.
     """
 
     num_calls: int = 0
@@ -49,10 +49,10 @@ class Notices:
 
     @classmethod
     def of(cls, text: str) -> Notices:
-        """Read the board; it is empty at first.
+        """Parse the text of the board; it is empty at first.
 
         Raises:
-            PeerError: no rank has written this.
+            PeerError: the text is not one that a rank writes.
 
         >>> Notices.of(Notices(num_calls=2, leaver=Leaver(rank=1, num_passes=3, is_inside=False)).text).leaver.rank
         1
@@ -61,15 +61,15 @@ class Notices:
 
     @property
     def text(self) -> str:
-        """As it stands in the store."""
+        """The notices as they are written to the store."""
         return json.dumps(asdict(self))
 
 
 class Board:
-    """Reads and changes the notices. Each call takes few requests of the store, and a change is one.
+    """Reads and changes the notices, by few requests to the store; a change is one request.
 
     Args:
-        store: of the monitors.
+        store: store of the monitors.
     """
 
     def __init__(self, store: dist.Store) -> None:
@@ -77,7 +77,7 @@ class Board:
         self._text = ""
 
     def read(self) -> Notices:
-        """Return what stands there; what no rank has written is a failure, with which the run ends."""
+        """Return the notices; a text that no rank writes counts as a failure, which ends the run."""
         # The store has no read that neither waits nor fails where nothing was written.
         self._text = _decoded(self._store.compare_set(_KEY, "", ""))
         try:
@@ -85,24 +85,24 @@ class Board:
         except PostError as error:
             return Notices(failure=str(error))
 
-    def call_roll(self) -> int:
-        """Call the roll and return the number of a call that was not there before."""
+    def call_all(self) -> int:
+        """Begin a liveness check and return its number."""
         before = self.read().num_calls
         return self._change(lambda now: replace(now, num_calls=max(now.num_calls, before + 1))).num_calls
 
     def leave(self, leaver: Leaver) -> Leaver:
-        """Note that a rank ends without an error, and return the first that did."""
+        """Note that a rank ends without an error, and return the first rank that did."""
         first = self._change(lambda now: replace(now, leaver=now.leaver or leaver)).leaver
         return first or leaver
 
     def post(self, failure: str) -> str:
-        """Post a failure, and return the first that was posted."""
+        """Post a failure, and return the first one that was posted."""
         own = one_line(failure)
         first = self._change(lambda now: replace(now, failure=now.failure or own)).failure
         return failure if first in (None, own) else first
 
     def _change(self, change: Callable[[Notices], Notices]) -> Notices:
-        """Change what stands there, however it changes meanwhile, and return it."""
+        """Apply a change, again if another rank changes the text meanwhile, and return the result."""
         text = self._text
         while True:
             try:

@@ -1,4 +1,4 @@
-"""Processes that write for this one: if one dies, whoever waits for it must not wait for ever."""
+"""Child processes that write for this one: if one dies, whoever waits for it must not wait forever."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ _POLL_S: Final = 1.0
 
 @contextlib.contextmanager
 def ending_with_writers(rank_process: int) -> Iterator[None]:
-    """Run what starts processes and waits for them without looking whether they live; end with one that dies.
+    """Run a block that starts processes and waits for them without checking that they live; end if one of them dies.
 
     Args:
-        rank_process: the process of the rank, which tells the other ranks; one that writes for it just ends.
+        rank_process: id of the rank's own process, which tells the other ranks; a process that writes for it just ends.
     """
     before, is_over = _children(), threading.Event()
     watcher = threading.Thread(target=_watch, args=(before, is_over, rank_process), daemon=True)
@@ -35,7 +35,7 @@ def ending_with_writers(rank_process: int) -> Iterator[None]:
 
 
 def _children() -> set[int]:
-    """Return the processes that were started and that nobody has asked for their end; active_children() would ask."""
+    """Return the child processes that nobody has waited for; ``active_children()`` would wait for them."""
     known: Any = multiprocessing.process
     return {child.pid for child in tuple(known._children)}
 
@@ -48,7 +48,7 @@ def _watch(before: set[int], is_over: threading.Event, rank_process: int) -> Non
 
 
 def _exit_code(process: int) -> int | None:
-    """Return how a process has ended, and leave that for who waits for it; None while it lives."""
+    """Return the exit code of a process without reaping it; None while it lives."""
     try:
         found = os.waitid(os.P_PID, process, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:  # somebody was faster
@@ -59,11 +59,11 @@ def _exit_code(process: int) -> int | None:
 
 
 def ended_early(writer: str, code: int | None) -> PeerError:
-    """Make the error for a process that has ended before it had written all.
+    """Make the error for a process that has ended before it had written everything.
 
     Args:
-        writer: the process, in words.
-        code: with which it has ended; negative for a signal.
+        writer: description of the process.
+        code: its exit code; negative for a signal.
     """
     return PeerError(
         f"{writer} has ended with {code}, before it had written all; the checkpoint before that one stays; find out "

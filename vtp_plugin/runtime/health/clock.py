@@ -21,9 +21,9 @@ class ClockOffset:
     """How far a rank's clock was behind that of rank 0.
 
     Attributes:
-        at_s: when, by the rank's own clock.
-        offset_s: what is to be added to the rank's clock for that of rank 0.
-        error_s: at most so much is wrong with it: half of the shortest round trip.
+        at_s: time of the estimate, in seconds of the rank's own clock.
+        offset_s: seconds to add to the rank's clock to get that of rank 0.
+        error_s: largest error of the offset, in seconds: half of the shortest round trip.
     """
 
     at_s: float
@@ -34,8 +34,8 @@ class ClockOffset:
 def estimate_offset(store: dist.Store, *, rank: int, world_size: int, timeout_s: float) -> ClockOffset:
     """Compare this rank's clock, ``time.perf_counter``, with that of rank 0; a collective call of all ranks.
 
-    A rank asks, rank 0 answers with its time, and that time lies between the question and the answer: the middle is off
-    by half the round trip at most. The shortest of a few counts. Rank 0 serves one rank after another.
+    A rank asks, and rank 0 answers with its time, which lies between the question and the answer: the middle is off by
+    at most half of the round trip. The shortest of a few round trips counts. Rank 0 serves one rank after another.
 
     Args:
         store: reaches all ranks.

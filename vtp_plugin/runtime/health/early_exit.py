@@ -1,7 +1,7 @@
 """Finds a rank that has ended without an error, though others still need it.
 
-Ranks need not end at one time: some have more to do when the training is over. So a goodbye says how far a rank came in
-what all do together, and each of the others compares that with what it does itself.
+Ranks need not end at the same time: some have more to do when training is over. So a rank that ends posts how many
+joint operations it has begun, and each of the others compares that with its own number.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from vtp_plugin.runtime.health.blocked import BlockedCall
 from vtp_plugin.runtime.health.board import Leaver
 
-# So long what all ranks do together may go on after the last of them has come.
+# Seconds that a joint operation may take once the last rank has come.
 _PATIENCE_S = 3.0
 
 
 class EarlyExits:
-    """Counts what all ranks go through together: checks, steps, evaluations.
+    """Counts joint operations, which all ranks do together: checks, steps, evaluations.
 
     Args:
         rank: this rank.
@@ -33,14 +33,14 @@ class EarlyExits:
 
     @contextlib.contextmanager
     def passing(self) -> Iterator[None]:
-        """Go through one of them. A rank that leaves it by an exception, and then ends, has left the others alone."""
+        """Do one joint operation. A rank that leaves it by an exception, and then ends, has left the others alone."""
         self._num_passes += 1
         self._is_inside = True
         yield
         self._is_inside = False
 
     def goodbye(self) -> Leaver:
-        """Say how far this rank came."""
+        """Return how far this rank came."""
         return Leaver(rank=self._rank, num_passes=self._num_passes, is_inside=self._is_inside)
 
     def note(self, leaver: Leaver | None, now_s: float) -> None:
@@ -49,7 +49,7 @@ class EarlyExits:
             self._left_s, self._leaver = now_s, leaver
 
     def find_early_end(self, now_s: float) -> str | None:
-        """Say which rank has ended though this one needs it, and what for."""
+        """Describe which rank has ended although this one needs it, and what for; None if none has."""
         leaver = self._leaver
         if leaver is None:
             return None
@@ -62,7 +62,7 @@ class EarlyExits:
         return None if operation is None else self.describe_early_end(f"waited for it in torch.distributed.{operation}")
 
     def describe_early_end(self, what: str) -> str | None:
-        """Say which rank has ended though this one did something that needs it; None while none has."""
+        """Describe which rank has ended although this one did something that needs it; None while none has."""
         if self._leaver is None:
             return None
         return (

@@ -22,8 +22,8 @@ def write_error_file(line: str, *, is_consequence: bool, environment: Mapping[st
 
     Args:
         line: what this rank says.
-        is_consequence: another rank failed first and is the root cause.
-        environment: torchrun sets ``TORCHELASTIC_ERROR_FILE`` in it.
+        is_consequence: whether another rank failed first and is the root cause.
+        environment: variables of this process, among them torchrun's ``TORCHELASTIC_ERROR_FILE``.
     """
     name = environment.get("TORCHELASTIC_ERROR_FILE")
     if not name or Path(name).exists():

@@ -17,11 +17,11 @@ from vtp_plugin.util import log
 
 
 class Watch(Protocol):
-    """Knows the position of this rank in the run, and reaches the other ranks."""
+    """Interface of the monitor: the position of this rank in the run, and the way to the other ranks."""
 
     @property
     def failure(self) -> str | None:
-        """What has failed before, in words; None if nothing is known."""
+        """Description of an earlier failure; None if none is known."""
         ...
 
     def describe_position(self) -> str:
@@ -124,8 +124,8 @@ def note_for_launcher(error: BaseException, position: str, is_consequence: bool)
     """Write the reason into the file in which the launcher looks for it.
 
     Args:
-        error: that ends this process.
-        position: of this rank in the run, which ends the line.
+        error: error that ends this process.
+        position: position of this rank in the run, for the end of the line.
         is_consequence: whether another rank failed before.
     """
     write_error_file(f"{describe_error(error)}{position}", is_consequence=is_consequence)

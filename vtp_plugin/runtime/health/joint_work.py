@@ -1,10 +1,11 @@
-"""What all ranks do together for long, such as a save: who gets on is waited for, however long it takes.
+"""Long work that all ranks do together, such as a save: it may take long, as long as some rank makes progress.
 
 Inside a load or a save ranks wait for each other in many collectives of Megatron's and torch's own, which nobody times.
-A rank may also write files for an hour, and the others wait for it with good reason. So not waits are timed here, but
-stillness: every rank says now and then that it gets on, and if no rank of the world does for long enough, the wait has
-no end. A rank gets on if the thread that trains uses the processor outside a collective, or waits for a disk; or if a
-process that it has started does. Who stands still outside a collective is the one that the others wait for.
+A rank may also write files for an hour, and the others wait for it with good reason. So what is timed here
+is not a wait, but the lack of progress: every rank posts now and then that it makes progress, and if no rank of the
+world does so for long enough, the run is stuck. A rank makes progress if the thread that trains uses the processor
+outside a collective, or waits for a disk; or if a process that it has started does. A rank that is stuck outside a
+collective is the one that the others wait for.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from vtp_plugin.runtime.health.posts import read_text
 from vtp_plugin.runtime.health.waiting import some_ranks
 from vtp_plugin.runtime.health.who_waits import COLLECTIVES, outwards
 
-# A process that only looks now and then whether something has come needs less of the time.
+# A process that only polls now and then uses a smaller share of the time.
 _BUSY_SHARE = 0.01
 _MOST_SUSPECTS = 1000
 _RANK = re.compile(r"[0-9]{1,9}")
@@ -35,13 +36,13 @@ _STATE, _TIMES = 0, slice(11, 13)
 
 
 class Together:
-    """Notices that a load or a save stands still. Its methods but :meth:`during` run in the monitor's threads.
+    """Notices that a load or a save makes no progress. All methods but :meth:`during` run in the monitor's threads.
 
     Args:
-        store: of the monitors.
+        store: store of the monitors.
         rank: this rank.
-        limit_s: how long all ranks may stand still.
-        clock: of the monitor.
+        limit_s: how long all ranks may be without progress.
+        clock: reads the monitor's clock.
     """
 
     def __init__(self, store: dist.Store, rank: int, limit_s: float, clock: Callable[[], float]) -> None:
@@ -54,10 +55,10 @@ class Together:
 
     @contextlib.contextmanager
     def during(self, what: str) -> Iterator[None]:
-        """Watch that all ranks together get on while a block runs; one inside another is part of it.
+        """Watch the progress of all ranks while a block runs; a nested block is part of the outer one.
 
         Args:
-            what: they do.
+            what: name of the work, for messages.
         """
         if self._what is not None:
             yield
@@ -69,7 +70,7 @@ class Together:
             self._what = None
 
     def beat(self) -> str | None:
-        """Tell the others whether this rank gets on, and say what is wrong if nobody does for too long."""
+        """Tell the others whether this rank makes progress; return a reason to end if no rank does for too long."""
         now_s = self._clock()
         if self._thread.gets_on():
             self._own_s = now_s
@@ -89,9 +90,9 @@ class Together:
         return None if still_s <= self._limit_s else f"{what} stood still for {still_s:.1f} s: {self._reason()}"
 
     def position(self) -> str | None:
-        """Say where this rank stands, if it is in a load or a save."""
+        """Describe where this rank is, if it is in a load or a save."""
         what = self._what
-        return None if what is None else f"this rank stood in {what}, {self._thread.place()}"
+        return None if what is None else f"this rank stood in {what}, {self._thread.position()}"
 
     def _reason(self) -> str:
         # Of very many, which no run has, the first will do.
@@ -104,12 +105,12 @@ class Together:
         return f"{who} nothing, and the others wait"
 
     def _read(self, key: str) -> str:
-        """Read a post; empty if it is not there, where reading would wait."""
+        """Read a post; empty if it is not there, since reading would wait for it."""
         return read_text(self._store, key) if self._store.check([key]) else ""
 
 
 class _Thread:
-    """The thread that makes it: the one that trains."""
+    """The thread that creates this object: the one that trains."""
 
     def __init__(self) -> None:
         self._ident, self._number = threading.get_ident(), threading.get_native_id()
@@ -117,7 +118,7 @@ class _Thread:
         self._seen_s, self._used_s, self._ticks = time.monotonic(), self._cpu_s(), self._of_children()[0]
 
     def gets_on(self) -> bool:
-        """Tell whether it, or a process that it has started, has worked since the last call, or waits for a disk."""
+        """Tell whether the thread or a process that it has started worked since the last call, or waits for a disk."""
         now_s, used_s, (ticks, is_child_at_disk) = time.monotonic(), self._cpu_s(), self._of_children()
         least_s = _BUSY_SHARE * (now_s - self._seen_s)
         is_busy = used_s - self._used_s > least_s and not self.waits_for_others()
@@ -126,13 +127,13 @@ class _Thread:
         return is_busy or has_busy_child or is_child_at_disk or _is_at_disk(f"/proc/self/task/{self._number}")
 
     def waits_for_others(self) -> bool:
-        """Tell whether it is in a function of torch.distributed, or in an exchange of ours over the store."""
+        """Tell whether the thread is inside torch.distributed, or in an exchange of the plugin over the store."""
         frame = self._frame()
         is_exchange = frame is not None and frame.f_code.co_filename.startswith(_EXCHANGES)
         return is_exchange or self._collective() is not None
 
-    def place(self) -> str:
-        """Say in which collective it is and who called that, or where else it is."""
+    def position(self) -> str:
+        """Describe in which collective the thread is and who called that, or where else it is."""
         frame = self._collective() or self._frame()
         if frame is None:
             return "at its end"
@@ -157,7 +158,7 @@ class _Thread:
             return 0.0
 
     def _of_children(self) -> tuple[int, bool]:
-        """Add up the processor time of the processes that it has started; tell whether one of them waits for a disk."""
+        """Return the processor time of the processes that the thread has started, and whether one waits for a disk."""
         try:
             children = Path(f"/proc/self/task/{self._number}/children").read_text().split()
         except OSError:

@@ -13,9 +13,9 @@ class LineFile:
     """A file with one JSON object on each line. A line is on disk when it is written, so a run that is killed keeps it.
 
     Args:
-        path: of the file; its folder is made.
-        option: the flag and its value, for the error.
-        is_continued: what is there already stays.
+        path: path of the file; its folder is created.
+        option: flag and its value, for the error.
+        is_continued: whether lines are appended to a file that exists.
 
     Raises:
         ConfigError: the file cannot be written.

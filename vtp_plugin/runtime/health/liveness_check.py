@@ -1,7 +1,7 @@
-"""Which ranks still live, and where each of them stands.
+"""Which ranks are alive, and where each of them waits.
 
-This is asked when a connection breaks, so that all ranks name the rank that was killed, and when a rank has waited too
-long, so that the line says who waits for whom.
+Ranks are asked when a connection breaks, so that all of them name the rank that was killed, and when a rank has waited
+too long, so that its line says who waits for whom.
 
 A rank whose peer dies finds its connection closed and ends, too, which breaks more connections. Without asking, the
 others would name the rank that noticed first.
@@ -25,7 +25,7 @@ _LOST = re.compile(
     r"(nccl|hccl)\w* ?error|remote (error|process|peer)",
     re.IGNORECASE,
 )
-# Of the number of a call.
+# Digits of the number of a check.
 _MOST_DIGITS = 9
 
 
@@ -46,11 +46,11 @@ def is_lost_connection(error: BaseException) -> bool:
 
 
 class LivenessCheck:
-    """Asks all ranks for an answer. The board counts the calls, and every rank's monitor looks there.
+    """Asks all ranks for an answer. The board counts the checks, and every rank's monitor looks there.
 
     Args:
-        store: of the monitors.
-        board: of the monitors.
+        store: store of the monitors.
+        board: board of the monitors.
         rank: this rank.
         world_size: number of ranks.
     """
@@ -63,21 +63,21 @@ class LivenessCheck:
         self._num_answered = 0
 
     def answer(self, num_calls: int, stand: Callable[[], Standing]) -> None:
-        """Answer all calls so far, and say where this rank stands. Called by the thread that shows the sign of life."""
+        """Answer all checks so far with where this rank stands; called by the thread that shows the sign of life."""
         if num_calls > self._num_answered:
             self._num_answered = num_calls
             self._store.set(f"here/{self._rank}", f"{num_calls} {stand().dump()}")
             self._store.add(f"answers/{num_calls}", 1)
 
     def absent(self, limit_s: float, *, is_over: Callable[[], bool], has_left: Callable[[int], bool]) -> list[int]:
-        """Call the roll and return the ranks that did not answer within the limit.
+        """Ask all ranks, and return those that did not answer within the limit.
 
         Args:
             limit_s: how long to wait for answers.
-            is_over: whether the answer is no longer needed.
-            has_left: whether a rank has ended normally, and so cannot answer.
+            is_over: tells whether the answer is no longer needed.
+            has_left: tells whether a rank has ended normally, and so cannot answer.
         """
-        number = self._board.call_roll()
+        number = self._board.call_all()
         deadline_s = time.monotonic() + limit_s
         while self._store.add(f"answers/{number}", 0) < self._world_size:
             if is_over():
@@ -95,7 +95,7 @@ class LivenessCheck:
         return self._last_answer(rank)[1]
 
     def _last_answer(self, rank: int) -> tuple[int, Standing | None]:
-        """Read the number of the last call that a rank has answered, and its answer; what is none counts as none."""
+        """Read the number of the last check that a rank has answered, and its answer; an invalid one counts as none."""
         key = f"here/{rank}"
         if not self._store.check([key]):
             return 0, None

@@ -31,7 +31,7 @@ _NUM_PINGS = 5
 ATTEMPT_VARIABLE = "VTP_ATTEMPT"
 """Set in a process whose ranks have agreed before on the name of this attempt."""
 KEEPER_VARIABLE = "VTP_STORE_KEEPER"
-"""Set in such a process: who keeps the store, in words."""
+"""Set in such a process: description of the process that keeps the store."""
 
 
 def open_store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
@@ -84,20 +84,20 @@ def open_store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
 
 
 def open_own_store(store: dist.Store, rank: int, environment: MutableMapping[str, str], timeout_s: float) -> dist.Store:
-    """Meet in a store that this attempt alone has, where the launcher keeps its store over several.
+    """Open a store for this attempt alone, where the launcher keeps one store over several attempts.
 
-    Torch would read in the launcher's what an earlier attempt has left there, such as addresses. Afterwards the
+    In the launcher's store torch would read what an earlier attempt has left there, such as addresses. Afterwards the
     variables name the new store, which rank 0 keeps.
 
     Args:
-        store: of this attempt, reaches all ranks.
+        store: store that reaches all ranks of this attempt.
         rank: this rank.
-        environment: of this process, with the launcher's variables.
+        environment: variables of this process, with the launcher's; changed to name the new store.
         timeout_s: how long to wait for rank 0.
 
     Raises:
         ConfigError: rank 0 cannot serve.
-        PeerError: rank 0 did not answer, or with something else.
+        PeerError: rank 0 did not answer, or posted no address.
     """
     part, host = part_of(store, Topic.ATTEMPTS), environment["MASTER_ADDR"]
     if rank == 0:
@@ -117,10 +117,10 @@ def open_own_store(store: dist.Store, rank: int, environment: MutableMapping[str
 
 
 def describe_listening(environment: Mapping[str, str]) -> list[str]:
-    """Say what listens where in a run with these environment variables, one line for each listener.
+    """Describe what listens on which address in a run with these variables, one line for each listener.
 
     Args:
-        environment: such as ``os.environ``.
+        environment: variables, such as ``os.environ``.
 
     >>> lines = describe_listening({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500", "GLOO_SOCKET_IFNAME": "wg0"})
     >>> print(lines[0])
@@ -143,7 +143,7 @@ def describe_listening(environment: Mapping[str, str]) -> list[str]:
 
 
 def _interface(environment: Mapping[str, str], default: str, *names: str) -> str:
-    """Say where a backend listens; ``names`` are the variables that decide it."""
+    """Describe where a backend listens; ``names`` are the variables that decide it."""
     name = next((name for name in names if environment.get(name)), None)
     return f"{default}; {names[0]} sets it" if name is None else f"interface {environment[name]} ({name})"
 
@@ -176,7 +176,7 @@ def test_rendezvous(address: str, timeout_s: float = 10.0) -> tuple[list[str], b
 
     Args:
         address: ``HOST:PORT``, as given to torchrun.
-        timeout_s: for all of it together.
+        timeout_s: limit of the whole test, in seconds.
 
     Returns:
         One line for each step, and whether the store answered.
@@ -218,7 +218,7 @@ def _ask_store(host: str, port: int, deadline_s: float) -> tuple[str, bool]:
                 store.check(["vtp doctor"])
                 found_ms.append(1e3 * (time.monotonic() - begin_s))
 
-    # In a thread, which may stay behind: torch waits for ever for a server that accepts connections and says nothing.
+    # In a thread, which may stay behind: torch waits forever for a server that accepts connections and sends nothing.
     asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(max(0.0, deadline_s - time.monotonic()))

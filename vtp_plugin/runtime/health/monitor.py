@@ -14,7 +14,7 @@ To end is to write one line, with the boundary, direction, microbatch and waitin
 Budget, as shares of the timeout: silence of a neighbour 0.6, of the store 0.65, stillness of all ranks in a load or a
 save 0.7 (``together.py``), a wait of this rank 0.8; to inform the others and to end takes about 0.1 more. The clock
 stands still while this process does, so a suspended or overloaded machine accuses nobody. All threads are there from
-the beginning: who is out of memory can start none to end.
+the beginning: a process that is out of memory could not start one to end itself.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ DONE = 1 << 40
 """Added to a sign of life by a rank that ends; more than any number of beats."""
 # The store's server is one thread: all ranks together look for failures at most this often.
 _MAX_LOOKS_PER_S = 2000
-# For so long a process may print and clean up after its own error.
+# Seconds in which a process may print and clean up after its own error.
 _FAILING_S = 30.0
 
 
@@ -56,7 +56,7 @@ class Monitor:
         rank: global rank.
         world_size: number of ranks.
         timeout_s: if a rank dies, stops or hangs, all others end within this time.
-        keeper: who keeps the store.
+        keeper: name of the process that keeps the store, for messages.
         describe: turns an error into the line that other ranks may read.
         exit_process: ends the process; replaced in tests.
     """
@@ -83,10 +83,10 @@ class Monitor:
         self._look_interval_s = min(self._beat_interval_s, max(1.0, world_size / _MAX_LOOKS_PER_S))
         self._keeper = keeper
         self._board = Board(self._store)
-        self._roll_call = LivenessCheck(self._store, self._board, rank, world_size)
+        self._liveness_check = LivenessCheck(self._store, self._board, rank, world_size)
         self.together = Together(self._store, rank, 0.7 * timeout_s, lambda: self._clock_s)
         self._absent: list[int] = []
-        self._passes = EarlyExits(rank)
+        self._early_exits = EarlyExits(rank)
         self._helper = Helper()
         self._describe = describe
         self._exit_process = exit_process
@@ -96,7 +96,7 @@ class Monitor:
         self._failing_s: float | None = None
         self._failure: str | None = None
         self._stood_s = 0.0
-        self._place = Position(rank, lambda: self._clock_s)
+        self._position = Position(rank, lambda: self._clock_s)
         self._farewell_lock = threading.Lock()
         self._said_farewell = False
         self._stopping, self._timer_ends = threading.Event(), threading.Event()
@@ -112,7 +112,7 @@ class Monitor:
             thread.start()
 
     def stop(self) -> None:
-        """Say goodbye to the others and end the threads.
+        """Tell the others that this rank ends, and end the threads.
 
         Rank 0, which may keep the store, leaves last: it waits, still watching, until all others are done. After its
         own failure it waits only until they can know, and its timer keeps running: a process may hang at exit.
@@ -130,7 +130,7 @@ class Monitor:
 
     def _leave_others(self) -> None:
         if self._failing_s is None:
-            self._board.leave(self._passes.goodbye())
+            self._board.leave(self._early_exits.goodbye())
         self._store.add(f"life/{self._rank}", DONE)
         self._say_farewell()
         if self._rank == 0:
@@ -141,21 +141,21 @@ class Monitor:
 
         Args:
             position: boundary, direction and microbatch.
-            peer: who is waited for.
+            peer: name of the ranks that are waited for.
         """
-        return self._place.begin(position, peer)
+        return self._position.begin(position, peer)
 
     def computing(self, name_compute: Callable[[], str]) -> AbstractContextManager[None]:
         """Watch collectives inside computes in a ``with`` block: their waits count as those at boundaries do.
 
         Args:
-            name_compute: names the compute that runs just now; empty between two.
+            name_compute: names the compute that is running; empty between two of them.
         """
-        return self._place.computing(name_compute)
+        return self._position.computing(name_compute)
 
     def passing(self) -> AbstractContextManager[None]:
-        """Return a context in which this rank goes through what all ranks do together, the same number of times."""
-        return self._passes.passing()
+        """Return the context of one joint operation, see :class:`~vtp_plugin.runtime.health.early_exit.EarlyExits`."""
+        return self._early_exits.passing()
 
     def post_failure(self, error: BaseException) -> None:
         """Tell the others that this rank fails, so that they need not wait until its silence is noticed.
@@ -175,20 +175,22 @@ class Monitor:
             does = "does" if len(self._absent) == 1 else "do"
             text = f"rank {who} {does} not answer: ended, was killed or stopped (noticed by rank {self._rank})"
             self._failure = text
-        elif is_lost_connection(error) and (early_end := self._passes.describe_early_end("lost a connection")):
+        elif is_lost_connection(error) and (early_end := self._early_exits.describe_early_end("lost a connection")):
             self._failure = text = early_end
         self._run_bounded(lambda: self._post(text), 1.0)
         if self._cut_s is not None and self._failure is None:
             self._failure = f"{self._keeper} ended, which kept the store"
 
     def _find_absent(self, limit_s: float) -> None:
-        # Who has left said so before its connections closed.
-        self._passes.note(self._board.read().leaver, self._clock_s)
+        # A rank that has left told so before its connections closed.
+        self._early_exits.note(self._board.read().leaver, self._clock_s)
 
         def has_left(rank: int) -> bool:
             return self._store.add(f"life/{rank}", 0) >= DONE
 
-        self._absent = self._roll_call.absent(limit_s, is_over=lambda: self._failure is not None, has_left=has_left)
+        self._absent = self._liveness_check.absent(
+            limit_s, is_over=lambda: self._failure is not None, has_left=has_left
+        )
 
     @property
     def is_failing(self) -> bool:
@@ -201,14 +203,14 @@ class Monitor:
         return self._failure
 
     def describe_position(self) -> str:
-        """Say where this rank stands: its current wait, a collective, or the boundary that it used last."""
+        """Describe where this rank is: its current wait, a collective, or the boundary that it used last."""
         has_stood = self._stood_s > 0.3 * self.timeout_s  # so long that others may have missed it
         stood = f"; it stood still for {self._stood_s:.1f} s before (stopped or suspended)" if has_stood else ""
-        return f"{self.together.position() or self._place.describe()}{stood}"
+        return f"{self.together.position() or self._position.describe()}{stood}"
 
     @property
     def _linger_s(self) -> float:
-        """How long rank 0 keeps the store for the others to learn of a failure."""
+        """Seconds that rank 0 keeps the store so that the others learn of a failure."""
         return 2.5 * self._look_interval_s
 
     def _poll(self) -> None:
@@ -230,8 +232,8 @@ class Monitor:
                 if reason := self.together.beat():
                     self._post(reason)
             notices = self._board.read()
-            self._roll_call.answer(notices.num_calls, self._place.stand)
-            self._passes.note(notices.leaver, self._clock_s)
+            self._liveness_check.answer(notices.num_calls, self._position.stand)
+            self._early_exits.note(notices.leaver, self._clock_s)
             if self._failure is None and notices.failure is not None:
                 self._say_farewell()
                 self._failure = notices.failure
@@ -247,7 +249,7 @@ class Monitor:
             self._stood_s = max(self._stood_s, now_s - last_s - 4 * pause_s)
             last_s = now_s
             try:
-                self._place.look()
+                self._position.look()
                 reason = self._reason_to_end()
             except (MemoryError, RuntimeError, ValueError):
                 continue  # out of memory, or a group that the script destroys just now: time goes on
@@ -256,7 +258,7 @@ class Monitor:
                 return
 
     def _reason_to_end(self) -> str | None:
-        """Decide from what is known in this process."""
+        """Return why this process must end, from what is known in it; None if it need not."""
         now_s = self._clock_s
         if self._failing_s is not None:
             if now_s - self._failing_s <= min(_FAILING_S, 0.3 * self.timeout_s):
@@ -269,7 +271,7 @@ class Monitor:
         is_cut = self._cut_s is not None and now_s - self._cut_s > min(2.0, 0.1 * self.timeout_s)
         if is_cut or silent_s > self._dead_s + self._beat_interval_s:
             return self._describe_silence(silent_s)
-        if not self._stopping.is_set() and (early_end := self._passes.find_early_end(now_s)) is not None:
+        if not self._stopping.is_set() and (early_end := self._early_exits.find_early_end(now_s)) is not None:
             self._run_bounded(lambda: self._post(early_end), 1.0)
             return f"{self._failure or early_end}; {self.describe_position()}"
         return self._find_long_wait(now_s)
@@ -281,7 +283,7 @@ class Monitor:
         return f"{self._keeper} ended or stopped: {silence} it keeps; {self.describe_position()}"
 
     def _find_long_wait(self, now_s: float) -> str | None:
-        wait = self._place.longer_than(0.8 * self.timeout_s)
+        wait = self._position.longer_than(0.8 * self.timeout_s)
         if wait is None:
             return None
         others: list[str] = []
@@ -294,12 +296,12 @@ class Monitor:
         return f"{reason}; look for a rank that ended, stopped or runs another schedule"
 
     def _follow_waits(self, limit_s: float) -> str:
-        """Ask all ranks where they stand, and follow the waits from this one on."""
+        """Ask all ranks where they wait, and follow the waits, starting at this rank."""
         self._find_absent(limit_s)
         return follow(
             self._rank,
-            self._place.stand(),
-            lambda rank: None if rank in self._absent else self._roll_call.standing(rank),
+            self._position.stand(),
+            lambda rank: None if rank in self._absent else self._liveness_check.standing(rank),
         )
 
     def _end(self, reason: str) -> None:
@@ -321,7 +323,7 @@ class Monitor:
             self._failure = first
 
     def _say_farewell(self) -> None:
-        """Say, once, that this rank no longer needs the store."""
+        """Tell, once, that this rank no longer needs the store."""
         with self._farewell_lock:
             if not self._said_farewell:
                 self._said_farewell = True

@@ -21,8 +21,9 @@ def gather_node_sizes(
 
     Args:
         store: the run's store.
-        environment: of this process; torchrun sets ``GROUP_RANK``, ``GROUP_WORLD_SIZE`` and ``LOCAL_WORLD_SIZE``.
-        divisor: ranks of a node that share one tensor-parallel position: data- times context-parallel size.
+        environment: variables of this process, with torchrun's ``GROUP_RANK``, ``GROUP_WORLD_SIZE`` and
+            ``LOCAL_WORLD_SIZE``.
+        divisor: number of ranks of a node with the same tensor-parallel rank: data- times context-parallel size.
         timeout_s: how long to wait for the other nodes.
 
     Returns:
@@ -30,7 +31,7 @@ def gather_node_sizes(
 
     Raises:
         ConfigError: a variable is missing, or a node's ranks do not divide.
-        PeerError: a node did not answer, or with something else.
+        PeerError: a node did not answer, or posted no number.
     """
     names = ("GROUP_RANK", "GROUP_WORLD_SIZE", "LOCAL_WORLD_SIZE")
     for name in names:

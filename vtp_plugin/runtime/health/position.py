@@ -12,7 +12,7 @@ from vtp_plugin.runtime.health.who_waits import Standing, find_collective, ranks
 
 
 class DeviceEvent(Protocol):
-    """What the monitor needs of ``torch.cuda.Event`` and its like: whether the stream has come this far."""
+    """Interface of ``torch.cuda.Event`` and its like: whether the stream has come this far."""
 
     def query(self) -> bool:
         """Return whether all work before the event has finished; does not block."""
@@ -25,10 +25,10 @@ class Wait:
 
     Attributes:
         position: boundary, direction and microbatch, or a collective and the compute that it is inside.
-        peer: who is waited for.
-        begin_s: start, on the monitor's clock.
+        peer: name of the ranks that are waited for.
+        begin_s: start of the wait, on the monitor's clock.
         event: recorded behind the wait on the device's stream; None until the host has come that far.
-        ended: the host knows that the wait is over.
+        ended: whether the host knows that the wait is over.
     """
 
     position: str
@@ -47,10 +47,10 @@ class Wait:
 
 
 class Position:
-    """Where a rank stands.
+    """Where this rank is: its waits at boundaries and in collectives.
 
     Args:
-        rank: this one.
+        rank: this rank.
         clock_s: reads the monitor's clock.
     """
 
@@ -80,7 +80,7 @@ class Position:
             self._name_compute = self._inside = None
 
     def look(self) -> None:
-        """Look whether a collective holds up a compute, and since when; called often, by the thread with the clock."""
+        """Note whether a compute waits in a collective, and since when; called often, by the thread with the clock."""
         compute = self._compute
         collective = find_collective() if compute else None
         if collective is None:
@@ -98,7 +98,7 @@ class Position:
         return next(waits, None)
 
     def stand(self) -> Standing:
-        """Say where this rank stands, for others: at a boundary, in a collective, or elsewhere."""
+        """Return where this rank is, for others: at a boundary, in a collective, or elsewhere."""
         for wait in self._open:
             return Standing(text=f"waits at {wait.position} for {wait.peer}", peers=ranks_in(wait.peer))
         if (collective := self._collective()) is not None:
@@ -109,7 +109,7 @@ class Position:
         return Standing(text=f"was not waiting at a boundary{last}")
 
     def describe(self) -> str:
-        """Say where this rank stands, in its own line: its current wait, or the boundary that it used last."""
+        """Describe where this rank is, for its own line: its current wait, or the boundary that it used last."""
         now_s = self._clock_s()
         for wait in self._open:
             return f"this rank waited {now_s - wait.begin_s:.1f} s at {wait.position} for {wait.peer}"

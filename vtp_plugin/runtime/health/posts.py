@@ -1,8 +1,8 @@
-"""What other ranks have posted to the store, read as what it must be.
+"""Posts of other ranks in the store, read as values of a declared shape.
 
-Whoever reaches the store can post there, under any key and of any size. So every post is read by a function of this
-module: as a number, a word or JSON of a declared shape, in a bounded size, without characters that a terminal obeys.
-Anything else is an error of one line that names the key.
+Every process that reaches the store can post there, under any key and of any size. So every post is read by a function
+of this module: as a number, a word or JSON of a declared shape, in a bounded size, without characters that a terminal
+obeys. Anything else is an error of one line that names the key.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def _finite(value: Any) -> Any:
 
 
 def parse_post(kind: type[_Kind], data: str | bytes, topic: str, key: str) -> _Kind:
-    """Read what :func:`read_post` has already taken from the store."""
+    """Parse a post that was already read from the store; arguments and error are those of :func:`read_post`."""
     try:
         return read_typed(kind, data)
     except ShapeError as error:
@@ -63,19 +63,19 @@ def read_post(kind: type[_Kind], part: dist.Store, key: str, topic: str) -> _Kin
     """Read JSON of a declared shape, see :func:`~vtp_plugin.util.typed_json.read_typed`.
 
     Args:
-        kind: the shape.
-        part: of the store, that belongs to the topic.
-        key: of the post; waits for it if it is not there.
+        kind: declared shape.
+        part: part of the store that belongs to the topic.
+        key: key of the post; the call waits until it is there.
         topic: key of the topic, for the error.
 
     Raises:
-        PostError: it is something else.
+        PostError: the post has another shape.
     """
     return parse_post(kind, part.get(key), topic, key)
 
 
 def read_number(part: dist.Store, key: str, topic: str, least: int, most: int) -> int:
-    """Read a whole number; arguments and error as of :func:`read_post`, and the range."""
+    """Read a whole number from `least` to `most`; arguments and error are those of :func:`read_post`."""
     number = read_post(int, part, key, topic)
     if not least <= number <= most:
         raise PostError(topic, key, f"is {number}, not between {least} and {most}")
@@ -83,23 +83,23 @@ def read_number(part: dist.Store, key: str, topic: str, least: int, most: int) -
 
 
 def read_text(part: dist.Store, key: str) -> str:
-    """Read a text as one plain line, and cut it; any post is one."""
+    """Read any post as one plain line, cut to a bounded length."""
     return shown(part.get(key))
 
 
 def read_word(part: dist.Store, key: str, topic: str, pattern: str) -> str:
-    """Read a word that a pattern matches as a whole; arguments and error as of :func:`read_post`."""
+    """Read a word that a pattern matches as a whole; arguments and error are those of :func:`read_post`."""
     return require_word(part.get(key), topic, key, pattern)
 
 
 def require_word(data: bytes, topic: str, key: str, pattern: str) -> str:
-    """Read such a word from what was already taken from the store."""
+    """Parse such a word from a post that was already read."""
     if not re.fullmatch(pattern.encode(), data):
         raise PostError(topic, key, f"is {one_line(shown(data), _MOST_SHOWN)!r}, which is no such name")
     return data.decode()
 
 
 def shown(data: bytes) -> str:
-    """Give a post as one plain line, and cut it."""
+    """Return a post as one plain line, cut to a bounded length."""
     # UTF-8 has at most four bytes for a character.
     return one_line(data[:8004].decode(errors="backslashreplace"))

@@ -61,10 +61,11 @@ class Redaction:
     """What this rank may tell the others.
 
     Attributes:
-        is_one_site: all ranks have the same options, and these name at most one site; False until that is known.
-        is_opted_in: the user lets full texts and values cross between sites.
-        site: of this rank, once known.
-        names_one_site: as ``is_one_site``, as this rank's own flags say, before they were compared.
+        is_one_site: whether all ranks have the same options, and these name at most one site; False until that is
+            known.
+        is_opted_in: whether the user lets full texts and values cross between sites.
+        site: site of this rank; None until it is known.
+        names_one_site: whether this rank's own flags name at most one site, before they are compared with the others'.
 
     >>> between = Redaction(site="edge")
     >>> between.describe(ValueError("sample 4711"))
@@ -84,12 +85,12 @@ class Redaction:
         return self.is_one_site or self.is_opted_in
 
     @property
-    def trusts_judge(self) -> bool:
-        """Whether this rank takes the word of rank 0 that no restart cures an error: a site keeps that on its disks."""
+    def trusts_coordinator(self) -> bool:
+        """Whether this rank believes rank 0 that no restart cures an error, and so writes the marker to its disk."""
         return self.is_one_site or self.names_one_site
 
     def describe(self, error: BaseException) -> str:
-        """Give an exception as one line that may be posted."""
+        """Return an exception as one line that may be posted."""
         if self.is_full:
             return describe_error(error)
         shared = error.shared if isinstance(error, VtpError) else None
@@ -99,7 +100,7 @@ class Redaction:
         return f"{type(error).__name__} {where}, whose text stays there ({_OPT_IN} on that site shows it here)"
 
     def reason(self, why: str) -> str:
-        """Give why a card is bad; between sites its kind alone, which stands before a colon.
+        """Return why a card is bad; between sites only the kind of failure, which stands before a colon.
 
         >>> Redaction(site="edge").reason("erring: the try ended with 1 (/home/me/x.py)")
         'erring (why stays at its site; --vtp-share-errors there shows it here)'
@@ -108,7 +109,7 @@ class Redaction:
         return why if self.is_full or not colon else f"{kind} (why stays at its site; {_OPT_IN} there shows it here)"
 
     def name(self, host: str) -> str:
-        """Give the name of a machine; between sites a mark that is the same each time.
+        """Return the name of a machine; between sites a hash of it, which is the same each time.
 
         >>> Redaction().name("edge-host-7"), Redaction(is_one_site=True).name("edge-host-7")
         ('host-845c3b7a', 'edge-host-7')
@@ -116,7 +117,7 @@ class Redaction:
         return host if self.is_full else f"host-{hashlib.sha256(host.encode()).hexdigest()[:8]}"
 
     def state(self, statement: Mapping[str, object]) -> dict[str, object]:
-        """Give values to compare in the form in which they may be posted.
+        """Return values to compare, in the form in which they may be posted.
 
         Within one site these are the values. Between sites each becomes ``{"digest": ...}``, with ``"value"`` if the
         other site may read it. The digests tell whether two values are equal.
@@ -139,7 +140,7 @@ class Redaction:
 
 
 def show_stated(stated: object) -> str:
-    """Give a value of :meth:`Redaction.state` for a message.
+    """Return a value of :meth:`Redaction.state` as text for a message.
 
     >>> show_stated("1,2"), show_stated({"digest": "ab", "value": 3}), show_stated({"digest": "ab"})
     ('1,2', '3', 'a value that is shown there only')
@@ -170,7 +171,7 @@ def names_a_path(text: str) -> bool:
 
 
 def describe_error(error: BaseException) -> str:
-    """Give an exception as one line: a plugin error's text, another error's type and text, or where it was raised.
+    """Return an exception as one line: a plugin error's text, another error's type and text, or where it was raised.
 
     >>> describe_error(VtpError("no stages")), describe_error(KeyError("x")), describe_error(SystemExit())
     ('no stages', "KeyError: 'x'", 'SystemExit')

@@ -9,10 +9,10 @@ from collections.abc import Callable
 
 
 class Helper:
-    """Does one thing after another, for callers that do not wait longer than they have time.
+    """Runs actions one after another in a thread, for callers that wait for each only up to a limit.
 
     Attributes:
-        thread: to be started; it runs until :meth:`end`.
+        thread: the thread, which the owner starts; it runs until :meth:`end`.
     """
 
     def __init__(self) -> None:
@@ -20,14 +20,14 @@ class Helper:
         self.thread = threading.Thread(target=self._work, name="vtp-monitor-helper", daemon=True)
 
     def run(self, action: Callable[[], None], limit_s: float) -> None:
-        """Have something done, and go on without it when that takes too long, as what was asked for before may."""
+        """Run an action, and return after the limit even if it, or an earlier one, is still running."""
         done = threading.Lock()
         done.acquire()
         self._tasks.put((action, done))
         done.acquire(timeout=limit_s)
 
     def end(self) -> None:
-        """Let the thread end after what it does just now."""
+        """Let the thread end after its current action."""
         self._tasks.put(None)
 
     def _work(self) -> None:

@@ -58,10 +58,10 @@ class Agreement:
         store: reaches all ranks.
         rank: this rank.
         world_size: number of ranks.
-        timeout_s: says how long to wait for the others; asked at every check, since a check may change it.
-        members: the ranks that take part, where they are not all; the first of them judges.
-        way_out: what to do about statements that differ.
-        disclosure: says what the others may learn from this rank. It is asked after a check's ``prepare`` has run,
+        timeout_s: returns how long to wait for the others; called at every check, since a check may change it.
+        members: global ranks that take part, the coordinator first; None for all ranks.
+        way_out: advice for the error about statements that differ.
+        redaction: says what the others may learn from this rank. It is asked after a check's ``prepare`` has run,
             because ``prepare`` may be what finds out this rank's site. By default all ranks are at one site.
     """
 
@@ -69,7 +69,7 @@ class Agreement:
     rank: int
     world_size: int
     timeout_s: Callable[[], float]
-    disclosure: Callable[[], Redaction] = lambda: Redaction(is_one_site=True)
+    redaction: Callable[[], Redaction] = lambda: Redaction(is_one_site=True)
     members: tuple[int, ...] | None = None
     way_out: str = _SAME_START
 
@@ -91,11 +91,11 @@ class Agreement:
         ``SystemExit`` counts as a failure, too: some of Megatron's checks exit.
 
         Args:
-            name: of the check, for error messages; a name may come again, rounds are counted.
+            name: name of the check, for error messages; it may come again, since rounds are counted.
             prepare: the check; returns JSON values that must be equal on all ranks. The error names the first value
                 that differs.
-            is_partial: a rank need not state every value that another rank states.
-            timeout_s: for this check; default is the usual limit, read before ``prepare`` runs.
+            is_partial: whether a rank may leave out values that another rank states.
+            timeout_s: limit of this check; default is the usual limit, read before ``prepare`` runs.
 
         Raises:
             ConfigError: a rank failed, or two statements differ. The text is the same on all ranks, but for what may
@@ -109,7 +109,7 @@ class Agreement:
             statement = prepare()
         except (Exception, SystemExit) as found:
             error = found
-        _Check(self, name, limit_s, self.disclosure(), is_partial).settle(statement, error)
+        _Check(self, name, limit_s, self.redaction(), is_partial).settle(statement, error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,26 +119,26 @@ class _Check:
     agreement: Agreement
     name: str
     timeout_s: float
-    disclosure: Redaction
+    redaction: Redaction
     is_partial: bool
 
     @property
-    def judge(self) -> int:
+    def coordinator(self) -> int:
         """The rank that compares all posts."""
         return self.agreement.ranks[0]
 
     @property
     def topic(self) -> str:
-        """Where its posts are, for errors."""
+        """Name of the check's part of the store, for errors."""
         return f"{Topic.CHECKS.key}/{self.name}"
 
     def settle(self, statement: Mapping[str, object], error: BaseException | None) -> None:
         """Post this rank's statement or error, and return only if every rank made the same statement."""
-        posted = "" if error is None else one_line(self.disclosure.describe(error))
+        posted = "" if error is None else one_line(self.redaction.describe(error))
         own = (
             Post(error=posted, is_final=is_final(error))
             if error is not None
-            else Post(says=self.disclosure.state(statement))
+            else Post(says=self.redaction.state(statement))
         )
         begin_s = time.monotonic()
         try:
@@ -146,7 +146,7 @@ class _Check:
                 verdict = self._exchange(write_post(asdict(own)), begin_s)
         except dist.DistError as broken:
             waited = f"{WAITED} {time.monotonic() - begin_s:.1f} s"
-            whom = f"for rank {self.judge} or the launcher, which keeps the store, at {self.name}"
+            whom = f"for rank {self.coordinator} or the launcher, which keeps the store, at {self.name}"
             raise PeerError(
                 f"{waited} {whom}: the connection broke ({first_line(str(broken))}); it ended",
                 shared=f"{waited} {whom}: the connection broke; it ended",
@@ -168,21 +168,21 @@ class _Check:
 
         What rank 0 finds rests on the posts of both.
         """
-        if self.disclosure.trusts_judge:
+        if self.redaction.trusts_coordinator:
             return verdict.is_final
         return error is not None and is_final(error)
 
     def _exchange(self, own: str, begin_s: float) -> CheckResult:
-        """Post, judge on rank 0, and return the verdict."""
+        """Post, compare all posts on the coordinator, and return the verdict."""
         rank = self.agreement.rank
         exchange = open_round(dist.PrefixStore(self.name, part_of(self.agreement.store, Topic.CHECKS)), rank)
         posts = exchange.posts
         posts.set(str(rank), own)
-        if rank != self.judge:
+        if rank != self.coordinator:
             verdict = self._read_verdict(posts, begin_s)
             posts.add("farewell", 1)
             return verdict
-        verdict, num_present = self._judge(posts, begin_s)
+        verdict, num_present = self._compare_posts(posts, begin_s)
         posts.set("verdict", json.dumps(asdict(verdict)))
         if num_present == len(self.agreement.ranks):
             exchange.clear_last([*map(str, self.agreement.ranks), "verdict", "missing", "farewell"])
@@ -191,7 +191,7 @@ class _Check:
             poll(lambda: posts.add("farewell", 0) >= num_present - 1, min(_FAREWELL_S, 0.15 * self.timeout_s))
         return verdict
 
-    def _judge(self, posts: dist.Store, begin_s: float) -> tuple[CheckResult, int]:
+    def _compare_posts(self, posts: dist.Store, begin_s: float) -> tuple[CheckResult, int]:
         """Compare all posts on rank 0; return the verdict and how many ranks came."""
         limit_s = JUDGE_SHARE * self.timeout_s
         deadline_s = begin_s + limit_s
@@ -222,7 +222,7 @@ class _Check:
         return CheckResult(text=one_line(text), name=name, is_final=self.name in _OF_FLAGS), num_present
 
     def _read_post(self, posts: dist.Store, rank: int) -> Post:
-        """Read on rank 0 what a rank has posted; what no rank posts is an error of that rank, of which all learn."""
+        """Read a rank's post on the coordinator; a malformed one counts as an error of that rank, which all learn."""
         try:
             post = read_post(Post, posts, str(rank), self.topic)
             if (post.says is None) is (not post.error):
@@ -253,12 +253,12 @@ class _Check:
         return poll(is_there, limit_s, lines=lines)
 
     def _read_verdict(self, posts: dist.Store, begin_s: float) -> CheckResult:
-        judge = str(self.judge)
+        coordinator = str(self.coordinator)
 
         def whom() -> str:
             if posts.check(["missing"]):
                 return f"rank {read_text(posts, 'missing')} at {self.name}"
-            return f"{'another rank' if posts.check([judge]) else f'rank {judge}'} at {self.name}"
+            return f"{'another rank' if posts.check([coordinator]) else f'rank {coordinator}'} at {self.name}"
 
         lines = WaitingLines(self.timeout_s, whom)
         while True:
@@ -271,9 +271,10 @@ class _Check:
                     lines.say()
                     continue
             waited = f"{WAITED} {time.monotonic() - begin_s:.1f} s"
-            # The judge has begun later than this rank: it has not judged yet, but says for whom it waits.
-            waits = f"rank {judge}, which still waits for another rank, at {self.name}"
-            whom_text = waits if posts.check([judge]) and not posts.check(["missing"]) else whom()
+            # The coordinator has begun later than this rank: there is no verdict yet, but it has posted for whom it
+            # waits.
+            waits = f"rank {coordinator}, which still waits for another rank, at {self.name}"
+            whom_text = waits if posts.check([coordinator]) and not posts.check(["missing"]) else whom()
             text = f"{waited} for {whom_text}: no answer; {UNKNOWN_PEER}"
             raise PeerError(text, shared=text) from None
 
@@ -284,9 +285,10 @@ def find_difference(
     """Name the first value in which ranks differ, with all ranks that state it; None and no text when all are equal.
 
     Args:
-        statements: by rank, ascending, as :meth:`~vtp_plugin.runtime.health.redaction.Redaction.state` gives them.
-        is_partial: a rank need not state every value that another one states.
-        way_out: what to do about it.
+        statements: values of every rank, by ascending rank, as
+            :meth:`~vtp_plugin.runtime.health.redaction.Redaction.state` gives them.
+        is_partial: whether a rank may leave out values that another one states.
+        way_out: advice for the error.
 
     >>> find_difference({0: {"sizes": [1, 2]}, 1: {"sizes": [1, 2]}})
     (None, '')

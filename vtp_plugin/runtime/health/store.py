@@ -1,4 +1,4 @@
-"""The run's store: what the plugin writes there is a closed list.
+"""The run's store: the plugin writes only what this closed list of topics names.
 
 The plugin opens every part of the store by :func:`part_of` with a :class:`Topic`. So the topics list all that it tells
 other ranks outside the process groups. Torch keeps the addresses of its process groups in the same store.
@@ -86,7 +86,7 @@ def name_run(store: dist.Store) -> str:
 
 
 def connect_again(store: dist.Store) -> dist.Store:
-    """Open a connection to the run's store that nobody else uses, so that a long wait of one does not hold up another.
+    """Open a connection to the run's store that nobody else uses, so that one long wait does not delay another.
 
     All ranks reach the same part of the store by it: its name is random, since what a store puts before its keys cannot
     be read. (``store.clone()`` knows it, but torch 2.7 has no such method.)
@@ -95,7 +95,7 @@ def connect_again(store: dist.Store) -> dist.Store:
         store: reaches all ranks.
 
     Raises:
-        PeerError: somebody has posted what is no such name.
+        PeerError: the posted name is not one that ranks write.
     """
     found = part_of(store, Topic.WATCH).compare_set("name", "", f"{Topic.WATCH.key} {uuid.uuid4()}")
     name = require_word(found, Topic.WATCH.key, "name", rf"{Topic.WATCH.key} [0-9a-f-]{{36}}")
@@ -115,8 +115,8 @@ class Round:
     """One exchange between ranks over a part of a store; all of them make the same exchanges there, in one order.
 
     Attributes:
-        part: of the store.
-        number: of the exchange, from 1 on.
+        part: part of the store for exchanges of this kind.
+        number: number of the exchange, from 1 on.
     """
 
     part: dist.Store
@@ -124,7 +124,7 @@ class Round:
 
     @property
     def posts(self) -> dist.Store:
-        """What the ranks post in this exchange."""
+        """Part of the store for the posts of this exchange."""
         return dist.PrefixStore(str(self.number), self.part)
 
     def clear_last(self, keys: Iterable[str]) -> None:
@@ -143,7 +143,7 @@ def open_round(part: dist.Store, rank: int) -> Round:
     Each rank counts its calls, and all make the same calls, so all get the same exchange without talking.
 
     Args:
-        part: of a store, for exchanges of one kind.
+        part: part of a store, for exchanges of one kind.
         rank: this rank.
     """
     return Round(part, part.add(f"rounds of {rank}", 1))

@@ -34,7 +34,7 @@ def serve(host: str, port: int, timeout_s: float) -> dist.TCPStore:
     Args:
         host: ``MASTER_ADDR``.
         port: 0 for any that is free.
-        timeout_s: of what is asked of the store.
+        timeout_s: limit of each request to the store, in seconds.
     """
     address, reason = listening_address(host, os.environ)
     if address is None:
@@ -53,7 +53,7 @@ def keep_open(host: str, port: int) -> tuple[dist.TCPStore, str]:
         The store, which listens as long as somebody holds it, and the address.
 
     Raises:
-        ConfigError: the address is none of this machine's, or the port is taken.
+        ConfigError: this machine does not have the address, or the port is taken.
     """
     address, reason = listening_address(host, {})
     if address is None or ipaddress.ip_address(address.partition("%")[0]).is_unspecified:
@@ -118,11 +118,11 @@ def _bind(address: str, port: int) -> socket.socket | None:
 
 
 def listening_address(host: str, environment: Mapping[str, str]) -> tuple[str | None, str]:
-    """Choose the address on which rank 0 keeps the store, and say why; None stands for all interfaces.
+    """Return the address on which rank 0 keeps the store, and the reason; None stands for all interfaces.
 
     Args:
         host: ``MASTER_ADDR``.
-        environment: of rank 0; the launcher says in it whether all ranks are on this machine.
+        environment: variables of rank 0, in which the launcher says whether all ranks are on this machine.
     """
     try:
         address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])

@@ -1,4 +1,4 @@
-"""What ranks post in a check that they pass or fail together, and what one of them concludes."""
+"""What ranks post in a joint check, and what the coordinator concludes."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ class Post:
     """What a rank posts.
 
     Attributes:
-        says: its statement; None if it failed.
-        error: why it failed.
-        is_final: no restart cures that.
+        says: statement of the rank; None if it failed.
+        error: why it failed; empty if it did not.
+        is_final: whether no restart cures the error.
     """
 
     says: dict[str, object] | None = None
@@ -22,13 +22,13 @@ class Post:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckResult:
-    """What the judge concludes from all posts.
+    """What the coordinator concludes from all posts.
 
     Attributes:
         text: why all ranks end; empty if they agree.
-        name: value that differs, if that is why.
-        is_missing: a rank did not come.
-        is_final: no restart cures it.
+        name: name of the value that differs; None if that is not the reason.
+        is_missing: whether a rank did not come.
+        is_final: whether no restart cures the error.
     """
 
     text: str = ""

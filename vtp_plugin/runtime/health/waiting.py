@@ -32,7 +32,7 @@ class WaitingLines:
     Args:
         limit_s: how long the wait may take.
         describe: names the ranks that are missing; called when a line is due.
-        environment: of this process.
+        environment: variables of this process.
     """
 
     def __init__(
@@ -42,12 +42,14 @@ class WaitingLines:
         self._limit_s = limit_s
         self._describe = describe
         self._is_speaker = environment.get("LOCAL_RANK", "0") == "0"
-        self._place = f"{environment.get('MASTER_ADDR', '(no address)')}:{environment.get('MASTER_PORT', '(no port)')}"
+        self._address = (
+            f"{environment.get('MASTER_ADDR', '(no address)')}:{environment.get('MASTER_PORT', '(no port)')}"
+        )
         self._due_s = self._begin_s + float(environment.get(_FIRST_LINE_VARIABLE, "10"))
 
     @property
     def pause_s(self) -> float:
-        """How long it is until the next line is due."""
+        """Seconds until the next line is due."""
         return max(0.0, self._due_s - time.monotonic()) if self._is_speaker else float("inf")
 
     def say(self) -> None:
@@ -59,7 +61,7 @@ class WaitingLines:
         waited_s = now_s - self._begin_s
         left_s = max(0.0, self._limit_s - waited_s)
         log.warning(
-            f"start-up: waiting for {self._describe()}; they meet at {self._place}; waited {waited_s:.0f} s, "
+            f"start-up: waiting for {self._describe()}; they meet at {self._address}; waited {waited_s:.0f} s, "
             f"{left_s:.0f} s left"
         )
 
@@ -114,7 +116,7 @@ def time_limit(rank: int, timeout_s: float, what: str) -> Iterator[None]:
 
 
 def some_ranks(ranks: list[int]) -> str:
-    """Name ranks; of many the first eight, and how many more.
+    """Return ranks as text: at most eight, and how many more there are.
 
     >>> some_ranks([*range(10)])
     '0, 1, 2, 3, 4, 5, 6, 7 and 2 more'

@@ -1,4 +1,4 @@
-"""Where a rank stands, and who waits for whom: what a run that hangs says of itself.
+"""Where each rank is, and who waits for whom: what a hanging run reports.
 
 A rank that has waited too long names its peer, which may be healthy and wait itself. So every rank says where it
 stands, and the line follows the waits from rank to rank: to one that does not answer, to one that waits for nobody, or
@@ -27,12 +27,12 @@ _MOST_LINKS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """What a rank does just now.
+    """What a rank is doing.
 
     Attributes:
-        text: a clause behind its number: "waits at boundary 0->1, forward, microbatch 1, for rank 0".
-        peers: the ranks for which it waits; none if it waits for nobody.
-        group: of a collective, all ranks that take part; empty elsewhere.
+        text: clause that follows the rank's number: "waits at boundary 0->1, forward, microbatch 1, for rank 0".
+        peers: ranks for which it waits; empty if it waits for nobody.
+        group: all ranks of the collective that it is in; empty outside collectives.
     """
 
     text: str
@@ -45,10 +45,10 @@ class Standing:
 
 
 def load_standing(text: str | bytes) -> Standing:
-    """Read what another rank has posted.
+    """Read what another rank has posted; inverse of :meth:`Standing.dump`.
 
     Raises:
-        PeerError: it is something else.
+        PeerError: the post is something else.
 
     >>> load_standing(Standing(text="computes 1F0", peers=(2,)).dump())
     Standing(text='computes 1F0', peers=(2,), group=())
@@ -67,12 +67,12 @@ def ranks_in(peer: str) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True)
 class BlockedCollective:
-    """A collective of torch.distributed in which this process stands.
+    """A collective of torch.distributed in which this process waits.
 
     Attributes:
-        name: torch's function.
-        ranks: of its group; empty where the call does not say.
-        frame: of the call; while somebody holds it, no later call has the same.
+        name: name of torch's function.
+        ranks: ranks of its group; empty if the call does not say.
+        frame: stack frame of the call; while it is referenced, no later call has the same one.
     """
 
     name: str
@@ -81,7 +81,7 @@ class BlockedCollective:
 
 
 def find_collective() -> BlockedCollective | None:
-    """Look through the stacks of all threads for a collective that holds up the host; None if there is none.
+    """Look through the stacks of all threads for a collective that blocks the host; None if there is none.
 
     On a device the host goes on while the device waits, and then nothing is found.
     """
@@ -108,12 +108,12 @@ def _ranks_of(group: object) -> tuple[int, ...]:
 
 
 def follow(rank: int, own: Standing, ask: Callable[[int], Standing | None]) -> str:
-    r"""Follow the waits from a rank on; return what the others do, each behind a semicolon.
+    r"""Follow the waits from rank to rank; return what each of the other ranks does, after a semicolon.
 
     Args:
-        rank: the first one.
-        own: what it waits for.
-        ask: where another rank stands; None if that does not answer.
+        rank: rank to start at.
+        own: what that rank is doing.
+        ask: returns what another rank is doing; None if it does not answer.
 
     >>> others = {0: Standing(text="waits at boundary 0->1, backward, microbatch 0, for rank 1", peers=(1,)),
     ...           1: Standing(text="stands in all_to_all_single of ranks 1, 2, inside 1F0", peers=(2,), group=(1, 2))}

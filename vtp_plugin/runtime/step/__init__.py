@@ -1,8 +1,8 @@
 """How one step runs: links, the executor, what is measured, tied weights and sums of gradients.
 
 Words:
-    link: a channel or a bridge that knows how its tensors cross; its verbs are post, send and take (``Link``).
+    link: a channel or a bridge that knows how its tensors cross; its verbs are post, send and take (``StageLink``).
     inputs: what a forward takes, one tensor or several (``Inputs``).
-    companion: what of a microbatch crosses into the cloud before its activation (``Companion``).
-    report: what a rank has measured, for all (``Report``).
+    companion: a tensor of the edge's batch that crosses into the cloud before the activation (``Companion``).
+    report: figures that a rank has measured, for all ranks (``Report``).
 """

@@ -23,7 +23,7 @@ def checked(given: Any, check: Callable[[Any], None]) -> Any:
     """Let every batch be checked when it is read.
 
     Args:
-        given: as Megatron hands them over: an iterator, None, or a list of these, one for each chunk.
+        given: Megatron's data iterator, None, or a list of these, one for each chunk.
         check: raises an error if a batch must not be read.
 
     >>> [next(batches) for batches in checked([iter("a"), iter("b")], print)]

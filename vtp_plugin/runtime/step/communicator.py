@@ -1,4 +1,4 @@
-"""One rank's side of the pipeline: its channels to the previous and the next stage, behind one ``exchange`` call."""
+"""One rank's part of the pipeline: its channels to the previous and the next stage, behind one ``exchange`` call."""
 
 from __future__ import annotations
 
@@ -84,10 +84,10 @@ def open_channels(
 
 
 def own_channels(boundaries: Sequence[PipelineBoundary], opened: Sequence[Channel | None]) -> dict[ChannelId, Channel]:
-    """Give this rank's channels by their identity.
+    """Return this rank's channels by their identity.
 
     Args:
-        boundaries: of the run.
+        boundaries: boundaries of the run.
         opened: a channel for each direction of each boundary, as :func:`open_channels` returns them; more may follow.
     """
     ids = [boundary.id(direction) for boundary in boundaries for direction in Direction]
@@ -109,7 +109,7 @@ class PipelineCommunicator:
 
     @property
     def num_allocations(self) -> int:
-        """How often receives needed fresh memory on the host so far; constant in a steady state with fixed shapes."""
+        """Number of receives so far that needed fresh host memory; constant in a steady state with fixed shapes."""
         return sum(channel.num_allocations for channel in self._channels.values())
 
     def reaches(self, name: str) -> bool:
@@ -117,7 +117,7 @@ class PipelineCommunicator:
         return name in self._channels
 
     def channel(self, name: str) -> Channel:
-        """Return the channel of ``recv_prev``, ``recv_next``, ``send_next`` or ``send_prev``; there is a neighbour."""
+        """Return the channel of ``recv_prev``, ``recv_next``, ``send_next`` or ``send_prev``, which has a neighbour."""
         return self._channels[name]
 
     def start_step(self) -> None:
@@ -144,14 +144,15 @@ class PipelineCommunicator:
         """Send and receive at once.
 
         Args:
-            form: of all tensors.
+            form: type and layout of all tensors.
             send_next: activation ``[S, B, H]``, this rank's part, for the next stage.
             send_prev: gradient for the previous stage.
-            recv_prev: take an activation from the previous stage.
-            recv_next: take a gradient from the next stage.
-            shape: local shape of what is received; with variable shapes it comes with the tensor.
-            wait: return when what is received is there; otherwise the caller waits for the handles. Sends are not
-                waited for: the receiver may post only after an exchange with a third rank, which may need this one.
+            recv_prev: whether to receive an activation from the previous stage.
+            recv_next: whether to receive a gradient from the next stage.
+            shape: local shape of the tensors to receive; with variable shapes a header brings it.
+            wait: whether to return only when the received tensors are there; otherwise the caller waits for the
+                handles. Sends are not waited for: the receiver may post only after an exchange with a third rank, which
+                may need this one.
 
         Raises:
             ConfigError: the header of a tensor does not fit what this rank expects, the sequence does not divide, a
@@ -167,7 +168,7 @@ class PipelineCommunicator:
                 posted[name] = self._open_sends.add(ChannelLink(channel, form).send(tensor))
             else:
                 posted[name] = receives[name] = ChannelLink(channel, form, shape).post()
-        # One order on all ranks of a stage: what completes a receive, also that of a header, is a collective.
+        # One order on all ranks of a stage: a collective completes each receive, that of a header included.
         names = [name for name in _WAIT_ORDER if name in posted]
         received = {name: receives[name].tensor for name in names if name in receives}
         if wait:
@@ -177,7 +178,7 @@ class PipelineCommunicator:
         return Exchanged(from_prev=received.get("recv_prev"), from_next=received.get("recv_next"), works=works)
 
     def _in_order(self, names: Sequence[str]) -> list[tuple[str, Channel]]:
-        """Give the channels of an exchange's operations, in the order in which they are posted.
+        """Return the channels of an exchange's operations, in the order in which they are posted.
 
         All ranks post in the order of the run's channels. A device that executes its operations strictly in the order
         of their issue, over all communicators, then finds its peer at the same one; receives first would deadlock it.
@@ -192,8 +193,8 @@ def join_channels(channels: Mapping[ChannelId, Channel], worker: int) -> tuple[P
     """Make one communicator for every replica of the pipeline that this rank works in.
 
     Args:
-        channels: of this rank.
-        worker: this rank's number in the schedule.
+        channels: channels of this rank by their identity.
+        worker: number of this rank's replica in the schedule.
     """
     forward = sorted(
         (name for name in channels if name.direction is Direction.FORWARD), key=lambda n: channels[n].order

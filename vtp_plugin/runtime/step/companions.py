@@ -1,9 +1,9 @@
-"""What of a microbatch the cloud of a U-shaped pipeline needs besides its activation: the edge reads it with its data.
+"""Companions: tensors of a batch that the cloud of a U-shaped pipeline needs beside the activation.
 
 Attention has to know where the samples of a packed row end, or where the tokens of a picture stand, and only the edge
 has data. So a companion crosses before the activation of its microbatch, into every stage of the cloud and over the
-same links. There it takes the place of the data: the script's forward step finds it in its iterator. What crosses back
-to the edge goes without: it has the data.
+same links. There it replaces the data: the script's forward step finds it in its iterator. Activations that cross back
+to the edge have no companion, since the edge has the data.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from vtp_plugin.runtime.step.links import ChannelLink
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Companion:
-    """A kind of companion: what of a microbatch crosses, and in which form.
+    """A kind of companion: which tensor of a batch crosses, and in which form.
 
     Attributes:
-        cargo: kind of message.
-        shape: of every one.
-        read: makes it, as int32, of what the script's iterator gives.
-        give: makes of it what the script's forward step reads in the cloud.
-        unit: what the script reads for a microbatch, such as ``"row"``.
-        says: what the cloud would not know without it.
-        way_out: what to do about a forward that reads several.
+        kind: kind of message.
+        shape: shape of every companion.
+        read: makes the companion, as int32, from what the script's iterator gives.
+        give: makes what the script's forward step reads in the cloud from the companion.
+        unit: name of what the script reads for a microbatch, such as ``"row"``, for errors.
+        says: what the cloud would not know without the companion, for errors.
+        way_out: advice for the error about a forward that reads several batches.
     """
 
-    cargo: MessageKind
+    kind: MessageKind
     shape: tuple[int, int, int]
     read: Callable[[Any], torch.Tensor]
     give: Callable[[torch.Tensor], Any]
@@ -53,13 +53,13 @@ class Companion:
 
 
 class Companions:
-    """The companions of this rank's microbatches, and their way into the cloud. Used from the main thread only.
+    """Moves the companions of this rank's microbatches into the cloud; for the main thread only.
 
     Args:
         placement: which stage holds which virtual stage; stage 0 is the edge.
-        stage: of this rank.
-        channels: of this rank, by the schedule's names.
-        companion: what crosses.
+        stage: stage of this rank.
+        channels: channels of this rank by their identity.
+        companion: kind of companion that crosses.
         platform: where this rank computes.
     """
 
@@ -76,7 +76,7 @@ class Companions:
         self._companion = companion
         self._platform = platform
         self._channels = {
-            name: channel.crossed_by("rank0", unit=f"{companion.cargo} of microbatch", cargo=companion.cargo)
+            name: channel.crossed_by("rank0", unit=f"{companion.kind} of microbatch", kind=companion.kind)
             for name, channel in channels.items()
             if name.direction is Direction.FORWARD and placement.stage_of(name.dst) != 0
         }
@@ -89,7 +89,7 @@ class Companions:
         """Count microbatches from 0 again.
 
         Args:
-            is_batched: coalesce messages into one call of the backend, as those of the activations are.
+            is_batched: whether messages are coalesced into one call of the backend, as those of the activations are.
         """
         form = TensorFormat(dtype=torch.int32, is_batched=is_batched, requires_grad=False)
         self._links = {
@@ -100,10 +100,10 @@ class Companions:
         self._held.clear()
 
     def iterators(self, iterators: Sequence[Any]) -> list[Any]:
-        """Give the iterators that the script's forward step reads, one for each chunk.
+        """Return the iterators that the script's forward step reads, one for each chunk.
 
         Args:
-            iterators: Megatron's. On the edge they are read as before; a rank that reads nothing has None.
+            iterators: Megatron's iterators. On the edge they are read as before; a rank that reads nothing has None.
         """
         if not self._is_edge:
             return [Reader(self._given) for _ in iterators]
@@ -122,11 +122,11 @@ class Companions:
             self._held[receive.vstage, receive.microbatch] = posted.take()
 
     def enter(self, forward: Action) -> None:
-        """Note which forward reads from now on."""
+        """Note the forward that reads its batch from now on."""
         self._now = forward.vstage, forward.microbatch
 
     def send(self, send: Action) -> SendWork | None:
-        """Send the companion of an activation, before the activation itself; None if it goes without."""
+        """Send the companion of an activation, before the activation itself; return None if it has no companion."""
         held = self._held.pop((send.vstage, send.microbatch), None)
         link = self._links.get(channel_of(self._placement, send))
         if link is None or send.op is not Op.SEND_F:

@@ -1,7 +1,7 @@
-"""The executor: carries out one rank's lowered actions. It computes by injected functions and sends over channels.
+"""The executor: carries out one rank's lowered actions. It computes by injected functions and sends over links.
 
-One host thread issues everything, in the order of the list. Only waits block: for what is received and, at the end of a
-step, for what is sent. :mod:`vtp_plugin.plan.schedule.order.lower` says where these waits stand and why.
+One host thread issues everything, in the order of the list. Only waits block: for receives and, at the end of a step,
+for sends. :mod:`vtp_plugin.plan.schedule.order.lower` says where these waits stand and why.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Compute(Protocol):
     """What a virtual stage computes, by Megatron's own step functions."""
 
     def forward(self, action: Action, activation: Inputs) -> torch.Tensor:
-        """Run a forward; a virtual stage without another before it gets no activation, the last returns the loss."""
+        """Run a forward; the first virtual stage gets no activation, and the last one returns the loss."""
         ...
 
     def backward(
@@ -56,11 +56,11 @@ class Executor:
     """Runs one step of a lowered schedule on one rank.
 
     Args:
-        schedule: lowered; every virtual stage's result crosses to another stage.
-        worker: this rank's replica of its stage; without replicas that is the stage.
-        links: of this rank.
-        compute: what the virtual stages of this stage compute.
-        companions: what crosses with activations; None where nothing does.
+        schedule: lowered schedule, in which every virtual stage's result crosses to another stage.
+        worker: number of this rank's replica in the schedule; without replicas that is the stage.
+        links: links of this rank.
+        compute: computes the forwards and backwards of this stage.
+        companions: tensors that cross with activations; None if there are none.
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class Executor:
         """Carry out all actions of the worker; afterwards nothing is under way.
 
         Raises:
-            ConfigError: the model gives nothing to send.
-            PlanError: something is left over.
+            ConfigError: the model returns no tensor to send.
+            PlanError: a tensor or a receive is left over at the end.
         """
         for action in self._actions:
             self._current = action
@@ -112,7 +112,7 @@ class Executor:
             raise PlanError(f"{self._schedule.name}: a step ended with tensors left over ({', '.join(left)})")
 
     def name_compute(self) -> str:
-        """Name the forward or backward that runs just now, for a line about a hang; empty between two."""
+        """Name the forward or backward that is running, for a line about a hang; empty between two of them."""
         action = self._current
         if action is None or not action.op.is_compute:
             return ""

@@ -28,11 +28,11 @@ class GradSync:
     Args:
         config: Megatron's configuration.
         chunks: model chunks of this rank's stage.
-        forward_only: the pass has no backward.
-        is_first_stage: this is the first pipeline stage.
-        take_turns: replicas of this stage share the microbatches of a step. One may then need messages that are sent
-            only after the other has computed, so no forward may wait for the other's: all weights are gathered from the
-            start of the step on.
+        forward_only: whether the pass has no backward.
+        is_first_stage: whether this is the first pipeline stage.
+        take_turns: whether replicas of this stage share the microbatches of a step. One replica may then need messages
+            that are sent only after another has computed, so no forward may wait for another's: the weights of all
+            chunks are gathered from the start of the step on.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class GradSync:
         for chunk in chunks:
             # Empty where the gathers do not overlap with forwards, and in the first step of megatron.training.
             if getattr(chunk, "remove_forward_pre_hook_handles", None):
-                # So the hooks leave it to others to start the next bucket's gather: Megatron's own word for this.
+                # Tells the hooks not to start the next bucket's gather; the name is Megatron's.
                 chunk.ddp_config.align_param_gather = True
                 chunk.start_param_sync()
                 self._num_gathered = len(self._chunks)

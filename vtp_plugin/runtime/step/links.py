@@ -1,6 +1,6 @@
 """What the executor sends and receives over: a channel between two stages of a module, or a bridge between modules.
 
-A link knows how its tensors cross, so that whoever uses it only gives and takes tensors.
+A link knows how its tensors cross, so that its user only sends and takes tensors.
 """
 
 from __future__ import annotations
@@ -73,14 +73,14 @@ class ChannelLink:
     """Tensors of one format over a channel.
 
     Attributes:
-        channel: carries them.
-        form: how they cross.
-        shape: of this rank's part; None where it varies, or where only sends are meant.
+        channel: channel that carries the tensors.
+        form: type and layout of the tensors.
+        shape: shape of this rank's part; None if it varies, or if the link only sends.
 
     Args:
-        channel: carries them.
-        form: how they cross.
-        shape: of this rank's part; not used with variable shapes.
+        channel: channel that carries the tensors.
+        form: type and layout of the tensors.
+        shape: shape of this rank's part; not used with variable shapes.
     """
 
     def __init__(self, channel: Channel, form: TensorFormat, shape: Sequence[int] | None = None) -> None:
@@ -94,10 +94,10 @@ class ChannelLink:
         self.channel.start_step()
 
     def post(self) -> RecvWork:
-        """Post the receive of the next tensor that the other side sends, or of its header.
+        """Post the receive of the next tensor that the other stage sends, or of its header.
 
         Raises:
-            ConfigError: its shape is not known.
+            ConfigError: the shape of the tensor is not known.
         """
         if self._whole is None and not self.form.has_variable_shapes:
             raise ConfigError(f"{self.channel.spec.name}: the shape of what is received is not known; give it")
@@ -119,11 +119,11 @@ class ChannelLink:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinkForm:
-    """What crosses between a virtual stage and the next one; the gradient that comes back has the same form.
+    """Form of the tensors between a virtual stage and the next one; the gradients that come back have the same.
 
     Attributes:
-        form: of every tensor.
-        shape: of this rank's part; not used with variable shapes.
+        form: type and layout of every tensor.
+        shape: shape of this rank's part; not used with variable shapes.
     """
 
     form: TensorFormat
@@ -133,12 +133,12 @@ class LinkForm:
 def bind_links(
     placement: Placement, channels: Mapping[ChannelId, Channel], link_forms: Sequence[LinkForm]
 ) -> dict[LinkId, ChannelLink]:
-    """Give this rank's links.
+    """Return this rank's links, each channel bound to the form of its tensors.
 
     Args:
         placement: which stage holds which virtual stage.
-        channels: of this rank, by the schedule's names.
-        link_forms: what crosses, by the virtual stage whose output it is.
+        channels: channels of this rank by their identity.
+        link_forms: forms of the tensors, by the virtual stage whose output they are.
     """
     return {
         (name, vstage): ChannelLink(channel, link_forms[vstage].form, link_forms[vstage].shape)
@@ -157,7 +157,7 @@ class ModuleLink:
     """One direction between two stages of a module, whose tensors have two or three dimensions, with headers.
 
     Args:
-        link: between the stages.
+        link: link over the channel between the stages.
     """
 
     def __init__(self, link: ChannelLink) -> None:
@@ -191,8 +191,8 @@ class _BridgeLink:
     """One direction of a bridge.
 
     Args:
-        bridge: this rank's side.
-        split_sizes: reads from a tensor how many tokens each of its samples has.
+        bridge: this rank's end of the bridge.
+        split_sizes: returns the number of tokens of each sample of a tensor.
     """
 
     def __init__(self, bridge: Bridge, split_sizes: SplitSizes) -> None:
@@ -200,7 +200,7 @@ class _BridgeLink:
         self._split_sizes = split_sizes
 
     def start_step(self) -> None:
-        """Do nothing: a bridge counts on."""
+        """Do nothing: a bridge counts its microbatches over all steps."""
 
 
 class ActivationLink(_BridgeLink):
@@ -220,7 +220,7 @@ class GradientLink(_BridgeLink):
     """Gradients over a bridge."""
 
     def post(self) -> Receive:
-        """Post the receive of the next gradient; its activation says the shape, so at the latest when that is sent."""
+        """Post the receive of the next gradient; this may wait until its activation is sent, which gives the shape."""
         return self._bridge.expect_backward()
 
     def send(self, tensor: torch.Tensor) -> Send:

@@ -1,4 +1,4 @@
-"""How long this rank computes and how fast its links are: what the order of a U-shaped pipeline is planned for."""
+"""How long this rank computes and how fast its links are: the costs that a U-shaped pipeline's order is planned for."""
 
 from __future__ import annotations
 
@@ -44,19 +44,19 @@ def share_reports(
     timeout_s: float,
     kind: Any = Report,
 ) -> str:
-    """Make one text of all ranks' reports, on rank 0, and return it on all: two keys' worth of traffic a rank.
+    """Combine the reports of all ranks into one text on rank 0, and return it on all: two keys of the store per rank.
 
     Args:
         store: reaches all ranks.
         own: report of this rank.
-        combine: gets the reports in the order of the ranks.
+        combine: makes the text of the reports, which are in rank order.
         rank: this rank.
         world_size: number of ranks.
         timeout_s: how long to wait for the others.
         kind: shape of a report, see :func:`~vtp_plugin.util.typed_json.read_typed`.
 
     Raises:
-        PeerError: a rank did not post its report, or rank 0 no text, within the timeout; or it is of another shape.
+        PeerError: a rank posted no report, or rank 0 no text, within the timeout; or one has another shape.
     """
     exchange = open_round(part_of(store, Topic.REPORTS), rank)
     posts = exchange.posts
@@ -80,13 +80,13 @@ def read_shared(kind: type[_Kind], text: str) -> _Kind:
     """Read a text of :func:`share_reports` that is JSON.
 
     Raises:
-        PeerError: it is of another shape.
+        PeerError: the text has another shape.
     """
     return parse_post(kind, text, Topic.REPORTS.key, "text")
 
 
 def _combined(combine: Callable[[Sequence[Posted]], str], reports: Sequence[Posted]) -> str:
-    """Combine reports of the right shape; one may still lack what all ranks report."""
+    """Combine reports of the right shape; one may still lack figures that the others have."""
     try:
         return combine(reports)
     except (AttributeError, IndexError, KeyError, TypeError) as error:
@@ -100,11 +100,11 @@ class TimedCompute:
     Waits for receives do not count: they are issued before a compute begins.
 
     Attributes:
-        shapes: by virtual stage, the local shape of the first output.
+        shapes: local shape of the first output, by virtual stage.
 
     Args:
-        compute: does the work.
-        recorder: gets the durations.
+        compute: does the computing.
+        recorder: notes the durations.
     """
 
     def __init__(self, compute: Compute, recorder: Recorder) -> None:
@@ -133,7 +133,7 @@ class TimedCompute:
             return self._compute.backward(action, activation, output, gradient, is_last=is_last)
 
     def release(self, output: torch.Tensor) -> None:
-        """Let go of an output's data."""
+        """Free an output's data."""
         self._compute.release(output)
 
 
@@ -141,8 +141,8 @@ def report_computes(noted: Sequence[Noted], watch: Stopwatch) -> Report:
     """Return the median duration of forwards and backwards, by virtual stage.
 
     Args:
-        noted: by the recorder, in one or more steps.
-        watch: made its marks.
+        noted: spans that the recorder has noted in one or more steps.
+        watch: stopwatch that made their marks.
     """
     durations: defaultdict[tuple[Cause, int], list[float]] = defaultdict(list)
     for one in noted:
@@ -159,23 +159,23 @@ def measure_links(
 ) -> Report:
     """Send messages back and forth on every link of this rank; a collective call, while nothing else is under way.
 
-    The links take turns, in one order on all ranks. The upstream side sends a small tensor and gets one back, a few
-    times; then it does the same with a tensor of the run's size, for every ring of a U with that ring's. Each crosses
-    as in the run, with the collectives inside the stages. The fastest small round trip is twice the latency. What a
-    large one takes on top is twice the transfer time: both directions are assumed to be equally fast.
+    The links take turns, in one order on all ranks. The upstream rank sends a small tensor and gets one back, a few
+    times; then it does the same with a tensor of the run's size (in a U with two rings, of each ring's). Each crosses
+    as in the run, with the collectives inside the stages. The fastest small round trip is twice the latency. The
+    additional time of a large one is twice the transfer time: both directions are assumed to be equally fast.
 
     Args:
-        links: of this rank.
-        outputs: by virtual stage of this rank, the local shape of an output.
+        links: links of this rank.
+        outputs: local shape of an output, by virtual stage of this rank.
         platform: where the tensors are.
 
     Returns:
-        Latency, transfer time and size of the message, of the links that this rank is upstream of.
+        Latency, transfer time and message size of each link on which this rank is upstream.
     """
     report: Report = {"latency_ms": {}, "transfer_ms": {}, "message_bytes": {}}
     for name in sorted({name for name, _ in links if name.direction is Direction.FORWARD}):
         vstages = sorted(vstage for one, vstage in links if one == name)
-        # A header would add the same to both: the shape of the small tensor is known.
+        # No headers: they would add the same time to both sizes.
         small = [_small(links[one, vstages[0]]) for one in (name, name.opposite)]
         if dist.get_rank() not in small[0].channel.spec.src.ranks:
             for there, back in (small, *((links[name, v], links[name.opposite, v]) for v in vstages)):
@@ -203,7 +203,7 @@ def _small(link: ChannelLink) -> ChannelLink:
 
 
 def ask_ms(there: ChannelLink, back: ChannelLink, tensor: torch.Tensor, platform: Platform) -> float:
-    """Send a tensor, get one back, and return the time of the round trip; the other side calls :func:`answer`."""
+    """Send a tensor, get one back, and return the round trip in ms; the other stage calls :func:`answer`."""
     start = time.perf_counter()
     sent = there.send(tensor)
     back.post().take()
@@ -214,5 +214,5 @@ def ask_ms(there: ChannelLink, back: ChannelLink, tensor: torch.Tensor, platform
 
 
 def answer(there: ChannelLink, back: ChannelLink) -> None:
-    """Send back what the side that asks sends."""
+    """Send back the tensor that the asking stage sends."""
     back.send(there.post().take()).wait()

@@ -1,4 +1,4 @@
-"""The lengths of packed samples, as companions of what crosses: attention has to know where a sample ends."""
+"""The lengths of packed samples, as companions of activations: attention has to know where a sample ends."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _WAY_OUT = "give rows as Megatron's data sets do, with --micro-batch-size 1"
 
 
 def packed_rows(row_length: int) -> Companion:
-    """Say how the lengths of packed samples cross.
+    """Return the companion by which the lengths of packed samples cross.
 
     Args:
-        row_length: tokens of a row.
+        row_length: number of tokens of a row.
     """
     return Companion(
-        cargo=MessageKind.LENGTHS,
+        kind=MessageKind.LENGTHS,
         shape=(row_length + 1, 1, 1),
         read=lambda row: padded_ends(row, row_length + 1),
         give=_row,
@@ -33,10 +33,10 @@ def packed_rows(row_length: int) -> Companion:
 
 
 def _row(ends: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Give what a row says besides its tokens, in the form of Megatron's data sets.
+    """Return a row's lengths in the form of Megatron's data sets.
 
-    Kernels take memory as these numbers say and read there, so whatever came they count up inside the row. A check
-    would have to wait for the device.
+    Kernels read memory at these positions, so the numbers are clamped to ascend inside the row. A check would have to
+    wait for the device.
 
     >>> _row(torch.tensor([0, 2, 5, 5]))["cu_seqlens"].tolist(), _row(torch.tensor([-7, 9, 1]))["cu_seqlens"].tolist()
     ([[0, 2, 3, 3]], [[0, 2, 2]])
@@ -47,14 +47,14 @@ def _row(ends: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def padded_ends(row: Any, length: int) -> torch.Tensor:
-    """Give where the samples of a row end, as int32 of a fixed length, padded with the last end.
+    """Return the ends of a row's samples, as int32 of a fixed length, padded with the last end.
 
     Args:
         row: a microbatch as data loaders give it; ``cu_seqlens`` is ``[1, n]``, counts up from 0, may be padded.
-        length: of the result; one more than a row has tokens.
+        length: length of the result: one more than a row has tokens.
 
     Raises:
-        ConfigError: the row does not say it in this form.
+        ConfigError: the row has no ``cu_seqlens`` in this form.
 
     >>> padded_ends({"cu_seqlens": torch.tensor([[0, 2, 5, 5]])}, 6).tolist()
     [0, 2, 5, 5, 5, 5]

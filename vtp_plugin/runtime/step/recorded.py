@@ -1,4 +1,4 @@
-"""One step of this rank while it is recorded, and as times of the host's clock."""
+"""One recorded step of this rank, first as marks, then as times of the host's clock."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ class RecordedStep:
     """A step that is being recorded, or waits to be read.
 
     Attributes:
-        number: from 1 on.
-        start: mark of its start.
-        noted: what was noted of it.
-        plan: digest of its plan.
-        end: mark of its end.
+        number: number of the step, from 1 on.
+        start: mark of the step's start.
+        noted: spans that were noted in the step.
+        plan: digest of the step's plan.
+        end: mark of the step's end; None before it ends.
     """
 
     number: int
@@ -48,14 +48,14 @@ class RecordedStep:
     end: Any = None
 
     def finish(self, recorder: Recorder) -> None:
-        """Note its end."""
-        # Begun at the end of the gradients; a log that would have ended it need not have come.
+        """Mark the end of the step."""
+        # This span begins after the gradients, and ends with a line of the log, which not every step has.
         recorder.end(Cause.OPTIMIZER)
         self.end = recorder.watch.mark()
         recorder.stop_listening(self.noted)
 
     def read(self, times: HostTimes) -> RankStep:
-        """Give it in seconds; waits until the work has reached its end."""
+        """Return the step with times in seconds; waits until the work has reached its end."""
         times.count_from(self.start)
         return RankStep(
             number=self.number,
@@ -73,9 +73,9 @@ def begin_step(number: int, recorder: Recorder, *, start: Any = None) -> Recorde
     """Begin to record a step.
 
     Args:
-        number: of the step.
-        recorder: knows what this rank does.
-        start: mark of its start, the end of the one before; None for now.
+        number: number of the step.
+        recorder: notes what this rank does.
+        start: mark of the step's start, the end of the previous step; None marks it now.
     """
     noted = recorder.start_listening()
     return RecordedStep(number=number, start=recorder.watch.mark() if start is None else start, noted=noted)

@@ -1,4 +1,4 @@
-"""One rank's side of a pipeline whose steps the executor runs."""
+"""One rank's part of a pipeline whose steps the executor runs."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from vtp_plugin.runtime.step.step_times import MOST_REPLANS, StepTime, StepTimes
 from vtp_plugin.util import log
 from vtp_plugin.util.printable import one_line
 
-# Training steps that are measured together. The first step of a run does not count: it also loads, allocates, compiles.
+# Training steps that are measured together, without the first step of a run, which also loads, allocates, compiles.
 NUM_MEASURED_STEPS = 3
 
 
 class Ranks(Protocol):
-    """What all ranks do together outside the pipeline. Every call is collective."""
+    """Interface of what all ranks do together outside the pipeline; every call but one is collective."""
 
     def agree(self, name: str, prepare: Callable[[], Mapping[str, object]]) -> None:
         """Run a function on all ranks; return only if it returns the same on all."""
         ...
 
     def share_reports(self, own: Report, combine: Callable[[Sequence[Report]], str]) -> str:
-        """Make one text of all ranks' reports, on one of them, and return it on all."""
+        """Combine the reports of all ranks into one text, and return it on all."""
         ...
 
     def computing(self, name_compute: Callable[[], str]) -> AbstractContextManager[None]:
@@ -53,9 +53,9 @@ class ScheduleRunner:
 
     The order of a U-shape depends on durations and links. If the user does not state these costs, the run measures
     them. The first steps run in an order made for assumed costs. Training steps 2 to 4 are timed, and the links are
-    tried after them. All ranks then turn their figures (medians over the steps) into one set of costs, and later steps
-    are planned for these, once for each number of microbatches. A new order does not change what is computed: every
-    chunk keeps the order of its backwards.
+    tried after them. All ranks then combine their figures (medians over the steps) into one set of costs, and later
+    steps are planned for these, once for each number of microbatches. A new order does not change what is computed:
+    every chunk keeps the order of its backwards.
 
     From then on the time of the steps is compared with the time that the schedule promises. If they are too far apart,
     measured costs are measured again and the order is planned anew, a few times at most; for stated costs there is a
@@ -63,13 +63,13 @@ class ScheduleRunner:
 
     Args:
         placement: which stage holds which virtual stage.
-        worker: of this rank, see :class:`~vtp_plugin.plan.schedule.order.placement.Placement`; without replicas its
-            stage.
+        worker: number of this rank's replica, see :class:`~vtp_plugin.plan.schedule.order.placement.Placement`; without
+            replicas its stage.
         ranks: all ranks of the run.
         platform: where this rank computes.
-        options: what the orders are planned for.
-        companions: what crosses with activations.
-        recorder: measures what this rank does.
+        options: kind of schedule, costs and limits for which orders are planned.
+        companions: tensors that cross with activations; None if there are none.
+        recorder: notes what this rank does; None makes one.
     """
 
     def __init__(
@@ -127,10 +127,11 @@ class ScheduleRunner:
         """Return the schedule of a step; planned, compared between all ranks and printed at its first use.
 
         Args:
-            num_microbatches: of the step, on this rank; the schedule has those of all replicas that share them.
-            forward_only: no backward pass.
+            num_microbatches: microbatches of the step on this rank; the schedule has those of all replicas that share
+                them.
+            forward_only: whether there is no backward pass.
             group_size: Megatron's ``microbatch_group_size_per_vp_stage``; used by interleaved orders only.
-            batch: samples of the step on all replicas of its stage; None leaves them unchecked.
+            batch: samples of the step on all replicas of this rank's stage; None leaves them unchecked.
 
         Raises:
             ConfigError: no such order exists, or ranks planned different ones, or for different batches.
@@ -152,7 +153,7 @@ class ScheduleRunner:
         return self._schedules[request]
 
     def _combine(self, report: Report) -> None:
-        """Make one set of costs of what all ranks measured, and plan for it from now on."""
+        """Combine what all ranks have measured into one set of costs, and plan for it from now on."""
 
         def combine(reports: Sequence[Report]) -> str:
             return format_costs(combine_reports(reports, self.placement))
@@ -182,7 +183,7 @@ class ScheduleRunner:
         return schedule
 
     def iterators(self, given: Any) -> list[Any]:
-        """Give what the chunks of this stage read: Megatron's iterators, in the cloud of a U one of companions.
+        """Return what the chunks of this stage read: Megatron's iterators, or those of companions in the cloud of a U.
 
         Args:
             given: Megatron's iterator, or a list with one for each chunk; None where nothing is read.
@@ -191,7 +192,7 @@ class ScheduleRunner:
         return by_chunk if self._companions is None else self._companions.iterators(by_chunk)
 
     def run(self, schedule: Schedule, links: Mapping[LinkId, StageLink], compute: Compute) -> None:
-        """Run one step; arguments as for :class:`~vtp_plugin.runtime.step.executor.Executor`."""
+        """Run one step; the arguments are those of :class:`~vtp_plugin.runtime.step.executor.Executor`."""
         for link in links.values():
             link.start_step()
         known = {name: link for name, link in links.items() if isinstance(link, ChannelLink)}

@@ -28,9 +28,9 @@ class StepTimes:
 
     Args:
         watch: marks the steps.
-        share_reports: makes one text of all ranks' reports and returns it on all of them; a collective call.
-        interval: training steps from one comparison to the next.
-        share: real and predicted time differ when they are further apart than this share of the predicted one.
+        share_reports: combines all ranks' reports into one text and returns it on all; a collective call.
+        interval: number of training steps from one comparison to the next.
+        share: largest difference of real and predicted time, as a share of the predicted one, that counts as equal.
     """
 
     def __init__(
@@ -51,16 +51,16 @@ class StepTimes:
         self._num_steps = 0
 
     def begin(self) -> Any:
-        """Mark the start of a step; for :meth:`end`."""
+        """Mark the start of a step, and return the mark for :meth:`end`."""
         return self._watch.mark()
 
     def end(self, start: Any, schedule: Schedule, costs: Costs | None) -> StepTime | None:
         """Count a training step; at the end of an interval, compare.
 
         Args:
-            start: from :meth:`begin`.
-            schedule: that the step ran.
-            costs: that it was planned for, in ms; None where there are none yet: then nothing is compared.
+            start: mark that :meth:`begin` has returned.
+            schedule: schedule that the step ran.
+            costs: costs that it was planned for, in ms; None if there are none yet: then nothing is compared.
 
         Returns:
             The comparison, the same on all ranks; None within an interval.
@@ -97,11 +97,11 @@ class StepTime:
     """Predicted and real duration of a step.
 
     Attributes:
-        predicted_ms: by simulation of the plan with its costs.
-        real_ms: median over steps, of the slowest rank.
+        predicted_ms: duration by simulation of the plan with its costs.
+        real_ms: median duration over several steps, of the slowest rank.
         num_steps: number of these steps.
-        num_microbatches: of each step.
-        share: of the predicted time; the two count as different if they are further apart.
+        num_microbatches: microbatches of each step.
+        share: largest difference that counts as equal, as a share of the predicted time.
 
     >>> print(StepTime(predicted_ms=40.0, real_ms=52.0, num_steps=3, num_microbatches=8, share=0.25))
     step of 8 microbatches: predicted 40.0 ms, real 52.0 ms (+30 %), median of 3 steps
@@ -115,7 +115,7 @@ class StepTime:
 
     @property
     def differs(self) -> bool:
-        """Whether the two are further apart than the share, over enough steps to tell.
+        """Whether the two durations are further apart than the share, over enough steps to tell.
 
         >>> StepTime(predicted_ms=40.0, real_ms=49.0, num_steps=3, num_microbatches=8, share=0.25).differs
         False
@@ -128,7 +128,7 @@ class StepTime:
         return self.num_steps >= _LEAST_STEPS and apart_ms > self.share * self.predicted_ms
 
     def __str__(self) -> str:
-        """Say it in one line."""
+        """Return the comparison as one line."""
         more = f" ({100 * (self.real_ms / self.predicted_ms - 1):+.0f} %)" if self.predicted_ms else ""
         steps = f"median of {self.num_steps} steps" if self.num_steps > 1 else "one step"
         return (

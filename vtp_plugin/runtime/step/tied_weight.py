@@ -18,17 +18,17 @@ from vtp_plugin.runtime.step.links import ChannelLink
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TiedWeight:
-    """One rank's side of the word embedding of which several stages hold a copy.
+    """One rank's part of a word embedding of which several stages hold a copy.
 
     The first stage has the original. The last stage has a copy where it shares the weight with its output layer, and so
-    has the stage of multi-token prediction. Every slice goes straight to the rank whose slice overlaps it, with no
-    gather on either side, so no rank ever holds more than its slice ``[V / tp, H]``. If two stages have different
+    has the stage of multi-token prediction. Every slice goes straight to the rank whose slice overlaps it, without
+    gathering on either stage, so no rank ever holds more than its slice ``[V / tp, H]``. If two stages have different
     numbers of replicas, a replica of the smaller one sends to several of the larger one and receives from one.
 
     Attributes:
-        stage: of this rank.
-        outgoing: channels to the replicas that take this one's values, with their stage.
-        incoming: channel from one replica of each other stage, by that stage.
+        stage: stage of this rank.
+        outgoing: channels to the replicas that receive this one's values, each with the replica's stage.
+        incoming: channels from one replica of each other stage, by that stage.
     """
 
     stage: int
@@ -72,7 +72,7 @@ class TiedWeight:
         received = [receives[channel].take() for channel in incoming]
         for send in sends:
             send.wait()  # the sends read the gradient's memory
-        # Of the first two it does not matter which is added to which.
+        # A sum of two numbers does not depend on their order.
         num_ahead = max(sum(stage < self.stage for stage in stages), 1)
         if received:
             ahead, *others = received[:num_ahead]
@@ -89,11 +89,11 @@ def _link(channel: Channel, weight: torch.Tensor) -> ChannelLink:
 
 
 def join_tied_weight(channels: Sequence[Channel], layout: PipelineLayout) -> TiedWeight:
-    """Make this rank's side of the shared embedding.
+    """Make this rank's part of the shared embedding.
 
     Args:
-        channels: of this rank, opened from :func:`vtp_plugin.plan.boundary.tied_channels.tied_weight_specs`.
-        layout: who is where.
+        channels: channels of this rank, opened from :func:`vtp_plugin.plan.boundary.tied_channels.tied_weight_specs`.
+        layout: stages and ranks of the pipeline.
     """
     rank, stage_of = dist.get_rank(), layout.stage_of
     outgoing = [(stage_of(c.spec.dst.ranks[0]), c) for c in channels if rank in c.spec.src.ranks]

@@ -1,4 +1,4 @@
-"""``--vtp-timing``: what the time of a step goes to, stage by stage, at every line of the log."""
+"""``--vtp-timing``: what the time of a step goes to, stage by stage, with every line of the log."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class Timing:
     """Keeps what this rank does in the step under way, and sums up the last step of all ranks when the log is due.
 
     Args:
-        owner: this rank.
-        recorder: knows what it does.
-        share_lines: makes one text of the lines of all ranks, and returns it on all; a collective call.
-        compare_clocks: finds out how far this rank's clock is behind that of rank 0; a collective call.
+        owner: this rank, as the lines name it.
+        recorder: notes what this rank does.
+        share_lines: combines the lines of all ranks into one text, and returns it on all; a collective call.
+        compare_clocks: measures how far this rank's clock is behind that of rank 0; a collective call.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Timing:
         """End the step, and sum it up for all stages; a collective call.
 
         Returns:
-            By stage, the same on all ranks; nothing where no step has run.
+            The times of every stage, the same on all ranks; empty if no step has run.
         """
         step, self._step = self._step, None
         if step is None or self._times is None:

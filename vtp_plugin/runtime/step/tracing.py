@@ -21,11 +21,11 @@ class Tracing:
     So the memory that this takes does not grow with the number of steps, and the file holds those steps only.
 
     Args:
-        file: of this rank.
-        owner: who writes it.
-        recorder: knows what this rank does.
-        steps: the first and the last one, from 1 on.
-        compare_clocks: finds out how far this rank's clock is behind that of rank 0; a collective call of all ranks.
+        file: trace file of this rank.
+        owner: this rank, as the file names it.
+        recorder: notes what this rank does.
+        steps: numbers of the first and the last step to trace, from 1 on.
+        compare_clocks: measures how far this rank's clock is behind that of rank 0; a collective call.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Tracing:
         """Note that a training step begins, and so that the one before ends; all ranks call this for each step."""
         self._num_steps += 1
         if self._num_steps == self._first:
-            # Before the step, which is not to wait for the clocks of all ranks.
+            # Before the step, so that the step itself does not wait for the clocks of all ranks.
             self._file.write(owner_line(self._owner))
             self._note_clock()
             self._times = HostTimes(self._recorder.watch)
@@ -74,8 +74,8 @@ class Tracing:
         """Note what the step that has begun is to do.
 
         Args:
-            reason: what the plan follows from: with an equal one it is that of the step before.
-            make: called only where the step is traced, and the plan is another one.
+            reason: what the plan follows from: an equal reason means the plan of the step before.
+            make: makes the plan; called only if the step is traced and its plan is a new one.
         """
         if self._current is None:
             return
@@ -111,6 +111,6 @@ class Tracing:
         self._file.write(clock_line(offset.at_s, offset.offset_s, offset.error_s))
 
     def _write(self, *, keep: int) -> None:
-        """Write the steps that have ended, but for so many of the last."""
+        """Write the steps that have ended, except for the last `keep`."""
         while len(self._ended) > keep and self._times is not None:
             self._file.write(step_line(self._ended.pop(0).read(self._times)))

@@ -1,4 +1,4 @@
-"""Which strategy carries a boundary faster: where the rules leave it open, a run tries all when it starts.
+"""Which strategy crosses a boundary fastest: where the rules leave it open, a run tries them all at its start.
 
 All use the groups that slices need. One replica of each boundary sends zeros back and forth while the others wait, one
 boundary after another in the planned order. Rank 0 compares the figures of all ranks, so all take the same strategy.
@@ -45,7 +45,7 @@ class TransportChoice:
     Attributes:
         pair: upstream and downstream stage.
         num_bytes: size of the tensor that was sent.
-        times_ms: one way, by strategy, the simplest first.
+        times_ms: time of one way in ms, by strategy, the simplest first.
     """
 
     pair: Pair
@@ -58,7 +58,7 @@ class TransportChoice:
         return clearly_fastest(self.times_ms)
 
     def __str__(self) -> str:
-        """Say it in one line.
+        """Return figures and choice as one line.
 
         >>> print(TransportChoice(pair=(0, 1), num_bytes=1 << 20, times_ms={"rank0": 1.8, "sliced": 3.87}))
         boundary 0->1: rank0 (tried with 1024 KiB: rank0 1.80 ms, sliced 3.87 ms one way)
@@ -78,14 +78,15 @@ def try_strategies(
     """Time the strategies of boundaries; a collective call of all ranks, while nothing else is under way.
 
     Args:
-        boundaries: opened, with rivals and the size of their tensor; of several between two stages the first is tried.
-        channels: of this rank.
-        share_reports: makes one text of all ranks' reports and returns it on all of them; a collective call.
+        boundaries: open boundaries with rivals and the size of their tensor; of several between two stages the first is
+            tried.
+        channels: channels of this rank by their identity.
+        share_reports: combines all ranks' reports into one text and returns it on all; a collective call.
         platform: where the tensors are.
-        is_sharded: ranks hold slices (sequence parallelism).
+        is_sharded: whether ranks hold slices (sequence parallelism).
 
     Returns:
-        The same on all ranks, by upstream and downstream stage.
+        The choices by upstream and downstream stage, the same on all ranks.
     """
     first: dict[Pair, PipelineBoundary] = {}
     for boundary in boundaries:
@@ -116,7 +117,7 @@ def settle(
     channels: Mapping[ChannelId, Channel],
     choices: Mapping[Pair, TransportChoice],
 ) -> dict[ChannelId, Channel]:
-    """Return this rank's channels; at the boundaries that were tried, with the strategy that was chosen."""
+    """Return this rank's channels, with the chosen strategy at the boundaries that were tried."""
     settled = dict(channels)
     for boundary in boundaries:
         strategy = choices[boundary.upstream, boundary.downstream].strategy
@@ -127,10 +128,10 @@ def settle(
 
 
 def _read_times(text: str, boundaries: Mapping[Pair, PipelineBoundary]) -> dict[str, dict[str, float]]:
-    """Read what rank 0 has found, of strategies that can be taken only.
+    """Read the times that rank 0 has collected, and check that they name only strategies that were tried.
 
     Raises:
-        PeerError: it is something else.
+        PeerError: the text is something else.
     """
     found = read_shared(dict[str, dict[str, float]], text)
     for pair, boundary in boundaries.items():
@@ -158,10 +159,10 @@ def _slowest(reports: Sequence[Report]) -> str:
 def _round_trips(
     there: Channel, back: Channel, num_bytes: int, platform: Platform, *, is_sharded: bool
 ) -> dict[str, float]:
-    """Send zeros back and forth by each strategy in turn; the side that asks returns the fastest round trips in ms."""
+    """Send zeros back and forth by each strategy in turn; the asking rank returns the fastest round trips in ms."""
     spec = there.spec
     num_samples = math.lcm(spec.src.num_replicas, spec.dst.num_replicas)
-    unit = math.lcm(*(side.num_parts(is_sharded=True) for side in (spec.src, spec.dst)))
+    unit = math.lcm(*(endpoint.num_parts(is_sharded=True) for endpoint in (spec.src, spec.dst)))
     whole = (unit * max(1, round(num_bytes / (4 * unit * num_samples * _WIDTH))), num_samples, _WIDTH)
     form = TensorFormat(dtype=torch.float32, src_sharded=is_sharded, dst_sharded=is_sharded, requires_grad=False)
     zeros = torch.zeros(there.local_shape(whole, form), dtype=form.dtype, device=platform.device())
@@ -170,7 +171,7 @@ def _round_trips(
     times_ms: dict[str, list[float]] = {name: [] for name in strategies}
     tried: dict[str, list[ChannelLink]] = {}
     for name in strategies:
-        channels = [channel.crossed_by(name, unit="probe", cargo=MessageKind.PROBE) for channel in (there, back)]
+        channels = [channel.crossed_by(name, unit="probe", kind=MessageKind.PROBE) for channel in (there, back)]
         for channel in channels:
             require_valid(channel.spec.plan(whole, src_sharded=is_sharded, dst_sharded=is_sharded))
         tried[name] = [ChannelLink(channel, form, zeros.shape) for channel in channels]

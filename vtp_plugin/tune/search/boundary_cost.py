@@ -78,10 +78,10 @@ def _way(strategy: str, src_tp: int, dst_tp: int, is_sharded: bool) -> _Way:
     """
     num_rows = src_tp * dst_tp  # which both cut evenly
 
-    def spread(ranks: range) -> Sharding:
+    def sharding(ranks: range) -> Sharding:
         return sharded((num_rows,), tuple(ranks), dim=0) if is_sharded else replicated((num_rows,), tuple(ranks))
 
-    plan = STRATEGIES[strategy].plan(spread(range(src_tp)), spread(range(src_tp, src_tp + dst_tp)))
+    plan = STRATEGIES[strategy].plan(sharding(range(src_tp)), sharding(range(src_tp, src_tp + dst_tp)))
     sent, got = egress_bytes(plan, 1).values(), ingress_bytes(plan, 1).values()
     return _Way(max(*sent, *got) / num_rows, sum(sent) / num_rows, plan.start.kind, plan.finish.kind)
 

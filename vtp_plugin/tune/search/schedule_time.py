@@ -108,27 +108,27 @@ def pipeline_time(
     most = max((num_stages, *in_flight))
     # Interleaved microbatches go in groups of as many as there are stages.
     simulated = min(num_microbatches, -(-(4 * most + 4) // num_stages) * num_stages)
-    course = compiled_for(placement, costs, simulated, is_planned=is_planned, in_flight=in_flight)
-    times = course.times(costs, mode="rendezvous")
+    compiled = compiled_for(placement, costs, simulated, is_planned=is_planned, in_flight=in_flight)
+    times = compiled.times(costs, mode="rendezvous")
     more = 0.0
     if num_microbatches > simulated:
-        more = (num_microbatches - simulated) * _cycle_s(course, times, costs, simulated, most)
-    ends_s = tuple(times.of[ends[-1]] + more for ends in course.ends)
-    return Order(times.makespan + more, ends_s, course.activations, is_planned, in_flight)
+        more = (num_microbatches - simulated) * _cycle_s(compiled, times, costs, simulated, most)
+    ends_s = tuple(times.of[ends[-1]] + more for ends in compiled.ends)
+    return Order(times.makespan + more, ends_s, compiled.activations, is_planned, in_flight)
 
 
-def _cycle_s(course: CompiledSchedule, times: Times, costs: Costs, num_microbatches: int, most: int) -> float:
+def _cycle_s(compiled: CompiledSchedule, times: Times, costs: Costs, num_microbatches: int, most: int) -> float:
     """Say how long a microbatch takes while all stages are busy.
 
     The backward passes of the first virtual stage show it: over slow links it is more than what the busiest stage
     computes. A U is planned so that its busiest stage never waits, which its first stage may do.
     """
-    placement = course.schedule.placement
+    placement = compiled.schedule.placement
     if not num_rings(placement):
-        computes = (action for action in course.schedule.orders[0] if action.op.is_compute)
+        computes = (action for action in compiled.schedule.orders[0] if action.op.is_compute)
         ends = [
             times.of[end]
-            for action, end in zip(computes, course.ends[0], strict=True)
+            for action, end in zip(computes, compiled.ends[0], strict=True)
             if action.op is Op.B and action.vstage == 0
         ]
         last = num_microbatches - most - 1

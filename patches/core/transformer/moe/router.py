@@ -30,10 +30,10 @@ def _balance(
     With a uniform list it runs unchanged. So it does in evaluation, where Megatron balances nothing.
 
     Args:
-        session: of this rank.
+        session: session of this rank.
         original: Megatron's method.
-        router: of a layer.
-        logits: of this rank's tokens `[T, E]`.
+        router: router of a layer.
+        logits: logits of this rank's tokens `[T, E]`.
 
     Returns:
         Probabilities and chosen experts, each `[T, E]`.

@@ -15,8 +15,8 @@ def check_batches(args: object, replicas: ReplicaMap, version: str = "") -> tupl
 
     Args:
         args: Megatron's arguments as parsed; the microbatch size holds for the stage with most replicas.
-        replicas: of the stages.
-        version: of Megatron, which may ignore a ramp-up; empty where it is not known.
+        replicas: which replicas of the stages work together.
+        version: version of Megatron, which may ignore a ramp-up; empty if it is not known.
 
     Returns:
         One line for every such batch.
@@ -29,7 +29,7 @@ def own_batches(args: object, replicas: ReplicaMap, stage: int) -> dict[str, int
 
     Args:
         args: Megatron's arguments as parsed.
-        replicas: of the stages.
+        replicas: which replicas of the stages work together.
         stage: this rank's.
 
     >>> from types import SimpleNamespace
@@ -51,8 +51,8 @@ def describe_batches(batch: int, size: int, replicas: ReplicaMap) -> str:
 
     Args:
         batch: samples of a step.
-        size: of a microbatch on the stage with most replicas.
-        replicas: of the stages.
+        size: size of a microbatch on the stage with most replicas.
+        replicas: which replicas of the stages work together.
 
     >>> print(describe_batches(8, 2, ReplicaMap(dp_sizes=(1, 2))))
     stage 0: data-parallel size 1 * micro batch size 2 * 4 microbatches = 8

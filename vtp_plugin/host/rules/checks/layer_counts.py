@@ -29,7 +29,7 @@ def check_places(lists: LayerLists, *, is_u_shaped: bool) -> Iterator[str]:
     """Say which layers lie where MindSpeed-MM cannot have them.
 
     Args:
-        lists: as many rows as every stage has chunks, as many numbers as there are stages.
+        lists: layers of both models: a row for every chunk of a stage, with a number for every stage.
         is_u_shaped: the first stage holds both ends; the others have one chunk.
 
     >>> next(check_places(LayerLists(((1, 1),), ((0, 4),)), is_u_shaped=False))[:70]

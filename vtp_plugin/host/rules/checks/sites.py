@@ -87,10 +87,10 @@ def check_site(site: str | None, rank: int, layout: PipelineLayout, sites: Seque
     """Find out whether this rank runs at its stage's site; not so if the launcher numbers the machines differently.
 
     Args:
-        site: Of this machine; None checks nothing.
+        site: Site of this machine; None checks nothing.
         rank: This rank.
         layout: Has the stage of the rank.
-        sites: Of every stage; empty if none were named.
+        sites: Site of every stage; empty if none were named.
 
     Returns:
         One line if the site is unknown, or is not the stage's.

@@ -22,10 +22,11 @@ class ULayers:
     """What a model says of the layers of a U-shaped pipeline, beside what the plugin was told.
 
     Attributes:
-        layers: Of the edge's first part, of every cloud stage, of the edge's last part; None if nobody has said so.
-        num_layers: Of the model.
+        layers: Layers of the edge's first part, of every cloud stage, of the edge's last part; None if nobody gave
+            them.
+        num_layers: Number of layers of the model.
         text: The layout that the layers make, in Megatron's notation; empty where it knows no layouts.
-        wanted: The same as Megatron reads it.
+        wanted: The layers in the form in which Megatron reads them.
         found: The layout in the model's configuration, in the same form; None if there is none.
     """
 

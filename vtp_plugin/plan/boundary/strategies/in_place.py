@@ -1,4 +1,4 @@
-"""Plans between two spreads over the same ranks: what a rank holds already does not travel."""
+"""Plans between two shardings over the same ranks: what a rank holds already does not travel."""
 
 from __future__ import annotations
 
@@ -51,20 +51,20 @@ def plan_in_place(src: Sharding, dst: Sharding) -> BoundaryPlan:
 
 
 def plans_of_gradient(src: Sharding, dst: Sharding, summands: Sequence[Sequence[int]]) -> tuple[BoundaryPlan, ...]:
-    """Plan the adjoint of :func:`plan_in_place`: what the plans bring adds up, in their order.
+    """Plan the adjoint of :func:`plan_in_place`: the sum of what these plans deliver, added in their order.
 
     Args:
-        src: What the ranks held before.
-        dst: What they got, and have a gradient of.
-        summands: Groups of ranks whose gradients add up; one plan for each of their ranks, moved alike.
+        src: Sharding before the forward plan.
+        dst: Sharding after it, and that of the gradient.
+        summands: Groups of ranks whose gradients add up; the `i`-th plan moves those of each group's `i`-th rank.
     """
-    spreads = [_only(dst, ranks) for ranks in zip(*summands, strict=True)] if summands else [dst]
-    return tuple(plan_in_place(one, src) for one in spreads)
+    shardings = [_only(dst, ranks) for ranks in zip(*summands, strict=True)] if summands else [dst]
+    return tuple(plan_in_place(one, src) for one in shardings)
 
 
-def _only(spread: Sharding, ranks: Sequence[int]) -> Sharding:
+def _only(sharding: Sharding, ranks: Sequence[int]) -> Sharding:
     """Return what some ranks hold, which is the whole tensor."""
-    return Sharding(shape=spread.shape, holdings=tuple(one for one in spread.holdings if one.rank in ranks))
+    return Sharding(shape=sharding.shape, holdings=tuple(one for one in sharding.holdings if one.rank in ranks))
 
 
 def _common(held: tuple[Box, ...], wanted: tuple[Box, ...]) -> tuple[Box, ...]:

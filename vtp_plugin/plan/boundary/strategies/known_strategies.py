@@ -1,4 +1,4 @@
-"""The strategies that there are: who asks what one is like reads its row."""
+"""The table of strategies: what one does is said by its row, and by nothing else."""
 
 from __future__ import annotations
 

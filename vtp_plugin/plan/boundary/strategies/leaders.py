@@ -18,10 +18,10 @@ from vtp_plugin.util.boxes import intersect
 
 
 def plan_rank0(src: Sharding, dst: Sharding) -> BoundaryPlan:
-    """Send the whole tensor from leader to leader; collectives inside the stages do the rest.
+    """Send the whole tensor from leader to leader; collectives inside the stages gather and distribute it.
 
-    This uses one link, whatever the sizes of the stages. Each side is replicated, or sharded with one box on every
-    rank: the leader gathers a sharded source first, and scatters to a sharded destination. If a side consists of
+    This uses one link, whatever the sizes of the stages. Each endpoint is replicated, or sharded with one box on
+    every rank: the leader gathers a sharded source first, and scatters to a sharded destination. If an endpoint has
     replicas with different samples (:attr:`~vtp_plugin.plan.boundary.sharding.Sharding.columns`), each replica has a
     leader, and every two leaders with samples in common have a link.
 
@@ -35,11 +35,11 @@ def plan_rank0(src: Sharding, dst: Sharding) -> BoundaryPlan:
     broadcast in (2, 3, 4)
     """
     require_same_shape(src, dst)
-    for spread in (src, dst):
-        if not _is_for_leaders(spread):
+    for sharding in (src, dst):
+        if not _is_for_leaders(sharding):
             raise LayoutError(
-                f"boundary strategy rank0 needs one slice or a whole copy on each rank, but ranks {spread.ranks} hold "
-                "several or none (unequal context parallelism): use --vtp-transport sliced there"
+                f"boundary strategy rank0 needs one slice or a whole copy on each rank, but ranks {sharding.ranks} "
+                "hold several or none (unequal context parallelism): use --vtp-transport sliced there"
             )
     transfers = [
         Transfer(src=source[0], dst=wanting[0], boxes=(box,))
@@ -58,17 +58,17 @@ def plan_rank0(src: Sharding, dst: Sharding) -> BoundaryPlan:
     )
 
 
-def _is_for_leaders(spread: Sharding) -> bool:
+def _is_for_leaders(sharding: Sharding) -> bool:
     """Whether each rank has one box, and the boxes of a column are copies of all its rows, or slices of them."""
-    has_one_box_each = all(len(holding.boxes) == 1 for holding in spread.holdings)
-    num_boxes = len({holding.boxes for holding in spread.holdings})
-    return has_one_box_each and num_boxes in (len(spread.columns), len(spread.ranks))
+    has_one_box_each = all(len(holding.boxes) == 1 for holding in sharding.holdings)
+    num_boxes = len({holding.boxes for holding in sharding.holdings})
+    return has_one_box_each and num_boxes in (len(sharding.columns), len(sharding.ranks))
 
 
-def _is_in_slices(spread: Sharding) -> bool:
+def _is_in_slices(sharding: Sharding) -> bool:
     """Whether ranks hold slices, not copies; the leader, which is never empty, shows it."""
-    leader = spread.ranks[0]
-    return spread.boxes_of(leader) != (spread.column_box(leader),)
+    leader = sharding.ranks[0]
+    return sharding.boxes_of(leader) != (sharding.column_box(leader),)
 
 
 def promise_leaders(plan: BoundaryPlan) -> Iterator[str]:

@@ -20,14 +20,14 @@ from vtp_plugin.util.boxes import intersect, volume
 
 
 def plan_sliced(src: Sharding, dst: Sharding) -> BoundaryPlan:
-    """Let every link carry its share: cut both sides evenly, and send each overlap of two pieces directly.
+    """Cut both endpoints evenly, and send each overlap of two pieces directly: every link carries its share.
 
     Ranks with equal boxes divide these into even pieces of rows, so a source rank sends at most ``ceil(rows / tp_src)``
     rows and a destination rank receives at most ``ceil(rows / tp_dst)``, for any two sizes. Ranks that need copies
-    complete them by an all-gather; sharded ranks already have their part. If both sides hold the same boxes rank by
-    rank, each rank sends all it has to its peer, as between stages of stock Megatron.
+    complete them by an all-gather; sharded ranks already have their part. If both endpoints hold the same boxes, rank
+    by rank, each rank sends all it has to its peer, as between stages of stock Megatron.
 
-    Transfers are ordered by the positions of destination and source in their spreads.
+    Transfers are ordered by the positions of destination and source in their shardings.
 
     >>> from vtp_plugin.plan.boundary.sharding import replicated, sharded
     >>> print(plan_sliced(replicated((6,), (0, 1)), replicated((6,), (2, 3, 4))).describe())
@@ -55,7 +55,7 @@ def plan_sliced(src: Sharding, dst: Sharding) -> BoundaryPlan:
 
 
 def plan_divided(src: Sharding, dst: Sharding) -> BoundaryPlan:
-    """Cut both sides evenly, and send each overlap once: no element crosses twice, also between equal sides.
+    """Cut both endpoints evenly, and send each overlap once: no element crosses twice, even between equal ones.
 
     Ranks whose tensors must be added up (:attr:`~vtp_plugin.plan.boundary.sharding.Sharding.summands`) add up what each
     of them sends.
@@ -92,17 +92,17 @@ def _overlaps(src: Sharding, dst: Sharding) -> list[Transfer]:
 
 
 def _are_paired(src: Sharding, dst: Sharding) -> bool:
-    """Whether both sides hold the same boxes, rank by rank."""
+    """Whether both endpoints hold the same boxes, rank by rank."""
     return [holding.boxes for holding in src.holdings] == [holding.boxes for holding in dst.holdings]
 
 
 def promise_sliced(plan: BoundaryPlan) -> Iterator[str]:
-    """Yield where a plan moves more than an even share; between equal sides each rank sends all it has to its peer."""
+    """Yield where a plan moves more than an even share; between equal endpoints a rank may send its peer all it has."""
     yield from _excess(plan, (plan.src, plan.dst)) if _are_paired(plan.src, plan.dst) else promise_divided(plan)
 
 
 def promise_divided(plan: BoundaryPlan) -> Iterator[str]:
-    """Yield where a plan moves more than an even share of a side."""
+    """Yield where a plan moves more than an even share of an endpoint's tensor."""
     yield from _excess(plan, (plan.src.divided(), plan.dst.divided()))
 
 

@@ -9,7 +9,7 @@ from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan
 from vtp_plugin.plan.boundary.sharding import Sharding
 
 Planner = Callable[[Sharding, Sharding], BoundaryPlan]
-"""Makes the plan from the upstream to the downstream spread; equal arguments give equal plans on every rank."""
+"""Makes the plan from the upstream to the downstream sharding; equal arguments give equal plans on every rank."""
 
 Promise = Callable[[BoundaryPlan], Iterator[str]]
 """Yields a line for everything in a plan that its links may not carry."""
@@ -17,7 +17,7 @@ Promise = Callable[[BoundaryPlan], Iterator[str]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagePair:
-    """Two stages of one site and one context-parallel size, as far as it decides what a run tries between them.
+    """Two stages of one site and one context-parallel size: what decides which strategies a run tries between them.
 
     Attributes:
         src_tp: Tensor-parallel size upstream.
@@ -31,7 +31,7 @@ class StagePair:
 
 
 def never(_ends: StagePair) -> bool:
-    """Answer for a strategy that must be asked for."""
+    """Tell that a run tries the strategy only where it is asked for."""
     return False
 
 
@@ -40,14 +40,14 @@ class Strategy:
     """One way to cross a boundary.
 
     Attributes:
-        name: What its plans carry, and what a user writes.
-        plan: Makes its plans, each with its name.
-        promise: What the links of its plans may carry; :mod:`vtp_plugin.plan.boundary.check_boundary` holds every plan
-            to it.
+        name: Name of the strategy, as a user writes it and as its plans carry it.
+        plan: Makes a plan from two shardings.
+        promise: Yields a line for all that the links of a plan may not carry;
+            :mod:`vtp_plugin.plan.boundary.check_boundary` holds every plan to it.
         has_leaders: Whether only leaders talk. Headers then go the same way, and it cannot join stages of different
             context-parallel sizes.
-        help: What it does, for the help of `--vtp-transport`; None if users are not offered it.
-        is_tried: Whether a run tries it at its start between two stages if nothing else decides.
+        help: Text for the help of `--vtp-transport`; None if users are not offered the strategy.
+        is_tried: Tells whether a run tries it at its start between two stages, if nothing else decides.
     """
 
     name: str

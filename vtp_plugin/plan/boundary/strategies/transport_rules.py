@@ -14,8 +14,8 @@ SLICED_FROM_BYTES = 256 * 1024
 """Below this size the leaders were faster on every network that `benchmarks/boundary.py` measured."""
 
 
-# So much of the time of a simpler strategy another may take at most, to be worth its messages; times that are closer
-# differ by chance.
+# Another strategy must take less than this share of a simpler one's time to be worth its messages: times that are
+# closer differ by chance.
 _MOST_OF_SIMPLER = 0.9
 
 
@@ -23,7 +23,7 @@ def clearly_fastest(times: Mapping[str, float]) -> str:
     """Choose the simplest strategy, with fewest messages, unless another is clearly faster.
 
     Args:
-        times: of an exchange, by strategy, the simplest first.
+        times: time of an exchange by strategy, the simplest first; any unit.
 
     >>> clearly_fastest({"rank0": 1.0, "sliced": 0.95}), clearly_fastest({"rank0": 1.0, "sliced": 0.5})
     ('rank0', 'sliced')
@@ -41,9 +41,9 @@ class TransportRules:
         sites: Site of every stage; empty for one site.
         tensor_bytes: Size of the tensor that crosses between stages of the largest context- and data-parallel size;
             None if it is not known beforehand.
-        threshold_bytes: From this size on, tensors cross in slices if there is a choice; None if no option gave it.
-        is_sharded: Ranks hold slices of activations (sequence parallelism), so no rank has more than its part to send.
-        is_split: Replicas of a wide stage share the samples of a narrow one's microbatch.
+        threshold_bytes: Size from which on tensors cross in slices if there is a choice; None if no option gave it.
+        is_sharded: Whether ranks hold slices of activations (sequence parallelism), so that each sends only its part.
+        is_split: Whether replicas of a wide stage share the samples of a narrow one's microbatch.
     """
 
     transport: str = "auto"
@@ -54,9 +54,9 @@ class TransportRules:
     is_split: bool = False
 
     def rivals(self, layout: PipelineLayout, upstream: int, downstream: int) -> tuple[str, ...]:
-        """List what a run tries at its start besides the strategy that `choose` says, to take the fastest.
+        """List the strategies that a run tries at its start beside the one that `choose` gives, to take the fastest.
 
-        They need no rank and no group that the chosen one lacks.
+        They use the ranks and groups of the chosen one, and no others.
 
         >>> layout = PipelineLayout.from_sizes((1, 4, 4), world_size=9)
         >>> [TransportRules(tensor_bytes=1 << 20).rivals(layout, v, v + 1) for v in range(2)]
@@ -65,13 +65,13 @@ class TransportRules:
         return self._tried(layout, upstream, downstream)[:-1]
 
     def _tried(self, layout: PipelineLayout, upstream: int, downstream: int) -> tuple[str, ...]:
-        """List what a run tries at its start, the simplest first; nothing where the choice is made before."""
+        """List what a run tries at its start, the simplest first; nothing where the choice is already made."""
         src, dst = layout.stages[upstream], layout.stages[downstream]
         is_large = self.tensor_bytes is not None and self.tensor_bytes >= SLICED_FROM_BYTES
         is_open = self.transport == "auto" and self.threshold_bytes is None and src.cp == dst.cp and is_large
         if not is_open or self._crosses_sites(upstream, downstream):
             return ()
-        # Between equal stages there is something to cut where ranks hold copies.
+        # Between equal stages cutting saves something only where ranks hold copies.
         has_copies = src.tp > 1 and not self.is_sharded and (src.dp == dst.dp or not self.is_split)
         ends = StagePair(src_tp=src.tp, dst_tp=dst.tp, has_copies=has_copies)
         return tuple(name for name, strategy in STRATEGIES.items() if strategy.is_tried(ends))

@@ -25,12 +25,12 @@ class _Event(NamedTuple):
     """The end of a compute, the end of a wait, or the arrival of a message; 0 is the start of the step.
 
     Attributes:
-        first: number of the event before it on its worker; of a message, the one at which it is sent.
-        second: number of the arrival that is waited for; of a message, the event at which its receive is posted; where
-            a worker waits for another one before a joint compute, the event at which that one comes to it.
-        duration: of a compute, its place among all forwards, then all backwards, by virtual stage; else -1.
-        link: of a message; else -1.
-        channel: of a message; else -1.
+        first: number of the previous event on the same worker; for a message, of the event at which it is sent.
+        second: number of the arrival that is waited for; for a message, of the event at which its receive is posted;
+            for a wait before a joint compute, of the event at which the other worker comes to it.
+        duration: index of a compute's duration among all forwards, then all backwards, by virtual stage; else -1.
+        link: number of a message's link; -1 for other events.
+        channel: number of a message's channel; -1 for other events.
     """
 
     first: int
@@ -42,12 +42,12 @@ class _Event(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """When everything happens.
+    """The times of a simulated step, in the unit of the costs.
 
     Attributes:
-        of: the time of every event.
-        departures: of every message, in the order of `CompiledSchedule.messages`.
-        makespan: When the last worker reaches the end of its list.
+        of: time of every event.
+        departures: time at which each message leaves, in the order of `CompiledSchedule.messages`.
+        makespan: time at which the last worker reaches the end of its list.
     """
 
     of: list[float]
@@ -56,21 +56,21 @@ class Times:
 
 
 class CompiledSchedule:
-    """A schedule without mistakes, and what happens in it.
+    """A proven schedule as a list of events, to be simulated many times.
 
     Attributes:
-        schedule: Lowered.
-        events: Each after those that it needs.
-        ends: By worker, the events at which its computes end, in their order.
-        messages: Of each its send, its channel, and the event at which it arrives.
+        schedule: The lowered schedule.
+        events: All events, each after those that it needs.
+        ends: Events at which the computes of each worker end, in their order, by worker.
+        messages: Send, channel and event of arrival of each message.
         activations: Most activations that one worker keeps for its backwards at a time, by virtual stage.
     """
 
     def __init__(self, schedule: Schedule) -> None:
-        """Check a schedule, and line up what happens.
+        """Prove a schedule, and list its events.
 
         Args:
-            schedule: Lowered, or compute only: then all receives are posted at the start of the step.
+            schedule: A lowered schedule, or compute only: then all receives are posted at the start of the step.
 
         Raises:
             PlanError: The schedule is not valid.
@@ -89,11 +89,11 @@ class CompiledSchedule:
         self._num_channels = len(line.queues)
 
     def times(self, costs: Costs, *, mode: Mode) -> Times:
-        """Say when everything happens.
+        """Return the time of every event.
 
         Args:
-            costs: Of the schedule's placement.
-            mode: When messages leave.
+            costs: Costs of the schedule's placement.
+            mode: Whether messages leave at once, or only with their receive (rendezvous).
 
         Raises:
             PlanError: The costs are those of another placement.

@@ -18,11 +18,11 @@ _EXAMPLE = "forward_ms=40,80,40 latency_ms=20"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CostKey:
-    """What a `name=value` word means, for people.
+    """What the key of a `name=value` cost means, for people.
 
     Attributes:
-        unit: Of its numbers.
-        meaning: Of its numbers; also their count and the default.
+        unit: Unit of its numbers.
+        meaning: What its numbers are, how many there are, and the default.
     """
 
     unit: str

@@ -19,7 +19,7 @@ class Costs:
 
     Attributes:
         forward: Duration of one microbatch's forward, by virtual stage.
-        backward: The same of the backward.
+        backward: Duration of one microbatch's backward, by virtual stage.
         latency: One-way latency from virtual stage v to v + 1, and back, by v. Not used if one stage holds both.
         bandwidth: Bytes per unit of time on the same link, in each direction; `math.inf` for no limit.
         message_bytes: Size of an activation from v to v + 1, and of its gradient.
@@ -81,8 +81,8 @@ def split_costs(placement: Placement, costs: Costs) -> Costs:
     in both modes.
 
     Args:
-        placement: With its replicas.
-        costs: Of one microbatch in `placement`, where replicas run them in turn.
+        placement: Placement with its replicas.
+        costs: Costs of one microbatch in `placement`, where replicas run them in turn.
 
     >>> from vtp_plugin.plan.schedule.order.placement import plain_placement
     >>> placement = plain_placement(3, num_replicas=(1, 1, 2))

@@ -10,7 +10,7 @@ from vtp_plugin.plan.schedule.cost.microbatch_route import MicrobatchRoute, Orde
 
 
 def dispatch(
-    chain: MicrobatchRoute,
+    route: MicrobatchRoute,
     num_microbatches: int,
     ranking: Sequence[Sequence[int]],
     limits: Sequence[int],
@@ -21,25 +21,25 @@ def dispatch(
     Replicas start a joint leg together, once all of them are free and have their microbatches.
 
     Args:
-        chain: Legs and costs.
+        route: Legs of a microbatch, with their costs.
         num_microbatches: Number of microbatches.
         ranking: `ranking[stage]` lists the legs of a stage, most urgent first.
         limits: Most microbatches in flight, by worker: past the start of the stage's first leg, not yet through its
             last.
         detours: Gives a ranking, or None, for each decision of stage 0; a ranking replaces `ranking[0]` that once.
     """
-    durations, latency, occupancy, queues = chain.durations, chain.latency, chain.occupancy, chain.queues
-    channels, takers = chain.channels, chain.takers
-    last_leg = chain.num_legs - 1
-    arrived, upcoming = first_arrivals(chain, num_microbatches)
-    bounds = [(chain.legs(stage)[0], chain.legs(stage)[-1]) for stage in range(chain.num_stages)]
-    workers, num_replicas = chain.workers, chain.num_replicas
-    groups = chain.groups
+    durations, latency, occupancy, queues = route.durations, route.latency, route.occupancy, route.queues
+    channels, takers = route.channels, route.takers
+    last_leg = route.num_legs - 1
+    arrived, upcoming = first_arrivals(route, num_microbatches)
+    bounds = [(route.legs(stage)[0], route.legs(stage)[-1]) for stage in range(route.num_stages)]
+    workers, num_replicas = route.workers, route.num_replicas
+    groups = route.groups
     free_at = [0.0] * len(workers)
-    channel_free_at = [0.0] * chain.num_channels
+    channel_free_at = [0.0] * route.num_channels
     orders: list[list[int]] = [[] for _ in workers]
     # A worker looks for work when it becomes free and when something arrives for it.
-    events = [(0.0, worker) for worker, (stage, _) in enumerate(workers) if stage == chain.stages[0]]
+    events = [(0.0, worker) for worker, (stage, _) in enumerate(workers) if stage == route.stages[0]]
     while events:
         now, worker = heappop(events)
         if free_at[worker] > now:
@@ -73,6 +73,6 @@ def dispatch(
                         arrived[q + 1][h] = end
                         heappush(events, (end, takers[q][h % len(takers[q])]))
                 break
-    if sum(map(len, orders)) != num_microbatches * chain.num_legs:
+    if sum(map(len, orders)) != num_microbatches * route.num_legs:
         raise PlanError(f"limits {limits} let no microbatch start")
     return tuple(tuple(order) for order in orders)

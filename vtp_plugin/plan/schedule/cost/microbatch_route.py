@@ -28,7 +28,7 @@ class MicrobatchRoute:
     Attributes:
         stages: Stage that runs a leg.
         durations: Duration of a leg.
-        latency: From the end of a leg to the start of the next, without `occupancy`; the last entry is 0.
+        latency: Time from the end of a leg to the start of the next, without `occupancy`; the last entry is 0.
         occupancy: How long the message to the next leg keeps its channel busy; the last entry is 0.
         boundaries: Number of the boundary that the message to the next leg crosses, a different one in each direction;
             -1 if there is no message.
@@ -127,7 +127,7 @@ class MicrobatchRoute:
         return self.heads[-1] + self.durations[-1]
 
     def reversed(self) -> MicrobatchRoute:
-        """Let time run backwards: a good order for the result, reversed, is a good order for this chain."""
+        """Let time run backwards: a good order for the result, reversed, is a good order for this route."""
         return MicrobatchRoute(
             stages=self.stages[::-1],
             durations=self.durations[::-1],
@@ -139,7 +139,7 @@ class MicrobatchRoute:
         )
 
 
-def in_ticks(chain: MicrobatchRoute) -> MicrobatchRoute:
+def in_ticks(route: MicrobatchRoute) -> MicrobatchRoute:
     """Round all times to whole numbers, seven digits for the longest: sums are exact, and equal times compare equal.
 
     >>> from vtp_plugin.plan.schedule.cost.costs import u_costs
@@ -147,12 +147,12 @@ def in_ticks(chain: MicrobatchRoute) -> MicrobatchRoute:
     >>> in_ticks(make_route(u_placement(2), u_costs(2, cloud=0.2, latency=0.3, edge=0.1))).durations
     (1000000, 2000000, 1000000, 2000000, 4000000, 2000000)
     """
-    times = (*chain.durations, *chain.latency, *chain.occupancy)
+    times = (*route.durations, *route.latency, *route.occupancy)
     exponent = int(f"{max(times):e}".partition("e")[2])
     scaled = [round(time * 10.0 ** (6 - exponent)) for time in times]
-    num_legs = chain.num_legs
+    num_legs = route.num_legs
     return replace(
-        chain,
+        route,
         durations=tuple(scaled[:num_legs]),
         latency=tuple(scaled[num_legs : 2 * num_legs]),
         occupancy=tuple(scaled[2 * num_legs :]),
@@ -164,8 +164,8 @@ def make_route(placement: Placement, costs: Costs, *, forward_only: bool = False
 
     >>> from vtp_plugin.plan.schedule.cost.costs import u_costs
     >>> from vtp_plugin.plan.schedule.order.placement import u_placement
-    >>> chain = make_route(u_placement(2), u_costs(2, latency=4.0))
-    >>> chain.stages, chain.durations, chain.latency, chain.span
+    >>> route = make_route(u_placement(2), u_costs(2, latency=4.0))
+    >>> route.stages, route.durations, route.latency, route.span
     ((0, 1, 0, 0, 1, 0), (1.0, 2.0, 1.0, 2.0, 4.0, 2.0), (4.0, 4.0, 0.0, 4.0, 4.0, 0.0), 28.0)
     """
     num_vstages = placement.num_vstages
@@ -200,7 +200,7 @@ def make_route(placement: Placement, costs: Costs, *, forward_only: bool = False
     )
 
 
-def makespan(chain: MicrobatchRoute, num_microbatches: int, orders: Orders) -> float | None:
+def makespan(route: MicrobatchRoute, num_microbatches: int, orders: Orders) -> float | None:
     """Return when the last leg ends if every worker keeps its order, or None if the orders wait for each other.
 
     >>> from vtp_plugin.plan.schedule.cost.costs import u_costs
@@ -208,14 +208,14 @@ def makespan(chain: MicrobatchRoute, num_microbatches: int, orders: Orders) -> f
     >>> makespan(make_route(u_placement(2), u_costs(2)), 1, ((0, 2, 3, 5), (1, 4)))
     12.0
     """
-    durations, latency, occupancy, queues = chain.durations, chain.latency, chain.occupancy, chain.queues
-    channels, takers = chain.channels, chain.takers
-    last_leg = chain.num_legs - 1
-    arrived, upcoming = first_arrivals(chain, num_microbatches)
-    workers, num_replicas = chain.workers, chain.num_replicas
-    groups = chain.groups
+    durations, latency, occupancy, queues = route.durations, route.latency, route.occupancy, route.queues
+    channels, takers = route.channels, route.takers
+    last_leg = route.num_legs - 1
+    arrived, upcoming = first_arrivals(route, num_microbatches)
+    workers, num_replicas = route.workers, route.num_replicas
+    groups = route.groups
     free_at = [0.0] * len(workers)
-    channel_free_at = [0.0] * chain.num_channels
+    channel_free_at = [0.0] * route.num_channels
     reached = [0] * len(workers)
     # When each worker comes to a joint leg, by leg and microbatch.
     comes = [[math.inf] * len(times) for times in arrived]
@@ -253,20 +253,20 @@ def makespan(chain: MicrobatchRoute, num_microbatches: int, orders: Orders) -> f
     return max(free_at) if reached == [len(order) for order in orders] else None
 
 
-def first_arrivals(chain: MicrobatchRoute, num_microbatches: int) -> tuple[list[list[float]], list[list[int]]]:
+def first_arrivals(route: MicrobatchRoute, num_microbatches: int) -> tuple[list[list[float]], list[list[int]]]:
     """Return, by leg and microbatch, when it arrives, and, by leg and replica, which microbatch is the next."""
     # The loops look beyond the last microbatch: those entries never arrive, so no check of the index is needed.
-    size = num_microbatches + max(chain.num_replicas)
-    arrived = [[math.inf] * size for _ in chain.stages]
+    size = num_microbatches + max(route.num_replicas)
+    arrived = [[math.inf] * size for _ in route.stages]
     arrived[0][:num_microbatches] = [0.0] * num_microbatches
-    return arrived, [list(range(chain.num_replicas[stage])) for stage in chain.stages]
+    return arrived, [list(range(route.num_replicas[stage])) for stage in route.stages]
 
 
-def in_flight(chain: MicrobatchRoute, orders: Orders) -> tuple[int, ...]:
+def in_flight(route: MicrobatchRoute, orders: Orders) -> tuple[int, ...]:
     """Return the most microbatches in flight on each worker; durations do not matter."""
     peaks: list[int] = []
-    for (stage, _), order in zip(chain.workers, orders, strict=True):
-        first, last = chain.legs(stage)[0], chain.legs(stage)[-1]
+    for (stage, _), order in zip(route.workers, orders, strict=True):
+        first, last = route.legs(stage)[0], route.legs(stage)[-1]
         live = peak = 0
         for q in order:
             live += q == first
@@ -276,8 +276,8 @@ def in_flight(chain: MicrobatchRoute, orders: Orders) -> tuple[int, ...]:
     return tuple(peaks)
 
 
-def mirrored(chain: MicrobatchRoute, orders: Orders) -> Orders:
-    """Let time run backwards: turn orders for a chain into orders for :meth:`MicrobatchRoute.reversed`, or back.
+def mirrored(route: MicrobatchRoute, orders: Orders) -> Orders:
+    """Let time run backwards: turn orders for a route into orders for :meth:`MicrobatchRoute.reversed`, or back.
 
     >>> from vtp_plugin.plan.schedule.cost.costs import uniform_costs
     >>> from vtp_plugin.plan.schedule.order.placement import plain_placement
@@ -285,8 +285,8 @@ def mirrored(chain: MicrobatchRoute, orders: Orders) -> Orders:
     >>> mirrored(make_route(placement, uniform_costs(placement)), ((0, 0, 3, 3), (1, 2), (2, 1)))
     ((0, 0, 3, 3), (2, 1), (1, 2))
     """
-    last_leg = chain.num_legs - 1
-    return tuple(tuple(last_leg - q for q in reversed(orders[mirror])) for mirror in chain.mirrors)
+    last_leg = route.num_legs - 1
+    return tuple(tuple(last_leg - q for q in reversed(orders[mirror])) for mirror in route.mirrors)
 
 
 def to_actions(placement: Placement, orders: Orders) -> tuple[Actions, ...]:

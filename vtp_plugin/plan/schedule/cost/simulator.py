@@ -53,7 +53,7 @@ class Timeline:
 
     Attributes:
         placement: Which stage holds which virtual stage, and its replicas.
-        spans: By worker, its computes in their order.
+        spans: Computes of each worker in their order, by worker.
         flights: All messages in the order in which they were sent.
         makespan: When the last worker reaches the end of its list.
         in_flight: Most microbatches in flight at a time, by worker.
@@ -90,7 +90,7 @@ def simulate(schedule: Schedule, costs: Costs, *, mode: Mode = "buffered") -> Ti
 
     Args:
         schedule: Lowered, or compute only: then all receives are posted at the start of the step.
-        costs: Of the schedule's placement.
+        costs: Costs of the schedule's placement.
         mode: When messages leave.
 
     >>> from vtp_plugin.plan.schedule.cost.costs import uniform_costs
@@ -103,14 +103,14 @@ def simulate(schedule: Schedule, costs: Costs, *, mode: Mode = "buffered") -> Ti
     return timeline_of(CompiledSchedule(schedule), costs, mode=mode)
 
 
-def timeline_of(course: CompiledSchedule, costs: Costs, *, mode: Mode) -> Timeline:
+def timeline_of(compiled: CompiledSchedule, costs: Costs, *, mode: Mode) -> Timeline:
     """Find out the same of a schedule that was lined up before."""
-    schedule, times = course.schedule, course.times(costs, mode=mode)
+    schedule, times = compiled.schedule, compiled.times(costs, mode=mode)
     placement = schedule.placement
     spans = []
-    for order, ends in zip(schedule.orders, course.ends, strict=True):
+    for order, ends in zip(schedule.orders, compiled.ends, strict=True):
         computes = (action for action in order if action.op.is_compute)
-        begins = (course.events[end].first for end in ends)
+        begins = (compiled.events[end].first for end in ends)
         spans.append(
             tuple(
                 Span(action=action, start=times.of[begin], end=times.of[end])
@@ -118,8 +118,8 @@ def timeline_of(course: CompiledSchedule, costs: Costs, *, mode: Mode) -> Timeli
             )
         )
     flights = []
-    for (action, channel, arrival), start in zip(course.messages, times.departures, strict=True):
-        sent = times.of[course.events[arrival].first]
+    for (action, channel, arrival), start in zip(compiled.messages, times.departures, strict=True):
+        sent = times.of[compiled.events[arrival].first]
         flights.append(Flight(channel=channel, action=action, sent=sent, start=start, end=times.of[arrival]))
     flights.sort(key=lambda flight: (flight.sent, flight.channel))
     sizes: dict[ChannelId, int] = defaultdict(int)
@@ -131,7 +131,7 @@ def timeline_of(course: CompiledSchedule, costs: Costs, *, mode: Mode) -> Timeli
         flights=tuple(flights),
         makespan=times.makespan,
         in_flight=tuple(peak_in_flight(schedule, worker) for worker in range(placement.num_workers)),
-        activations=course.activations,
+        activations=compiled.activations,
         bytes_by_channel=tuple(sorted(sizes.items())),
     )
 
@@ -144,7 +144,7 @@ def choose_lookahead(schedule: Schedule, costs: Costs) -> int:
 
     Args:
         schedule: Compute only.
-        costs: Of its placement.
+        costs: Costs of its placement.
 
     >>> from vtp_plugin.plan.schedule.cost.costs import u_costs
     >>> from vtp_plugin.plan.schedule.make.u_shape import plan_u_shape

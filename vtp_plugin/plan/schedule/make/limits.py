@@ -41,7 +41,7 @@ def check_in_flight(in_flight: Sequence[int], num_stages: int) -> None:
 
 
 def by_stage(in_flight: tuple[int, ...] | None, num_stages: int) -> tuple[int, ...] | None:
-    """Give every stage the number that was asked for all; see :func:`check_in_flight`.
+    """Return the requested limit of every stage; see :func:`check_in_flight`.
 
     >>> by_stage((4,), 3), by_stage((4, 2, 1), 3), by_stage(None, 3)
     ((4, 4, 4), (4, 2, 1), None)
@@ -69,9 +69,9 @@ def choose_limits(
     in turn may need more, and gets two for each of them. No limit is above the number of microbatches.
 
     Args:
-        in_flight: What was asked for, see :func:`check_in_flight`; None for the default.
+        in_flight: Requested limits, see :func:`check_in_flight`; None for the default.
         placement: Which stage holds which virtual stage.
-        costs: Of the placement.
+        costs: Costs of the placement.
         num_microbatches: Microbatches of the step.
 
     Raises:
@@ -86,8 +86,8 @@ def choose_limits(
     """
     num_stages = placement.num_stages
     if in_flight is None:
-        chain = make_route(placement, costs)
-        needs = [in_flight_needed_on(chain, stage) for stage in range(num_stages)]
+        route = make_route(placement, costs)
+        needs = [in_flight_needed_on(route, stage) for stage in range(num_stages)]
         # A later stage with fewer in flight than stage 0 would slow stage 0 down.
         needs = [max(needs[0], needed) for needed in needs]
         shown = ",".join(map(str, needs if max(needs) > needs[0] else needs[:1]))

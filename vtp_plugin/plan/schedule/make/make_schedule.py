@@ -23,14 +23,14 @@ _PLAIN_LOOKAHEAD = 2
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleRequest:
-    """What a step asks for; equal requests get equal schedules.
+    """What determines the schedule of a step; equal requests get equal schedules.
 
     Attributes:
         placement: Which stage holds which virtual stage: plain, a tree, interleaved or U-shaped.
         num_microbatches: Microbatches of the step.
         forward_only: No backward pass.
         group_size: Megatron's `microbatch_group_size_per_vp_stage`, of interleaved orders only; None for its default.
-        costs: Of the placement, in ms, for the U's order only; None for the model U-shape of
+        costs: Costs of the placement in ms, for the U's order only; None for the model U-shape of
             :func:`~vtp_plugin.plan.schedule.cost.costs.u_costs`, without latency.
         in_flight: Most microbatches in flight. For the U's order: for all stages, or for each; None for the default of
             :func:`~vtp_plugin.plan.schedule.make.limits.choose_limits`. For 1F1B for each; None for as few as keep it
@@ -72,11 +72,11 @@ def make_schedule(request: ScheduleRequest) -> tuple[Schedule, str]:
 
 
 def compile_schedule(request: ScheduleRequest) -> CompiledSchedule:
-    """Return the same schedule, proven, too, to be simulated.
+    """Return the schedule of :func:`make_schedule`, proven and compiled for simulation.
 
     >>> from vtp_plugin.plan.schedule.order.placement import plain_placement
-    >>> course = compile_schedule(ScheduleRequest(placement=plain_placement(2), num_microbatches=4))
-    >>> course.activations, len(course.messages)
+    >>> compiled = compile_schedule(ScheduleRequest(placement=plain_placement(2), num_microbatches=4))
+    >>> compiled.activations, len(compiled.messages)
     ((2, 1), 8)
     """
     schedule, lookahead, _ = _order(request)

@@ -32,7 +32,7 @@ _TWO_RING_RANKINGS = (
 )
 
 
-def rankings(chain: MicrobatchRoute) -> Iterator[tuple[list[tuple[int, ...]], str]]:
+def rankings(route: MicrobatchRoute) -> Iterator[tuple[list[tuple[int, ...]], str]]:
     """Yield a ranking of its legs for every stage, with a name; the cloud prefers backwards, or forwards.
 
     >>> from vtp_plugin.plan.schedule.cost.microbatch_route import make_route
@@ -41,11 +41,11 @@ def rankings(chain: MicrobatchRoute) -> Iterator[tuple[list[tuple[int, ...]], st
     >>> next(rankings(make_route(u_placement(2, num_rings=2), u_costs(2, num_rings=2))))
     ([(0, 2, 7, 4, 9, 5), (8, 6, 3, 1)], 'edge F1>F2>B2>F3>B1>B3, cloud B first')
     """
-    edge_legs = chain.legs(0)
-    is_forward_only = chain.stages.count(1) == len(edge_legs) - 1
+    edge_legs = route.legs(0)
+    is_forward_only = route.stages.count(1) == len(edge_legs) - 1
     kinds, edge_rankings = _edge_rankings(len(edge_legs), is_forward_only)
     for edge, cloud in product(edge_rankings, ("",) if is_forward_only else ("B", "F")):
-        cloud_rankings = [chain.legs(stage)[:: -1 if cloud == "B" else 1] for stage in range(1, chain.num_stages)]
+        cloud_rankings = [route.legs(stage)[:: -1 if cloud == "B" else 1] for stage in range(1, route.num_stages)]
         name = f"edge {'>'.join(edge)}" + (f", cloud {cloud} first" if cloud else "")
         yield [tuple(edge_legs[kinds.index(kind)] for kind in edge), *cloud_rankings], name
 

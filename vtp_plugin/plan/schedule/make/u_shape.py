@@ -145,7 +145,7 @@ def plan_u_shape(
     Args:
         num_stages: Pipeline stages with the edge, P >= 2.
         num_microbatches: Microbatches of the step, m >= 1; every stage's replicas share them.
-        costs: Of the P + 1 virtual stages; with R rings, of all R P + 1.
+        costs: Costs of the P + 1 virtual stages; with R rings, of all R P + 1.
         num_rings: How often a microbatch passes the cloud, R.
         num_replicas: Replicas of every stage; one each by default.
         joint: Which replicas wait for each other in which computes; none by default. See :attr:`Placement.joint`.
@@ -174,8 +174,8 @@ def plan_u_shape(
             f"{placement.num_vstages}"
         )
 
-    chain = make_route(placement, costs, forward_only=forward_only)
-    search = _Search(in_ticks(chain), num_microbatches, limits)
+    route = make_route(placement, costs, forward_only=forward_only)
+    search = _Search(in_ticks(route), num_microbatches, limits)
     # The reference knows neither evaluation nor replicas, and one ring only.
     has_reference = not forward_only and max(placement.num_replicas) == 1 and num_rings == 1
     reference = search.try_reference() if has_reference else None
@@ -189,15 +189,15 @@ def plan_u_shape(
         orders=to_actions(placement, orders),
         forward_only=forward_only,
     )
-    span = makespan(chain, num_microbatches, orders)
+    span = makespan(route, num_microbatches, orders)
     assert span is not None
     return UOrder(
         schedule=schedule,
         candidate=name,
         makespan=span,
-        lower_bound=lower_bound(chain, num_microbatches, search.limits),
-        reference_makespan=makespan(chain, num_microbatches, reference) if reference else None,
-        in_flight=in_flight(chain, orders),
+        lower_bound=lower_bound(route, num_microbatches, search.limits),
+        reference_makespan=makespan(route, num_microbatches, reference) if reference else None,
+        in_flight=in_flight(route, orders),
         num_candidates=search.num_tried,
     )
 
@@ -217,17 +217,17 @@ def _check_limits(limits: tuple[int, ...], placement: Placement) -> None:
 class _Search:
     """Simulates candidates and keeps the best."""
 
-    def __init__(self, chain: MicrobatchRoute, num_microbatches: int, limits: tuple[int, ...]) -> None:
-        self.chain = chain
+    def __init__(self, route: MicrobatchRoute, num_microbatches: int, limits: tuple[int, ...]) -> None:
+        self.route = route
         # With time as it is, and reversed: a bool is the index.
-        self.chains = (chain, chain.reversed())
-        self.rankings = tuple(tuple(rankings(one)) for one in self.chains)
+        self.routes = (route, route.reversed())
+        self.rankings = tuple(tuple(rankings(one)) for one in self.routes)
         self.num_microbatches = num_microbatches
         self.limits = tuple(
-            min(limit, num_microbatches // chain.num_replicas[stage])
-            for limit, (stage, _) in zip(limits, chain.workers, strict=True)
+            min(limit, num_microbatches // route.num_replicas[stage])
+            for limit, (stage, _) in zip(limits, route.workers, strict=True)
         )
-        self.bound = lower_bound(chain, num_microbatches, self.limits)
+        self.bound = lower_bound(route, num_microbatches, self.limits)
         self.best: tuple[float, int, str, Orders] = (math.inf, 0, "", ())
         self.num_tried = 0
 
@@ -238,7 +238,7 @@ class _Search:
 
     def offer(self, name: str, orders: Orders) -> float:
         """Simulate a candidate, keep it if it is the best so far, and return its time."""
-        span = makespan(self.chain, self.num_microbatches, orders)
+        span = makespan(self.route, self.num_microbatches, orders)
         if span is None:
             raise PlanError(f"{name}: deadlock: the orders wait for each other")
         self.num_tried += 1
@@ -249,14 +249,14 @@ class _Search:
 
     def _peaks(self, orders: Orders) -> list[int]:
         """Return the most microbatches in flight on a worker, by stage."""
-        peaks = in_flight(self.chain, orders)
-        firsts = self.chain.first_workers
-        return [max(peaks[first : first + num]) for first, num in zip(firsts, self.chain.num_replicas, strict=True)]
+        peaks = in_flight(self.route, orders)
+        firsts = self.route.first_workers
+        return [max(peaks[first : first + num]) for first, num in zip(firsts, self.route.num_replicas, strict=True)]
 
     def try_reference(self) -> Orders | None:
         """Offer the reference's order and return it; None if it breaks a limit."""
-        orders = reference_orders(self.chain.num_stages, self.num_microbatches)
-        peaks = in_flight(self.chain, orders)
+        orders = reference_orders(self.route.num_stages, self.num_microbatches)
+        peaks = in_flight(self.route, orders)
         if any(peak > limit for peak, limit in zip(peaks, self.limits, strict=True)):
             return None
         self.offer("the reference's order", orders)
@@ -264,7 +264,7 @@ class _Search:
 
     def try_rules(self) -> None:
         """Offer every greedy rule, forward and reversed in time, under caps that grow from level to level."""
-        needs = [in_flight_needed_on(self.chain, stage) for stage, _ in self.chain.workers]
+        needs = [in_flight_needed_on(self.route, stage) for stage, _ in self.route.workers]
         # The limits themselves come first: their result is hard to beat, so most caps below need no simulation.
         levels = [[self.limits]]
         levels += [[self._caps(needs, slack, edge_slack) for edge_slack in _EDGE_SLACKS] for slack in _CLOUD_SLACKS]
@@ -272,7 +272,7 @@ class _Search:
         for number, level in enumerate(levels):
             spans = [math.inf]
             for caps in level:
-                if caps not in tried and lower_bound(self.chain, self.num_microbatches, caps) <= self.best[0]:
+                if caps not in tried and lower_bound(self.route, self.num_microbatches, caps) <= self.best[0]:
                     tried.add(caps)
                     for rule, is_reversed in product(range(len(self.rankings[0])), (False, True)):
                         spans.append(self._offer_rule(rule, is_reversed, caps))
@@ -289,9 +289,9 @@ class _Search:
 
     def _caps(self, needs: list[int], slack: float, edge_slack: float) -> tuple[int, ...]:
         """Allow every worker as many microbatches in flight as it needs plus a slack, within its limit."""
-        num_replicas = self.chain.num_replicas
+        num_replicas = self.route.num_replicas
         caps: list[int] = []
-        for (stage, _), needed, limit in zip(self.chain.workers, needs, self.limits, strict=True):
+        for (stage, _), needed, limit in zip(self.route.workers, needs, self.limits, strict=True):
             # One more on each replica of a wide stage means this many more on a worker of a narrow stage.
             share = math.ceil(max(num_replicas) / num_replicas[stage])
             extra = share * (slack + edge_slack if stage == 0 else slack)
@@ -300,13 +300,13 @@ class _Search:
 
     def _offer_rule(self, rule: int, is_reversed: bool, caps: tuple[int, ...], seed: int | None = None) -> float:
         """Build orders by a greedy rule and offer them; a seed perturbs the rule."""
-        chain, rankings = self.chains[is_reversed], self.rankings[is_reversed]
+        route, rankings = self.routes[is_reversed], self.rankings[is_reversed]
         ranking, name = rankings[rule]
         detours = None if seed is None else _detours([edge for (edge, *_), _ in rankings], seed)
-        limits = [caps[mirror] for mirror in chain.mirrors] if is_reversed else caps
-        orders = dispatch(chain, self.num_microbatches, ranking, limits, detours)
+        limits = [caps[mirror] for mirror in route.mirrors] if is_reversed else caps
+        orders = dispatch(route, self.num_microbatches, ranking, limits, detours)
         if is_reversed:
-            orders = mirrored(chain, orders)
+            orders = mirrored(route, orders)
         direction = "reversed" if is_reversed else "forward"
         perturbed = "" if seed is None else f", perturbed {seed}"
         return self.offer(f"greedy {direction} in time, {name}, caps {','.join(map(str, caps))}{perturbed}", orders)

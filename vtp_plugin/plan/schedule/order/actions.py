@@ -48,7 +48,7 @@ class Action:
             `2RECV_F3` receives it; `1SEND_B3` sends the gradient of virtual stage 1's input to virtual stage 0.
         microbatch: Number of the microbatch in the step, from 0. A stage that serves k replicas in turn (unequal data
             parallelism) counts the microbatches of all replicas: number i belongs to replica i mod k.
-        source: Of a message at a virtual stage with several inputs, the virtual stage that the input comes from:
+        source: Virtual stage that the input comes from, for a message at a virtual stage with several inputs:
             `2RECV_F3:0` receives what virtual stage 0 sends, `2SEND_B3:0` sends its gradient back. -1 elsewhere.
 
     >>> str(Action(op=Op.SEND_F, vstage=1, microbatch=3)), str(Action(op=Op.RECV_F, vstage=2, microbatch=3, source=0))

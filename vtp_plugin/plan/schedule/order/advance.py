@@ -37,7 +37,7 @@ def advance_orders(orders: Sequence[Sequence[Entry]], take: Callable[[int, Entry
     """Let every worker take the entries of its order, and return how many each has taken.
 
     Args:
-        orders: of the workers.
+        orders: order of every worker.
         take: takes one entry of a worker; False if the worker has to wait for another one.
 
     >>> done = set()

@@ -3,7 +3,7 @@
 A lowered list keeps these promises:
 
 * `RECV` posts a receive into a fresh buffer and returns at once. On every channel the receives are posted in the order
-  in which the other side sends, so no tags are needed.
+  in which the other stage sends, so no tags are needed.
 * `WAIT_RECV` stands before the compute that takes the tensor, once for each receive. With the one exception below, no
   other action before the last compute ever waits for another worker.
 * Directly after it, before the compute, stand the `RECV`s for the next `lookahead` computes: their messages travel
@@ -12,9 +12,9 @@ A lowered list keeps these promises:
 * `SEND` stands directly after the compute that makes the tensor. It returns at once and holds the tensor until its
   `WAIT_SEND`.
 * `WAIT_SEND` stands once for each send, at the first point where the messages that this worker has received prove that
-  the other side has waited for the message; so it takes no time. Sends without such a point are drained at the end of
+  the receiver has waited for the message; so it takes no time. Sends without such a point are drained at the end of
   the list, in the order of posting. In one kind of schedule no message comes back to prove anything: forward only, with
-  one virtual stage on each stage. There the waits leave at most `lookahead + 1` sends open, because the other side
+  one virtual stage on each stage. There the waits leave at most `lookahead + 1` sends open, because the receiver
   posts no more receives ahead. Such a wait can take time, but cannot deadlock, because nothing comes back.
 """
 
@@ -91,9 +91,9 @@ def _posts(
     """List the receives that a worker posts: at the start of the step, then before each compute.
 
     Args:
-        schedule: For its placement.
-        order: Of the worker.
-        incoming: By channel, the receives that are not posted yet, in the order of the sends; this worker's are taken.
+        schedule: Schedule with the placement.
+        order: Order of the worker.
+        incoming: Receives that are not posted yet, in the order of the sends, by channel; this worker's are removed.
         lookahead: How many computes ahead receives are posted.
     """
     posted: set[Action] = set()

@@ -36,7 +36,7 @@ def place_modules(num_stages: Mapping[str, int], topology: Mapping[str, Sequence
 
     Args:
         num_stages: pipeline stages of every module.
-        topology: by module, those that take its output, as Megatron's `MultiModulePipelineCommunicator` takes it.
+        topology: modules that take a module's output, by its name, as in Megatron's `MultiModulePipelineCommunicator`.
 
     Raises:
         ConfigError: a module feeds several others, several modules feed none, or modules feed each other in a circle.

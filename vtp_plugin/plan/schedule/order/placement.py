@@ -32,7 +32,7 @@ class Placement:
     Attributes:
         stages: `stages[v]` is the stage that holds virtual stage v. Every stage from 0 on holds at least one.
         num_replicas: Replicas of every stage; one each by default, and then worker i is stage i.
-        joint: By virtual stage, how many neighbouring replicas run its forward jointly, and how many its backward; by
+        joint: Numbers of neighbouring replicas that run a forward, and a backward, jointly, by virtual stage; by
             default each runs alone, (1, 1). Replicas 0 to n - 1 are the first such group, n to 2n - 1 the second.
         successors: `successors[v]` is the virtual stage that takes the output of v, a later one; one entry for each but
             the last, which has the loss. By default a chain: v + 1.
@@ -173,7 +173,7 @@ class Placement:
         return self.stage_and_replica(worker)[0]
 
     def by_worker(self, by_stage: Sequence[int]) -> tuple[int, ...]:
-        """Give every worker the entry of its stage.
+        """Return the entry of its stage for every worker.
 
         >>> plain_placement(2, num_replicas=(1, 2)).by_worker((7, 2))
         (7, 2, 2)
@@ -309,12 +309,12 @@ def place_workers(
     """Place the chunks on the stages, and the microbatches of one team on the replicas of its stages.
 
     Args:
-        replicas: of the stages.
-        num_chunks: model chunks of every stage, Megatron's virtual pipeline size.
-        num_rings: of a U-shaped pipeline, where stage 0 holds both ends of the model; 0 for others.
-        expert_spans: of every stage, over how many neighbouring replicas of a team its experts lie
+        replicas: which replicas of the stages work together.
+        num_chunks: number of model chunks of every stage, Megatron's virtual pipeline size.
+        num_rings: number of rings of a U-shaped pipeline, where stage 0 holds both ends of the model; 0 for others.
+        expert_spans: number of neighbouring replicas of a team that share one set of experts, by stage
             (:func:`~vtp_plugin.plan.layout.share.expert_spans`); empty for 1 on all.
-        is_loss_summed: the loss function sums over the replicas of its stage, in every microbatch.
+        is_loss_summed: whether the loss function sums over the replicas of its stage, in every microbatch.
 
     Raises:
         ConfigError: stages of different data-parallel sizes have several chunks.

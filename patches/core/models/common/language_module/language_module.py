@@ -91,7 +91,7 @@ def embedding_stages(num_stages: int, host: MegatronHost, model: Any) -> list[in
     """List the stages that hold the word embedding: the first one, and those with a copy.
 
     Args:
-        num_stages: of the pipeline.
+        num_stages: number of stages of the pipeline.
         host: the family of the Megatron that runs.
         model: a model chunk of this rank.
     """

@@ -43,12 +43,12 @@ class _Colocated:
     be the same on all tensor-parallel ranks of a replica then.
 
     Args:
-        extended: take any data-parallel and context-parallel sizes, and the spreads that follow; default is what
+        extended: take any data-parallel and context-parallel sizes, and the shardings that follow; default is what
             ``apply(bridges=...)`` says.
         src_sequence: what the context-parallel ranks of the source hold: ``"whole"``, ``"plain"`` or ``"zigzag"``.
-        dest_sequence: the same for the destination.
+        dest_sequence: how the destination's context-parallel ranks cut a sequence.
         src_sharded: whether its tensor-parallel ranks hold slices (sequence parallelism).
-        dest_sharded: the same for the destination.
+        dest_sharded: whether the destination's tensor-parallel ranks hold slices.
         has_fixed_shape: every call is like the first one, and only that one compares what the ranks have; of use where
             more than Megatron's class can do is done.
     """
