@@ -21,7 +21,7 @@ from typing import Any
 
 from vtp_plugin.cli import search
 from vtp_plugin.cli.parser import Parser
-from vtp_plugin.cli.search_request import SearchRequest, read_question
+from vtp_plugin.cli.search_request import SearchRequest, read_request
 from vtp_plugin.tune.cluster.machines import Card, Cluster, Links, Nodes, Time
 from vtp_plugin.tune.cluster.speed import Link
 from vtp_plugin.tune.search.problem import BatchSplit, HeldBytes
@@ -217,15 +217,15 @@ def ask(artifact: Artifact, cluster: Cluster) -> SearchRequest:
     search.add_arguments(parser)
     # The cluster is known already.
     args, args.unknown = parser.parse_known_args([*flat, "--untie-embeddings-and-output-weights", "--cluster", "none"])
-    asked = read_question(args, cluster)
-    shapes = tuple(_of_theirs(artifact, shape) for shape in asked.question.shapes)
-    return replace(asked, question=replace(asked.question, shapes=shapes))
+    request = read_request(args, cluster)
+    splits = tuple(_of_theirs(artifact, split) for split in request.problem.splits)
+    return replace(request, problem=replace(request.problem, splits=splits))
 
 
-def _of_theirs(artifact: Artifact, shape: BatchSplit) -> BatchSplit:
-    size = shape.micro_batch_size
+def _of_theirs(artifact: Artifact, split: BatchSplit) -> BatchSplit:
+    size = split.micro_batch_size
     pools = []
-    for pool in shape.pools:
+    for pool in split.pools:
         timed = artifact.profiles[pool.name].get(str(size), {})
         pools.append(replace(pool, speeds={tp: speed for tp, speed in pool.speeds.items() if str(tp) in timed}))
-    return replace(shape, pools=tuple(pools), held_bytes=held_bytes(artifact, size))
+    return replace(split, pools=tuple(pools), held_bytes=held_bytes(artifact, size))

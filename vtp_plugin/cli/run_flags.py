@@ -209,15 +209,15 @@ def _read_list(args: argparse.Namespace) -> tuple[VtpConfig, FittedLayout | None
     return config, None, ()
 
 
-def check_unknown(words: Sequence[str]) -> None:
+def check_unknown(argv: Sequence[str]) -> None:
     """Print a note about unknown flags, and refuse those that were meant to change something.
 
     Raises:
         ConfigError: a word looks like a flag that matters, or comes before any flag.
     """
-    if words and not words[0].startswith("-"):
-        raise ConfigError(f"{words[0]!r} belongs to no flag; give the flags that follow the script in a run")
-    flags = [word.partition("=")[0] for word in words if word.startswith("--")]
+    if argv and not argv[0].startswith("-"):
+        raise ConfigError(f"{argv[0]!r} belongs to no flag; give the flags that follow the script in a run")
+    flags = [word.partition("=")[0] for word in argv if word.startswith("--")]
     for flag in flags:
         near = [name for name in known_flags() if num_typos(flag, name) <= MAX_TYPOS]
         if near or flag.startswith("--vtp"):
