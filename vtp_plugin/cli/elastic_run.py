@@ -43,10 +43,10 @@ def fit_run(argv: Sequence[str]) -> tuple[list[str], Membership]:
     """Fit a list to the cards; end this process here if its rank is spare.
 
     Args:
-        argv: script and flags, ``--vtp-stages`` among them.
+        argv: the script and its flags, ``--vtp-stages`` among them.
 
     Returns:
-        The words of the run with the list that fits, and the seat of this process, which is told of a good end.
+        The run's arguments with the list that fits, and this process's membership, which needs to know of a good end.
 
     Raises:
         ConfigError: nothing fits, or flags contradict each other.

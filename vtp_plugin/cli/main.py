@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run one command.
 
     Args:
-        argv: the words after the program's name; default: those of the process.
+        argv: command-line arguments behind the program's name; by default those of the process.
     """
     command_line = list(sys.argv[1:] if argv is None else argv)
     if command_line[:1] == ["run"]:

@@ -189,7 +189,7 @@ def _tokens_per_s(request: SearchRequest, candidate: Candidate) -> float:
 
 
 def _price(request: SearchRequest, candidate: Candidate) -> float | None:
-    """Give what a million tokens cost; cards that stay idle cost nothing."""
+    """Give the price of a million tokens; cards that the layout does not use cost nothing."""
     cp, pools = candidate.split.cp, candidate.split.pools
     prices = [
         (stage_type.tp * cp, pools[pool_index].card_price)
@@ -225,7 +225,7 @@ def _bottleneck(candidate: Candidate) -> str:
 
 
 def flags(request: SearchRequest, candidate: Candidate) -> Sequence[str]:
-    """Give what a run takes to have a layout: Megatron's own flags, where it needs no more."""
+    """Give the flags with which a run has this layout: Megatron's own, where they suffice."""
     fitted, size = request.fitted(candidate), str(candidate.split.micro_batch_size)
     extra: list[str] = []
     if candidate.order.is_planned and request.constraints.ends is None and candidate.num_chunks == 1:

@@ -1,4 +1,4 @@
-"""The simulated step of the best layout that was found, above that of the best one of stock Megatron."""
+"""Draws the simulated step of the best layout above that of stock Megatron's best layout."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _rows(request: SearchRequest, candidate: Candidate) -> Iterator[tuple[str, l
 
 
 def _tail(timeline: Timeline, candidate: Candidate) -> Iterator[Box]:
-    """Yield what comes behind the last backward pass of all."""
+    """Yield the boxes behind the last backward pass: gradients and optimizer."""
     start = timeline.makespan
     for kind, length_s in (("gradients", candidate.sums_s), ("optimizer", candidate.update_s)):
         yield Box(kind=kind, start=start, end=start + length_s)

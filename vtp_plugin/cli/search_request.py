@@ -1,4 +1,4 @@
-"""What ``search`` is asked, from the flags of a run and the file of a cluster."""
+"""Reads the request to ``search`` from the flags of a run and the file of a cluster."""
 
 from __future__ import annotations
 
@@ -41,17 +41,17 @@ _LISTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchRequest:
-    """What is searched, and what its answer is told with.
+    """A request to ``search``: the problem, and what its result is printed with.
 
     Attributes:
-        problem: in numbers.
-        constraints: of the list.
+        problem: the search problem.
+        constraints: what the list must satisfy.
         cluster: the machines.
         vocab: rows of the vocabulary, as every list pads it.
-        megatron: whose flags a layout is given in.
-        about_memory: what the memory takes in.
-        samples: of a step.
-        silent: what counts for nothing, since the file does not say it.
+        megatron: name and version of the Megatron in whose flags layouts are given.
+        about_memory: what the memory figures include.
+        samples: number of samples of a step.
+        silent: notes on what counts as zero, since the file does not give it.
     """
 
     problem: SearchProblem
@@ -64,7 +64,7 @@ class SearchRequest:
     silent: tuple[str, ...] = ()
 
     def fitted(self, candidate: Candidate) -> FittedLayout:
-        """Give a layout as one that was fitted to the nodes, each by itself."""
+        """Turn a candidate into a layout on the cluster's single nodes."""
         nodes = tuple(
             Node(
                 name=group.name if group.num_nodes == 1 else f"{group.name}.{number}",
@@ -81,10 +81,10 @@ class SearchRequest:
 
 
 def read_request(args: argparse.Namespace, cluster: Cluster) -> SearchRequest:
-    """Read what is asked.
+    """Read the request.
 
     Args:
-        args: parsed.
+        args: parsed arguments.
         cluster: the machines.
 
     Raises:
@@ -160,7 +160,7 @@ def _silent(cluster: Cluster) -> Iterator[str]:
 
 
 def _name_sites(args: argparse.Namespace, cluster: Cluster) -> None:
-    """Let the site that is called edge be that of a U, where no other was named."""
+    """Use the site with the name edge as the edge of a U, where no site was named."""
     sites = sorted({group.site for group in cluster.nodes})
     if args.layerwise_disaggregated_training and args.vtp_sites is None:
         if "edge" not in sites or len(sites) < 2:
@@ -173,13 +173,13 @@ def _name_sites(args: argparse.Namespace, cluster: Cluster) -> None:
 
 
 def read_any_list(args: argparse.Namespace, command: str) -> tuple[Constraints, GPTModel]:
-    """Read what is wanted of a list that is not known yet, and the model that it trains.
+    """Read what a list that is still to be found must satisfy, and the model that it trains.
 
     Every list pads the vocabulary so that all sizes divide it, as the flags of the best one will say.
 
     Args:
-        args: parsed.
-        command: for which.
+        args: parsed arguments.
+        command: name of the command, for errors.
 
     Raises:
         ConfigError: a flag that times follow from is missing, says what is to be found, or is not known here.
@@ -202,8 +202,8 @@ def read_padded_model(args: argparse.Namespace, constraints: Constraints) -> GPT
     """Read the model with its vocabulary padded as every list pads it.
 
     Args:
-        args: parsed.
-        constraints: what is wanted of the list.
+        args: parsed arguments.
+        constraints: what the list must satisfy.
     """
     model = model_flags.read_model(args, PipelineLayout.from_sizes((1,), world_size=1))
     if flags := vocabulary_flags((1,), constraints):
@@ -216,7 +216,7 @@ def _read_lists(args: argparse.Namespace) -> int | None:
     """Read lists of other sizes than that of tensor parallelism, which must be one size for all stages.
 
     Returns:
-        How many stages they are for; None without a list.
+        The number of stages that they are for; None without a list.
     """
     num_stages: dict[str, int] = {}
     for name, (flag, parse) in _LISTS.items():
@@ -238,7 +238,7 @@ def _read_lists(args: argparse.Namespace) -> int | None:
 
 
 def features_of(args: argparse.Namespace, model: GPTModel) -> dict[str, object]:
-    """List what the times of a model's parts depend on."""
+    """List the properties of a model that the times of its parts depend on."""
     microbatch = activation_flags.read_microbatch(args)
     return features(model, itemsize_bytes=microbatch.itemsize_bytes, topk=_topk(microbatch))
 

@@ -64,16 +64,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Simulation:
-    """What is to be simulated.
+    """A schedule to simulate, with its costs.
 
     Attributes:
-        request: the schedule.
+        request: the request for the schedule.
         costs: durations and links.
-        title: of a picture, without the schedule's name.
-        why: why this order.
+        title: title of a picture, without the schedule's name.
+        why: why this order was chosen.
         least: time that no order can beat; None if the order is fixed.
-        unit: of all times; empty for the model durations.
-        durations: where the times come from.
+        unit: unit of all times; empty for the model durations.
+        durations: where the durations come from, for people.
     """
 
     request: ScheduleRequest

@@ -121,8 +121,8 @@ class Links:
         between: links between nodes of a site, by kind of card, or else by site; ``""`` for all others. Between nodes
             of two kinds the slower one counts.
         across: links between sites, by two names in order.
-        sums: seconds and bandwidth of an all-reduce in a node, by kind of card (``""`` for all others) and number of
-            cards; where it was not measured, it follows from ``inside``.
+        sums: cost of an all-reduce among cards of a node, as a link, by kind of card (``""`` for all others) and number
+            of cards; where it was not measured, it follows from ``inside``.
     """
 
     inside: Mapping[str, Link] = field(default_factory=dict)
