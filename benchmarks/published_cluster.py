@@ -38,12 +38,13 @@ class Artifact:
     """What was read.
 
     Attributes:
-        training: their configuration of the run.
-        profiles: of the model: by kind, microbatch size, tensor-parallel size and layer, forward, backward and update.
-        layers: of the model: by tensor-parallel size and layer, what it holds.
-        nodes: by kind, the cards of a node.
-        between: between two nodes: by kind and number of senders, kind and number of receivers, a polynomial.
-        zone: of all.
+        training: Sailor's configuration of the run.
+        profiles: times of the model: by kind of card, microbatch size, tensor-parallel size and layer, forward,
+            backward and update.
+        layers: memory of the model: by tensor-parallel size and layer, what it holds.
+        nodes: number of cards of a node, by kind of card.
+        between: link between two nodes, by kind and number of senders, kind and number of receivers: a polynomial.
+        zone: zone of all nodes.
     """
 
     training: dict[str, Any]

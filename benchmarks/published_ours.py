@@ -22,9 +22,9 @@ def samples_per_s(artifact: Artifact, problem: SearchProblem, plan: Plan) -> flo
     """Judge a plan; None if a size was not timed.
 
     Args:
-        artifact: what was read of theirs.
-        problem: what ``search`` was asked of the same cards.
-        plan: what is judged; pipelines that share the samples end together.
+        artifact: Sailor's artifact as it was read.
+        problem: the problem of ``search`` for the same cards.
+        plan: the plan to evaluate; pipelines that share the samples end together.
     """
     batch = artifact.training["global_batch_size"]
     steps = [_step_s(problem, plan, stages, batch) for stages in plan.pipelines]

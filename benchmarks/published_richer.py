@@ -22,14 +22,14 @@ _MOST_CARDS = 64
 
 
 class Richer:
-    """A question whose cards share samples where that is quicker.
+    """A search problem in which cards share samples where that is quicker.
 
     Args:
         artifact: what was read of the checkout.
-        problem: what ``search`` is asked.
+        problem: the problem of ``search``.
 
     Attributes:
-        problem: in the richer space.
+        problem: the problem in the richer space.
     """
 
     def __init__(self, artifact: Artifact, problem: SearchProblem) -> None:

@@ -66,9 +66,9 @@ class Case:
     """A cluster and a model.
 
     Attributes:
-        name: for people.
-        nodes: kind of cards, how many, and the site of every node.
-        num_layers: of the model.
+        name: name for people.
+        nodes: kind of cards, number of cards and site of every node.
+        num_layers: number of layers of the model.
         line: latency in ms and rate in Mbit/s between the sites; None where there is one site.
     """
 
@@ -329,10 +329,10 @@ class Measured:
 
     Attributes:
         layout: list, layers and replicas, as cells of a table.
-        predicted_s: a step.
-        measured_s: median of its steps.
+        predicted_s: predicted seconds of a step.
+        measured_s: median of the measured seconds of a step.
         high_s: upper end of the 95 % interval of the median.
-        low_s: lower end.
+        low_s: lower end of that interval.
     """
 
     layout: str

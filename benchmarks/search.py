@@ -36,11 +36,11 @@ def _speed(pace: float, tp: int, num_replicas: int) -> Speed:
 
 
 def problem(num_nodes: int, *, is_mixed: bool) -> SearchProblem:
-    """Make a cluster, and ask for its best layout.
+    """Make a cluster, and the problem of its best layout.
 
     Args:
-        num_nodes: of eight cards.
-        is_mixed: half of them have slower cards.
+        num_nodes: number of nodes of eight cards.
+        is_mixed: whether half of them have slower cards.
     """
     paces: Sequence[tuple[float, int]] = ((1.0, num_nodes),)
     if is_mixed:

@@ -150,7 +150,7 @@ def gain_of(row: Mapping[str, Any]) -> float | None:
 
 
 def main() -> None:
-    """Ask for what is missing, and print."""
+    """Search what is missing, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="file of results, .json")
     parser.add_argument("--picture", type=Path, help="map of the gains, .svg")

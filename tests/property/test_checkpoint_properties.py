@@ -87,9 +87,9 @@ def checkpoints(draw: st.DrawFn) -> tuple[dict[str, tuple[int, ...]], list[Bucke
     return shapes, buckets, pieces
 
 
-def strided(array: Array, layout: Strided, shape: tuple[int, ...]) -> Array:
+def strided(array: Array, place: Strided, shape: tuple[int, ...]) -> Array:
     size = array.itemsize
-    return as_strided(array[layout.offset :], shape, [stride * size for stride in layout.strides])
+    return as_strided(array[place.offset :], shape, [stride * size for stride in place.strides])
 
 
 def numbered(shapes: dict[str, tuple[int, ...]]) -> dict[str, Array]:
@@ -107,7 +107,7 @@ def local_of(cut: ShardSpec, whole: Array) -> Array:
     for block in cut.blocks:
         for index in itertools.product(*(range(start, stop) for start, stop in block.box)):
             steps = (i - start for i, (start, _) in zip(index, block.box, strict=True))
-            at = block.layout.offset + sum(step * n for step, n in zip(steps, block.layout.strides, strict=True))
+            at = block.strided.offset + sum(step * n for step, n in zip(steps, block.strided.strides, strict=True))
             flat[at] = whole[index]
     return flat
 
@@ -192,11 +192,11 @@ def test_a_map_that_does_not_fit_is_found(data: st.DataObject) -> None:
 def test_counts_and_boxes_of_a_range(data: st.DataObject) -> None:
     shape = tuple(data.draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
     outer = tuple(n + data.draw(st.integers(0, 2)) for n in shape)
-    layout = Strided(data.draw(st.integers(0, 9)), row_major(outer))
+    place = Strided(data.draw(st.integers(0, 9)), row_major(outer))
     indices = list(itertools.product(*map(range, shape)))
-    where = [layout.offset + sum(i * n for i, n in zip(index, layout.strides, strict=True)) for index in indices]
+    where = [place.offset + sum(i * n for i, n in zip(index, place.strides, strict=True)) for index in indices]
     limit = data.draw(st.integers(0, max(where) + 3))
-    assert count_below(layout, shape, limit) == sum(at < limit for at in where)
+    assert count_below(place, shape, limit) == sum(at < limit for at in where)
     first, last = sorted(data.draw(st.tuples(*[st.integers(0, len(indices))] * 2)))
     boxes = list(boxes_between(shape, first, last))
     inside = [index for box in boxes for index in itertools.product(*(range(a, b) for a, b in box))]

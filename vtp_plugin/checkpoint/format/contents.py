@@ -53,12 +53,12 @@ class Part:
     Attributes:
         box: the box, in coordinates of the whole parameter.
         extent: the bytes of a file that hold the tensor with its elements.
-        layout: where its elements lie in that tensor.
+        strided: where its elements lie in that tensor.
     """
 
     box: Box
     extent: Extent
-    layout: Strided
+    strided: Strided
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,8 +285,8 @@ def _parts_of_flat(tensor: StoredTensor) -> Iterator[Part]:
         corner = tuple(start * length for (start, _), length in zip(box, block, strict=False))
         first, last = box[-1]
         for inner in boxes_between(block, first, last):
-            layout = Strided(0, row_major(block)).at(inner, whole_box(block)).moved(-first)
-            yield Part(tuple((a + at, b + at) for (a, b), at in zip(inner, corner, strict=True)), extent, layout)
+            strided = Strided(0, row_major(block)).at(inner, whole_box(block)).moved(-first)
+            yield Part(tuple((a + at, b + at) for (a, b), at in zip(inner, corner, strict=True)), extent, strided)
 
 
 def _common(index: Index) -> Mapping[str, Any]:

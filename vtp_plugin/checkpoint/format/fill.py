@@ -14,7 +14,7 @@ each says how many elements it moves in every dimension:
 ...     Bucket("1", 8, (BucketEntry(bias, 0), BucketEntry(rows(2, 4), 2))),
 ... ]
 >>> places = [("0", 0, 4), ("0", 4, 2), ("1", 0, 2), ("1", 2, 2), ("1", 4, 4)]
->>> pieces = [StoredRange(*layout) for layout in places]
+>>> pieces = [StoredRange(*place) for place in places]
 >>> stored = Stored(buckets, pieces)
 >>> columns = ShardSpec(name="w", shape=(4, 3), blocks=(Block(((0, 4), (1, 3)), Strided(0, (2, 1))),))
 >>> for copy in stored.fill(columns, 0, 8):
@@ -109,8 +109,8 @@ class Stored:
                 common = intersect(block.box, source.box)
                 if common is None:
                     continue
-                here = block.layout.at(common, block.box)
-                there = source.layout.at(common, source.box).moved(part.offset)
+                here = block.strided.at(common, block.box)
+                there = source.strided.at(common, source.box).moved(part.offset)
                 yield from self._cut_pieces(key, common, here, there, (start, stop))
 
     def _cut_pieces(self, key: str, box: Box, here: Strided, there: Strided, wanted: tuple[int, int]) -> Iterator[Copy]:
@@ -133,16 +133,16 @@ class Stored:
             first, index = max(first, end), index + 1
 
 
-def count_below(layout: Strided, shape: tuple[int, ...], limit: int) -> int:
+def count_below(strided: Strided, shape: tuple[int, ...], limit: int) -> int:
     """Count the elements of a box that lie before a place in memory; they are its first ones.
 
     >>> [count_below(Strided(10, (4, 1)), (3, 2), limit) for limit in (10, 11, 12, 14, 15, 99)]
     [0, 1, 2, 2, 3, 6]
     """
-    count, left = 0, limit - layout.offset
-    reach = sum((length - 1) * stride for length, stride in zip(shape, layout.strides, strict=True))
+    count, left = 0, limit - strided.offset
+    reach = sum((length - 1) * stride for length, stride in zip(shape, strided.strides, strict=True))
     size = math.prod(shape)
-    for length, stride in zip(shape, layout.strides, strict=True):
+    for length, stride in zip(shape, strided.strides, strict=True):
         size //= length
         reach -= (length - 1) * stride
         # Rows that lie before the limit with all they have; at most the next one has some elements there.
@@ -208,10 +208,10 @@ def _puts(block: Block, start: int, copy: Copy) -> bool:
     """Tell whether a copy puts a box where it lies in a block."""
     if intersect(copy.box, block.box) != copy.box:
         return False
-    return block.layout.at(copy.box, block.box).moved(-start) == copy.target
+    return block.strided.at(copy.box, block.box).moved(-start) == copy.target
 
 
-def _span(layout: Strided, shape: tuple[int, ...]) -> tuple[int, int]:
+def _span(strided: Strided, shape: tuple[int, ...]) -> tuple[int, int]:
     """Return the first and the last element of a box in memory."""
-    reach = sum((length - 1) * stride for length, stride in zip(shape, layout.strides, strict=True))
-    return layout.offset, layout.offset + reach
+    reach = sum((length - 1) * stride for length, stride in zip(shape, strided.strides, strict=True))
+    return strided.offset, strided.offset + reach

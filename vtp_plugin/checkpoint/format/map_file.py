@@ -89,15 +89,15 @@ def _placed(row: Any, parameters: list[tuple[str, tuple[int, ...]]]) -> BucketEn
 
 def _packed(block: Block) -> list[Any]:
     """Write a block, without its layout where that is a whole tensor without gaps."""
-    if block.layout == Strided(0, row_major(block.shape)):
+    if block.strided == Strided(0, row_major(block.shape)):
         return [block.box]
-    return [block.box, block.layout.offset, block.layout.strides]
+    return [block.box, block.strided.offset, block.strided.strides]
 
 
 def _unpacked(row: Any) -> Block:
     box = tuple((count(start), count(stop)) for start, stop in row[0])
-    layout = Strided(0, row_major(box_shape(box))) if len(row) == 1 else Strided(count(row[1]), _counts(row[2]))
-    return Block(box, layout)
+    strided = Strided(0, row_major(box_shape(box))) if len(row) == 1 else Strided(count(row[1]), _counts(row[2]))
+    return Block(box, strided)
 
 
 def _counts(values: Iterable[Any]) -> tuple[int, ...]:

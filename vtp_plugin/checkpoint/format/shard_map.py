@@ -58,11 +58,11 @@ class Block:
 
     Attributes:
         box: the box, in coordinates of the whole parameter.
-        layout: where its elements lie in the rank's memory.
+        strided: where its elements lie in the rank's memory.
     """
 
     box: Box
-    layout: Strided
+    strided: Strided
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -76,7 +76,7 @@ def block_at(box: Box, offset: int, strides: tuple[int, ...]) -> Block:
     Dimensions of length 1 get the stride of a contiguous tensor: theirs means nothing, and equal blocks compare equal.
 
     >>> block_at(((3, 4), (0, 2), (0, 3)), 6, (99, 3, 1))
-    Block(box=((3, 4), (0, 2), (0, 3)), place=Strided(offset=6, strides=(6, 3, 1)))
+    Block(box=((3, 4), (0, 2), (0, 3)), strided=Strided(offset=6, strides=(6, 3, 1)))
     """
     reversed_strides: list[int] = []
     reach = 1
@@ -123,7 +123,7 @@ class ShardSpec:
 def _is_orderly(block: Block) -> bool:
     """Tell whether the next index of a dimension lies behind all elements of this one."""
     reach = 0
-    for length, stride in zip(reversed(block.shape), reversed(block.layout.strides), strict=True):
+    for length, stride in zip(reversed(block.shape), reversed(block.strided.strides), strict=True):
         if length > 1 and stride <= reach:
             return False
         reach += (length - 1) * stride

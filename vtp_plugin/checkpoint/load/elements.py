@@ -74,13 +74,13 @@ class Elements:
         """
         payload = self._find(part.extent)
         size = itemsize(payload.dtype)
-        layout, shape = part.layout.at(box, part.box), box_shape(box)
-        reach = sum((length - 1) * stride for length, stride in zip(shape, layout.strides, strict=True))
-        if layout.offset + reach >= math.prod(payload.shape):
+        strided, shape = part.strided.at(box, part.box), box_shape(box)
+        reach = sum((length - 1) * stride for length, stride in zip(shape, strided.strides, strict=True))
+        if strided.offset + reach >= math.prod(payload.shape):
             raise self._broken(part.extent, "holds fewer elements than its index says")
         mapped, data = self._mapped(part.extent.file)
-        begin = payload.offset + layout.offset * size
-        strides = (*(stride * size for stride in layout.strides), 1)
+        begin = payload.offset + strided.offset * size
+        strides = (*(stride * size for stride in strided.strides), 1)
         found = data.as_strided((*shape, size), strides, begin).reshape(-1).clone()
         _forget(mapped, begin, begin + (reach + 1) * size)
         return found

@@ -202,8 +202,8 @@ class _Target:
             _view(tensor, copy.target, copy.shape).copy_(_view(piece, copy.source, copy.shape))
 
 
-def _view(flat: torch.Tensor, layout: Strided, shape: tuple[int, ...]) -> torch.Tensor:
-    return flat.as_strided(shape, layout.strides, flat.storage_offset() + layout.offset)
+def _view(flat: torch.Tensor, strided: Strided, shape: tuple[int, ...]) -> torch.Tensor:
+    return flat.as_strided(shape, strided.strides, flat.storage_offset() + strided.offset)
 
 
 class Request:

@@ -102,9 +102,9 @@ def find_like(contents: Contents, source: Path) -> Path:
     """
     loaded = contents.arguments.get("load")
     places = [contents.folder.parent, source, *([Path(loaded)] if isinstance(loaded, str) else [])]
-    for layout in places:
-        if (layout / CARRIED / CONFIG).is_file():
-            return layout / CARRIED
+    for candidate in places:
+        if (candidate / CARRIED / CONFIG).is_file():
+            return candidate / CARRIED
     raise ConfigError(
         f"{contents.folder} was not imported here, nor was what its run loaded; {CONFIG} and the tokenizer come from "
         "the published model; give its folder with --like"
@@ -258,8 +258,8 @@ def _fits(shape: tuple[int, ...], tensor: Tensor) -> bool:
 
 def _in_layer(part: Part, layer: int) -> Part:
     """Return a part of a layer's own tensor as one of all layers."""
-    layout = Strided(part.layout.offset, (0, *part.layout.strides))
-    return Part(((layer, layer + 1), *part.box), part.extent, layout)
+    strided = Strided(part.strided.offset, (0, *part.strided.strides))
+    return Part(((layer, layer + 1), *part.box), part.extent, strided)
 
 
 def _corners(part: Part, num_lead: int) -> Iterator[tuple[int, ...]]:
@@ -298,7 +298,7 @@ def write_export(plan: Export, target: Path, on_written: Callable[[int], None]) 
 
 def _elements(elements: Elements, places: list[tuple[TensorShare, _Stored]]) -> Iterator[memoryview]:
     """Yield the bytes of a Hugging Face tensor, slab by slab."""
-    for share, stored in sorted(places, key=lambda layout: layout[0].first):
+    for share, stored in sorted(places, key=lambda place: place[0].first):
         for box in cut_pieces(share.box, itemsize(stored.dtype)):
             found = read_box(elements, stored.parts_of(share), box, stored.dtype)
             yield _bytes_of(found.contiguous())
