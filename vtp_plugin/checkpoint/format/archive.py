@@ -109,16 +109,16 @@ def find_payload(folder: Path, extent: Extent) -> Payload:
     """
     with opened(folder, extent) as archive:
         stored, most = _read_pickle(archive)
-        told = dict(_tensors(stored, _Budget(most))).get(extent.path) if extent.path else _tensor(stored)
-        if told is None:
+        tensor = dict(_tensors(stored, _Budget(most))).get(extent.path) if extent.path else _tensor(stored)
+        if tensor is None:
             raise DamagedError(f"holds no tensor at byte {extent.offset}")
-        storage, begin, shape, strides, dtype = told
+        storage, begin, shape, strides, dtype = tensor
         in_order = zip(shape, strides, row_major(shape), strict=True)
         if math.prod(shape) and any(length > 1 and stride != right for length, stride, right in in_order):
             raise DamagedError(f"holds a tensor whose elements do not lie in order at byte {extent.offset}")
         entry = archive.getinfo(entry_name(archive, f"data/{storage}"))
-        place = place_of(archive, entry, begin * itemsize(dtype), math.prod(shape) * itemsize(dtype))
-        return Payload(folder / extent.file, place + extent.offset, dtype, shape)
+        offset = place_of(archive, entry, begin * itemsize(dtype), math.prod(shape) * itemsize(dtype))
+        return Payload(folder / extent.file, offset + extent.offset, dtype, shape)
 
 
 def tensors_inside(folder: Path, extent: Extent) -> Iterator[tuple[Extent, str, tuple[int, ...]]]:
@@ -190,8 +190,8 @@ _TensorRef = tuple[str, int, tuple[int, ...], tuple[int, ...], str]
 def _tensors(value: Any, budget: _Budget, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], _TensorRef]]:
     """Yield all tensors in lists and dictionaries, with the keys that lead to each."""
     budget.take()
-    if (told := _tensor(value)) is not None:
-        yield path, told
+    if (tensor := _tensor(value)) is not None:
+        yield path, tensor
     elif isinstance(value, list | tuple):
         for index, each in enumerate(value):
             yield from _tensors(each, budget, (*path, str(index)))
@@ -237,11 +237,11 @@ def _with_numbers(value: Any, archive: zipfile.ZipFile, budget: _Budget) -> Any:
         return {key: _with_numbers(each, archive, budget) for key, each in read.items()}
     if isinstance(value, list | tuple):
         return type(value)(_with_numbers(each, archive, budget) for each in value)
-    told = _tensor(value)
-    if told is None or math.prod(told[2]) != 1 or told[4] not in _FORMATS:
+    tensor = _tensor(value)
+    if tensor is None or math.prod(tensor[2]) != 1 or tensor[4] not in _FORMATS:
         return value
-    entry = archive.getinfo(entry_name(archive, f"data/{told[0]}"))
+    entry = archive.getinfo(entry_name(archive, f"data/{tensor[0]}"))
     (number,) = struct.unpack(
-        f"<{_FORMATS[told[4]]}", bytes_of(archive, entry, told[1] * itemsize(told[4]), itemsize(told[4]))
+        f"<{_FORMATS[tensor[4]]}", bytes_of(archive, entry, tensor[1] * itemsize(tensor[4]), itemsize(tensor[4]))
     )
     return number

@@ -159,7 +159,7 @@ def _is_allowed(module: str, name: str) -> bool:
 
 
 def _index(folder: Path, state: Mapping[str, Any]) -> Index:
-    places = dict(_places(folder, state["storage_data"]))
+    places = dict(_extents(folder, state["storage_data"]))
     flattened = state.get("mcore_data") or {}
     tensors: dict[str, StoredTensor] = {}
     objects: dict[str, Extent] = {}
@@ -178,7 +178,7 @@ def _index(folder: Path, state: Mapping[str, Any]) -> Index:
     return Index(folder, tensors, objects)
 
 
-def _places(folder: Path, stored: Mapping[PickledObject, PickledObject]) -> Iterator[tuple[tuple[str, Any], Extent]]:
+def _extents(folder: Path, stored: Mapping[PickledObject, PickledObject]) -> Iterator[tuple[tuple[str, Any], Extent]]:
     known: set[str] = set()
     for key, place in stored.items():
         file = place.state["relative_path"]

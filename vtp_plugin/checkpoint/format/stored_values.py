@@ -21,9 +21,9 @@ def taking(folder: Path) -> Iterator[None]:
     except VtpError:
         raise
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        told = ascii(f"{type(error).__name__}: {error}")[1:100]
+        reason = ascii(f"{type(error).__name__}: {error}")[1:100]
         raise ConfigError(
-            f"{folder} holds other values than Megatron stores ({told}); nobody can read such a checkpoint; copy it "
+            f"{folder} holds other values than Megatron stores ({reason}); nobody can read such a checkpoint; copy it "
             "again, or take another one"
         ) from error
 

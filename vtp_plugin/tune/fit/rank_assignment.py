@@ -33,8 +33,8 @@ def assign_ranks(fitted: FittedLayout, layout: PipelineLayout, cards: Mapping[st
     left = {name: list(numbers) for name, numbers in cards.items()}
     ranks: dict[int, int] = {}
     for stage, replica_nodes in enumerate(fitted.replica_nodes):
-        for replica, place in enumerate(replica_nodes):
-            free = left[fitted.nodes[place].name]
+        for replica, node in enumerate(replica_nodes):
+            free = left[fitted.nodes[node].name]
             for cp_rank in range(fitted.cp):
                 for rank in layout.tp_ranks(stage, replica, cp_rank):
                     ranks[free.pop(0)] = rank

@@ -177,7 +177,7 @@ class _Enumeration:
         for count in self._stage_numbers(first, left, stages, chosen):
             rest = [number - count * each for number, each in zip(left, take, strict=True)] if count else left
             more = [
-                [now + count * one.of_type[first] for now, one in zip(row, demand, strict=True)]
+                [now + count * budget.of_type[first] for now, budget in zip(row, demand, strict=True)]
                 for row, demand in zip(sums, self.demands, strict=True)
             ]
             if self._may_do(first + 1, rest, more):
@@ -200,10 +200,15 @@ class _Enumeration:
         stage_type = self.stage_types[first]
         if self.is_mixed[first]:
             # Sorted by their pools, stages of a size have replicas in several of them in one way at most.
-            if any(one.tp == stage_type.tp and len(set(one.replica_pools)) > 1 for one, _ in chosen):
+            if any(
+                other_type.tp == stage_type.tp and len(set(other_type.replica_pools)) > 1 for other_type, _ in chosen
+            ):
                 return (0,)
         elif (
-            len({one.tp for one, _ in chosen if one.replica_pools == stage_type.replica_pools} | {stage_type.tp})
+            len(
+                {other_type.tp for other_type, _ in chosen if other_type.replica_pools == stage_type.replica_pools}
+                | {stage_type.tp}
+            )
             > self.search_round.most_sizes
         ):
             return (0,)
@@ -212,8 +217,8 @@ class _Enumeration:
     def _may_do(self, first: int, rest: Sequence[int], sums: Sequence[Sequence[float]]) -> bool:
         """Whether the cards that are left may be enough for all requirements."""
         for row, demand in zip(sums, self.demands, strict=True):
-            for now, one in zip(row, demand, strict=True):
-                if now + sum(map(mul, one.of_card[first], rest)) <= one.most:
+            for now, budget in zip(row, demand, strict=True):
+                if now + sum(map(mul, budget.of_card[first], rest)) <= budget.most:
                     break
             else:
                 return False

@@ -250,16 +250,16 @@ class _Evaluation:
                 forward, backward = forward + numbers[0] * more_s, backward + numbers[1] * more_s
             forwards.append(forward)
             backwards.append(backward)
-        for vstage, one in enumerate(boundaries):
+        for vstage, boundary in enumerate(boundaries):
             for end in (0, 1):
-                forwards[vstage + end] += one.forward_s[end]
-                backwards[vstage + end] += one.backward_s[end]
+                forwards[vstage + end] += boundary.forward_s[end]
+                backwards[vstage + end] += boundary.backward_s[end]
         return Costs(
             forward=tuple(forwards),
             backward=tuple(backwards),
-            latency=tuple(one.link.latency_s for one in boundaries),
-            bandwidth=tuple(one.link.bytes_per_s for one in boundaries),
-            message_bytes=tuple(one.num_bytes for one in boundaries),
+            latency=tuple(boundary.link.latency_s for boundary in boundaries),
+            bandwidth=tuple(boundary.link.bytes_per_s for boundary in boundaries),
+            message_bytes=tuple(boundary.num_bytes for boundary in boundaries),
         )
 
 

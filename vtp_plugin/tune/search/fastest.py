@@ -90,26 +90,26 @@ def fastest(
     start_s, done = time.process_time(), 0.0
     searches: list[_Search] = []
     try:
-        for asked, number, share in _phases(problem, num_best):
+        for phase_problem, number, share in _phases(problem, num_best):
             say = None if tell is None else partial(_say_part, tell, done, share)
-            one = _Search(asked, number, start_s + limit_s * (done + share), say)
+            search = _Search(phase_problem, number, start_s + limit_s * (done + share), say)
             for known in searches:
-                one.add(*known.best)
+                search.add(*known.best)
             # After a KeyboardInterrupt what is known already is the answer.
             if not any(each.is_interrupted for each in searches):
-                one.run()
-            searches.append(one)
+                search.run()
+            searches.append(search)
             done += share
     finally:
         forget_compiled()
     *of_stock, last = searches
-    equal, stock = (next(iter(one.best), None) for one in of_stock) if of_stock else (None, None)
+    equal, stock = (next(iter(search.best), None) for search in of_stock) if of_stock else (None, None)
     return SearchResult(
         best=tuple(last.best),
         stock=stock,
         equal=equal,
-        is_complete=all(one.is_complete for one in searches),
-        num_simulated=sum(one.num_simulated for one in searches),
+        is_complete=all(search.is_complete for search in searches),
+        num_simulated=sum(search.num_simulated for search in searches),
     )
 
 
@@ -216,9 +216,9 @@ class _Search:
         found = []
         for order in orders(space.problem, space.split, row):
             layer_splits = self._layer_splits(space, order)
-            found += [(one.bound_s, one.layers, order) for one in layer_splits]
+            found += [(layer_split.bound_s, layer_split.layers, order) for layer_split in layer_splits]
             if layer_splits:
-                known = frozenset(one.layers for one in layer_splits)
+                known = frozenset(layer_split.layers for layer_split in layer_splits)
                 self.unfinished.append(_Unfinished(layer_splits[0].bound_s, space, order, known))
         for bound_s, layers, order in sorted(found):
             if bound_s >= self._below_s(space):
@@ -227,14 +227,14 @@ class _Search:
 
     def _try_again(self) -> None:
         """Try other layers in the orders whose bound allows a shorter step."""
-        for bound_s, space, order, known in sorted(self.unfinished, key=lambda one: one.bound_s):
+        for bound_s, space, order, known in sorted(self.unfinished, key=lambda layer_split: layer_split.bound_s):
             if bound_s >= self._below_s(space):
                 continue
-            for one in self._layer_splits(space, order, most_alike=_MOST_ALIKE):
-                if one.bound_s >= self._below_s(space):
+            for layer_split in self._layer_splits(space, order, most_alike=_MOST_ALIKE):
+                if layer_split.bound_s >= self._below_s(space):
                     break
-                if one.layers not in known:
-                    self._simulate(space, order, one.layers)
+                if layer_split.layers not in known:
+                    self._simulate(space, order, layer_split.layers)
 
     def _layer_splits(self, space: SearchSpace, order: Sequence[StageType], *, most_alike: int = 1) -> list[LayerSplit]:
         self._check_time()
@@ -246,13 +246,13 @@ class _Search:
             return
         found = []
         for index, space in enumerate(self.spaces):
-            for one in interleaved_lists(self.problem, space.split, space.works, lambda: self.below_s):
+            for interleaved in interleaved_lists(self.problem, space.split, space.works, lambda: self.below_s):
                 self._check_time()
-                found.append((one, index))
-        for one, index in sorted(found):
-            if one.bound_s >= self.below_s:
+                found.append((interleaved, index))
+        for interleaved, index in sorted(found):
+            if interleaved.bound_s >= self.below_s:
                 break
-            self._simulate(self.spaces[index], one.order, one.layers, num_chunks=one.num_chunks)
+            self._simulate(self.spaces[index], interleaved.order, interleaved.layers, num_chunks=interleaved.num_chunks)
 
     def _simulate(
         self, space: SearchSpace, order: Sequence[StageType], layers: Sequence[int], *, num_chunks: int = 1
@@ -268,8 +268,8 @@ class _Search:
     def add(self, *candidates: Candidate) -> None:
         """Keep candidates; of those that have the same flags, the quickest."""
         best: dict[tuple[object, ...], Candidate] = {}
-        for one in sorted([*self.best, *candidates], key=lambda one: one.step_s):
-            best.setdefault(one.flagged, one)
+        for candidate in sorted([*self.best, *candidates], key=lambda candidate: candidate.step_s):
+            best.setdefault(candidate.flagged, candidate)
         self.best = [*best.values()][: self.num_best]
 
     def _say(self, share: float) -> None:

@@ -119,7 +119,7 @@ def split_layers(
         _Stages(problem, batch_split, stage_types, works, more_s, most_s, number)
         for number in _layer_counts(problem, stage_types)
     )
-    return sorted(one for stages in every for one in _least(stages, below_s, most_alike))
+    return sorted(layer_split for stages in every for layer_split in _least(stages, below_s, most_alike))
 
 
 @dataclass(frozen=True, slots=True)
