@@ -46,11 +46,11 @@ class Extent:
     """How much is measured.
 
     Attributes:
-        pairs: Tensor-parallel sizes upstream and downstream.
-        sizes_bytes: Of the tensors that cross.
-        finish_tp_sizes: Sizes of the stages whose finishes are compared.
-        finish_bytes: Of the tensors that they complete.
-        num_rounds: Times that every strategy gets its turn.
+        pairs: tensor-parallel sizes upstream and downstream.
+        sizes_bytes: sizes of the tensors that cross, in bytes.
+        finish_tp_sizes: tensor-parallel sizes of the stages whose finishes are compared.
+        finish_bytes: sizes of the tensors that finishes complete, in bytes.
+        num_rounds: number of times that every strategy gets its turn.
     """
 
     pairs: tuple[tuple[int, int], ...]

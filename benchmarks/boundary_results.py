@@ -19,10 +19,10 @@ class Record:
 
     Attributes:
         network: ``"limited"`` or ``"loopback"``.
-        sizes: Tensor-parallel sizes upstream and downstream.
-        name: Of the exchange or of the finish; ONE_LINK for a message between two ranks alone.
-        num_bytes: Of the whole tensor, about: see :func:`shape_of`.
-        times_s: One per exchange, in the order measured; from the common start to the last finisher.
+        sizes: tensor-parallel sizes upstream and downstream.
+        name: name of the exchange or of the finish; ONE_LINK for a message between two ranks alone.
+        num_bytes: bytes of the whole tensor, about: see :func:`shape_of`.
+        times_s: seconds of each exchange, in the order measured; from the common start to the last finisher.
     """
 
     network: str

@@ -36,9 +36,9 @@ class Measure(NamedTuple):
     """A benchmark, and which of its figures count.
 
     Attributes:
-        words: how it is started.
+        words: command-line arguments that start it.
         figure: matches a printed line; its groups are the name of the figure and the figure.
-        num_turns: of each of a pair; 0 if one runs after the other.
+        num_turns: number of turns of each program of a pair; 0 if one runs after the other.
     """
 
     words: tuple[str, ...]

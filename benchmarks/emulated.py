@@ -38,8 +38,8 @@ class Seat:
         wait_s: of its card: what a layer's forward pass takes for one sample and no tensor parallelism; the backward
             pass takes twice as long.
         node: name of its node.
-        site: of its node; empty where all is on one.
-        kind: of its card, as the cluster names it.
+        site: site of its node; empty where all is on one site.
+        kind: kind of its card, as the cluster's file names it.
     """
 
     wait_s: float
@@ -89,13 +89,13 @@ def run_ranks(seats: Sequence[Seat], words: Sequence[str], link: WanLink | None,
     """Run a command on several ranks.
 
     Args:
-        seats: of all ranks.
-        words: of the command; ``{rank's field}`` is filled in from its seat.
+        seats: the emulated cards of all ranks.
+        words: arguments of the command; ``{rank's field}`` is filled in from its card.
         link: between two sites.
         log: what the ranks print.
 
     Returns:
-        Of each of rank 0's training steps; none if the command does not train.
+        The marks of rank 0's training steps; none if the command does not train.
 
     Raises:
         RuntimeError: a rank failed or did not end in time.

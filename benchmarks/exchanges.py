@@ -50,7 +50,7 @@ class PlannedExchange:
     """A strategy of the plugin, carried out by the plugin's runtime.
 
     Args:
-        channel: Of the strategy.
+        channel: the strategy's channel.
         is_sharded: Downstream ranks want slices of dimension 0 (sequence parallelism), not copies.
     """
 

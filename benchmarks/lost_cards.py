@@ -66,11 +66,11 @@ class Fault:
     """What strikes whom, and what must follow.
 
     Attributes:
-        id: of the fault.
-        node: of the card.
-        local_rank: of the card.
-        phase: in which it strikes; ``restart`` is the start of an attempt after a loss.
-        kind: how.
+        id: name of the fault.
+        node: node of the card.
+        local_rank: local rank of the card.
+        phase: phase in which it strikes; ``restart`` is the start of an attempt after a loss.
+        kind: kind of the fault: a signal, or what else happens.
         bad: cards that are bad from then on.
         expected: list in which training goes on.
     """

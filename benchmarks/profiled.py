@@ -99,12 +99,12 @@ def _predicted_s(tp: int, model: Sequence[str], folder: Path) -> float:
     run_ranks([Seat(wait_s=0.0)], words, None, folder / "profile")
     cluster = folder / "cluster.toml"
     cluster.write_text(CLUSTER.format(tp=tp))
-    question = read_asked(model, cluster).question
-    (shape,) = [shape for shape in question.shapes if shape.num_replicas == 1]
+    problem = read_asked(model, cluster).problem
+    (split,) = [split for split in problem.splits if split.num_replicas == 1]
     kind = StageType((0,), tp)
-    choice = evaluate(question, shape, [kind], [work_of(kind, shape)], [NUM_LAYERS])
-    assert choice is not None
-    return choice.step_s
+    candidate = evaluate(problem, split, [kind], [work_of(kind, split)], [NUM_LAYERS])
+    assert candidate is not None
+    return candidate.step_s
 
 
 def _real_s(tp: int, model: Sequence[str], folder: Path) -> float:

@@ -76,38 +76,38 @@ def read_cards(text: str) -> tuple[int, ...]:
 
 def judged(artifact: Artifact, theirs: Theirs, counts: Sequence[int], limit_s: float) -> Iterator[Row]:
     """Yield our best plan, and then those beside it."""
-    question = ask(artifact, read_cluster(artifact, counts)).question
+    problem = ask(artifact, read_cluster(artifact, counts)).problem
     start = time.process_time()
-    found = fastest(question, num_best=_NUM_BEST, limit_s=limit_s)
+    found = fastest(problem, num_best=_NUM_BEST, limit_s=limit_s)
     seconds = time.process_time() - start
     name = "ours" if found.is_complete else "ours, not all bounded"
-    best = [_row(artifact, theirs, question, name, plan_of(choice), seconds) for choice in found.best]
+    best = [_row(artifact, theirs, problem, name, plan_of(candidate), seconds) for candidate in found.best]
     yield best[0]
     other = max(best, key=lambda row: row.theirs or 0.0)
     if other is not best[0]:
         yield other._replace(name=f"ours, Sailor's choice of {len(best)}")
     if found.stock is not None:
-        stock = _row(artifact, theirs, question, "stock Megatron, by our search", plan_of(found.stock), seconds)
+        stock = _row(artifact, theirs, problem, "stock Megatron, by our search", plan_of(found.stock), seconds)
         # In its own order, which does not send ahead.
         yield stock._replace(ours=artifact.training["global_batch_size"] / found.stock.step_s)
-    richer = Richer(artifact, question)
+    richer = Richer(artifact, problem)
     start = time.process_time()
-    found = fastest(richer.question, num_best=_NUM_BEST, limit_s=limit_s)
+    found = fastest(richer.problem, num_best=_NUM_BEST, limit_s=limit_s)
     seconds = time.process_time() - start
     name = "a richer search" if found.is_complete else "a richer search, not all bounded"
-    plans = [best[0].plan, *(richer.plan_of(choice) for choice in found.best)]
-    rows = [_row(artifact, theirs, question, name, plan, seconds) for plan in plans]
+    plans = [best[0].plan, *(richer.plan_of(candidate) for candidate in found.best)]
+    rows = [_row(artifact, theirs, problem, name, plan, seconds) for plan in plans]
     yield max(rows, key=lambda row: row.ours or 0.0)
     for quoted in QUOTED:
         if quoted.counts == tuple(counts):
-            yield _row(artifact, theirs, question, quoted.planner, read_plan(quoted.plan), quoted.seconds)
+            yield _row(artifact, theirs, problem, quoted.planner, read_plan(quoted.plan), quoted.seconds)
 
 
-def _row(artifact: Artifact, theirs: Theirs, question: SearchProblem, name: str, plan: Plan, seconds: float) -> Row:
+def _row(artifact: Artifact, theirs: Theirs, problem: SearchProblem, name: str, plan: Plan, seconds: float) -> Row:
     return Row(
         name,
         plan,
-        samples_per_s(artifact, question, plan),
+        samples_per_s(artifact, problem, plan),
         theirs.samples_per_s(plan),
         seconds,
     )

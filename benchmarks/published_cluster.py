@@ -21,7 +21,7 @@ from typing import Any
 
 from vtp_plugin.cli import search
 from vtp_plugin.cli.parser import Parser
-from vtp_plugin.cli.search_request import SearchRequest, read_question
+from vtp_plugin.cli.search_request import SearchRequest, read_request
 from vtp_plugin.tune.cluster.machines import Card, Cluster, Links, Nodes, Time
 from vtp_plugin.tune.cluster.speed import Link
 from vtp_plugin.tune.search.problem import BatchSplit, HeldBytes
@@ -38,12 +38,13 @@ class Artifact:
     """What was read.
 
     Attributes:
-        training: their configuration of the run.
-        profiles: of the model: by kind, microbatch size, tensor-parallel size and layer, forward, backward and update.
-        layers: of the model: by tensor-parallel size and layer, what it holds.
-        nodes: by kind, the cards of a node.
-        between: between two nodes: by kind and number of senders, kind and number of receivers, a polynomial.
-        zone: of all.
+        training: Sailor's configuration of the run.
+        profiles: times of the model: by kind of card, microbatch size, tensor-parallel size and layer, forward,
+            backward and update.
+        layers: memory of the model: by tensor-parallel size and layer, what it holds.
+        nodes: number of cards of a node, by kind of card.
+        between: link between two nodes, by kind and number of senders, kind and number of receivers: a polynomial.
+        zone: zone of all nodes.
     """
 
     training: dict[str, Any]
@@ -217,15 +218,15 @@ def ask(artifact: Artifact, cluster: Cluster) -> SearchRequest:
     search.add_arguments(parser)
     # The cluster is known already.
     args, args.unknown = parser.parse_known_args([*flat, "--untie-embeddings-and-output-weights", "--cluster", "none"])
-    asked = read_question(args, cluster)
-    shapes = tuple(_of_theirs(artifact, shape) for shape in asked.question.shapes)
-    return replace(asked, question=replace(asked.question, shapes=shapes))
+    request = read_request(args, cluster)
+    splits = tuple(_of_theirs(artifact, split) for split in request.problem.splits)
+    return replace(request, problem=replace(request.problem, splits=splits))
 
 
-def _of_theirs(artifact: Artifact, shape: BatchSplit) -> BatchSplit:
-    size = shape.micro_batch_size
+def _of_theirs(artifact: Artifact, split: BatchSplit) -> BatchSplit:
+    size = split.micro_batch_size
     pools = []
-    for pool in shape.pools:
+    for pool in split.pools:
         timed = artifact.profiles[pool.name].get(str(size), {})
         pools.append(replace(pool, speeds={tp: speed for tp, speed in pool.speeds.items() if str(tp) in timed}))
-    return replace(shape, pools=tuple(pools), held_bytes=held_bytes(artifact, size))
+    return replace(split, pools=tuple(pools), held_bytes=held_bytes(artifact, size))

@@ -18,27 +18,27 @@ from vtp_plugin.tune.search.problem import BatchSplit, NodePool, SearchProblem, 
 from vtp_plugin.tune.search.stage_cost import Works
 
 
-def samples_per_s(artifact: Artifact, question: SearchProblem, plan: Plan) -> float | None:
+def samples_per_s(artifact: Artifact, problem: SearchProblem, plan: Plan) -> float | None:
     """Judge a plan; None if a size was not timed.
 
     Args:
-        artifact: what was read of theirs.
-        question: what ``search`` was asked of the same cards.
-        plan: what is judged; pipelines that share the samples end together.
+        artifact: Sailor's artifact as it was read.
+        problem: the problem of ``search`` for the same cards.
+        plan: the plan to evaluate; pipelines that share the samples end together.
     """
     batch = artifact.training["global_batch_size"]
-    steps = [_step_s(question, plan, stages, batch) for stages in plan.pipelines]
+    steps = [_step_s(problem, plan, stages, batch) for stages in plan.pipelines]
     return None if None in steps else float(batch / max(step for step in steps if step is not None))
 
 
-def _step_s(question: SearchProblem, plan: Plan, stages: Sequence[Stage], batch: int) -> float | None:
+def _step_s(problem: SearchProblem, plan: Plan, stages: Sequence[Stage], batch: int) -> float | None:
     """Give the step of the slowest chain of replicas, one of each stage."""
     most = max(len(stage.replicas) for stage in stages)
     # All are taken to sum over as many as the stages with most replicas have: shares make up for it.
     replicas = most * len(plan.pipelines)
     sizes = plan.micros if len(plan.pipelines) == 1 else (plan.micro,) * len(stages)
     size = max(sizes)
-    of_size = {shape.micro_batch_size: shape for shape in question.shapes}
+    of_size = {split.micro_batch_size: split for split in problem.splits}
     if not all(own in of_size for own in sizes):
         return None
     ends = (0, len(stages) - 1)
@@ -56,17 +56,17 @@ def _step_s(question: SearchProblem, plan: Plan, stages: Sequence[Stage], batch:
             largest = max((known[kind][tp].gradient_bytes for kind, tp in stage.replicas), key=sum)
             speed = replace(known[each.kind][each.tp], gradient_bytes=tuple(round(share * one) for one in largest))
             pools.append(_pool(of_size[own], str(number), stage, each.tp, speed, replicas, latency_share))
-        shape = replace(
+        split = replace(
             of_size[size],
             num_replicas=replicas,
             num_microbatches=math.ceil(batch / (plan.micro * len(stages[0].replicas) * len(plan.pipelines))),
             pools=tuple(pools),
             held_bytes=None,
         )
-        kinds = [StageType((number,) * replicas, each.tp) for number, each in enumerate(chain)]
-        works = Works(shape)
-        choice = evaluate(question, shape, kinds, [works[kind] for kind in kinds], layers)
-        steps.append(math.inf if choice is None else choice.step_s)
+        stage_types = [StageType((number,) * replicas, each.tp) for number, each in enumerate(chain)]
+        works = Works(split)
+        candidate = evaluate(problem, split, stage_types, [works[kind] for kind in stage_types], layers)
+        steps.append(math.inf if candidate is None else candidate.step_s)
     return max(steps)
 
 
@@ -76,14 +76,14 @@ def _ring_share(number: int) -> float:
 
 
 def _pool(
-    shape: BatchSplit, name: str, stage: Stage, tp: int, speed: Speed, replicas: int, latency_share: float
+    split: BatchSplit, name: str, stage: Stage, tp: int, speed: Speed, replicas: int, latency_share: float
 ) -> NodePool:
     """Give a stage cards of its own, as far from others as any; the slowest link of its kinds of cards counts.
 
     They are one node, so that its replicas sum over links whose latency is that of as many as there are.
     """
     kinds = {each.kind for each in stage.replicas}
-    links = [pool.between for pool in shape.pools if pool.name in kinds]
-    link = max(links, key=lambda link: link.time_s(shape.message_bytes))
+    links = [pool.between for pool in split.pools if pool.name in kinds]
+    link = max(links, key=lambda link: link.time_s(split.message_bytes))
     ring = replace(link, latency_s=link.latency_s * latency_share)
-    return NodePool(name=name, rooms=(tp * replicas,), speeds={tp: speed}, inside=ring, between=link)
+    return NodePool(name=name, cards_per_node=(tp * replicas,), speeds={tp: speed}, inside=ring, between=link)

@@ -89,11 +89,11 @@ def show_plan(plan: Plan) -> str:
     return f"mbs {plan.micro}: " + " & ".join(map(pipeline, plan.pipelines))
 
 
-def plan_of(choice: Candidate) -> Plan:
+def plan_of(candidate: Candidate) -> Plan:
     """Write what ``search`` chose as a plan: both ends of the model count as layers."""
     stages = []
-    for number, (kind, layers) in enumerate(zip(choice.kinds, choice.layers, strict=True)):
-        ends = (number == 0) + (number == len(choice.kinds) - 1)
-        replicas = tuple(Replica(choice.shape.pools[place].name, kind.tp) for place in kind.places)
+    for number, (kind, layers) in enumerate(zip(candidate.stage_types, candidate.layers, strict=True)):
+        ends = (number == 0) + (number == len(candidate.stage_types) - 1)
+        replicas = tuple(Replica(candidate.split.pools[place].name, kind.tp) for place in kind.replica_pools)
         stages.append(Stage(layers + ends, replicas))
-    return Plan(choice.shape.micro_batch_size, (tuple(stages),))
+    return Plan(candidate.split.micro_batch_size, (tuple(stages),))

@@ -22,32 +22,32 @@ _MOST_CARDS = 64
 
 
 class Richer:
-    """A question whose cards share samples where that is quicker.
+    """A search problem in which cards share samples where that is quicker.
 
     Args:
         artifact: what was read of the checkout.
-        question: what ``search`` is asked.
+        problem: the problem of ``search``.
 
     Attributes:
-        question: in the richer space.
+        problem: the problem in the richer space.
     """
 
-    def __init__(self, artifact: Artifact, question: SearchProblem) -> None:
+    def __init__(self, artifact: Artifact, problem: SearchProblem) -> None:
         self._artifact = artifact
-        shapes = {shape.micro_batch_size: shape for shape in question.shapes}
+        splits = {split.micro_batch_size: split for split in problem.splits}
         self._speeds = {
             (size, pool.name, tp): speed
-            for size, shape in shapes.items()
-            for pool in shape.pools
+            for size, split in splits.items()
+            for pool in split.pools
             for tp, speed in pool.speeds.items()
         }
-        cards = sum(sum(pool.rooms) for pool in next(iter(shapes.values())).pools)
+        cards = sum(sum(pool.cards_per_node) for pool in next(iter(splits.values())).pools)
         batch = artifact.training["global_batch_size"]
-        self.question = replace(
-            question,
-            shapes=tuple(
-                self._shape(shape, replicas, math.ceil(batch / (size * replicas)))
-                for size, shape in shapes.items()
+        self.problem = replace(
+            problem,
+            splits=tuple(
+                self._batch_split(split, replicas, math.ceil(batch / (size * replicas)))
+                for size, split in splits.items()
                 for replicas in range(1, cards + 1)
                 if cards <= _MOST_CARDS or batch % (size * replicas) == 0
             ),
@@ -62,19 +62,19 @@ class Richer:
                 found.append((sum(speed.forward_s) + sum(speed.backward_s), parts, speed))
         return sorted(found, key=lambda way: way[:2])
 
-    def _shape(self, shape: BatchSplit, replicas: int, num_microbatches: int) -> BatchSplit:
-        pools = tuple(self._pool(shape.micro_batch_size, replicas, pool) for pool in shape.pools)
+    def _batch_split(self, split: BatchSplit, replicas: int, num_microbatches: int) -> BatchSplit:
+        pools = tuple(self._pool(split.micro_batch_size, replicas, pool) for pool in split.pools)
         return replace(
-            shape,
+            split,
             num_replicas=replicas,
             num_microbatches=num_microbatches,
             pools=pools,
-            held_bytes=self._held(shape.micro_batch_size, pools),
+            held_bytes=self._held(split.micro_batch_size, pools),
         )
 
     def _pool(self, size: int, replicas: int, pool: NodePool) -> NodePool:
         speeds = {}
-        for width in range(1, max(pool.rooms) + 1):
+        for width in range(1, max(pool.cards_per_node) + 1):
             for _, parts, speed in self._ways(size, pool.name, width)[:1]:
                 number = replicas * parts
                 # More replicas sum more of a tensor.
@@ -94,16 +94,16 @@ class Richer:
 
         return held
 
-    def plan_of(self, choice: Candidate) -> Plan:
+    def plan_of(self, candidate: Candidate) -> Plan:
         """Write what was chosen as a plan: with the replicas, and the microbatch size, of each stage."""
-        size, pools = choice.shape.micro_batch_size, choice.shape.pools
+        size, pools = candidate.split.micro_batch_size, candidate.split.pools
         stages, firsts = [], []
-        for number, (kind, layers) in enumerate(zip(choice.kinds, choice.layers, strict=True)):
-            ends = (number == 0) + (number == len(choice.kinds) - 1)
-            names = [pools[place].name for place in kind.places]
-            parts = [self._ways(size, name, kind.tp)[0][1] for name in names]
+        for number, (stage_type, layers) in enumerate(zip(candidate.stage_types, candidate.layers, strict=True)):
+            ends = (number == 0) + (number == len(candidate.stage_types) - 1)
+            names = [pools[pool_index].name for pool_index in stage_type.replica_pools]
+            parts = [self._ways(size, name, stage_type.tp)[0][1] for name in names]
             replicas = [
-                Replica(name, kind.tp // own) for name, own in zip(names, parts, strict=True) for _ in range(own)
+                Replica(name, stage_type.tp // own) for name, own in zip(names, parts, strict=True) for _ in range(own)
             ]
             stages.append(Stage(layers + ends, tuple(replicas)))
             firsts.append(parts[0])

@@ -33,7 +33,7 @@ class Theirs:
 
     Args:
         artifact: what was read of the checkout.
-        folder: in which it looks for a folder ``sailor``: a link to the checkout.
+        folder: folder in which the simulator looks for a folder ``sailor``: a link to the checkout.
     """
 
     def __init__(self, artifact: Artifact, folder: Path) -> None:

@@ -54,8 +54,8 @@ class Stages:
     Attributes:
         sizes: Number of ranks of the upstream and of the downstream stage.
         rank: The calling rank.
-        clock: Of all ranks.
-        own_group: For collectives inside the calling rank's stage.
+        clock: the clock of all ranks.
+        own_group: process group for collectives inside the calling rank's stage.
     """
 
     sizes: tuple[int, int]

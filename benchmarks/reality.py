@@ -35,7 +35,7 @@ from benchmarks.emulated import ROOT, Seat, run_ranks
 from benchmarks.wan.link import LinkUnavailableError, Site, WanLink
 from vtp_plugin.cli import search
 from vtp_plugin.cli.parser import Parser
-from vtp_plugin.cli.search_request import SearchRequest, read_question
+from vtp_plugin.cli.search_request import SearchRequest, read_request
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.tune.cluster.read_cluster import read_cluster
 from vtp_plugin.tune.search.evaluate import Candidate, evaluate
@@ -66,9 +66,9 @@ class Case:
     """A cluster and a model.
 
     Attributes:
-        name: for people.
-        nodes: kind of cards, how many, and the site of every node.
-        num_layers: of the model.
+        name: name for people.
+        nodes: kind of cards, number of cards and site of every node.
+        num_layers: number of layers of the model.
         line: latency in ms and rate in Mbit/s between the sites; None where there is one site.
     """
 
@@ -167,20 +167,21 @@ def _run_case(number: int, options: argparse.Namespace, results: Results) -> Non
         with link as line:
             hashes = _profile(case, folder, options.out, line)
             words = [*MODEL.split(), "--num-layers", str(case.num_layers)]
-            asked = read_asked(words, folder / "cluster.toml")
-            layouts = _layouts(asked, number, options.others)
+            request = read_asked(words, folder / "cluster.toml")
+            layouts = _layouts(request, number, options.others)
             for turn in range(options.rounds):
-                for name, choice in layouts.items():
+                for name, candidate in layouts.items():
                     runs = results.of(number)
                     if len(runs.get(name, [])) > turn or (turn and not _is_near(runs, name)):
                         continue
-                    measured = _measure(case, choice, asked, folder / name, line, options)
-                    row = {"case": number, "layout": name, "hashes": hashes, "predicted_s": choice.step_s}
-                    row |= {"measured_s": measured, "sizes": choice.sizes, "layers": choice.layers}
-                    results.add(row | {"replicas": choice.shape.num_replicas})
-                    ratio = choice.step_s / statistics.median(measured)
+                    measured = _measure(case, candidate, request, folder / name, line, options)
+                    row = {"case": number, "layout": name, "hashes": hashes, "predicted_s": candidate.step_s}
+                    row |= {"measured_s": measured, "sizes": candidate.sizes, "layers": candidate.layers}
+                    results.add(row | {"replicas": candidate.split.num_replicas})
+                    ratio = candidate.step_s / statistics.median(measured)
                     print(
-                        f"{number:2} {name:9} {choice.sizes} {choice.layers} predicted/measured {ratio:.3f}", flush=True
+                        f"{number:2} {name:9} {candidate.sizes} {candidate.layers} predicted/measured {ratio:.3f}",
+                        flush=True,
                     )
     except LinkUnavailableError as reason:
         print(f"{number:2} {case.name}: left out, {reason}", file=sys.stderr)
@@ -226,64 +227,69 @@ def read_asked(words: Sequence[str], cluster: Path) -> SearchRequest:
     parser = Parser(add_help=False)
     search.add_arguments(parser)
     args, args.unknown = parser.parse_known_args([*words, "--cluster", str(cluster)])
-    return read_question(args, read_cluster(cluster))
+    return read_request(args, read_cluster(cluster))
 
 
-def _layouts(asked: SearchRequest, number: int, num_others: int) -> dict[str, Candidate]:
-    found = fastest(asked.question, num_best=1)
+def _layouts(request: SearchRequest, number: int, num_others: int) -> dict[str, Candidate]:
+    found = fastest(request.problem, num_best=1)
     layouts = {"best": found.best[0]}
     stocks = {"stock": found.stock, "equal": found.equal}
-    layouts |= {name: choice for name, choice in stocks.items() if choice is not None}
+    layouts |= {name: candidate for name, candidate in stocks.items() if candidate is not None}
     known = {(one.sizes, one.layers, one.nodes) for one in layouts.values()}
     drawn: list[Candidate] = []
-    for choice in islice(_random_layouts(asked, random.Random(number)), NUM_DRAWN if num_others else 0):
-        if choice is not None and (key := (choice.sizes, choice.layers, choice.nodes)) not in known:
+    for candidate in islice(_random_layouts(request, random.Random(number)), NUM_DRAWN if num_others else 0):
+        if candidate is not None and (key := (candidate.sizes, candidate.layers, candidate.nodes)) not in known:
             known.add(key)
-            drawn.append(choice)
+            drawn.append(candidate)
     others = drawn[: num_others // 2]
     others += sorted(drawn[len(others) :], key=lambda one: one.step_s)[: num_others - len(others)]
-    return layouts | {f"other {place}": choice for place, choice in enumerate(others, start=1)}
+    return layouts | {f"other {place}": candidate for place, candidate in enumerate(others, start=1)}
 
 
-def _random_layouts(asked: SearchRequest, chance: random.Random) -> Iterator[Candidate | None]:
+def _random_layouts(request: SearchRequest, chance: random.Random) -> Iterator[Candidate | None]:
     """Yield layouts that use every node, in any order, with layers at random."""
-    question = asked.question
+    problem = request.problem
     while True:
-        shape = chance.choice(question.shapes)
-        works = Works(shape)
-        kinds: list[StageType] = []
-        for place, pool in enumerate(shape.pools):
-            for room in pool.rooms:
-                sizes = [size for size in pool.speeds if size * shape.num_replicas <= room]
+        split = chance.choice(problem.splits)
+        works = Works(split)
+        stage_types: list[StageType] = []
+        for place, pool in enumerate(split.pools):
+            for room in pool.cards_per_node:
+                sizes = [size for size in pool.speeds if size * split.num_replicas <= room]
                 if sizes:
                     size = chance.choice(sizes)
-                    number = chance.randint(1, room // (size * shape.num_replicas))
-                    kinds += [StageType((place,) * shape.num_replicas, size)] * number
-        if not kinds or len(kinds) > question.num_layers:
+                    number = chance.randint(1, room // (size * split.num_replicas))
+                    stage_types += [StageType((place,) * split.num_replicas, size)] * number
+        if not stage_types or len(stage_types) > problem.num_layers:
             continue
-        chance.shuffle(kinds)
-        cuts = sorted(chance.sample(range(1, question.num_layers), len(kinds) - 1))
-        ends = [0, *cuts, question.num_layers]
+        chance.shuffle(stage_types)
+        cuts = sorted(chance.sample(range(1, problem.num_layers), len(stage_types) - 1))
+        ends = [0, *cuts, problem.num_layers]
         layers = [end - start for start, end in pairwise(ends)]
-        yield evaluate(question, shape, kinds, [works[kind] for kind in kinds], layers)
+        yield evaluate(problem, split, stage_types, [works[kind] for kind in stage_types], layers)
 
 
 def _measure(
-    case: Case, choice: Candidate, asked: SearchRequest, log: Path, line: WanLink | None, options: argparse.Namespace
+    case: Case,
+    candidate: Candidate,
+    request: SearchRequest,
+    log: Path,
+    line: WanLink | None,
+    options: argparse.Namespace,
 ) -> list[float]:
     words = [*MODEL.split(), *TRAINING.split(), "--num-layers", str(case.num_layers)]
-    words += [*search.flags(asked, choice), "--train-iters", str(NUM_WARM + options.steps + 1)]
-    layout = PipelineLayout.from_sizes(choice.sizes, world_size=choice.num_cards)
+    words += [*search.flags(request, candidate), "--train-iters", str(NUM_WARM + options.steps + 1)]
+    layout = PipelineLayout.from_sizes(candidate.sizes, world_size=candidate.num_cards)
     kinds = [kind for kind, _, _ in case.nodes]
     waits = dict(KINDS)
     if options.swapped:
         one, other = sorted(set(kinds))[:2]
         waits[one], waits[other] = waits[other], waits[one]
     seats: list[Seat] = []
-    for rank in range(choice.num_cards):
+    for rank in range(candidate.num_cards):
         stage = layout.stage_of(rank)
         replica = next(r for r in range(layout.stages[stage].dp) if rank in layout.tp_ranks(stage, r, 0))
-        kind, _, site = case.nodes[choice.nodes[stage][replica][0]]
+        kind, _, site = case.nodes[candidate.nodes[stage][replica][0]]
         seats.append(Seat(wait_s=waits[kind], site=site))
     marks = run_ranks(seats, ["run", str(ROOT / "examples" / "pretrain_gpt.py"), *words], line, log)
     return [end - start for (start, _), (end, _) in pairwise(marks)][NUM_WARM:]
@@ -323,10 +329,10 @@ class Measured:
 
     Attributes:
         layout: list, layers and replicas, as cells of a table.
-        predicted_s: a step.
-        measured_s: median of its steps.
+        predicted_s: predicted seconds of a step.
+        measured_s: median of the measured seconds of a step.
         high_s: upper end of the 95 % interval of the median.
-        low_s: lower end.
+        low_s: lower end of that interval.
     """
 
     layout: str

@@ -35,17 +35,17 @@ def _speed(pace: float, tp: int, num_replicas: int) -> Speed:
     )
 
 
-def question(num_nodes: int, *, is_mixed: bool) -> SearchProblem:
-    """Make a cluster, and ask for its best layout.
+def problem(num_nodes: int, *, is_mixed: bool) -> SearchProblem:
+    """Make a cluster, and the problem of its best layout.
 
     Args:
-        num_nodes: of eight cards.
-        is_mixed: half of them have slower cards.
+        num_nodes: number of nodes of eight cards.
+        is_mixed: whether half of them have slower cards.
     """
     paces: Sequence[tuple[float, int]] = ((1.0, num_nodes),)
     if is_mixed:
         paces = ((1.0, num_nodes - num_nodes // 2), (2.0, num_nodes // 2))
-    shapes = tuple(
+    splits = tuple(
         BatchSplit(
             num_replicas=replicas,
             num_microbatches=1024 // replicas,
@@ -53,7 +53,7 @@ def question(num_nodes: int, *, is_mixed: bool) -> SearchProblem:
             pools=tuple(
                 NodePool(
                     name=f"pace {pace}",
-                    rooms=(8,) * number,
+                    cards_per_node=(8,) * number,
                     speeds={tp: _speed(pace, tp, replicas) for tp in (1, 2, 4, 8)},
                     inside=_INSIDE,
                     between=_BETWEEN,
@@ -66,7 +66,7 @@ def question(num_nodes: int, *, is_mixed: bool) -> SearchProblem:
         )
         for replicas in (1, 2, 4, 8, 16, 32, 64)
     )
-    return SearchProblem(num_layers=_NUM_LAYERS, shapes=shapes, least_stages=1, most_stages=_NUM_LAYERS)
+    return SearchProblem(num_layers=_NUM_LAYERS, splits=splits, least_stages=1, most_stages=_NUM_LAYERS)
 
 
 def _held_bytes(tp: int, num_replicas: int, start: int, end: int, is_first: bool, is_last: bool, in_flight: int) -> int:
@@ -82,7 +82,7 @@ def main() -> None:
     for num_nodes in (16, 64):
         for is_mixed in (False, True):
             start = time.process_time()
-            found = fastest(question(num_nodes, is_mixed=is_mixed), limit_s=options.limit_s)
+            found = fastest(problem(num_nodes, is_mixed=is_mixed), limit_s=options.limit_s)
             seconds = time.process_time() - start
             kinds = "two kinds" if is_mixed else "one kind "
             best = found.best[0]
@@ -91,8 +91,10 @@ def main() -> None:
                 for name, one in (("stock", found.stock), ("equal", found.equal))
             )
             end = "all bounded" if found.is_complete else "not all bounded"
-            print(f"{num_nodes:3} nodes, {kinds}: {seconds:6.1f} s, {end}, {found.num_judged} simulated; best {share}")
-            print(f"    sizes {best.sizes} layers {best.layers} replicas {best.shape.num_replicas}", flush=True)
+            print(
+                f"{num_nodes:3} nodes, {kinds}: {seconds:6.1f} s, {end}, {found.num_simulated} simulated; best {share}"
+            )
+            print(f"    sizes {best.sizes} layers {best.layers} replicas {best.split.num_replicas}", flush=True)
 
 
 if __name__ == "__main__":

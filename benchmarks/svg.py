@@ -23,9 +23,9 @@ def document(width: int, height: int, title: str, body: Iterable[str]) -> str:
     """Assemble a document.
 
     Args:
-        width: Of the picture, in pixels.
-        height: Of the picture, in pixels.
-        title: Its name for who cannot see it; a heading that is seen is a text of the body.
+        width: width of the picture, in pixels.
+        height: height of the picture, in pixels.
+        title: name of the picture for readers who cannot see it; a visible heading is a text of the body.
         body: Elements, later ones on top.
 
     Returns:
@@ -46,9 +46,9 @@ def text(x: float, y: float, content: str, kind: str = "") -> str:
     """Write a text.
 
     Args:
-        x: Of its left end, in pixels; of its middle or its right end for the kinds `middle` and `end`.
-        y: Of its base line, in pixels.
-        content: What it says.
+        x: left end of the text, in pixels; its middle or its right end for the kinds `middle` and `end`.
+        y: base line of the text, in pixels.
+        content: the text.
         kind: `title`, `panel`, `middle`, `end`, or none of them.
 
     >>> text(10, 20.5, "a < b", "end")
@@ -62,8 +62,8 @@ def stroke(colour: str, width: float, dashes: str = "") -> str:
     """Give the attributes of a path that is drawn as a line.
 
     Args:
-        colour: As SVG has it.
-        width: In pixels.
+        colour: colour in SVG's notation.
+        width: width of the line, in pixels.
         dashes: Lengths of dashes and gaps in turn, in pixels; none for a solid line.
 
     >>> stroke("#4a80c4", 1.6, "7 4")
@@ -78,8 +78,8 @@ def legend_entry(left: int, top: int, line: str, meaning: str) -> Iterator[str]:
     Args:
         left: Where the piece begins, in pixels.
         top: Height at which it lies, in pixels.
-        line: What `stroke` gave for it.
-        meaning: Of the line.
+        line: attributes that `stroke` gave.
+        meaning: meaning of the line.
     """
     yield f'<path d="M {left} {top} L {left + 34} {top}" {line}/>'
     yield text(left + 42, top + 4, meaning)

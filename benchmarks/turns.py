@@ -58,9 +58,9 @@ def in_turn(programs: Sequence[tuple[Path, Sequence[str]]], num_turns: int) -> l
     Who is first changes from turn to turn.
 
     Args:
-        programs: of each the folder with the product and the benchmarks, and the words of the command, to which
-            ``--turns ADDRESS`` is added.
-        num_turns: of each.
+        programs: for each program the folder with the product and the benchmarks, and the arguments of its command, to
+            which ``--turns ADDRESS`` is added.
+        num_turns: number of turns of each program.
     """
     found: list[defaultdict[str, list[float]]] = [defaultdict(list) for _ in programs]
     with ExitStack() as stack:

@@ -59,11 +59,11 @@ class Result:
     """One simulated step.
 
     Attributes:
-        order: Name of the order of work.
-        num_stages: P.
-        num_microbatches: m.
+        order: name of the order of work.
+        num_stages: P, the number of stages.
+        num_microbatches: m, the number of microbatches.
         latency: L, in t_f.
-        step: Its time, in t_f.
+        step: time of the step, in t_f.
         bound: Time that no order of its placement can beat.
         kept: Most activations that a stage keeps at a time, in those of one t_f of layers.
     """

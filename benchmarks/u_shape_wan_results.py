@@ -14,15 +14,15 @@ class Row:
 
     Attributes:
         order: OURS or REFERENCE.
-        num_stages: P.
-        num_microbatches: m.
+        num_stages: P, the number of stages.
+        num_microbatches: m, the number of microbatches.
         latency: L, in t_f.
         in_flight: Most microbatches in flight, by stage.
-        lookahead: For how many computes ahead receives are posted.
-        simulated_s: Time of a step, simulated.
-        steps_s: The measured ones.
+        lookahead: number of computes ahead for which receives are posted.
+        simulated_s: simulated seconds of a step.
+        steps_s: measured seconds of the steps.
         planned_kept: Most activations kept at a time, by virtual stage, as planned.
-        measured_kept: As counted.
+        measured_kept: the same as counted in the run.
     """
 
     order: str

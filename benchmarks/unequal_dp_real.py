@@ -53,14 +53,14 @@ class Row:
     """One mode of one case.
 
     Attributes:
-        case: What was run.
-        mode: In which mode.
-        simulated_s: Time of a step, simulated.
-        steps_s: The measured ones.
+        case: the case that was run.
+        mode: mode in which it was run.
+        simulated_s: simulated seconds of a step.
+        steps_s: measured seconds of the steps.
         simulated_use: Share of the step in which the edge computes.
-        uses: The same of each measured step.
+        uses: the same share in each measured step.
         planned_kept: Most microbatches of the schedule that the edge keeps at a time, by its virtual stages.
-        measured_kept: As counted.
+        measured_kept: the same as counted in the run.
     """
 
     case: Case

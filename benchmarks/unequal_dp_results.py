@@ -19,11 +19,11 @@ class Case:
 
     Attributes:
         order: Name of the kind of order.
-        num_stages: P.
+        num_stages: P, the number of stages.
         width: Replicas of a cloud stage, k.
-        load: Of the cloud.
+        load: load of the cloud, in units of the edge's.
         latency: L, in t_f.
-        per_replica: Microbatches of a cloud replica.
+        per_replica: number of microbatches of a cloud replica.
     """
 
     order: str
@@ -68,8 +68,8 @@ class Result:
 
     Attributes:
         case: What was simulated.
-        mode: In which mode.
-        step: Its time.
+        mode: mode in which it was simulated.
+        step: time of the step.
         bound: Time that no order of the mode can beat, with any number of microbatches in flight.
         utilisation: Share of the step in which the edge computes.
         kept: Most activations that the edge keeps at a time, in those of t_f of layers for a microbatch.

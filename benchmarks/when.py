@@ -23,7 +23,7 @@ from typing import Any
 from benchmarks import svg
 from vtp_plugin.cli import search
 from vtp_plugin.cli.parser import Parser
-from vtp_plugin.cli.search_request import SearchRequest, read_question
+from vtp_plugin.cli.search_request import SearchRequest, read_request
 from vtp_plugin.tune.cluster.read_cluster import parse_cluster
 from vtp_plugin.tune.cluster.toml_table import Table
 from vtp_plugin.tune.search.fastest import fastest
@@ -79,7 +79,7 @@ class Cell:
         """Its name in the file."""
         return " | ".join((self.model, self.links, self.nodes, f"{self.slower}x slower", f"1/{self.smaller} memory"))
 
-    def asked(self) -> SearchRequest:
+    def request(self) -> SearchRequest:
         """Ask ``search`` for it."""
         layers, hidden, heads, groups, ffn, vocab = MODELS[self.model]
         words = (
@@ -89,7 +89,7 @@ class Cell:
         parser = Parser(add_help=False)
         search.add_arguments(parser)
         args, args.unknown = parser.parse_known_args([*words.split(), "--cluster", "of the grid"])
-        return read_question(args, parse_cluster(Table(self._cluster(), "the cluster"), Path()))
+        return read_request(args, parse_cluster(Table(self._cluster(), "the cluster"), Path()))
 
     def _cluster(self) -> dict[str, object]:
         (rate, at_once), (new, old) = LINKS[self.links], NODES[self.nodes]
@@ -129,15 +129,15 @@ def cells() -> Iterator[Cell]:
 
 def ask(cell: Cell) -> dict[str, Any]:
     """Give the steps of the best layout, of stock Megatron's best, and of its best with equally many layers."""
-    asked = cell.asked()
-    found = fastest(asked.question, num_best=1, limit_s=_LIMIT_S)
+    request = cell.request()
+    found = fastest(request.problem, num_best=1, limit_s=_LIMIT_S)
     row: dict[str, Any] = {"is_complete": found.is_complete}
-    for name, choice in (("best", next(iter(found.best), None)), ("stock", found.stock), ("equal", found.equal)):
-        row[name] = choice and {
-            "step_s": round(choice.step_s, 4),
-            "sizes": choice.sizes,
-            "layers": choice.layers,
-            "replicas": choice.shape.num_replicas,
+    for name, candidate in (("best", next(iter(found.best), None)), ("stock", found.stock), ("equal", found.equal)):
+        row[name] = candidate and {
+            "step_s": round(candidate.step_s, 4),
+            "sizes": candidate.sizes,
+            "layers": candidate.layers,
+            "replicas": candidate.split.num_replicas,
         }
     return row
 
@@ -150,7 +150,7 @@ def gain_of(row: Mapping[str, Any]) -> float | None:
 
 
 def main() -> None:
-    """Ask for what is missing, and print."""
+    """Search what is missing, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True, help="file of results, .json")
     parser.add_argument("--picture", type=Path, help="map of the gains, .svg")

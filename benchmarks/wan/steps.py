@@ -47,8 +47,8 @@ class Job:
     """What is run over one line.
 
     Attributes:
-        latency_ms: Of the line, one way; None for no line: all over loopback, without root.
-        mbit: Its rate, each way.
+        latency_ms: latency of the line, one way; None for no line: all over loopback, without root.
+        mbit: rate of the line in Mbit/s, each way.
         costs: Durations in seconds, of one microbatch on one replica.
         schedules: Lowered, by name; a step of each is run in turn.
         num_steps: Measured steps of each; one more comes before.
@@ -99,9 +99,9 @@ class Outcome:
     """What was measured over one line.
 
     Attributes:
-        steps_s: By schedule, the time of every step: from the common start until the last stage is through.
-        busy_s: By schedule, the time that the edge computed in every step.
-        kept: By schedule, the most activations that were alive at a time on one replica, by virtual stage.
+        steps_s: seconds of every step, by schedule: from the common start until the last stage is through.
+        busy_s: seconds that the edge computed in every step, by schedule.
+        kept: most activations that were alive at a time on one replica, by schedule and virtual stage.
         links: Latency and transfer time that the run itself would measure, of the way from the edge.
         line: The relay's own figures.
     """
@@ -118,7 +118,7 @@ class Sleeper:
 
     Args:
         costs: Durations in seconds.
-        shape: Of every activation.
+        shape: shape of every activation.
     """
 
     def __init__(self, costs: Costs, shape: Sequence[int]) -> None:

@@ -107,7 +107,7 @@ def local_of(cut: ShardSpec, whole: Array) -> Array:
     for block in cut.blocks:
         for index in itertools.product(*(range(start, stop) for start, stop in block.box)):
             steps = (i - start for i, (start, _) in zip(index, block.box, strict=True))
-            at = block.place.offset + sum(step * n for step, n in zip(steps, block.place.strides, strict=True))
+            at = block.strided.offset + sum(step * n for step, n in zip(steps, block.strided.strides, strict=True))
             flat[at] = whole[index]
     return flat
 
@@ -121,11 +121,11 @@ def stored_arrays(
         for part in bucket.parts:
             # What only a copy stores must not be taken.
             flat = (
-                -local_of(part.cut, wholes[part.cut.name])
-                if part.cut.is_copy
-                else local_of(part.cut, wholes[part.cut.name])
+                -local_of(part.shard, wholes[part.shard.name])
+                if part.shard.is_copy
+                else local_of(part.shard, wholes[part.shard.name])
             )
-            contents[bucket.key][part.offset : part.offset + part.cut.numel] = flat
+            contents[bucket.key][part.offset : part.offset + part.shard.numel] = flat
     return {piece: contents[piece.key][piece.offset : piece.offset + piece.numel].copy() for piece in pieces}
 
 
@@ -174,9 +174,9 @@ def test_a_map_that_does_not_fit_is_found(data: st.DataObject) -> None:
     wrong_part = data.draw(
         st.sampled_from(
             [
-                BucketEntry(part.cut, bucket.numel),
-                BucketEntry(replace(part.cut, is_copy=not part.cut.is_copy), part.offset),
-                BucketEntry(replace(part.cut, shape=tuple(n + 1 for n in part.cut.shape)), part.offset),
+                BucketEntry(part.shard, bucket.numel),
+                BucketEntry(replace(part.shard, is_copy=not part.shard.is_copy), part.offset),
+                BucketEntry(replace(part.shard, shape=tuple(n + 1 for n in part.shard.shape)), part.offset),
             ]
         )
     )

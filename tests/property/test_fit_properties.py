@@ -90,17 +90,19 @@ def brute(cards: list[int], model: SimpleNamespace, stages: tuple[int, int], rep
 
 
 def check(found: FittedLayout, cards: list[int], model: SimpleNamespace, stages: tuple[int, int]) -> None:
-    assert stages[0] <= len(found.sizes) <= stages[1] and len(found.layers) == len(found.sizes) == len(found.places)
+    assert stages[0] <= len(found.sizes) <= stages[1] and len(found.layers) == len(found.sizes) == len(
+        found.replica_nodes
+    )
     assert all(divides(size, model) for size in found.sizes) and sum(found.layers) == model.num_layers
     assert model.global_batch_size % (model.micro_batch_size * found.num_replicas) == 0 and min(found.layers) > 0
     used = [0] * len(cards)
-    for size, places in zip(found.sizes, found.places, strict=True):
+    for size, places in zip(found.sizes, found.replica_nodes, strict=True):
         assert len(places) == found.num_replicas
         for place in places:
             used[place] += size
     assert [number - one for number, one in zip(cards, used, strict=True)] == list(found.num_spare)
     assert min(found.num_spare) >= 0
-    assert [places[0] for places in found.places] == sorted(places[0] for places in found.places)
+    assert [places[0] for places in found.replica_nodes] == sorted(places[0] for places in found.replica_nodes)
 
 
 @settings(max_examples=200, deadline=None)

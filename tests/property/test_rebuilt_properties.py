@@ -155,7 +155,7 @@ def _store(stored: Stored, buffer: str, buckets: Laid, dp: int) -> None:
 
 def _spots(buckets: list[Bucket]) -> dict[str, list[Spot]]:
     return {
-        bucket.key: [(part.cut.name, part.cut.blocks[0].box, part.offset) for part in bucket.parts]
+        bucket.key: [(part.shard.name, part.shard.blocks[0].box, part.offset) for part in bucket.parts]
         for bucket in buckets
     }
 

@@ -9,8 +9,8 @@ import random
 import pytest
 
 from vtp_plugin.tune.cluster.speed import Link, Speed
-from vtp_plugin.tune.search.enumerate_lists import SearchRound, StageCounts, rows
-from vtp_plugin.tune.search.layer_split import split
+from vtp_plugin.tune.search.enumerate_lists import SearchRound, StageCounts, enumerate_lists
+from vtp_plugin.tune.search.layer_split import split_layers
 from vtp_plugin.tune.search.problem import BatchSplit, NodePool, SearchProblem
 from vtp_plugin.tune.search.stage_cost import Works
 
@@ -41,43 +41,43 @@ def random_question(seed: int) -> SearchProblem:
     pools = tuple(
         NodePool(
             name=name,
-            rooms=tuple(chance.randint(1, 4) for _ in range(chance.randint(1, 2))),
+            cards_per_node=tuple(chance.randint(1, 4) for _ in range(chance.randint(1, 2))),
             speeds={size: speed(size, pace) for size in (1, 2)},
             between=Link(latency_s=0.0 if is_plain else chance.choice([0.0, 0.1])),
         )
         for name, pace in (("new", 1.0), ("old", chance.choice([1.3, 1.7, 2.0, 4.0])))
     )
-    shape = BatchSplit(
+    split = BatchSplit(
         num_replicas=replicas, num_microbatches=chance.choice([2, 5, 6, 8, 30]), micro_batch_size=1, pools=pools
     )
-    return SearchProblem(num_layers=num_layers, shapes=(shape,), least_stages=1, most_stages=4)
+    return SearchProblem(num_layers=num_layers, splits=(split,), least_stages=1, most_stages=4)
 
 
-def least(question: SearchProblem, row: StageCounts, works: Works) -> float:
+def least(problem: SearchProblem, row: StageCounts, works: Works) -> float:
     """Return the least bound of all orders of a list, and of all ways to share out the layers."""
-    (shape,) = question.shapes
-    kinds = [kind for kind, count in row.counts for _ in range(count)]
+    (split,) = problem.splits
+    stage_types = [stage_type for stage_type, count in row.counts for _ in range(count)]
     found = math.inf
-    for order in set(itertools.permutations(kinds)):
-        own = [works[kind] for kind in order]
+    for order in set(itertools.permutations(stage_types)):
+        own = [works[stage_type] for stage_type in order]
         # Nothing is dropped for others that are as good.
-        for one in split(question, shape, order, own, math.inf, most_alike=10**9):
+        for one in split_layers(problem, split, order, own, math.inf, most_alike=10**9):
             found = min(found, one.bound_s)
     return found
 
 
 @pytest.mark.parametrize("seed", range(80))
 def test_no_list_is_left_out_that_may_be_quicker(seed: int) -> None:
-    question = random_question(seed)
-    (shape,) = question.shapes
-    works = Works(shape)
-    every = {row: least(question, row, works) for row in rows(question, shape, works, REACH, lambda: math.inf)}
+    problem = random_question(seed)
+    (split,) = problem.splits
+    works = Works(split)
+    every = {row: least(problem, row, works) for row in enumerate_lists(problem, split, works, REACH, lambda: math.inf)}
     assert every
     for row, least_s in every.items():
         assert row.bound_s <= least_s * (1 + 1e-9), row
     # What is asked for is shorter than all, than some, or than none.
     for below_s in sorted(every.values())[:: max(1, len(every) // 8)]:
-        kept = {row.counts for row in rows(question, shape, works, REACH, lambda limit=below_s: limit)}
+        kept = {row.counts for row in enumerate_lists(problem, split, works, REACH, lambda limit=below_s: limit)}
         assert {row.counts for row, least_s in every.items() if least_s < below_s * (1 - 1e-9)} <= kept
 
 
@@ -85,12 +85,12 @@ def test_a_bound_leaves_out_most_lists() -> None:
     """Of long lists of slow stages, which wait for each other."""
     layer = Speed(forward_s=(1.0,) * 12, backward_s=(2.0,) * 12)
     cut = Speed(forward_s=(0.55,) * 12, backward_s=(1.1,) * 12)
-    pool = NodePool(name="", rooms=(8,), speeds={1: layer, 2: cut})
-    shape = BatchSplit(num_replicas=1, num_microbatches=16, micro_batch_size=1, pools=(pool,))
-    question = SearchProblem(num_layers=12, shapes=(shape,), least_stages=1, most_stages=8)
-    works = Works(shape)
-    shortest = min(least(question, row, works) for row in rows(question, shape, works, REACH, lambda: 110.0))
-    every = [*rows(question, shape, works, REACH, lambda: math.inf)]
-    left = [*rows(question, shape, works, REACH, lambda: shortest * 1.01)]
-    assert [[(kind.tp, count) for kind, count in row.counts] for row in left] == [[(2, 4)]]
+    pool = NodePool(name="", cards_per_node=(8,), speeds={1: layer, 2: cut})
+    split = BatchSplit(num_replicas=1, num_microbatches=16, micro_batch_size=1, pools=(pool,))
+    problem = SearchProblem(num_layers=12, splits=(split,), least_stages=1, most_stages=8)
+    works = Works(split)
+    shortest = min(least(problem, row, works) for row in enumerate_lists(problem, split, works, REACH, lambda: 110.0))
+    every = [*enumerate_lists(problem, split, works, REACH, lambda: math.inf)]
+    left = [*enumerate_lists(problem, split, works, REACH, lambda: shortest * 1.01)]
+    assert [[(stage_type.tp, count) for stage_type, count in row.counts] for row in left] == [[(2, 4)]]
     assert len(every) == 24

@@ -30,22 +30,22 @@ from vtp_plugin.tune.search.problem import BatchSplit, SearchProblem
 CHUNKS = (2, 3)
 
 
-def brute_interleaved(question: SearchProblem, cards: list[int]) -> float:
+def brute_interleaved(problem: SearchProblem, cards: list[int]) -> float:
     """Return the shortest step of all interleaved layouts."""
     best = math.inf
-    for shape in question.shapes:
-        nodes = [*zip([pool for pool in shape.pools for _ in pool.rooms], cards, strict=True)]
-        for stages in stage_lists(shape, cards, nodes, question.most_stages):
-            number, rest = divmod(question.num_layers, len(stages) or 1)
-            if len(stages) < 2 or rest or shape.num_microbatches % len(stages) or not are_together(stages, nodes):
+    for split in problem.splits:
+        nodes = [*zip([pool for pool in split.pools for _ in pool.cards_per_node], cards, strict=True)]
+        for stages in stage_lists(split, cards, nodes, problem.most_stages):
+            number, rest = divmod(problem.num_layers, len(stages) or 1)
+            if len(stages) < 2 or rest or split.num_microbatches % len(stages) or not are_together(stages, nodes):
                 continue
             for chunks in CHUNKS:
                 if number % chunks == 0:
-                    best = min(best, step(question, shape, stages, nodes, number // chunks, chunks))
+                    best = min(best, step(problem, split, stages, nodes, number // chunks, chunks))
     return best
 
 
-def step(question: SearchProblem, shape: BatchSplit, stages: Stages, nodes: Nodes, number: int, chunks: int) -> float:
+def step(problem: SearchProblem, split: BatchSplit, stages: Stages, nodes: Nodes, number: int, chunks: int) -> float:
     """Virtual stage v has ``number`` layers from number v on, and lies on stage v mod p."""
     own = stages * chunks
     forward, backward = [], []
@@ -55,7 +55,7 @@ def step(question: SearchProblem, shape: BatchSplit, stages: Stages, nodes: Node
         speeds = [nodes[place][0].speeds[size] for place in places]
         forwards = zip(*(speed.forward_s[start:end] for speed in speeds), strict=True)
         backwards = zip(*(speed.backward_s[start:end] for speed in speeds), strict=True)
-        more = [exchanged(question, shape, nodes, size, places, start, end)]
+        more = [exchanged(problem, split, nodes, size, places, start, end)]
         more += [max(speed.first_s for speed in speeds)] * (part == 0)
         more += [max(speed.last_s for speed in speeds)] * (part == len(own) - 1)
         forward.append(sum(map(max, forwards)) + sum(one[0] for one in more))
@@ -66,23 +66,23 @@ def step(question: SearchProblem, shape: BatchSplit, stages: Stages, nodes: Node
     for stage, (size, places) in enumerate(stages):
         # All chunks are summed at once.
         parts = [(part * number, (part + 1) * number) for part in range(stage, len(own), len(stages))]
-        sums.append(joined(question, shape, nodes, size, places, parts))
+        sums.append(joined(problem, split, nodes, size, places, parts))
     tail = max(updates)
-    if question.tied_bytes:
-        pairs = [between(question, nodes, *pair) for pair in zip(stages[0][1], stages[-1][1], strict=True)]
-        tail += max(link.latency_s + question.tied_bytes / link.bytes_per_s for link in pairs)
+    if problem.tied_bytes:
+        pairs = [between(problem, nodes, *pair) for pair in zip(stages[0][1], stages[-1][1], strict=True)]
+        tail += max(link.latency_s + problem.tied_bytes / link.bytes_per_s for link in pairs)
     placement, best = interleaved_placement(len(stages), chunks), math.inf
-    for costs in all_costs(question, shape, nodes, own, forward, backward):
-        request = ScheduleRequest(placement=placement, num_microbatches=shape.num_microbatches, costs=costs)
+    for costs in all_costs(problem, split, nodes, own, forward, backward):
+        request = ScheduleRequest(placement=placement, num_microbatches=split.num_microbatches, costs=costs)
         timeline = simulate(make_schedule(request)[0], costs, mode="rendezvous")
-        if holds(question, stages, nodes, number, timeline.activations):
+        if holds(problem, stages, nodes, number, timeline.activations):
             end = max(spans[-1].end + own_s for spans, own_s in zip(timeline.spans, sums, strict=True))
             best = min(best, end + tail + 14 * sum(costs.latency[: len(stages) - 1]))
     return best
 
 
-def holds(question: SearchProblem, stages: Stages, nodes: Nodes, number: int, kept_of: Sequence[int]) -> bool:
-    held_bytes = question.shapes[0].held_bytes
+def holds(problem: SearchProblem, stages: Stages, nodes: Nodes, number: int, kept_of: Sequence[int]) -> bool:
+    held_bytes = problem.splits[0].held_bytes
     assert held_bytes is not None
     kept, held = held_bytes(1, 1, 0, 0, True, True, 1), [0] * len(stages)
     for part, in_flight in enumerate(kept_of):
@@ -93,8 +93,8 @@ def holds(question: SearchProblem, stages: Stages, nodes: Nodes, number: int, ke
 
 
 def joined(
-    question: SearchProblem,
-    shape: BatchSplit,
+    problem: SearchProblem,
+    split: BatchSplit,
     nodes: Nodes,
     size: int,
     places: tuple[int, ...],
@@ -114,18 +114,18 @@ def joined(
         return [(replace(pool, speeds={size: speed}), number)]
 
     there = [moved(place)[0] if place in places else node for place, node in enumerate(nodes)]
-    return summed(question, shape, there, size, places, 0, len(order))
+    return summed(problem, split, there, size, places, 0, len(order))
 
 
 def check(seed: int) -> bool:
     """Whether the best is interleaved; every other seed has one replica and size 1, so that stages are many."""
-    question, cards = random_question(seed, (4, 4, 6)[seed % 3])
-    shapes = question.shapes
+    problem, cards = random_question(seed, (4, 4, 6)[seed % 3])
+    splits = problem.splits
     if seed % 2:
-        pools = (replace(p, speeds={1: one} if (one := p.speeds.get(1)) else {}) for p in shapes[0].pools)
-        shapes = (replace(shapes[0], pools=tuple(pools)),)
-    question = replace(question, chunks=CHUNKS, shapes=shapes)
-    found, least = fastest(question), min(brute(question, cards), brute_interleaved(question, cards))
+        pools = (replace(p, speeds={1: one} if (one := p.speeds.get(1)) else {}) for p in splits[0].pools)
+        splits = (replace(splits[0], pools=tuple(pools)),)
+    problem = replace(problem, chunks=CHUNKS, splits=splits)
+    found, least = fastest(problem), min(brute(problem, cards), brute_interleaved(problem, cards))
     assert found.is_complete
     if not found.best:
         assert least == math.inf

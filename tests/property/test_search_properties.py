@@ -86,7 +86,7 @@ def random_question(seed: int, given_layers: int = 0) -> tuple[SearchProblem, li
         pools.append(
             NodePool(
                 name=f"kind {number}",
-                rooms=tuple(each // cp for each in own),
+                cards_per_node=tuple(each // cp for each in own),
                 speeds={size: speed(size, pace) for size in sizes},
                 inside=scaled(inside, 0),
                 site=sites[number],
@@ -114,9 +114,9 @@ def random_question(seed: int, given_layers: int = 0) -> tuple[SearchProblem, li
             for pool in pools
         )
 
-    question = SearchProblem(
+    problem = SearchProblem(
         num_layers=num_layers,
-        shapes=tuple(
+        splits=tuple(
             BatchSplit(
                 num_replicas=replicas,
                 num_microbatches=batch // replicas,
@@ -137,30 +137,30 @@ def random_question(seed: int, given_layers: int = 0) -> tuple[SearchProblem, li
         tied_bytes=scale * chance.choice([0, 0, 8]),
         rules=TransportRules(is_sharded=crossing.choice([False, True])),
     )
-    return question, cards
+    return problem, cards
 
 
-def brute(question: SearchProblem, cards: list[int]) -> float:
+def brute(problem: SearchProblem, cards: list[int]) -> float:
     """Return the shortest step of all layouts, in stock Megatron of those with one size."""
     best = math.inf
-    for shape in question.shapes:
-        pools = [pool for pool in shape.pools for _ in pool.rooms]
+    for split in problem.splits:
+        pools = [pool for pool in split.pools for _ in pool.cards_per_node]
         nodes = [*zip(pools, cards, strict=True)]
-        for stages in stage_lists(shape, cards, nodes, question.most_stages):
-            if not stages or len(stages) > question.num_layers or not are_together(stages, nodes):
+        for stages in stage_lists(split, cards, nodes, problem.most_stages):
+            if not stages or len(stages) > problem.num_layers or not are_together(stages, nodes):
                 continue
-            if question.is_stock and len({size for size, _ in stages}) > 1:
+            if problem.is_stock and len({size for size, _ in stages}) > 1:
                 continue
-            for cuts in itertools.combinations(range(1, question.num_layers), len(stages) - 1):
-                ends = [0, *cuts, question.num_layers]
+            for cuts in itertools.combinations(range(1, problem.num_layers), len(stages) - 1):
+                ends = [0, *cuts, problem.num_layers]
                 num_stages = len(stages)
                 numbers = [end - start for start, end in itertools.pairwise(ends)]
-                alike = {"any": [], "ends": numbers[1:-1], "equal": numbers}[question.layers]
+                alike = {"any": [], "ends": numbers[1:-1], "equal": numbers}[problem.layers]
                 if len(set(alike)) > 1:
                     continue
                 usual = tuple(range(num_stages, 0, -1))
-                if all(holds(question, stages, ends, stage, nodes, usual) for stage in range(num_stages)):
-                    best = min(best, step(question, shape, stages, ends, nodes, best))
+                if all(holds(problem, stages, ends, stage, nodes, usual) for stage in range(num_stages)):
+                    best = min(best, step(problem, split, stages, ends, nodes, best))
     return best
 
 
@@ -178,29 +178,29 @@ def in_flights(num_stages: int, num_microbatches: int) -> Iterator[tuple[int, ..
             yield (*numbers, 1)
 
 
-def stage_lists(shape: BatchSplit, left: list[int], nodes: Nodes, most: int) -> Iterator[Stages]:
+def stage_lists(split: BatchSplit, left: list[int], nodes: Nodes, most: int) -> Iterator[Stages]:
     """Yield every list of stages, each its size and the node of every replica."""
     yield []
     if most == 0:
         return
     for size in (1, 2, 3, 4):
-        for places in itertools.combinations_with_replacement(range(len(nodes)), shape.num_replicas):
+        for places in itertools.combinations_with_replacement(range(len(nodes)), split.num_replicas):
             if any(size not in nodes[place][0].speeds for place in places):
                 continue
             if len({nodes[place][0].site for place in places}) > 1:
                 continue  # replicas of a stage are in one site
-            rest = [number - size * shape.cp * places.count(place) for place, number in enumerate(left)]
+            rest = [number - size * split.cp * places.count(place) for place, number in enumerate(left)]
             if min(rest) >= 0:
-                for more in stage_lists(shape, rest, nodes, most - 1):
+                for more in stage_lists(split, rest, nodes, most - 1):
                     yield [(size, places), *more]
 
 
 def holds(
-    question: SearchProblem, stages: Stages, ends: list[int], stage: int, nodes: Nodes, in_flight: tuple[int, ...]
+    problem: SearchProblem, stages: Stages, ends: list[int], stage: int, nodes: Nodes, in_flight: tuple[int, ...]
 ) -> bool:
     size, places = stages[stage]
     limits = [nodes[place][0].memory_bytes for place in places]
-    held_bytes = question.shapes[0].held_bytes
+    held_bytes = problem.splits[0].held_bytes
     assert held_bytes is not None
     kept = held_bytes(1, 1, 0, 0, True, True, 1)
     held = math.ceil((ends[stage + 1] - ends[stage]) * 3 / size) + kept * in_flight[stage]
@@ -208,7 +208,7 @@ def holds(
 
 
 def step(
-    question: SearchProblem, shape: BatchSplit, stages: Stages, ends: list[int], nodes: Nodes, best: float
+    problem: SearchProblem, split: BatchSplit, stages: Stages, ends: list[int], nodes: Nodes, best: float
 ) -> float:
     forward, backward, sums, updates = [], [], [], []
     for stage, (size, places) in enumerate(stages):
@@ -216,7 +216,7 @@ def step(
         part = slice(ends[stage], ends[stage + 1])
         own = [max(column) for column in zip(*(speed.forward_s for speed in speeds), strict=True)][part]
         back = [max(column) for column in zip(*(speed.backward_s for speed in speeds), strict=True)][part]
-        more = [(0.0, 0.0), exchanged(question, shape, nodes, size, places, ends[stage], ends[stage + 1])]
+        more = [(0.0, 0.0), exchanged(problem, split, nodes, size, places, ends[stage], ends[stage + 1])]
         if stage == 0:
             more.append(max(speed.first_s for speed in speeds))
         if stage == len(stages) - 1:
@@ -224,29 +224,29 @@ def step(
         forward.append(sum(own) + sum(one[0] for one in more))
         backward.append(sum(back) + sum(one[1] for one in more))
         updates.append(sum(max(column) for column in zip(*(speed.update_s[part] for speed in speeds), strict=True)))
-        sums.append(summed(question, shape, nodes, size, places, ends[stage], ends[stage + 1]))
+        sums.append(summed(problem, split, nodes, size, places, ends[stage], ends[stage + 1]))
     both = [*map(sum, zip(forward, backward, strict=True))]
     tail = max(updates)
-    if len(stages) > 1 and question.tied_bytes:
-        pairs = [between(question, nodes, *pair) for pair in zip(stages[0][1], stages[-1][1], strict=True)]
-        tail += max(link.latency_s + question.tied_bytes / link.bytes_per_s for link in pairs)
+    if len(stages) > 1 and problem.tied_bytes:
+        pairs = [between(problem, nodes, *pair) for pair in zip(stages[0][1], stages[-1][1], strict=True)]
+        tail += max(link.latency_s + problem.tied_bytes / link.bytes_per_s for link in pairs)
     # Each stage computes all microbatches, after the first has come to it, and before the last has gone back from it.
-    if max(sum(both[:stage]) + shape.num_microbatches * both[stage] for stage in range(len(both))) + tail >= best:
+    if max(sum(both[:stage]) + split.num_microbatches * both[stage] for stage in range(len(both))) + tail >= best:
         return math.inf
-    placement, number = plain_placement(len(stages)), shape.num_microbatches
+    placement, number = plain_placement(len(stages)), split.num_microbatches
     has_sites = len({pool.site for pool, _ in nodes}) > 1
     ahead = [
         row
         for row in in_flights(len(stages), number)
         if has_sites
-        and not question.is_stock
-        and all(holds(question, stages, ends, stage, nodes, row) for stage in range(len(stages)))
+        and not problem.is_stock
+        and all(holds(problem, stages, ends, stage, nodes, row) for stage in range(len(stages)))
     ]
-    for costs in all_costs(question, shape, nodes, stages, forward, backward):
+    for costs in all_costs(problem, split, nodes, stages, forward, backward):
         # Megatron's order, or planned ones, with any numbers of microbatches in flight that memory allows.
         schedules = [lower(one_f_one_b(placement, number), lookahead=0)]
         request = ScheduleRequest(placement=placement, num_microbatches=number, costs=costs)
-        if not question.is_stock:
+        if not problem.is_stock:
             schedules += [make_schedule(replace(request, in_flight=row))[0] for row in (None, *ahead)]
         timelines = [simulate(schedule, costs, mode="rendezvous") for schedule in schedules]
         found = min(
@@ -258,33 +258,33 @@ def step(
 
 
 def exchanged(
-    question: SearchProblem, shape: BatchSplit, nodes: Nodes, size: int, places: tuple[int, ...], start: int, end: int
+    problem: SearchProblem, split: BatchSplit, nodes: Nodes, size: int, places: tuple[int, ...], start: int, end: int
 ) -> tuple[float, float]:
     """What ranks that share experts wait for each other, forward and backward."""
     speed = nodes[places[0]][0].speeds[size]
     if not speed.peer_messages:
         return 0.0, 0.0
-    ranks = [place for place in places for _ in range(size * shape.cp)]
+    ranks = [place for place in places for _ in range(size * split.cp)]
     slowest = 0.0
     for first in range(0, len(ranks), speed.peers):
         for pair in itertools.combinations(ranks[first : first + speed.peers], 2):
-            link = between(question, nodes, *pair)
+            link = between(problem, nodes, *pair)
             slowest = max(slowest, link.latency_s + speed.peer_bytes / link.bytes_per_s)
     numbers = speed.peer_messages[start:end]
     return sum(one[0] for one in numbers) * slowest, sum(one[1] for one in numbers) * slowest
 
 
 def summed(
-    question: SearchProblem, shape: BatchSplit, nodes: Nodes, size: int, places: tuple[int, ...], start: int, end: int
+    problem: SearchProblem, split: BatchSplit, nodes: Nodes, size: int, places: tuple[int, ...], start: int, end: int
 ) -> float:
     """How long rings of ranks sum gradients, and other rings those of experts."""
     speed = nodes[places[0]][0].speeds[size]
-    ring = [place for place in places for _ in range(shape.cp)]
+    ring = [place for place in places for _ in range(split.cp)]
     if len(ring) == 1:
         return 0.0
     slowest = 0.0
     for one, other in itertools.pairwise([*ring, ring[0]]):
-        link = between(question, nodes, one, other)
+        link = between(problem, nodes, one, other)
         time = 0.0
         for num_bytes, number in (
             (sum(speed.gradient_bytes[start:end]), len(ring)),
@@ -295,14 +295,14 @@ def summed(
     return slowest
 
 
-def between(question: SearchProblem, nodes: Nodes, one: int, other: int) -> Link:
+def between(problem: SearchProblem, nodes: Nodes, one: int, other: int) -> Link:
     if one == other:
         return nodes[one][0].inside
     if nodes[one][0].site != nodes[other][0].site:
-        (line,) = question.across.values()
+        (line,) = problem.across.values()
         return line
     first, second = nodes[one][0].between, nodes[other][0].between
-    num_bytes = question.shapes[0].message_bytes
+    num_bytes = problem.splits[0].message_bytes
     return max(first, second, key=lambda link: link.latency_s + num_bytes / link.bytes_per_s)
 
 
@@ -320,10 +320,10 @@ class Passage(NamedTuple):
 
 
 def crossed_by(
-    question: SearchProblem, shape: BatchSplit, nodes: Nodes, ends: tuple[Stage, Stage], links: list[Link], name: str
+    problem: SearchProblem, split: BatchSplit, nodes: Nodes, ends: tuple[Stage, Stage], links: list[Link], name: str
 ) -> Passage:
     """What a boundary costs by a transport: who sends how much, and who gathers, scatters or hands on."""
-    sizes, is_sharded = [size for size, _ in ends], question.rules.is_sharded
+    sizes, is_sharded = [size for size, _ in ends], problem.rules.is_sharded
     gathers = [max(nodes[place][0].speeds[size].gather_s for place in places) for size, places in ends]
     hands_on = [max(nodes[place][0].speeds[size].broadcast_s for place in places) for size, places in ends]
     largest, total, sends, takes = 1.0, 1.0, [0.0, 0.0], [0.0, 0.0]
@@ -335,27 +335,27 @@ def crossed_by(
         largest, takes = 1 / min(sizes), takes if is_sharded else gathers
 
     def sent(link: Link) -> int:
-        return math.ceil(shape.message_bytes * (1 if link.at_once is None else max(largest, total / link.at_once)))
+        return math.ceil(split.message_bytes * (1 if link.at_once is None else max(largest, total / link.at_once)))
 
     link = max(links, key=lambda link: link.latency_s + sent(link) / link.bytes_per_s)
     return Passage(link, sent(link), (sends[0], takes[1]), (takes[0], sends[1]))
 
 
-def tried(question: SearchProblem, shape: BatchSplit, nodes: Nodes, ends: tuple[Stage, Stage]) -> tuple[str, ...]:
+def tried(problem: SearchProblem, split: BatchSplit, nodes: Nodes, ends: tuple[Stage, Stage]) -> tuple[str, ...]:
     """What a run takes by itself, or tries, the simplest first."""
     (size, places), (next_size, next_places) = ends
     if nodes[places[0]][0].site != nodes[next_places[0]][0].site:
         return ("rank0",)
-    if shape.message_bytes < SLICED_FROM_BYTES:
+    if split.message_bytes < SLICED_FROM_BYTES:
         return ("sliced",) if size == next_size else ("rank0",)
     if size != next_size:
         return ("rank0", "sliced")
-    return ("sliced", "divided") if size > 1 and not question.rules.is_sharded else ("sliced",)
+    return ("sliced", "divided") if size > 1 and not problem.rules.is_sharded else ("sliced",)
 
 
 def all_costs(
-    question: SearchProblem,
-    shape: BatchSplit,
+    problem: SearchProblem,
+    split: BatchSplit,
     nodes: Nodes,
     stages: Stages,
     forward: list[float],
@@ -363,12 +363,12 @@ def all_costs(
 ) -> set[Costs]:
     """What a microbatch costs by every transport; the slowest link of any replica counts."""
     found = set()
-    for transport in ("sliced",) if question.is_stock else TRANSPORTS:
+    for transport in ("sliced",) if problem.is_stock else TRANSPORTS:
         crossings = []
         for ends in itertools.pairwise(stages):
-            links = [between(question, nodes, *pair) for pair in zip(ends[0][1], ends[1][1], strict=True)]
-            names = tried(question, shape, nodes, ends) if transport == "auto" else (transport,)
-            ways = [crossed_by(question, shape, nodes, ends, links, name) for name in names]
+            links = [between(problem, nodes, *pair) for pair in zip(ends[0][1], ends[1][1], strict=True)]
+            names = tried(problem, split, nodes, ends) if transport == "auto" else (transport,)
+            ways = [crossed_by(problem, split, nodes, ends, links, name) for name in names]
             quickest = min(ways, key=lambda way: way.time)
             crossings.append(quickest if quickest.time < 0.9 * ways[0].time else ways[0])
         own, back = [*forward], [*backward]
@@ -389,14 +389,14 @@ def all_costs(
 
 
 def check(seed: int, num_layers: int = 0) -> float:
-    question, cards = random_question(seed, num_layers)
-    question = replace(question, layers="ends" if seed % 3 == 2 else "any")
-    found, least = fastest(question), brute(question, cards)
+    problem, cards = random_question(seed, num_layers)
+    problem = replace(problem, layers="ends" if seed % 3 == 2 else "any")
+    found, least = fastest(problem), brute(problem, cards)
     assert found.is_complete
     # Of more layers brute force takes long.
-    for choice, layers in () if num_layers else ((found.stock, question.layers), (found.equal, "equal")):
-        of_stock = brute(replace(question, is_stock=True, layers=layers), cards)
-        step_s = math.inf if choice is None else choice.step_s
+    for candidate, layers in () if num_layers else ((found.stock, problem.layers), (found.equal, "equal")):
+        of_stock = brute(replace(problem, is_stock=True, layers=layers), cards)
+        step_s = math.inf if candidate is None else candidate.step_s
         assert of_stock * (1 - 1e-9) <= step_s <= of_stock * TOLERANCE or step_s == of_stock, (seed, layers)
     if not found.best:
         assert least == math.inf

@@ -55,7 +55,7 @@ def random_question(seed: int) -> SearchProblem:
         link = Link(latency_s=chance.choice([0.0, 0.2]), bytes_per_s=40.0, at_once=crossing.choice([None, 1, 2]))
         return NodePool(
             name=site,
-            rooms=rooms,
+            cards_per_node=rooms,
             speeds={size: speed(size, pace) for size in (1, 2)},
             between=link,
             site=site,
@@ -68,7 +68,7 @@ def random_question(seed: int) -> SearchProblem:
     )
     return SearchProblem(
         num_layers=num_layers,
-        shapes=tuple(
+        splits=tuple(
             BatchSplit(
                 num_replicas=replicas,
                 num_microbatches=batch // replicas,
@@ -90,28 +90,28 @@ def random_question(seed: int) -> SearchProblem:
         },
         rules=TransportRules(is_sharded=crossing.choice([False, True])),
         edge="home",
-        around=(1, 1),
+        edge_layers=(1, 1),
     )
 
 
-def brute(question: SearchProblem) -> float:
+def brute(problem: SearchProblem) -> float:
     """Return the shortest step of all layouts."""
     best = math.inf
-    for shape in question.shapes:
-        nodes = [(pool, room) for pool in shape.pools for room in pool.rooms]
+    for split in problem.splits:
+        nodes = [(pool, room) for pool in split.pools for room in pool.cards_per_node]
         cards = [room for _, room in nodes]
-        for stages in stage_lists(shape, cards, nodes, question.most_stages):
+        for stages in stage_lists(split, cards, nodes, problem.most_stages):
             sites = [{nodes[place][0].site for place in places} for _, places in stages]
             if len(stages) < 2 or sites[0] != {"home"} or any(one != {"cloud"} for one in sites[1:]):
                 continue
-            middle = range(2, question.num_layers - 1)
+            middle = range(2, problem.num_layers - 1)
             for cuts in itertools.combinations(middle, len(stages) - 2):
-                ends = [0, 1, *cuts, question.num_layers - 1, question.num_layers]
-                best = min(best, step(question, shape, stages, ends, nodes))
+                ends = [0, 1, *cuts, problem.num_layers - 1, problem.num_layers]
+                best = min(best, step(problem, split, stages, ends, nodes))
     return best
 
 
-def step(question: SearchProblem, shape: BatchSplit, stages: Stages, ends: list[int], nodes: Nodes) -> float:
+def step(problem: SearchProblem, split: BatchSplit, stages: Stages, ends: list[int], nodes: Nodes) -> float:
     placement = u_placement(len(stages))
     own = [stages[stage] for stage in placement.stages]
     forward, backward = [], []
@@ -124,17 +124,17 @@ def step(question: SearchProblem, shape: BatchSplit, stages: Stages, ends: list[
     sums, updates = [0.0] * len(stages), [0.0] * len(stages)
     for part, stage in enumerate(placement.stages):
         size, places = stages[stage]
-        sums[stage] += summed(question, shape, nodes, size, places, ends[part], ends[part + 1])
+        sums[stage] += summed(problem, split, nodes, size, places, ends[part], ends[part + 1])
         updates[stage] += sum(nodes[places[0]][0].speeds[size].update_s[ends[part] : ends[part + 1]])
     if len(stages[0][1]) == 2:  # one message holds both parts of the edge
-        link = between(question, nodes, *stages[0][1])
+        link = between(problem, nodes, *stages[0][1])
         sums[0] -= 2 * link.latency_s
     best = math.inf
-    most_in_flight = (None, *range(1, shape.num_microbatches + 1))
-    for costs, most in itertools.product(all_costs(question, shape, nodes, own, forward, backward), most_in_flight):
+    most_in_flight = (None, *range(1, split.num_microbatches + 1))
+    for costs, most in itertools.product(all_costs(problem, split, nodes, own, forward, backward), most_in_flight):
         request = ScheduleRequest(
             placement=placement,
-            num_microbatches=shape.num_microbatches,
+            num_microbatches=split.num_microbatches,
             costs=costs,
             in_flight=None if most is None else (most,) * len(stages),
         )
@@ -152,14 +152,14 @@ def step(question: SearchProblem, shape: BatchSplit, stages: Stages, ends: list[
 
 
 def check(seed: int) -> None:
-    question = random_question(seed)
-    found, least = fastest(question), brute(question)
+    problem = random_question(seed)
+    found, least = fastest(problem), brute(problem)
     assert found.is_complete and found.stock is None
     if not found.best:
         assert least == math.inf
         return
     best = found.best[0]
-    assert best.layers[0] == best.layers[-1] == 1 and len(best.layers) == len(best.kinds) + 1
+    assert best.layers[0] == best.layers[-1] == 1 and len(best.layers) == len(best.stage_types) + 1
     assert best.step_s <= least * TOLERANCE, (seed, best.sizes, best.layers, best.step_s, least)
     assert best.step_s >= least * (1 - 1e-9), (seed, "no layout is so quick", best.step_s, least)
 

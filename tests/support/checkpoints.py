@@ -318,13 +318,15 @@ def _write_bucket(
         parts.append(BucketEntry(cut, end))
         end += cut.numel
     edges = {0, end, *(end * share // dp for share in range(dp))}
-    edges |= {edge for part in parts for edge in (part.offset, part.offset + part.cut.numel)}
+    edges |= {edge for part in parts for edge in (part.offset, part.offset + part.shard.numel)}
     for state in STATES:
         flat = torch.full((end,), torch.nan)
         for part in parts:
-            whole = model.states[state, part.cut.name]
-            (block,) = part.cut.blocks
-            flat[part.offset : part.offset + part.cut.numel] = whole[tuple(slice(a, b) for a, b in block.box)].flatten()
+            whole = model.states[state, part.shard.name]
+            (block,) = part.shard.blocks
+            flat[part.offset : part.offset + part.shard.numel] = whole[
+                tuple(slice(a, b) for a, b in block.box)
+            ].flatten()
         for start, stop in itertools.pairwise(sorted(edges)):
             writer.tensor(f"{key}.{state}", (end,), (start,), flat[start:stop], rank)
     return Bucket(key, end, tuple(parts))

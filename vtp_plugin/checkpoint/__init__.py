@@ -5,7 +5,7 @@ Words:
     tracker: the file that names the newest iteration.
     damaged: a file that cannot hold what was written; cut off where its end is missing.
     whole parameter: as one rank alone would hold it, with the name and the shape that every layout gives it.
-    part: what a rank holds of it; its cut says which blocks that is.
+    part: what a rank holds of it; its shard (``ShardSpec``) says which blocks that is.
     bucket: parts that the distributed optimizer stores one behind another, as one flat tensor for every state.
     piece: a range of a bucket that lies together in a file; the bytes there are its extent.
     map: which part lies where in which bucket.

@@ -5,7 +5,7 @@ Megatron, and ``checkpoint diff`` imports torch.
 
 Words:
     view: what a command shows, in words and as JSON.
-    question: what ``simulate`` is asked (``_Question``).
+    simulation: what ``simulate`` runs: a schedule with its costs (``_Simulation``).
 """
 
 from __future__ import annotations

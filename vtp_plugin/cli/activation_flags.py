@@ -1,4 +1,4 @@
-"""Flags of Megatron's that say what a rank keeps of a microbatch."""
+"""Megatron's flags that determine the activations that a rank keeps."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class PlansView:
     Attributes:
         forward: plan of the activations.
         backward: plan of the gradients.
-        itemsize_bytes: of one element of the plans; None if the shape is unknown: the plans then use a small one.
+        itemsize_bytes: bytes of one element; None if the shape is unknown: the plans are then for a small tensor.
         dimensions: names of the plans' dimensions.
     """
 
@@ -36,11 +36,11 @@ class PlansView:
     dimensions: tuple[str, ...] = ("S", "B", "H")
 
     def num_bytes(self, transfer: Transfer) -> int | None:
-        """Return the size of a message; None if the size of the tensor is unknown."""
+        """Return the bytes of a message; None if the size of the tensor is unknown."""
         return None if self.itemsize_bytes is None else transfer.num_elements * self.itemsize_bytes
 
     def share(self, transfer: Transfer) -> Fraction:
-        """Return the part of the whole tensor that a message carries."""
+        """Return the share of the whole tensor that a message carries."""
         return Fraction(transfer.num_elements, math.prod(self.forward.src.shape))
 
     def directions(self) -> dict[str, object]:
@@ -69,9 +69,9 @@ class BoundaryView(PlansView):
     """A boundary of the first replica and its plans; the other replicas cross alike.
 
     Attributes:
-        boundary: of the first replica.
+        boundary: the boundary of the first replica.
         reason: why this strategy was chosen.
-        num_replicas: number of replicas that cross alike.
+        num_replicas: number of replicas that cross in the same way.
     """
 
     boundary: PipelineBoundary
@@ -80,12 +80,12 @@ class BoundaryView(PlansView):
 
     @property
     def name(self) -> str:
-        """Both stages, as in error messages."""
+        """Name of the boundary: both stages, as in error messages."""
         return f"{self.boundary.upstream}->{self.boundary.downstream}"
 
     @property
     def buffer_bytes(self) -> int | None:
-        """Buffer of each channel on HCCL; None if the size of the tensor is unknown."""
+        """Bytes of each channel's buffer on HCCL; None if the size of the tensor is unknown."""
         return self.boundary.channel(Direction.FORWARD).largest_message_bytes
 
     @property
@@ -218,7 +218,7 @@ def site_traffic(flags: Run, views: Sequence[BoundaryView]) -> dict[tuple[str, s
     """Sum what sites send to each other for a microbatch of one replica.
 
     Returns:
-        By source and destination: the amount in whole tensors, and in bytes; None if their size is unknown.
+        For each source and destination: the amount in whole tensors, and in bytes; None if their size is unknown.
     """
     tensors, num_bytes = defaultdict[tuple[str, str], float](float), defaultdict[tuple[str, str], int](int)
     for view in views if flags.sites else ():

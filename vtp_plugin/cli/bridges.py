@@ -23,9 +23,9 @@ class Module:
     """A module of a model, on a grid of its own.
 
     Attributes:
-        name: of the module.
+        name: name of the module.
         sizes: tensor-parallel, context-parallel and data-parallel size, and pipeline stages, in the order of ranks.
-        first_rank: of its grid.
+        first_rank: first rank of its grid.
     """
 
     name: str
@@ -34,12 +34,12 @@ class Module:
 
     @property
     def ranks(self) -> range:
-        """All its ranks."""
+        """All ranks of the module."""
         return range(self.first_rank, self.first_rank + math.prod(self.sizes))
 
     @property
     def num_stages(self) -> int:
-        """Its pipeline stages."""
+        """Number of its pipeline stages."""
         return self.sizes[2]
 
     def end(self, *, is_last: bool) -> BridgeEndpoint:
@@ -57,7 +57,7 @@ class BridgeView(PlansView):
     """A bridge and its plans.
 
     Attributes:
-        source: module that sends activations.
+        source: name of the module that sends activations.
         destination: module that receives them.
         num_units: units in which the batch is counted.
         unit_samples: samples of a unit; None if the batch is not known.

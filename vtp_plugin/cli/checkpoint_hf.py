@@ -25,8 +25,8 @@ def add_import(actions: Any, end: Callable[[Any, Callable[[argparse.Namespace], 
     """Declare ``import``.
 
     Args:
-        actions: to which it is added.
-        end: declares what all actions have.
+        actions: subparsers that the action is added to.
+        end: declares the flags that all actions have.
     """
     parser = actions.add_parser(
         "import",

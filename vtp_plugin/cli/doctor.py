@@ -253,7 +253,7 @@ def _describe_adaptor() -> str:
     """Import the adaptor, and say what it has done.
 
     Returns:
-        Its module, its folder, and the number of names that it has patched.
+        The module and folder of the adaptor, and the number of names that it has patched.
     """
     adaptor = import_adaptor()
     names = importlib.import_module("mindspeed.patch_utils").MindSpeedPatchesManager.patches_info

@@ -26,10 +26,10 @@ from vtp_plugin.elastic.orphans import end_orphans
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.host.versions import capability, find_host
 from vtp_plugin.runtime.health.redaction import Redaction
-from vtp_plugin.tune.fit.as_flags import fitted_words, without
+from vtp_plugin.tune.fit.as_flags import fitted_flags, without
 from vtp_plugin.tune.fit.chosen import Chosen
 from vtp_plugin.tune.fit.constraints import Constraints
-from vtp_plugin.tune.fit.options_of_run import read_ask
+from vtp_plugin.tune.fit.options_of_run import read_constraints
 from vtp_plugin.util import log
 
 # Of the timeout, for a card to be tried.
@@ -39,14 +39,14 @@ _MAX_PROBE_S = 60.0
 _OF_A_FIT = ("--vtp-size-list", "--vtp-stages", "--vtp-data-parallel-size", "--vtp-sites", "--vtp-node")
 
 
-def fit_run(words: Sequence[str]) -> tuple[list[str], Membership]:
+def fit_run(argv: Sequence[str]) -> tuple[list[str], Membership]:
     """Fit a list to the cards; end this process here if its rank is spare.
 
     Args:
-        words: script and flags, ``--vtp-stages`` among them.
+        argv: the script and its flags, ``--vtp-stages`` among them.
 
     Returns:
-        The words of the run with the list that fits, and the seat of this process, which is told of a good end.
+        The run's arguments with the list that fits, and this process's membership, which needs to know of a good end.
 
     Raises:
         ConfigError: nothing fits, or flags contradict each other.
@@ -56,7 +56,7 @@ def fit_run(words: Sequence[str]) -> tuple[list[str], Membership]:
     parser = Parser(add_help=False)
     add_run_flags(parser)
     parser.add_argument("--dataloader-type")
-    args, _ = parser.parse_known_args(list(words[1:]))
+    args, _ = parser.parse_known_args(list(argv[1:]))
     config = read_flags(args, VtpConfig())
     # What is said before apply() is called has the form of the plugin's other lines.
     uninstall = log.install(config.log_level)
@@ -68,19 +68,19 @@ def fit_run(words: Sequence[str]) -> tuple[list[str], Membership]:
         uninstall()
     if seat.rank is None:
         sys.exit(seat.wait_outside(own))
-    name_start(words, os.environ[LOCK_VARIABLE], os.environ)
+    name_start(argv, os.environ[LOCK_VARIABLE], os.environ)
     # A flag that the fitted list gives, too, is not given twice.
     given = [word for word in seat.argv if word.startswith("--") and word != "--vtp-force"]
-    return [words[0], *without(words[1:], (*_OF_A_FIT, *given)), *seat.argv, *_state_words(words)], seat
+    return [argv[0], *without(argv[1:], (*_OF_A_FIT, *given)), *seat.argv, *_state_flags(argv)], seat
 
 
 def _make_judge(args: argparse.Namespace, config: VtpConfig) -> Coordinator:
     def make_ask() -> Constraints:
         assert config.stages is not None
-        return read_ask(args, config, config.stages, is_alike=not _has_layouts())
+        return read_constraints(args, config, config.stages, is_alike=not _has_layouts())
 
     def make_words(chosen: Chosen, ask: Constraints) -> tuple[str, ...]:
-        return fitted_words(chosen, ask, num_predicting=args.mtp_num_layers or 0)
+        return fitted_flags(chosen, ask, num_predicting=args.mtp_num_layers or 0)
 
     folder = os.environ.get(RUN_FOLDER_VARIABLE)
     return Coordinator(
@@ -128,9 +128,9 @@ def _warn_of_cyclic(args: argparse.Namespace) -> None:
         )
 
 
-def _state_words(words: Sequence[str]) -> tuple[str, ...]:
+def _state_flags(argv: Sequence[str]) -> tuple[str, ...]:
     """Leave random states alone where this Megatron ends, with status 0, if a list has no place for them."""
-    return () if _has_layouts() or "--no-load-rng" in words else ("--no-load-rng",)
+    return () if _has_layouts() or "--no-load-rng" in argv else ("--no-load-rng",)
 
 
 def _has_layouts() -> bool:

@@ -16,7 +16,7 @@ from vtp_plugin.tune.fit.available_cards import read_have
 from vtp_plugin.tune.fit.constraints import Constraints
 from vtp_plugin.tune.fit.fit_layout import fit
 from vtp_plugin.tune.fit.fit_search import FittedLayout
-from vtp_plugin.tune.fit.options_of_run import read_ask, write_fitted
+from vtp_plugin.tune.fit.options_of_run import read_constraints, write_fitted
 from vtp_plugin.tune.fit.reasons import describe
 
 
@@ -53,23 +53,23 @@ def fit_to_cards(args: argparse.Namespace, config: VtpConfig) -> tuple[VtpConfig
     if has_memory and (reason := model_flags.why_unknown(args, lacks_parts=False)):
         raise ConfigError(f"--card-memory: the memory of a rank is {reason}" if "not known" in reason else reason)
 
-    ask = read_ask(args, config, config.stages or (1, max(2, 2 * len(nodes))))
+    constraints = read_constraints(args, config, config.stages or (1, max(2, 2 * len(nodes))))
     if has_memory:
-        ask = _with_memory(args, ask)
-    fitted, rivals = fit(nodes, ask)
-    return write_fitted(config, fitted), fitted, describe(fitted, ask, rivals)
+        constraints = _with_memory(args, constraints)
+    fitted, rivals = fit(nodes, constraints)
+    return write_fitted(config, fitted), fitted, describe(fitted, constraints, rivals)
 
 
-def _with_memory(args: argparse.Namespace, ask: Constraints) -> Constraints:
+def _with_memory(args: argparse.Namespace, constraints: Constraints) -> Constraints:
     """Ask with what stages hold, with the activations of their microbatches in flight, if those are known."""
-    layout = PipelineLayout.from_sizes((1,), world_size=ask.cp, cp=ask.cp)
+    layout = PipelineLayout.from_sizes((1,), world_size=constraints.cp, cp=constraints.cp)
     has_activations = not activation_flags.why_no_activations(args, layout)
     memory = StageMemory(
-        read_padded_model(args, ask),
+        read_padded_model(args, constraints),
         model_flags.read_training(args, layout),
         activation_flags.read_microbatch(args) if has_activations else None,
-        cp=ask.cp,
-        ep=ask.ep,
-        etp=ask.etp,
+        cp=constraints.cp,
+        ep=constraints.ep,
+        etp=constraints.etp,
     )
-    return dataclasses.replace(ask, held_bytes=memory.held_bytes, counted_twice=memory.counted_twice)
+    return dataclasses.replace(constraints, held_bytes=memory.held_bytes, counted_twice=memory.counted_twice)

@@ -51,16 +51,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run one command.
 
     Args:
-        argv: the words after the program's name; default: those of the process.
+        argv: command-line arguments behind the program's name; by default those of the process.
     """
-    words = list(sys.argv[1:] if argv is None else argv)
-    if words[:1] == ["run"]:
-        _obey(words)  # a script's broken pipe is its own affair
+    command_line = list(sys.argv[1:] if argv is None else argv)
+    if command_line[:1] == ["run"]:
+        _obey(command_line)  # a script's broken pipe is its own affair
         return
     try:
         try:
             with contextlib.redirect_stdout(cast(Any, _PlainOutput(sys.stdout))):
-                _obey(words)
+                _obey(command_line)
         finally:
             sys.stdout.flush()
     except BrokenPipeError:
@@ -83,9 +83,9 @@ class _PlainOutput:
         return getattr(self._stream, name)
 
 
-def _obey(words: list[str]) -> None:
-    options, unknown = _parser().parse_known_args(words)
-    options.words, options.unknown = words, unknown
+def _obey(argv: list[str]) -> None:
+    options, unknown = _parser().parse_known_args(argv)
+    options.argv, options.unknown = argv, unknown
     try:
         options.command(options)
     except Exception as error:
@@ -94,7 +94,7 @@ def _obey(words: list[str]) -> None:
         if isinstance(error, VtpError):
             fail(str(error))
         if isinstance(error, ImportError):
-            fail(_missing(error, " ".join(words[:2] if words[0] == "checkpoint" else words[:1])))
+            fail(_missing(error, " ".join(argv[:2] if argv[0] == "checkpoint" else argv[:1])))
         if isinstance(error, OSError) and error.filename is not None:
             fail(
                 f"{error.filename} cannot be read or written: {error.strerror}; the command needs it; see to its access"

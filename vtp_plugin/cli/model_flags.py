@@ -1,4 +1,4 @@
-"""Flags of Megatron's that say what a rank holds, and the model that they describe."""
+"""Megatron's flags that determine what a rank holds in memory, and the model that they describe."""
 
 from __future__ import annotations
 
@@ -95,8 +95,8 @@ def why_unknown(args: argparse.Namespace, *, lacks_parts: bool) -> str:
     """Say why the memory of a rank is not known; empty if it is.
 
     Args:
-        args: parsed; ``unknown`` holds the words that no flag declares.
-        lacks_parts: the run is a U-shape, and the layers of its parts were not given.
+        args: parsed arguments; ``unknown`` holds those that no flag declares.
+        lacks_parts: whether the run is a U-shape whose parts' layers were not given.
     """
     given = {word.partition("=")[0] for word in args.unknown}
     if args.pipeline_model_parallel_layout:
@@ -146,7 +146,7 @@ def read_model(args: argparse.Namespace, layout: PipelineLayout) -> GPTModel:
 
 
 def read_training(args: argparse.Namespace, layout: PipelineLayout) -> Training:
-    """Give how the flags keep the model while it is trained."""
+    """Give how the model is kept while it is trained, by the flags."""
     is_half = args.bf16 or args.fp16
     has_half_gradients = args.grad_reduce_in_bf16 if args.bf16 else is_half
     # Megatron's default; only the first stage has more than one bucket.
@@ -171,14 +171,14 @@ def read_footprints(
     *,
     has_activations: bool,
 ) -> tuple[Footprint, ...]:
-    """Give what every rank holds.
+    """Give the memory of every rank.
 
     Args:
-        args: parsed.
-        layout: of the run.
-        num_chunks: as for :func:`read_chunks`; so are the next two.
-        u_layers: of a U-shape.
-        layers: that were fitted.
+        args: parsed arguments.
+        layout: layout of the run.
+        num_chunks: number of model chunks of every stage.
+        u_layers: number of layers of every part of a U-shape; None without one.
+        layers: number of layers of every stage, where they were fitted.
         has_activations: whether activations are known.
 
     Raises:
@@ -199,11 +199,11 @@ def read_chunks(
     """Give the model chunks of every stage.
 
     Args:
-        args: parsed.
-        num_stages: of the pipeline.
-        num_chunks: of every stage.
+        args: parsed arguments.
+        num_stages: number of stages of the pipeline.
+        num_chunks: number of model chunks of every stage.
         u_layers: number of layers of every part of a U-shape; None without one.
-        layers: of every stage, where they were fitted.
+        layers: number of layers of every stage, where they were fitted.
 
     Raises:
         ConfigError: the layers cannot be shared out.

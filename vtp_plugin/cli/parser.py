@@ -66,9 +66,9 @@ def write_file(path: Path, text: str, *, flag: str = "--output") -> None:
     """Write a result.
 
     Args:
-        path: of the file.
-        text: what is written.
-        flag: that gave the path, for the error.
+        path: path of the file.
+        text: contents of the file.
+        flag: flag that gave the path, for the error.
 
     Raises:
         ConfigError: it cannot be written.
@@ -83,9 +83,9 @@ def check_ending(path: Path | None, endings: Mapping[str, str], *, flag: str = "
     """Refuse a file whose ending names no format of the command.
 
     Args:
-        path: of the flag; None is accepted.
+        path: path that the flag gave; None is accepted.
         endings: the formats by their endings.
-        flag: that gave the path, for the error.
+        flag: flag that gave the path, for the error.
 
     Raises:
         ConfigError: the ending is another one.

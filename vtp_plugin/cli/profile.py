@@ -108,8 +108,8 @@ def _times(options: argparse.Namespace, model: GPTModel, model_of: Mapping[str, 
     platform = session.choose_platform()
     layers = () if model.experts is None else model.experts.layers
     kinds: list[Part] = ["dense"] if not all(layers) or not layers else []
-    asked = ProfileRequest(
-        words=_megatron_words(options.words),
+    argv = ProfileRequest(
+        words=_megatron_argv(options.argv),
         sizes=options.tp_sizes,
         vocabulary=model.vocab,
         micro_batch_sizes=options.micro_batch_sizes or [options.micro_batch_size],
@@ -118,9 +118,9 @@ def _times(options: argparse.Namespace, model: GPTModel, model_of: Mapping[str, 
         num_rounds=options.rounds,
     )
     times: list[Time] = []
-    with progress(num_cases(asked), "timed", is_bytes=False) as tell:
+    with progress(num_cases(argv), "timed", is_bytes=False) as tell:
         try:
-            for found in time_parts(asked, platform):
+            for found in time_parts(argv, platform):
                 times += found
                 tell(1)
         except KeyboardInterrupt:
@@ -129,9 +129,9 @@ def _times(options: argparse.Namespace, model: GPTModel, model_of: Mapping[str, 
     return write_profile(origin, times)
 
 
-def _megatron_words(words: Sequence[str]) -> list[str]:
+def _megatron_argv(argv: Sequence[str]) -> list[str]:
     """Leave out the command and its own flags."""
-    return [word for word in without(words[1:], _OWN) if word not in ("--links", "--fake-process-group")]
+    return [word for word in without(argv[1:], _OWN) if word not in ("--links", "--fake-process-group")]
 
 
 def _links(options: argparse.Namespace) -> None:

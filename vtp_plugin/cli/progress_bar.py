@@ -10,14 +10,14 @@ from typing import Protocol
 
 
 class Tell(Protocol):
-    """What is called as work is done."""
+    """Called as work is done."""
 
     def __call__(self, number: float, text: str = "") -> None:
-        """Add to what is done.
+        """Report more work that is done.
 
         Args:
-            number: of bytes, or of whatever the bar counts.
-            text: shown behind the bar.
+            number: number of bytes, or of whatever the bar counts.
+            text: text to show behind the bar.
         """
 
 
@@ -26,12 +26,12 @@ def progress(number: float, what: str, *, is_bytes: bool = True) -> Iterator[Tel
     """Show a bar on a terminal, if the package tqdm is there.
 
     Args:
-        number: of all the work.
-        what: is done.
-        is_bytes: the number counts bytes; else pieces of work.
+        number: amount of all the work.
+        what: name of the work, for the bar.
+        is_bytes: whether the number counts bytes; else pieces of work.
 
     Yields:
-        What is called with the number of each piece of work.
+        A function to call with the amount of each piece of work that is done.
     """
     try:
         bar = importlib.import_module("tqdm").tqdm

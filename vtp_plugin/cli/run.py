@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> None:
         fail(f"script {options.script} does not exist; give the path of the training script")
     # As `python SCRIPT` does: the script sees its arguments only, and imports the modules beside it first. The words
     # come from the command line, since argparse would remove a "--" that is meant for the script.
-    sys.argv = [options.script, *options.words[options.words.index(options.script, 1) + 1 :]]
+    sys.argv = [options.script, *options.argv[options.argv.index(options.script, 1) + 1 :]]
     sys.path[0] = str(script.resolve().parent)
     seat: Membership | None = None
     try:

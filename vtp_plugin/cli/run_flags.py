@@ -73,23 +73,23 @@ _OF_A_FIT = ("--card-memory",)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
-    """What the flags of a run say.
+    """A run as its flags describe it.
 
     Attributes:
-        config: the plugin's flags.
-        layout: the ranks of every stage.
-        placement: of the schedule.
-        rules: choose the strategy of every boundary.
-        schedule_options: what the order is planned for.
-        shape: S, B and H of a microbatch on the stage with most replicas; None if a flag is missing.
-        itemsize_bytes: of one number of the tensors.
-        is_sharded: ranks of a stage hold slices of the sequence.
-        global_batch_size: samples of a step; None if the flag is missing.
-        num_microbatches: of a step, in one team of replicas; None if a flag is missing.
-        memory: what every rank holds, or why that is not known.
-        about_activations: what activations are, or why they are not known.
+        config: the options of the plugin.
+        layout: the pipeline layout, which has the ranks of every stage.
+        placement: which stage holds which virtual stage.
+        rules: how a run chooses the transport of every boundary.
+        schedule_options: options of the planned schedule.
+        shape: shape `[S, B, H]` of a microbatch on the stage with most replicas; None if a flag is missing.
+        itemsize_bytes: bytes of one element of the tensors.
+        is_sharded: whether ranks of a stage hold slices of the sequence.
+        global_batch_size: number of samples of a step; None if the flag is missing.
+        num_microbatches: number of microbatches of a step in one team of replicas; None if a flag is missing.
+        memory: memory of every rank, or why it is not known.
+        about_activations: what the activations include, or why they are not known.
         fitted: the list that was fitted to ``--have``; None where the list was given.
-        about_fit: why it was chosen, line by line.
+        about_fit: why that list was fitted, line by line.
     """
 
     config: VtpConfig
@@ -150,8 +150,8 @@ def read_run(args: argparse.Namespace, *, takes_all_costs: bool = False) -> Run:
     """Read the flags, and refuse what a run would refuse.
 
     Args:
-        args: parsed; ``unknown`` holds the words that no flag declares.
-        takes_all_costs: take costs also if the order is fixed, where a run refuses them.
+        args: parsed arguments; ``unknown`` holds those that no flag declares.
+        takes_all_costs: whether costs are read even if the order is fixed, where a run refuses them.
 
     Raises:
         ConfigError: a value is wrong, flags contradict each other, or a flag looks misspelt.
@@ -209,15 +209,15 @@ def _read_list(args: argparse.Namespace) -> tuple[VtpConfig, FittedLayout | None
     return config, None, ()
 
 
-def check_unknown(words: Sequence[str]) -> None:
+def check_unknown(argv: Sequence[str]) -> None:
     """Print a note about unknown flags, and refuse those that were meant to change something.
 
     Raises:
         ConfigError: a word looks like a flag that matters, or comes before any flag.
     """
-    if words and not words[0].startswith("-"):
-        raise ConfigError(f"{words[0]!r} belongs to no flag; give the flags that follow the script in a run")
-    flags = [word.partition("=")[0] for word in words if word.startswith("--")]
+    if argv and not argv[0].startswith("-"):
+        raise ConfigError(f"{argv[0]!r} belongs to no flag; give the flags that follow the script in a run")
+    flags = [word.partition("=")[0] for word in argv if word.startswith("--")]
     for flag in flags:
         near = [name for name in known_flags() if num_typos(flag, name) <= MAX_TYPOS]
         if near or flag.startswith("--vtp"):

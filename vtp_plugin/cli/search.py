@@ -15,14 +15,14 @@ from vtp_plugin.cli.parser import check_ending, print_json, read_sizes, write_fi
 from vtp_plugin.cli.progress_bar import progress
 from vtp_plugin.cli.run_flags import add_run_flags, check_unknown
 from vtp_plugin.cli.search_picture import draw_found
-from vtp_plugin.cli.search_request import SearchRequest, read_question
+from vtp_plugin.cli.search_request import SearchRequest, read_request
 from vtp_plugin.config.parse_values import format_value
 from vtp_plugin.errors import ConfigError, LayoutError
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.tune.cluster.read_cluster import read_cluster
-from vtp_plugin.tune.fit.as_flags import fitted_words, stock_words
+from vtp_plugin.tune.fit.as_flags import fitted_flags, stock_flags
 from vtp_plugin.tune.search.evaluate import Candidate
-from vtp_plugin.tune.search.fastest import Found, fastest
+from vtp_plugin.tune.search.fastest import SearchResult, fastest
 from vtp_plugin.util.printable import plain
 
 _LEAST_GAIN = 1.05
@@ -76,21 +76,21 @@ def run(options: argparse.Namespace) -> None:
     if options.micro_batch_sizes and not options.micro_batch_size:
         options.micro_batch_size = options.micro_batch_sizes[0]
     check_ending(options.output, {".svg": "picture"})
-    asked = read_question(options, read_cluster(options.cluster))
-    for text in asked.silent:
+    request = read_request(options, read_cluster(options.cluster))
+    for text in request.silent:
         print(f"vtp_plugin: {plain(text)}", file=sys.stderr)
-    found = _search(asked, options)
-    if not found.best:
-        raise LayoutError(_why_nothing(asked, found))
+    result = _search(request, options)
+    if not result.best:
+        raise LayoutError(_why_nothing(request, result))
     if options.output is not None:
-        write_file(options.output, draw_found(asked, found))
+        write_file(options.output, draw_found(request, result))
     if options.json:
-        print_json("search", _as_json(asked, found))
+        print_json("search", _as_json(request, result))
     else:
-        print("\n".join(_lines(asked, found)))
+        print("\n".join(_lines(request, result)))
 
 
-def _search(asked: SearchRequest, options: argparse.Namespace) -> Found:
+def _search(request: SearchRequest, options: argparse.Namespace) -> SearchResult:
     with progress(1.0, "search", is_bytes=False) as tell:
         done = 0.0
 
@@ -99,192 +99,199 @@ def _search(asked: SearchRequest, options: argparse.Namespace) -> Found:
             tell(share - done, f"best step so far {best_s:.4g} s")
             done = share
 
-        return fastest(asked.question, num_best=options.num_best, limit_s=options.limit_s, tell=say)
+        return fastest(request.problem, num_best=options.num_best, limit_s=options.limit_s, tell=say)
 
 
-def _lines(asked: SearchRequest, found: Found) -> Iterator[str]:
-    best = found.best[0]
-    if not found.is_complete:
+def _lines(request: SearchRequest, result: SearchResult) -> Iterator[str]:
+    best = result.best[0]
+    if not result.is_complete:
         yield "the search ended before all lists were bounded: there may be better ones; --limit-s gives it more time"
     rows = [
         ("", "--vtp-size-list", "layers", "replicas", "micro", "cards", "step", "tokens/s", "per M tokens", "times")
     ]
-    rows += [_row(asked, str(number + 1), choice) for number, choice in enumerate(found.best)]
-    stocks = (("stock", found.stock), ("equal", found.equal))
-    rows += [_row(asked, name, choice) for name, choice in stocks if choice is not None]
+    rows += [_row(request, str(number + 1), candidate) for number, candidate in enumerate(result.best)]
+    stocks = (("stock", result.stock), ("equal", result.equal))
+    rows += [_row(request, name, candidate) for name, candidate in stocks if candidate is not None]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
     yield (
-        asked.about_memory
+        request.about_memory
         + ": "
         + ", ".join(f"stage {stage} {format_bytes(held)}" for stage, held in enumerate(best.held_bytes))
     )
-    yield from _places(asked, best)
+    yield from _nodes(request, best)
     yield f"bottleneck of 1: {_bottleneck(best)}"
-    for number, choice in enumerate(found.best[1:], start=2):
-        yield f"{number} takes {choice.step_s / best.step_s:.3f} times as long: {_bottleneck(choice)}"
-    yield from _compared(asked, found)
-    if best.transport != asked.question.rules.transport and len({*asked.fitted(best).sites}) > 1:
+    for number, candidate in enumerate(result.best[1:], start=2):
+        yield f"{number} takes {candidate.step_s / best.step_s:.3f} times as long: {_bottleneck(candidate)}"
+    yield from _compared(request, result)
+    if best.transport != request.problem.rules.transport and len({*request.fitted(best).sites}) > 1:
         yield f"--vtp-transport {best.transport}: all ranks of neighbouring stages connect, also those of two sites"
 
 
-def _places(asked: SearchRequest, choice: Candidate) -> Iterator[str]:
-    names = enumerate(asked.fitted(choice).node_names)
+def _nodes(request: SearchRequest, candidate: Candidate) -> Iterator[str]:
+    names = enumerate(request.fitted(candidate).node_names)
     texts = [f"stage {stage} on {', '.join(dict.fromkeys(own))}" for stage, own in names]
     yield "nodes of 1: " + "; ".join(texts)
 
 
-def _compared(asked: SearchRequest, found: Found) -> Iterator[str]:
+def _compared(request: SearchRequest, result: SearchResult) -> Iterator[str]:
     """Say what stock Megatron can do, whether the best layout is worth the plugin, and the flags of what is."""
-    best, stock, equal = found.best[0], found.stock, found.equal
-    if asked.ask.ends is not None:
+    best, stock, equal = result.best[0], result.stock, result.equal
+    if request.constraints.ends is not None:
         yield "stock: Megatron has no U-shape; without that flag other pipelines are searched"
     elif stock is None:
-        yield f"stock: no layout of one size that the flags of {asked.megatron} can say fits these cards"
+        yield f"stock: no layout of one size that the flags of {request.megatron} can say fits these cards"
     else:
         gain = stock.step_s / best.step_s
-        yield f"stock, the best of {asked.megatron} by itself, takes {gain:.3f} times as long: {_bottleneck(stock)}"
+        yield f"stock, the best of {request.megatron} by itself, takes {gain:.3f} times as long: {_bottleneck(stock)}"
         if equal is not None and equal.layers != stock.layers:
             yield f"equal, its best with equally many layers, takes {equal.step_s / best.step_s:.3f} times as long"
         if gain < _LEAST_GAIN:
             why = f"a gain below {100 * (_LEAST_GAIN - 1):.0f} % is less than such a prediction is worth"
             yield f"stay with stock Megatron: {why if gain > 1 else 'nothing is quicker'}"
-            yield f"flags of stock: {shlex.join(flags(asked, stock))}"
+            yield f"flags of stock: {shlex.join(flags(request, stock))}"
             return
-    yield from _padded(asked, best)
-    yield f"flags of 1: {shlex.join(flags(asked, best))}"
+    yield from _padded(request, best)
+    yield f"flags of 1: {shlex.join(flags(request, best))}"
 
 
-def _padded(asked: SearchRequest, choice: Candidate) -> Iterator[str]:
+def _padded(request: SearchRequest, candidate: Candidate) -> Iterator[str]:
     """Say so if the flags pad the vocabulary otherwise than Megatron would."""
-    own = read_model(asked.ask.args, PipelineLayout.from_sizes(choice.sizes, world_size=sum(choice.sizes))).vocab
-    if own != asked.vocab:
+    usual = read_model(
+        request.constraints.args, PipelineLayout.from_sizes(candidate.sizes, world_size=sum(candidate.sizes))
+    ).vocab
+    if usual != request.vocab:
         yield (
-            f"--make-vocab-size-divisible-by pads the vocabulary to {asked.vocab}, as every list of this model does, "
-            f"so that all can load each other's checkpoints; Megatron would to {own}; padding enters the loss"
+            f"--make-vocab-size-divisible-by pads the vocabulary to {request.vocab}, as every list of this model does, "
+            f"so that all can load each other's checkpoints; Megatron would to {usual}; padding enters the loss"
         )
 
 
-def _row(asked: SearchRequest, name: str, choice: Candidate) -> tuple[str, ...]:
-    price = _price(asked, choice)
+def _row(request: SearchRequest, name: str, candidate: Candidate) -> tuple[str, ...]:
+    price = _price(request, candidate)
     return (
         name,
-        format_value(choice.sizes),
-        format_value(choice.layers) + (f" in {choice.num_chunks} parts each" if choice.num_chunks > 1 else ""),
-        str(choice.shape.num_replicas),
-        str(choice.shape.micro_batch_size),
-        str(choice.num_cards),
-        f"{choice.step_s:.4g} s",
-        f"{_tokens_per_s(asked, choice):.4g}",
+        format_value(candidate.sizes),
+        format_value(candidate.layers) + (f" in {candidate.num_chunks} parts each" if candidate.num_chunks > 1 else ""),
+        str(candidate.split.num_replicas),
+        str(candidate.split.micro_batch_size),
+        str(candidate.num_cards),
+        f"{candidate.step_s:.4g} s",
+        f"{_tokens_per_s(request, candidate):.4g}",
         "-" if price is None else f"{price:.3g}",
-        choice.source,
+        candidate.source,
     )
 
 
-def _tokens_per_s(asked: SearchRequest, choice: Candidate) -> float:
-    return asked.samples * asked.ask.args.seq_length / choice.step_s
+def _tokens_per_s(request: SearchRequest, candidate: Candidate) -> float:
+    return request.samples * request.constraints.args.seq_length / candidate.step_s
 
 
-def _price(asked: SearchRequest, choice: Candidate) -> float | None:
-    """Give what a million tokens cost; cards that stay idle cost nothing."""
-    cp, pools = choice.shape.cp, choice.shape.pools
-    prices = [(kind.tp * cp, pools[place].card_price) for kind in choice.kinds for place in kind.places]
+def _price(request: SearchRequest, candidate: Candidate) -> float | None:
+    """Give the price of a million tokens; cards that the layout does not use cost nothing."""
+    cp, pools = candidate.split.cp, candidate.split.pools
+    prices = [
+        (stage_type.tp * cp, pools[pool_index].card_price)
+        for stage_type in candidate.stage_types
+        for pool_index in stage_type.replica_pools
+    ]
     if any(price is None for _, price in prices):
         return None
     per_hour = sum(number * (price or 0.0) for number, price in prices)
-    return per_hour / 3600 / _tokens_per_s(asked, choice) * 1e6
+    return per_hour / 3600 / _tokens_per_s(request, candidate) * 1e6
 
 
-def _busy(choice: Candidate) -> list[float]:
-    both = [*map(sum, zip(choice.costs.forward, choice.costs.backward, strict=True))]
-    placement = choice.placement
+def _busy(candidate: Candidate) -> list[float]:
+    both = [*map(sum, zip(candidate.costs.forward, candidate.costs.backward, strict=True))]
+    placement = candidate.placement
     loads = [sum(both[vstage] for vstage in placement.vstages(stage)) for stage in range(placement.num_stages)]
-    return [choice.shape.num_microbatches * load / choice.step_s for load in loads]
+    return [candidate.split.num_microbatches * load / candidate.step_s for load in loads]
 
 
-def _in_flight(choice: Candidate) -> list[int]:
+def _in_flight(candidate: Candidate) -> list[int]:
     """Give the most microbatches of which each virtual stage keeps activations."""
-    return [*choice.order.peaks]
+    return [*candidate.order.peaks]
 
 
-def _bottleneck(choice: Candidate) -> str:
-    busy = _busy(choice)
+def _bottleneck(candidate: Candidate) -> str:
+    busy = _busy(candidate)
     stage = max(range(len(busy)), key=busy.__getitem__)
-    tail = choice.sums_s + choice.update_s
+    tail = candidate.sums_s + candidate.update_s
     text = f"stage {stage} computes for {100 * busy[stage]:.0f} % of the step"
     if len(busy) > 1:
         text += f", the idlest for {100 * min(busy):.0f} %"
-    return text + f"; gradients and optimizer take {100 * tail / choice.step_s:.0f} %"
+    return text + f"; gradients and optimizer take {100 * tail / candidate.step_s:.0f} %"
 
 
-def flags(asked: SearchRequest, choice: Candidate) -> Sequence[str]:
-    """Give what a run takes to have a layout: Megatron's own flags, where it needs no more."""
-    fitted, size = asked.fitted(choice), str(choice.shape.micro_batch_size)
-    own: list[str] = []
-    if choice.order.is_planned and asked.ask.ends is None and choice.num_chunks == 1:
-        own += ["--vtp-schedule", "planned"]
-    if choice.transport != asked.question.rules.transport:
-        own += ["--vtp-transport", choice.transport]
-    is_unequal = len({*choice.sizes}) > 1 or asked.ask.ends is not None
-    if is_unequal or own:
-        words = [*fitted_words(fitted, asked.ask, is_forced=not is_unequal), *own]
+def flags(request: SearchRequest, candidate: Candidate) -> Sequence[str]:
+    """Give the flags with which a run has this layout: Megatron's own, where they suffice."""
+    fitted, size = request.fitted(candidate), str(candidate.split.micro_batch_size)
+    extra: list[str] = []
+    if candidate.order.is_planned and request.constraints.ends is None and candidate.num_chunks == 1:
+        extra += ["--vtp-schedule", "planned"]
+    if candidate.transport != request.problem.rules.transport:
+        extra += ["--vtp-transport", candidate.transport]
+    is_unequal = len({*candidate.sizes}) > 1 or request.constraints.ends is not None
+    if is_unequal or extra:
+        argv = [*fitted_flags(fitted, request.constraints, is_forced=not is_unequal), *extra]
     else:
-        words = [*stock_words(fitted)]
-    if choice.num_chunks > 1:
-        words += ["--num-virtual-stages-per-pipeline-rank", str(choice.num_chunks)]
-    return (*words, "--micro-batch-size", size)
+        argv = [*stock_flags(fitted)]
+    if candidate.num_chunks > 1:
+        argv += ["--num-virtual-stages-per-pipeline-rank", str(candidate.num_chunks)]
+    return (*argv, "--micro-batch-size", size)
 
 
-def _why_nothing(asked: SearchRequest, found: Found) -> str:
-    if not found.is_complete:
+def _why_nothing(request: SearchRequest, result: SearchResult) -> str:
+    if not result.is_complete:
         return "the search ended before any layout was found; --limit-s gives it more time"
-    ask, shape = asked.ask, asked.question.shapes[0]
-    cards = sum(group.num_nodes * group.num_cards for group in asked.cluster.nodes)
-    limits = [pool.memory_bytes for pool in shape.pools if pool.memory_bytes is not None]
-    largest = max(size for pool in shape.pools for size in pool.speeds)
-    stages = min(ask.most_stages, asked.question.num_layers, max(1, cards // (largest * shape.cp)))
-    layers = math.ceil(asked.question.num_layers / stages)
-    held_bytes = shape.held_bytes
+    constraints, split = request.constraints, request.problem.splits[0]
+    cards = sum(group.num_nodes * group.num_cards for group in request.cluster.nodes)
+    limits = [pool.memory_bytes for pool in split.pools if pool.memory_bytes is not None]
+    largest = max(size for pool in split.pools for size in pool.speeds)
+    stages = min(constraints.most_stages, request.problem.num_layers, max(1, cards // (largest * split.cp)))
+    layers = math.ceil(request.problem.num_layers / stages)
+    held_bytes = split.held_bytes
     assert held_bytes is not None
-    needed = held_bytes(largest, shape.num_replicas, 0, layers, True, stages == 1, stages)
+    needed = held_bytes(largest, split.num_replicas, 0, layers, True, stages == 1, stages)
     have = f"; the largest card has {format_bytes(max(limits))}" if limits else ""
     return (
-        f"no layout of {ask.least_stages} to {ask.most_stages} stages fits the {cards} cards: {layers} layers of the "
+        f"no layout of {constraints.least_stages} to {constraints.most_stages} stages fits the {cards} cards: "
+        f"{layers} layers of the "
         f"first of {stages} stages of {largest} ranks hold {format_bytes(needed)} on each rank{have}; give cards with "
         f"{format_bytes(needed)}, more nodes, or recompute activations"
     )
 
 
-def _as_json(asked: SearchRequest, found: Found) -> dict[str, object]:
+def _as_json(request: SearchRequest, result: SearchResult) -> dict[str, object]:
     return {
-        "is_complete": found.is_complete,
-        "megatron": asked.megatron,
-        "best": [_choice_as_json(asked, choice) for choice in found.best],
-        "stock": None if found.stock is None else _choice_as_json(asked, found.stock),
-        "equal": None if found.equal is None else _choice_as_json(asked, found.equal),
+        "is_complete": result.is_complete,
+        "megatron": request.megatron,
+        "best": [_candidate_as_json(request, candidate) for candidate in result.best],
+        "stock": None if result.stock is None else _candidate_as_json(request, result.stock),
+        "equal": None if result.equal is None else _candidate_as_json(request, result.equal),
     }
 
 
-def _choice_as_json(asked: SearchRequest, choice: Candidate) -> dict[str, object]:
+def _candidate_as_json(request: SearchRequest, candidate: Candidate) -> dict[str, object]:
     return {
-        "sizes": list(choice.sizes),
-        "layers": list(choice.layers),
-        "num_chunks": choice.num_chunks,
-        "num_replicas": choice.shape.num_replicas,
-        "micro_batch_size": choice.shape.micro_batch_size,
-        "in_flight": _in_flight(choice),
-        "transport": choice.transport,
-        "nodes": asked.fitted(choice).node_names,
-        "num_cards": choice.num_cards,
-        "step_s": choice.step_s,
-        "pipeline_s": choice.order.pipeline_s,
-        "sums_s": choice.sums_s,
-        "update_s": choice.update_s,
-        "tokens_per_s": _tokens_per_s(asked, choice),
-        "price_per_million_tokens": _price(asked, choice),
-        "busy": _busy(choice),
-        "memory_bytes": list(choice.held_bytes),
-        "source": choice.source,
-        "flags": list(flags(asked, choice)),
+        "sizes": list(candidate.sizes),
+        "layers": list(candidate.layers),
+        "num_chunks": candidate.num_chunks,
+        "num_replicas": candidate.split.num_replicas,
+        "micro_batch_size": candidate.split.micro_batch_size,
+        "in_flight": _in_flight(candidate),
+        "transport": candidate.transport,
+        "nodes": request.fitted(candidate).node_names,
+        "num_cards": candidate.num_cards,
+        "step_s": candidate.step_s,
+        "pipeline_s": candidate.order.pipeline_s,
+        "sums_s": candidate.sums_s,
+        "update_s": candidate.update_s,
+        "tokens_per_s": _tokens_per_s(request, candidate),
+        "price_per_million_tokens": _price(request, candidate),
+        "busy": _busy(candidate),
+        "memory_bytes": list(candidate.held_bytes),
+        "source": candidate.source,
+        "flags": list(flags(request, candidate)),
     }

@@ -1,4 +1,4 @@
-"""What ``search`` is asked, from the flags of a run and the file of a cluster."""
+"""Reads the request to ``search`` from the flags of a run and the file of a cluster."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from vtp_plugin.tune.cluster.machines import Cluster, Nodes
 from vtp_plugin.tune.cluster.profile_files import check_origins, features
 from vtp_plugin.tune.cluster.shares import Batch
 from vtp_plugin.tune.cluster.stage_memory import StageMemory
-from vtp_plugin.tune.fit.as_flags import vocabulary_words
+from vtp_plugin.tune.fit.as_flags import vocabulary_flags
 from vtp_plugin.tune.fit.available_cards import Node
 from vtp_plugin.tune.fit.constraints import Constraints
 from vtp_plugin.tune.fit.fit_search import FittedLayout, fitted_of
-from vtp_plugin.tune.fit.options_of_run import read_ask
+from vtp_plugin.tune.fit.options_of_run import read_constraints
 from vtp_plugin.tune.search.evaluate import Candidate
 from vtp_plugin.tune.search.problem import BatchSplit, NodePool, SearchProblem
 
@@ -41,21 +41,21 @@ _LISTS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchRequest:
-    """What is searched, and what its answer is told with.
+    """A request to ``search``: the problem, and what its result is printed with.
 
     Attributes:
-        question: in numbers.
-        ask: of the list.
+        problem: the search problem.
+        constraints: what the list must satisfy.
         cluster: the machines.
         vocab: rows of the vocabulary, as every list pads it.
-        megatron: whose flags a layout is given in.
-        about_memory: what the memory takes in.
-        samples: of a step.
-        silent: what counts for nothing, since the file does not say it.
+        megatron: name and version of the Megatron in whose flags layouts are given.
+        about_memory: what the memory figures include.
+        samples: number of samples of a step.
+        silent: notes on what counts as zero, since the file does not give it.
     """
 
-    question: SearchProblem
-    ask: Constraints
+    problem: SearchProblem
+    constraints: Constraints
     cluster: Cluster
     vocab: int
     megatron: str
@@ -63,8 +63,8 @@ class SearchRequest:
     samples: int
     silent: tuple[str, ...] = ()
 
-    def fitted(self, choice: Candidate) -> FittedLayout:
-        """Give a layout as one that was fitted to the nodes, each by itself."""
+    def fitted(self, candidate: Candidate) -> FittedLayout:
+        """Turn a candidate into a layout on the cluster's single nodes."""
         nodes = tuple(
             Node(
                 name=group.name if group.num_nodes == 1 else f"{group.name}.{number}",
@@ -77,58 +77,62 @@ class SearchRequest:
         )
         ends = accumulate(group.num_nodes for group in self.cluster.nodes)
         pools = [range(end - group.num_nodes, end) for group, end in zip(self.cluster.nodes, ends, strict=True)]
-        return fitted_of(choice, nodes, pools)
+        return fitted_of(candidate, nodes, pools)
 
 
-def read_question(args: argparse.Namespace, cluster: Cluster) -> SearchRequest:
-    """Read what is asked.
+def read_request(args: argparse.Namespace, cluster: Cluster) -> SearchRequest:
+    """Read the request.
 
     Args:
-        args: parsed.
+        args: parsed arguments.
         cluster: the machines.
 
     Raises:
         ConfigError: a flag that the times follow from is missing, or says what is searched.
     """
     _name_sites(args, cluster)
-    ask, model = read_any_list(args, "search")
-    if unknown := set(ask.sites) - {group.site for group in cluster.nodes}:
-        raise ConfigError(f"--vtp-sites {','.join(ask.sites)}: no nodes of the cluster are at {sorted(unknown)[0]}")
+    constraints, model = read_any_list(args, "search")
+    if unknown := set(constraints.sites) - {group.site for group in cluster.nodes}:
+        raise ConfigError(
+            f"--vtp-sites {','.join(constraints.sites)}: no nodes of the cluster are at {sorted(unknown)[0]}"
+        )
     origins = [group.card.origin for group in cluster.nodes if group.card.origin is not None]
     check_origins(origins, features_of(args, model))
-    one = PipelineLayout.from_sizes((1,), world_size=1)
-    training = model_flags.read_training(args, one)
+    one_rank = PipelineLayout.from_sizes((1,), world_size=1)
+    training = model_flags.read_training(args, one_rank)
     microbatch = activation_flags.read_microbatch(args)
-    why_not = activation_flags.why_no_activations(args, PipelineLayout.from_sizes((1,), world_size=ask.cp, cp=ask.cp))
+    why_not = activation_flags.why_no_activations(
+        args, PipelineLayout.from_sizes((1,), world_size=constraints.cp, cp=constraints.cp)
+    )
     if why_not and not microbatch.is_engine:
         # What is not known is left out, and the attention taken for one that keeps no probabilities.
         microbatch = replace(microbatch, recompute=replace(microbatch.recompute, core_attention=True))
     sizes = args.micro_batch_sizes or [args.micro_batch_size]
-    shapes = tuple(_shapes(args, ask, cluster, model, microbatch, training, sizes))
-    if not shapes:
+    splits = tuple(_batch_splits(args, constraints, cluster, model, microbatch, training, sizes))
+    if not splits:
         raise ConfigError(
             f"--global-batch-size {args.global_batch_size} is no multiple of --micro-batch-size "
             f"{', '.join(map(str, sizes))}; give another one"
         )
     version, megatron = _megatron()
-    question = SearchProblem(
+    problem = SearchProblem(
         num_layers=model.num_layers,
-        shapes=shapes,
-        least_stages=ask.least_stages,
-        most_stages=ask.most_stages,
+        splits=splits,
+        least_stages=constraints.least_stages,
+        most_stages=constraints.most_stages,
         across=cluster.links.across,
-        edge=ask.sites[0] if ask.ends else "",
-        around=ask.ends,
+        edge=constraints.sites[0] if constraints.ends else "",
+        edge_layers=constraints.ends,
         rules=transport_rules(read_flags(args, VtpConfig()), None, is_sharded=args.sequence_parallel),
         chunks=tuple(args.virtual_stages or ()),
-        layers="any" if ask.ends or capability("layouts").has(version) else "ends",
+        layers="any" if constraints.ends or capability("layouts").has(version) else "ends",
         tied_bytes=model.vocab * model.hidden * training.gradient_itemsize_bytes if model.is_tied else 0,
     )
     about = "overhead, " + ("estimated activations" if why_not or microbatch.is_estimated else "activations")
     about += f" ({why_not})" if why_not else ""
     return SearchRequest(
-        question=question,
-        ask=ask,
+        problem=problem,
+        constraints=constraints,
         cluster=cluster,
         vocab=model.vocab,
         megatron=megatron,
@@ -140,8 +144,8 @@ def read_question(args: argparse.Namespace, cluster: Cluster) -> SearchRequest:
 
 def _megatron() -> tuple[str, str]:
     """Give the version of the Megatron that is installed here, or the newest one that is known, and its name."""
-    if (found := find_megatron()) is not None:
-        return found.version, f"Megatron {found.version}"
+    if (installed := find_megatron()) is not None:
+        return installed.version, f"Megatron {installed.version}"
     newest = HOSTS[-1].first
     return newest, f"Megatron {newest} (none is installed here)"
 
@@ -156,7 +160,7 @@ def _silent(cluster: Cluster) -> Iterator[str]:
 
 
 def _name_sites(args: argparse.Namespace, cluster: Cluster) -> None:
-    """Let the site that is called edge be that of a U, where no other was named."""
+    """Use the site with the name edge as the edge of a U, where no site was named."""
     sites = sorted({group.site for group in cluster.nodes})
     if args.layerwise_disaggregated_training and args.vtp_sites is None:
         if "edge" not in sites or len(sites) < 2:
@@ -169,13 +173,13 @@ def _name_sites(args: argparse.Namespace, cluster: Cluster) -> None:
 
 
 def read_any_list(args: argparse.Namespace, command: str) -> tuple[Constraints, GPTModel]:
-    """Read what is wanted of a list that is not known yet, and the model that it trains.
+    """Read what a list that is still to be found must satisfy, and the model that it trains.
 
     Every list pads the vocabulary so that all sizes divide it, as the flags of the best one will say.
 
     Args:
-        args: parsed.
-        command: for which.
+        args: parsed arguments.
+        command: name of the command, for errors.
 
     Raises:
         ConfigError: a flag that times follow from is missing, says what is to be found, or is not known here.
@@ -189,21 +193,21 @@ def read_any_list(args: argparse.Namespace, command: str) -> tuple[Constraints, 
         raise ConfigError(
             f"--vtp-stages {':'.join(map(str, config.stages or ()))} with a list of {stages} stages; leave one out"
         )
-    ask = read_ask(args, config, config.stages or (stages or 1, stages or args.num_layers or 1))
+    constraints = read_constraints(args, config, config.stages or (stages or 1, stages or args.num_layers or 1))
     _check(args, command)
-    return ask, read_padded_model(args, ask)
+    return constraints, read_padded_model(args, constraints)
 
 
-def read_padded_model(args: argparse.Namespace, ask: Constraints) -> GPTModel:
+def read_padded_model(args: argparse.Namespace, constraints: Constraints) -> GPTModel:
     """Read the model with its vocabulary padded as every list pads it.
 
     Args:
-        args: parsed.
-        ask: what is wanted of the list.
+        args: parsed arguments.
+        constraints: what the list must satisfy.
     """
     model = model_flags.read_model(args, PipelineLayout.from_sizes((1,), world_size=1))
-    if words := vocabulary_words((1,), ask):
-        multiple = int(words[-1])
+    if flags := vocabulary_flags((1,), constraints):
+        multiple = int(flags[-1])
         model = replace(model, vocab=-(-args.vocab_size // multiple) * multiple)
     return model
 
@@ -212,9 +216,9 @@ def _read_lists(args: argparse.Namespace) -> int | None:
     """Read lists of other sizes than that of tensor parallelism, which must be one size for all stages.
 
     Returns:
-        How many stages they are for; None without a list.
+        The number of stages that they are for; None without a list.
     """
-    found: dict[str, int] = {}
+    num_stages: dict[str, int] = {}
     for name, (flag, parse) in _LISTS.items():
         text = getattr(args, f"vtp_{name}_list")
         if text is None:
@@ -226,15 +230,15 @@ def _read_lists(args: argparse.Namespace) -> int | None:
             raise ConfigError(f"--vtp-{name}-list {text} contradicts {flag}; leave one of them out")
         setattr(args, flag[2:].replace("-", "_"), sizes[0])
         setattr(args, f"vtp_{name}_list", None)
-        found[name] = len(sizes)
-    if len(set(found.values())) > 1:
-        shown = ", ".join(f"--vtp-{name}-list {number}" for name, number in found.items())
+        num_stages[name] = len(sizes)
+    if len(set(num_stages.values())) > 1:
+        shown = ", ".join(f"--vtp-{name}-list {number}" for name, number in num_stages.items())
         raise ConfigError(f"lists of different lengths: {shown} stages; give one size for every stage")
-    return next(iter(found.values()), None)
+    return next(iter(num_stages.values()), None)
 
 
 def features_of(args: argparse.Namespace, model: GPTModel) -> dict[str, object]:
-    """List what the times of a model's parts depend on."""
+    """List the properties of a model that the times of its parts depend on."""
     microbatch = activation_flags.read_microbatch(args)
     return features(model, itemsize_bytes=microbatch.itemsize_bytes, topk=_topk(microbatch))
 
@@ -261,9 +265,9 @@ def _check(args: argparse.Namespace, command: str) -> None:
         raise ConfigError("--seq-length is missing; what a layer costs depends on it")
 
 
-def _shapes(
+def _batch_splits(
     args: argparse.Namespace,
-    ask: Constraints,
+    constraints: Constraints,
     cluster: Cluster,
     model: GPTModel,
     microbatch: Microbatch,
@@ -272,14 +276,15 @@ def _shapes(
 ) -> Iterator[BatchSplit]:
     num_cards = sum(group.num_nodes * group.num_cards for group in cluster.nodes)
     largest = max(group.num_cards for group in cluster.nodes)
-    if largest < ask.cp:
+    if largest < constraints.cp:
         raise ConfigError(
-            f"--context-parallel-size {ask.cp}: no node has so many cards; a replica of a stage is inside one node"
+            f"--context-parallel-size {constraints.cp}: no node has so many cards; "
+            "a replica of a stage is inside one node"
         )
-    if problems := ask.problems_of_size(1):
+    if problems := constraints.problems_of_size(1):
         raise ConfigError(problems[0])
-    most = num_cards // (ask.cp * ask.least_stages)
-    all_replicas = range(1, most + 1) if ask.num_replicas is None else (ask.num_replicas,)
+    most = num_cards // (constraints.cp * constraints.least_stages)
+    all_replicas = range(1, most + 1) if constraints.num_replicas is None else (constraints.num_replicas,)
     for size in sizes:
         batch = Batch(
             size=size,
@@ -289,36 +294,38 @@ def _shapes(
             topk=_topk(microbatch),
             is_recomputed=args.recompute_granularity == "full",
             shares_update=args.use_distributed_optimizer,
-            cp=ask.cp,
-            ep=ask.ep,
-            etp=ask.etp,
+            cp=constraints.cp,
+            ep=constraints.ep,
+            etp=constraints.etp,
             is_gathered=microbatch.routing is not None and microbatch.routing.is_gathered,
         )
-        memory = StageMemory(model, training, replace(microbatch, size=size), cp=ask.cp, ep=ask.ep, etp=ask.etp)
+        memory = StageMemory(
+            model, training, replace(microbatch, size=size), cp=constraints.cp, ep=constraints.ep, etp=constraints.etp
+        )
         for replicas in all_replicas:
-            own = () if args.global_batch_size % (size * replicas) else ask.sizes(largest, replicas)
-            if not own:
+            tp_sizes = () if args.global_batch_size % (size * replicas) else constraints.sizes(largest, replicas)
+            if not tp_sizes:
                 continue
             yield BatchSplit(
                 num_replicas=replicas,
                 num_microbatches=args.global_batch_size // (size * replicas),
                 micro_batch_size=size,
-                pools=tuple(_pool(group, cluster, model, batch, replicas, own) for group in cluster.nodes),
+                pools=tuple(_pool(group, cluster, model, batch, replicas, tp_sizes) for group in cluster.nodes),
                 message_bytes=batch.num_tokens * model.hidden * batch.itemsize_bytes,
-                cp=ask.cp,
+                cp=constraints.cp,
                 held_bytes=memory.held_bytes,
                 counted_twice=memory.counted_twice,
             )
 
 
 def _pool(
-    group: Nodes, cluster: Cluster, model: GPTModel, batch: Batch, replicas: int, parts: Sequence[int]
+    group: Nodes, cluster: Cluster, model: GPTModel, batch: Batch, replicas: int, tp_sizes: Sequence[int]
 ) -> NodePool:
-    links, room = cluster.links, group.num_cards // batch.cp
+    links, per_node = cluster.links, group.num_cards // batch.cp
     return NodePool(
         name=group.name,
-        rooms=(room,) * group.num_nodes,
-        speeds={tp: speed_of(group.card, links, model, batch, tp, replicas) for tp in parts if tp <= room},
+        cards_per_node=(per_node,) * group.num_nodes,
+        speeds={tp: speed_of(group.card, links, model, batch, tp, replicas) for tp in tp_sizes if tp <= per_node},
         inside=links.inside_of(group.card.name),
         between=links.between_of(group.site, group.card.name),
         site=group.site,

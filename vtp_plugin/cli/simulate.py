@@ -63,17 +63,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Question:
-    """What is to be simulated.
+class _Simulation:
+    """A schedule to simulate, with its costs.
 
     Attributes:
-        request: the schedule.
+        request: the request for the schedule.
         costs: durations and links.
-        title: of a picture, without the schedule's name.
-        why: why this order.
+        title: title of a picture, without the schedule's name.
+        why: why this order was chosen.
         least: time that no order can beat; None if the order is fixed.
-        unit: of all times; empty for the model durations.
-        durations: where the times come from.
+        unit: unit of all times; empty for the model durations.
+        durations: where the durations come from, for people.
     """
 
     request: ScheduleRequest
@@ -88,28 +88,32 @@ class _Question:
 def run(options: argparse.Namespace) -> None:
     """Simulate, print and write."""
     check_ending(options.output, _ENDINGS)
-    asked = _of_modules(options) if options.bridge else _of_pipeline(options)
-    schedule, _ = make_schedule(asked.request)
+    simulation = _of_modules(options) if options.bridge else _of_pipeline(options)
+    schedule, _ = make_schedule(simulation.request)
     # Gloo, NCCL and HCCL behave so: a message leaves when its receiver is ready.
-    timeline = simulate(schedule, asked.costs, mode="rendezvous")
+    timeline = simulate(schedule, simulation.costs, mode="rendezvous")
     if options.output is not None:
-        title = f"{schedule.name}, {asked.title}, {asked.request.num_microbatches} microbatches"
+        title = f"{schedule.name}, {simulation.title}, {simulation.request.num_microbatches} microbatches"
         is_picture = options.output.suffix == ".svg"
         # The model durations are drawn as seconds.
-        unit_s = 1e-3 if asked.unit else 1.0
-        text = draw_svg(timeline, title=title, unit=asked.unit) if is_picture else chrome_trace(timeline, unit_s=unit_s)
+        unit_s = 1e-3 if simulation.unit else 1.0
+        text = (
+            draw_svg(timeline, title=title, unit=simulation.unit)
+            if is_picture
+            else chrome_trace(timeline, unit_s=unit_s)
+        )
         write_file(options.output, text)
     if options.json:
-        print_json("simulate", _as_json(timeline, schedule, asked, options.output))
+        print_json("simulate", _as_json(timeline, schedule, simulation, options.output))
         return
-    print(draw_text(timeline), "", summarize(timeline, unit=asked.unit), *_table(timeline), "", sep="\n")
-    for text in (asked.why, f"schedule {schedule.digest}; {asked.durations}"):
+    print(draw_text(timeline), "", summarize(timeline, unit=simulation.unit), *_table(timeline), "", sep="\n")
+    for text in (simulation.why, f"schedule {schedule.digest}; {simulation.durations}"):
         print(textwrap.fill(text, _WIDTH))
     if options.output is not None:
         print(f"wrote {options.output}")
 
 
-def _of_pipeline(options: argparse.Namespace) -> _Question:
+def _of_pipeline(options: argparse.Namespace) -> _Simulation:
     flags = read_run(options, takes_all_costs=True)
     num_microbatches = options.num_microbatches or flags.num_microbatches
     if num_microbatches is None:
@@ -127,7 +131,7 @@ def _of_pipeline(options: argparse.Namespace) -> _Question:
         in_flight=flags.schedule_options.in_flight,
     )
     why, least = _why(flags, request, costs)
-    return _Question(
+    return _Simulation(
         request=request,
         costs=costs,
         title=option_context(flags.config, flags.layout).size_list,
@@ -138,7 +142,7 @@ def _of_pipeline(options: argparse.Namespace) -> _Question:
     )
 
 
-def _of_modules(options: argparse.Namespace) -> _Question:
+def _of_modules(options: argparse.Namespace) -> _Simulation:
     """Read the order in which a run with a planned schedule trains modules."""
     modules, config = read_modules(options), read_flags(options, VtpConfig())
     if options.num_microbatches is None:
@@ -155,7 +159,7 @@ def _of_modules(options: argparse.Namespace) -> _Question:
     )
     stated = None if config.costs is None else parse_costs(config.costs, placed.placement)
     stages = ", ".join(f"{first} {name}" for name, first in placed.first_stages.items())
-    return _Question(
+    return _Simulation(
         request=request,
         costs=uniform_costs(placed.placement) if stated is None else stated,
         title=" and ".join(sources) + f" -> {last}",
@@ -233,13 +237,13 @@ def _table(timeline: Timeline) -> Iterator[str]:
         yield f"{name:>{width}}  {percent:7.1f} %  {100 - percent:3.0f} %  {row['in_flight']:22}  {kept}"
 
 
-def _as_json(timeline: Timeline, schedule: Schedule, asked: _Question, output: Path | None) -> dict[str, object]:
+def _as_json(timeline: Timeline, schedule: Schedule, simulation: _Simulation, output: Path | None) -> dict[str, object]:
     return {
-        "unit": asked.unit or None,
+        "unit": simulation.unit or None,
         "num_microbatches": schedule.num_microbatches,
-        "schedule": {"digest": schedule.digest, "name": schedule.name, "why": asked.why},
+        "schedule": {"digest": schedule.digest, "name": schedule.name, "why": simulation.why},
         "step": timeline.makespan,
-        "least_step": asked.least,
+        "least_step": simulation.least,
         "stages": list(_rows(timeline)),
         "channels": [
             {"name": channel_label(timeline.placement, channel), "bytes": size}

@@ -22,7 +22,7 @@ from vtp_plugin.tune.fit.available_cards import Node, in_order
 from vtp_plugin.tune.fit.chosen import Chosen
 from vtp_plugin.tune.fit.constraints import Constraints
 from vtp_plugin.tune.fit.fit_layout import fit
-from vtp_plugin.tune.fit.rank_assignment import seat_cards
+from vtp_plugin.tune.fit.rank_assignment import assign_ranks
 from vtp_plugin.tune.fit.reasons import describe
 from vtp_plugin.util import log
 
@@ -126,7 +126,7 @@ class Coordinator:
         assert layout is not None
         bad = [f"bad card: {name_card(card)} is {card.why}" for card in cards if card.why]
         return {
-            "seats": seat_cards(fitted, layout, numbers),
+            "seats": assign_ranks(fitted, layout, numbers),
             "why": {number: self.redaction.reason(card.why) for number, card in enumerate(cards) if card.why},
             "chosen": asdict(Chosen.of(fitted)),
             "lines": [*describe(fitted, ask, rivals), *bad],

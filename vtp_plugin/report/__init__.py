@@ -1,1 +1,1 @@
-"""Pictures of plans, and what a run recorded beside what was planned."""
+"""Pictures of plans, and traces of runs compared with their plans."""

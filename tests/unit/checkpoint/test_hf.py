@@ -37,7 +37,7 @@ from vtp_plugin.checkpoint.hf.hf_model import free_flags, settings
 from vtp_plugin.checkpoint.hf.note import contradictions, name_in
 from vtp_plugin.checkpoint.hf.read_config import read_config, read_model
 from vtp_plugin.checkpoint.hf.rope import factor_of, frequencies
-from vtp_plugin.checkpoint.hf.tensor_rows import our_tensors, their_shapes
+from vtp_plugin.checkpoint.hf.tensor_rows import hf_shapes, megatron_tensors
 
 CONFIGS = json.loads((ROOT / "tests" / "golden" / "published_configs.json").read_text())
 ONE_OF_EACH = ("llama-3", "mistral", "qwen-2", "qwen-3", "qwen-3-moe", "mixtral")
@@ -112,13 +112,13 @@ def test_shares_hold_every_element_once(kind: str, tmp_path: Path) -> None:
         json.dumps({**json.loads((tmp_path / "config.json").read_text()), "architectures": None})
     )
     model = read_model(read_config(tmp_path), tmp_path)
-    theirs = {name: torch.zeros(shape, dtype=torch.int8) for name, shape in their_shapes(rows_of(model), model).items()}
-    for tensor in our_tensors(rows_of(model), model):
+    theirs = {name: torch.zeros(shape, dtype=torch.int8) for name, shape in hf_shapes(rows_of(model), model).items()}
+    for tensor in megatron_tensors(rows_of(model), model):
         ours = torch.zeros(tensor.shape, dtype=torch.int8)
         for share in tensor.shares:
             ours[tuple(slice(*pair) for pair in share.box)] += 1
-            theirs[share.name][tuple(slice(*pair) for pair in share.their_box(share.box))] += 1
-        assert (ours == 1).all(), tensor.row.ours
+            theirs[share.name][tuple(slice(*pair) for pair in share.hf_box(share.box))] += 1
+        assert (ours == 1).all(), tensor.row.megatron_keys
     assert all((count == 1).all() for count in theirs.values())
 
 

@@ -429,7 +429,7 @@ def test_ctrl_c_prints_the_best_so_far(capsys: pytest.CaptureFixture[str], monke
         judged.append(evaluate(*words, **options))
         return judged[-1]
 
-    monkeypatch.setattr(fastest, "judge", interrupted)
+    monkeypatch.setattr(fastest, "evaluate", interrupted)
     text = found(capsys, "--cluster", CLUSTER, "--vtp-stages", "1:4")
     assert text.startswith("the search ended before all lists were bounded")
     assert f"{min(one.step_s for one in judged if one is not None):.4g} s" in text

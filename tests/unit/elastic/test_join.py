@@ -20,7 +20,7 @@ from vtp_plugin.errors import ConfigError, LayoutError, PeerError, ShortageError
 from vtp_plugin.runtime.health.board import Board
 from vtp_plugin.runtime.health.redaction import Redaction
 from vtp_plugin.runtime.health.store import Round, Topic, connect_again, part_of
-from vtp_plugin.tune.fit.as_flags import layer_words, without
+from vtp_plugin.tune.fit.as_flags import layer_flags, without
 
 ONE_SITE = Redaction(is_one_site=True)
 
@@ -162,7 +162,7 @@ def test_a_spare_rank_is_patient_until_the_run_shows_life(tmp_path: Path) -> Non
 def test_flags_are_replaced_in_both_spellings() -> None:
     words = ["--vtp-stages=1:2", "--lr", "1", "--vtp-size-list", "auto", "--bf16"]
     assert without(words, ["--vtp-stages", "--vtp-size-list"]) == ["--lr", "1", "--bf16"]
-    assert layer_words((3, 2, 1), 0) == (
+    assert layer_flags((3, 2, 1), 0) == (
         "--decoder-first-pipeline-num-layers",
         "3",
         "--decoder-last-pipeline-num-layers",

@@ -22,7 +22,7 @@ from vtp_plugin.tune.cluster.shares import Batch
 from vtp_plugin.tune.cluster.speed import Link
 from vtp_plugin.tune.cluster.stage_memory import StageMemory
 from vtp_plugin.tune.cluster.toml_table import Table
-from vtp_plugin.tune.search.evaluate import place
+from vtp_plugin.tune.search.evaluate import virtual_stages
 from vtp_plugin.tune.search.memory_check import held_bytes_of
 from vtp_plugin.tune.search.problem import StageType
 
@@ -210,7 +210,7 @@ def test_virtual_stages_of_a_rank_share_communicators(
     planned = footprints(model, training, PipelineLayout.from_sizes((2, 4), world_size=6), chunks, batch)
     memory = StageMemory(model, training, batch)
     shape: Any = SimpleNamespace(num_replicas=1, held_bytes=memory.held_bytes, counted_twice=memory.counted_twice)
-    placement, parts = place(2, layers, num_chunks)
+    placement, parts = virtual_stages(2, layers, num_chunks)
     found = held_bytes_of(shape, [StageType((0,), 2), StageType((0,), 4)], placement, parts, [0] * len(parts))
     assert found == [planned[0].held_bytes(0), planned[2].held_bytes(0)]
     assert planned[0].overhead_bytes > 1 << 20
@@ -292,7 +292,10 @@ def test_links_between_nodes_are_by_kind_of_card_or_by_site() -> None:
     inside = {"latency_us": 5, "gbyte_per_s": 50}
     links = {"inside": inside, "between": between | {"latency_us": 5}}
     found = parse_cluster(Table({**SMALL, "links": links}, "the file"), Path()).links
-    rate = [found.between_of(*place).bytes_per_s / 1e9 for place in (("", "new"), ("cloud", "new"), ("cloud", "old"))]
+    rate = [
+        found.between_of(*virtual_stages).bytes_per_s / 1e9
+        for virtual_stages in (("", "new"), ("cloud", "new"), ("cloud", "old"))
+    ]
     assert rate == [25, 10, 2]
     nodes = [{"cards": "old", "cards_per_node": 1, "site": "old"}]
     with pytest.raises(ConfigError, match=r"\[links.between.old\] may be of the cards or of the site old"):

@@ -109,49 +109,49 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def question(root: Path) -> SearchProblem:
+def problem(root: Path) -> SearchProblem:
     artifact = read_artifact(root)
-    return ask(artifact, read_cluster(artifact, (2, 2))).question
+    return ask(artifact, read_cluster(artifact, (2, 2))).problem
 
 
-def test_times_links_and_memory_are_as_the_files_say(question: SearchProblem) -> None:
-    assert {(shape.num_replicas, shape.micro_batch_size) for shape in question.shapes} == {
+def test_times_links_and_memory_are_as_the_files_say(problem: SearchProblem) -> None:
+    assert {(split.num_replicas, split.micro_batch_size) for split in problem.splits} == {
         (replicas, size) for replicas in (1, 2, 4) for size in (1, 2, 4, 8)
     }
-    shape = next(one for one in question.shapes if (one.num_replicas, one.micro_batch_size) == (1, 4))
-    new, old = shape.pools
+    split = next(one for one in problem.splits if (one.num_replicas, one.micro_batch_size) == (1, 4))
+    new, old = split.pools
     # Of what was not timed nothing is made up.
     assert sorted(new.speeds) == [1, 2]
     assert sorted(old.speeds) == [2]
-    assert not any(pool.speeds for one in question.shapes if one.micro_batch_size == 8 for pool in one.pools)
+    assert not any(pool.speeds for one in problem.splits if one.micro_batch_size == 8 for pool in one.pools)
     assert old.speeds[2].forward_s == pytest.approx([0.06] * 4)
     assert (old.speeds[2].first_s, old.speeds[2].last_s) == ((0.0, 0.0), pytest.approx((0.06, 0.12)))
     assert old.speeds[2].source == "measured"
-    assert shape.message_bytes == 4 * 32 * 64 * 4
+    assert split.message_bytes == 4 * 32 * 64 * 4
     assert (new.between.bytes_per_s, new.between.latency_s, new.between.at_once) == (pytest.approx(2e9), 0.0, 2)
     assert new.memory_bytes == 40 << 30
     # Their rule: 24 bytes of a weight, 4 of a number, and 2 GB, with several cards 3 GB.
-    assert shape.held_bytes is not None
-    assert shape.held_bytes(1, 1, 0, 2, True, False, 3) == 3 * 24 * 1000 + 3 * 3 * 4 * 4 * 100 + 2 * 10**9
-    assert shape.held_bytes(2, 1, 3, 4, False, True, 1) == 2 * 24 * 500 + 2 * 4 * 4 * 100 + 3 * 10**9
+    assert split.held_bytes is not None
+    assert split.held_bytes(1, 1, 0, 2, True, False, 3) == 3 * 24 * 1000 + 3 * 3 * 4 * 4 * 100 + 2 * 10**9
+    assert split.held_bytes(2, 1, 3, 4, False, True, 1) == 2 * 24 * 500 + 2 * 4 * 4 * 100 + 3 * 10**9
 
 
-def test_a_plan_is_judged_as_the_search_judges_its_own(root: Path, question: SearchProblem) -> None:
+def test_a_plan_is_judged_as_the_search_judges_its_own(root: Path, problem: SearchProblem) -> None:
     artifact = read_artifact(root)
-    best = fastest(question).best[0]
-    assert samples_per_s(artifact, question, plan_of(best)) == pytest.approx(32 / best.step_s)
-    alone = samples_per_s(artifact, question, read_plan("mbs 2: 6 on 1 A100-40"))
+    best = fastest(problem).best[0]
+    assert samples_per_s(artifact, problem, plan_of(best)) == pytest.approx(32 / best.step_s)
+    alone = samples_per_s(artifact, problem, read_plan("mbs 2: 6 on 1 A100-40"))
     assert alone is not None
     assert 32 / alone == pytest.approx(16 * 5 * 0.060, rel=0.01)
     # Each replica runs its own microbatches: the old cards share each layer, and are slower by a half.
-    both = samples_per_s(artifact, question, read_plan("mbs 2: 6 on 1 A100-40 + 1 V100-16 tp 2"))
+    both = samples_per_s(artifact, problem, read_plan("mbs 2: 6 on 1 A100-40 + 1 V100-16 tp 2"))
     assert both is not None
     assert 32 / both == pytest.approx(8 * 5 * 0.090, rel=0.01)
     # Ten microbatches of three do not share 32 samples evenly: eleven.
-    three = samples_per_s(artifact, question, read_plan("mbs 1: 6 on 3 A100-40"))
+    three = samples_per_s(artifact, problem, read_plan("mbs 1: 6 on 3 A100-40"))
     assert three is not None
     assert 32 / three == pytest.approx(11 * 5 * 0.030, rel=0.01)
-    assert samples_per_s(artifact, question, read_plan("mbs 4: 6 on 1 V100-16")) is None
+    assert samples_per_s(artifact, problem, read_plan("mbs 4: 6 on 1 V100-16")) is None
 
 
 @pytest.fixture
@@ -191,21 +191,21 @@ def test_the_richer_search_gives_stages_replicas_of_their_own(root: Path) -> Non
                 row[:2] = [factor * row[0], factor * row[1]]
     path.write_text(json.dumps(profiles))
     artifact = read_artifact(root)
-    question = ask(artifact, read_cluster(artifact, (2, 2))).question
-    richer = Richer(artifact, question)
-    assert {shape.num_replicas for shape in richer.question.shapes} == {1, 2, 3, 4}
-    best, other = fastest(question).best[0], fastest(richer.question).best[0]
+    problem = ask(artifact, read_cluster(artifact, (2, 2))).problem
+    richer = Richer(artifact, problem)
+    assert {split.num_replicas for split in richer.problem.splits} == {1, 2, 3, 4}
+    best, other = fastest(problem).best[0], fastest(richer.problem).best[0]
     plan = richer.plan_of(other)
     assert not plan.has_equal_replicas, show_plan(plan)
-    judged, known = samples_per_s(artifact, question, plan), samples_per_s(artifact, question, plan_of(best))
+    judged, known = samples_per_s(artifact, problem, plan), samples_per_s(artifact, problem, plan_of(best))
     assert judged is not None
     assert known is not None
     assert judged > known
     assert judged == pytest.approx(32 / other.step_s, rel=0.01)
     # The fuller of both ways counts: one sample and all weights, or both samples, half of the weights and 1 GB more.
-    shape = next(one for one in richer.question.shapes if (one.num_replicas, one.micro_batch_size) == (2, 2))
-    assert shape.held_bytes is not None
-    assert shape.held_bytes(2, 2, 1, 2, False, False, 1) == 24 * 500 + 8 * 100 + 3 * 10**9
+    split = next(one for one in richer.problem.splits if (one.num_replicas, one.micro_batch_size) == (2, 2))
+    assert split.held_bytes is not None
+    assert split.held_bytes(2, 2, 1, 2, False, False, 1) == 24 * 500 + 8 * 100 + 3 * 10**9
 
 
 def test_plans_that_are_quoted_are_whole() -> None:

@@ -1,1 +1,1 @@
-"""What lies on disk, read and checked without torch."""
+"""The files of a checkpoint, read and checked without torch."""

@@ -1,4 +1,4 @@
-"""What ``torch.save`` has written: an archive with a pickle, and uncompressed beside it the elements of each tensor."""
+"""Reads what ``torch.save`` has written: an archive with a pickle and, uncompressed, the elements of each tensor."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class Payload:
     """Where the elements of a tensor lie, one after another.
 
     Attributes:
-        file: the file.
-        offset: of the first element, in bytes.
-        dtype: as torch calls it.
-        shape: of the tensor.
+        file: path of the file.
+        offset: offset of the first element in the file, in bytes.
+        dtype: name of the elements' type, as torch calls it.
+        shape: shape of the tensor.
     """
 
     file: Path
@@ -51,9 +51,9 @@ class Payload:
 
 
 def _read_pickle(archive: zipfile.ZipFile) -> tuple[Any, int]:
-    """Read the pickle of an archive; also say how many values it may hold, each counted where it stands.
+    """Read the pickle of an archive; also give the number of values that it may hold, counted at each occurrence.
 
-    One value may stand in many places, and these in many again: then few bytes would keep us for ever.
+    A value may occur in many places, and these in many others: so a few bytes could keep a reader busy for ever.
     """
     data = archive.read(entry_name(archive, "data.pkl"))
     return load_safely(data), _VALUES_PER_BYTE * len(data)
@@ -63,7 +63,7 @@ class _Budget:
     """Counts values down.
 
     Args:
-        left: how many there may be.
+        left: number of values that there may be.
     """
 
     def __init__(self, left: int) -> None:
@@ -81,7 +81,7 @@ class _Budget:
 
 
 def load_object(folder: Path, extent: Extent) -> Any:
-    """Read an object; classes in it are inert, tensors of one element are numbers.
+    """Read an object without importing its classes; tensors of one element become numbers.
 
     Raises:
         DamagedError: it cannot be read.
@@ -92,7 +92,7 @@ def load_object(folder: Path, extent: Extent) -> Any:
 
 
 def called_names(folder: Path, extent: Extent) -> frozenset[str]:
-    """Say which classes and functions are called when an object is read.
+    """List the classes and functions that torch would call to read an object.
 
     Raises:
         DamagedError: it cannot be read.
@@ -109,16 +109,16 @@ def find_payload(folder: Path, extent: Extent) -> Payload:
     """
     with opened(folder, extent) as archive:
         stored, most = _read_pickle(archive)
-        told = dict(_tensors(stored, _Budget(most))).get(extent.path) if extent.path else _tensor(stored)
-        if told is None:
+        tensor = dict(_tensors(stored, _Budget(most))).get(extent.path) if extent.path else _tensor(stored)
+        if tensor is None:
             raise DamagedError(f"holds no tensor at byte {extent.offset}")
-        storage, begin, shape, strides, dtype = told
+        storage, begin, shape, strides, dtype = tensor
         in_order = zip(shape, strides, row_major(shape), strict=True)
         if math.prod(shape) and any(length > 1 and stride != right for length, stride, right in in_order):
             raise DamagedError(f"holds a tensor whose elements do not lie in order at byte {extent.offset}")
         entry = archive.getinfo(entry_name(archive, f"data/{storage}"))
-        place = place_of(archive, entry, begin * itemsize(dtype), math.prod(shape) * itemsize(dtype))
-        return Payload(folder / extent.file, place + extent.offset, dtype, shape)
+        offset = place_of(archive, entry, begin * itemsize(dtype), math.prod(shape) * itemsize(dtype))
+        return Payload(folder / extent.file, offset + extent.offset, dtype, shape)
 
 
 def tensors_inside(folder: Path, extent: Extent) -> Iterator[tuple[Extent, str, tuple[int, ...]]]:
@@ -184,41 +184,41 @@ def itemsize(dtype: str) -> int:
     return _ITEMSIZES.get(dtype, 1)  # what is not listed has eight bits
 
 
-_Told = tuple[str, int, tuple[int, ...], tuple[int, ...], str]
+_TensorRef = tuple[str, int, tuple[int, ...], tuple[int, ...], str]
 
 
-def _tensors(value: Any, budget: _Budget, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], _Told]]:
+def _tensors(value: Any, budget: _Budget, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], _TensorRef]]:
     """Yield all tensors in lists and dictionaries, with the keys that lead to each."""
     budget.take()
-    if (told := _tensor(value)) is not None:
-        yield path, told
+    if (tensor := _tensor(value)) is not None:
+        yield path, tensor
     elif isinstance(value, list | tuple):
         for index, each in enumerate(value):
             yield from _tensors(each, budget, (*path, str(index)))
     elif isinstance(value, dict):
         for key, each in value.items():
-            yield from _tensors(each, budget, (*path, _said(key)))
+            yield from _tensors(each, budget, (*path, _key_text(key)))
 
 
-def _said(key: Any) -> str:
+def _key_text(key: Any) -> str:
     """Write a key as the writer's Python would.
 
-    >>> _said((0, "a"))
+    >>> _key_text((0, "a"))
     '(0, a)'
     """
     if isinstance(key, tuple):
-        return f"({', '.join(map(_said, key))})"
+        return f"({', '.join(map(_key_text, key))})"
     return ".".join(key.origin) if isinstance(key, type) and issubclass(key, PickledObject) else str(key)
 
 
-def _tensor(value: Any) -> _Told | None:
-    """Tell of a tensor where its elements are kept, from which on, its shape, strides and type; None if it is none."""
+def _tensor(value: Any) -> _TensorRef | None:
+    """Give a tensor's storage key, offset, shape, strides and type; None if the value is no tensor."""
     if isinstance(value, PickledObject) and value.name == "torch._utils._rebuild_parameter":
         value = value.args[0]
     if not isinstance(value, PickledObject) or value.name not in _REBUILD or not isinstance(value.args[0], Reference):
         return None
     reference, begin, shape, strides, *rest = value.args
-    _, kind, storage, *_ = reference.words
+    _, kind, storage, *_ = reference.pid
     # The newer function is for types that have no storage of their own, and says which.
     dtype = rest[2].origin[1] if value.name == _REBUILD[1] else _STORAGES.get(kind.origin[1], kind.origin[1])
     if not isinstance(storage, str):
@@ -230,18 +230,18 @@ _FORMATS: Final = {"float32": "f", "float64": "d", "int32": "i", "int64": "q", "
 
 
 def _with_numbers(value: Any, archive: zipfile.ZipFile, budget: _Budget) -> Any:
-    """Put the number in the place of each tensor of one element, in lists and dictionaries."""
+    """Replace each tensor of one element by its number, in lists and dictionaries."""
     budget.take()
     if isinstance(value, dict):
         read: dict[Any, Any] = value
         return {key: _with_numbers(each, archive, budget) for key, each in read.items()}
     if isinstance(value, list | tuple):
         return type(value)(_with_numbers(each, archive, budget) for each in value)
-    told = _tensor(value)
-    if told is None or math.prod(told[2]) != 1 or told[4] not in _FORMATS:
+    tensor = _tensor(value)
+    if tensor is None or math.prod(tensor[2]) != 1 or tensor[4] not in _FORMATS:
         return value
-    entry = archive.getinfo(entry_name(archive, f"data/{told[0]}"))
+    entry = archive.getinfo(entry_name(archive, f"data/{tensor[0]}"))
     (number,) = struct.unpack(
-        f"<{_FORMATS[told[4]]}", bytes_of(archive, entry, told[1] * itemsize(told[4]), itemsize(told[4]))
+        f"<{_FORMATS[tensor[4]]}", bytes_of(archive, entry, tensor[1] * itemsize(tensor[4]), itemsize(tensor[4]))
     )
     return number

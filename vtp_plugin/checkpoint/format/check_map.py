@@ -1,4 +1,4 @@
-"""Whether a map of the distributed optimizer's buckets fits what a checkpoint holds, and what a run wants of it."""
+"""Checks that a map of the distributed optimizer's buckets fits a checkpoint, and what a run reads from it."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def check_map(
     """Say where a map contradicts the stored pieces, or itself.
 
     Args:
-        file: that holds the map.
-        buckets: as the map says.
-        pieces: of the checkpoint, of all buckets.
+        file: name of the file that holds the map.
+        buckets: the buckets of the map.
+        pieces: the stored pieces of all buckets.
         is_joined: whether a piece holds several parameters.
 
     Yields:
@@ -45,12 +45,12 @@ def check_map(
             return
     if stored:
         yield f"{file}: {next(iter(stored))} is stored and not in it; {_WRONG_MAP}"
-    elif (problem := _problem_of_cuts(buckets)) is not None:
+    elif (problem := _problem_of_shards(buckets)) is not None:
         yield f"{file}: {problem}; {_WRONG_MAP}"
 
 
 def _problem_of_bucket(bucket: Bucket, pieces: list[StoredRange], is_joined: bool) -> str | None:
-    """Name the first place where pieces leave a gap, overlap, or do not begin and end where a parameter does."""
+    """Name the first position where pieces leave a gap, overlap, or do not begin and end with a parameter."""
     end = 0
     for piece in sorted(pieces, key=lambda piece: piece.offset):
         if piece.offset != end:
@@ -61,23 +61,23 @@ def _problem_of_bucket(bucket: Bucket, pieces: list[StoredRange], is_joined: boo
     ends = {0, *(piece.offset + piece.numel for piece in pieces)}
     behind = 0
     for part in bucket.parts:
-        first, last = part.offset, part.offset + part.cut.numel
+        first, last = part.offset, part.offset + part.shard.numel
         if first < behind or (last > end if is_joined else not {first, last} <= ends):
-            return f"{part.cut.name} would lie at {first}:{last} of {bucket.key}, where no stored parameter lies"
+            return f"{part.shard.name} would lie at {first}:{last} of {bucket.key}, where no stored parameter lies"
         behind = last
     return None
 
 
-def _problem_of_cuts(buckets: Iterable[Bucket]) -> str | None:
+def _problem_of_shards(buckets: Iterable[Bucket]) -> str | None:
     """Name the first parameter that the ranks together do not hold exactly once."""
     boxes: defaultdict[tuple[str, tuple[int, ...]], list[Box]] = defaultdict(list)
-    for cut in (part.cut for bucket in buckets for part in bucket.parts):
+    for shard in (part.shard for bucket in buckets for part in bucket.parts):
         try:
-            cut.require_orderly()
+            shard.require_orderly()
         except (PlanError, ValueError):
-            return f"{cut.name} is cut in no order"
+            return f"{shard.name} is cut in no order"
         # What only copies hold nobody holds.
-        boxes[cut.name, cut.shape] += [] if cut.is_copy else [block.box for block in cut.blocks]
+        boxes[shard.name, shard.shape] += [] if shard.is_copy else [block.box for block in shard.blocks]
     if len(boxes) != len({name for name, _ in boxes}):
         return "one parameter has two shapes"
     for (name, shape), held in boxes.items():
@@ -86,24 +86,24 @@ def _problem_of_cuts(buckets: Iterable[Bucket]) -> str | None:
     return None
 
 
-def check_wanted(where: str, stored: Stored, cuts: Iterable[ShardSpec]) -> Iterator[str]:
-    """Say which parameter of a run is not stored as it is there.
+def check_wanted(where: str, stored: Stored, shards: Iterable[ShardSpec]) -> Iterator[str]:
+    """Name the first parameter of a run that the checkpoint does not store with the same shape.
 
     Args:
-        where: the checkpoint.
+        where: the checkpoint, for the text.
         stored: what it holds.
-        cuts: parts that a rank wants.
+        shards: the parts of parameters that a rank reads.
 
     Yields:
         The first line ``value; rule; way out``.
     """
-    for cut in cuts:
-        found = stored.shape_of(cut.name)
-        if found == cut.shape:
+    for shard in shards:
+        found = stored.shape_of(shard.name)
+        if found == shard.shape:
             continue
         if found is None:
-            yield f"{where}: the optimizer's {cut.name} is not stored, and this run trains it; {_NOT_TRAINED}"
+            yield f"{where}: the optimizer's {shard.name} is not stored, and this run trains it; {_NOT_TRAINED}"
         else:
-            shown = f"has the shape {found}, and this run's has {cut.shape}"
-            yield f"{where}: the optimizer's {cut.name} {shown}; {_OTHER_MODEL}"
+            shown = f"has the shape {found}, and this run's has {shard.shape}"
+            yield f"{where}: the optimizer's {shard.name} {shown}; {_OTHER_MODEL}"
         return

@@ -1,4 +1,4 @@
-"""Which file of a checkpoint of Megatron is missing, cut off or damaged, and what can be loaded instead.
+"""Finds missing, cut off or damaged files of a Megatron checkpoint, and what can be loaded instead.
 
 A folder of checkpoints has the file ``latest_checkpointed_iteration.txt``, which names one of its folders
 ``iter_0000100`` or ``release``. Such a folder holds, as ``--ckpt-format torch_dist``, ``metadata.json``, ``*.distcp``
@@ -60,7 +60,7 @@ def check_tracker(load_dir: str, step: int | None = None) -> tuple[str, ...]:
 
     Args:
         load_dir: the folder, as in ``--load``; what is no path, such as ``msc://``, is not looked at.
-        step: as in ``--ckpt-step``, which needs no note, but Megatron reads one that is there.
+        step: value of ``--ckpt-step``, which needs no tracker; but Megatron reads one that is there.
 
     Returns:
         A line ``value; rule; way out``, or none.
@@ -84,7 +84,7 @@ def check_files(load_dir: str, step: int | None = None) -> tuple[str, ...]:
 
     Args:
         load_dir: the folder, as in ``--load``; what is no path is not looked at.
-        step: as in ``--ckpt-step``; without one the newest.
+        step: value of ``--ckpt-step``; None for the newest checkpoint.
 
     Returns:
         A line ``value; rule; way out``; none where all files are there and as long as they must be.
@@ -120,8 +120,8 @@ def find_checkpoint(folder: Path, *, takes_any: bool = False) -> Path:
     """Return the checkpoint that a user means: the folder itself, or the newest one in it. None of its files is read.
 
     Args:
-        folder: that the user named.
-        takes_any: also take one of the format ``torch``.
+        folder: the folder that the user named.
+        takes_any: whether one of the format ``torch`` is found, too.
 
     Raises:
         ConfigError: neither is there, or the file that names the newest one names none.
@@ -175,27 +175,27 @@ def naming_broken_files(load_dir: str | None, step: int | None) -> Iterator[None
     So a rank tells of a file that only it sees, such as in a copy on its machine.
 
     Args:
-        load_dir: as in ``--load``.
-        step: as in ``--ckpt-step``.
+        load_dir: value of ``--load``.
+        step: value of ``--ckpt-step``.
 
     Raises:
-        ConfigError: in the place of any error, if a file is broken. Nothing is looked at before.
+        ConfigError: instead of any other error, if a file is broken. Files are checked only after an error.
     """
     try:
         yield
     except VtpError:
         raise
     except BaseException as error:  # torch's CheckpointException is none of Exception, and Megatron leaves by exit()
-        if (told := _told(error)) is not None:
-            raise told from error
+        if (own_error := _own_error(error)) is not None:
+            raise own_error from error
         problems = () if load_dir is None else check_files(load_dir, step)
         if not problems:
             raise
         raise ConfigError(problems[0]) from error
 
 
-def _told(error: BaseException) -> VtpError | None:
-    """Find in torch's error, which has those of all ranks, one of ours."""
+def _own_error(error: BaseException) -> VtpError | None:
+    """Find the plugin's own error inside torch's, which contains the errors of all ranks."""
     failures: Any = getattr(error, "failures", None)
     found = (wrapped[0] for wrapped in failures.values()) if isinstance(failures, dict) else ()
     return next((each for each in found if isinstance(each, VtpError)), None)
@@ -205,8 +205,8 @@ def iterations(folder: Path, *, is_whole: bool = False) -> list[int]:
     """Give the iterations of the checkpoints in a folder, in order.
 
     Args:
-        folder: of the checkpoints.
-        is_whole: only of those in which no file is missing or too short; most of what is in the files is not read.
+        folder: the folder of the checkpoints.
+        is_whole: whether only those count in which no file is missing or too short; files are hardly read for that.
     """
     names = (re.fullmatch(r"iter_(\d{7,})", path.name) for path in folder.glob("iter_*"))
     numbers = sorted(int(name.group(1)) for name in names if name)
@@ -236,7 +236,7 @@ def broken_file(checkpoint: Path) -> str | None:
 
 
 def broken_beside(checkpoint: Path, manifest: Manifest | None) -> str | None:
-    """Do as :func:`broken_file`, beside the manifest of the checkpoint, or without one."""
+    """Do as :func:`broken_file`, with the manifest that the caller has read, or without one."""
     if manifest is not None:
         shared = manifest.of_files([name for name in manifest.sizes if not is_read_in_pieces(name)])
         problems = (*problems_of_sizes(checkpoint, manifest), *problems_of_pieces(checkpoint, shared))

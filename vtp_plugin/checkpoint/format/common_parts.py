@@ -1,4 +1,4 @@
-"""What two stored tensors have in common, whatever parts each of them lies in."""
+"""Finds the boxes that two stored tensors have in common, however each of them is cut into parts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from vtp_plugin.util.boxes import Box, format_box, intersect, overlaps, volume
 
 
 def pairs(a: Whole, b: Whole) -> tuple[list[tuple[Part, Part, Box]], str | None]:
-    """List what two tensors have in common, and say why it is not all."""
+    """List the common boxes of two tensors, with the part of each that holds them; also say why they are not all."""
     ours, theirs = a.parts(), b.parts()
     parts = (*ours, *theirs)
     found: list[tuple[Part, Part, Box]] = []

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, by parameter: weights and the optimizer's states, whatever form and layout stored them."""
+"""The contents of a checkpoint by parameter: weights and optimizer states, in whatever format and layout."""
 
 from __future__ import annotations
 
@@ -48,27 +48,27 @@ _MASTERS: Final = ("param", "fp32_param", "master_param")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A box of a whole parameter, and where its elements lie.
+    """A stored box of a whole parameter.
 
     Attributes:
-        box: of the whole.
-        extent: the file's bytes that hold a tensor.
-        place: in that tensor.
+        box: the box, in coordinates of the whole parameter.
+        extent: the bytes of a file that hold the tensor with its elements.
+        strided: where its elements lie in that tensor.
     """
 
     box: Box
     extent: Extent
-    place: Strided
+    strided: Strided
 
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """A parameter's weight, or one of its states.
+    """A parameter's weight, or one of its optimizer states.
 
     Attributes:
-        shape: of the whole.
-        parts: gives what it lies in.
-        chain: what stands before the keys of its optimizer, where there are several.
+        shape: shape of the whole parameter.
+        parts: called for the parts that it is stored in.
+        chain: prefix of its optimizer's keys, where there are several optimizers.
     """
 
     shape: tuple[int, ...]
@@ -80,14 +80,14 @@ class Contents:
     """A checkpoint.
 
     Args:
-        folder: that holds its index.
+        folder: folder of the checkpoint, which holds its index.
 
     Attributes:
-        folder: the same.
-        index: what its index says.
+        folder: folder of the checkpoint.
+        index: the checkpoint's index.
         common: what all ranks share, such as the arguments; empty where it is not stored.
-        form: how the optimizer is stored, as Megatron calls it, or ``plain``; None without one.
-        has_map: whether a map lies beside it.
+        form: format in which the optimizer is stored, in Megatron's words, or ``plain``; None without an optimizer.
+        has_map: whether the checkpoint has a map of its buckets.
 
     Raises:
         ConfigError: a file is missing or damaged.
@@ -118,7 +118,7 @@ class Contents:
         """Return the optimizer's tensors, by state and name of the parameter.
 
         Raises:
-            ConfigError: it is not known whose they are.
+            ConfigError: it is not known which parameters they belong to.
         """
         if self.form in IN_BUCKETS:
             with taking(self.folder):
@@ -131,7 +131,7 @@ class Contents:
         }
 
     def buckets(self) -> tuple[Bucket, ...]:
-        """Read the map, or work it out where there is none; then only the master weights can prove it.
+        """Read the map, or infer it where there is none; an inferred map is proved by the master weights alone.
 
         Raises:
             ConfigError: it does not fit what is stored.
@@ -175,7 +175,7 @@ class Contents:
                 yield from value["param_groups"]
 
     def objects_of_groups(self) -> Iterator[tuple[str, Any]]:
-        """Yield what each data-parallel group has stored beside its tensors, with its name."""
+        """Yield the object that each data-parallel group has stored beside its tensors, with its name."""
         for key, extent in self.index.objects.items():
             match = _OF_A_GROUP.fullmatch(key)
             if match is not None and match.group(1) in ("optimizer", "grad_scaler"):
@@ -194,7 +194,7 @@ class Contents:
         return found
 
     def _tensors_of_rank(self, key: str, extent: Extent) -> Iterator[tuple[str, Extent, str, tuple[int, ...]]]:
-        """Yield the buffers in an object of a data-parallel group, as if each was one bucket, with its key."""
+        """Yield the buffers in an object of a data-parallel group, each as one bucket, with its key."""
         if match := _OBJECT_OF_RANK.fullmatch(key):
             with _reading(self.folder, extent):
                 for inside, dtype, shape in tensors_inside(self.folder, extent):
@@ -212,8 +212,8 @@ class Contents:
                 extents |= {(key, state, box[0][0]): extent for box, extent in tensor.extents}
 
         def parts(state: str, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
-            cut = ShardSpec(name=name, shape=shape, blocks=(Block(whole_box(shape), Strided(0, row_major(shape))),))
-            copies = stored.fill(cut, 0, cut.numel)
+            shard = ShardSpec(name=name, shape=shape, blocks=(Block(whole_box(shape), Strided(0, row_major(shape))),))
+            copies = stored.fill(shard, 0, shard.numel)
             try:
                 return tuple(
                     Part(copy.box, extents[copy.piece.key, state, copy.piece.offset], copy.source) for copy in copies
@@ -225,9 +225,9 @@ class Contents:
                 ) from None
 
         return {
-            (_kind(state), part.cut.name): Whole(
-                part.cut.shape,
-                partial(parts, state, part.cut.name, part.cut.shape),
+            (_kind(state), part.shard.name): Whole(
+                part.shard.shape,
+                partial(parts, state, part.shard.name, part.shard.shape),
                 bucket.key[: bucket.key.index("optimizer.")],
             )
             for bucket in buckets
@@ -237,11 +237,11 @@ class Contents:
 
 
 def no_map(folder: Path, problem: str) -> ConfigError:
-    """Say that it is not known which parameter lies where in the buckets of a checkpoint.
+    """Make the error that the positions of parameters in a checkpoint's buckets are not known.
 
     Args:
-        folder: of the checkpoint.
-        problem: why it could not be worked out.
+        folder: folder of the checkpoint.
+        problem: why it could not be inferred.
     """
     return ConfigError(
         f"{folder / MAP} is missing, and where the optimizer's parameters lie cannot be worked out: {problem}; the "
@@ -285,8 +285,8 @@ def _parts_of_flat(tensor: StoredTensor) -> Iterator[Part]:
         corner = tuple(start * length for (start, _), length in zip(box, block, strict=False))
         first, last = box[-1]
         for inner in boxes_between(block, first, last):
-            place = Strided(0, row_major(block)).at(inner, whole_box(block)).moved(-first)
-            yield Part(tuple((a + at, b + at) for (a, b), at in zip(inner, corner, strict=True)), extent, place)
+            strided = Strided(0, row_major(block)).at(inner, whole_box(block)).moved(-first)
+            yield Part(tuple((a + at, b + at) for (a, b), at in zip(inner, corner, strict=True)), extent, strided)
 
 
 def _common(index: Index) -> Mapping[str, Any]:

@@ -68,7 +68,7 @@ class Hashing:
     """Makes a hash, whose text names its algorithm.
 
     Args:
-        algorithm: its name in :data:`ALGORITHMS`; the best one if it is left out.
+        algorithm: name of the algorithm in :data:`ALGORITHMS`; the best one if it is left out.
 
     >>> hashing = Hashing("crc32")
     >>> hashing.update(b"123456789")
@@ -100,9 +100,9 @@ def digest_of(
     """Read bytes of a file and return their hash.
 
     Args:
-        folder: of the checkpoint.
+        folder: folder of the checkpoint.
         extent: the file in it, and which of its bytes; those behind its end are left out.
-        algorithm: its name in :data:`ALGORITHMS`; the best one if it is left out.
+        algorithm: name of the algorithm in :data:`ALGORITHMS`; the best one if it is left out.
         on_read: called with a number of bytes, whenever so many more have been read.
 
     Raises:
@@ -120,10 +120,10 @@ def hash_bytes(
     """Read bytes of a file into a hash.
 
     Args:
-        hashing: takes them.
+        hashing: the hash that takes the bytes.
         file: the file.
-        offset: of the first byte.
-        length: how many; None for all that follow. Those behind its end are left out.
+        offset: offset of the first byte in the file.
+        length: number of bytes; None for all that follow. Those behind the file's end are left out.
         on_read: called with a number of bytes, whenever so many more have been read.
 
     Raises:

@@ -22,10 +22,10 @@ class Extent:
     """Bytes of a file that belong together.
 
     Attributes:
-        file: its name in the checkpoint.
-        offset: of the first byte.
-        length: how many; None for all of the file.
-        path: the keys that lead to a tensor inside the object that is stored there; empty where it is the tensor.
+        file: name of the file in the checkpoint.
+        offset: offset of the first byte in the file.
+        length: number of bytes; None for all of the file.
+        path: keys that lead to a tensor inside the object that is stored there; empty where the bytes are the tensor.
     """
 
     file: str
@@ -122,13 +122,13 @@ def entry_name(archive: zipfile.ZipFile, name: str) -> str:
 
 
 def place_of(archive: zipfile.ZipFile, entry: zipfile.ZipInfo, offset: int, length: int) -> int:
-    """Return where bytes of an entry lie in the archive; only the header before them says how long it is itself.
+    """Return where bytes of an entry lie in the archive, behind the entry's header, whose length only that header has.
 
     Args:
         archive: the archive.
-        entry: of it.
-        offset: of the first byte, in the entry.
-        length: how many.
+        entry: an entry of the archive.
+        offset: offset of the first byte in the entry.
+        length: number of bytes.
 
     Raises:
         DamagedError: there are fewer.

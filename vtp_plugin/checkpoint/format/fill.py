@@ -1,9 +1,9 @@
-"""Which ranges of which stored pieces fill what a rank of another layout wants, and the proof that they do.
+"""Plans the copies from stored pieces that fill what a rank of another layout needs, and proves them complete.
 
 A worked example. A weight of 4 rows and 3 columns was stored by two tensor-parallel ranks, two rows each, each in a
 bucket of its own, the second behind a bias of 2 elements. Two data-parallel ranks shared each bucket, so it lies in
-pieces. Who wants the last two columns of the weight, as a rank that is cut the other way does, gets them by four
-copies; each says how many elements it moves in every dimension:
+pieces. A rank of a layout that splits columns needs the last two columns of the weight. It gets them by four copies;
+each says how many elements it moves in every dimension:
 
 >>> from vtp_plugin.checkpoint.format.shard_map import Block, ShardSpec, Strided
 >>> def rows(start, stop):
@@ -41,13 +41,13 @@ from vtp_plugin.util.boxes import Box, box_shape, intersect, overlaps, volume, w
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Elements of one stored piece that a rank wants, as one box.
+    """A box of elements that is copied from one stored piece.
 
     Attributes:
-        box: of the whole parameter.
-        piece: where they are stored.
-        source: where they lie in the piece.
-        target: where they belong in the range that is wanted.
+        box: the box, in coordinates of the whole parameter.
+        piece: the stored piece.
+        source: where the elements lie in the piece.
+        target: where they belong in the range that is filled.
     """
 
     box: Box
@@ -57,20 +57,20 @@ class Copy:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Elements in every dimension."""
+        """Number of elements in every dimension."""
         return box_shape(self.box)
 
 
 class Stored:
-    """What lies in a checkpoint, by parameter.
+    """The stored optimizer of a checkpoint, by parameter.
 
     Args:
-        buckets: all of the checkpoint.
+        buckets: all buckets of the checkpoint.
         pieces: all of the buckets, in any order; of every bucket they leave no gap
             (:func:`~vtp_plugin.checkpoint.format.check_map.check_map`).
 
     Attributes:
-        buckets: by their keys.
+        buckets: the buckets by their keys.
     """
 
     def __init__(self, buckets: Iterable[Bucket], pieces: Iterable[StoredRange]) -> None:
@@ -81,40 +81,40 @@ class Stored:
         self._places: defaultdict[str, list[tuple[str, BucketEntry]]] = defaultdict(list)
         for bucket in self.buckets.values():
             for part in bucket.parts:
-                if not part.cut.is_copy:
-                    self._places[part.cut.name].append((bucket.key, part))
+                if not part.shard.is_copy:
+                    self._places[part.shard.name].append((bucket.key, part))
 
     def shape_of(self, name: str) -> tuple[int, ...] | None:
         """Return the shape of a parameter; None if none is called so."""
-        return self._places[name][0][1].cut.shape if name in self._places else None
+        return self._places[name][0][1].shard.shape if name in self._places else None
 
-    def fill(self, cut: ShardSpec, start: int, stop: int) -> tuple[Copy, ...]:
-        """Say what fills a range of a rank's part of a parameter.
+    def fill(self, shard: ShardSpec, start: int, stop: int) -> tuple[Copy, ...]:
+        """Plan the copies that fill a range of a rank's part of a parameter.
 
         Args:
-            cut: the part.
-            start: first element that is wanted, in the order of the rank's memory.
-            stop: behind the last one.
+            shard: the rank's part of the parameter.
+            start: first element that is needed, in the order of the rank's memory.
+            stop: the element behind the last one.
 
         Returns:
             Copies that together give every element once; proved.
         """
-        copies = tuple(copy for block in cut.blocks for copy in self._fill_block(cut.name, block, start, stop))
-        require_cover(cut, start, stop, copies)
+        copies = tuple(copy for block in shard.blocks for copy in self._fill_block(shard.name, block, start, stop))
+        require_cover(shard, start, stop, copies)
         return copies
 
     def _fill_block(self, name: str, block: Block, start: int, stop: int) -> Iterator[Copy]:
         for key, part in self._places.get(name, ()):
-            for source in part.cut.blocks:
+            for source in part.shard.blocks:
                 common = intersect(block.box, source.box)
                 if common is None:
                     continue
-                here = block.place.at(common, block.box)
-                there = source.place.at(common, source.box).moved(part.offset)
+                here = block.strided.at(common, block.box)
+                there = source.strided.at(common, source.box).moved(part.offset)
                 yield from self._cut_pieces(key, common, here, there, (start, stop))
 
     def _cut_pieces(self, key: str, box: Box, here: Strided, there: Strided, wanted: tuple[int, int]) -> Iterator[Copy]:
-        """Yield a copy for everything in a box that is wanted and lies together in a piece."""
+        """Yield a copy for each run of needed elements of a box that lies in one piece."""
         shape = box_shape(box)
         first, last = (count_below(here, shape, limit) for limit in wanted)
         pieces = self._pieces[key]
@@ -133,16 +133,16 @@ class Stored:
             first, index = max(first, end), index + 1
 
 
-def count_below(place: Strided, shape: tuple[int, ...], limit: int) -> int:
+def count_below(strided: Strided, shape: tuple[int, ...], limit: int) -> int:
     """Count the elements of a box that lie before a place in memory; they are its first ones.
 
     >>> [count_below(Strided(10, (4, 1)), (3, 2), limit) for limit in (10, 11, 12, 14, 15, 99)]
     [0, 1, 2, 2, 3, 6]
     """
-    count, left = 0, limit - place.offset
-    reach = sum((length - 1) * stride for length, stride in zip(shape, place.strides, strict=True))
+    count, left = 0, limit - strided.offset
+    reach = sum((length - 1) * stride for length, stride in zip(shape, strided.strides, strict=True))
     size = math.prod(shape)
-    for length, stride in zip(shape, place.strides, strict=True):
+    for length, stride in zip(shape, strided.strides, strict=True):
         size //= length
         reach -= (length - 1) * stride
         # Rows that lie before the limit with all they have; at most the next one has some elements there.
@@ -180,13 +180,13 @@ def boxes_between(shape: tuple[int, ...], first: int, last: int) -> Iterator[Box
         yield from (((end_row, end_row + 1), *box) for box in boxes_between(rest, 0, end))
 
 
-def require_cover(cut: ShardSpec, start: int, stop: int, copies: tuple[Copy, ...]) -> None:
+def require_cover(shard: ShardSpec, start: int, stop: int, copies: tuple[Copy, ...]) -> None:
     """Prove that copies give every element of a range once, each from inside its piece.
 
     Raises:
         PlanError: they do not.
     """
-    what = f"{start}:{stop} of {cut.name}"
+    what = f"{start}:{stop} of {shard.name}"
     for copy in copies:
         spans = (
             (_span(copy.source, copy.shape), copy.piece.numel, "its piece"),
@@ -195,7 +195,7 @@ def require_cover(cut: ShardSpec, start: int, stop: int, copies: tuple[Copy, ...
         for (first, last), numel, where in spans:
             if first < 0 or last >= numel:
                 raise PlanError(f"a copy of {what} leaves {where}: {copy}")
-        if not any(_puts(block, start, copy) for block in cut.blocks):
+        if not any(_puts(block, start, copy) for block in shard.blocks):
             raise PlanError(f"a copy of {what} puts elements where others belong: {copy}")
     if next(overlaps([copy.box for copy in copies]), None) is not None:
         raise PlanError(f"copies of {what} give an element twice")
@@ -208,10 +208,10 @@ def _puts(block: Block, start: int, copy: Copy) -> bool:
     """Tell whether a copy puts a box where it lies in a block."""
     if intersect(copy.box, block.box) != copy.box:
         return False
-    return block.place.at(copy.box, block.box).moved(-start) == copy.target
+    return block.strided.at(copy.box, block.box).moved(-start) == copy.target
 
 
-def _span(place: Strided, shape: tuple[int, ...]) -> tuple[int, int]:
+def _span(strided: Strided, shape: tuple[int, ...]) -> tuple[int, int]:
     """Return the first and the last element of a box in memory."""
-    reach = sum((length - 1) * stride for length, stride in zip(shape, place.strides, strict=True))
-    return place.offset, place.offset + reach
+    reach = sum((length - 1) * stride for length, stride in zip(shape, strided.strides, strict=True))
+    return strided.offset, strided.offset + reach

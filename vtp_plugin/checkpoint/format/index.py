@@ -1,4 +1,4 @@
-"""The index of a checkpoint, its file ``.metadata``: which part of which tensor lies where. It is read without torch.
+"""The index of a checkpoint, its file ``.metadata``: where each part of each tensor lies. It is read without torch.
 
 Torch's own reader loads this file as a pickle, which may run anything. Here only classes that such an index consists of
 may be named, and none of them is imported.
@@ -51,10 +51,10 @@ class StoredTensor:
     """A tensor of a checkpoint.
 
     Attributes:
-        dtype: as torch calls it.
-        shape: of the whole.
-        extents: where each part of it lies.
-        flattened: the shape that it had before each block of it was made flat; None if it was not.
+        dtype: name of the elements' type, as torch calls it.
+        shape: shape of the whole tensor.
+        extents: the bytes of each part, by its box.
+        flattened: shape that the tensor had before each block of it was made flat; None if it was not.
     """
 
     dtype: str
@@ -65,12 +65,12 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Index:
-    """What a checkpoint holds.
+    """The index of a checkpoint.
 
     Attributes:
-        folder: of the checkpoint.
-        tensors: by their keys.
-        objects: where everything else lies, by key.
+        folder: folder of the checkpoint.
+        tensors: the tensors by their keys.
+        objects: the bytes of everything else, by key.
     """
 
     folder: Path
@@ -79,11 +79,11 @@ class Index:
 
     @property
     def num_bytes(self) -> int:
-        """What all of it takes in files."""
+        """Bytes of everything in the files."""
         return sum(extent.length or 0 for _, extent in self.extents())
 
     def extents(self) -> Iterator[tuple[str, Extent]]:
-        """Yield everything that lies in a file, with its key."""
+        """Yield the bytes of every tensor part and object, with its key."""
         for key, tensor in self.tensors.items():
             yield from ((key, extent) for _, extent in tensor.extents)
         yield from self.objects.items()
@@ -107,7 +107,7 @@ def read_index(folder: Path) -> Index:
 
 
 def read_named(file: Path) -> Any:
-    """Read an index of a checkpoint as it is; all that it names is what an index consists of.
+    """Read an index as objects; only classes that an index consists of may be named in it.
 
     Raises:
         UntrustedError: it names what it must not.
@@ -133,9 +133,9 @@ def _damaged(file: Path, problem: str) -> ConfigError:
 
 
 def stored_lengths(file: Path) -> tuple[dict[str, int], bool]:
-    """Read what length each file must have at least, and whether the values that all ranks share are among them.
+    """Read how long each file must be at least, and whether the values that all ranks share are in them.
 
-    Whatever the index names is inert here, so nothing that torch would read is refused.
+    Classes are not imported here, so the index may name any, and nothing that torch would read is refused.
 
     Args:
         file: the index.
@@ -159,7 +159,7 @@ def _is_allowed(module: str, name: str) -> bool:
 
 
 def _index(folder: Path, state: Mapping[str, Any]) -> Index:
-    places = dict(_places(folder, state["storage_data"]))
+    places = dict(_extents(folder, state["storage_data"]))
     flattened = state.get("mcore_data") or {}
     tensors: dict[str, StoredTensor] = {}
     objects: dict[str, Extent] = {}
@@ -178,7 +178,7 @@ def _index(folder: Path, state: Mapping[str, Any]) -> Index:
     return Index(folder, tensors, objects)
 
 
-def _places(folder: Path, stored: Mapping[PickledObject, PickledObject]) -> Iterator[tuple[tuple[str, Any], Extent]]:
+def _extents(folder: Path, stored: Mapping[PickledObject, PickledObject]) -> Iterator[tuple[tuple[str, Any], Extent]]:
     known: set[str] = set()
     for key, place in stored.items():
         file = place.state["relative_path"]

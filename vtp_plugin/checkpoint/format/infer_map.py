@@ -1,12 +1,12 @@
-"""A map for a checkpoint that has none: where Megatron has put each parameter, worked out from what is stored.
+"""Infers the map of a checkpoint that has none: where Megatron has put each parameter, from what is stored.
 
-Megatron takes the parameters of a rank in the reverse order of its model, and lays each behind the one before, at the
-next multiple of 64 elements. How many buckets there are, and how long, is known from what is stored, and so is where
-parameters may begin and end. So the buckets of all stages, walked through in the order of depth and each from its end,
-take the parameters of the whole model in its order: how layers are shared out among stages, and how large Megatron
-wanted its buckets, need not be known. Where Megatron 0.12 stores buckets joined, of which only the sum of their lengths
-is known, parameters are laid out as it does, until they are as long. That a parameter is where this says is proved by
-its master weights (``vtp_plugin/checkpoint/load/masters.py``).
+Megatron takes the parameters of a rank in the reverse order of its model, and puts each behind the one before, at the
+next multiple of 64 elements. The stored pieces say how many buckets there are, how long they are, and where parameters
+may begin and end. So the parameters of the whole model, in its order, fill the buckets of all stages in the order of
+depth, each bucket from its end. How layers are shared out among stages, and which size of bucket Megatron aimed at,
+need not be known. Megatron 0.12 stores the buckets of a buffer joined, so only the sum of their lengths is known: there
+parameters are laid out as Megatron does it, until they fill that length. An inferred position is proved by the master
+weights (``vtp_plugin/checkpoint/load/masters.py``).
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ def infer_map(
     *,
     is_joined: bool = False,
 ) -> list[Bucket]:
-    """Work out the map of a checkpoint.
+    """Infer the map of a checkpoint.
 
     Args:
-        weights: of the checkpoint.
-        pieces: of all its buckets.
-        arguments: of the run that wrote it.
-        is_joined: whether all buckets of a buffer are stored as one, without what is between them.
+        weights: the stored weights, by name.
+        pieces: the stored pieces of all buckets.
+        arguments: arguments of the run that wrote the checkpoint.
+        is_joined: whether all buckets of a buffer are stored as one, without the gaps between them.
 
     Raises:
         PlanError: a parameter does not fit; the text names the first one.
@@ -57,49 +57,49 @@ def infer_map(
     if missing := [name for name in _NEEDED if not arguments.get(name)]:
         raise PlanError(f"its arguments do not say {missing[0]}")
     is_tied = OUTPUT not in weights and arguments["pipeline_model_parallel_size"] > 1
-    groups = _groups(pieces, _Rule(arguments, is_tied) if is_joined else None)
+    groups = _groups(pieces, _BucketRule(arguments, is_tied) if is_joined else None)
     parameters = parameters_of(weights, arguments)
     tp, pp = arguments["tensor_model_parallel_size"], arguments["pipeline_model_parallel_size"]
     num_chunks = arguments.get("virtual_pipeline_model_parallel_size") or 1
     has_own_experts = any(is_expert for is_expert, _ in groups)
     dense = [parameter for parameter in parameters if parameter.expert is None or not has_own_experts]
     for rank in range(tp):
-        own = [(parameter.dtype, parameter.cuts[rank]) for parameter in dense]
+        own = [(parameter.dtype, parameter.shards[rank]) for parameter in dense]
         if is_tied:
             # The last stage has the embedding once more.
             own += [
-                (parameter.dtype, replace(parameter.cuts[rank], is_copy=True))
+                (parameter.dtype, replace(parameter.shards[rank], is_copy=True))
                 for parameter in dense
-                if parameter.cuts[rank].name == WORD_EMBEDDING
+                if parameter.shards[rank].name == WORD_EMBEDDING
             ]
-        _deal(own, _stages(groups, False, [rank + tp * stage for stage in range(pp)], num_chunks))
+        _fill_stages(own, _stages(groups, False, [rank + tp * stage for stage in range(pp)], num_chunks))
     if has_own_experts:
-        _deal_experts([each for each in parameters if each.expert is not None], groups, arguments, num_chunks)
-    return [bucket.made() for buffers in groups.values() for buffer in buffers for bucket in buffer.buckets]
+        _fill_expert_stages([each for each in parameters if each.expert is not None], groups, arguments, num_chunks)
+    return [bucket.finish() for buffers in groups.values() for buffer in buffers for bucket in buffer.buckets]
 
 
-def _deal_experts(
+def _fill_expert_stages(
     experts: Sequence[ModelParameter], groups: _Groups, arguments: Mapping[str, Any], num_chunks: int
 ) -> None:
-    """Put experts into buckets of their own, which the ranks of each share of the experts have."""
+    """Fill the experts' own buckets, for each expert-parallel rank."""
     ep, etp = arguments.get("expert_model_parallel_size") or 1, expert_ranks(arguments)
     share = len({parameter.expert for parameter in experts}) // ep
     for part in range(ep):
         held = range(part * share, (part + 1) * share)
         for rank in range(etp):
-            own = [(parameter.dtype, parameter.cuts[rank]) for parameter in experts if parameter.expert in held]
+            own = [(parameter.dtype, parameter.shards[rank]) for parameter in experts if parameter.expert in held]
             stages = range(arguments["pipeline_model_parallel_size"])
-            _deal(own, _stages(groups, True, [rank + etp * (part + ep * stage) for stage in stages], num_chunks))
+            _fill_stages(own, _stages(groups, True, [rank + etp * (part + ep * stage) for stage in stages], num_chunks))
 
 
 @dataclass
 class _Bucket:
-    """A bucket that is filled from its end.
+    """A bucket that is filled with parameters from its end.
 
     Attributes:
-        key: its name.
-        edges: where its stored pieces begin and end.
-        limit: where what is next must end at the latest.
+        key: key of the bucket in the checkpoint.
+        edges: offsets at which its stored pieces begin and end.
+        limit: offset at which the next parameter must end at the latest; negative while the bucket is empty.
     """
 
     key: str
@@ -109,37 +109,39 @@ class _Bucket:
 
     @property
     def is_full(self) -> bool:
-        """Whether it begins with a parameter."""
+        """Whether it is filled up to its beginning."""
         return self.limit == 0
 
-    def put(self, cut: ShardSpec) -> None:
-        """Put a parameter before what is there.
+    def prepend(self, shard: ShardSpec) -> None:
+        """Put a parameter before those that are in the bucket.
 
         Raises:
-            PlanError: none is stored there.
+            PlanError: no stored piece begins and ends there.
         """
         limit = max(self.edges) if self.limit < 0 else self.limit
-        start = (limit - cut.numel) // _ALIGNMENT * _ALIGNMENT
-        if not {start, start + cut.numel} <= self.edges:
-            raise _misfit(cut, f"at {start}:{start + cut.numel} of {self.key}, where no stored piece begins and ends")
+        start = (limit - shard.numel) // _ALIGNMENT * _ALIGNMENT
+        if not {start, start + shard.numel} <= self.edges:
+            raise _misfit(
+                shard, f"at {start}:{start + shard.numel} of {self.key}, where no stored piece begins and ends"
+            )
         self.limit = start
-        self.parts.append(BucketEntry(cut, start))
+        self.parts.append(BucketEntry(shard, start))
 
-    def made(self) -> Bucket:
+    def finish(self) -> Bucket:
         """Return it with what it holds."""
         return Bucket(self.key, max(self.edges), tuple(self.parts[::-1]))
 
 
-class _Rule:
-    """How Megatron 0.12 shares out parameters among buckets.
+class _BucketRule:
+    """How Megatron 0.12 divides the parameters of a buffer into buckets.
 
     Args:
-        arguments: of the run.
+        arguments: arguments of the run.
         is_tied: whether two stages have the embedding.
 
     Attributes:
-        size: elements at which a bucket is large enough; None if there is no limit.
-        gap: elements that lie between two parameters at most.
+        size: number of elements from which on a bucket is closed; None if there is no limit.
+        gap: largest number of elements between two parameters.
 
     Raises:
         PlanError: the rule for these arguments is not known.
@@ -155,28 +157,28 @@ class _Rule:
         if arguments.get("overlap_grad_reduce") and not arguments.get("overlap_param_gather_with_optimizer_step"):
             self.size = arguments.get("ddp_bucket_size") or max(40_000_000, 1_000_000 * num_ranks)
 
-    def lay_out(self, cuts: Sequence[ShardSpec], *, is_first: bool) -> tuple[list[int], int]:
-        """Say where parameters lie, if nothing of what is between buckets is stored.
+    def lay_out(self, shards: Sequence[ShardSpec], *, is_first: bool) -> tuple[list[int], int]:
+        """Give the offsets of parameters in a buffer whose buckets are stored without the gaps between them.
 
         Args:
-            cuts: in the order of the buffer, which is the reverse one of the model.
+            shards: the parameters in the order of the buffer, which is the reverse order of the model.
             is_first: whether it is the first chunk of the first stage, the only one in several buckets for their size.
 
         Returns:
-            Offset of each, and how long all of it is.
+            Offset of each parameter, and the length of the buffer.
         """
         starts: list[int] = []
         bucket = end = 0  # where the bucket begins, and how long it is
-        for cut in cuts:
+        for shard in shards:
             start = _padded(end, _ALIGNMENT)
-            if cut.name == self._alone and end:
+            if shard.name == self._alone and end:
                 # The one before ends where this begins.
                 is_shared = start % self._num_ranks == 0
                 bucket += start if is_shared else _padded(start, self.gap)
                 start = 0
             starts.append(bucket + start)
-            end = start + cut.numel
-            if cut.name == self._alone or (is_first and self.size is not None and end >= self.size):
+            end = start + shard.numel
+            if shard.name == self._alone or (is_first and self.size is not None and end >= self.size):
                 bucket, end = bucket + end, 0
         return starts, bucket + end
 
@@ -186,69 +188,69 @@ def _padded(count: int, divisor: int) -> int:
 
 
 @dataclass
-class _Joined:
-    """All buckets of a buffer, stored one behind the other as if they were one.
+class _JoinedBucket:
+    """All buckets of a buffer, stored as one.
 
     Attributes:
-        key: its name.
-        numel: its elements.
-        rule: how it is shared out.
+        key: key of the joined bucket in the checkpoint.
+        numel: number of its elements.
+        rule: how Megatron divides it into buckets.
         is_first: whether it belongs to the first chunk of the first stage.
-        cuts: what it holds, in the order of the model.
-        total: elements of all of them.
-        is_full: whether they are as long as it is.
+        shards: its parameters, in the order of the model.
+        total: number of elements of all these parameters.
+        is_full: whether the parameters, laid out by the rule, fill the joined bucket.
     """
 
     key: str
     numel: int
-    rule: _Rule
+    rule: _BucketRule
     is_first: bool = False
-    cuts: list[ShardSpec] = field(default_factory=list)
+    shards: list[ShardSpec] = field(default_factory=list)
     total: int = 0
     is_full: bool = False
 
-    def put(self, cut: ShardSpec) -> None:
-        """Put a parameter before what is there.
+    def prepend(self, shard: ShardSpec) -> None:
+        """Put a parameter before those that are in the bucket.
 
         Raises:
             PlanError: it is too long.
         """
-        self.cuts.append(cut)
-        self.total += cut.numel
+        self.shards.append(shard)
+        self.total += shard.numel
         if self.total > self.numel:
-            raise _misfit(cut, f"in {self.key}, which has {self.numel} elements, and with it {self.total}")
-        if self.numel - self.total <= self.rule.gap * len(self.cuts):  # else more is missing than padding can be
-            self.is_full = self.rule.lay_out(self.cuts[::-1], is_first=self.is_first)[1] == self.numel
+            raise _misfit(shard, f"in {self.key}, which has {self.numel} elements, and with it {self.total}")
+        if self.numel - self.total <= self.rule.gap * len(self.shards):  # else more is missing than padding can be
+            self.is_full = self.rule.lay_out(self.shards[::-1], is_first=self.is_first)[1] == self.numel
 
-    def made(self) -> Bucket:
+    def finish(self) -> Bucket:
         """Return it with what it holds."""
-        cuts = self.cuts[::-1]
-        starts, _ = self.rule.lay_out(cuts, is_first=self.is_first)
-        return Bucket(self.key, self.numel, tuple(map(BucketEntry, cuts, starts)))
+        shards = self.shards[::-1]
+        starts, _ = self.rule.lay_out(shards, is_first=self.is_first)
+        return Bucket(self.key, self.numel, tuple(map(BucketEntry, shards, starts)))
 
 
 @dataclass
 class _Buffer:
-    """Buckets of parameters of one type, of one chunk of a model."""
+    """A buffer of Megatron's: the buckets of one model chunk whose parameters have one type."""
 
     dtype: str
-    buckets: list[_Bucket | _Joined] = field(default_factory=list)
+    buckets: list[_Bucket | _JoinedBucket] = field(default_factory=list)
 
     @property
     def is_full(self) -> bool:
         return all(bucket.is_full for bucket in self.buckets)
 
-    def put(self, cut: ShardSpec) -> None:
-        next(bucket for bucket in reversed(self.buckets) if not bucket.is_full).put(cut)
+    def prepend(self, shard: ShardSpec) -> None:
+        next(bucket for bucket in reversed(self.buckets) if not bucket.is_full).prepend(shard)
 
 
 _Groups = dict[tuple[bool, int], list[_Buffer]]
 """The buffers of every data-parallel group in order, by whether it is one of experts, and its number."""
 
 
-def _groups(pieces: Iterable[StoredRange], rule: _Rule | None) -> _Groups:
-    """Make empty buckets of what is stored; with a rule, they are joined."""
-    known: dict[tuple[bool, int, int], tuple[str, dict[int, _Bucket | _Joined]]] = {}
+def _groups(pieces: Iterable[StoredRange], rule: _BucketRule | None) -> _Groups:
+    """Make an empty bucket for each stored one; with a rule, one joined bucket for each buffer."""
+    known: dict[tuple[bool, int, int], tuple[str, dict[int, _Bucket | _JoinedBucket]]] = {}
     for piece in pieces:
         match = _BUCKET.fullmatch(piece.key)
         if match is None:
@@ -256,11 +258,11 @@ def _groups(pieces: Iterable[StoredRange], rule: _Rule | None) -> _Groups:
         chained, group, buffer, dtype, bucket = match.groups()
         _, buckets = known.setdefault((chained == "1", int(group), int(buffer)), (dtype, {}))
         if rule is not None:
-            buckets[0] = _Joined(piece.key, piece.numel, rule)
+            buckets[0] = _JoinedBucket(piece.key, piece.numel, rule)
             continue
-        made = buckets.setdefault(int(bucket), _Bucket(piece.key))
-        assert isinstance(made, _Bucket)
-        made.edges.update((piece.offset, piece.offset + piece.numel))
+        bucket_of_piece = buckets.setdefault(int(bucket), _Bucket(piece.key))
+        assert isinstance(bucket_of_piece, _Bucket)
+        bucket_of_piece.edges.update((piece.offset, piece.offset + piece.numel))
     groups: defaultdict[tuple[bool, int], list[_Buffer]] = defaultdict(list)
     for (is_expert, group, _), (dtype, buckets) in sorted(known.items(), key=lambda item: item[0]):
         groups[is_expert, group].append(_Buffer(dtype, [buckets[number] for number in sorted(buckets)]))
@@ -268,13 +270,13 @@ def _groups(pieces: Iterable[StoredRange], rule: _Rule | None) -> _Groups:
 
 
 def _stages(groups: _Groups, is_expert: bool, numbers: Sequence[int], num_chunks: int) -> list[list[_Buffer]]:
-    """List the buffers of all virtual stages in the order of depth; a stage without parameters has none."""
+    """List the buffers of all virtual stages in the order of depth, without virtual stages that have no parameters."""
     by_stage = [_chunks(groups.get((is_expert, number), ())) for number in numbers]
     return [chunks[index] for index in range(num_chunks) for chunks in by_stage if index < len(chunks)]
 
 
 def _chunks(buffers: Iterable[_Buffer]) -> list[list[_Buffer]]:
-    """Tell the buffers of one chunk from those of the next, which begins where a type comes again."""
+    """Group buffers by model chunk: a chunk has one buffer of each type, so a type that comes again begins the next."""
     chunks: list[list[_Buffer]] = []
     for buffer in buffers:
         if not chunks or any(buffer.dtype == other.dtype for other in chunks[-1]):
@@ -283,28 +285,28 @@ def _chunks(buffers: Iterable[_Buffer]) -> list[list[_Buffer]]:
     return chunks
 
 
-def _deal(parameters: Sequence[tuple[str, ShardSpec]], stages: Sequence[Sequence[_Buffer]]) -> None:
-    """Put the parameters of one rank of every stage, in the order of the model, into the buckets of the stages.
+def _fill_stages(parameters: Sequence[tuple[str, ShardSpec]], stages: Sequence[Sequence[_Buffer]]) -> None:
+    """Fill the buckets of all stages with the parameters of one rank per stage, in the order of the model.
 
     Raises:
         PlanError: one does not fit.
     """
     left: Iterator[tuple[str, ShardSpec]] = iter(parameters)
     first = (bucket for buffers in stages[:1] for buffer in buffers for bucket in buffer.buckets)
-    for joined in (bucket for bucket in first if isinstance(bucket, _Joined)):
+    for joined in (bucket for bucket in first if isinstance(bucket, _JoinedBucket)):
         joined.is_first = True
     for buffers in stages:
         while not all(buffer.is_full for buffer in buffers):
-            dtype, cut = next(left, (None, None))
-            if cut is None:
+            dtype, shard = next(left, (None, None))
+            if shard is None:
                 raise PlanError(f"nothing is left for {buffers[0].buckets[0].key}")
             buffer = next((each for each in buffers if each.dtype == dtype and not each.is_full), None)
             if buffer is None:
-                raise _misfit(cut, f"in a bucket of {dtype}, and there is none, or it is full")
-            buffer.put(cut)
+                raise _misfit(shard, f"in a bucket of {dtype}, and there is none, or it is full")
+            buffer.prepend(shard)
     if (extra := next(left, None)) is not None:
         raise _misfit(extra[1], "in no bucket")
 
 
-def _misfit(cut: ShardSpec, where: str) -> PlanError:
-    return PlanError(f"{cut.name} {cut.blocks[0].box} would lie {where}")
+def _misfit(shard: ShardSpec, where: str) -> PlanError:
+    return PlanError(f"{shard.name} {shard.blocks[0].box} would lie {where}")

@@ -1,4 +1,4 @@
-"""The file that says of every other file of a checkpoint how long it is, and the hash of each of its stored pieces.
+"""The manifest of a checkpoint: a file with the length of every other file, and the hash of each stored piece.
 
 It is two lines: an object of JSON, and the hash of that line, so that damage of this file is not taken for damage of
 another one. Its name does not begin with a dot: what copies a checkpoint by a pattern should take it along.
@@ -30,7 +30,7 @@ class Manifest:
 
     Attributes:
         sizes: bytes of every file, by its path in the folder.
-        digests: of every piece. Those of a file have all of its bytes.
+        digests: hash of every piece; the pieces of a file together are all of its bytes.
     """
 
     sizes: Mapping[str, int]
@@ -38,7 +38,7 @@ class Manifest:
 
     @property
     def num_bytes(self) -> int:
-        """What all files take."""
+        """Bytes of all files together."""
         return sum(self.sizes.values())
 
     @property
@@ -47,7 +47,7 @@ class Manifest:
         return {algorithm_of(digest) for digest in self.digests.values()} <= ALGORITHMS.keys()
 
     def of_files(self, names: Collection[str]) -> Manifest:
-        """Return the part of it that is about some files."""
+        """Return a manifest of some of the files."""
         return Manifest(
             {name: size for name, size in self.sizes.items() if name in names},
             {extent: digest for extent, digest in self.digests.items() if extent.file in names},
@@ -104,8 +104,8 @@ def make_manifest(folder: Path, known: Mapping[Extent, str] | None = None) -> Ma
     """Make the manifest of what lies in a folder.
 
     Args:
-        folder: of the checkpoint.
-        known: hashes that were made while writing; what they do not have is read.
+        folder: folder of the checkpoint.
+        known: hashes that were made while writing; pieces that are not among them are read.
 
     Raises:
         ConfigError: a file is not as long as what was written into it.
@@ -160,8 +160,8 @@ def problems_of_pieces(
     """Read all pieces of a manifest, and say which have changed. Files of another length are left out.
 
     Args:
-        folder: of the checkpoint.
-        manifest: of it, or the part that is to be read.
+        folder: folder of the checkpoint.
+        manifest: the manifest, or the part of it that is to be checked.
         on_read: called with a number of bytes, whenever so many more have been read.
 
     Yields:

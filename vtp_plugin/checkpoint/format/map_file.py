@@ -1,7 +1,7 @@
-"""The file that says where each parameter lies in what the distributed optimizer has stored, written with it.
+"""The map file: where each parameter lies in the buckets that the distributed optimizer has stored.
 
-It stands beside ``metadata.json``. It holds names and shapes of the parameters once, then every bucket with the parts
-that lie in it: which parameter, where, whether another rank holds the same, and the blocks that it consists of.
+It lies beside ``metadata.json`` and is written with the checkpoint. It holds names and shapes of the parameters once,
+then every bucket with its shards: which parameter, where, whether another rank holds the same, and its blocks.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def dump_map(buckets: Iterable[Bucket]) -> str:
     for bucket in buckets:
         parts = [
             (
-                numbers.setdefault((cut.name, cut.shape), len(numbers)),
+                numbers.setdefault((shard.name, shard.shape), len(numbers)),
                 part.offset,
-                int(cut.is_copy),
-                [_packed(block) for block in cut.blocks],
+                int(shard.is_copy),
+                [_packed(block) for block in shard.blocks],
             )
             for part in bucket.parts
-            for cut in (part.cut,)
+            for shard in (part.shard,)
         ]
         rows.append((bucket.key, bucket.numel, parts))
     lines = ",\n".join(map(_json, rows))
@@ -83,21 +83,21 @@ def _bucket(row: Any, parameters: list[tuple[str, tuple[int, ...]]]) -> Bucket:
 def _placed(row: Any, parameters: list[tuple[str, tuple[int, ...]]]) -> BucketEntry:
     number, offset, is_copy, blocks = row
     name, shape = parameters[count(number)]
-    cut = ShardSpec(name=name, shape=shape, blocks=tuple(map(_unpacked, blocks)), is_copy=bool(is_copy))
-    return BucketEntry(cut, count(offset))
+    shard = ShardSpec(name=name, shape=shape, blocks=tuple(map(_unpacked, blocks)), is_copy=bool(is_copy))
+    return BucketEntry(shard, count(offset))
 
 
 def _packed(block: Block) -> list[Any]:
-    """Leave out where a block lies if it is all that the rank holds, without gaps."""
-    if block.place == Strided(0, row_major(block.shape)):
+    """Write a block, without its layout where that is a whole tensor without gaps."""
+    if block.strided == Strided(0, row_major(block.shape)):
         return [block.box]
-    return [block.box, block.place.offset, block.place.strides]
+    return [block.box, block.strided.offset, block.strided.strides]
 
 
 def _unpacked(row: Any) -> Block:
     box = tuple((count(start), count(stop)) for start, stop in row[0])
-    place = Strided(0, row_major(box_shape(box))) if len(row) == 1 else Strided(count(row[1]), _counts(row[2]))
-    return Block(box, place)
+    strided = Strided(0, row_major(box_shape(box))) if len(row) == 1 else Strided(count(row[1]), _counts(row[2]))
+    return Block(box, strided)
 
 
 def _counts(values: Iterable[Any]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""The parameters of a GPT model of Megatron, in the order in which a rank's model holds them, by their stored names.
+"""Lists the parameters of a Megatron GPT model in the order in which a rank's model holds them, by stored name.
 
 The order is that in which Megatron 0.15 to 0.19 makes the modules of ``GPTModel``, ``TransformerLayer``, ``Attention``,
 ``MLASelfAttention`` and ``MoELayer``. Transformer Engine's order was read in its source (``LayerNormLinear`` holds its
@@ -63,17 +63,17 @@ Order = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelParameter:
-    """A parameter of one layer, as ranks cut it.
+    """A parameter of one layer, with the shard of every rank.
 
     Attributes:
-        order: where it stands in the model.
-        cuts: of every tensor-parallel rank.
-        dtype: of its weight.
-        expert: the number of its expert; None if it is none's.
+        order: sort key of its position in the model.
+        shards: the shard of every tensor-parallel rank.
+        dtype: type of its weight.
+        expert: number of its expert; None if it belongs to none.
     """
 
     order: Order
-    cuts: tuple[ShardSpec, ...]
+    shards: tuple[ShardSpec, ...]
     dtype: str
     expert: int | None = None
 
@@ -82,8 +82,8 @@ def parameters_of(weights: Mapping[str, StoredTensor], arguments: Mapping[str, A
     """List the parameters of a model in its order.
 
     Args:
-        weights: as they are stored.
-        arguments: of the run that stored them.
+        weights: the stored weights, by name.
+        arguments: arguments of the run that stored them.
 
     Raises:
         PlanError: what a parameter is called, or how it is cut, is not known; the text says which.
@@ -107,7 +107,7 @@ def expert_ranks(arguments: Mapping[str, Any]) -> int:
 
 
 def _parameters(name: str, tensor: StoredTensor, arguments: Mapping[str, Any]) -> Iterator[ModelParameter]:
-    """Yield what is stored under one name: layers, and experts in them, are its first dimensions."""
+    """Yield the parameters stored under one name, whose first dimensions are layers, and experts in them."""
     layer = _LAYER.fullmatch(name)
     section = next((i for i, start in enumerate(_SECTIONS) if name.startswith(f"{start}.")), None)
     if section is None:
@@ -131,7 +131,7 @@ def _parameters(name: str, tensor: StoredTensor, arguments: Mapping[str, Any]) -
         is_gated = bool(arguments.get("swiglu")) and ".linear_fc1." in name and "layer_norm" not in name
         yield ModelParameter(
             order=(section, own[0], *_order_in_layer(name, inner, expert, own[-1], arguments)),
-            cuts=tuple(_cuts(name, tensor.shape, boxes, size, num_prepended, is_gated=is_gated)),
+            shards=tuple(_shards(name, tensor.shape, boxes, size, num_prepended, is_gated=is_gated)),
             dtype=tensor.dtype,
             expert=own[1] if expert else None,
         )
@@ -158,10 +158,10 @@ def _order_in_layer(
     return (_MODULES.index(module), _LEAVES.index(leaf))
 
 
-def _cuts(
+def _shards(
     name: str, shape: tuple[int, ...], boxes: list[Box], size: int, num_prepended: int, *, is_gated: bool
 ) -> Iterator[ShardSpec]:
-    """Yield the cut of every rank: one box each, or of a gated layer two, or all have the whole."""
+    """Yield the shard of every rank: one box each, two for a gated layer, or the whole tensor for all."""
     ordered = sorted(boxes)
     num_halves = 2 if is_gated else 1
     if len(ordered) not in (num_halves, num_halves * size):

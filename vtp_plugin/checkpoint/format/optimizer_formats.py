@@ -1,4 +1,4 @@
-"""In which form a checkpoint holds the distributed optimizer, in Megatron's words."""
+"""The formats in which a checkpoint may hold the distributed optimizer, in Megatron's words."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Pickles are read without what they name: nothing is imported, nothing runs, and what was read can be written again.
+"""Reads pickles without importing or calling what they name; what was read can be written again.
 
-A pickle says which functions and classes make its objects, and whoever loads it calls them. Here each such object is an
-:class:`PickledObject`, which only keeps what it would have been made of. A few bytes cannot ask for much memory or time
-either: numbers of places, long integers, and keys that take long to hash are refused.
+A pickle names the functions and classes that make its objects, and an ordinary reader calls them. Here each such object
+becomes a :class:`PickledObject`, which only keeps the arguments. Nor can a few bytes use much memory or time: memo
+indices, long integers, and keys that take long to hash are refused.
 
 What torch and Megatron load themselves, with real objects, ``patches/core/dist_checkpointing/plain_objects.py`` guards.
 """
@@ -35,10 +35,10 @@ class PickledObject:
 
     Attributes:
         origin: module and name of the class or function.
-        args: what it was called with.
-        state: what was set afterwards; a dictionary of attributes of most objects.
-        entries: of a list.
-        fields: of a dictionary.
+        args: arguments that it was called with.
+        state: the state that was set afterwards; for most objects a dictionary of attributes.
+        entries: elements, if it is a list.
+        fields: items, if it is a dictionary.
         is_called: whether its class was called, which a pickle need not do.
         was_called: whether its class was called for any object of the pickle.
     """
@@ -82,21 +82,21 @@ class PickledObject:
 
 
 class Reference:
-    """Stands for what a pickle keeps outside itself, such as the elements of a tensor.
+    """Stands for data that a pickle refers to outside itself, such as the elements of a tensor.
 
     Args:
-        words: by which it is found.
+        pid: the persistent id in the pickle.
     """
 
-    def __init__(self, words: Any) -> None:
-        self.words = words
+    def __init__(self, pid: Any) -> None:
+        self.pid = pid
 
 
 class ForbiddenError(Exception):
-    """A pickle names what it must not.
+    """A pickle names a class or function that is not allowed.
 
     Args:
-        name: module and name.
+        name: module and name of the class or function.
     """
 
     def __init__(self, name: str) -> None:
@@ -152,11 +152,11 @@ class _Unpickler(_Reader):
         super().load_additems()
 
     def load_reduce(self) -> None:
-        _require_inert(*self.stack[-2:])
+        _require_unfilled(*self.stack[-2:])
         super().load_reduce()
 
     def _instantiate(self, klass: Any, args: Any) -> None:
-        _require_inert(klass, args)
+        _require_unfilled(klass, args)
         super()._instantiate(klass, args)
 
     def load_int(self) -> None:
@@ -212,8 +212,8 @@ def _require_small(key: tuple[Any, ...]) -> None:
     raise pickle.UnpicklingError("a key that is no small one")
 
 
-def _require_inert(made: Any, args: Any) -> None:
-    """Refuse to fill a container by its class, which no writer does: its keys would not be looked at."""
+def _require_unfilled(made: Any, args: Any) -> None:
+    """Refuse a container that is filled by the call of its class, as no writer does: its keys would go unchecked."""
     if made is OrderedDict and args:
         raise pickle.UnpicklingError("a container that is made of another one")
 
@@ -223,7 +223,7 @@ def load_safely(data: bytes, is_allowed: Callable[[str, str], bool] = lambda mod
 
     Args:
         data: the pickle.
-        is_allowed: whether a module and a name of it may be named.
+        is_allowed: tells whether a module and a name of it may be named.
 
     Raises:
         ForbiddenError: something else is named.
@@ -251,7 +251,7 @@ def called_names(data: bytes) -> frozenset[str]:
 
 class _Pickler(_Writer):
     def persistent_id(self, obj: Any) -> Any:
-        return obj.words if isinstance(obj, Reference) else None
+        return obj.pid if isinstance(obj, Reference) else None
 
     def reducer_override(self, obj: Any) -> Any:
         if not isinstance(obj, PickledObject):

@@ -1,8 +1,8 @@
-"""How a rank's parameter is cut out of the whole one, and where it lies in what the distributed optimizer stores.
+"""How a rank's shard is cut out of a whole parameter, and where it lies in what the distributed optimizer stores.
 
-The distributed optimizer lays the parameters of a rank one after another into buckets, and stores each bucket as one
-flat tensor, in pieces: each data-parallel rank writes its share. A parameter of a rank is part of a larger one, which
-all layouts name and number alike; its blocks say which part, and in which order it lies in the rank's memory.
+The distributed optimizer puts the parameters of a rank one after another into buckets, and stores each bucket as one
+flat tensor, in pieces: each data-parallel rank writes its share. A rank's parameter is a shard of a whole one, whose
+name and shape are the same in all layouts. Its blocks say which elements it has, and how they lie in the rank's memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vtp_plugin.util.boxes import Box, box_shape
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return how far apart neighbours lie in memory, dimension by dimension, in a tensor without gaps.
+    """Return the strides of a contiguous tensor.
 
     >>> row_major((2, 3, 4))
     (12, 4, 1)
@@ -29,8 +29,8 @@ class Strided:
     """Where the elements of a box lie in flat memory.
 
     Attributes:
-        offset: of the first one.
-        strides: how far apart neighbours are, dimension by dimension.
+        offset: offset of the box's first element.
+        strides: distance of neighbouring elements in each dimension.
     """
 
     offset: int
@@ -48,7 +48,7 @@ class Strided:
         )
 
     def moved(self, by: int) -> Strided:
-        """Return the same behind so many more elements."""
+        """Return the same layout, moved by so many elements."""
         return Strided(self.offset + by, self.strides)
 
 
@@ -57,46 +57,45 @@ class Block:
     """A box of a whole parameter, and where its elements lie in the flat memory of a rank's part.
 
     Attributes:
-        box: of the whole parameter.
-        place: in the rank's memory.
+        box: the box, in coordinates of the whole parameter.
+        strided: where its elements lie in the rank's memory.
     """
 
     box: Box
-    place: Strided
+    strided: Strided
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Lengths of the box."""
+        """Shape of the box."""
         return box_shape(self.box)
 
 
 def block_at(box: Box, offset: int, strides: tuple[int, ...]) -> Block:
-    """Make a block from what a tensor says of its memory.
+    """Make a block from a tensor's offset and strides.
 
-    Dimensions of length 1 get the stride of a tensor without gaps: theirs means nothing, and two blocks that hold the
-    same are then equal.
+    Dimensions of length 1 get the stride of a contiguous tensor: theirs means nothing, and equal blocks compare equal.
 
     >>> block_at(((3, 4), (0, 2), (0, 3)), 6, (99, 3, 1))
-    Block(box=((3, 4), (0, 2), (0, 3)), place=Strided(offset=6, strides=(6, 3, 1)))
+    Block(box=((3, 4), (0, 2), (0, 3)), strided=Strided(offset=6, strides=(6, 3, 1)))
     """
-    said: list[int] = []
+    reversed_strides: list[int] = []
     reach = 1
     for (start, stop), stride in zip(reversed(box), reversed(strides), strict=True):
-        said.append(reach if stop - start == 1 else stride)
-        reach += (stop - start - 1) * said[-1]
-    return Block(box, Strided(offset, tuple(reversed(said))))
+        reversed_strides.append(reach if stop - start == 1 else stride)
+        reach += (stop - start - 1) * reversed_strides[-1]
+    return Block(box, Strided(offset, tuple(reversed(reversed_strides))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardSpec:
-    """A rank's part of a parameter.
+    """A rank's shard of a parameter.
 
     Attributes:
-        name: of the whole parameter, the same in every layout.
-        shape: of the whole parameter.
-        blocks: what of it the rank holds. Most parts are one block: some rows, such as those of some query groups, or
-            some columns. A gated layer has two, some rows of the gate and some of what it lets through.
-        is_copy: another rank holds the same, and what that one stores counts.
+        name: name of the whole parameter, the same in every layout.
+        shape: shape of the whole parameter.
+        blocks: the blocks that the rank holds. Most shards are one block: some rows, such as those of some query
+            groups, or some columns. A gated layer has two: some rows of the gate, and some of the projection beside it.
+        is_copy: whether another rank holds the same and stores it.
     """
 
     name: str
@@ -106,14 +105,14 @@ class ShardSpec:
 
     @property
     def numel(self) -> int:
-        """Elements that the rank holds."""
+        """Number of elements that the rank holds."""
         return sum(math.prod(block.shape) for block in self.blocks)
 
     def require_orderly(self) -> None:
-        """Refuse blocks whose elements do not lie in the order of the whole parameter, or outside it.
+        """Refuse blocks that lie outside the whole parameter, or whose elements are not in its order.
 
         Raises:
-            PlanError: they do not. What is transposed cannot be cut out by ranges.
+            PlanError: a block is like that, such as a transposed one, which ranges cannot address.
         """
         for block in self.blocks:
             is_inside = all(0 <= a < b <= n for (a, b), n in zip(block.box, self.shape, strict=True))
@@ -124,7 +123,7 @@ class ShardSpec:
 def _is_orderly(block: Block) -> bool:
     """Tell whether the next index of a dimension lies behind all elements of this one."""
     reach = 0
-    for length, stride in zip(reversed(block.shape), reversed(block.place.strides), strict=True):
+    for length, stride in zip(reversed(block.shape), reversed(block.strided.strides), strict=True):
         if length > 1 and stride <= reach:
             return False
         reach += (length - 1) * stride
@@ -133,25 +132,25 @@ def _is_orderly(block: Block) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class BucketEntry:
-    """A rank's part of a parameter in a bucket.
+    """A shard in a bucket.
 
     Attributes:
-        cut: the part.
-        offset: of its first element in the bucket.
+        shard: the shard.
+        offset: offset of its first element in the bucket.
     """
 
-    cut: ShardSpec
+    shard: ShardSpec
     offset: int
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """What the ranks of one data-parallel group store together in one flat tensor.
+    """A bucket of the distributed optimizer, which the ranks of a data-parallel group store as one flat tensor.
 
     Attributes:
-        key: its name in the checkpoint, without that of a state.
-        numel: elements that are stored, gaps between the parameters included.
-        parts: what lies in it, in order.
+        key: key of the bucket in the checkpoint, without the name of a state.
+        numel: number of stored elements, gaps between the parameters included.
+        parts: the shards in it, in order.
     """
 
     key: str
@@ -161,12 +160,12 @@ class Bucket:
 
 @dataclass(frozen=True, slots=True)
 class StoredRange:
-    """A range of a bucket that lies together in a file: one parameter's part on one data-parallel rank, or a gap.
+    """A range of a bucket that is contiguous in a file: a data-parallel rank's part of one parameter, or a gap.
 
     Attributes:
-        key: of the bucket.
-        offset: in the bucket.
-        numel: how long it is.
+        key: key of the bucket.
+        offset: offset of the range in the bucket.
+        numel: number of elements in the range.
     """
 
     key: str

@@ -1,4 +1,4 @@
-"""Values that Megatron stores beside tensors; who takes them for what they should be says so if they are not."""
+"""Checks of the values that Megatron stores beside tensors, such as arguments."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _MAX_SIZE: Final = 1 << 24  # ranks
 
 @contextmanager
 def taking(folder: Path) -> Iterator[None]:
-    """Run what takes values of a checkpoint for what Megatron has stored there; if they are not, say so."""
+    """Run code that relies on the values that Megatron stores in a checkpoint; if they are others, say so."""
     try:
         yield
     except VtpError:
         raise
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        told = ascii(f"{type(error).__name__}: {error}")[1:100]
+        reason = ascii(f"{type(error).__name__}: {error}")[1:100]
         raise ConfigError(
-            f"{folder} holds other values than Megatron stores ({told}); nobody can read such a checkpoint; copy it "
+            f"{folder} holds other values than Megatron stores ({reason}); nobody can read such a checkpoint; copy it "
             "again, or take another one"
         ) from error
 

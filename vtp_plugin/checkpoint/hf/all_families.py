@@ -26,13 +26,13 @@ def rows_of(model: HFModel) -> tuple[TensorRow, ...]:
 
 
 def rows_in_file(model: HFModel, names: Collection[str]) -> tuple[TensorRow, ...]:
-    """Return the rows of a model as its file has them: experts one by one, or fused.
+    """Return the rows of a model as its files have them: with experts one by one, or fused.
 
     Args:
-        model: that it is.
-        names: of the tensors of the file.
+        model: the published model.
+        names: names of the tensors in its files.
     """
-    fused = {row.ours[0]: row for row in FAMILIES[model.family].fused}
+    fused = {row.megatron_keys[0]: row for row in FAMILIES[model.family].fused}
     if not any(name.endswith(FUSED_NAME) for name in names):
         return rows_of(model)
-    return tuple(fused.get(row.ours[0], row) for row in rows_of(model))
+    return tuple(fused.get(row.megatron_keys[0], row) for row in rows_of(model))

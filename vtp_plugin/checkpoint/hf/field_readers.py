@@ -1,4 +1,4 @@
-"""Typed readers of the fields of a ``config.json``: a value is of its type, or the error says which it must be."""
+"""Typed readers of the fields of a ``config.json``: a value of another type is an error that names the right one."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Fields:
     """Reads fields of a config.
 
     Args:
-        config: that has them.
-        defaults: of those that it leaves out.
-        file: that they come from.
+        config: the config.
+        defaults: values of the fields that it leaves out.
+        file: path of the config, for errors.
     """
 
     def __init__(self, config: Mapping[str, Any], defaults: Mapping[str, Any], file: Path) -> None:

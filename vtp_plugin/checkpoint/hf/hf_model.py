@@ -1,4 +1,4 @@
-"""What a published model is, in numbers, and the flags with which Megatron builds it."""
+"""The sizes of a published model, and the flags with which Megatron builds it."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HFModel:
-    """A model.
+    """The sizes and properties of a published model.
 
     Attributes:
-        family: as ``model_type`` of its config.
-        num_layers: of the decoder.
+        family: name of the family, the ``model_type`` of its config.
+        num_layers: number of layers of the decoder.
         hidden: size of an activation.
-        heads: of queries.
-        groups: of heads that share keys and values.
+        heads: number of query heads.
+        groups: number of query groups, which share keys and values.
         head_dim: size of a head.
         ffn: inner size of a dense feed-forward layer.
-        vocab: words, without padding.
-        max_positions: that it was trained for.
-        epsilon: of its norms.
-        rotary_base: of the positions.
-        rope_factor: by which the positions are stretched as in Llama 3; None if they are not.
-        is_tied: the output layer is the embedding.
-        has_qkv_bias: queries, keys and values have biases.
-        has_query_norm: queries and keys have norms of their own.
-        num_experts: of a layer; 0 in a dense model.
-        topk: experts of a token.
+        vocab: number of words, without padding.
+        max_positions: longest sequence that it was trained for.
+        epsilon: epsilon of its norms.
+        rotary_base: base of the rotary positions.
+        rope_factor: factor by which the positions are stretched as in Llama 3; None if they are not.
+        is_tied: whether the output layer is the embedding.
+        has_qkv_bias: whether queries, keys and values have biases.
+        has_query_norm: whether queries and keys have norms of their own.
+        num_experts: number of experts of a layer; 0 in a dense model.
+        topk: number of experts of a token.
         expert_ffn: inner size of an expert.
-        is_topk_normalised: the weights of a token's experts add up to 1.
-        dropout: of attention.
+        is_topk_normalised: whether the weights of a token's experts add up to 1.
+        dropout: dropout of attention.
     """
 
     family: str
@@ -72,14 +72,14 @@ class HFModel:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """One flag of Megatron's.
+    """A flag of Megatron with its value.
 
     Attributes:
-        flag: its name.
-        argument: where Megatron's parser puts it.
-        value: what it puts there.
-        is_switch: the flag takes no value.
-        is_given: it must be given; else it must be left out.
+        flag: name of the flag.
+        argument: name of the argument that Megatron's parser makes of it.
+        value: value of that argument.
+        is_switch: whether the flag takes no value.
+        is_given: whether it must be given; else it must be left out.
     """
 
     flag: str

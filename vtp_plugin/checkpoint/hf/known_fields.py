@@ -1,4 +1,4 @@
-"""Fields of a ``config.json`` that are known: read, fixed to what Megatron computes, or harmless."""
+"""The known fields of a ``config.json``: read, fixed to what Megatron computes, or harmless."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said of a family: its rows, and what the fields of its ``config.json`` mean."""
+"""The description of a model family: its rows, and what the fields of its ``config.json`` mean."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Family:
     """Models that one class of transformers computes.
 
     Attributes:
-        model_type: as their config has it.
-        architecture: the class.
-        rows: which of their tensors make which of ours.
+        model_type: ``model_type`` in the config of its models.
+        architecture: name of the class.
+        rows: which Hugging Face tensors make which Megatron tensors.
         defaults: what transformers takes for a field that a config leaves out.
         fixed: fields of this family alone that change what is computed, with the values that Megatron computes; of a
             list, of each entry.
@@ -44,7 +44,7 @@ class Family:
         has_qkv_bias: queries, keys and values have biases.
         has_query_norm: queries and keys have norms of their own.
         experts: where the config speaks of experts; None of a dense family.
-        fused: rows in place of those that make the same of ours, where all experts of a layer lie in one tensor.
+        fused: rows that replace those with the same Megatron keys, where all experts of a layer lie in one tensor.
     """
 
     model_type: str

@@ -53,10 +53,10 @@ def contradictions(wanted: Iterable[Setting], arguments: Mapping[str, Any]) -> I
 
     Args:
         wanted: the flags of a model.
-        arguments: of a run; what it has not is not compared.
+        arguments: arguments of a run; those that it does not have are not compared.
 
     Yields:
-        For each that differs: what it is and what is expected, and the way out.
+        For each flag that differs: its value with the expected one, and the way out.
 
     >>> [*contradictions((Setting("--num-layers", "num_layers", 2),), {"num_layers": 4})]
     [('--num-layers is 4, and 2 is expected', 'give --num-layers 2')]
@@ -79,9 +79,9 @@ class Note:
     """What a note says.
 
     Attributes:
-        family: of the model.
-        vocab: its words, without padding.
-        settings: its flags.
+        family: family of the model.
+        vocab: number of the model's words, without padding.
+        settings: the flags with which Megatron builds the model.
     """
 
     family: str
@@ -93,7 +93,7 @@ def read_note(load_dir: str) -> Note | None:
     """Read the note of an import; None where a run loads something else.
 
     Args:
-        load_dir: the folder, as in ``--load``; what is no path is not looked at.
+        load_dir: value of ``--load``; what is no path is not looked at.
 
     Raises:
         ConfigError: it is damaged.
@@ -113,7 +113,7 @@ def _setting(row: Any) -> Setting:
 
     Raises:
         ValueError: it is none.
-        TypeError: likewise.
+        TypeError: it is none.
     """
     read = Setting(*row)
     if [type(each) for each in (read.flag, read.argument, read.is_switch, read.is_given)] != [str, str, bool, bool]:
@@ -125,7 +125,7 @@ def take_settings(load_dir: str, args: Any) -> None:
     """Set arguments of a run to those of the import that it loads, where Megatron does not take them from a checkpoint.
 
     Args:
-        load_dir: as for :func:`read_note`.
+        load_dir: value of ``--load``; what is no path is not looked at.
         args: Megatron's, parsed, with ``--use-checkpoint-args``.
 
     Raises:
@@ -140,7 +140,7 @@ def check_note(load_dir: str, args: Any) -> Iterator[str]:
     """Say which flags of a run contradict the import that it loads; nothing where it loads something else.
 
     Args:
-        load_dir: as for :func:`read_note`.
+        load_dir: value of ``--load``; what is no path is not looked at.
         args: Megatron's, parsed.
 
     Yields:
@@ -173,8 +173,8 @@ def padding_flag(num_words: int, multiple: int) -> str:
     ``--padded-vocab-size``.
 
     Args:
-        num_words: of the model; the tokenizer has no more.
-        multiple: what the padded vocabulary divides by besides: the sizes of the stages that hold a part of it.
+        num_words: number of the model's words; the tokenizer has no more.
+        multiple: number that the padded vocabulary must also be a multiple of, for the stages that hold a part of it.
 
     >>> padding_flag(152064, 2), padding_flag(97, 2)
     ('--make-vocab-size-divisible-by 76032', '--make-vocab-size-divisible-by 49')

@@ -1,4 +1,4 @@
-"""Reads a ``config.json``: every field is read, fixed to what Megatron computes, or known to be harmless."""
+"""Reads a ``config.json``: each field is read, fixed to what Megatron computes, or known to be harmless."""
 
 from __future__ import annotations
 
@@ -50,8 +50,8 @@ def family_of(config: Mapping[str, Any], file: Path) -> Family:
     """Find the family of a config.
 
     Args:
-        config: as it was read.
-        file: from which.
+        config: the config.
+        file: path of the config, for errors.
 
     Raises:
         ConfigError: it is unknown.
@@ -66,11 +66,11 @@ def family_of(config: Mapping[str, Any], file: Path) -> Family:
 
 
 def read_model(config: Mapping[str, Any], file: Path) -> HFModel:
-    """Read what a config says of its model.
+    """Read the model that a config describes.
 
     Args:
-        config: as it was read.
-        file: from which.
+        config: the config.
+        file: path of the config, for errors.
 
     Raises:
         ConfigError: the family or a field is unknown, or has a value that Megatron does not compute.

@@ -1,4 +1,4 @@
-"""The scaling of positions of Llama 3, as numbers: frequencies say by which factor a model was built."""
+"""The scaling of rotary positions in Llama 3: its frequencies, and the factor that given frequencies stand for."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ def frequencies(size: int, base: float, factor: float) -> list[float]:
     Follows https://github.com/huggingface/transformers/blob/main/src/transformers/modeling_rope_utils.py.
 
     Args:
-        size: of the part of a head that is turned.
-        base: of the positions.
-        factor: by which they are stretched; 1 leaves them as they are.
+        size: size of the part of a head that is rotated.
+        base: base of the rotary positions.
+        factor: factor by which positions are stretched; 1 leaves them as they are.
 
     >>> [round(each, 9) for each in frequencies(8, 500000.0, 32.0)]
     [1.0, 0.037606031, 0.000429557, 1.662e-06]
@@ -37,8 +37,8 @@ def factor_of(found: Sequence[float], base: float) -> float | None:
     """Return the factor that frequencies were stretched by; None if they do not tell, or are others.
 
     Args:
-        found: all of them.
-        base: of the positions.
+        found: all frequencies.
+        base: base of the rotary positions.
 
     >>> round(factor_of(frequencies(64, 500000.0, 8.0), 500000.0), 4), factor_of([1.0, 0.5, 0.1, 1e-6], 500000.0)
     (8.0, None)
@@ -59,9 +59,9 @@ def problem_of_factor(found: Sequence[float], base: float, factor: float) -> Ite
     """Say where a model's positions are stretched by another factor than the flag says.
 
     Args:
-        found: its frequencies.
-        base: of its positions.
-        factor: of the flag.
+        found: frequencies of the model.
+        base: base of its rotary positions.
+        factor: factor that the flag gives.
 
     Yields:
         A line ``value; rule; way out``.
@@ -81,6 +81,6 @@ def problem_of_factor(found: Sequence[float], base: float, factor: float) -> Ite
 
 
 def _kept(plain: Sequence[float]) -> list[float]:
-    """Return which share of each frequency stays: all of fast ones, nothing of slow ones, less and less between."""
+    """Return the share of each frequency that stays: 1 for fast ones, 0 for slow ones, a ramp between them."""
     turns = (ORIGINAL * each / (2 * math.pi) for each in plain)
     return [min(max((each - LOW) / (HIGH - LOW), 0.0), 1.0) for each in turns]

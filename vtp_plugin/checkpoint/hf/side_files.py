@@ -1,4 +1,4 @@
-"""Files of a published model: which may be read, and which are carried along as they are."""
+"""The files beside a published model's weights: which may be read, and which are copied as they are."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def file_of(folder: Path, name: str) -> Path:
     ``REPOSITORY/snapshots/REVISION`` and full of links, it is followed to the files of ``REPOSITORY/blobs``, too.
 
     Args:
-        folder: of the model.
-        name: of the file, as some other file of the model may give it.
+        folder: folder of the model.
+        name: name of the file, perhaps from another file of the model.
 
     Raises:
         ConfigError: it is no such name, or a link to elsewhere.
@@ -70,11 +70,11 @@ def carried_files(folder: Path) -> tuple[Path, ...]:
 
 
 def copy_carried(folder: Path, target: Path) -> list[Path]:
-    """Copy them.
+    """Copy the config, the generation config and the files of the tokenizer.
 
     Args:
-        folder: of the model.
-        target: folder that is there.
+        folder: folder of the model.
+        target: the folder to copy to; it exists.
 
     Returns:
         The copies.

@@ -1,4 +1,4 @@
-"""Names that transformers takes for those of a model's class, and what it takes for a copy of another tensor."""
+"""Other names of tensors that transformers accepts for a model's class, and tensors that it ignores."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that families have in common. The names in theirs are those of transformers, ours those of Megatron's models."""
+"""Rows that families have in common, with the names of transformers and of Megatron's models."""
 
 from __future__ import annotations
 
@@ -12,20 +12,29 @@ _EXPERTS: Final = "mlp.experts.experts"
 _BOTH: Final = "gate_and_up"
 
 
-def layer_row(theirs: tuple[str, ...], shapes: tuple[str, ...], *ours: str, is_by_group: bool = False) -> TensorRow:
+def layer_row(
+    hf_names: tuple[str, ...], shapes: tuple[str, ...], *megatron_keys: str, is_by_group: bool = False
+) -> TensorRow:
     """Make a row of every layer, from names inside the layer."""
-    names = tuple(_LAYER + name for name in theirs)
-    return TensorRow(theirs=names, shapes=shapes, ours=tuple(_OURS + name for name in ours), is_by_group=is_by_group)
+    names = tuple(_LAYER + name for name in hf_names)
+    return TensorRow(
+        hf_names=names,
+        shapes=shapes,
+        megatron_keys=tuple(_OURS + name for name in megatron_keys),
+        is_by_group=is_by_group,
+    )
 
 
 EMBEDDING: Final = TensorRow(
-    theirs=("model.embed_tokens.weight",), shapes=("vocab hidden",), ours=("embedding.word_embeddings.weight",)
+    hf_names=("model.embed_tokens.weight",),
+    shapes=("vocab hidden",),
+    megatron_keys=("embedding.word_embeddings.weight",),
 )
 FINAL_NORM: Final = TensorRow(
-    theirs=("model.norm.weight",), shapes=("hidden",), ours=("decoder.final_layernorm.weight",)
+    hf_names=("model.norm.weight",), shapes=("hidden",), megatron_keys=("decoder.final_layernorm.weight",)
 )
 OUTPUT: Final = TensorRow(
-    theirs=("lm_head.weight",), shapes=("vocab hidden",), ours=("output_layer.weight",), is_of_untied=True
+    hf_names=("lm_head.weight",), shapes=("vocab hidden",), megatron_keys=("output_layer.weight",), is_of_untied=True
 )
 ENDS: Final = (EMBEDDING, FINAL_NORM, OUTPUT)
 # Local layers have norms of their own, and store them under the names that Transformer Engine's fused layers have.
@@ -60,12 +69,12 @@ def experts(folder: str, gate: str, up: str, down: str) -> tuple[TensorRow, ...]
     """Return the rows of a layer of experts.
 
     Args:
-        folder: of the layer's feed-forward part, in their names.
-        gate: name of the gate of an expert.
-        up: of what the gate is multiplied with.
-        down: of the projection back.
+        folder: name of the layer's feed-forward part, in Hugging Face's names.
+        gate: name of an expert's gate projection.
+        up: name of the projection that the gate is multiplied with.
+        down: name of the projection back.
 
-    >>> [row.ours[-1] for row in experts("mlp", "gate_proj", "up_proj", "down_proj")][:2]
+    >>> [row.megatron_keys[-1] for row in experts("mlp", "gate_proj", "up_proj", "down_proj")][:2]
     ['decoder.layers.pre_mlp_layernorm.weight', 'decoder.layers.mlp.router.weight']
     """
     one = folder + ".experts.{expert}."

@@ -1,6 +1,7 @@
-"""Which of their tensors make which of ours: rows, and the shares that follow from them.
+"""Maps Hugging Face tensors to Megatron tensors: rows, and the shares that follow from them.
 
-Nothing is computed on the way: every element of theirs is one of ours, so one list of shares serves both directions.
+Nothing is computed on the way: every element of one side is an element of the other, so one list of shares serves both
+directions.
 """
 
 from __future__ import annotations
@@ -17,19 +18,21 @@ _STATELESS = ("word_embeddings", "router")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRow:
-    """Tensors of theirs, and the one of ours that they make.
+    """Hugging Face tensors, and the Megatron tensor that they make.
 
     Attributes:
-        theirs: their names, with ``{layer}`` and ``{expert}``.
-        shapes: their shapes, by the names that the sizes have in :class:`HFModel`.
-        ours: the key in a checkpoint; a second one where Megatron's kinds of layers have different names for it.
-        is_by_group: ours takes a part of each of theirs for every group of heads; else one lies behind the other.
-        is_of_untied: it is there only where the output layer has weights of its own.
+        hf_names: names of the Hugging Face tensors, with ``{layer}`` and ``{expert}``.
+        shapes: shapes of the Hugging Face tensors, by the names that the sizes have in :class:`HFModel`.
+        megatron_keys: key of the Megatron tensor in a checkpoint; a second one where Megatron's kinds of layers differ
+            in it.
+        is_by_group: whether each query group has rows of every Hugging Face tensor in turn; else one tensor lies behind
+            the other.
+        is_of_untied: whether the row exists only where the output layer has weights of its own.
     """
 
-    theirs: tuple[str, ...]
+    hf_names: tuple[str, ...]
     shapes: tuple[str, ...]
-    ours: tuple[str, ...]
+    megatron_keys: tuple[str, ...]
     is_by_group: bool = False
     is_of_untied: bool = False
 
@@ -41,19 +44,19 @@ class TensorRow:
 
 # Transformer Engine's attention has no weights, but a state.
 _ATTENTION = TensorRow(
-    theirs=("{layer}",), shapes=("hidden",), ours=("decoder.layers.self_attention.core_attention.weight",)
+    hf_names=("{layer}",), shapes=("hidden",), megatron_keys=("decoder.layers.self_attention.core_attention.weight",)
 )
 
 
 @dataclass(frozen=True, slots=True)
 class TensorShare:
-    """Rows of one of their tensors.
+    """Rows of a Hugging Face tensor.
 
     Attributes:
-        name: of theirs.
-        first: the first of its rows.
-        box: of ours that the rows are.
-        num_lead: dimensions of ours that theirs has not: layers, experts.
+        name: name of the Hugging Face tensor.
+        first: number of the first of its rows.
+        box: the box of the Megatron tensor that the rows are.
+        num_lead: number of dimensions that only the Megatron tensor has: layers, experts.
     """
 
     name: str
@@ -61,10 +64,10 @@ class TensorShare:
     box: Box
     num_lead: int
 
-    def their_box(self, inner: Box) -> Box:
+    def hf_box(self, inner: Box) -> Box:
         """Return the part of theirs that a part of ours is.
 
-        >>> TensorShare("k", 2, ((0, 1), (6, 8), (0, 4)), 1).their_box(((0, 1), (7, 8), (1, 3)))
+        >>> TensorShare("k", 2, ((0, 1), (6, 8), (0, 4)), 1).hf_box(((0, 1), (7, 8), (1, 3)))
         ((3, 4), (1, 3))
         """
         (start, stop), *rest = inner[self.num_lead :]
@@ -74,12 +77,12 @@ class TensorShare:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """One of our tensors.
+    """A Megatron tensor.
 
     Attributes:
-        row: that it follows from.
-        shape: of the whole, all layers and experts.
-        shares: that it consists of.
+        row: the row that it follows from.
+        shape: shape of the whole tensor, with all layers and experts.
+        shares: the shares that it consists of.
     """
 
     row: TensorRow
@@ -92,31 +95,31 @@ def shape_of(text: str, model: HFModel) -> tuple[int, ...]:
     return tuple(getattr(model, size) for size in text.split())
 
 
-def their_shapes(rows: tuple[TensorRow, ...], model: HFModel) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all of their tensors, by name."""
+def hf_shapes(rows: tuple[TensorRow, ...], model: HFModel) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all Hugging Face tensors, by name."""
     return {
         name.format(layer=layer, expert=expert): shape_of(shape, model)
         for row in rows
         for layer, expert in _leads(row, model)
-        for name, shape in zip(row.theirs, row.shapes, strict=True)
+        for name, shape in zip(row.hf_names, row.shapes, strict=True)
     }
 
 
-def our_tensors(rows: tuple[TensorRow, ...], model: HFModel) -> Iterator[Tensor]:
-    """Yield our tensors with their shares.
+def megatron_tensors(rows: tuple[TensorRow, ...], model: HFModel) -> Iterator[Tensor]:
+    """Yield the Megatron tensors with their shares.
 
     >>> model = HFModel(family="llama", num_layers=1, hidden=4, heads=4, groups=2, head_dim=1, ffn=8, vocab=16,
     ...     max_positions=64, epsilon=1e-5, rotary_base=10000)
-    >>> row = TensorRow(theirs=("q.{layer}", "k.{layer}"), shapes=("queries hidden", "keys hidden"), ours=("qk",),
-    ...     is_by_group=True)
-    >>> (tensor,) = our_tensors((row,), model)
+    >>> row = TensorRow(hf_names=("q.{layer}", "k.{layer}"), shapes=("queries hidden", "keys hidden"),
+    ...     megatron_keys=("qk",), is_by_group=True)
+    >>> (tensor,) = megatron_tensors((row,), model)
     >>> tensor.shape, [(share.name, share.first, share.box[1]) for share in tensor.shares]
     ((1, 6, 4), [('q.0', 0, (0, 2)), ('k.0', 0, (2, 3)), ('q.0', 2, (3, 5)), ('k.0', 1, (5, 6))])
     """
     for row in rows:
         shapes = [shape_of(shape, model) for shape in row.shapes]
         num_rows, rest = sum(shape[0] for shape in shapes), shapes[0][1:]
-        has_layers, has_experts = "{layer}" in row.theirs[0], "{expert}" in row.theirs[0]
+        has_layers, has_experts = "{layer}" in row.hf_names[0], "{expert}" in row.hf_names[0]
         counts = [model.num_layers] * has_layers + [model.num_experts] * has_experts
         shares: list[TensorShare] = []
         for layer, expert in _leads(row, model):
@@ -124,7 +127,7 @@ def our_tensors(rows: tuple[TensorRow, ...], model: HFModel) -> Iterator[Tensor]
             at = 0
             for i, part in product(range(model.groups if row.is_by_group else 1), range(len(shapes))):
                 count = shapes[part][0] // (model.groups if row.is_by_group else 1)
-                name = row.theirs[part].format(layer=layer, expert=expert)
+                name = row.hf_names[part].format(layer=layer, expert=expert)
                 box = (*lead, (at, at + count), *whole_box(rest))
                 shares.append(TensorShare(name, i * count, box, len(lead)))
                 at += count
@@ -138,14 +141,14 @@ def empty_states(rows: tuple[TensorRow, ...], model: HFModel) -> Iterator[str]:
 
     >>> model = HFModel(family="llama", num_layers=2, hidden=4, heads=4, groups=2, head_dim=1, ffn=8, vocab=16,
     ...     max_positions=64, epsilon=1e-5, rotary_base=10000)
-    >>> row = TensorRow(theirs=("o.{layer}",), shapes=("hidden queries",), ours=("decoder.layers.x.weight",))
+    >>> row = TensorRow(hf_names=("o.{layer}",), shapes=("hidden queries",), megatron_keys=("decoder.layers.x.weight",))
     >>> [*empty_states((row,), model)][:2]
     ['decoder.layers.x._extra_state/shard_0_2', 'decoder.layers.x._extra_state/shard_1_2']
     """
     for row in (*rows, _ATTENTION):
-        has_experts = "{expert}" in row.theirs[0]
-        counts = [model.num_layers] * ("{layer}" in row.theirs[0]) + [model.num_experts] * has_experts or [1]
-        for key in row.ours:
+        has_experts = "{expert}" in row.hf_names[0]
+        counts = [model.num_layers] * ("{layer}" in row.hf_names[0]) + [model.num_experts] * has_experts or [1]
+        for key in row.megatron_keys:
             module, _, name = key.rpartition(".")
             if name == "weight" and not module.endswith(_STATELESS):
                 for at in product(*map(range, counts)):
@@ -155,6 +158,6 @@ def empty_states(rows: tuple[TensorRow, ...], model: HFModel) -> Iterator[str]:
 
 def _leads(row: TensorRow, model: HFModel) -> Iterator[tuple[int, int]]:
     """Yield layer and expert of every tensor that a row names; 0 where it names none."""
-    name = row.theirs[0]
+    name = row.hf_names[0]
     layers = range(model.num_layers if "{layer}" in name else 1)
     yield from product(layers, range(model.num_experts if "{expert}" in name else 1))

@@ -1,4 +1,4 @@
-"""How many words the tokenizer of a folder knows: one more than its highest number."""
+"""The number of words that a tokenizer knows: one more than its highest number."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def known_words(folder: Path) -> tuple[int, str] | None:
     Files that are missing or damaged say nothing.
 
     Args:
-        folder: with the files of the tokenizer.
+        folder: folder with the files of the tokenizer.
     """
     found: list[tuple[int, str]] = []
     for name, numbers in _READERS.items():

@@ -1,4 +1,4 @@
-"""Elements of stored tensors, box by box, without reading the tensors as a whole."""
+"""Reads elements of stored tensors box by box, never a whole tensor at once."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ class Elements:
     """Reads tensors of a checkpoint.
 
     Args:
-        folder: of the checkpoint.
+        folder: folder of the checkpoint.
 
     Attributes:
-        folder: the same.
+        folder: folder of the checkpoint.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -64,7 +64,7 @@ class Elements:
 
         Args:
             part: the part.
-            box: inside that of the part.
+            box: a box inside that of the part, in coordinates of the whole parameter.
 
         Returns:
             The bytes of the elements, in the order of the whole.
@@ -74,13 +74,13 @@ class Elements:
         """
         payload = self._find(part.extent)
         size = itemsize(payload.dtype)
-        place, shape = part.place.at(box, part.box), box_shape(box)
-        reach = sum((length - 1) * stride for length, stride in zip(shape, place.strides, strict=True))
-        if place.offset + reach >= math.prod(payload.shape):
+        strided, shape = part.strided.at(box, part.box), box_shape(box)
+        reach = sum((length - 1) * stride for length, stride in zip(shape, strided.strides, strict=True))
+        if strided.offset + reach >= math.prod(payload.shape):
             raise self._broken(part.extent, "holds fewer elements than its index says")
         mapped, data = self._mapped(part.extent.file)
-        begin = payload.offset + place.offset * size
-        strides = (*(stride * size for stride in place.strides), 1)
+        begin = payload.offset + strided.offset * size
+        strides = (*(stride * size for stride in strided.strides), 1)
         found = data.as_strided((*shape, size), strides, begin).reshape(-1).clone()
         _forget(mapped, begin, begin + (reach + 1) * size)
         return found
@@ -106,7 +106,7 @@ class Elements:
 
 
 def copy_bytes(folder: Path, extent: Extent, target: BinaryIO) -> None:
-    """Write bytes of a file of a checkpoint behind those of another one, whatever they are.
+    """Append bytes of a checkpoint's file to another file, whatever they are.
 
     Raises:
         ConfigError: there are fewer.
@@ -131,7 +131,7 @@ def _forget(mapped: mmap.mmap, begin: int, end: int) -> None:
 
 
 def typed(data: torch.Tensor, dtype: str) -> torch.Tensor:
-    """Take bytes as elements of a type.
+    """View bytes as elements of a type.
 
     Raises:
         ConfigError: this torch has no such type.

@@ -1,4 +1,4 @@
-"""The proof of a map that was worked out: where it says a parameter lies, its master weight must be."""
+"""Proves an inferred map: where it says that a parameter lies, the parameter's master weight must be."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from vtp_plugin.util.boxes import Box, format_box
 
 
 def require_masters(contents: Contents, share: int = 0, num_shares: int = 1) -> None:
-    """Refuse a map that was worked out unless every master weight, rounded, is its weight to the last bit.
+    """Refuse an inferred map unless every master weight, rounded, equals its weight to the last bit.
 
     Args:
-        contents: of a checkpoint; one that has its map needs no proof.
-        share: which part of the proof to do, where several processes share it.
-        num_shares: how many do.
+        contents: a checkpoint; one that has its map needs no proof.
+        share: number of this process's share of the proof, where several processes divide it.
+        num_shares: number of processes that divide the proof.
 
     Raises:
         ConfigError: the first parameter that does not fit is named.

@@ -1,4 +1,4 @@
-"""Reading the distributed optimizer of a checkpoint into another layout, piece by piece, by torch's own reader."""
+"""Reads the distributed optimizer of a checkpoint into another layout, piece by piece, with torch's own reader."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ _WEIGHTS = "param"
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A range of a rank's part of a parameter, whose state this process holds.
+    """A range of a rank's shard of a parameter, whose states this process holds.
 
     Attributes:
-        cut: the part.
-        start: the first element.
-        stop: behind the last one.
-        states: what is held of it, by its name in the checkpoint.
+        shard: the shard.
+        start: first element of the range in the shard.
+        stop: the element behind the last one.
+        states: names, in the checkpoint, of the states that are held.
     """
 
-    cut: ShardSpec
+    shard: ShardSpec
     start: int
     stop: int
     states: tuple[str, ...]
 
 
 class StoredOptimizer:
-    """What a checkpoint holds of the distributed optimizer, bucket by bucket.
+    """The distributed optimizer of a checkpoint, bucket by bucket.
 
     Args:
-        folder: of the checkpoint.
-        reader: of its files.
-        buckets: as its map says.
+        folder: folder of the checkpoint.
+        reader: reader of its files.
+        buckets: buckets of its map.
 
     Raises:
         ConfigError: the map does not fit what is stored.
@@ -77,11 +77,11 @@ class StoredOptimizer:
         return (StoredRange(key, chunk.offsets[0], chunk.sizes[0]) for chunk in entry.chunks)
 
     def prefix_of(self, own: Sequence[Bucket]) -> str | None:
-        """Tell before which words the keys of some buckets are stored just so; None if they are not.
+        """Find the prefix with which some buckets of this run are stored under the same keys; None without one.
 
         Args:
-            own: buckets of this run, with keys as one optimizer has them. One of several in a chain has its number
-                before them.
+            own: buckets of this run, with keys as a single optimizer has them. In a chain of several optimizers each
+                has its number before the keys.
         """
         if not own:
             return None
@@ -93,10 +93,10 @@ class StoredOptimizer:
         return None
 
     def objects(self, name: str) -> Iterator[Any]:
-        """Yield an object of every data-parallel group, as it is stored beside the buckets, as late as can be.
+        """Yield the object of a name of every data-parallel group, each read only when it is asked for.
 
         Args:
-            name: of the object, such as ``optimizer`` for the groups of parameters.
+            name: name of the object, such as ``optimizer`` for the groups of parameters.
         """
         for key, entry in self._entries.items():
             if f".{name}/shard_" in key and isinstance(entry, BytesStorageMetadata):
@@ -105,25 +105,25 @@ class StoredOptimizer:
                 yield planner.objects[key][0]
 
     def plan(self, wanted: Sequence[Wanted]) -> tuple[tuple[Copy, ...], ...]:
-        """Say what fills the ranges that this process holds.
+        """Plan the copies that fill the ranges of this process.
 
         Raises:
             ConfigError: something is not stored.
         """
-        refuse(check_wanted(str(self.folder), self.layout, (want.cut for want in wanted)))
-        copies = tuple(self.layout.fill(want.cut, want.start, want.stop) for want in wanted)
+        refuse(check_wanted(str(self.folder), self.layout, (want.shard for want in wanted)))
+        copies = tuple(self.layout.fill(want.shard, want.start, want.stop) for want in wanted)
         for want, found in zip(wanted, copies, strict=True):
             for copy in found:
                 for state in want.states:
                     if MetadataIndex(f"{copy.piece.key}.{state}", (copy.piece.offset,)) not in self._places:
                         raise ConfigError(
-                            f"{self.folder}: {state} of {want.cut.name} is not stored, and this run's optimizer has "
+                            f"{self.folder}: {state} of {want.shard.name} is not stored, and this run's optimizer has "
                             "it; the same --optimizer must go on; load only the weights with --no-load-optim"
                         )
         return copies
 
     def read(self, jobs: Iterable[tuple[Copy, Mapping[str, torch.Tensor]]]) -> None:
-        """Read every piece once, and copy what is wanted of it to its places.
+        """Read every piece once, and copy the needed parts of it into tensors.
 
         Args:
             jobs: copies, and the flat tensors that they fill, by the names of their states.
@@ -142,7 +142,7 @@ class StoredOptimizer:
 
 def _is_same(a: Bucket, b: Bucket) -> bool:
     """Tell whether the same lies in two buckets, whoever else may hold it."""
-    parts = [[(replace(part.cut, is_copy=False), part.offset) for part in bucket.parts] for bucket in (a, b)]
+    parts = [[(replace(part.shard, is_copy=False), part.offset) for part in bucket.parts] for bucket in (a, b)]
     return a.numel == b.numel and parts[0] == parts[1]
 
 
@@ -159,7 +159,7 @@ def _item(key: str, offset: tuple[int, ...], kind: LoadItemType = LoadItemType.T
 
 
 class _Planner(DefaultLoadPlanner):
-    """Takes what is read.
+    """Gives torch's reader the targets that take what it reads.
 
     Args:
         wanted: for every piece the copies, and the tensors that they fill.
@@ -186,7 +186,7 @@ class _Planner(DefaultLoadPlanner):
 
 
 class _Target:
-    """Stands for a tensor that takes a piece, and puts its parts where they belong, so that it is in memory once."""
+    """Stands for a tensor that receives a piece and copies its parts where they belong: it is in memory only once."""
 
     def __init__(self, size: torch.Size, copies: list[tuple[Copy, torch.Tensor]]) -> None:
         self._size, self._copies = size, copies
@@ -202,20 +202,20 @@ class _Target:
             _view(tensor, copy.target, copy.shape).copy_(_view(piece, copy.source, copy.shape))
 
 
-def _view(flat: torch.Tensor, place: Strided, shape: tuple[int, ...]) -> torch.Tensor:
-    return flat.as_strided(shape, place.strides, flat.storage_offset() + place.offset)
+def _view(flat: torch.Tensor, strided: Strided, shape: tuple[int, ...]) -> torch.Tensor:
+    return flat.as_strided(shape, strided.strides, flat.storage_offset() + strided.offset)
 
 
 class Request:
-    """What one optimizer of this process wants of a stored one.
+    """What one optimizer of this process reads of a stored one.
 
     Args:
-        stored: the stored one.
-        wanted: ranges, in the order in which their tensors are given later.
-        take: reads what is stored besides tensors; called with the plan.
+        stored: the stored optimizer.
+        wanted: the ranges, in the order in which their tensors are given later.
+        take: reads what is stored besides tensors; called after planning.
 
     Attributes:
-        plan: what fills the ranges; empty before :meth:`prepare`.
+        plan: copies that fill the ranges; empty before :meth:`prepare`.
     """
 
     def __init__(self, stored: StoredOptimizer, wanted: Sequence[Wanted], take: Callable[[], None]) -> None:
@@ -235,7 +235,7 @@ class Request:
         """Read what was planned.
 
         Args:
-            tensors: of every range, flat, by the names of their states.
+            tensors: for every range its flat tensors, by the names of their states.
         """
         pairs = zip(self.plan, tensors, strict=True)
         with torch.no_grad():

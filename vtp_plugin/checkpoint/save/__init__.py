@@ -1,1 +1,1 @@
-"""How a checkpoint is written: one run in a folder, there as a whole or not at all, hashed."""
+"""Writing a checkpoint: by one run per folder, atomically, with hashes."""

@@ -1,6 +1,6 @@
-"""A folder is there as a whole or not at all: written beside its place, synced with its folders, and moved there.
+"""Writes a folder atomically: beside its place, synced, then moved there, so it is there as a whole or not at all.
 
-Whoever makes a checkpoint without Megatron uses :func:`whole_folder`.
+Code that makes a checkpoint without Megatron uses :func:`whole_folder`.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def make_folder(folder: Path) -> None:
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Write a file that is afterwards the old or the new one, whatever happens in between."""
+    """Replace a file atomically: afterwards it is the old or the new one, whatever happens in between."""
     partial = file.with_name(f"{PARTIAL}{file.name}")
     _write_synced(partial, text)
     partial.replace(file)
@@ -136,7 +136,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 def discard(folder: Path) -> None:
-    """Remove a folder, if it is there; it loses its name first, so nobody takes what is left of it for a whole one."""
+    """Remove a folder if it is there; it is renamed first, so a rest of it is never taken for a whole one."""
     removed = folder.with_name(f"{_REMOVED}{uuid.uuid4().hex}")
     with contextlib.suppress(FileNotFoundError):
         folder.rename(removed)
@@ -147,8 +147,8 @@ def clear(folder: Path, spared: Collection[Path] = ()) -> None:
     """Remove what saves that were stopped have left in a folder.
 
     Args:
-        folder: that holds checkpoints.
-        spared: what is being written.
+        folder: folder that holds the checkpoints.
+        spared: what is being written, and stays.
     """
     for path in folder.glob(f"{PARTIAL}*"):
         if path not in spared and _LEFT.fullmatch(path.name):

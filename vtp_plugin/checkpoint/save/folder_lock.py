@@ -35,7 +35,7 @@ def patience_s(timeout_s: float) -> float:
     """Return how long an earlier start of a run, which still has the folder, may take to end.
 
     Args:
-        timeout_s: of the run.
+        timeout_s: timeout of the run, in seconds.
 
     >>> patience_s(600.0), patience_s(10.0)
     (20.0, 3.0)
@@ -46,18 +46,18 @@ def patience_s(timeout_s: float) -> float:
 class FolderLock:
     """A lock that one process of a run holds until it ends; the others of the run see the run's token in the file.
 
-    A process that stands on another machine than its file system's server loses it with its connection. The lock is
-    one of the process: no child inherits it, such as a data loader that outlives its rank.
+    On a network file system a process loses the lock with its connection to the server. The lock belongs to the
+    process: no child inherits it, such as a data loader that outlives its rank.
 
     Args:
-        folder: of checkpoints; it is made.
+        folder: folder of checkpoints; it is made if it is missing.
         environment: the launcher's variables, which name the run.
-        limit_s: how long an earlier attempt of this run may take to end.
-        token: of the run, which all its processes know; None for one that nobody else has.
-        option: that named the folder, for the error.
+        limit_s: seconds that an earlier attempt of this run may take to end.
+        token: token of the run, which all its processes know; None for a new one.
+        option: option that named the folder, for the error.
 
     Attributes:
-        token: of the run.
+        token: token of the run.
 
     Raises:
         ConfigError: another run holds it, and the text names that run; or the folder cannot be written.

@@ -32,8 +32,9 @@ def problem_of(
     """Say what is wrong with a checkpoint, or None; all pieces of some of its files are read.
 
     Args:
-        checkpoint: its folder.
-        share: gives, for the manifest, what tells by its name whether a file that is read in pieces is to be read here.
+        checkpoint: folder of the checkpoint.
+        share: called with the manifest, gives a function that tells by name whether a file that is read in pieces is
+            read here.
     """
     if not checkpoint.is_dir():
         return f"{checkpoint} is missing"

@@ -1,4 +1,4 @@
-"""Checks of pieces while they are read: what a reader gets goes into a hash on its way."""
+"""Checks pieces while they are read: the bytes that a reader gets are hashed on their way."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ _PART_BYTES: Final = 1 << 20
 
 
 class PieceChecks:
-    """Checks pieces that are read before the block ends; then it raises if one has changed.
+    """A context that checks the pieces read inside it, and raises at its end if one has changed.
 
     Args:
-        folder: of the checkpoint.
-        manifest: of it.
+        folder: folder of the checkpoint.
+        manifest: manifest of the checkpoint.
 
     Raises:
-        ConfigError: at the end, in the place of any other error.
+        ConfigError: at the end of the block, instead of any other error.
     """
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
@@ -44,11 +44,11 @@ class PieceChecks:
         """Check a piece, once.
 
         Args:
-            file: that reads the piece from its beginning.
-            extent: of the piece.
+            file: the file object that reads the piece from its beginning.
+            extent: the bytes of the piece.
 
         Returns:
-            What is to be read in the place of ``file``. Of a piece that was watched before it is the same.
+            The file object to read instead; ``file`` itself for a piece that was watched before.
         """
         known = extent
         if known not in self._manifest.digests:  # it was hashed with all of its file
@@ -80,7 +80,7 @@ class PieceChecks:
 
 
 class _Check:
-    """Hashes a piece from its beginning to its end, whatever order a reader has; it reads itself what that leaves."""
+    """Hashes a piece from beginning to end, in whatever order it is read; it reads itself what a reader skips."""
 
     def __init__(self, folder: Path, extent: Extent, wanted: str) -> None:
         self._folder, self._extent, self._wanted = folder, extent, wanted
@@ -88,7 +88,7 @@ class _Check:
         self._file: io.FileIO | None = None
 
     def saw(self, offset: int, data: memoryview) -> None:
-        """Take bytes that were read at a place of the file; those that lie far ahead are read again later."""
+        """Take bytes that were read at an offset of the file; those that lie far ahead are read again later."""
         if 0 < offset - self._at <= _GAP_BYTES:
             self._read_up_to(offset)
         if offset <= self._at < offset + len(data):

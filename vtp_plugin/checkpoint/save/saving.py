@@ -1,4 +1,4 @@
-"""A checkpoint that Megatron is writing: where its files go meanwhile, and how it becomes one that others see.
+"""A checkpoint that Megatron is writing: where its files go meanwhile, and how it is published.
 
 Steps, each on all ranks before the next: what stopped saves have left is cleared away; Megatron writes, into a folder
 beside the checkpoint's place, and each rank syncs what it has written; one rank of every folder writes the manifest,
@@ -50,8 +50,8 @@ class Kept:
     """Which older checkpoints stay when a new one is there.
 
     Attributes:
-        count: of the newest ones, the new one among them; None for all.
-        interval: the one before the new one stays only if its iteration is a multiple; None for any.
+        count: number of the newest checkpoints that stay, the new one among them; None for all.
+        interval: the checkpoint before the new one stays only if its iteration is a multiple of this; None for any.
     """
 
     count: int | None = None
@@ -61,10 +61,10 @@ class Kept:
         """Say which checkpoints go.
 
         Args:
-            found: iterations of all that are there.
-            whole: of those that can be loaded; only they count.
+            found: iterations of all checkpoints that are there.
+            whole: iterations of those that can be loaded; only they count.
             new: the iteration that was saved now, which stays.
-            before: what the tracker named until now.
+            before: iteration that the tracker named until now.
 
         >>> Kept(count=2).removed([2, 4, 6, 8], {2, 4, 8}, new=8, before=6)
         [2]
@@ -87,12 +87,12 @@ class Saving:
     """One checkpoint, from its first file on.
 
     Attributes:
-        final: where it will be.
+        final: folder where the checkpoint will be.
         is_by_rank: whether every rank may have a folder of its own, as in the format ``torch``.
-        own: folder of this rank's files in :attr:`partial`, where each rank has one.
+        own: this rank's folder in :attr:`partial`, where each rank has one.
         is_in_background: whether Megatron goes on writing when its function has returned.
-        digests: of the pieces that were hashed while they were written.
-        afterwards: what is to be done once others can see it.
+        digests: hashes of the pieces that were hashed while they were written.
+        afterwards: callbacks to run once others can see the checkpoint.
     """
 
     final: Path
@@ -166,7 +166,7 @@ class Saving:
         """Move the checkpoint to its place, name it in the tracker, and begin to remove what is no longer kept.
 
         Args:
-            kept: which older ones stay.
+            kept: which older checkpoints stay.
         """
         for claim in self.partial.glob(f"{_CLAIM}*"):
             if text := read_text(claim):
@@ -185,13 +185,13 @@ class Saving:
 
 @contextmanager
 def naming_what_failed(folder: Path) -> Iterator[None]:
-    """Say why a checkpoint could not be written, where its folder tells.
+    """Say why a checkpoint could not be written, where its folder shows that.
 
     Args:
-        folder: that holds the checkpoints.
+        folder: folder that holds the checkpoints.
 
     Raises:
-        ConfigError: in the place of an error that says less.
+        ConfigError: instead of an error that says less.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""Checkpoints without a run: they are compared and written anew by one process, on CPUs, without process groups.
+"""Tools that compare and rewrite checkpoints without a run: one process, on CPUs, without process groups.
 
 What needs no tensors, such as reading an index, is in ``vtp_plugin/checkpoint/format``. No more than some slabs are in
 memory.

@@ -1,4 +1,4 @@
-"""Two checkpoints side by side, tensor by tensor, whatever layout each was saved in."""
+"""Compares two checkpoints tensor by tensor, whatever layout each was saved in."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class ComparedTensor:
     """How a tensor of one checkpoint compares with that of another.
 
     Attributes:
-        state: weight, master weight or moment.
-        name: of the parameter.
-        is_equal: to the last bit.
+        state: name of the state: weight, master weight or moment.
+        name: name of the parameter.
+        is_equal: whether both are equal to the last bit.
         problem: why they cannot be compared element by element; None if they can.
         relative: the largest difference of two elements, over the largest absolute value of either tensor.
     """
@@ -46,7 +46,7 @@ class Comparison:
     Args:
         a: the first.
         b: the second.
-        is_weights_only: leave the optimizers out.
+        is_weights_only: whether the optimizers are left out.
 
     Attributes:
         keys: state and name of everything that one of them holds, in the order in which it is compared.
@@ -99,7 +99,7 @@ def _unlike(a: Whole | None, b: Whole | None) -> str | None:
 
 
 class _Found:
-    """What is known of two tensors, after some of their elements.
+    """The result of comparing two tensors, after some of their elements.
 
     Args:
         problem: why no elements can be compared.

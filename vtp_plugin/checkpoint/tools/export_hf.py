@@ -1,4 +1,4 @@
-"""A checkpoint of any layout and form becomes a published model, tensor by tensor, without Megatron."""
+"""Exports a checkpoint of any layout and format as a Hugging Face model, tensor by tensor, without Megatron."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from vtp_plugin.checkpoint.hf.hf_model import HFModel, settings
 from vtp_plugin.checkpoint.hf.note import CARRIED, contradictions
 from vtp_plugin.checkpoint.hf.read_config import read_config, read_model
 from vtp_plugin.checkpoint.hf.side_files import CONFIG, carried_files, copy_carried
-from vtp_plugin.checkpoint.hf.tensor_rows import Tensor, TensorShare, our_tensors, their_shapes
+from vtp_plugin.checkpoint.hf.tensor_rows import Tensor, TensorShare, hf_shapes, megatron_tensors
 from vtp_plugin.checkpoint.hf.tokenizer_size import known_words
 from vtp_plugin.checkpoint.load.elements import Elements
 from vtp_plugin.checkpoint.save.atomic_dir import InParts
@@ -51,12 +51,12 @@ _MAX_NAMED: Final = 3
 
 @dataclass(slots=True)
 class _Stored:
-    """One of our tensors, as a checkpoint has it.
+    """A Megatron tensor as a checkpoint stores it.
 
     Attributes:
-        tensor: which.
-        dtype: of its elements.
-        parts: that it lies in, by layer and expert.
+        tensor: the tensor.
+        dtype: type of its elements.
+        parts: the parts that it is stored in, by layer and expert.
     """
 
     tensor: Tensor
@@ -70,15 +70,15 @@ class _Stored:
 
 @dataclass(frozen=True, slots=True)
 class Export:
-    """What is to be exported.
+    """A planned export.
 
     Attributes:
-        contents: of the checkpoint.
-        model: that it is.
+        contents: the checkpoint.
+        model: the model that it is.
         like: folder with the config and the tokenizer.
-        files: the tensors of every file.
-        places: where the shares of each of their tensors are found.
-        num_unproved: rows that are left out, while nobody says how many words the run had.
+        files: the tensors of every new file.
+        places: for each Hugging Face tensor, its shares and where they are stored.
+        num_unproved: number of rows that are left out although nobody says how many words the run had.
     """
 
     contents: Contents
@@ -90,7 +90,7 @@ class Export:
 
     @property
     def num_bytes(self) -> int:
-        """What the weights take."""
+        """Bytes of the weights."""
         return sum(tensor.num_bytes for held in self.files.values() for tensor in held)
 
 
@@ -102,9 +102,9 @@ def find_like(contents: Contents, source: Path) -> Path:
     """
     loaded = contents.arguments.get("load")
     places = [contents.folder.parent, source, *([Path(loaded)] if isinstance(loaded, str) else [])]
-    for place in places:
-        if (place / CARRIED / CONFIG).is_file():
-            return place / CARRIED
+    for candidate in places:
+        if (candidate / CARRIED / CONFIG).is_file():
+            return candidate / CARRIED
     raise ConfigError(
         f"{contents.folder} was not imported here, nor was what its run loaded; {CONFIG} and the tokenizer come from "
         "the published model; give its folder with --like"
@@ -112,12 +112,12 @@ def find_like(contents: Contents, source: Path) -> Path:
 
 
 def plan_export(contents: Contents, like: Path, target: Path) -> Export:
-    """Look at all of a checkpoint but its elements.
+    """Plan an export: check all of a checkpoint but its elements.
 
     Args:
-        contents: of the checkpoint.
+        contents: the checkpoint.
         like: folder with the config of the model.
-        target: folder of the model that is to be.
+        target: folder of the new model.
 
     Raises:
         ConfigError: the checkpoint is another model, or has what a published model has not, or the target holds
@@ -140,7 +140,7 @@ def plan_export(contents: Contents, like: Path, target: Path) -> Export:
     )
     stored = [
         found
-        for tensor in our_tensors(rows_of(model), model)
+        for tensor in megatron_tensors(rows_of(model), model)
         if (found := _find(contents, weights, tensor, model, problems)) is not None
     ]
     problems += [f"{key} is no tensor of such a model" for key in weights]
@@ -152,7 +152,7 @@ def plan_export(contents: Contents, like: Path, target: Path) -> Export:
     for each in stored:
         for share in each.tensor.shares:
             places.setdefault(share.name, []).append((share, each))
-    shapes = their_shapes(rows_of(model), model)
+    shapes = hf_shapes(rows_of(model), model)
     tensors = [NewTensor(name, places[name][0][1].dtype, shape) for name, shape in sorted(shapes.items())]
     is_unproved = rows > model.vocab and not _words_of_run(contents, like)[1]
     return Export(contents, model, like, plan_files(tensors), places, rows - model.vocab if is_unproved else 0)
@@ -162,18 +162,18 @@ def _words_of_run(contents: Contents, like: Path) -> tuple[list[tuple[int, str]]
     """Return how many words a run had, and who says so; and whether all do that could know more."""
     own, size, path = (contents.arguments.get(name) for name in ("tokenizer_type", "vocab_size", "tokenizer_model"))
     takes_size = own not in _OWN_WORDS
-    said = [(size, "--vocab-size of its run says")] if takes_size and isinstance(size, int) else []
-    is_known = bool(said)
+    claims = [(size, "--vocab-size of its run says")] if takes_size and isinstance(size, int) else []
+    is_known = bool(claims)
     folders = [like, *([Path(path)] if isinstance(path, str) else [])]
     for folder in folders:
         if (known := known_words(folder)) is not None:
-            said.append((known[0], f"the tokenizer's {folder / known[1]} says"))
+            claims.append((known[0], f"the tokenizer's {folder / known[1]} says"))
             is_known |= folder == folders[-1]  # of its run, if it names one
-    return said, is_known
+    return claims, is_known
 
 
 def _words_cut_off(contents: Contents, rows: int, model: HFModel, like: Path) -> Iterator[str]:
-    """Say where rows that are left out may be more than padding: the run, or a tokenizer, knows more words."""
+    """Say where rows that are left out may be more than padding, as the run or a tokenizer knows more words."""
     number, who = max(_words_of_run(contents, like)[0], default=(0, ""))
     if rows > model.vocab and number > model.vocab:
         yield (
@@ -184,10 +184,10 @@ def _words_cut_off(contents: Contents, rows: int, model: HFModel, like: Path) ->
 
 
 def _both_names(contents: Contents, weights: Mapping[str, Whole], model: HFModel) -> Iterator[str]:
-    """Say where a tensor is there under two names with different elements: an import has both, and a run saves one."""
+    """Say where a tensor is stored under two names with different elements: an import has both, a run saves one."""
     elements = Elements(contents.folder)
     for row in rows_of(model):
-        first, *others = [key for key in row.ours if key in weights] or [""]
+        first, *others = [key for key in row.megatron_keys if key in weights] or [""]
         for other in others:
             wholes, dtypes = (
                 (weights[first], weights[other]),
@@ -209,10 +209,10 @@ def _both_names(contents: Contents, weights: Mapping[str, Whole], model: HFModel
 def _find(
     contents: Contents, weights: dict[str, Whole], tensor: Tensor, model: HFModel, problems: list[str]
 ) -> _Stored | None:
-    """Find a tensor of ours, take its keys out of all, and say what is wrong with it."""
+    """Find a Megatron tensor, remove its keys from ``weights``, and add what is wrong with it to ``problems``."""
     found = _keys(weights, tensor, model)
     if not found:
-        problems.append(f"{tensor.row.ours[0]} is missing")
+        problems.append(f"{tensor.row.megatron_keys[0]} is missing")
         return None
     parts: dict[tuple[int, ...], list[Part]] = defaultdict(list)
     num_lead = tensor.shares[0].num_lead
@@ -227,7 +227,7 @@ def _find(
             for lead in _corners(full, num_lead):
                 parts[lead].append(full)
     dtypes = {contents.index.tensors[key].dtype for _, key in found}
-    for key in (*(key for _, key in found), *tensor.row.ours):
+    for key in (*(key for _, key in found), *tensor.row.megatron_keys):
         weights.pop(key, None)
     if len(dtypes) > 1 or not is_writable(next(iter(dtypes))):
         problems.append(
@@ -238,8 +238,8 @@ def _find(
 
 
 def _keys(weights: Mapping[str, Whole], tensor: Tensor, model: HFModel) -> list[tuple[int | None, str]]:
-    """Return the key that holds a tensor of ours, or those that hold a layer of it each, with the layer."""
-    for key in tensor.row.ours:
+    """Return the key of a Megatron tensor, or the keys that hold one of its layers each, with the layer."""
+    for key in tensor.row.megatron_keys:
         if key in weights:
             return [(None, key)]
         # Where kinds of layers differ, Megatron stores each layer on its own.
@@ -258,8 +258,8 @@ def _fits(shape: tuple[int, ...], tensor: Tensor) -> bool:
 
 def _in_layer(part: Part, layer: int) -> Part:
     """Return a part of a layer's own tensor as one of all layers."""
-    place = Strided(part.place.offset, (0, *part.place.strides))
-    return Part(((layer, layer + 1), *part.box), part.extent, place)
+    strided = Strided(part.strided.offset, (0, *part.strided.strides))
+    return Part(((layer, layer + 1), *part.box), part.extent, strided)
 
 
 def _corners(part: Part, num_lead: int) -> Iterator[tuple[int, ...]]:
@@ -271,11 +271,11 @@ def _corners(part: Part, num_lead: int) -> Iterator[tuple[int, ...]]:
 
 
 def write_export(plan: Export, target: Path, on_written: Callable[[int], None]) -> None:
-    """Write a published model. Nothing of it is seen before all is there.
+    """Write the model. It appears as a whole.
 
     Args:
-        plan: what is written.
-        target: folder of the model.
+        plan: the planned export.
+        target: folder of the new model.
         on_written: called with the bytes of each slab.
 
     Raises:
@@ -297,7 +297,7 @@ def write_export(plan: Export, target: Path, on_written: Callable[[int], None]) 
 
 
 def _elements(elements: Elements, places: list[tuple[TensorShare, _Stored]]) -> Iterator[memoryview]:
-    """Yield the bytes of one of their tensors, slab by slab."""
+    """Yield the bytes of a Hugging Face tensor, slab by slab."""
     for share, stored in sorted(places, key=lambda place: place[0].first):
         for box in cut_pieces(share.box, itemsize(stored.dtype)):
             found = read_box(elements, stored.parts_of(share), box, stored.dtype)

@@ -1,4 +1,4 @@
-"""A published model becomes a checkpoint of weights that every layout loads, element by element, without Megatron."""
+"""Imports a Hugging Face model as a checkpoint of weights that every layout loads, without Megatron."""
 
 from __future__ import annotations
 
@@ -24,7 +24,14 @@ from vtp_plugin.checkpoint.hf.note import CARRIED, NOTE, RELEASE, dump_note
 from vtp_plugin.checkpoint.hf.read_config import read_config, read_model
 from vtp_plugin.checkpoint.hf.side_files import CONFIG, carried_files, copy_carried, file_of
 from vtp_plugin.checkpoint.hf.spelling import EMBEDDING, HEAD, are_frequencies, is_frequencies, respelt
-from vtp_plugin.checkpoint.hf.tensor_rows import Tensor, TensorRow, TensorShare, empty_states, our_tensors, their_shapes
+from vtp_plugin.checkpoint.hf.tensor_rows import (
+    Tensor,
+    TensorRow,
+    TensorShare,
+    empty_states,
+    hf_shapes,
+    megatron_tensors,
+)
 from vtp_plugin.checkpoint.load.elements import typed
 from vtp_plugin.checkpoint.save.atomic_dir import make_folder, partial_of, sync
 from vtp_plugin.checkpoint.save.folder_lock import LOCK
@@ -47,14 +54,14 @@ _MAX_NAMED: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Import:
-    """What is to be imported.
+    """A planned import.
 
     Attributes:
-        folder: of the published model.
-        model: that it is.
-        shards: its tensors.
-        pieces: of the checkpoint.
-        passed: fields of its config that change nothing.
+        folder: folder of the published model.
+        model: the model that it is.
+        shards: the tensors of its files.
+        pieces: the pieces of the new checkpoint.
+        passed: fields of its config that are ignored, since they change nothing.
     """
 
     folder: Path
@@ -65,16 +72,16 @@ class Import:
 
     @property
     def num_bytes(self) -> int:
-        """What the weights take."""
+        """Bytes of the weights."""
         return sum(piece.num_bytes for piece in self.pieces)
 
 
 def plan_import(folder: Path, target: Path) -> Import:
-    """Look at all of a published model but its elements.
+    """Plan an import: check all of a published model but its elements.
 
     Args:
-        folder: of the model.
-        target: folder that the checkpoint is to be in.
+        folder: folder of the model.
+        target: folder for the new checkpoint.
 
     Raises:
         ConfigError: the model is unknown or damaged, or not what its config says; or the target holds something.
@@ -88,7 +95,7 @@ def plan_import(folder: Path, target: Path) -> Import:
     rows = rows_in_file(model, shards.names)
     left_out = [name for name in shards.names if is_frequencies(name) or (name == HEAD and model.is_tied)]
     refuse(_problems(shards, rows, model, left_out))
-    tensors = [*our_tensors(rows, model)]
+    tensors = [*megatron_tensors(rows, model)]
     refuse(_mixed(shards, tensors))
     refuse(problem for name in left_out for problem in _not_copied(shards, model, name))
     pieces = (piece for tensor in tensors for piece in _pieces(tensor, shards))
@@ -98,7 +105,7 @@ def plan_import(folder: Path, target: Path) -> Import:
 
 def _problems(shards: Shards, rows: tuple[TensorRow, ...], model: HFModel, left_out: Sequence[str]) -> Iterator[str]:
     """Say where the tensors are not those that the config says; of many problems the first ones."""
-    expected, names = their_shapes(rows, model), {*shards.names}
+    expected, names = hf_shapes(rows, model), {*shards.names}
     unknown = sorted(names - expected.keys() - {*left_out})
     missing = sorted(expected.keys() - names)
     way_out = "download all files again"
@@ -121,7 +128,7 @@ def _problems(shards: Shards, rows: tuple[TensorRow, ...], model: HFModel, left_
 
 
 def _not_copied(shards: Shards, model: HFModel, name: str) -> Iterator[str]:
-    """Say where a tensor that is left out is not what Megatron has in its place: no other way out keeps its values."""
+    """Say where a tensor that is left out differs from what Megatron uses instead: then its values would be lost."""
     stored = shards.stored_name(name)
     if is_frequencies(name):
         shape = shards.shape(name)
@@ -164,16 +171,16 @@ def _mixed(shards: Shards, tensors: list[Tensor]) -> Iterator[str]:
         dtypes = sorted({shards.dtype_of(name) for name in {share.name for share in tensor.shares}})
         if len(dtypes) > 1:
             yield (
-                f"{shards.folder}: {tensor.row.theirs[0]} and others have the types {' and '.join(dtypes)}; Megatron "
+                f"{shards.folder}: {tensor.row.hf_names[0]} and others have the types {' and '.join(dtypes)}; Megatron "
                 "stores them as one tensor; save the model with one type"
             )
 
 
 def _pieces(tensor: Tensor, shards: Shards) -> Iterator[NewPiece]:
-    """Cut a tensor of ours into pieces, layer by layer and expert by expert."""
+    """Cut a Megatron tensor into pieces, layer by layer and expert by expert."""
     first = tensor.shares[0]
     dtype, num_lead = shards.dtype_of(first.name), first.num_lead
-    key, *aliases = tensor.row.ours
+    key, *aliases = tensor.row.megatron_keys
     for lead, group in groupby(tensor.shares, key=lambda share: share.box[: share.num_lead]):
         shares = [*group]
         whole: Box = (*lead, *whole_box(tensor.shape[num_lead:]))
@@ -195,10 +202,12 @@ def _saved(value: Any) -> bytes:
 
 
 def write_import(plan: Import, target: Path, on_written: Callable[[int], None]) -> None:
-    """Write a checkpoint. Nothing of it is seen before all is there; what was killed goes on, what was stopped is gone.
+    """Write the checkpoint. It appears as a whole.
+
+    If the process is killed, the next attempt goes on; if it is told to stop, it removes what it has written.
 
     Args:
-        plan: what is written.
+        plan: the planned import.
         target: folder for ``--load``.
         on_written: called with the bytes of each piece.
 

@@ -1,4 +1,4 @@
-"""A checkpoint is written again with its optimizer by parameter, so that any layout can load it.
+"""Rewrites a checkpoint with its optimizer stored by parameter, so that any layout can load it.
 
 Where parameters are stored in blocks, as Megatron 0.12 reads them, each block is flat, and stands in a grid: of a whole
 parameter of shape ``(2, 3, 4)``, two layers of 12 elements, ``(2, 1, 1, 12)`` is stored.
@@ -29,15 +29,15 @@ from vtp_plugin.util.untrusted_files import MAX_INDEX_BYTES, problem_of, read_by
 
 
 def reshard(contents: Contents, target: Path, form: str | None) -> tuple[PieceWriter, Ending]:
-    """Plan how a checkpoint is written again.
+    """Plan how a checkpoint is rewritten.
 
     Args:
-        contents: of the checkpoint as it is.
-        target: folder to write to.
-        form: that the optimizer is to have; what has it already is copied.
+        contents: the checkpoint as it is.
+        target: folder of the new checkpoint.
+        form: format that the optimizer gets; if it has that already, it is copied.
 
     Returns:
-        What writes it, and what it ends with.
+        The writer of its pieces, and what it writes behind them.
     """
     elements = Elements(contents.folder)
     identity = f"{_identity(contents.folder)} {form}"
@@ -50,12 +50,12 @@ def reshard(contents: Contents, target: Path, form: str | None) -> tuple[PieceWr
 
 
 def plan_pieces(contents: Contents, elements: Elements, form: str | None) -> Iterator[NewPiece]:
-    """Say of which pieces a checkpoint consists whose optimizer any layout can load.
+    """Yield the pieces of the new checkpoint.
 
     Args:
-        contents: of the checkpoint as it is.
-        elements: of it.
-        form: that the optimizer is to have.
+        contents: the checkpoint as it is.
+        elements: reader of its elements.
+        form: format that the optimizer gets.
     """
     index = contents.index
     kept = [

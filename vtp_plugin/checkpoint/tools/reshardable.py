@@ -1,4 +1,4 @@
-"""What a checkpoint holds besides tensors, rewritten so that any layout loads its optimizer."""
+"""Rewrites what a checkpoint holds besides tensors, so that any layout can load its optimizer."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ _BECOMES: Final = {
 
 
 def form_for_any(contents: Contents, wanted: str | None = None) -> str | None:
-    """Return the form in which any uniform layout loads a checkpoint's optimizer.
+    """Return the format in which any uniform layout loads a checkpoint's optimizer.
 
     Args:
-        contents: of the checkpoint.
-        wanted: the form, if it is not to be that of the Megatron that wrote it.
+        contents: the checkpoint.
+        wanted: the format to use, if it is not that of the Megatron that wrote the checkpoint.
 
     Raises:
         ConfigError: the checkpoint cannot be written so.
@@ -63,19 +63,19 @@ def form_for_any(contents: Contents, wanted: str | None = None) -> str | None:
         return form
     if form == BY_BLOCK:
         return wanted
-    said = "has no optimizer" if own is None else f"holds the optimizer as {own}"
-    raise ConfigError(f"{contents.folder} {said}; of that nothing is made {wanted}; leave --form out")
+    state = "has no optimizer" if own is None else f"holds the optimizer as {own}"
+    raise ConfigError(f"{contents.folder} {state}; of that nothing is made {wanted}; leave --form out")
 
 
 def is_kept(contents: Contents, key: str, form: str | None) -> bool:
-    """Tell whether what is stored under a key stays as it is: all but what all ranks share, and another optimizer's.
+    """Tell whether the data of a key is copied: all but what all ranks share, and an optimizer in another format.
 
     What unequal stages have stored by pipeline and tensor-parallel rank has no place elsewhere.
 
     Args:
-        contents: of the checkpoint as it is.
-        key: of a tensor, or of an object.
-        form: that the optimizer is to have.
+        contents: the checkpoint as it is.
+        key: key of a tensor or of an object.
+        form: format that the optimizer gets.
     """
     if _OF_A_GROUP.match(key) or kind_of(key) != WEIGHT:
         return form == contents.form
@@ -88,7 +88,7 @@ def loses_random_states(contents: Contents) -> bool:
 
 
 def note_of_experts(contents: Contents) -> str | None:
-    """Say into which layouts the optimizer of a model with experts goes; None without experts, or without an optimizer.
+    """Say which layouts can load the optimizer of a model with experts; None without experts or an optimizer.
 
     Megatron numbers optimizers where experts have one of their own, and loads neither form where they have the other.
     """
@@ -115,8 +115,8 @@ def rewritten_common(contents: Contents, form: str | None) -> tuple[str, bytes]:
     """Rewrite what all ranks share.
 
     Args:
-        contents: of the checkpoint as it is.
-        form: that the optimizer is to have.
+        contents: the checkpoint as it is.
+        form: format that the optimizer gets.
 
     Returns:
         The key under which it is stored, or the name of its file, and its bytes.

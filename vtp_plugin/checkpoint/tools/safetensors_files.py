@@ -1,4 +1,4 @@
-"""Files of the format safetensors, read box by box and written as a stream: no tensor is in memory as a whole."""
+"""Reads safetensors files box by box, and writes them as a stream: no whole tensor is in memory."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Shards:
     """The tensors of a published model.
 
     Args:
-        folder: of the model.
+        folder: folder of the model.
 
     Attributes:
-        folder: the same.
+        folder: folder of the model.
 
     Raises:
         ConfigError: there are none, or two sets of them; a file is missing or damaged, or the package safetensors is.
@@ -132,10 +132,10 @@ class Shards:
             raise ConfigError(f"{file} is damaged ({error}); it holds weights; {_WAY_OUT}") from None
 
     def rename(self, names: Mapping[str, str]) -> None:
-        """Call tensors as a model's class does.
+        """Rename tensors as the model's class calls them.
 
         Args:
-            names: that they have in their files, by those that they get.
+            names: names in the files, by the new names.
         """
         self._tensors = {name: self._tensors[stored] for name, stored in names.items()}
 
@@ -175,12 +175,12 @@ class Shards:
         return self.dtype_of(part.name)
 
     def read(self, part: TensorShare, box: Box) -> torch.Tensor:
-        """Read a box of ours out of a share.
+        """Read a box of a Megatron tensor out of a share.
 
         Returns:
-            The bytes of the elements, in the order of ours.
+            The bytes of the elements, in the order of the Megatron tensor.
         """
-        rows, *rest = (slice(start, stop) for start, stop in part.their_box(box))
+        rows, *rest = (slice(start, stop) for start, stop in part.hf_box(box))
         found: torch.Tensor = self._slice(part.name)[(rows, *rest) if rest else rows]
         return found.contiguous().reshape(-1).view(torch.uint8)
 
@@ -190,9 +190,9 @@ class NewTensor:
     """A tensor that is to be written.
 
     Attributes:
-        name: of it.
-        dtype: of its elements, as torch calls it.
-        shape: of it.
+        name: name of the tensor.
+        dtype: name of its elements' type, as torch calls it.
+        shape: shape of the tensor.
     """
 
     name: str
@@ -201,7 +201,7 @@ class NewTensor:
 
     @property
     def num_bytes(self) -> int:
-        """What its elements take."""
+        """Bytes of its elements."""
         return math.prod(self.shape) * itemsize(self.dtype)
 
 

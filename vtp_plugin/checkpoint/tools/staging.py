@@ -1,4 +1,4 @@
-"""What was begun and failed is taken away; what is not a checkpoint appears as a whole, too."""
+"""Writes folders for the tools: nothing is left of a failed attempt, and a finished folder appears as a whole."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def require_new(target: Path, but_for: Collection[str] = ()) -> None:
 
     Args:
         target: the folder.
-        but_for: names that may be there, from an attempt that was stopped.
+        but_for: names of files that may be there, from an attempt that was stopped.
 
     Raises:
         ConfigError: it holds something else.
@@ -32,10 +32,10 @@ def require_new(target: Path, but_for: Collection[str] = ()) -> None:
 
 
 def remover_of_new(target: Path) -> Callable[[], None]:
-    """Return what removes a folder that is not there yet, and those that are made for it, unless others use them.
+    """Return a function that removes a folder that does not exist yet, with the parents made for it that are empty.
 
     Args:
-        target: the folder; if it is there, nothing is removed.
+        target: the folder; if it exists already, nothing is removed.
     """
     new = [folder for folder in (target, *target.parents) if not folder.exists()]
 
@@ -51,13 +51,13 @@ def remover_of_new(target: Path) -> Callable[[], None]:
 
 @contextmanager
 def writing_to(target: Path, undo: Callable[[], None] | None = None) -> Iterator[None]:
-    """Run what writes a folder; where it fails, or is stopped by Ctrl-C or SIGTERM, say so in one line.
+    """Run code that writes a folder; if it fails, or Ctrl-C or SIGTERM stops it, raise an error of one line.
 
-    A process that is killed takes nothing away.
+    A process that is killed removes nothing.
 
     Args:
         target: the folder.
-        undo: what takes away what was written; None where the next attempt goes on with it.
+        undo: removes what was written; None where the next attempt goes on with it.
 
     Raises:
         ConfigError: it cannot be written, or the process was told to stop.
@@ -84,7 +84,7 @@ def holding(folder: Path) -> Iterator[None]:
     """Keep runs that save out of a folder of checkpoints while one is written there.
 
     Args:
-        folder: that ``--to`` names.
+        folder: the folder that ``--to`` names.
 
     Raises:
         ConfigError: a run has it, or it cannot be written.
@@ -97,7 +97,7 @@ def holding(folder: Path) -> Iterator[None]:
 
 
 def _failed_write(error: BaseException | None) -> OSError | None:
-    """Return what the system said, also where torch has made another error of it."""
+    """Return the system's error, also where torch has wrapped it in another one."""
     while error is not None and not isinstance(error, VtpError):
         if isinstance(error, OSError):
             return error
@@ -107,10 +107,10 @@ def _failed_write(error: BaseException | None) -> OSError | None:
 
 @contextmanager
 def _stopped_once() -> Iterator[list[int]]:
-    """Let SIGTERM be as Ctrl-C, and nothing stop what cleans up after it.
+    """Treat SIGTERM as Ctrl-C, and ignore further signals during the clean-up.
 
     Yields:
-        The signal that came, if one did: torch makes another error of the interrupt where it was writing.
+        A list that gets the signal that came: torch turns an interrupt of its writing into another error.
     """
     came: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -134,10 +134,10 @@ def _stopped_once() -> Iterator[list[int]]:
 
 @contextmanager
 def written_beside(target: Path) -> Iterator[Path]:
-    """Give a folder to write to, which gets its name when the block ends well.
+    """Give a folder to write to, which is moved to its place when the block ends well.
 
     Args:
-        target: the folder that is to be.
+        target: the folder's place.
 
     Raises:
         ConfigError: it holds something, or cannot be written.

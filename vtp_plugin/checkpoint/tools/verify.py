@@ -1,4 +1,4 @@
-"""Whether all that the index of a checkpoint promises is there: files, parts of tensors, the map, every byte."""
+"""Verifies that a checkpoint holds all that its index promises: files, parts of tensors, the map, every byte."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ _COPY: Final = "copy it again, or take another checkpoint"
 
 
 class Verification:
-    """What is to be read of a checkpoint to know whether it is whole.
+    """Verifies one checkpoint.
 
     Args:
-        folder: of the checkpoint, in any format.
+        folder: folder of the checkpoint, in any format.
 
     Attributes:
-        folder: the same.
-        manifest: of it; None if it has none.
-        num_bytes: that are read.
+        folder: folder of the checkpoint.
+        manifest: manifest of the checkpoint; None if it has none.
+        num_bytes: number of bytes that are read.
 
     Raises:
         ConfigError: it has no manifest, and its index cannot be read.
@@ -102,7 +102,7 @@ def check_checkpoint(contents: Contents, on_read: Callable[[int], None]) -> Iter
     """Say what is broken in a checkpoint without a manifest. Everything that its index names is read.
 
     Args:
-        contents: of the checkpoint.
+        contents: the checkpoint.
         on_read: called with a number of bytes, whenever so many more have been read.
 
     Yields:
@@ -118,7 +118,7 @@ def check_checkpoint(contents: Contents, on_read: Callable[[int], None]) -> Iter
 
 
 def check_fit(contents: Contents) -> Iterator[str]:
-    """Say what of a checkpoint is missing or does not fit together, without reading what its index names.
+    """Say what of a checkpoint is missing or inconsistent, without reading the data that its index names.
 
     Yields:
         Lines ``value; rule; way out``.
@@ -153,7 +153,7 @@ def _check_lengths(index: Index, sizes: dict[str, int | None]) -> Iterator[str]:
 
 
 def _problems_of_cover(tensor: StoredTensor) -> Iterator[str]:
-    """Say whether the parts of a tensor leave it, give an element twice, or leave one out."""
+    """Say whether parts of a tensor lie outside it, overlap, or leave elements out."""
     boxes = [box for box, _ in tensor.extents]
     for box in boxes:
         if any(stop > length for (_, stop), length in zip(box, tensor.shape, strict=True)):

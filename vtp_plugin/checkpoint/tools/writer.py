@@ -1,7 +1,7 @@
-"""A checkpoint of the format ``torch_dist`` is written piece by piece, by one process; what was stopped goes on.
+"""Writes a checkpoint of the format ``torch_dist`` piece by piece, in one process, and resumes a stopped attempt.
 
-What is to be written is planned first, in an order that is always the same. A journal says which pieces are written.
-Who finds one goes on behind the last piece that is whole.
+The pieces are planned first, in an order that is always the same. A journal lists the pieces that are written; an
+attempt that finds one resumes behind its last whole piece.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ _FILE_BYTES: Final = 1 << 30
 
 
 class PiecePart(Protocol):
-    """What elements are read from: a part of a stored tensor, or of one in another format."""
+    """A source of elements: a part of a stored tensor, or of a tensor in another format."""
 
     @property
     def box(self) -> Box:
-        """What it is of the whole tensor."""
+        """The box of the whole tensor that it is."""
         ...
 
 
 class Source(Protocol):
-    """Where elements are read.
+    """A reader of elements.
 
     Attributes:
-        folder: that it reads.
+        folder: folder that it reads.
     """
 
     folder: Path
@@ -72,15 +72,15 @@ class NewPiece:
     """A part of a new tensor, or an object.
 
     Attributes:
-        key: under which it is stored.
-        dtype: of its elements; None of an object.
-        shape: of the whole tensor.
-        box: of it that the piece holds.
-        kept: the bytes that it has already; None if it is made of parts.
-        parts: what it is made of.
+        key: key under which it is stored.
+        dtype: type of its elements; None for an object.
+        shape: shape of the whole tensor.
+        box: box of the tensor that the piece holds.
+        kept: bytes of an old file that it consists of; None if it is made of parts.
+        parts: the parts that it is made of.
         data: the bytes of an object that is new.
         aliases: further keys under which the same bytes are found.
-        flattened: the shape that the whole tensor had before each block of it was made flat; None if it was not.
+        flattened: shape that the whole tensor had before each block of it was made flat; None if it was not.
         read: the box that the piece holds, in that shape.
     """
 
@@ -97,7 +97,7 @@ class NewPiece:
 
     @property
     def num_bytes(self) -> int:
-        """About what it takes in its file."""
+        """Estimated bytes in its file."""
         if self.kept is not None:
             return self.kept.length or 0
         if self.dtype is None:
@@ -155,12 +155,12 @@ def _read(source: Source, part: PiecePart, box: Box, dtype: str) -> torch.Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ending:
-    """What a checkpoint has besides pieces.
+    """What is written behind the pieces of a checkpoint.
 
     Attributes:
         common: what all ranks share, as ``torch.save`` writes it.
-        common_key: under which that is stored, or the name of its file.
-        files: others, by name.
+        common_key: key under which that is stored, or the name of its file.
+        files: contents of the other files, by name.
     """
 
     common: bytes
@@ -173,13 +173,13 @@ class PieceWriter:
 
     Args:
         pieces: what is to be written.
-        source: that parts are read from.
-        target: folder that appears when all of it is written.
-        identity: what tells the source from others.
+        source: reader of the parts' elements.
+        target: folder that appears when all pieces are written.
+        identity: text that tells the source from others.
 
     Attributes:
         pieces: what is to be written, in order.
-        places: where each of those that are written lies.
+        places: the bytes of each written piece.
     """
 
     def __init__(self, pieces: Sequence[NewPiece], source: Source, target: Path, identity: str) -> None:
@@ -193,10 +193,10 @@ class PieceWriter:
         return f"<{len(self.places)} of {len(self.pieces)} pieces in {self._target}>"
 
     def find_written(self) -> int:
-        """Find what an earlier, stopped attempt has written.
+        """Find the pieces that an earlier, stopped attempt has written.
 
         Returns:
-            How many bytes, about.
+            Number of bytes that it has written, about.
 
         Raises:
             ConfigError: the folder holds a checkpoint, or part of another one.
@@ -251,7 +251,7 @@ class PieceWriter:
             self._finish(ending)
 
     def _keep_only_written(self) -> None:
-        """Take away what stands behind the last whole piece, in files and in the journal."""
+        """Truncate the files and the journal behind the last whole piece."""
         ends: dict[str, int] = {}
         for place in self.places:
             ends[place.file] = place.offset + (place.length or 0)
@@ -268,7 +268,7 @@ class PieceWriter:
         self._journal.write_text("\n".join([json.dumps(self._head), *lines]) + "\n")
 
     def _append(self, write: Callable[[BinaryIO], None]) -> Extent:
-        """Write behind what was written last, or into a new file if that one is large."""
+        """Append to the last file, or begin a new one if that is large."""
         number, end = 0, 0
         if self.places:
             last = self.places[-1]

@@ -1,4 +1,4 @@
-"""What plans and schedules look like: SVG documents, lines of text, traces. Pure: no torch, no processes.
+"""Draws plans and schedules: SVG documents, lines of text, traces. Pure: no torch, no processes.
 
 Each module answers one question: ``draw_pipeline`` (which ranks are there, and what crosses between stages),
 ``draw_bridges`` (the same between modules), ``draw_timeline`` (who computes when), ``arrange`` (where does everything

@@ -1,4 +1,4 @@
-"""Where everything in the picture of a pipeline lies, in pixels: stages in bands, replicas one below the other."""
+"""Arranges the picture of a pipeline, in pixels: stages in bands, replicas one below the other."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ class DrawnBoundary:
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """What is drawn, and where. Coordinates count from the upper left corner.
+    """What is drawn, and where. Coordinates start at the upper left corner.
 
     Attributes:
-        layout: who is where.
-        sites: of every stage; empty if none were named.
-        head_height: room for the title.
+        layout: the pipeline layout.
+        sites: site of every stage; empty if none were named.
+        head_height: height of the title.
         replicas: the ``(dp_rank, cp_rank)`` in the picture, one row each; a stage without that replica has no frame
             in the row.
-        boundaries: of these replicas.
+        boundaries: the boundaries of these replicas.
     """
 
     layout: PipelineLayout
@@ -213,10 +213,10 @@ class Picture:
 
         Args:
             drawn: boundary to the next band, or from the last stage to the first.
-            rank: where the line starts.
+            rank: rank at which the line starts.
             index: number of the line among `num_lines`; on the right the first is the outermost, so that lines do not
                 cross.
-            num_lines: how many lines the boundary has.
+            num_lines: number of lines that the boundary has.
         """
         row, stage, _ = self._cell(rank)
         below = self.frame_top(row, self.band(stage)) + self.frame_height(self._tallest(self.band(stage)))
@@ -246,11 +246,11 @@ def arrange(
     """Choose what is drawn.
 
     Args:
-        layout: who is where.
+        layout: the pipeline layout.
         is_ring: whether the last stage sends to the first.
-        rules: how boundaries are crossed.
+        rules: how the transport of every boundary is chosen.
         dp_mode: how stages of different data-parallel sizes work together.
-        head_height: room for the title.
+        head_height: height of the title.
     """
     replicas = layout.replicas
     if len(replicas) > _MAX_REPLICAS_DRAWN:

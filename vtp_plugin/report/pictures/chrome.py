@@ -31,18 +31,18 @@ def box(process: int, row: int, name: str, kind: str, start_s: float, end_s: flo
 
 
 def flight(process: int, row_name: str, name: str, number: int, start_s: float, end_s: float) -> Iterable[Event]:
-    """Draw what may overlap others of its row, such as a message.
+    """Draw a box that may overlap others of its row, such as a message.
 
-    A row is made of what has its name, since Perfetto gives each name a row; what it is stands beside it when it is
-    chosen.
+    Perfetto makes a row of all boxes with one name, so the name is that of the row; the box's own name is shown when it
+    is selected.
 
     Args:
-        process: group of rows.
-        row_name: of the row.
-        name: of the box.
-        number: of it in the process.
-        start_s: when it begins.
-        end_s: when it ends.
+        process: number of the group of rows.
+        row_name: name of the row.
+        name: name of the box.
+        number: number of the box in the process.
+        start_s: second at which it begins.
+        end_s: second at which it ends.
     """
     common: Event = {"name": row_name, "cat": "message", "id2": {"local": number}, "pid": process, "tid": 0}
     yield {"ph": "b", "ts": _us(start_s), "args": {"message": name}} | common
@@ -55,10 +55,10 @@ def arrow(name: str, number: int, start: tuple[int, int, float], end: tuple[int,
     It never ends at a box that began before the other one: Perfetto turns such arrows round.
 
     Args:
-        name: of what it stands for.
-        number: of the arrow in the trace.
-        start: process, row and time, inside a box.
-        end: process, row and time.
+        name: name of the arrow.
+        number: number of the arrow in the trace.
+        start: process, row and time of its start, inside a box.
+        end: process, row and time of its end.
     """
     for letter, (process, row, at_s) in (("s", start), ("f", end)):
         common: Event = {"ph": letter, "name": name, "cat": "message", "id": number}
@@ -72,8 +72,8 @@ def document(events: Iterable[Event], about: Event | None = None) -> str:
     and so is row 0, so rows 0 and 1 of a process 1 would be one.
 
     Args:
-        events: in any order.
-        about: what else the file says.
+        events: the events, in any order.
+        about: further entries of the file.
 
     >>> text = document([box(0, 0, "", "", 0.0, 1.0), box(1, 0, "", "", 0.0, 1.0), box(1, 2, "", "", 0.0, 1.0)])
     >>> [(event["pid"], event["tid"]) for event in json.loads(text)["traceEvents"]]

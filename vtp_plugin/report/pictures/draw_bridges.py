@@ -38,8 +38,8 @@ class DrawnModule:
     """A module in the picture.
 
     Attributes:
-        title: above its frame.
-        end: its ranks at the bridge.
+        title: title above the module's frame.
+        end: the module's ranks at the bridge.
     """
 
     title: str
@@ -57,10 +57,10 @@ def draw_bridges(
     """Draw the sources below each other at the left, the destination at the right, and the forward transfers.
 
     Args:
-        sources: modules that send.
+        sources: the modules that send.
         destination: the module that all of them send to.
-        plans: of the activations, one for each source.
-        title: of the picture.
+        plans: plans of the activations, one for each source.
+        title: title of the picture.
 
     Returns:
         An SVG document; marks as in :func:`vtp_plugin.report.pictures.draw_pipeline.draw_pipeline`.

@@ -55,11 +55,13 @@ def draw_pipeline(
     Of a stage with many ranks it shows the first few and the last.
 
     Args:
-        layout: who is where.
+        layout: the pipeline layout.
         is_ring: whether the last stage sends to the first, as with virtual stages.
-        rules: how boundaries are crossed, and the sites; by default the automatic choice inside one site.
+        rules: how the transport of every boundary is chosen, and the sites; by default the automatic choice inside one
+            site.
         dp_mode: how stages of different data-parallel sizes work together.
-        num_rings: how often a microbatch passes the cloud, if the first stage also holds the last layers; else 0.
+        num_rings: number of times that a microbatch passes the cloud, if the first stage also holds the last layers;
+            else 0.
 
     Returns:
         An SVG document (see :mod:`vtp_plugin.report.pictures.svg`). Transfers are paths of the class `transfer`, each

@@ -20,10 +20,10 @@ class Box:
     """Something that takes time.
 
     Attributes:
-        kind: what it is; gives its colour.
-        start: when it begins.
-        end: when it ends.
-        text: shown where it has room.
+        kind: kind of the box, which gives its colour.
+        start: time at which it begins.
+        end: time at which it ends.
+        text: text that is shown where it fits.
     """
 
     kind: str
@@ -37,8 +37,8 @@ class Group:
     """Rows that belong together.
 
     Attributes:
-        name: of the group.
-        rows: labels, each with its boxes.
+        name: name of the group.
+        rows: labels of the rows, each with its boxes.
     """
 
     name: str
@@ -49,10 +49,10 @@ def draw_rows(groups: Sequence[Group], *, title: str, unit: str, colours: Mappin
     """Draw groups over one axis of time.
 
     Args:
-        groups: from top to bottom.
-        title: heading.
-        unit: of the times.
-        colours: of every kind, in the order of the legend; a box of another kind is not drawn.
+        groups: the groups, from top to bottom.
+        title: heading of the picture.
+        unit: unit of the times.
+        colours: colour of every kind, in the order of the legend; a box of another kind is not drawn.
 
     Returns:
         An SVG document (see :mod:`vtp_plugin.report.pictures.svg`).

@@ -49,8 +49,8 @@ def draw_text(timeline: Timeline, *, columns: int = 120) -> str:
     with `-` (forward) or `=` (backward). A dot is idle time.
 
     Args:
-        timeline: What to draw.
-        columns: Width of the time axis, in letters.
+        timeline: the timeline to draw.
+        columns: width of the time axis, in letters.
 
     >>> from vtp_plugin.plan.schedule.cost.costs import uniform_costs
     >>> from vtp_plugin.plan.schedule.make.generate import one_f_one_b
@@ -77,8 +77,8 @@ def summarize(timeline: Timeline, *, unit: str = "") -> str:
     """Say in one line how long the step takes, and for what share of it the stages compute.
 
     Args:
-        timeline: What to sum up.
-        unit: Of its times.
+        timeline: the timeline to sum up.
+        unit: unit of its times.
 
     >>> from vtp_plugin.plan.schedule.cost.costs import uniform_costs
     >>> from vtp_plugin.plan.schedule.make.generate import one_f_one_b
@@ -102,10 +102,10 @@ def draw_svg(timeline: Timeline, *, title: str, unit: str = "", width: int = 680
     The number at the right of a row is the share of the step in which the worker computes.
 
     Args:
-        timeline: What to draw.
-        title: Heading.
-        unit: Of the times.
-        width: Of the time axis, in pixels.
+        timeline: the timeline to draw.
+        title: heading of the picture.
+        unit: unit of the times.
+        width: width of the time axis, in pixels.
 
     Returns:
         An SVG document (see :mod:`vtp_plugin.report.pictures.svg`). Every compute has a title with its action and
@@ -139,8 +139,8 @@ def chrome_trace(timeline: Timeline, *, unit_s: float = 1.0) -> str:
     Workers are the rows of one process, channels those of another.
 
     Args:
-        timeline: What to draw.
-        unit_s: Of its times, in seconds.
+        timeline: the timeline to write.
+        unit_s: unit of its times, in seconds.
     """
     events = [chrome.name_process(process, name) for process, name in enumerate(("stages", "channels"))]
     for worker, (label, spans) in enumerate(zip(_labels(timeline), timeline.spans, strict=True)):

@@ -18,8 +18,8 @@ def document(width: int, height: int, *, title: str, style: str, body: Iterable[
     """Assemble a document.
 
     Args:
-        width: of the picture.
-        height: of the picture.
+        width: width of the picture.
+        height: height of the picture.
         title: name of the picture for readers who cannot see it.
         style: CSS rules beside those of every picture.
         body: elements; later ones are painted on top.

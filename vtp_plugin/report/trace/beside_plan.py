@@ -1,4 +1,4 @@
-"""The simulated step as a trace, and the costs of a run that was planned for none."""
+"""The simulated step as a trace, and costs from the trace of a run that was planned without any."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _BOUNDARY = re.compile(r"boundary (\d+)->(\d+)\b.*?, (forward|backward)(?:,|$)")
 
 
 def plan_shares(schedule: Schedule, costs: Costs) -> list[TimeShare]:
-    """Simulate a step, and say what every worker does in it; times begin at 0.
+    """Simulate a step, and give what every worker does in it; times begin at 0.
 
     From its last compute to the end of the step a worker waits for the others, in the optimizer: that is ``OPTIMIZER``.
 
     Args:
-        schedule: of the step.
-        costs: in ms.
+        schedule: schedule of the step.
+        costs: durations and links, in ms.
 
     >>> from vtp_plugin.plan.schedule.cost.costs import uniform_costs
     >>> from vtp_plugin.plan.schedule.make.generate import one_f_one_b
@@ -100,8 +100,8 @@ def name_computes(stretches: Sequence[Stretch], order: Iterable[Action]) -> Iter
     """Name the forwards and backwards of a rank by its order, where it did not know them itself.
 
     Args:
-        stretches: of one step, in the order of their ends.
-        order: of the rank's worker.
+        stretches: stretches of one step, in the order of their ends.
+        order: order of the rank's worker.
     """
     computes = iter([action for action in order if action.op.is_compute])
     for one in stretches:
@@ -130,8 +130,8 @@ def measured_costs(placement: Placement, steps: Sequence[Sequence[TimeShare]]) -
     The slowest rank of a stage counts. A message's whole time is taken for latency.
 
     Args:
-        placement: of the run's schedules.
-        steps: of all ranks, on one clock, with the names of computes.
+        placement: placement of the run's schedules.
+        steps: for each step the time shares of all ranks, on one clock, with the names of computes.
     """
     computes: defaultdict[tuple[Cause, int, int], list[float]] = defaultdict(list)
     crossings: defaultdict[tuple[int, int], list[float]] = defaultdict(list)

@@ -1,4 +1,4 @@
-"""What a rank's time goes to."""
+"""The causes that a rank's time is spent on."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from vtp_plugin.util.text_enum import TextEnum
 
 
 class Cause(TextEnum):
-    """What a stretch of a rank's time goes to; the value is what people and files read.
+    """What a stretch of a rank's time is spent on; the value is the name for people and in files.
 
-    Ranks note the first ones. The last three are found when all ranks are seen together: of a wait, and of a finish
-    inside the stage, what lies before the other stage has sent is ``BUBBLE``, and what lies after it ``MESSAGE``.
+    Ranks record the first ones. The last three are found by comparing all ranks: a wait, or a finish inside the stage,
+    is ``BUBBLE`` until the other stage has sent, and ``MESSAGE`` after that.
     """
 
     FORWARD = "forward"
@@ -68,14 +68,14 @@ MEANINGS: Mapping[Cause, str] = MappingProxyType(
 class Stretch:
     """A piece of a rank's time with one cause.
 
-    Stretches may lie inside one another: what the inner one takes is not the outer one's.
+    Stretches may be nested: the time of the inner one does not count for the outer one.
 
     Attributes:
-        cause: what the time goes to.
-        name: of a forward or backward its action, where the rank knows it; of what crosses boundary, direction and
-            microbatch, in the same words on both sides.
-        start_s: when it begins.
-        end_s: when it ends.
+        cause: what the time is spent on.
+        name: action of a forward or backward, where the rank knows it; boundary, direction and microbatch of what
+            crosses, in the same words on both sides.
+        start_s: second at which it begins.
+        end_s: second at which it ends.
     """
 
     cause: Cause
@@ -85,5 +85,5 @@ class Stretch:
 
     @property
     def length_s(self) -> float:
-        """How long it takes."""
+        """Seconds that it takes."""
         return self.end_s - self.start_s

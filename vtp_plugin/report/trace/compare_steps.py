@@ -1,4 +1,4 @@
-"""A run beside its plan: all ranks on one clock, and where their steps differ from the simulated ones."""
+"""Compares a run with its plan: puts all ranks on one clock, and finds where steps differ from the simulated ones."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ class TracedStep:
     """One step of all ranks, and its plan.
 
     Attributes:
-        number: of the step.
-        run: what the time of each rank went to, without a gap, on the clock of rank 0.
-        shares: the same as it was noted.
-        plan: what the time of each worker was to go to, from 0 on.
-        placement: of the plan.
-        costs: that the plan was made for, in ms.
-        are_measured: they were taken from the trace, since the run was planned for none.
+        number: number of the step.
+        run: for each rank its stretches without a gap, on the clock of rank 0.
+        shares: the stretches as the ranks recorded them.
+        plan: for each worker its planned stretches, from second 0 on.
+        placement: placement of the plan.
+        costs: costs that the plan was made for, in ms.
+        are_measured: whether the costs were taken from the trace, since the run was planned without any.
     """
 
     number: int
@@ -60,12 +60,12 @@ class TracedStep:
 
     @property
     def start_s(self) -> float:
-        """When the first rank begins it."""
+        """Second at which the first rank begins it."""
         return min(share.start_s for share in self.shares)
 
     @property
     def planned_s(self) -> float:
-        """How long it was to take, without the optimizer."""
+        """Planned seconds, without the optimizer."""
         return max(stretches[-1].end_s for stretches in self.plan.values())
 
 
@@ -74,11 +74,12 @@ class Difference:
     """How much more of a step a cause takes on a rank than planned, on average.
 
     Attributes:
-        rank: of the run.
-        cause: the end of the step, gradients and optimizer together, counts as the optimizer.
-        planned_s: in a step.
-        ran_s: in a step.
-        where: boundary whose messages, waits or finishes differ most; empty for others.
+        rank: rank of the run.
+        cause: what the time is spent on; the end of the step, gradients and optimizer together, counts as the
+            optimizer.
+        planned_s: planned seconds in a step.
+        ran_s: measured seconds in a step.
+        where: boundary whose messages, waits or finishes differ most; empty for other causes.
     """
 
     rank: int
@@ -89,7 +90,7 @@ class Difference:
 
     @property
     def more_s(self) -> float:
-        """How much more."""
+        """Seconds more than planned."""
         return self.ran_s - self.planned_s
 
 
@@ -122,11 +123,11 @@ def _share(file: RankFile, step: RankStep, order: Actions) -> TimeShare:
 
 
 def offset_at(clocks: Sequence[tuple[float, float, float]], at_s: float) -> float:
-    """Return what is to be added to a rank's clock; between two readings, and beyond them, along a line.
+    """Return what is to be added to a rank's clock, by linear interpolation between two readings and beyond them.
 
     Args:
-        clocks: when each was made, what was to be added then, and how wrong that may be.
-        at_s: by the rank's clock.
+        clocks: readings of the clock: the time of each, what was to be added then, and its error.
+        at_s: a time by the rank's clock.
 
     >>> offset_at([(0.0, 5.0, 0.1), (10.0, 6.0, 0.1)], 2.5), offset_at([(0.0, 5.0, 0.1)], 2.5), offset_at([], 2.5)
     (5.25, 5.0, 0.0)
@@ -157,7 +158,7 @@ def _beside_plan(
 
 
 def explained(steps: Sequence[TracedStep]) -> dict[int, float]:
-    """Return, by rank, the share of the steps whose cause is known."""
+    """Return, by rank, the share of the steps' time whose cause is known."""
     lengths: dict[int, float] = defaultdict(float)
     other: dict[int, float] = defaultdict(float)
     for step in steps:
@@ -200,8 +201,8 @@ def slower_by_itself(steps: Sequence[TracedStep], found: Sequence[Difference]) -
     whose receiver was ready, from the send on, in comparison with the link's costs.
 
     Args:
-        steps: of the run.
-        found: their differences.
+        steps: steps of the run.
+        found: their differences from the plan.
     """
     least_s = _LEAST_SHARE * max(step.planned_s for step in steps)
     own = [one for one in found if one.cause not in _FOLLOWING | _ASKED_FOR and one.more_s >= least_s]

@@ -1,4 +1,4 @@
-"""What each rank's step went to: no time counts twice, and a wait counts by what the other side did."""
+"""Explains what each rank spent a step on: no time counts twice, and a wait is explained by the other side."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _WHOLE = frozenset({Cause.EVALUATE, Cause.SAVE})
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimeShare:
-    """A rank in one step.
+    """The time of one rank in one step.
 
     Attributes:
-        rank: of the run; of a plan the worker.
-        worker: of the rank, in the schedules.
-        start_s: when the step begins, on the common clock.
-        end_s: when it ends.
-        stretches: what was noted of it.
+        rank: rank of the run; in a plan the worker.
+        worker: worker of the rank in the schedules.
+        start_s: second at which the step begins, on the common clock.
+        end_s: second at which it ends.
+        stretches: stretches that the rank recorded in it.
     """
 
     rank: int
@@ -33,18 +33,18 @@ class TimeShare:
 
     @property
     def length_s(self) -> float:
-        """How long the step takes."""
+        """Seconds that the step takes."""
         return self.end_s - self.start_s
 
 
 def on_one_clock(step: RankStep, *, rank: int, worker: int, offset_s: Callable[[float], float]) -> TimeShare:
-    """Give a step by the clock of rank 0.
+    """Convert a step to the clock of rank 0.
 
     Args:
-        step: by the rank's own clock.
-        rank: whose it is.
-        worker: of the rank.
-        offset_s: says what is to be added to a time of the rank's clock.
+        step: the step by the rank's own clock.
+        rank: the rank that ran it.
+        worker: worker of the rank.
+        offset_s: gives what is to be added to a time of the rank's clock.
     """
 
     def shift(at_s: float) -> float:
@@ -60,7 +60,7 @@ def on_one_clock(step: RankStep, *, rank: int, worker: int, offset_s: Callable[[
 
 
 def flatten(share: TimeShare) -> list[Stretch]:
-    """Cut a step into stretches that follow one another without a gap: what nothing was noted of is ``OTHER``.
+    """Cut a step into stretches that follow one another without a gap: time without a record is ``OTHER``.
 
     >>> noted = (Stretch(cause=Cause.BATCH, name="", start_s=1.0, end_s=2.0),
     ...          Stretch(cause=Cause.FORWARD, name="0F0", start_s=0.5, end_s=4.0))
@@ -96,7 +96,7 @@ def flatten(share: TimeShare) -> list[Stretch]:
 
 
 def sends(shares: Sequence[TimeShare]) -> dict[str, dict[int, float]]:
-    """Say of each message which ranks send it, and when each of them begins to."""
+    """For each message list the ranks that send it, with the second at which each begins to."""
     begun_s: dict[str, dict[int, float]] = defaultdict(dict)
     for share in shares:
         for one in share.stretches:
@@ -106,12 +106,12 @@ def sends(shares: Sequence[TimeShare]) -> dict[str, dict[int, float]]:
 
 
 def sender(begun_s: Mapping[int, float], rank: int, until_s: float) -> int | None:
-    """Say which rank began last to send what a rank waited for: waits for several ranks come in turn.
+    """Find the rank that began last to send what a rank waited for: waits for several ranks come in turn.
 
     Args:
-        begun_s: when each sender began.
-        rank: that waited.
-        until_s: when its wait ended.
+        begun_s: second at which each sender began.
+        rank: rank that waited.
+        until_s: second at which its wait ended.
 
     Returns:
         The sender; None where nobody is known to send it, or where the rank itself does.
@@ -137,17 +137,17 @@ def arrivals(shares: Sequence[TimeShare]) -> Iterator[tuple[TimeShare, Stretch, 
 
 
 def explain(shares: Sequence[TimeShare]) -> dict[int, list[Stretch]]:
-    """Say of all ranks in one step what their time went to, without a gap.
+    """Explain the time of all ranks in one step, without a gap.
 
     A wait for a message is ``BUBBLE`` until the rank that it waits for has begun to send it, and ``MESSAGE`` after
     that. So is a finish, until the message has come to the ranks of the stage. A wait until a message has left is
     ``MESSAGE``.
 
     Args:
-        shares: of all ranks, on one clock.
+        shares: time shares of all ranks, on one clock.
 
     Returns:
-        By rank.
+        The stretches of each rank, by rank.
     """
     sent = sends(shares)
 

@@ -1,4 +1,4 @@
-"""What a step's time goes to, stage by stage: compute, exposed communication, bubble; and ranks that compute slowly."""
+"""The time of a step, stage by stage: compute, exposed communication, bubble; and ranks that compute slowly."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ _SLOW = 1.3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageTimes:
-    """A stage in one step.
+    """The time of one stage in one step.
 
     Attributes:
         stage: number of the stage.
-        mean_ms: by part, the mean of its ranks.
-        slowest_ms: by part, the longest of a rank.
-        slowest_rank: by part, which rank that is.
-        slow_ranks: by what factor a rank, as text, computes longer than the others of the stage, if that is much.
+        mean_ms: for each part of the time, the mean of the stage's ranks in ms.
+        slowest_ms: for each part of the time, the longest of a rank in ms.
+        slowest_rank: for each part of the time, the rank with the longest.
+        slow_ranks: factor by which a rank computes longer than the others of the stage, by rank as text; only where
+            that is much.
     """
 
     stage: int
@@ -42,7 +43,7 @@ class StageTimes:
     slow_ranks: Mapping[str, float]
 
     def __str__(self) -> str:
-        """Say it in one line.
+        """Write the times in one line.
 
         >>> ms, rank = dict.fromkeys(PARTS, 20.0), dict.fromkeys(PARTS, 3)
         >>> print(StageTimes(stage=1, mean_ms=ms, slowest_ms=ms, slowest_rank=rank, slow_ranks={}))
@@ -60,8 +61,8 @@ def stage_times(shares: Sequence[TimeShare], stages: Mapping[int, int]) -> tuple
     """Sum up a step by stages.
 
     Args:
-        shares: of all ranks, on one clock.
-        stages: of each rank.
+        shares: time shares of all ranks, on one clock.
+        stages: stage of each rank.
     """
     by_rank = {rank: totals(stretches) for rank, stretches in explain(shares).items()}
     own_ms = {

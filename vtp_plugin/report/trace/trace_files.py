@@ -26,14 +26,14 @@ _DIGITS = 7  # of seconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """Whose file it is.
+    """The rank and the run that a file belongs to.
 
     Attributes:
-        run: the same in all files of a run.
-        rank: that wrote it.
-        world_size: ranks of the run.
-        stage: of the rank.
-        worker: of the rank, in the schedules.
+        run: name of the run, the same in all its files.
+        rank: rank that wrote the file.
+        world_size: number of ranks of the run.
+        stage: stage of the rank.
+        worker: worker of the rank in the schedules.
     """
 
     run: str
@@ -48,11 +48,11 @@ class RankStep:
     """One step of one rank: from the start of its first forward to the start of the next step's.
 
     Attributes:
-        number: of the training step, from 1 on in the process.
-        plan: digest of its schedule with its costs.
-        start_s: when it begins.
-        end_s: when it ends.
-        stretches: what was noted of it, by their ends.
+        number: number of the training step, from 1 on in the process.
+        plan: digest of the step's schedule with its costs.
+        start_s: second at which it begins.
+        end_s: second at which it ends.
+        stretches: stretches that were recorded, in the order of their ends.
     """
 
     number: int
@@ -64,11 +64,11 @@ class RankStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a step was to do.
+    """The plan of a step.
 
     Attributes:
-        schedule: lowered.
-        costs: in ms, that it was planned for; None where it was planned for none.
+        schedule: the lowered schedule.
+        costs: costs that it was planned for, in ms; None where it was planned without any.
     """
 
     schedule: Schedule
@@ -77,13 +77,13 @@ class Plan:
 
 @dataclass(kw_only=True)
 class RankFile:
-    """What the file of one rank says.
+    """The contents of one rank's file.
 
     Attributes:
-        owner: whose it is.
-        clocks: readings, the first and the last: by the rank's clock when, what to add, and how wrong that may be.
-        plans: by their digests.
-        steps: in order.
+        owner: the rank and the run that it belongs to.
+        clocks: first and last reading of the clock: the time by the rank's clock, what is to be added, and its error.
+        plans: the plans by their digests.
+        steps: the steps in order.
     """
 
     owner: Owner
@@ -93,7 +93,7 @@ class RankFile:
 
 
 def trace_path(folder: str | Path, rank: int) -> Path:
-    """Name one rank's file.
+    """Return the path of one rank's file.
 
     >>> str(trace_path("logs/trace", 3))
     'logs/trace/rank3.jsonl'
@@ -102,13 +102,13 @@ def trace_path(folder: str | Path, rank: int) -> Path:
 
 
 def owner_line(owner: Owner) -> dict[str, object]:
-    """Say whose file it is."""
+    """Make the line that says which rank and run the file belongs to."""
     names = ("run", "rank", "world_size", "stage", "worker")
     return {"vtp_trace": _FORMAT, **{name: getattr(owner, name) for name in names}}
 
 
 def plan_line(digest: str, plan: Plan) -> dict[str, object]:
-    """Say what steps are to do."""
+    """Make the line of a plan."""
     schedule, placement = plan.schedule, plan.schedule.placement
     return {
         "plan": digest,
@@ -124,7 +124,7 @@ def plan_line(digest: str, plan: Plan) -> dict[str, object]:
 
 
 def step_line(step: RankStep) -> dict[str, object]:
-    """Say what a rank did in a step."""
+    """Make the line of what a rank did in a step."""
     return {
         "step": step.number,
         "plan": step.plan,
@@ -135,7 +135,7 @@ def step_line(step: RankStep) -> dict[str, object]:
 
 
 def read_step(entry: Mapping[str, Any]) -> RankStep:
-    """Read what :func:`step_line` says."""
+    """Read a line of :func:`step_line`."""
     return RankStep(
         number=int(entry["step"]),
         plan=entry["plan"],
@@ -146,7 +146,7 @@ def read_step(entry: Mapping[str, Any]) -> RankStep:
 
 
 def clock_line(at_s: float, offset_s: float, error_s: float) -> dict[str, object]:
-    """Say how far the rank's clock is behind that of rank 0."""
+    """Make the line that says how far the rank's clock is behind that of rank 0."""
     return {"clock": [round(value, _DIGITS) for value in (at_s, offset_s, error_s)]}
 
 
@@ -218,7 +218,7 @@ def _entries(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
 
 
 def _take(file: RankFile, entry: Mapping[str, Any]) -> None:
-    """Add a line to what is known of a rank."""
+    """Add a line's entry to the file's contents."""
     if "clock" in entry:
         at_s, offset_s, error_s = map(float, entry["clock"])
         file.clocks.append((at_s, offset_s, error_s))

@@ -43,18 +43,18 @@ def layer_flops(model: GPTModel, batch: Batch, layer: int) -> float:
 
 
 def speed_of(card: Card, links: Links, model: GPTModel, batch: Batch, tp: int, num_replicas: int) -> Speed:
-    """Give what the parts of a model take on a stage, with the messages between its ranks.
+    """Give the durations of a model's layers on a stage, with the messages between its ranks.
 
     Args:
-        card: of the stage.
-        links: between its ranks, among others.
+        card: the kind of card that the stage has.
+        links: all links, among them those between the stage's ranks.
         model: the whole model.
         batch: a microbatch.
         tp: tensor-parallel size.
-        num_replicas: of the stage.
+        num_replicas: number of replicas of the stage.
 
     Raises:
-        ConfigError: the card says nothing from which they follow.
+        ConfigError: nothing is known of the card from which they follow.
     """
     costs = _Costs(card, links, model, batch, tp, num_replicas)
     shared, exchange = costs.shared, costs.exchange_s
@@ -91,7 +91,7 @@ def speed_of(card: Card, links: Links, model: GPTModel, batch: Batch, tp: int, n
 
 
 class _Layer(NamedTuple):
-    """What a layer costs; the names are those of Speed."""
+    """What a layer costs; the fields are named as those of :class:`Speed`."""
 
     forward_s: float
     backward_s: float
@@ -102,7 +102,7 @@ class _Layer(NamedTuple):
 
 
 class _Costs:
-    """What parts of a model cost on a stage; ``sure`` collects where their times come from."""
+    """What the parts of a model cost on a stage; ``sure`` collects the sources of their times."""
 
     def __init__(self, card: Card, links: Links, model: GPTModel, batch: Batch, tp: int, num_replicas: int) -> None:
         self.card, self.model, self.batch, self.tp, self.num_replicas = card, model, batch, tp, num_replicas
@@ -116,13 +116,13 @@ class _Costs:
         self.sure: set[Source] = {"fitted"} if is_fitted or batch.cp > 1 else set()
 
     def part(self, name: str, flops: float) -> tuple[float, float]:
-        """Give forward and backward of a part."""
+        """Give the forward and backward seconds of a part."""
         forward, backward, source = _part_s(self.card, name, flops, self.batch, self.tp)
         self.sure.add(source)
         return forward, backward
 
     def update_s(self, dense: float, routed: float) -> float:
-        """Give the optimizer's time for weights, and for those of experts that are apart."""
+        """Give the optimizer's seconds for dense weights, and for those of experts that are summed separately."""
         if self.batch.shares_update:
             dense, routed = dense / (self.num_replicas * self.batch.cp), routed / self.shared.num_copies
         seconds, source = _update_s(self.card, dense + routed)
@@ -151,7 +151,7 @@ class _Costs:
 
 
 def _sum_s(card: Card, links: Links, num_bytes: float, tp: int) -> float:
-    """Give the time in which the ranks of a stage sum a tensor: as it was measured, or else in a ring."""
+    """Give the seconds in which the ranks of a stage all-reduce a tensor: as measured, else for a ring."""
     if tp == 1 or not num_bytes:
         return 0.0
     measured = links.sum_of(card.name, tp)
@@ -159,7 +159,7 @@ def _sum_s(card: Card, links: Links, num_bytes: float, tp: int) -> float:
 
 
 def _part_s(card: Card, name: str, flops: float, batch: Batch, tp: int) -> tuple[float, float, Source]:
-    """Give forward and backward of a part, without messages."""
+    """Give the forward and backward seconds of a part, without messages."""
     rows = [time for time in card.times if time.part == name]
     shares = batch.cp > 1 or (name == "experts" and (batch.ep > 1 or (batch.etp or tp) != tp))
     if rows:
@@ -181,7 +181,7 @@ def _part_s(card: Card, name: str, flops: float, batch: Batch, tp: int) -> tuple
 
 
 def _fitted(rows: Sequence[Time], batch: Batch, tp: int) -> tuple[float, float, Source]:
-    """Give the times of a part from rows that were measured, those nearest to what is asked."""
+    """Fit the times of a part to measured ones, those nearest to what is asked for."""
     for time in rows:
         is_whole = batch.cp == 1
         if is_whole and (time.tp, time.micro_batch_size, time.seq_length) == (tp, batch.size, batch.length):

@@ -18,13 +18,14 @@ class Time:
     """A measured time of one part of the model on one card.
 
     Attributes:
-        part: of the model, or ``update`` for the optimizer.
-        tp: tensor-parallel size; without the time of messages between its cards.
-        micro_batch_size: samples.
-        seq_length: tokens of a sample.
-        forward_s: of a microbatch; of ``update`` for each million of parameters.
-        backward_s: likewise; 0 for ``update``.
-        is_recomputed: whole layers run forward again before they run backward, which ``backward_s`` has then.
+        part: name of the part of the model, or ``update`` for the optimizer.
+        tp: tensor-parallel size; the time is without messages between the cards.
+        micro_batch_size: number of samples of a microbatch.
+        seq_length: number of tokens of a sample.
+        forward_s: seconds of the forward pass of a microbatch; with ``update`` of the optimizer, for each million
+            parameters.
+        backward_s: seconds of the backward pass of a microbatch; 0 with ``update``.
+        is_recomputed: whether whole layers are recomputed in the backward pass; ``backward_s`` includes that.
     """
 
     part: Part
@@ -38,13 +39,13 @@ class Time:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """What times were measured with.
+    """Where measured times come from.
 
     Attributes:
-        name: of the file, for people.
-        device: likewise.
-        megatron: version.
-        model: what of the model its times depend on, by name.
+        name: name of the file, for people.
+        device: name of the device, for people.
+        megatron: version of Megatron.
+        model: properties of the model that the times depend on, by name.
     """
 
     name: str
@@ -58,9 +59,9 @@ class Location:
     """Where a rank runs.
 
     Attributes:
-        node: its name.
-        site: of the node; empty where there are none.
-        kind: of its card, as the cluster's file names it; may be empty.
+        node: name of the node.
+        site: site of the node; empty where there are none.
+        kind: kind of the rank's card, as the cluster's file names it; may be empty.
     """
 
     node: str
@@ -73,13 +74,14 @@ class Card:
     """A kind of card.
 
     Attributes:
-        name: for people.
-        memory_bytes: None where it does not count.
-        flops_per_s: that layers reach: those of the data sheet, times the share that is reached; None if not known.
-        memory_bytes_per_s: of its memory, which the optimizer waits for; None if not known.
-        price_per_hour: None where it is not known.
-        times: measured.
-        origin: of the times; None for those that stand in the cluster's own file.
+        name: name of the kind, for people.
+        memory_bytes: memory of a card, in bytes; None for no limit.
+        flops_per_s: operations that layers reach in a second: those of the data sheet times the share that is reached;
+            None if not known.
+        memory_bytes_per_s: memory bandwidth, which the optimizer waits for; None if not known.
+        price_per_hour: price of a card for an hour; None where it is not known.
+        times: measured times of the model's parts.
+        origin: where the times come from; None for those in the cluster's own file.
     """
 
     name: str
@@ -96,11 +98,11 @@ class Nodes:
     """Nodes that are alike.
 
     Attributes:
-        name: of them all.
-        card: the kind.
-        num_nodes: how many there are.
-        num_cards: of each.
-        site: of them; empty where there are none.
+        name: name of the nodes together.
+        card: the kind of card.
+        num_nodes: number of nodes.
+        num_cards: number of cards in each node.
+        site: site of the nodes; empty where there are none.
     """
 
     name: str
@@ -112,15 +114,15 @@ class Nodes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """What carries messages between cards.
+    """The links between cards.
 
     Attributes:
-        inside: between cards of a node, by kind of card; ``""`` for all others.
-        between: between nodes of a site, by kind of card, which goes before, or by site; ``""`` for all others. Between
-            nodes of two kinds the slower one counts.
-        across: between sites, by two names in order.
-        sums: how long cards of a node sum a tensor that each of them has, by kind of card (``""`` for all others) and
-            their number; where it was not measured, it follows from ``inside``.
+        inside: links between cards of a node, by kind of card; ``""`` for all others.
+        between: links between nodes of a site, by kind of card, or else by site; ``""`` for all others. Between nodes
+            of two kinds the slower one counts.
+        across: links between sites, by two names in order.
+        sums: cost of an all-reduce among cards of a node, as a link, by kind of card (``""`` for all others) and number
+            of cards; where it was not measured, it follows from ``inside``.
     """
 
     inside: Mapping[str, Link] = field(default_factory=dict)
@@ -129,7 +131,7 @@ class Links:
     sums: Mapping[str, Mapping[int, Link]] = field(default_factory=dict)
 
     def inside_of(self, kind: str) -> Link:
-        """Give the link between cards of one kind in a node; none was needed where there is none."""
+        """Give the link between cards of one kind in a node; where none is given, one that takes no time."""
         return self.inside.get(kind) or self.inside.get("", Link())
 
     def between_of(self, site: str, kind: str) -> Link:
@@ -143,7 +145,7 @@ class Links:
         return self.between.get(kind) or self.between.get(site) or self.between.get("", Link())
 
     def sum_of(self, kind: str, number: int) -> Link | None:
-        """Give what so many cards of a kind take to sum a tensor; None if it was not measured."""
+        """Give the measured all-reduce of so many cards of a kind; None if it was not measured."""
         return self.sums.get(kind, {}).get(number) or self.sums.get("", {}).get(number)
 
     def __or__(self, other: Links) -> Links:
@@ -166,7 +168,7 @@ class Links:
 
 
 def _over(ours: Mapping[str, Link], other: Mapping[str, Link]) -> dict[str, Link]:
-    """Put links before others; one for all leaves none of these."""
+    """Override links with others; one for all replaces them all."""
     return dict(other) if "" in other else {**ours, **other}
 
 
@@ -175,8 +177,8 @@ class Cluster:
     """All machines.
 
     Attributes:
-        nodes: in the order of the file.
-        links: between their cards.
+        nodes: the nodes, in the order of the file.
+        links: the links between their cards.
     """
 
     nodes: tuple[Nodes, ...]

@@ -1,4 +1,4 @@
-"""The files that ``profile`` writes, of one kind of card and of links; a cluster's file names them."""
+"""Reads and writes the files of ``profile``, for one kind of card or for links; a cluster's file names them."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _OF_A_LINK = {"latency_us", "gbyte_per_s", "at_once", "source"}
 
 
 def features(model: GPTModel, *, itemsize_bytes: int, topk: int) -> dict[str, object]:
-    """List what the times of a model's parts depend on, besides sizes and lengths.
+    """List the properties of a model that the times of its parts depend on, besides sizes and lengths.
 
     Args:
-        model: the whole model; how many layers it has does not matter.
-        itemsize_bytes: of an activation.
-        topk: experts of a token.
+        model: the whole model; its number of layers does not matter.
+        itemsize_bytes: bytes of one element of an activation.
+        topk: number of experts of a token.
 
     >>> model = GPTModel(num_layers=1, num_predicting=0, hidden=8, heads=2, groups=2, kv_channels=4, ffn=16, vocab=16,
     ...     num_positions=0, is_gated=False, has_bias=False, has_qkv_bias=False, has_norm_bias=False,
@@ -46,8 +46,8 @@ def check_origins(origins: Iterable[Origin], wanted: Mapping[str, object]) -> No
     """Refuse times of another model, or of several versions of Megatron.
 
     Args:
-        origins: of all times of a cluster.
-        wanted: what the times must have been measured with, see :func:`features`.
+        origins: origins of all times of a cluster.
+        wanted: properties that the model must have had, see :func:`features`.
 
     Raises:
         ConfigError: they do not fit.
@@ -149,7 +149,7 @@ def write_profile(origin: Origin, times: Iterable[Time]) -> str:
 
 
 def read_links(table: Table) -> Links:
-    """Read links, each for all, or one for each name."""
+    """Read links: each kind of link has one for all, or one for each name."""
     across = {}
     for name in table.table("across", is_optional=True):
         sites = sorted(name.split())

@@ -1,4 +1,4 @@
-"""Read the file of a cluster: TOML, checked key by key."""
+"""Reads the file of a cluster: TOML, checked key by key."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def read_cluster(path: Path) -> Cluster:
     """Read a cluster.
 
     Args:
-        path: of the file; ``docs/search.md`` says what stands in it.
+        path: path of the file; ``docs/search.md`` says what stands in it.
 
     Raises:
         ConfigError: it cannot be read, is no TOML, or a key is unknown, missing or of another type.
@@ -25,11 +25,11 @@ def read_cluster(path: Path) -> Cluster:
 
 
 def parse_cluster(top: Table, folder: Path) -> Cluster:
-    """Read what a file says.
+    """Read a cluster from the tables of its file.
 
     Args:
-        top: of the file.
-        folder: of the files that it names.
+        top: the file's outermost table.
+        folder: folder of the files that it names.
 
     Raises:
         ConfigError: a key is unknown, missing or of another type.
@@ -88,7 +88,7 @@ def _nodes(number: int, table: Table, cards: Mapping[str, Card]) -> Nodes:
 
 
 def _links(table: Table, folder: Path) -> Links:
-    """Read links; those that stand in the file go before those of a profile."""
+    """Read links; those in the file win over those of a profile."""
     profile = table.text("profile", "")
     found = read_file(folder / profile, read_links) if profile else Links()
     own = read_links(table)

@@ -1,4 +1,4 @@
-"""How ranks of a stage share the tokens and the weights of a layer, and what they send each other for it."""
+"""How the ranks of a stage share the tokens and the weights of a layer, and what they send each other for it."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from vtp_plugin.plan.memory.parameters import Parameter, chunk_parameters
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """A microbatch, and how its numbers are kept.
+    """A microbatch, and how its tensors are stored and computed.
 
     Attributes:
-        size: samples.
-        length: tokens of a sample.
-        itemsize_bytes: of an activation.
-        gradient_itemsize_bytes: of what replicas sum.
-        topk: experts of a token.
-        is_recomputed: whole layers run forward again before they run backward.
-        shares_update: replicas share the optimizer's work.
+        size: number of samples.
+        length: number of tokens of a sample.
+        itemsize_bytes: bytes of one element of an activation.
+        gradient_itemsize_bytes: bytes of one element of the gradients that replicas sum.
+        topk: number of experts of a token.
+        is_recomputed: whether whole layers are recomputed in the backward pass.
+        shares_update: whether replicas share the optimizer's work.
         cp: context-parallel size: each rank has a share of the sequence.
         ep: expert-parallel size.
-        etp: tensor-parallel size of experts; None for that of the stage.
-        is_gathered: ranks that share experts gather all tokens; else each sends the others theirs.
+        etp: tensor-parallel size of the experts; None for that of the stage.
+        is_gathered: whether ranks that share experts gather all tokens; else each sends the others their tokens.
     """
 
     size: int
@@ -43,7 +43,7 @@ class Batch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of a microbatch on a context-parallel rank."""
+        """Number of a microbatch's tokens on a context-parallel rank."""
         return self.size * self.length // self.cp
 
 
@@ -66,15 +66,16 @@ class Shares:
 
     Attributes:
         tp: tensor-parallel size.
-        etp: likewise, of experts.
-        peers: ranks that have all experts once.
-        num_copies: of every expert.
-        activation_bytes: of all tokens of a context-parallel rank.
-        row_bytes: of the tokens that ranks with the same experts gather, as often as each has experts.
-        key_bytes: of keys and values that a rank hands on to its context-parallel neighbour.
-        peer_bytes: of a message between ranks that share experts.
-        num_messages: of them, one after another, in the forward pass of a layer.
-        is_apart: experts are not summed with the other weights.
+        etp: tensor-parallel size of the experts.
+        peers: number of ranks that together have all experts once.
+        num_copies: number of copies of every expert.
+        activation_bytes: bytes of the activations of all tokens of a context-parallel rank.
+        row_bytes: bytes of the tokens that ranks with the same experts gather, counted once for each of a token's
+            experts.
+        key_bytes: bytes of the keys and values that a rank hands on to its context-parallel neighbour.
+        peer_bytes: bytes of a message between ranks that share experts.
+        num_messages: number of such messages, one after another, in the forward pass of a layer.
+        is_apart: whether the gradients of experts are summed separately from the others.
     """
 
     tp: int
@@ -90,7 +91,7 @@ class Shares:
 
     @classmethod
     def of(cls, model: GPTModel, batch: Batch, tp: int, num_replicas: int) -> Shares:
-        """Follow what sizes say."""
+        """Derive the shares from the sizes."""
         etp = batch.etp or tp
         peers, activation_bytes = etp * batch.ep, batch.num_tokens * model.hidden * batch.itemsize_bytes
         # Tokens are cut by tensor-parallel ranks before they go to experts; all ranks but the own one get some.
@@ -119,7 +120,7 @@ class Shares:
         )
 
     def layer(self, model: GPTModel, layer: int) -> tuple[float, float]:
-        """Count the weights of a layer on a rank: those that all replicas sum, and others."""
+        """Count the weights of a layer on a rank: those whose gradients all replicas sum, and the others."""
         parameters = part_parameters(model, layer)
         routed = count([parameter for parameter in parameters if parameter.is_expert])
         dense, own = (count(parameters) - routed) / self.tp, routed / self.peers

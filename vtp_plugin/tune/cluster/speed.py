@@ -1,4 +1,4 @@
-"""What layers cost on a kind of card, and messages on a link."""
+"""How fast a kind of card computes layers, and a link carries messages."""
 
 from __future__ import annotations
 
@@ -25,20 +25,21 @@ class Speed:
     """How long the layers of a model take on a stage of one kind of card and one tensor-parallel size.
 
     Attributes:
-        forward_s: of every layer, for one microbatch.
-        backward_s: likewise.
-        first_s: forward and backward of what the first stage has before its layers.
-        last_s: likewise of what the last stage has behind them.
-        update_s: of every layer, the optimizer's time in a step.
-        gradient_bytes: of every layer, what replicas sum.
-        expert_bytes: likewise, of experts that only some of a stage's ranks have copies of.
-        source: of the time that is least sure.
-        peers: ranks that share experts, which send tokens to each other.
-        peer_bytes: of a message between two of them.
-        peer_messages: of every layer, such messages one after another, in the forward and in the backward pass.
-        gather_s: the time in which the ranks of a stage gather the tensor that crosses to the next one, of which each
-            has a part, or in which one of them gathers or scatters it.
-        broadcast_s: likewise, in which one of them gives it to all.
+        forward_s: seconds of the forward pass of each layer, for one microbatch.
+        backward_s: seconds of the backward pass of each layer, for one microbatch.
+        first_s: forward and backward seconds of what the first stage has before its layers.
+        last_s: forward and backward seconds of what the last stage has behind its layers.
+        update_s: seconds of the optimizer in a step, for each layer.
+        gradient_bytes: bytes of the gradients of each layer that all replicas sum.
+        expert_bytes: bytes of the gradients of each layer's experts that only some of a stage's ranks have copies of.
+        source: where the least reliable of these times comes from.
+        peers: number of ranks that share experts, which send tokens to each other.
+        peer_bytes: bytes of a message between two of these ranks.
+        peer_messages: for each layer the number of such messages, one after another, in the forward and in the backward
+            pass.
+        gather_s: seconds in which the ranks of a stage gather a tensor that crosses a boundary, of which each has a
+            part, or in which one of them gathers or scatters it.
+        broadcast_s: seconds in which one rank of a stage broadcasts a tensor that crosses a boundary.
     """
 
     forward_s: tuple[float, ...]
@@ -58,13 +59,13 @@ class Speed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """What carries messages.
+    """A link between cards.
 
     Attributes:
-        latency_s: one way.
-        bytes_per_s: in each direction.
-        at_once: cards of a node that send so fast at the same time; None where that is not known: then a tensor takes
-            as long as if one card sent all of it, whatever way it crosses.
+        latency_s: seconds of latency, one way.
+        bytes_per_s: bandwidth in each direction.
+        at_once: number of cards of a node that can send so fast at the same time; None where that is not known: then a
+            tensor takes as long as if one card sent all of it, whatever the transport.
     """
 
     latency_s: float = 0.0
@@ -81,7 +82,7 @@ class Link:
 
 
 def all_reduce_s(num_bytes: float, num_ranks: int, link: Link) -> float:
-    """Say how long a ring all-reduce takes.
+    """Give the seconds of a ring all-reduce.
 
     >>> all_reduce_s(8, 2, Link(latency_s=0.5, bytes_per_s=4.0)), all_reduce_s(8, 1, Link())
     (3.0, 0.0)

@@ -1,4 +1,4 @@
-"""What a stage holds, as a sum over its layers, so that a search can ask a million times."""
+"""The memory of a stage as a sum over its layers, quick enough for a search that asks a million times."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from vtp_plugin.plan.memory.layer_sizes import Microbatch
 
 
 class StageMemory:
-    """Says how much the fullest rank of a stage holds.
+    """Gives the bytes that the fullest rank of a stage holds.
 
-    What a layer adds is the difference between two layers of its kind and one.
+    What a layer adds is the difference between a stage with two layers of its kind and one with one.
 
     Args:
         model: the whole model.
-        training: how it is kept.
+        training: how the model is kept while it is trained.
         batch: a microbatch; None where activations are not known.
         cp: context-parallel size of every stage, which share the batch's sequences.
         ep: expert-parallel size of every stage.
@@ -58,7 +58,7 @@ class StageMemory:
     def _sum_layers(
         self, tp: int, num_replicas: int
     ) -> tuple[tuple[tuple[int, int], ...], dict[tuple[bool, bool], tuple[int, int]]]:
-        """Sum what layers add up to each, and give what a stage without layers holds, by the ends that it has."""
+        """Give prefix sums of what layers add, and what a stage without layers holds, by the model's ends on it."""
 
         def held(layers: tuple[int, ...], ends: tuple[bool, bool] = (False, False)) -> tuple[int, int]:
             return self._fullest(tp, num_replicas, _chunk(layers, ends))

@@ -1,4 +1,4 @@
-"""Tables of a TOML file whose keys are taken one by one, so that none goes unread."""
+"""TOML tables that know which of their keys were read, so that unknown keys are refused."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ Read = TypeVar("Read")
 
 
 def read_file(path: Path, read: Callable[[Table], Read]) -> Read:
-    """Read a file of TOML.
+    """Read a TOML file.
 
     Args:
-        path: of the file.
-        read: takes what it says.
+        path: path of the file.
+        read: turns the file's outermost table into the result.
 
     Raises:
-        ConfigError: it cannot be read, is no TOML, or ``read`` says so.
+        ConfigError: it cannot be read, is no TOML, or ``read`` refuses it.
     """
     try:
         top = Table(read_toml(path), TOP)
@@ -39,7 +39,7 @@ TOP = "the file"
 
 
 class Table:
-    """A table whose keys are taken one by one, so that none goes unread."""
+    """A table that knows which of its keys were read, so that unknown ones are refused."""
 
     def __init__(self, data: object, name: str) -> None:
         if not isinstance(data, Mapping):
@@ -55,18 +55,18 @@ class Table:
         return key in self.data
 
     def path(self, key: str) -> str:
-        """Name a key with the tables that it stands in."""
+        """Give the full name of a key, with the tables around it."""
         return key if self.name == TOP else f"{self.name}.{key}"
 
     def table(self, key: str, *, is_optional: bool = False) -> Table:
-        """Take a table; one that may be missing is empty then."""
+        """Read a table; an optional one that is missing is empty."""
         if key not in self.data and not is_optional:
             raise ConfigError(f"the table {self.path(key)} is missing")
         self.left.discard(key)
         return Table(self.data.get(key, {}), self.path(key))
 
     def tables(self, key: str) -> list[Table]:
-        """Take a list of tables, which may be missing."""
+        """Read a list of tables; empty if it is missing."""
         self.left.discard(key)
         found = self.data.get(key, [])
         if not isinstance(found, list):
@@ -74,25 +74,25 @@ class Table:
         return [Table(each, f"{self.path(key)}[{number}]") for number, each in enumerate(found)]
 
     def text(self, key: str, *default: str) -> str:
-        """Take a text."""
+        """Read a text."""
         value = self._take(key, *default)
         if not isinstance(value, str):
             raise ConfigError(f"{self.path(key)} must be text, not {value!r}")
         return value
 
     def number(self, key: str, *default: float) -> float:
-        """Take a number from 0 on."""
+        """Read a number that is at least 0."""
         value = self._take(key, *default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
             raise ConfigError(f"{self.path(key)} must be a number from 0 on, not {value!r}")
         return float(value)
 
     def known(self, key: str) -> float | None:
-        """Take a number that may not be there."""
+        """Read a number; None if it is missing."""
         return self.number(key) if key in self else None
 
     def count(self, key: str, *default: int) -> int:
-        """Take a whole number from 1 on."""
+        """Read a whole number that is at least 1."""
         value = self._take(key, *default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{self.path(key)} must be a whole number from 1 on, not {value!r}")
@@ -107,17 +107,17 @@ class Table:
         return self.data[key]
 
     def flag(self, key: str) -> bool:
-        """Take true or false, which is what a missing one is."""
+        """Read true or false; false if it is missing."""
         value = self._take(key, False)
         if not isinstance(value, bool):
             raise ConfigError(f"{self.path(key)} must be true or false, not {value!r}")
         return value
 
     def value(self, key: str) -> object:
-        """Take a value of any type."""
+        """Read a value of any type."""
         return self._take(key)
 
     def done(self) -> None:
-        """Refuse keys that were not taken."""
+        """Refuse keys that were not read."""
         if self.left:
             raise ConfigError(f"unknown key {self.path(sorted(self.left)[0])}; known here: see docs/search.md")

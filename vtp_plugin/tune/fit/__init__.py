@@ -1,7 +1,7 @@
 """Which list of sizes fits the cards that are there: one pure function, and what it is made of.
 
-``available_cards`` says what is there, ``constraints`` what is wanted, ``fit_search`` asks
-:mod:`vtp_plugin.tune.search` for a list, ``fit_layout`` takes one, and ``reasons`` says why a better one was not
+``available_cards`` has the nodes and their cards, ``constraints`` what a list must satisfy, ``fit_search`` has
+:mod:`vtp_plugin.tune.search` find lists, ``fit_layout`` chooses one, and ``reasons`` says why no better one was
 possible.
 
 Words:

@@ -13,77 +13,77 @@ _LARGEST = 16
 """Sizes up to this pad a vocabulary alike, whichever of them is in a list."""
 
 
-def fitted_words(
-    fitted: HasList, ask: Constraints, *, num_predicting: int = 0, is_forced: bool = True
+def fitted_flags(
+    fitted: HasList, constraints: Constraints, *, num_predicting: int = 0, is_forced: bool = True
 ) -> tuple[str, ...]:
     """Write a fitted list as the flags that a user would give for it.
 
     A list of equal sizes is used like any other: the next one may be unequal, and both store checkpoints alike.
 
     Args:
-        fitted: what was chosen.
-        ask: what was wanted.
-        num_predicting: layers of multi-token prediction.
-        is_forced: the plugin is used, also if all sizes are equal.
+        fitted: the fitted layout.
+        constraints: what the list had to satisfy.
+        num_predicting: number of layers of multi-token prediction.
+        is_forced: whether the plugin is used even if all sizes are equal.
 
     >>> from types import SimpleNamespace
     >>> from vtp_plugin.tune.fit.available_cards import Node
     >>> from vtp_plugin.tune.fit.fit_search import FittedLayout
     >>> args = SimpleNamespace(num_layers=4, micro_batch_size=1, global_batch_size=4, num_attention_heads=4)
-    >>> ask = Constraints(args=args, least_stages=1, most_stages=2)
+    >>> constraints = Constraints(args=args, least_stages=1, most_stages=2)
     >>> nodes = (Node(name="a", num_cards=3),)
     >>> from vtp_plugin.plan.schedule.cost.costs import uniform_costs
     >>> from vtp_plugin.plan.schedule.order.placement import plain_placement
     >>> fitted = FittedLayout(
-    ...     sizes=(2, 1), layers=(3, 1), num_replicas=1, places=((0,), (0,)), nodes=nodes, cp=1, step=1.0,
+    ...     sizes=(2, 1), layers=(3, 1), num_replicas=1, replica_nodes=((0,), (0,)), nodes=nodes, cp=1, step=1.0,
     ...     costs=uniform_costs(plain_placement(2)))
-    >>> print(*fitted_words(fitted, ask))
+    >>> print(*fitted_flags(fitted, constraints))
     --vtp-size-list 2,1 --vtp-force --make-vocab-size-divisible-by 256 --decoder-first-pipeline-num-layers 3
     """
-    words = ["--vtp-size-list", format_value(fitted.sizes), *["--vtp-force"] * is_forced]
-    words += vocabulary_words(fitted.sizes, ask)
+    argv = ["--vtp-size-list", format_value(fitted.sizes), *["--vtp-force"] * is_forced]
+    argv += vocabulary_flags(fitted.sizes, constraints)
     if any(fitted.sites):
-        words += ["--vtp-sites", ",".join(fitted.sites)]
+        argv += ["--vtp-sites", ",".join(fitted.sites)]
     if fitted.in_flight:
-        words += ["--vtp-in-flight", format_value(fitted.in_flight)]
+        argv += ["--vtp-in-flight", format_value(fitted.in_flight)]
     if len(fitted.layers) > len(fitted.sizes):
-        return (*words, "--num-layer-list", format_value(fitted.layers))
-    return (*words, *layer_words(fitted.layers, num_predicting))
+        return (*argv, "--num-layer-list", format_value(fitted.layers))
+    return (*argv, *layer_flags(fitted.layers, num_predicting))
 
 
-def stock_words(fitted: HasList) -> tuple[str, ...]:
+def stock_flags(fitted: HasList) -> tuple[str, ...]:
     """Write a list of equal sizes as the flags of Megatron without the plugin.
 
     Args:
-        fitted: what was chosen.
+        fitted: the fitted layout.
     """
-    words = ("--tensor-model-parallel-size", str(fitted.sizes[0]))
-    words += ("--pipeline-model-parallel-size", str(len(fitted.sizes)))
-    return words + layer_words(fitted.layers, 0)
+    argv = ("--tensor-model-parallel-size", str(fitted.sizes[0]))
+    argv += ("--pipeline-model-parallel-size", str(len(fitted.sizes)))
+    return argv + layer_flags(fitted.layers, 0)
 
 
-def vocabulary_words(sizes: Sequence[int], ask: Constraints) -> tuple[str, ...]:
+def vocabulary_flags(sizes: Sequence[int], constraints: Constraints) -> tuple[str, ...]:
     """Pad the vocabulary as any other list of this model does: its padding enters the loss and the checkpoint.
 
     Megatron pads it to a multiple of the sizes of the first and the last stage. Here it is a multiple of all sizes that
     a stage could have, up to 16.
 
     Args:
-        sizes: of the stages.
-        ask: what was wanted.
+        sizes: tensor-parallel sizes of the stages.
+        constraints: what the list had to satisfy.
     """
-    if getattr(ask.args, "padded_vocab_size", None):
+    if getattr(constraints.args, "padded_vocab_size", None):
         return ()
     ends = math.lcm(sizes[0], sizes[-1])
-    divisor = getattr(ask.args, "make_vocab_size_divisible_by", None) or 128
-    return ("--make-vocab-size-divisible-by", str(divisor * all_sizes(ask, ends) // ends))
+    divisor = getattr(constraints.args, "make_vocab_size_divisible_by", None) or 128
+    return ("--make-vocab-size-divisible-by", str(divisor * all_sizes(constraints, ends) // ends))
 
 
-def all_sizes(ask: Constraints, ends: int) -> int:
+def all_sizes(constraints: Constraints, ends: int) -> int:
     """Return the least common multiple of all sizes that a stage of a model can have, up to 16.
 
     Args:
-        ask: what is wanted.
+        constraints: what a list must satisfy.
         ends: a multiple of the sizes of the first and the last stage, which may be larger.
 
     >>> from types import SimpleNamespace
@@ -91,17 +91,17 @@ def all_sizes(ask: Constraints, ends: int) -> int:
     >>> all_sizes(Constraints(args=args, least_stages=1, most_stages=2), 2)
     12
     """
-    return math.lcm(ends, *(size for size in range(1, _LARGEST + 1) if not ask.problems_of_size(size)))
+    return math.lcm(ends, *(size for size in range(1, _LARGEST + 1) if not constraints.problems_of_size(size)))
 
 
-def layer_words(layers: Sequence[int], num_predicting: int) -> tuple[str, ...]:
-    """Say in Megatron's flags how many layers each stage holds, in those that most versions have.
+def layer_flags(layers: Sequence[int], num_predicting: int) -> tuple[str, ...]:
+    """Write how many layers each stage holds as Megatron's flags, with those that most versions have.
 
     Args:
-        layers: of every stage.
-        num_predicting: layers of multi-token prediction, behind the last stage's.
+        layers: number of layers of every stage.
+        num_predicting: number of layers of multi-token prediction, behind the last stage's.
 
-    >>> layer_words((2, 2), 0), layer_words((1, 2, 2, 3), 0)[1::2], layer_words((1, 2, 1, 3), 1)[1]
+    >>> layer_flags((2, 2), 0), layer_flags((1, 2, 2, 3), 0)[1::2], layer_flags((1, 2, 1, 3), 1)[1]
     ((), ('1', '3'), 'Et|tt|t|tttmL')
     """
     first, *between = layers
@@ -116,15 +116,15 @@ def layer_words(layers: Sequence[int], num_predicting: int) -> tuple[str, ...]:
     return ("--pipeline-model-parallel-layout", f"E{'|'.join(parts)}{'m' * num_predicting}L")
 
 
-def without(words: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """Leave out flags with the word that follows each.
+def without(argv: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """Leave out flags, each with its value.
 
     >>> without(["--a", "1", "--b=2", "--c"], ["--a", "--b"])
     ['--c']
     """
     left: list[str] = []
     skips = False
-    for word in words:
+    for word in argv:
         name = word.partition("=")[0]
         if skips:
             skips = False

@@ -1,4 +1,4 @@
-"""What is there: the nodes of a run and their cards."""
+"""The nodes of a run and the cards that work on them."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from vtp_plugin.errors import LayoutError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """Cards between which tensor parallelism may be used.
+    """A node: cards between which tensor parallelism may be used.
 
     Attributes:
-        name: of the machine; stages follow the names.
-        num_cards: that work.
-        site: of the machine; empty where sites have no names.
-        kind: of its cards, such as ``cuda``; empty where it is not known.
-        memory_bytes: of one card; None where it is not known.
+        name: name of the machine; stages are in the order of these names.
+        num_cards: number of cards that work.
+        site: site of the machine; empty where sites have no names.
+        kind: kind of its cards, such as ``cuda``; empty where it is not known.
+        memory_bytes: memory of one card, in bytes; None where it is not known.
     """
 
     name: str
@@ -52,11 +52,11 @@ def read_have(text: str) -> tuple[Node, ...]:
 
 
 def in_order(nodes: Iterable[Node], sites: Sequence[str]) -> tuple[Node, ...]:
-    """Put nodes in the order of the pipeline: by site, then by name, numbers in names as numbers.
+    """Sort nodes in the order of the pipeline: by site, then by name, numbers in names as numbers.
 
     Args:
-        nodes: in any order.
-        sites: in the order of the pipeline; empty where there are none.
+        nodes: the nodes, in any order.
+        sites: the sites, in the order of the pipeline; empty where there are none.
 
     Raises:
         ConfigError: a node's site is none of these, two nodes have one name, or the kinds of cards are mixed.

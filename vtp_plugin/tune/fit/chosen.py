@@ -1,4 +1,4 @@
-"""A list as one rank has chosen it for all, which each rank checks against its own flags before it takes it."""
+"""The list that rank 0 has chosen for all ranks; each rank checks it against its own flags before it uses it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vtp_plugin.tune.fit.constraints import Constraints
 
 
 class HasList(Protocol):
-    """What has a list, such as :class:`~vtp_plugin.tune.fit.fit_search.FittedLayout`; see there."""
+    """Whatever has a list, such as :class:`~vtp_plugin.tune.fit.fit_search.FittedLayout`; see there."""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -21,35 +21,35 @@ class HasList(Protocol):
 
     @property
     def layers(self) -> tuple[int, ...]:
-        """Of every stage."""
+        """Number of layers of every stage."""
         ...
 
     @property
     def num_replicas(self) -> int:
-        """Of every stage."""
+        """Number of replicas of every stage."""
         ...
 
     @property
     def sites(self) -> tuple[str, ...]:
-        """Of every stage."""
+        """Site of every stage."""
         ...
 
     @property
     def in_flight(self) -> tuple[int, ...]:
-        """Of every stage."""
+        """Most microbatches in flight on every stage; empty for the default."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """A list, as it crosses between ranks.
+    """A list in the form in which ranks send it to each other.
 
     Attributes:
         sizes: tensor-parallel size of every stage.
-        layers: of every stage; of a U one part more, the edge's last.
-        num_replicas: of every stage.
-        sites: of every stage; empty names where there are none.
-        in_flight: most microbatches in flight on every stage; empty for the usual.
+        layers: number of layers of every stage; in a U one part more, the edge's last.
+        num_replicas: number of replicas of every stage.
+        sites: site of every stage; empty names where there are none.
+        in_flight: most microbatches in flight on every stage; empty for the default.
     """
 
     sizes: tuple[int, ...]
@@ -60,7 +60,7 @@ class Chosen:
 
     @classmethod
     def of(cls, fitted: HasList) -> Chosen:
-        """Take the list out of what was fitted."""
+        """Take the list from a fitted layout."""
         return cls(
             sizes=fitted.sizes,
             layers=fitted.layers,
@@ -69,17 +69,17 @@ class Chosen:
             in_flight=fitted.in_flight,
         )
 
-    def require(self, ask: Constraints, num_ranks: int) -> None:
-        """Go on only with a list that this rank could have been given.
+    def require(self, constraints: Constraints, num_ranks: int) -> None:
+        """Refuse a list that this rank's flags do not allow.
 
         Args:
-            ask: what this rank's own flags want.
-            num_ranks: that have a seat.
+            constraints: what this rank's own flags require of a list.
+            num_ranks: number of ranks that take part.
 
         Raises:
-            ConfigError: it could not; a restart may cure it.
+            ConfigError: the list does not satisfy them; a restart may cure it.
         """
-        for problem in self._problems(ask, num_ranks):
+        for problem in self._problems(constraints, num_ranks):
             raise LayoutError(
                 f"the list that rank 0 chose, {format_value(self.sizes)} with layers {format_value(self.layers)} and "
                 f"{self.num_replicas} replicas: {problem}, as this rank's own flags say; start every rank with the "
@@ -87,34 +87,37 @@ class Chosen:
                 is_final=False,
             )
 
-    def _problems(self, ask: Constraints, num_ranks: int) -> Iterator[str]:
+    def _problems(self, constraints: Constraints, num_ranks: int) -> Iterator[str]:
         num_stages = len(self.sizes)
-        if not ask.least_stages <= num_stages <= ask.most_stages:
-            yield f"{num_stages} stages, not {ask.least_stages} to {ask.most_stages}"
+        if not constraints.least_stages <= num_stages <= constraints.most_stages:
+            yield f"{num_stages} stages, not {constraints.least_stages} to {constraints.most_stages}"
         # Before sizes are tried: that takes time for each.
-        needed = sum(self.sizes) * ask.cp * self.num_replicas
+        needed = sum(self.sizes) * constraints.cp * self.num_replicas
         if min((*self.sizes, self.num_replicas), default=0) < 1 or needed != num_ranks:
             yield f"it needs {needed} ranks, and {num_ranks} have a seat"
-        yield from (problem for size in dict.fromkeys(self.sizes) for problem in ask.problems_of_size(size))
-        if ask.num_replicas not in (None, self.num_replicas):
-            yield f"--vtp-data-parallel-size is {ask.num_replicas}"
-        yield from ask.problems_of_replicas(self.num_replicas)
-        yield from self._problems_of_layers(ask)
+        yield from (problem for size in dict.fromkeys(self.sizes) for problem in constraints.problems_of_size(size))
+        if constraints.num_replicas not in (None, self.num_replicas):
+            yield f"--vtp-data-parallel-size is {constraints.num_replicas}"
+        yield from constraints.problems_of_replicas(self.num_replicas)
+        yield from self._problems_of_layers(constraints)
         named = tuple(dict.fromkeys(self.sites)) if any(self.sites) else ()
-        if named != ask.sites or len(self.sites) not in (0, num_stages):
-            yield f"its sites are {','.join(self.sites) or 'none'}, --vtp-sites is {','.join(ask.sites) or 'not given'}"
+        if named != constraints.sites or len(self.sites) not in (0, num_stages):
+            yield (
+                f"its sites are {','.join(self.sites) or 'none'}, "
+                f"--vtp-sites is {','.join(constraints.sites) or 'not given'}"
+            )
         # A stage may be allowed more than there are.
-        most = ask.num_microbatches(self.num_replicas) + num_stages
+        most = constraints.num_microbatches(self.num_replicas) + num_stages
         if len(self.in_flight) not in (0, 1, num_stages) or not all(1 <= one <= most for one in self.in_flight):
             yield f"{format_value(self.in_flight)} microbatches in flight, above {most}"
 
-    def _problems_of_layers(self, ask: Constraints) -> Iterator[str]:
+    def _problems_of_layers(self, constraints: Constraints) -> Iterator[str]:
         inner = self.layers
-        if ask.ends is not None:
-            if (inner[:1], inner[-1:]) != (ask.ends[:1], ask.ends[1:]):
-                yield f"the edge's parts have {ask.ends[0]} and {ask.ends[1]} layers"
+        if constraints.ends is not None:
+            if (inner[:1], inner[-1:]) != (constraints.ends[:1], constraints.ends[1:]):
+                yield f"the edge's parts have {constraints.ends[0]} and {constraints.ends[1]} layers"
             inner = inner[1:-1]
-        if len(inner) != len(self.sizes) - (ask.ends is not None):
+        if len(inner) != len(self.sizes) - (constraints.ends is not None):
             yield f"{len(self.layers)} parts of layers for {len(self.sizes)} stages"
-        if min(inner, default=1) < 1 or sum(inner) != ask.num_layers:
-            yield f"its layers are not --num-layers {ask.args.num_layers}"
+        if min(inner, default=1) < 1 or sum(inner) != constraints.num_layers:
+            yield f"its layers are not --num-layers {constraints.args.num_layers}"

@@ -1,4 +1,4 @@
-"""What is wanted of a layout, and the check of each part of it."""
+"""What a layout must satisfy, and the check of each part of it."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from vtp_plugin.tune.search.problem import CountedTwice, HeldBytes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constraints:
-    """What is wanted.
+    """What a layout must satisfy.
 
     Attributes:
-        args: Megatron's arguments, as parsed; what they say of the model and of batches.
-        least_stages: of the pipeline.
-        most_stages: of the pipeline.
-        num_replicas: of every stage; None for as many as make the step shortest.
-        sites: in the order of the pipeline, each with at least one stage; empty where there are none.
+        args: Megatron's parsed arguments, for what they say of the model and of batches.
+        least_stages: fewest pipeline stages.
+        most_stages: most pipeline stages.
+        num_replicas: number of replicas of every stage; None for as many as make the step shortest.
+        sites: the sites in the order of the pipeline, each with at least one stage; empty where there are none.
         cp: context-parallel size of every stage.
         ep: expert-parallel size of every stage.
         etp: tensor-parallel size of the experts; None for that of each stage.
-        order: numbering of the ranks.
-        ends: of a U-shaped pipeline, layers of the edge's first and last part; None for others.
-        is_alike: stages between the first and the last must hold equally many layers, as in Megatron 0.12.
-        held_bytes: what a stage holds; None where that is not known.
-        counted_twice: of it by a stage with several virtual stages.
+        order: how ranks are numbered, in Megatron's notation.
+        ends: number of layers of the first and of the last part of a U's edge; None without a U.
+        is_alike: whether stages between the first and the last must hold equally many layers, as in Megatron 0.12.
+        held_bytes: called for the bytes that a stage holds; None where that is not known.
+        counted_twice: called for the bytes that a stage with several virtual stages holds once; None for nothing.
     """
 
     args: Any
@@ -68,7 +68,7 @@ class Constraints:
 
     @property
     def num_layers(self) -> int:
-        """Layers to share out: those of the model, in a U without the edge's."""
+        """Number of layers to share out: those of the model, in a U without the edge's."""
         return int(self.args.num_layers) - sum(self.ends or ())
 
     def problems_of_size(self, size: int) -> tuple[str, ...]:
@@ -78,8 +78,8 @@ class Constraints:
 
         >>> from types import SimpleNamespace
         >>> args = SimpleNamespace(num_layers=4, micro_batch_size=1, global_batch_size=4, num_attention_heads=12)
-        >>> ask = Constraints(args=args, least_stages=1, most_stages=2)
-        >>> ask.problems_of_size(3), len(ask.problems_of_size(5))
+        >>> constraints = Constraints(args=args, least_stages=1, most_stages=2)
+        >>> constraints.problems_of_size(3), len(constraints.problems_of_size(5))
         ((), 1)
         """
         context = OptionContext(

@@ -1,4 +1,4 @@
-"""Fit a list of sizes, its layers and its replicas to the cards that are there."""
+"""Fits a list of sizes, its layers and its replicas to the cards that are there."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from vtp_plugin.tune.fit.fit_search import FittedLayout, search
 from vtp_plugin.tune.fit.reasons import why_nothing
 
 
-def fit(nodes: Sequence[Node], ask: Constraints) -> tuple[FittedLayout, dict[int, FittedLayout]]:
-    """Choose the list that is best for the cards that are there; a function of the arguments alone.
+def fit(nodes: Sequence[Node], constraints: Constraints) -> tuple[FittedLayout, dict[int, FittedLayout]]:
+    """Choose the best list for the cards that are there; the result depends on the arguments alone.
 
     Each replica of a stage is inside one node. For every number of replicas that divides the batches, the list that
     leaves the fewest cards spare is taken; of several the one with fewest stages, then with the largest sizes. Among
@@ -20,11 +20,11 @@ def fit(nodes: Sequence[Node], ask: Constraints) -> tuple[FittedLayout, dict[int
     names of sites and nodes, larger ones first inside a node.
 
     Args:
-        nodes: in any order.
-        ask: what is wanted.
+        nodes: the nodes, in any order.
+        constraints: what a list must satisfy.
 
     Returns:
-        The best, and the best for every number of replicas that is possible.
+        The best layout, and the best one for every number of replicas that is possible.
 
     Raises:
         ShortageError: nothing fits; more cards would.
@@ -39,19 +39,19 @@ def fit(nodes: Sequence[Node], ask: Constraints) -> tuple[FittedLayout, dict[int
     >>> best.sizes, best.layers, best.num_spare
     ((4, 2, 1), (8, 3, 1), (0, 0))
     """
-    ordered = in_order(nodes, ask.sites)
-    _require_sites(ordered, ask)
-    found = search(ordered, ask)
+    ordered = in_order(nodes, constraints.sites)
+    _require_sites(ordered, constraints)
+    found = search(ordered, constraints)
     if not found:
-        raise why_nothing(ordered, ask)
+        raise why_nothing(ordered, constraints)
     # Rounded: simulated times are sums in different orders.
     return min(found.values(), key=lambda one: (round(one.step, 6), -one.num_used, one.num_replicas)), found
 
 
-def _require_sites(nodes: Sequence[Node], ask: Constraints) -> None:
-    for site in ask.sites:
+def _require_sites(nodes: Sequence[Node], constraints: Constraints) -> None:
+    for site in constraints.sites:
         if not any(node.num_cards for node in nodes if node.site == site):
-            is_edge = ask.ends is not None and site == ask.sites[0]
+            is_edge = constraints.ends is not None and site == constraints.sites[0]
             what = "the edge holds the data and both ends of the model" if is_edge else "it has at least one stage"
             kind = LayoutError if is_edge else ShortageError
             raise kind(f"site {site} has no card left: {what}; bring one back, or leave the site out")

@@ -1,4 +1,4 @@
-"""Read what is wanted from the arguments of a run, and write what was fitted into its options."""
+"""Reads from a run's arguments what a list must satisfy, and writes the fitted list into its options."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _FIXED = {
 }
 
 
-def read_ask(
+def read_constraints(
     args: Any,
     config: VtpConfig,
     stages: tuple[int, int],
     *,
     is_alike: bool = False,
 ) -> Constraints:
-    """Read what is wanted.
+    """Read what a list must satisfy.
 
     Args:
-        args: Megatron's, as parsed.
+        args: Megatron's parsed arguments.
         config: the plugin's options.
-        stages: the fewest and the most.
-        is_alike: as for :class:`~vtp_plugin.tune.fit.constraints.Constraints`.
+        stages: the fewest and the most pipeline stages.
+        is_alike: whether stages between the first and the last must hold equally many layers.
 
     Raises:
         ConfigError: an argument says what is to be fitted, or what a fit needs is missing.
@@ -83,7 +83,7 @@ def write_fitted(config: VtpConfig, fitted: FittedLayout) -> VtpConfig:
 
     Args:
         config: the options, with the list ``"auto"``.
-        fitted: what was chosen.
+        fitted: the fitted layout.
     """
     return dataclasses.replace(
         config,

@@ -8,13 +8,13 @@ from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.tune.fit.fit_search import FittedLayout
 
 
-def seat_cards(fitted: FittedLayout, layout: PipelineLayout, cards: Mapping[str, Sequence[int]]) -> dict[int, int]:
-    """Give cards their ranks.
+def assign_ranks(fitted: FittedLayout, layout: PipelineLayout, cards: Mapping[str, Sequence[int]]) -> dict[int, int]:
+    """Assign ranks to cards.
 
     Args:
-        fitted: the list.
-        layout: made of it.
-        cards: of every node those that work, by any number, such as the rank that the launcher gave.
+        fitted: the fitted layout.
+        layout: the pipeline layout made of it.
+        cards: for every node the cards that work, each as a number, such as the rank that the launcher gave.
 
     Returns:
         The rank of every card that works in the run, by the card's number.
@@ -24,18 +24,18 @@ def seat_cards(fitted: FittedLayout, layout: PipelineLayout, cards: Mapping[str,
     >>> from vtp_plugin.plan.schedule.cost.costs import uniform_costs
     >>> from vtp_plugin.plan.schedule.order.placement import plain_placement
     >>> fitted = FittedLayout(
-    ...     sizes=(2, 1), layers=(2, 1), num_replicas=1, places=((0,), (1,)), nodes=nodes, cp=1, step=1.0,
+    ...     sizes=(2, 1), layers=(2, 1), num_replicas=1, replica_nodes=((0,), (1,)), nodes=nodes, cp=1, step=1.0,
     ...     costs=uniform_costs(plain_placement(2)))
     >>> layout = PipelineLayout.from_sizes((2, 1), world_size=3)
-    >>> seat_cards(fitted, layout, {"a": [2, 3], "b": [0, 1]})
+    >>> assign_ranks(fitted, layout, {"a": [2, 3], "b": [0, 1]})
     {2: 0, 3: 1, 0: 2}
     """
     left = {name: list(numbers) for name, numbers in cards.items()}
-    seats: dict[int, int] = {}
-    for stage, places in enumerate(fitted.places):
-        for replica, place in enumerate(places):
-            free = left[fitted.nodes[place].name]
+    ranks: dict[int, int] = {}
+    for stage, replica_nodes in enumerate(fitted.replica_nodes):
+        for replica, node in enumerate(replica_nodes):
+            free = left[fitted.nodes[node].name]
             for cp_rank in range(fitted.cp):
                 for rank in layout.tp_ranks(stage, replica, cp_rank):
-                    seats[free.pop(0)] = rank
-    return seats
+                    ranks[free.pop(0)] = rank
+    return ranks

@@ -1,4 +1,4 @@
-"""What was chosen, what would have been better, and why that was not possible."""
+"""Explains the fitted list: what would have been better, and why that was not possible."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from vtp_plugin.tune.fit.fit_search import FittedLayout, search
 _MOST_ADDED = 64
 
 
-def describe(fitted: FittedLayout, ask: Constraints, rivals: Mapping[int, FittedLayout]) -> tuple[str, ...]:
+def describe(fitted: FittedLayout, constraints: Constraints, rivals: Mapping[int, FittedLayout]) -> tuple[str, ...]:
     """Say what was chosen and why, one line each.
 
     Args:
-        fitted: what was chosen.
-        ask: what was wanted.
-        rivals: the best for every number of replicas.
+        fitted: the fitted layout.
+        constraints: what it had to satisfy.
+        rivals: the best layout for every number of replicas.
     """
     num_cards = sum(node.num_cards for node in fitted.nodes)
     return (
         f"fitted: --vtp-size-list {format_value(fitted.sizes)}, layers {format_value(fitted.layers)}, "
         f"{_replicas(fitted.num_replicas)}; {fitted.num_used} of {num_cards} cards work",
-        *_whole_nodes(fitted, ask),
-        *_spares(fitted, ask),
+        *_whole_nodes(fitted, constraints),
+        *_spares(fitted, constraints),
         *_rivals(fitted, rivals),
     )
 
@@ -37,19 +37,19 @@ def _replicas(number: int) -> str:
     return f"{number} replica{'s'[: number > 1]}"
 
 
-def _whole_nodes(fitted: FittedLayout, ask: Constraints) -> Iterator[str]:
+def _whole_nodes(fitted: FittedLayout, constraints: Constraints) -> Iterator[str]:
     """Say why a node is no single stage."""
     for number in sorted({node.num_cards for node in fitted.nodes if node.num_cards}, reverse=True):
         names = [node.name for node in fitted.nodes if node.num_cards == number]
         who = f"{names[0]} has {number} cards" if len(names) == 1 else f"{len(names)} nodes have {number} cards"
-        size, rest = divmod(number, ask.cp)
+        size, rest = divmod(number, constraints.cp)
         if rest:
-            yield f"{who}, no multiple of --context-parallel-size {ask.cp}; {rest} of them cannot work"
-        elif problems := ask.problems_of_size(size):
+            yield f"{who}, no multiple of --context-parallel-size {constraints.cp}; {rest} of them cannot work"
+        elif problems := constraints.problems_of_size(size):
             yield f"{who}, but no stage can have tensor-parallel size {size}: {problems[0].replace('stage 0', 'it')}"
 
 
-def _spares(fitted: FittedLayout, ask: Constraints) -> Iterator[str]:
+def _spares(fitted: FittedLayout, constraints: Constraints) -> Iterator[str]:
     """Say which cards are spare, and whether more stages would use them."""
     spare = {node.name: number for node, number in zip(fitted.nodes, fitted.num_spare, strict=True) if number}
     if not spare:
@@ -58,12 +58,13 @@ def _spares(fitted: FittedLayout, ask: Constraints) -> Iterator[str]:
     if len(spare) > 4:
         shown += f" and {sum([*spare.values()][4:])} more"
     num_stages = len(fitted.sizes)
-    for most in range(ask.most_stages + 1, min(ask.most_stages + 8, ask.num_layers) + 1):
-        wider = dataclasses.replace(ask, most_stages=most, num_replicas=fitted.num_replicas)
+    for most in range(constraints.most_stages + 1, min(constraints.most_stages + 8, constraints.num_layers) + 1):
+        wider = dataclasses.replace(constraints, most_stages=most, num_replicas=fitted.num_replicas)
         better = search(fitted.nodes, wider).get(fitted.num_replicas)
         if better is not None and better.num_used > fitted.num_used:
             yield (
-                f"spare cards: {shown}; --vtp-stages {ask.least_stages}:{most} would use {better.num_used} cards, as "
+                f"spare cards: {shown}; --vtp-stages {constraints.least_stages}:{most} would use "
+                f"{better.num_used} cards, as "
                 f"--vtp-size-list {format_value(better.sizes)}"
             )
             return
@@ -81,52 +82,54 @@ def _rivals(fitted: FittedLayout, rivals: Mapping[int, FittedLayout]) -> Iterato
         )
 
 
-def why_nothing(nodes: Sequence[Node], ask: Constraints) -> LayoutError:
+def why_nothing(nodes: Sequence[Node], constraints: Constraints) -> LayoutError:
     """Say why no list fits, and the nearest number of cards, or the nearest model, that would.
 
     Args:
-        nodes: what is there.
-        ask: what was wanted.
+        nodes: the nodes that are there.
+        constraints: what a list had to satisfy.
 
     Returns:
         The error; a :class:`~vtp_plugin.errors.ShortageError` where more cards would do.
     """
     num_cards = sum(node.num_cards for node in nodes)
     have = f"cards {'+'.join(str(node.num_cards) for node in nodes) or 0}"
-    stages = f"--vtp-stages {ask.least_stages}:{ask.most_stages}"
-    if ask.num_layers < ask.least_stages - (1 if ask.ends else 0):
+    stages = f"--vtp-stages {constraints.least_stages}:{constraints.most_stages}"
+    if constraints.num_layers < constraints.least_stages - (1 if constraints.ends else 0):
         return LayoutError(
-            f"--num-layers {ask.args.num_layers}; {stages} wants at least {ask.least_stages} stages, each with a "
-            f"layer; use {ask.least_stages + sum(ask.ends or ())} layers or fewer stages"
+            f"--num-layers {constraints.args.num_layers}; {stages} wants at least "
+            f"{constraints.least_stages} stages, each with a "
+            f"layer; use {constraints.least_stages + sum(constraints.ends or ())} layers or fewer stages"
         )
-    if problems := ask.problems_of_size(1):
+    if problems := constraints.problems_of_size(1):
         return LayoutError(problems[0])
-    number = ask.num_replicas or 1
-    if ask.problems_of_replicas(number):
-        unit, batch = int(ask.args.micro_batch_size) * number, int(ask.args.global_batch_size)
+    number = constraints.num_replicas or 1
+    if constraints.problems_of_replicas(number):
+        unit, batch = int(constraints.args.micro_batch_size) * number, int(constraints.args.global_batch_size)
         choices = " or ".join(map(str, nearest_multiples(batch, unit)))
         return LayoutError(
-            f"--global-batch-size {batch}; {_replicas(number)} of --micro-batch-size {ask.args.micro_batch_size} take "
+            f"--global-batch-size {batch}; {_replicas(number)} of --micro-batch-size "
+            f"{constraints.args.micro_batch_size} take "
             f"{unit} samples, which must divide it and all batches; use {choices}"
         )
-    least = ask.cp * ask.least_stages * number
-    if num_cards < least or not any(node.num_cards >= ask.cp for node in nodes):
+    least = constraints.cp * constraints.least_stages * number
+    if num_cards < least or not any(node.num_cards >= constraints.cp for node in nodes):
         return ShortageError(
-            f"{have}; {_replicas(number)} of at least {ask.least_stages} stages ({stages}) with context-parallel size "
-            f"{ask.cp} need {least} cards; bring {max(least - num_cards, 1)} back, or lower the first number of "
-            "--vtp-stages"
+            f"{have}; {_replicas(number)} of at least {constraints.least_stages} stages ({stages}) "
+            f"with context-parallel size {constraints.cp} need {least} cards; bring "
+            f"{max(least - num_cards, 1)} back, or lower the first number of --vtp-stages"
         )
-    added = _enough(nodes, ask)
+    added = _enough(nodes, constraints)
     more = f"{added} more on {nodes[-1].name} would do" if added else f"{_MOST_ADDED} more would not do either"
-    what = "the model's memory" if ask.held_bytes is not None else "the experts or the nodes"
+    what = "the model's memory" if constraints.held_bytes is not None else "the experts or the nodes"
     kind = ShortageError if added else LayoutError
     return kind(f"{have}; no list within {stages} fits {what}; {more}; or allow more stages, or fewer replicas")
 
 
-def _enough(nodes: Sequence[Node], ask: Constraints) -> int:
+def _enough(nodes: Sequence[Node], constraints: Constraints) -> int:
     """Count the cards that the last node needs more; 0 if no number up to a limit is enough."""
     *others, last = nodes
     for added in range(1, _MOST_ADDED + 1):
-        if search([*others, dataclasses.replace(last, num_cards=last.num_cards + added)], ask):
+        if search([*others, dataclasses.replace(last, num_cards=last.num_cards + added)], constraints):
             return added
     return 0

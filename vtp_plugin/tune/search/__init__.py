@@ -1,16 +1,17 @@
 """Which list of sizes has the shortest step on nodes whose cards differ, from what layers cost on them: pure functions.
 
-``problem`` says what is asked, in numbers alone, and what is best; ``enumerate_lists`` goes through what the cards
-allow, and leaves out what is too slow by ``list_bounds``, ``stage_orders`` puts the stages of a list in order,
-``layer_split`` shares out layers, ``node_assignment`` finds nodes (``bin_packing`` if only room counts),
-``boundary_cost`` says what boundaries cost by each transport, ``evaluate`` simulates, ``fastest`` does one after the
-other, ``stock`` asks the same of Megatron without the plugin.
+``problem`` states the search problem: numbers alone, and the objective. ``fastest`` solves it with the others:
+``enumerate_lists`` enumerates the lists that the cards allow and prunes them by the lower bounds of ``list_bounds``,
+``stage_orders`` orders the stages of a list, ``layer_split`` splits the layers between them, ``node_assignment``
+assigns nodes (``bin_packing`` where only the number of cards counts), ``boundary_cost`` gives the cost of a boundary
+with each transport, and ``evaluate`` simulates the step. ``stock`` states the same problem for Megatron without the
+plugin.
 
 Words:
     pool: nodes that are alike: one site, one kind of card.
-    kind: a stage without its layers: the pools of its replicas, its tensor-parallel size.
-    shape: how the samples of a step are shared: replicas, microbatches and their size.
+    stage type: a stage without its layers: the pools of its replicas, its tensor-parallel size.
+    split: how the samples of a step are shared out: replicas, microbatches and their size.
     source: of a time: measured, fitted to what was measured, or from a data sheet.
-    bound: a time that no step of a list, or of a split of layers, is below.
-    choice: a layout with its simulated step.
+    bound: a lower bound: no step of a list, or with given layers, is shorter.
+    candidate: a layout with its simulated step.
 """

@@ -1,4 +1,4 @@
-"""Put groups of ranks into nodes, each group inside one; exact also where sizes do not divide each other."""
+"""Bin packing of groups of ranks into nodes, each group inside one node; exact for any sizes."""
 
 from __future__ import annotations
 
@@ -6,63 +6,62 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 
-def pack(sizes: Sequence[int], rooms: Sequence[int]) -> tuple[int, ...] | None:
-    """Find a room for every group.
+def pack(sizes: Sequence[int], capacities: Sequence[int]) -> tuple[int, ...] | None:
+    """Find a bin for every group.
 
-    The largest group goes first, where the least room is left. If each size divides the next larger one, this finds a
-    place for all whenever there is one: a room holds as many of a size whatever larger ones are in it instead. For
-    other sizes all ways are tried.
+    Best fit, the largest group first. If each size divides the next larger one, this packs all groups whenever that is
+    possible: a larger group takes exactly the space of several smaller ones. For other sizes all packings are tried.
 
     Args:
-        sizes: of the groups, descending.
-        rooms: how much each room holds.
+        sizes: sizes of the groups, descending.
+        capacities: capacity of each bin.
 
     Returns:
-        The number of each group's room; None if they do not all fit.
+        The number of each group's bin; None if they do not all fit.
 
     >>> pack((4, 2, 2), (6, 2)), pack((3, 3), (4, 2)), pack((3, 2, 2, 2, 2), (6, 5))
     ((0, 0, 1), None, (1, 1, 0, 0, 0))
     """
-    if sum(sizes) > sum(rooms):
+    if sum(sizes) > sum(capacities):
         return None
-    is_chain = all(larger % smaller == 0 for larger, smaller in pairwise(dict.fromkeys(sizes)))
-    found = _tightest(sizes, rooms)
-    return found if found is not None or is_chain else _any_way(sizes, rooms)
+    divide_each_other = all(larger % smaller == 0 for larger, smaller in pairwise(dict.fromkeys(sizes)))
+    found = _best_fit(sizes, capacities)
+    return found if found is not None or divide_each_other else _exhaustive(sizes, capacities)
 
 
-def _tightest(sizes: Sequence[int], rooms: Sequence[int]) -> tuple[int, ...] | None:
-    left, places = list(rooms), []
+def _best_fit(sizes: Sequence[int], capacities: Sequence[int]) -> tuple[int, ...] | None:
+    left, bins = list(capacities), []
     for size in sizes:
-        fitting = [(room, number) for number, room in enumerate(left) if room >= size]
+        fitting = [(free, number) for number, free in enumerate(left) if free >= size]
         if not fitting:
             return None
         _, number = min(fitting)
         left[number] -= size
-        places.append(number)
-    return tuple(places)
+        bins.append(number)
+    return tuple(bins)
 
 
-def _any_way(sizes: Sequence[int], rooms: Sequence[int]) -> tuple[int, ...] | None:
+def _exhaustive(sizes: Sequence[int], capacities: Sequence[int]) -> tuple[int, ...] | None:
     hopeless: set[tuple[int, ...]] = set()
-    left, places = list(rooms), []
+    left, bins = list(capacities), []
 
-    def place(group: int) -> bool:
-        # Which room is which does not matter for what still fits.
+    def fill_from(group: int) -> bool:
+        # Which bin is which does not matter for what still fits.
         state = (group, *sorted(left))
         if group == len(sizes):
             return True
         if state in hopeless:
             return False
         size = sizes[group]
-        for room, number in sorted({room: number for number, room in reversed([*enumerate(left)])}.items()):
-            if room >= size:
+        for free, number in sorted({free: number for number, free in reversed([*enumerate(left)])}.items()):
+            if free >= size:
                 left[number] -= size
-                places.append(number)
-                if place(group + 1):
+                bins.append(number)
+                if fill_from(group + 1):
                     return True
-                places.pop()
+                bins.pop()
                 left[number] += size
         hopeless.add(state)
         return False
 
-    return tuple(places) if place(0) else None
+    return tuple(bins) if fill_from(0) else None

@@ -1,4 +1,4 @@
-"""How tensors cross between two stages: what each transport costs there, and which one a run takes by itself."""
+"""What a boundary between two stages costs with each transport, and which transport a run chooses by itself."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ AUTO = "auto"
 _RANK_TO_RANK = "sliced"
 
 
-class End(NamedTuple):
+class BoundaryStage(NamedTuple):
     """A stage beside a boundary: its tensor-parallel size, what it costs, its site."""
 
     tp: int
@@ -31,14 +31,14 @@ class End(NamedTuple):
 
 
 class BoundaryCost(NamedTuple):
-    """How a tensor crosses, and its gradient.
+    """What it costs to send a tensor over a boundary, and its gradient back.
 
     Attributes:
-        strategy: its name.
-        link: the slowest one of all replicas.
-        num_bytes: as many take as long if one rank sends them all.
-        forward_s: what the stage before does for it in its forward pass, and the stage behind.
-        backward_s: likewise in the backward pass.
+        strategy: name of the strategy that sends it.
+        link: the slowest link of all replicas.
+        num_bytes: effective size of the message: one rank that sent so many bytes alone would take as long.
+        forward_s: seconds of collectives in the forward pass, on the sending and on the receiving stage.
+        backward_s: seconds of collectives in the backward pass, on the same two stages in the same order.
     """
 
     strategy: str
@@ -49,18 +49,18 @@ class BoundaryCost(NamedTuple):
 
     @property
     def both_s(self) -> float:
-        """There and back."""
+        """Seconds of both messages, there and back, with their collectives."""
         return 2 * self.link.time_s(self.num_bytes) + sum(self.forward_s) + sum(self.backward_s)
 
 
-class _Way(NamedTuple):
-    """One exchange.
+class _Exchange(NamedTuple):
+    """What a strategy sends in one direction.
 
     Attributes:
         largest: share of the tensor that the busiest rank sends or receives.
-        total: of all ranks together.
-        before: what ranks of the sending stage do together before it.
-        behind: likewise, of the receiving stage behind it.
+        total: what all ranks send together, as a share of the tensor.
+        before: collective of the sending stage before it sends.
+        behind: collective of the receiving stage after it has received.
     """
 
     largest: float
@@ -70,11 +70,13 @@ class _Way(NamedTuple):
 
 
 @functools.cache
-def _way(strategy: str, src_tp: int, dst_tp: int, is_sharded: bool) -> _Way:
-    """Read from a plan what an exchange is.
+def _exchange(strategy: str, src_tp: int, dst_tp: int, is_sharded: bool) -> _Exchange:
+    """Read an exchange from the plan of a strategy.
 
-    >>> _way("sliced", 2, 4, False)[:2], _way("sliced", 2, 2, False)[:2], _way("rank0", 2, 2, True).before
-    ((0.5, 1.0), (1.0, 2.0), <CollectiveKind.GATHER: 'gather'>)
+    >>> _exchange("sliced", 2, 4, False)[:2], _exchange("sliced", 2, 2, False)[:2]
+    ((0.5, 1.0), (1.0, 2.0))
+    >>> _exchange("rank0", 2, 2, True).before
+    <CollectiveKind.GATHER: 'gather'>
     """
     num_rows = src_tp * dst_tp  # which both cut evenly
 
@@ -83,66 +85,71 @@ def _way(strategy: str, src_tp: int, dst_tp: int, is_sharded: bool) -> _Way:
 
     plan = STRATEGIES[strategy].plan(sharding(range(src_tp)), sharding(range(src_tp, src_tp + dst_tp)))
     sent, got = egress_bytes(plan, 1).values(), ingress_bytes(plan, 1).values()
-    return _Way(max(*sent, *got) / num_rows, sum(sent) / num_rows, plan.start.kind, plan.finish.kind)
+    return _Exchange(max(*sent, *got) / num_rows, sum(sent) / num_rows, plan.start.kind, plan.finish.kind)
 
 
 @functools.cache
-def _tried(rules: TransportRules, src_tp: int, dst_tp: int) -> tuple[str, ...]:
-    """List what a run may take, the simplest first."""
+def _rivals(rules: TransportRules, src_tp: int, dst_tp: int) -> tuple[str, ...]:
+    """List the transports that a run chooses between by itself, the simplest first."""
     layout = PipelineLayout.from_sizes((src_tp, dst_tp), world_size=src_tp + dst_tp)
     return *rules.rivals(layout, 0, 1), rules.choose(layout, 0, 1)[0]
 
 
-def transports(question: SearchProblem) -> Iterator[str]:
-    """Yield what may be asked for, what a run does by itself first; of stock Megatron nothing else.
+def transports(problem: SearchProblem) -> Iterator[str]:
+    """Yield the transports to try, that of a run without flags first; for stock Megatron only that one.
 
     Args:
-        question: what is asked.
+        problem: the search problem.
     """
-    yield question.rules.transport
-    if question.rules.transport == AUTO and not question.is_stock:
+    yield problem.rules.transport
+    if problem.rules.transport == AUTO and not problem.is_stock:
         yield from (name for name, strategy in STRATEGIES.items() if strategy.help is not None)
 
 
-def cross(
-    question: SearchProblem,
-    shape: BatchSplit,
+def cost_of_boundary(
+    problem: SearchProblem,
+    split: BatchSplit,
     transport: str,
-    ends: tuple[End, End],
+    stages: tuple[BoundaryStage, BoundaryStage],
     links: Sequence[Link],
 ) -> BoundaryCost:
-    """Give what a boundary costs.
+    """Give the cost of a boundary.
 
     Args:
-        question: what is asked.
-        shape: of the step.
-        transport: that is asked for.
-        ends: the stage before, and the one behind.
-        links: between them, of all replicas.
+        problem: the search problem.
+        split: how the samples of the step are shared out.
+        transport: the transport that the run is started with.
+        stages: the stage before the boundary, and the one behind it.
+        links: the links between the two stages, one of each replica.
     """
-    src, dst = ends
-    if question.is_stock:
+    src, dst = stages
+    if problem.is_stock:
         names: Sequence[str] = (_RANK_TO_RANK,)
     elif transport != AUTO:
         names = (transport,)
     else:
         sites = () if src.site == dst.site else (src.site, dst.site)
-        names = _tried(replace(question.rules, sites=sites, tensor_bytes=shape.message_bytes), src.tp, dst.tp)
-    found = {name: _by(question, shape, name, src, dst, links) for name in names}
-    return found[clearly_fastest({name: one.both_s for name, one in found.items()})]
+        names = _rivals(replace(problem.rules, sites=sites, tensor_bytes=split.message_bytes), src.tp, dst.tp)
+    costs = {name: _cost_by(problem, split, name, src, dst, links) for name in names}
+    return costs[clearly_fastest({name: cost.both_s for name, cost in costs.items()})]
 
 
-def _by(
-    question: SearchProblem, shape: BatchSplit, strategy: str, src: End, dst: End, links: Sequence[Link]
+def _cost_by(
+    problem: SearchProblem,
+    split: BatchSplit,
+    strategy: str,
+    src: BoundaryStage,
+    dst: BoundaryStage,
+    links: Sequence[Link],
 ) -> BoundaryCost:
-    there = _way(strategy, src.tp, dst.tp, question.rules.is_sharded)
-    back = _way(strategy, dst.tp, src.tp, question.rules.is_sharded)
+    there = _exchange(strategy, src.tp, dst.tp, problem.rules.is_sharded)
+    back = _exchange(strategy, dst.tp, src.tp, problem.rules.is_sharded)
 
     def num_bytes(link: Link) -> int:
         if link.at_once is None:
-            return shape.message_bytes
-        share = max(max(way.largest, way.total / link.at_once) for way in (there, back))
-        return math.ceil(share * shape.message_bytes)
+            return split.message_bytes
+        share = max(max(exchange.largest, exchange.total / link.at_once) for exchange in (there, back))
+        return math.ceil(share * split.message_bytes)
 
     link = max(links, key=lambda link: link.time_s(num_bytes(link)))
     return BoundaryCost(
@@ -154,33 +161,33 @@ def _by(
     )
 
 
-def _together_s(work: Work, kind: CollectiveKind) -> float:
-    if kind is CollectiveKind.NONE:
+def _together_s(work: Work, collective: CollectiveKind) -> float:
+    if collective is CollectiveKind.NONE:
         return 0.0
-    if kind is CollectiveKind.BROADCAST:
+    if collective is CollectiveKind.BROADCAST:
         return work.broadcast_s
-    return 2 * work.gather_s if kind is CollectiveKind.SUM else work.gather_s
+    return 2 * work.gather_s if collective is CollectiveKind.SUM else work.gather_s
 
 
 def least_together_s(
-    question: SearchProblem, src: tuple[int, Work], dst: tuple[int, Work]
+    problem: SearchProblem, src: tuple[int, Work], dst: tuple[int, Work]
 ) -> tuple[float, float, float, float]:
-    """Bound what two stages do for a boundary, whichever transport carries it.
+    """Bound from below the collectives of two stages at a boundary, whichever transport is used.
 
     Args:
-        question: what is asked.
-        src: size of the stage before, and what it costs.
-        dst: likewise of the one behind.
+        problem: the search problem.
+        src: tensor-parallel size of the stage before, and what it costs.
+        dst: tensor-parallel size of the stage behind, and what it costs.
 
     Returns:
-        Of the stage before in its forward and its backward pass, and of the one behind.
+        Seconds of the stage before in its forward and its backward pass, then those of the stage behind.
     """
-    transport, is_sharded = question.rules.transport, question.rules.is_sharded
+    transport, is_sharded = problem.rules.transport, problem.rules.is_sharded
     names = STRATEGIES if transport == AUTO else (transport,)
     rows = []
     for name in names:
-        there, back = _way(name, src[0], dst[0], is_sharded), _way(name, dst[0], src[0], is_sharded)
-        kinds = ((src[1], there.before), (src[1], back.behind), (dst[1], there.behind), (dst[1], back.before))
-        rows.append([_together_s(work, kind) for work, kind in kinds])
+        there, back = _exchange(name, src[0], dst[0], is_sharded), _exchange(name, dst[0], src[0], is_sharded)
+        collectives = ((src[1], there.before), (src[1], back.behind), (dst[1], there.behind), (dst[1], back.before))
+        rows.append([_together_s(work, collective) for work, collective in collectives])
     first, second, third, fourth = (min(column) for column in zip(*rows, strict=True))
     return first, second, third, fourth

@@ -1,4 +1,4 @@
-"""Lists of kinds of stages that the cards allow, those that cannot be quick enough left out."""
+"""Enumerates the lists of stage types that the cards allow, without those that cannot be quick enough."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from vtp_plugin.tune.search.list_bounds import (
     most_layers,
     steps_demanded,
 )
-from vtp_plugin.tune.search.node_assignment import has_rooms
+from vtp_plugin.tune.search.node_assignment import fits_nodes
 from vtp_plugin.tune.search.problem import BatchSplit, SearchProblem, StageType
 from vtp_plugin.tune.search.stage_cost import Work, Works
 
@@ -25,19 +25,19 @@ _MOST_MIXED = 8
 
 
 class StageCounts(NamedTuple):
-    """How many stages of each kind, and a bound on the step."""
+    """How many stages a list has of each type, and a lower bound on its step."""
 
     counts: tuple[tuple[StageType, int], ...]
     bound_s: float
 
 
 class SearchRound(NamedTuple):
-    """Which lists a round looks at.
+    """Which lists a round of the search looks at.
 
     Attributes:
-        most_sizes: different tensor-parallel sizes in one pool.
-        takes_all: of every kind as many as there are cards for.
-        is_mixing: stages of each size may have replicas in several pools, all in the same way.
+        most_sizes: number of different tensor-parallel sizes in one pool at most.
+        takes_all: whether a list has either no stage of a type or as many as there are cards for.
+        is_mixing: whether stages of each size may have replicas in several pools, all in the same way.
     """
 
     most_sizes: int
@@ -45,84 +45,111 @@ class SearchRound(NamedTuple):
     is_mixing: bool = False
 
 
-def kinds_of(shape: BatchSplit, *, is_mixing: bool) -> tuple[StageType, ...]:
-    """List the kinds of stages of a shape, those of one pool together, the largest first.
+def stage_types_of(split: BatchSplit, *, is_mixing: bool) -> tuple[StageType, ...]:
+    """List the stage types that a split allows, those of one pool together, the largest first.
 
     >>> from vtp_plugin.tune.search.problem import NodePool
     >>> from vtp_plugin.tune.cluster.speed import Speed
-    >>> pool = NodePool(name="a", rooms=(2,), speeds={1: Speed(forward_s=(1.0,), backward_s=(1.0,))})
-    >>> shape = BatchSplit(num_replicas=2, num_microbatches=1, micro_batch_size=1, pools=(pool, pool))
-    >>> [kind.places for kind in kinds_of(shape, is_mixing=True)]
+    >>> pool = NodePool(name="a", cards_per_node=(2,), speeds={1: Speed(forward_s=(1.0,), backward_s=(1.0,))})
+    >>> split = BatchSplit(num_replicas=2, num_microbatches=1, micro_batch_size=1, pools=(pool, pool))
+    >>> [stage_type.replica_pools for stage_type in stage_types_of(split, is_mixing=True)]
     [(0, 0), (1, 1), (0, 1)]
     """
-    kinds = []
-    for size in {size for pool in shape.pools for size in pool.speeds}:
+    stage_types = []
+    for size in {size for pool in split.pools for size in pool.speeds}:
         usable = {
-            place: sum(room // size for room in pool.rooms)
-            for place, pool in enumerate(shape.pools)
+            pool_index: sum(num_cards // size for num_cards in pool.cards_per_node)
+            for pool_index, pool in enumerate(split.pools)
             if size in pool.speeds
         }
-        ways: Iterable[tuple[int, ...]] = ((place,) * shape.num_replicas for place in usable)
-        if is_mixing and shape.num_replicas <= _MOST_MIXED:
-            ways = combinations_with_replacement(sorted(usable), shape.num_replicas)
-        for places in ways:
-            is_near = len({shape.pools[place].site for place in places}) == 1
-            if is_near and all(places.count(place) <= usable[place] for place in set(places)):
-                kinds.append(StageType(places, size))
-    return tuple(sorted(kinds, key=lambda kind: (len(kind.pools) > 1, kind.places, -kind.tp)))
+        ways: Iterable[tuple[int, ...]] = ((pool_index,) * split.num_replicas for pool_index in usable)
+        if is_mixing and split.num_replicas <= _MOST_MIXED:
+            ways = combinations_with_replacement(sorted(usable), split.num_replicas)
+        for replica_pools in ways:
+            is_near = len({split.pools[pool_index].site for pool_index in replica_pools}) == 1
+            if is_near and all(
+                replica_pools.count(pool_index) <= usable[pool_index] for pool_index in set(replica_pools)
+            ):
+                stage_types.append(StageType(replica_pools, size))
+    return tuple(
+        sorted(
+            stage_types, key=lambda stage_type: (len(stage_type.pools) > 1, stage_type.replica_pools, -stage_type.tp)
+        )
+    )
 
 
-def rows(
-    question: SearchProblem, shape: BatchSplit, works: Works, reach: SearchRound, below_s: Callable[[], float]
+def enumerate_lists(
+    problem: SearchProblem,
+    split: BatchSplit,
+    works: Works,
+    search_round: SearchRound,
+    below_s: Callable[[], float],
 ) -> Iterator[StageCounts]:
-    """Yield what the cards allow, if a step may be short enough; where cards count, in the order of that objective.
+    """Yield the lists that the cards allow and whose step may be short enough.
+
+    With the objective ``cards`` they come in the order of that objective.
 
     Args:
-        question: what is asked.
-        shape: of the step.
-        works: what every kind costs.
-        reach: which lists are looked at.
-        below_s: gives what a step must be shorter than; it ends a walk that takes too long by an error of its own.
+        problem: the search problem.
+        split: how the samples of the step are shared out.
+        works: what each stage type costs.
+        search_round: which lists this round looks at.
+        below_s: called for the seconds that a step must be shorter than; when the search takes too long, it raises an
+            error of its own, which ends the enumeration.
     """
-    walk = _Walk(question, shape, works, reach, below_s)
-    for goal in _goals(question, shape, walk.kinds) if question.objective == "cards" else (None,):
-        yield from walk.go(goal, 0, walk.rooms, 0, walk.start, ())
+    enumeration = _Enumeration(problem, split, works, search_round, below_s)
+    for goal in _goals(problem, split, enumeration.stage_types) if problem.objective == "cards" else (None,):
+        yield from enumeration.extend(goal, 0, enumeration.num_cards, 0, enumeration.start, ())
 
 
-class _Walk:
-    """Goes through how many stages of each kind there may be; the arguments are those of :func:`rows`."""
+class _Enumeration:
+    """Enumerates how many stages of each type there may be; the arguments are those of :func:`enumerate_lists`."""
 
     def __init__(
-        self, question: SearchProblem, shape: BatchSplit, works: Works, reach: SearchRound, below_s: Callable[[], float]
+        self,
+        problem: SearchProblem,
+        split: BatchSplit,
+        works: Works,
+        search_round: SearchRound,
+        below_s: Callable[[], float],
     ) -> None:
-        self.question, self.shape, self.works, self.reach, self.below_s = question, shape, works, reach, below_s
-        self.kinds = kinds_of(shape, is_mixing=reach.is_mixing)
-        own = [works[kind] for kind in self.kinds]
-        self.most_layers = most_layers(question, shape, self.kinds, own, below_s())
-        self.most_stages = min(question.most_stages, question.num_layers)
-        self.rooms = [sum(pool.rooms) for pool in shape.pools]
-        self.takes = [[kind.tp * kind.places.count(place) for place in range(len(self.rooms))] for kind in self.kinds]
-        self.is_mixed = [len(kind.pools) > 1 for kind in self.kinds]
-        self.limits = [_most_of(shape, kind) for kind in self.kinds]
-        self.demands = [[self._sum(*one) for one in demand] for demand in self._demands(own)]
+        self.problem, self.split, self.works, self.search_round, self.below_s = (
+            problem,
+            split,
+            works,
+            search_round,
+            below_s,
+        )
+        self.stage_types = stage_types_of(split, is_mixing=search_round.is_mixing)
+        own = [works[stage_type] for stage_type in self.stage_types]
+        self.most_layers = most_layers(problem, split, self.stage_types, own, below_s())
+        self.most_stages = min(problem.most_stages, problem.num_layers)
+        self.num_cards = [sum(pool.cards_per_node) for pool in split.pools]
+        self.takes = [
+            [stage_type.tp * stage_type.replica_pools.count(pool_index) for pool_index in range(len(self.num_cards))]
+            for stage_type in self.stage_types
+        ]
+        self.is_mixed = [len(stage_type.pools) > 1 for stage_type in self.stage_types]
+        self.limits = [_most_stages(split, stage_type) for stage_type in self.stage_types]
+        self.demands = [[self._budget(*one) for one in demand] for demand in self._requirements(own)]
         self.start = [[0.0] * len(demand) for demand in self.demands]
 
-    def _demands(self, works: Sequence[Work]) -> Iterator[Demand]:
-        """Yield what a list must have: room for all layers, and little enough time in which stages wait."""
-        question, shape, below_s = self.question, self.shape, self.below_s()
-        yield layers_demanded(question, shape, works, self.most_layers, below_s)
-        fewest = min((kind.tp for kind in self.kinds), default=1) * shape.num_replicas
-        num_stages = min(self.most_stages, sum(self.rooms) // fewest)
-        if self.kinds and not question.runs_ahead and below_s < math.inf and num_stages < shape.num_microbatches:
-            yield steps_demanded(question, shape, self.kinds, works, below_s)
+    def _requirements(self, works: Sequence[Work]) -> Iterator[Demand]:
+        """Yield what a list must satisfy: its stages can hold all layers, and they wait little enough."""
+        problem, split, below_s = self.problem, self.split, self.below_s()
+        yield layers_demanded(problem, split, works, self.most_layers, below_s)
+        fewest = min((stage_type.tp for stage_type in self.stage_types), default=1) * split.num_replicas
+        num_stages = min(self.most_stages, sum(self.num_cards) // fewest)
+        if self.stage_types and not problem.runs_ahead and below_s < math.inf and num_stages < split.num_microbatches:
+            yield steps_demanded(problem, split, self.stage_types, works, below_s)
 
-    def _sum(self, of_kind: Sequence[float], most: float) -> _Sum:
-        """Add the least that a card may still add: unused, or in a stage of one of the kinds from each on."""
-        starts = range(len(self.kinds) + 1)
-        of_room = [least_of_card(self.shape, self.kinds[i:], of_kind[i:]) for i in starts]
-        return _Sum(of_kind, of_room, most)
+    def _budget(self, of_type: Sequence[float], most: float) -> _Budget:
+        """Make a budget: also what an unused card adds at least if only the types from each index on are left."""
+        starts = range(len(self.stage_types) + 1)
+        of_card = [least_of_card(self.split, self.stage_types[i:], of_type[i:]) for i in starts]
+        return _Budget(of_type, of_card, most)
 
-    def go(
+    def extend(
         self,
         goal: _Goal | None,
         first: int,
@@ -131,37 +158,37 @@ class _Walk:
         sums: Sequence[Sequence[float]],
         chosen: tuple[tuple[StageType, int], ...],
     ) -> Iterator[StageCounts]:
-        """Yield the lists that begin with what is chosen.
+        """Yield the lists that extend what was chosen so far, type by type.
 
         Args:
-            goal: where cards count, what a list must have.
-            first: the next kind.
-            left: cards of every pool.
-            stages: that are chosen.
-            sums: of what is demanded, over them.
-            chosen: kinds, and how many stages of each.
+            goal: with the objective ``cards``, how many ranks and stages the list must have; else None.
+            first: index of the next stage type.
+            left: number of cards that are left in each pool.
+            stages: number of stages chosen so far.
+            sums: for each requirement, its sums over the chosen stages.
+            chosen: the chosen stage types, with how many stages of each.
         """
-        if first == len(self.kinds):
+        if first == len(self.stage_types):
             row = StageCounts(chosen, 0.0 if goal is not None else self._bound_s(chosen))
-            if stages >= self.question.least_stages and row.bound_s < self.below_s() and self._goes_in(row):
+            if stages >= self.problem.least_stages and row.bound_s < self.below_s() and self._fits(row):
                 yield row
             return
-        kind, take = self.kinds[first], self.takes[first]
-        for count in self._counts(first, left, stages, chosen):
+        stage_type, take = self.stage_types[first], self.takes[first]
+        for count in self._stage_numbers(first, left, stages, chosen):
             rest = [number - count * each for number, each in zip(left, take, strict=True)] if count else left
             more = [
-                [now + count * one.of_kind[first] for now, one in zip(row, demand, strict=True)]
+                [now + count * budget.of_type[first] for now, budget in zip(row, demand, strict=True)]
                 for row, demand in zip(sums, self.demands, strict=True)
             ]
             if self._may_do(first + 1, rest, more):
-                longer = (*chosen, (kind, count)) if count else chosen
-                if goal is None or goal.is_near(self.kinds[first + 1 :], longer):
-                    yield from self.go(goal, first + 1, rest, stages + count, more, longer)
+                longer = (*chosen, (stage_type, count)) if count else chosen
+                if goal is None or goal.is_near(self.stage_types[first + 1 :], longer):
+                    yield from self.extend(goal, first + 1, rest, stages + count, more, longer)
 
-    def _counts(
+    def _stage_numbers(
         self, first: int, left: Sequence[int], stages: int, chosen: Sequence[tuple[StageType, int]]
     ) -> Sequence[int]:
-        """List how many stages of a kind there may be, the most first."""
+        """List how many stages of a type there may be, the most first."""
         if not self.most_layers[first]:
             return (0,)
         most = min(self.most_stages - stages, self.limits[first])
@@ -170,81 +197,97 @@ class _Walk:
                 most = number // each
         if most < 1:
             return (0,)
-        kind = self.kinds[first]
+        stage_type = self.stage_types[first]
         if self.is_mixed[first]:
             # Sorted by their pools, stages of a size have replicas in several of them in one way at most.
-            if any(one.tp == kind.tp and len(set(one.places)) > 1 for one, _ in chosen):
+            if any(
+                other_type.tp == stage_type.tp and len(set(other_type.replica_pools)) > 1 for other_type, _ in chosen
+            ):
                 return (0,)
-        elif len({one.tp for one, _ in chosen if one.places == kind.places} | {kind.tp}) > self.reach.most_sizes:
+        elif (
+            len(
+                {other_type.tp for other_type, _ in chosen if other_type.replica_pools == stage_type.replica_pools}
+                | {stage_type.tp}
+            )
+            > self.search_round.most_sizes
+        ):
             return (0,)
-        return (most, 0) if self.reach.takes_all else range(most, -1, -1)
+        return (most, 0) if self.search_round.takes_all else range(most, -1, -1)
 
     def _may_do(self, first: int, rest: Sequence[int], sums: Sequence[Sequence[float]]) -> bool:
-        """Whether the cards that are left may be enough for all that is demanded."""
+        """Whether the cards that are left may be enough for all requirements."""
         for row, demand in zip(sums, self.demands, strict=True):
-            for now, one in zip(row, demand, strict=True):
-                if now + sum(map(mul, one.of_room[first], rest)) <= one.most:
+            for now, budget in zip(row, demand, strict=True):
+                if now + sum(map(mul, budget.of_card[first], rest)) <= budget.most:
                     break
             else:
                 return False
         return True
 
     def _bound_s(self, chosen: Sequence[tuple[StageType, int]]) -> float:
-        own, counts = [self.works[kind] for kind, _ in chosen], [count for _, count in chosen]
-        return bound_list(self.question, self.shape, own, counts, self.below_s())
+        own, counts = [self.works[stage_type] for stage_type, _ in chosen], [count for _, count in chosen]
+        return bound_list(self.problem, self.split, own, counts, self.below_s())
 
-    def _goes_in(self, row: StageCounts) -> bool:
-        """Whether there is room for a list; where cards count, also whether every site has a stage."""
-        question, shape = self.question, self.shape
-        if question.objective == "cards":
-            used = {shape.pools[kind.places[0]].site for kind, _ in row.counts}
-            if used < {pool.site for pool in shape.pools} - {question.edge}:
+    def _fits(self, row: StageCounts) -> bool:
+        """Whether a list fits the nodes; with the objective ``cards``, also whether every site has a stage."""
+        problem, split = self.problem, self.split
+        if problem.objective == "cards":
+            used = {split.pools[stage_type.replica_pools[0]].site for stage_type, _ in row.counts}
+            if used < {pool.site for pool in split.pools} - {problem.edge}:
                 return False
-        return has_rooms(shape, [kind for kind, count in row.counts for _ in range(count)])
+        return fits_nodes(split, [stage_type for stage_type, count in row.counts for _ in range(count)])
 
 
-class _Sum(NamedTuple):
-    """What the stages of a list add up to, and must not be above a limit.
+class _Budget(NamedTuple):
+    """A sum over the stages of a list that must not exceed a limit.
 
     Attributes:
-        of_kind: what a stage of each kind adds.
-        of_room: the least that a card of each pool may still add, from each kind on.
+        of_type: what a stage of each type adds.
+        of_card: what a card of each pool adds at least, if only the types from each index on are left.
         most: the limit.
     """
 
-    of_kind: Sequence[float]
-    of_room: Sequence[Sequence[float]]
+    of_type: Sequence[float]
+    of_card: Sequence[Sequence[float]]
     most: float
 
 
 class _Goal(NamedTuple):
-    """How many ranks, and stages, a replica shall have."""
+    """How many ranks and stages a replica must have."""
 
     ranks: int
     stages: int
 
-    def is_near(self, kinds: Sequence[StageType], chosen: Sequence[tuple[StageType, int]]) -> bool:
-        """Whether stages of the kinds that are still to come may make up what is missing."""
+    def is_near(self, stage_types: Sequence[StageType], chosen: Sequence[tuple[StageType, int]]) -> bool:
+        """Whether stages of the remaining types can make up for what is missing."""
         stages = self.stages - sum(count for _, count in chosen)
-        ranks = self.ranks - sum(kind.tp * count for kind, count in chosen)
-        sizes = [kind.tp for kind in kinds]
+        ranks = self.ranks - sum(stage_type.tp * count for stage_type, count in chosen)
+        sizes = [stage_type.tp for stage_type in stage_types]
         return stages * min(sizes, default=0) <= ranks <= stages * max(sizes, default=0) and stages >= 0
 
 
-def _goals(question: SearchProblem, shape: BatchSplit, kinds: Sequence[StageType]) -> Iterator[_Goal]:
-    """Yield what may be had, the most ranks first, of these the fewest stages."""
-    if not kinds:
+def _goals(problem: SearchProblem, split: BatchSplit, stage_types: Sequence[StageType]) -> Iterator[_Goal]:
+    """Yield the goals that may be reached, the most ranks first, of these the fewest stages."""
+    if not stage_types:
         return
-    smallest, largest = min(kind.tp for kind in kinds), max(kind.tp for kind in kinds)
-    cards = sum(sum(shape.pools[place].rooms) for place in {place for kind in kinds for place in kind.places})
-    most = min(question.most_stages, question.num_layers)
-    for ranks in range(min(cards // shape.num_replicas, most * largest), 0, -1):
-        fewest = max(question.least_stages, -(-ranks // largest))
+    smallest, largest = (
+        min(stage_type.tp for stage_type in stage_types),
+        max(stage_type.tp for stage_type in stage_types),
+    )
+    cards = sum(
+        sum(split.pools[pool_index].cards_per_node)
+        for pool_index in {pool_index for stage_type in stage_types for pool_index in stage_type.replica_pools}
+    )
+    most = min(problem.most_stages, problem.num_layers)
+    for ranks in range(min(cards // split.num_replicas, most * largest), 0, -1):
+        fewest = max(problem.least_stages, -(-ranks // largest))
         yield from (_Goal(ranks, stages) for stages in range(fewest, min(most, ranks // smallest) + 1))
 
 
-def _most_of(shape: BatchSplit, kind: StageType) -> int:
-    """Count the stages of a kind that there is room for."""
+def _most_stages(split: BatchSplit, stage_type: StageType) -> int:
+    """Count the stages of a type that fit the nodes."""
     return min(
-        sum(room // kind.tp for room in shape.pools[place].rooms) // kind.places.count(place) for place in kind.pools
+        sum(num_cards // stage_type.tp for num_cards in split.pools[pool_index].cards_per_node)
+        // stage_type.replica_pools.count(pool_index)
+        for pool_index in stage_type.pools
     )

@@ -1,4 +1,4 @@
-"""The best layouts, and beside them the best ones that stock Megatron can run."""
+"""Searches for the best layouts, and for the best ones that stock Megatron can run."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
-from vtp_plugin.tune.search.enumerate_lists import SearchRound, StageCounts, rows
+from vtp_plugin.tune.search.enumerate_lists import SearchRound, StageCounts, enumerate_lists
 from vtp_plugin.tune.search.evaluate import Candidate, evaluate
 from vtp_plugin.tune.search.interleave import interleaved_lists
-from vtp_plugin.tune.search.layer_split import Split, split
+from vtp_plugin.tune.search.layer_split import LayerSplit, split_layers
 from vtp_plugin.tune.search.problem import SearchProblem, StageType
 from vtp_plugin.tune.search.schedule_time import forget_compiled
 from vtp_plugin.tune.search.search_space import SearchSpace, search_spaces
 from vtp_plugin.tune.search.stage_orders import orders
 from vtp_plugin.tune.search.stock import in_megatron
 
-# A layout that is not shorter than the best one by this share is not looked at.
+# A layout that cannot beat the best one by this share is not looked at.
 _SHARE = 0.002
 # Different sizes in one pool, round after round: most of what is good comes early, and bounds the rest.
 _ROUNDS = (
@@ -29,46 +29,46 @@ _ROUNDS = (
     SearchRound(2, is_mixing=True),
     SearchRound(99, is_mixing=True),
 )
-# Of ways to share out layers that begin with as many of them so many are kept when they are looked at once more.
+# When layers are split once more, so many beginnings that hold equally many layers are kept.
 _MOST_ALIKE = 8
-# Of the time, at most, for what stock Megatron can run, with equally many layers and with any; all lists have the rest.
+# Shares of the time limit for stock Megatron, with equally many layers and with any layers; the rest is for all lists.
 _EQUAL_SHARE, _STOCK_SHARE = 0.1, 0.3
 
 
-class _Open(NamedTuple):
-    """An order that may be quicker with other layers.
+class _Unfinished(NamedTuple):
+    """An order of stages that may be quicker with other layers.
 
     Attributes:
-        bound_s: for any layers.
-        frame: around it.
-        order: of its stages.
-        known: layers that were looked at.
+        bound_s: lower bound on the step, for any layers.
+        space: the search space that the order belongs to.
+        order: the stage types in order.
+        known: splits of the layers that were looked at.
     """
 
     bound_s: float
-    frame: SearchSpace
+    space: SearchSpace
     order: tuple[StageType, ...]
     known: frozenset[tuple[int, ...]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
-    """What a search found.
+class SearchResult:
+    """The result of a search.
 
     Attributes:
-        best: layouts, the best one first; none if nothing fits.
-        stock: the best one that stock Megatron can run: one tensor-parallel size, any layers that its flags can say.
-            None if there is none, or where cards count.
-        equal: likewise, with equally many layers on every stage.
-        is_complete: every list was looked at or shown to be no better; else the time was over, or Ctrl-C came.
-        num_judged: layouts that were simulated.
+        best: the best layouts, the best one first; none if nothing fits.
+        stock: the best layout that stock Megatron can run: one tensor-parallel size, any layers that its flags can
+            express. None if there is none, or with the objective ``cards``.
+        equal: the best layout that stock Megatron can run with equally many layers on every stage.
+        is_complete: whether every list was simulated or shown to be no better; else the time was over, or Ctrl-C came.
+        num_simulated: number of layouts that were simulated.
     """
 
     best: tuple[Candidate, ...]
     stock: Candidate | None
     equal: Candidate | None
     is_complete: bool
-    num_judged: int
+    num_simulated: int
 
 
 Tell = Callable[[float, float], None]
@@ -76,53 +76,53 @@ Tell = Callable[[float, float], None]
 
 
 def fastest(
-    question: SearchProblem, *, num_best: int = 5, limit_s: float = math.inf, tell: Tell | None = None
-) -> Found:
-    """Find the best layouts; a function of the question alone, if the time is not over.
+    problem: SearchProblem, *, num_best: int = 5, limit_s: float = math.inf, tell: Tell | None = None
+) -> SearchResult:
+    """Find the best layouts; the result depends on the problem alone, unless the time is over.
 
     Args:
-        question: what is asked.
-        num_best: how many are wanted.
-        limit_s: seconds of the processor, after which the best so far are returned, as after a KeyboardInterrupt; not
-            where cards count.
-        tell: of the progress.
+        problem: the search problem.
+        num_best: how many layouts to return at most.
+        limit_s: processor seconds after which the best layouts so far are returned, as after a KeyboardInterrupt; not
+            with the objective ``cards``.
+        tell: called with the progress.
     """
     start_s, done = time.process_time(), 0.0
     searches: list[_Search] = []
     try:
-        for asked, number, share in _phases(question, num_best):
+        for phase_problem, number, share in _phases(problem, num_best):
             say = None if tell is None else partial(_say_part, tell, done, share)
-            one = _Search(asked, number, start_s + limit_s * (done + share), say)
+            search = _Search(phase_problem, number, start_s + limit_s * (done + share), say)
             for known in searches:
-                one.add(*known.best)
+                search.add(*known.best)
             # After a KeyboardInterrupt what is known already is the answer.
             if not any(each.is_interrupted for each in searches):
-                one.run()
-            searches.append(one)
+                search.run()
+            searches.append(search)
             done += share
     finally:
         forget_compiled()
     *of_stock, last = searches
-    equal, stock = (next(iter(one.best), None) for one in of_stock) if of_stock else (None, None)
-    return Found(
+    equal, stock = (next(iter(search.best), None) for search in of_stock) if of_stock else (None, None)
+    return SearchResult(
         best=tuple(last.best),
         stock=stock,
         equal=equal,
-        is_complete=all(one.is_complete for one in searches),
-        num_judged=sum(one.num_judged for one in searches),
+        is_complete=all(search.is_complete for search in searches),
+        num_simulated=sum(search.num_simulated for search in searches),
     )
 
 
-def _phases(question: SearchProblem, num_best: int) -> Iterator[tuple[SearchProblem, int, float]]:
-    """Yield what is asked one after another, how many layouts are wanted, and the share of the time that is for it.
+def _phases(problem: SearchProblem, num_best: int) -> Iterator[tuple[SearchProblem, int, float]]:
+    """Yield the problems to solve one after another, each with how many layouts to return and its share of the time.
 
-    What stock Megatron can run comes first: it shows early what is no better.
+    Those of stock Megatron come first: their result prunes the others early.
     """
-    is_in_megatron = question.objective == "step" and question.around is None
+    is_in_megatron = problem.objective == "step" and problem.edge_layers is None
     if is_in_megatron:
-        yield in_megatron(question, "equal"), 1, _EQUAL_SHARE
-        yield in_megatron(question, question.layers), 1, _STOCK_SHARE
-    yield question, num_best, 1.0 - (_EQUAL_SHARE + _STOCK_SHARE) * is_in_megatron
+        yield in_megatron(problem, "equal"), 1, _EQUAL_SHARE
+        yield in_megatron(problem, problem.layers), 1, _STOCK_SHARE
+    yield problem, num_best, 1.0 - (_EQUAL_SHARE + _STOCK_SHARE) * is_in_megatron
 
 
 def _say_part(tell: Tell, done: float, share: float, part: float, best_s: float) -> None:
@@ -130,35 +130,35 @@ def _say_part(tell: Tell, done: float, share: float, part: float, best_s: float)
 
 
 class _Search:
-    """State of a search: the best so far.
+    """One search, with the best layouts so far.
 
     Args:
-        question: what is asked.
-        num_best: how many are wanted.
-        until_s: time of the processor at which it ends.
-        tell: of the progress.
+        problem: the search problem.
+        num_best: how many layouts to keep.
+        until_s: processor time, in seconds, at which the search ends.
+        tell: called with the progress.
     """
 
-    def __init__(self, question: SearchProblem, num_best: int, until_s: float, tell: Tell | None) -> None:
-        self.question = question
+    def __init__(self, problem: SearchProblem, num_best: int, until_s: float, tell: Tell | None) -> None:
+        self.problem = problem
         self.num_best = num_best
         self.until_s = until_s
         self.tell = tell
         self.best: list[Candidate] = []
         self.is_complete = True
         self.is_interrupted = False
-        self.num_judged = 0
-        self.frames = [*search_spaces(question)]
-        self.open: list[_Open] = []
+        self.num_simulated = 0
+        self.spaces = [*search_spaces(problem)]
+        self.unfinished: list[_Unfinished] = []
 
     @property
     def below_s(self) -> float:
-        """What a step must be shorter than."""
+        """Seconds that a step must be shorter than."""
         return self.best[0].step_s * (1 - _SHARE) if self.best else math.inf
 
     def run(self) -> None:
-        """Go through the lists."""
-        if self.question.objective == "cards":
+        """Search."""
+        if self.problem.objective == "cards":
             self._try_fullest()
             return
         try:
@@ -168,108 +168,108 @@ class _Search:
             self.is_complete, self.is_interrupted = False, isinstance(end, KeyboardInterrupt)
 
     def _try_fullest(self) -> None:
-        """Go through the lists in the order of the objective, the largest edge of a U first, up to one that fits."""
-        reach = SearchRound(99, is_mixing=True)
-        for frame in sorted(self.frames, key=lambda frame: 0 if frame.edge is None else -frame.edge.tp):
-            for row in rows(frame.question, frame.shape, frame.works, reach, lambda: math.inf):
-                self._try(frame, row)
+        """Try the lists in the order of the objective, with the largest edge of a U first, until one fits."""
+        search_round = SearchRound(99, is_mixing=True)
+        for space in sorted(self.spaces, key=lambda space: 0 if space.edge is None else -space.edge.tp):
+            for row in enumerate_lists(space.problem, space.split, space.works, search_round, lambda: math.inf):
+                self._try_list(space, row)
                 if self.best:
                     return
 
     def _try_quickest(self) -> None:
-        """Go through all lists, round after round."""
+        """Try all lists, round after round."""
         seen: set[tuple[int, StageCounts]] = set()
-        for number, reach in enumerate(_ROUNDS):
-            found = [*self._rows(reach, seen)]
+        for number, search_round in enumerate(_ROUNDS):
+            found = [*self._rows(search_round, seen)]
             seen.update(found)
             # The shortest bound first: what is good comes early, and shows that the others are no better.
-            for index, (frame, row) in enumerate(sorted(found, key=lambda one: self._bound_s(*one))):
+            for index, (space, row) in enumerate(sorted(found, key=lambda one: self._bound_s(*one))):
                 self._say((number + index / len(found)) / len(_ROUNDS))
-                if self._bound_s(frame, row) >= self.below_s:
+                if self._bound_s(space, row) >= self.below_s:
                     break
-                self._try(self.frames[frame], row)
+                self._try_list(self.spaces[space], row)
         self._try_again()
         self._try_interleaved()
 
     def _bound_s(self, index: int, row: StageCounts) -> float:
-        frame = self.frames[index]
-        return max(frame.before_s + row.bound_s, frame.least_s)
+        space = self.spaces[index]
+        return max(space.before_s + row.bound_s, space.least_s)
 
-    def _rows(self, reach: SearchRound, seen: set[tuple[int, StageCounts]]) -> Iterator[tuple[int, StageCounts]]:
-        for index, frame in enumerate(self.frames):
-            if frame.least_s >= self.below_s:
+    def _rows(self, search_round: SearchRound, seen: set[tuple[int, StageCounts]]) -> Iterator[tuple[int, StageCounts]]:
+        for index, space in enumerate(self.spaces):
+            if space.least_s >= self.below_s:
                 continue
-            below_s = partial(self._timely_below_s, frame)
-            for row in rows(frame.question, frame.shape, frame.works, reach, below_s):
+            below_s = partial(self._timely_below_s, space)
+            for row in enumerate_lists(space.problem, space.split, space.works, search_round, below_s):
                 if (index, row) not in seen:
                     yield index, row
 
-    def _timely_below_s(self, frame: SearchSpace) -> float:
+    def _timely_below_s(self, space: SearchSpace) -> float:
         self._check_time()
-        return self._below_s(frame)
+        return self._below_s(space)
 
-    def _below_s(self, frame: SearchSpace) -> float:
-        return self.below_s - frame.before_s
+    def _below_s(self, space: SearchSpace) -> float:
+        return self.below_s - space.before_s
 
-    def _try(self, frame: SearchSpace, row: StageCounts) -> None:
-        """Try a list in all orders."""
+    def _try_list(self, space: SearchSpace, row: StageCounts) -> None:
+        """Try a list in all orders of its stages."""
         found = []
-        for order in orders(frame.question, frame.shape, row):
-            splits = self._splits(frame, order)
-            found += [(one.bound_s, one.layers, order) for one in splits]
-            if splits:
-                known = frozenset(one.layers for one in splits)
-                self.open.append(_Open(splits[0].bound_s, frame, order, known))
+        for order in orders(space.problem, space.split, row):
+            layer_splits = self._layer_splits(space, order)
+            found += [(layer_split.bound_s, layer_split.layers, order) for layer_split in layer_splits]
+            if layer_splits:
+                known = frozenset(layer_split.layers for layer_split in layer_splits)
+                self.unfinished.append(_Unfinished(layer_splits[0].bound_s, space, order, known))
         for bound_s, layers, order in sorted(found):
-            if bound_s >= self._below_s(frame):
+            if bound_s >= self._below_s(space):
                 break
-            self._judge(frame, order, layers)
+            self._simulate(space, order, layers)
 
     def _try_again(self) -> None:
-        """Try orders again whose bound leaves room for a shorter step, with other layers."""
-        for bound_s, frame, order, known in sorted(self.open, key=lambda one: one.bound_s):
-            if bound_s >= self._below_s(frame):
+        """Try other layers in the orders whose bound allows a shorter step."""
+        for bound_s, space, order, known in sorted(self.unfinished, key=lambda layer_split: layer_split.bound_s):
+            if bound_s >= self._below_s(space):
                 continue
-            for one in self._splits(frame, order, most_alike=_MOST_ALIKE):
-                if one.bound_s >= self._below_s(frame):
+            for layer_split in self._layer_splits(space, order, most_alike=_MOST_ALIKE):
+                if layer_split.bound_s >= self._below_s(space):
                     break
-                if one.layers not in known:
-                    self._judge(frame, order, one.layers)
+                if layer_split.layers not in known:
+                    self._simulate(space, order, layer_split.layers)
 
-    def _splits(self, frame: SearchSpace, order: Sequence[StageType], *, most_alike: int = 1) -> list[Split]:
+    def _layer_splits(self, space: SearchSpace, order: Sequence[StageType], *, most_alike: int = 1) -> list[LayerSplit]:
         self._check_time()
-        works = [frame.works[kind] for kind in order]
-        return split(frame.question, frame.shape, order, works, self._below_s(frame), most_alike=most_alike)
+        works = [space.works[stage_type] for stage_type in order]
+        return split_layers(space.problem, space.split, order, works, self._below_s(space), most_alike=most_alike)
 
     def _try_interleaved(self) -> None:
-        if not self.question.chunks or self.question.around is not None:
+        if not self.problem.chunks or self.problem.edge_layers is not None:
             return
         found = []
-        for index, frame in enumerate(self.frames):
-            for one in interleaved_lists(self.question, frame.shape, frame.works, lambda: self.below_s):
+        for index, space in enumerate(self.spaces):
+            for interleaved in interleaved_lists(self.problem, space.split, space.works, lambda: self.below_s):
                 self._check_time()
-                found.append((one, index))
-        for one, index in sorted(found):
-            if one.bound_s >= self.below_s:
+                found.append((interleaved, index))
+        for interleaved, index in sorted(found):
+            if interleaved.bound_s >= self.below_s:
                 break
-            self._judge(self.frames[index], one.order, one.layers, num_chunks=one.num_chunks)
+            self._simulate(self.spaces[index], interleaved.order, interleaved.layers, num_chunks=interleaved.num_chunks)
 
-    def _judge(
-        self, frame: SearchSpace, order: Sequence[StageType], layers: Sequence[int], *, num_chunks: int = 1
+    def _simulate(
+        self, space: SearchSpace, order: Sequence[StageType], layers: Sequence[int], *, num_chunks: int = 1
     ) -> None:
         self._check_time()
-        self.num_judged += 1
-        kinds = frame.kinds(order)
-        own = [frame.whole_works[kind] for kind in kinds]
-        choice = evaluate(self.question, frame.whole, kinds, own, frame.layers(layers), num_chunks=num_chunks)
-        if choice is not None:
-            self.add(choice)
+        self.num_simulated += 1
+        stage_types = space.stage_types(order)
+        own = [space.whole_works[stage_type] for stage_type in stage_types]
+        candidate = evaluate(self.problem, space.whole, stage_types, own, space.layers(layers), num_chunks=num_chunks)
+        if candidate is not None:
+            self.add(candidate)
 
-    def add(self, *choices: Candidate) -> None:
-        """Keep layouts; of those that a run's flags cannot tell apart the quickest."""
+    def add(self, *candidates: Candidate) -> None:
+        """Keep candidates; of those that have the same flags, the quickest."""
         best: dict[tuple[object, ...], Candidate] = {}
-        for one in sorted([*self.best, *choices], key=lambda one: one.step_s):
-            best.setdefault(one.flagged, one)
+        for candidate in sorted([*self.best, *candidates], key=lambda candidate: candidate.step_s):
+            best.setdefault(candidate.flagged, candidate)
         self.best = [*best.values()][: self.num_best]
 
     def _say(self, share: float) -> None:

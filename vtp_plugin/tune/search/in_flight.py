@@ -1,4 +1,4 @@
-"""How many microbatches more than in 1F1B the stages of a planned order may hold, to wait less for slow links."""
+"""How many microbatches more than in 1F1B stages may have in flight, so that they wait less for slow links."""
 
 from __future__ import annotations
 
@@ -15,48 +15,54 @@ from vtp_plugin.tune.search.stage_cost import Work
 
 # Microbatches more than the links need, which even out the start and the end of a step.
 _SLACKS = (0, 1, 2)
-# Of so many stages at most any number may run ahead.
+# In a pipeline of at most so many stages, the stages up to any one of them may have more in flight.
 _SHORT = 6
 
 
 def most_in_flight(
-    question: SearchProblem, shape: BatchSplit, kinds: Sequence[StageType], works: Sequence[Work], layers: Sequence[int]
+    problem: SearchProblem,
+    split: BatchSplit,
+    stage_types: Sequence[StageType],
+    works: Sequence[Work],
+    layers: Sequence[int],
 ) -> tuple[int, ...]:
-    """Say of every stage how many microbatches its cards have memory for, at least those of 1F1B.
+    """Give how many microbatches in flight the cards of every stage have memory for, at least those of 1F1B.
 
     Args:
-        question: what is asked.
-        shape: of the step.
-        kinds: of the stages, in order.
-        works: what each costs.
-        layers: of every stage, which 1F1B has room for.
+        problem: the search problem.
+        split: how the samples of the step are shared out.
+        stage_types: the type of every stage, in order.
+        works: what each stage costs.
+        layers: number of layers of every stage, for which the memory suffices in 1F1B.
     """
-    num_stages, found = len(kinds), []
-    for stage, (kind, work, start) in enumerate(zip(kinds, works, accumulate(layers[:-1], initial=0), strict=True)):
+    num_stages, found = len(stage_types), []
+    for stage, (stage_type, work, start) in enumerate(
+        zip(stage_types, works, accumulate(layers[:-1], initial=0), strict=True)
+    ):
         usual = num_stages - stage
-        room = max(0, shape.num_microbatches - usual)
-        if usual > 1 and shape.held_bytes is not None and work.memory_bytes is not None:
+        spare = max(0, split.num_microbatches - usual)
+        if usual > 1 and split.held_bytes is not None and work.memory_bytes is not None:
             part = (start, start + layers[stage])
             ends = {"is_first": stage == 0, "is_last": False}
-            held, more = (held_by(shape, kind, part, usual + extra, **ends) for extra in (0, 1))
-            room = min(room, (work.memory_bytes - held) // (more - held)) if more > held else room
-        found.append(usual + room if usual > 1 else 1)
+            held, more = (held_by(split, stage_type, part, usual + extra, **ends) for extra in (0, 1))
+            spare = min(spare, (work.memory_bytes - held) // (more - held)) if more > held else spare
+        found.append(usual + spare if usual > 1 else 1)
     return tuple(found)
 
 
 def more_in_flight(
     placement: Placement, costs: Costs, num_microbatches: int, most: Sequence[int]
 ) -> Iterator[tuple[int, ...]]:
-    """Yield numbers of microbatches in flight, of every stage, each with more than in 1F1B, the fewest first.
+    """Yield numbers of microbatches in flight per stage, each with more than 1F1B has, the fewest first.
 
-    The stages up to one of them have more: up to any of a short pipeline, of a long one up to the first, the last but
-    one, or one before a slow link. They get what the links need, or some more than usual.
+    All stages up to a certain one get more. In a short pipeline that may be any stage; in a long one it is the first,
+    the last but one, or one before a slow link. They get what the links need, or some more than in 1F1B.
 
     Args:
-        placement: of a plain pipeline.
-        costs: of a microbatch.
-        num_microbatches: of a replica.
-        most: that every stage has memory for.
+        placement: placement of a plain pipeline.
+        costs: durations and links of a microbatch.
+        num_microbatches: number of microbatches of a replica.
+        most: number of microbatches in flight that every stage has memory for.
 
     >>> from vtp_plugin.plan.schedule.cost.costs import uniform_costs
     >>> from vtp_plugin.plan.schedule.order.placement import plain_placement
@@ -66,8 +72,8 @@ def more_in_flight(
     """
     num_stages = placement.num_stages
     usual = [num_stages - stage for stage in range(num_stages)]
-    chain = make_route(placement, costs)
-    needed = [in_flight_needed_on(chain, stage) for stage in range(num_stages)]
+    route = make_route(placement, costs)
+    needed = [in_flight_needed_on(route, stage) for stage in range(num_stages)]
     wanted = [[number + slack for number in needed] for slack in _SLACKS]
     wanted += [[number + more for number in usual] for more in (1, 2, 4)]
     links = [latency + costs.transfer_time(number) for number, latency in enumerate(costs.latency)]

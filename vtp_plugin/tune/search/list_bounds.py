@@ -1,4 +1,4 @@
-"""Bounds of a step of a list, whatever the order of its stages."""
+"""Lower bounds on the step of a list, whatever the order of its stages."""
 
 from __future__ import annotations
 
@@ -8,87 +8,99 @@ from collections.abc import Sequence
 from vtp_plugin.tune.search.problem import BatchSplit, SearchProblem, StageType
 from vtp_plugin.tune.search.stage_cost import Work, most_held
 
-# So much of a layer is no time.
+# Rounding error of numbers of layers, as a share of a layer.
 ROUNDING = 1e-9
-# As long as this is any time.
+# Longer than any time.
 _LONG_S = 1e9
 # Steps of a search by thirds: the price is then known to seven digits.
 _PRICE_TRIES = 40
 
 Demand = list[tuple[list[float], float]]
-"""One of some sums over the stages of a list must not be above its limit: what a stage of each kind adds, the limit."""
+"""Sums over the stages of a list, of which at least one must not exceed its limit: what a stage of each type adds, and
+the limit."""
 
 
 def bound_list(
-    question: SearchProblem, shape: BatchSplit, works: Sequence[Work], counts: Sequence[int], below_s: float
+    problem: SearchProblem, split: BatchSplit, works: Sequence[Work], counts: Sequence[int], below_s: float
 ) -> float:
-    """Bound a list; what is no shorter than ``below_s`` even in parts of layers is not bounded any further.
+    """Bound the step of a list from below; if even a bound with layers in parts reaches ``below_s``, that one is given.
 
     Args:
-        question: what is asked.
-        shape: of the step.
-        works: of the kinds of stages.
-        counts: stages of each.
-        below_s: what a step must be shorter than.
+        problem: the search problem.
+        split: how the samples of the step are shared out.
+        works: what each stage type of the list costs.
+        counts: number of stages of each type.
+        below_s: seconds that a step must be shorter than.
     """
     if not works:
         return math.inf
-    num_microbatches, num_layers = shape.num_microbatches, question.num_layers
-    if question.layers == "equal":
+    num_microbatches, num_layers = split.num_microbatches, problem.num_layers
+    if problem.layers == "equal":
         each, left = divmod(num_layers, sum(counts))
         return math.inf if left else num_microbatches * each * max(work.least_s for work in works)
-    if question.runs_ahead:
-        any_s = _any_order_s(num_microbatches, num_layers, works, counts)
+    if problem.runs_ahead:
+        any_s = _bound_any_order_s(num_microbatches, num_layers, works, counts)
         if any_s < below_s:
             any_s = max(any_s, num_microbatches * _busiest_s(num_layers, works, counts))
         return any_s
     stages = sorted(((work.least_s, count) for work, count in zip(works, counts, strict=True)), reverse=True)
-    least_s = _least_s(num_microbatches, num_layers, stages, num_layers / sum(count / time for time, count in stages))
+    least_s = _bound_1f1b_s(
+        num_microbatches, num_layers, stages, num_layers / sum(count / time for time, count in stages)
+    )
     if least_s < below_s:
-        least_s = _least_s(num_microbatches, num_layers, stages, _busiest_s(num_layers, works, counts))
+        least_s = _bound_1f1b_s(num_microbatches, num_layers, stages, _busiest_s(num_layers, works, counts))
     return least_s
 
 
 def most_layers(
-    question: SearchProblem, shape: BatchSplit, kinds: Sequence[StageType], works: Sequence[Work], below_s: float
+    problem: SearchProblem,
+    split: BatchSplit,
+    stage_types: Sequence[StageType],
+    works: Sequence[Work],
+    below_s: float,
 ) -> list[int]:
-    """Bound the layers of a stage of each kind by its time; with less memory than for all layers by that, too.
+    """Bound the layers of a stage of each type by its time, and by its memory where that is too small for all layers.
 
     Args:
-        question: what is asked.
-        shape: of the step.
-        kinds: of stages.
-        works: what each costs.
-        below_s: what a step must be shorter than.
+        problem: the search problem.
+        split: how the samples of the step are shared out.
+        stage_types: the stage types.
+        works: what each stage type costs.
+        below_s: seconds that a step must be shorter than.
     """
-    most_s = min(below_s / shape.num_microbatches, _LONG_S)
-    held = (most_held(question, shape, kind, work) for kind, work in zip(kinds, works, strict=True))
+    most_s = min(below_s / split.num_microbatches, _LONG_S)
+    held = (most_held(problem, split, stage_type, work) for stage_type, work in zip(stage_types, works, strict=True))
     whole = (whole_layers(most_s, work.least_s) for work in works)
     return [
-        number if room >= question.num_layers else min(room, number) for room, number in zip(held, whole, strict=True)
+        number if of_memory >= problem.num_layers else min(of_memory, number)
+        for of_memory, number in zip(held, whole, strict=True)
     ]
 
 
 def layers_demanded(
-    question: SearchProblem, shape: BatchSplit, works: Sequence[Work], most: Sequence[int], below_s: float
+    problem: SearchProblem, split: BatchSplit, works: Sequence[Work], most: Sequence[int], below_s: float
 ) -> Demand:
-    """Demand room for all layers.
+    """Require that the stages can hold all layers.
 
     Args:
-        question: what is asked.
-        shape: of the step.
-        works: of every kind of stage.
-        most: layers that a stage of each can have, see :func:`most_layers`.
-        below_s: what a step must be shorter than.
+        problem: the search problem.
+        split: how the samples of the step are shared out.
+        works: what each stage type costs.
+        most: number of layers that a stage of each type can hold, see :func:`most_layers`.
+        below_s: seconds that a step must be shorter than.
     """
-    needed = question.num_layers + lost_layers(works, most, min(below_s / shape.num_microbatches, _LONG_S))
+    needed = problem.num_layers + lost_layers(works, most, min(below_s / split.num_microbatches, _LONG_S))
     return [([-float(number) for number in most], ROUNDING - needed)]
 
 
 def steps_demanded(
-    question: SearchProblem, shape: BatchSplit, kinds: Sequence[StageType], works: Sequence[Work], below_s: float
+    problem: SearchProblem,
+    split: BatchSplit,
+    stage_types: Sequence[StageType],
+    works: Sequence[Work],
+    below_s: float,
 ) -> Demand:
-    """Demand that stages wait little enough, by a bound that is a sum over the stages: a few of them have theirs.
+    """Require that stages wait little enough, by a bound that is a sum over stages, so part of a list has part of it.
 
     As in :func:`_least_s` a step takes at least (m - 1) t + sum of (2 t_i - t). All stages compute L layers, of
     c_i each: the sum of t_i / c_i is at least that. So for any price u of a layer a step takes at least
@@ -100,18 +112,18 @@ def steps_demanded(
     all cards together add most at best.
 
     Args:
-        question: what is asked.
-        shape: of the step, with more microbatches than stages.
-        kinds: of stages.
-        works: what each costs.
-        below_s: what a step must be shorter than.
+        problem: the search problem.
+        split: how the samples of the step are shared out; it has more microbatches than there are stages.
+        stage_types: the stage types.
+        works: what each stage type costs.
+        below_s: seconds that a step must be shorter than.
     """
-    num_microbatches = shape.num_microbatches
+    num_microbatches = split.num_microbatches
     layers_s = [work.least_s for work in works]
     ends = [min((work.ends_s[end] / work.least_s for work in works), default=0.0) for end in (1, 2)]
-    num_layers = question.num_layers + sum(ends)
+    num_layers = problem.num_layers + sum(ends)
     longest = below_s / num_microbatches
-    shortest = -question.num_layers / least_of_cards(shape, kinds, [-1 / layer_s for layer_s in layers_s])
+    shortest = -problem.num_layers / least_of_cards(split, stage_types, [-1 / layer_s for layer_s in layers_s])
 
     def demand(price: float) -> Demand:
         return [
@@ -123,39 +135,50 @@ def steps_demanded(
         ]
 
     def least_s(price: float) -> float:
-        return min(least_of_cards(shape, kinds, of_kind) - most for of_kind, most in demand(price))
+        return min(least_of_cards(split, stage_types, of_type) - most for of_type, most in demand(price))
 
-    low, high = 0.0, 2 * num_microbatches * longest / question.num_layers
+    low, high = 0.0, 2 * num_microbatches * longest / problem.num_layers
     for _ in range(_PRICE_TRIES):
         third = (high - low) / 3
         low, high = (low + third, high) if least_s(low + third) < least_s(high - third) else (low, high - third)
     return demand(low)
 
 
-def least_of_cards(shape: BatchSplit, kinds: Sequence[StageType], of_kind: Sequence[float]) -> float:
-    """Add up the least that all cards can add to a sum over stages."""
-    each = least_of_card(shape, kinds, of_kind)
-    return sum(sum(pool.rooms) * value for pool, value in zip(shape.pools, each, strict=True))
+def least_of_cards(split: BatchSplit, stage_types: Sequence[StageType], of_type: Sequence[float]) -> float:
+    """Give what all cards together add at least to a sum over stages."""
+    each = least_of_card(split, stage_types, of_type)
+    return sum(sum(pool.cards_per_node) * value for pool, value in zip(split.pools, each, strict=True))
 
 
-def least_of_card(shape: BatchSplit, kinds: Sequence[StageType], of_kind: Sequence[float]) -> list[float]:
-    """Say what a card of each pool adds at least to a sum over stages: nothing, or its share of a stage.
+def least_of_card(split: BatchSplit, stage_types: Sequence[StageType], of_type: Sequence[float]) -> list[float]:
+    """Give what a card of each pool adds at least to a sum over stages: nothing, or its share of a stage.
 
     Args:
-        shape: of the step.
-        kinds: of stages that may be.
-        of_kind: what a stage of each adds.
+        split: how the samples of the step are shared out.
+        stage_types: the stage types that are possible.
+        of_type: what a stage of each type adds.
 
     >>> from vtp_plugin.tune.search.problem import NodePool
-    >>> pools = (NodePool(name="a", rooms=(4,), speeds={}), NodePool(name="b", rooms=(4,), speeds={}))
-    >>> shape = BatchSplit(num_replicas=1, num_microbatches=1, micro_batch_size=1, pools=pools)
-    >>> least_of_card(shape, [StageType((0,), 2), StageType((0,), 1)], [-3.0, -1.0])
+    >>> pools = (NodePool(name="a", cards_per_node=(4,), speeds={}), NodePool(name="b", cards_per_node=(4,), speeds={}))
+    >>> split = BatchSplit(num_replicas=1, num_microbatches=1, micro_batch_size=1, pools=pools)
+    >>> least_of_card(split, [StageType((0,), 2), StageType((0,), 1)], [-3.0, -1.0])
     [-1.5, 0.0]
     """
-    of_card = [value / (kind.tp * shape.num_replicas) for value, kind in zip(of_kind, kinds, strict=True)]
+    of_card = [
+        value / (stage_type.tp * split.num_replicas) for value, stage_type in zip(of_type, stage_types, strict=True)
+    ]
     return [
-        min([0.0, *(value for value, kind in zip(of_card, kinds, strict=True) if place in kind.places)])
-        for place in range(len(shape.pools))
+        min(
+            [
+                0.0,
+                *(
+                    value
+                    for value, stage_type in zip(of_card, stage_types, strict=True)
+                    if pool_index in stage_type.replica_pools
+                ),
+            ]
+        )
+        for pool_index in range(len(split.pools))
     ]
 
 
@@ -169,21 +192,21 @@ def whole_layers(time_s: float, layer_s: float) -> int:
 
 
 def lost_layers(works: Sequence[Work], most: Sequence[int], time_s: float) -> float:
-    """Count the layers that have no room, since the first and the last stage have more to do than layers.
+    """Count the layers that the first and the last stage cannot hold because of the embedding and the head.
 
     Args:
-        works: of the kinds of stages; the first and the last may be any of them that have time for a layer.
-        most: layers that a stage of each can have, between others.
-        time_s: of the busiest stage.
+        works: what each stage type costs; the first and the last stage may be of any type that has time for a layer.
+        most: number of layers that a stage of each type can hold between others.
+        time_s: seconds of the busiest stage.
     """
 
     def lost(end: int) -> float:
-        found = math.inf
+        fewest = math.inf
         for work, number in zip(works, most, strict=True):
-            own = whole_layers(time_s - work.ends_s[end], work.least_s)
-            if own and number:
-                found = min(found, max(0, number - own))
-        return found
+            num_layers = whole_layers(time_s - work.ends_s[end], work.least_s)
+            if num_layers and number:
+                fewest = min(fewest, max(0, number - num_layers))
+        return fewest
 
     # Often there is nothing before the layers.
     first = lost(1) if any(work.ends_s[1] for work in works) else 0
@@ -192,15 +215,15 @@ def lost_layers(works: Sequence[Work], most: Sequence[int], time_s: float) -> fl
 
 
 def _busiest_s(num_layers: int, works: Sequence[Work], counts: Sequence[int]) -> float:
-    """Bound the time of the busiest stage: the shortest in which whole layers and both ends of the model have room."""
+    """Bound the time of the busiest stage: the shortest in which stages compute all layers, whole, and both ends."""
     layers_s = [work.least_s for work in works]
     # Asked for each of many lists: no calls inside.
     events = {(more, work.least_s) for work in works for more in work.ends_s}
     time = num_layers / sum(count / layer_s for count, layer_s in zip(counts, layers_s, strict=True))
     while True:
         whole = [int(time / layer_s + ROUNDING) for layer_s in layers_s]
-        room = sum([count * number for count, number in zip(counts, whole, strict=True)])
-        if room >= num_layers and room >= num_layers + lost_layers(works, whole, time):
+        num_placed = sum([count * number for count, number in zip(counts, whole, strict=True)])
+        if num_placed >= num_layers and num_placed >= num_layers + lost_layers(works, whole, time):
             return time
         time = min(
             [
@@ -210,7 +233,9 @@ def _busiest_s(num_layers: int, works: Sequence[Work], counts: Sequence[int]) ->
         )
 
 
-def _least_s(num_microbatches: int, num_layers: int, stages: Sequence[tuple[float, int]], busiest_s: float) -> float:
+def _bound_1f1b_s(
+    num_microbatches: int, num_layers: int, stages: Sequence[tuple[float, int]], busiest_s: float
+) -> float:
     """Bound a step from below.
 
     Let t be the time of the busiest of p stages, at least T, and t_i that of each, at least that of one layer. By the
@@ -223,10 +248,10 @@ def _least_s(num_microbatches: int, num_layers: int, stages: Sequence[tuple[floa
     With fewer microbatches half of what fills the pipeline is certain.
 
     Args:
-        num_microbatches: m, of a replica.
-        num_layers: L, of the model.
-        stages: time of a layer, and how many stages it takes, the slowest first.
-        busiest_s: T.
+        num_microbatches: m, the number of microbatches of a replica.
+        num_layers: L, the number of layers of the model.
+        stages: seconds of a layer, and the number of stages that take so long, the slowest first.
+        busiest_s: T, in seconds.
     """
     num_stages = sum(count for _, count in stages)
     rate = sum(count / layer_s for layer_s, count in stages)
@@ -252,7 +277,7 @@ def _least_s(num_microbatches: int, num_layers: int, stages: Sequence[tuple[floa
     return max(least, found)
 
 
-def _any_order_s(num_microbatches: int, num_layers: int, works: Sequence[Work], counts: Sequence[int]) -> float:
+def _bound_any_order_s(num_microbatches: int, num_layers: int, works: Sequence[Work], counts: Sequence[int]) -> float:
     """Bound a step from below, with any number of microbatches in flight, as if layers could be cut.
 
     Let B be the bound of :mod:`~vtp_plugin.tune.search.layer_split`, without links: for each stage i, P_i + m t_i <= B,
@@ -260,10 +285,10 @@ def _any_order_s(num_microbatches: int, num_layers: int, works: Sequence[Work], 
     1/m)^(i-1). In that time stages compute most layers where the quickest is the first; all together must compute L.
 
     Args:
-        num_microbatches: m, of a replica.
-        num_layers: L, of the model.
-        works: of the kinds of stages.
-        counts: stages of each.
+        num_microbatches: m, the number of microbatches of a replica.
+        num_layers: L, the number of layers of the model.
+        works: what each stage type costs.
+        counts: number of stages of each type.
     """
     left = 1 - 1 / num_microbatches
     share, layers_s = 1.0, 0.0

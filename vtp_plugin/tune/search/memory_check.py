@@ -1,4 +1,4 @@
-"""What stages hold, and whether their cards have room for it."""
+"""What stages hold in memory."""
 
 from __future__ import annotations
 
@@ -12,48 +12,51 @@ Part = tuple[int, int]
 
 
 def held_bytes_of(
-    shape: BatchSplit,
-    kinds: Sequence[StageType],
+    split: BatchSplit,
+    stage_types: Sequence[StageType],
     placement: Placement,
     parts: Sequence[Part],
     peaks: Sequence[int],
 ) -> list[int]:
-    """Say what the fullest rank of every stage holds.
+    """Give the bytes that the fullest rank of every stage holds.
 
     Args:
-        shape: of the step.
-        kinds: of the stages.
-        placement: of the virtual stages.
-        parts: layers of every virtual stage.
-        peaks: microbatches of which each keeps activations.
+        split: how the samples of the step are shared out.
+        stage_types: the type of every stage.
+        placement: which stage holds which virtual stage.
+        parts: the layers of every virtual stage.
+        peaks: number of microbatches whose activations each virtual stage keeps.
     """
-    held = [0] * len(kinds)
-    ends: list[list[tuple[bool, bool]]] = [[] for _ in kinds]
+    held = [0] * len(stage_types)
+    ends: list[list[tuple[bool, bool]]] = [[] for _ in stage_types]
     for vstage, (stage, part, peak) in enumerate(zip(placement.stages, parts, peaks, strict=True)):
         is_first, is_last = vstage == 0, vstage == placement.num_vstages - 1
-        held[stage] += held_by(shape, kinds[stage], part, peak, is_first=is_first, is_last=is_last)
+        held[stage] += held_by(split, stage_types[stage], part, peak, is_first=is_first, is_last=is_last)
         ends[stage].append((is_first, is_last))
-    return [num_bytes - held_twice(shape, kind, own) for num_bytes, kind, own in zip(held, kinds, ends, strict=True)]
+    return [
+        num_bytes - held_twice(split, stage_type, own)
+        for num_bytes, stage_type, own in zip(held, stage_types, ends, strict=True)
+    ]
 
 
-def held_twice(shape: BatchSplit, kind: StageType, ends: Sequence[tuple[bool, bool]]) -> int:
-    """Say what the virtual stages of a stage have in common, each with whether it has the embedding, and the head."""
-    if shape.counted_twice is None or len(ends) == 1:
+def held_twice(split: BatchSplit, stage_type: StageType, ends: Sequence[tuple[bool, bool]]) -> int:
+    """Give the bytes that are counted twice; ``ends``: whether each virtual stage has the embedding, and the head."""
+    if split.counted_twice is None or len(ends) == 1:
         return 0
-    return shape.counted_twice(kind.tp, shape.num_replicas, tuple(ends))
+    return split.counted_twice(stage_type.tp, split.num_replicas, tuple(ends))
 
 
-def held_by(shape: BatchSplit, kind: StageType, part: Part, peak: int, *, is_first: bool, is_last: bool) -> int:
-    """Say what a virtual stage adds to what its stage holds, with activations of so many microbatches.
+def held_by(split: BatchSplit, stage_type: StageType, part: Part, peak: int, *, is_first: bool, is_last: bool) -> int:
+    """Give the bytes that a virtual stage adds to what its stage holds.
 
     Args:
-        shape: of the step.
-        kind: of the stage.
-        part: its layers.
-        peak: microbatches.
-        is_first: it has the embedding.
-        is_last: it has the head.
+        split: how the samples of the step are shared out.
+        stage_type: the type of the stage.
+        part: the layers of the virtual stage.
+        peak: number of microbatches whose activations it keeps.
+        is_first: whether it has the embedding.
+        is_last: whether it has the head.
     """
-    if shape.held_bytes is None:
+    if split.held_bytes is None:
         return 0
-    return shape.held_bytes(kind.tp, shape.num_replicas, *part, is_first, is_last, peak)
+    return split.held_bytes(stage_type.tp, split.num_replicas, *part, is_first, is_last, peak)

@@ -1,4 +1,4 @@
-"""Put the replicas of stages into nodes, neighbours near each other."""
+"""Assigns nodes to the replicas of stages, so that neighbours are near each other."""
 
 from __future__ import annotations
 
@@ -13,101 +13,120 @@ from vtp_plugin.tune.search.stage_cost import hop_s, link_between
 Node = tuple[int, int]
 """A pool and a node of it, both by number."""
 
-# Nodes that are tried for all stages together, before the best way so far is taken; of long lists few more than groups.
+# Nodes that are tried for all stages together, before the best assignment so far is taken; for long lists only
+# a few more than there are groups.
 _MOST_TRIES = 3000
 _LONG = 16
-# What the sum of gradients counts beside the messages, on the first stage and on the last: a stage that ends early sums
+# Weight of the gradients' sum beside the messages, on the first stage and on the last: a stage that ends early sums
 # while others compute.
 _WEIGHTS = ((0.0, 0.0), (3.0, 0.1), (1.0, 1.0), (9.0, 9.0))
 
 
-def has_rooms(shape: BatchSplit, kinds: Sequence[StageType]) -> bool:
-    """Whether all replicas of all stages go into the nodes, each into one.
+def fits_nodes(split: BatchSplit, stage_types: Sequence[StageType]) -> bool:
+    """Whether all replicas of all stages fit the nodes, each inside one.
 
     >>> from vtp_plugin.tune.search.problem import NodePool
-    >>> pools = (NodePool(name="a", rooms=(4, 2), speeds={}),)
-    >>> shape = BatchSplit(num_replicas=2, num_microbatches=1, micro_batch_size=1, pools=pools)
-    >>> has_rooms(shape, [StageType((0, 0), 3)]), has_rooms(shape, [StageType((0, 0), 2)])
+    >>> pools = (NodePool(name="a", cards_per_node=(4, 2), speeds={}),)
+    >>> split = BatchSplit(num_replicas=2, num_microbatches=1, micro_batch_size=1, pools=pools)
+    >>> fits_nodes(split, [StageType((0, 0), 3)]), fits_nodes(split, [StageType((0, 0), 2)])
     (False, True)
     """
-    return all(pack(_groups(kinds, place), pool.rooms) is not None for place, pool in enumerate(shape.pools))
+    return all(
+        pack(_groups(stage_types, pool_index), pool.cards_per_node) is not None
+        for pool_index, pool in enumerate(split.pools)
+    )
 
 
-def _groups(kinds: Sequence[StageType], place: int) -> list[int]:
-    """List the sizes of all groups in a pool, the largest first."""
-    return sorted((kind.tp for kind in kinds for each in kind.places if each == place), reverse=True)
+def _groups(stage_types: Sequence[StageType], pool_index: int) -> list[int]:
+    """List the sizes of all tensor-parallel groups in a pool, the largest first."""
+    return sorted(
+        (stage_type.tp for stage_type in stage_types for each in stage_type.replica_pools if each == pool_index),
+        reverse=True,
+    )
 
 
 def assign_nodes(
-    question: SearchProblem, shape: BatchSplit, kinds: Sequence[StageType]
+    problem: SearchProblem, split: BatchSplit, stage_types: Sequence[StageType]
 ) -> list[tuple[tuple[Node, ...], ...]]:
-    """Find nodes for every replica of every stage, so that messages and gradients take short ways.
+    """Find a node for every replica of every stage, so that messages and gradients have short ways.
 
     Args:
-        question: what is asked.
-        shape: of the step.
-        kinds: of the stages, in order.
+        problem: the search problem.
+        split: how the samples of the step are shared out.
+        stage_types: the type of every stage, in order.
 
     Returns:
-        Ways, each with the node of each replica of every stage, for messages alone and for both; none if they do not
-        all go in. Of a large list each is the way that was found first: where the stage before is, else where the least
-        room is left. Where cards count there is one way: where the least room is left.
+        Assignments to compare, each with the node of each replica of every stage: one that is best for messages alone,
+        others that also weigh the gradients' sums; none if the stages do not fit. For a long list each is the first one
+        found: in the node of the stage before, else where the fewest cards are left. With the objective ``cards`` there
+        is one assignment, where the fewest cards are left.
     """
-    if not has_rooms(shape, kinds):
+    if not fits_nodes(split, stage_types):
         return []
-    if question.objective == "cards":
-        return [_by_stage(shape, _by_packing(shape, kinds))]
-    found = []
-    for weight in _WEIGHTS if shape.num_replicas > 1 else _WEIGHTS[:1]:
-        walk = _Walk(question, shape, kinds, weight)
-        walk.go(0, 0.0)
-        found.append(walk.best if walk.best is not None else _by_packing(shape, kinds))
-    return [_by_stage(shape, nodes) for nodes in dict.fromkeys(found)]
+    if problem.objective == "cards":
+        return [_by_stage(split, _by_packing(split, stage_types))]
+    assignments = []
+    for weight in _WEIGHTS if split.num_replicas > 1 else _WEIGHTS[:1]:
+        search = _NodeSearch(problem, split, stage_types, weight)
+        search.assign(0, 0.0)
+        assignments.append(search.best if search.best is not None else _by_packing(split, stage_types))
+    return [_by_stage(split, nodes) for nodes in dict.fromkeys(assignments)]
 
 
-def along_nodes(shape: BatchSplit, kinds: Sequence[StageType]) -> tuple[StageType, ...]:
-    """Put stages where the least room is left, replicas of one near each other, and let them follow their nodes.
+def along_nodes(split: BatchSplit, stage_types: Sequence[StageType]) -> tuple[StageType, ...]:
+    """Assign stages to the nodes where the fewest cards are left, and order them as their nodes are.
 
     Args:
-        shape: of the step.
-        kinds: of the stages, for which there is room, those of one kind together.
+        split: how the samples of the step are shared out.
+        stage_types: the type of every stage, those of one type together; they fit the nodes.
 
     >>> from vtp_plugin.tune.search.problem import NodePool
-    >>> pools = (NodePool(name="a", rooms=(4, 6), speeds={}),)
-    >>> shape = BatchSplit(num_replicas=1, num_microbatches=1, micro_batch_size=1, pools=pools)
-    >>> [kind.tp for kind in along_nodes(shape, [StageType((0,), 4), StageType((0,), 4), StageType((0,), 2)])]
+    >>> pools = (NodePool(name="a", cards_per_node=(4, 6), speeds={}),)
+    >>> split = BatchSplit(num_replicas=1, num_microbatches=1, micro_batch_size=1, pools=pools)
+    >>> four, two, six = (StageType((0,), tp) for tp in (4, 2, 6))
+    >>> [stage_type.tp for stage_type in along_nodes(split, [four, four, two])]
     [4, 4, 2]
-    >>> [kind.tp for kind in along_nodes(shape, [StageType((0,), 6), StageType((0,), 2)])]
+    >>> [stage_type.tp for stage_type in along_nodes(split, [six, two])]
     [2, 6]
     """
-    stages = zip(kinds, _by_stage(shape, _by_packing(shape, kinds)), strict=True)
-    return tuple(kind for kind, _ in sorted(stages, key=lambda one: (one[1][0], -one[0].tp, one[1])))
+    stages = zip(stage_types, _by_stage(split, _by_packing(split, stage_types)), strict=True)
+    return tuple(stage_type for stage_type, _ in sorted(stages, key=lambda one: (one[1][0], -one[0].tp, one[1])))
 
 
-def _by_stage(shape: BatchSplit, nodes: Sequence[Node]) -> tuple[tuple[Node, ...], ...]:
-    replicas = shape.num_replicas
+def _by_stage(split: BatchSplit, nodes: Sequence[Node]) -> tuple[tuple[Node, ...], ...]:
+    replicas = split.num_replicas
     return tuple(tuple(nodes[start : start + replicas]) for start in range(0, len(nodes), replicas))
 
 
-def _by_packing(shape: BatchSplit, kinds: Sequence[StageType]) -> tuple[Node, ...]:
-    rooms: dict[tuple[int, int], list[int]] = {}
-    for place, pool in enumerate(shape.pools):
-        groups = _groups(kinds, place)
-        for size, room in sorted(zip(groups, pack(groups, pool.rooms) or (), strict=True)):
-            rooms.setdefault((place, size), []).append(room)
-    return tuple((place, rooms[place, kind.tp].pop(0)) for kind in kinds for place in kind.places)
+def _by_packing(split: BatchSplit, stage_types: Sequence[StageType]) -> tuple[Node, ...]:
+    free_nodes: dict[tuple[int, int], list[int]] = {}
+    for pool_index, pool in enumerate(split.pools):
+        groups = _groups(stage_types, pool_index)
+        for size, node in sorted(zip(groups, pack(groups, pool.cards_per_node) or (), strict=True)):
+            free_nodes.setdefault((pool_index, size), []).append(node)
+    return tuple(
+        (pool_index, free_nodes[pool_index, stage_type.tp].pop(0))
+        for stage_type in stage_types
+        for pool_index in stage_type.replica_pools
+    )
 
 
-class _Walk:
-    """Tries nodes for one replica after the other, what costs least first."""
+class _NodeSearch:
+    """Depth-first search: nodes for one replica after the other, the cheapest first."""
 
     def __init__(
-        self, question: SearchProblem, shape: BatchSplit, kinds: Sequence[StageType], weight: tuple[float, float]
+        self,
+        problem: SearchProblem,
+        split: BatchSplit,
+        stage_types: Sequence[StageType],
+        weight: tuple[float, float],
     ) -> None:
-        self.question = question
-        self.shape = shape
-        self.groups = [(place, kind.tp) for kind in kinds for place in kind.places]
-        self.left = [[*pool.rooms] for pool in shape.pools]
+        self.problem = problem
+        self.split = split
+        self.groups = [
+            (pool_index, stage_type.tp) for stage_type in stage_types for pool_index in stage_type.replica_pools
+        ]
+        self.left = [[*pool.cards_per_node] for pool in split.pools]
         self.nodes: list[Node] = []
         self.best: tuple[Node, ...] | None = None
         self.best_s = math.inf
@@ -115,41 +134,45 @@ class _Walk:
         self.most_tries = _MOST_TRIES if len(self.groups) <= _LONG else 2 * len(self.groups)
         self.weight = weight
 
-    def go(self, group: int, cost_s: float) -> None:
-        """Put the groups from one on."""
+    def assign(self, group: int, cost_s: float) -> None:
+        """Assign nodes to the groups from this one on."""
         if cost_s >= self.best_s or self.num_tries > self.most_tries:
             return
         if group == len(self.groups):
             self.best, self.best_s = tuple(self.nodes), cost_s
             return
-        place, size = self.groups[group]
-        rooms = self.left[place]
-        # Of nodes with as much room that hold nothing near, one is as good as another.
+        pool_index, size = self.groups[group]
+        free_cards = self.left[pool_index]
+        # Of nodes with equally many free cards that hold nothing near, one is as good as another.
         tries = {
-            (self._cost_s(group, (place, room)), free, -room if free < self.shape.pools[place].rooms[room] else 0): room
-            for room, free in enumerate(rooms)
-            if free >= size
+            (
+                self._cost_s(group, (pool_index, node)),
+                num_free,
+                -node if num_free < self.split.pools[pool_index].cards_per_node[node] else 0,
+            ): node
+            for node, num_free in enumerate(free_cards)
+            if num_free >= size
         }
-        for (added_s, *_), room in sorted(tries.items()):
+        for (added_s, *_), node in sorted(tries.items()):
             self.num_tries += 1
-            rooms[room] -= size
-            self.nodes.append((place, room))
-            self.go(group + 1, cost_s + added_s)
+            free_cards[node] -= size
+            self.nodes.append((pool_index, node))
+            self.assign(group + 1, cost_s + added_s)
             self.nodes.pop()
-            rooms[room] += size
+            free_cards[node] += size
 
     def _cost_s(self, group: int, node: Node) -> float:
-        """What messages from the stage before take, and gradients from the replica before."""
-        replicas = self.shape.num_replicas
+        """Give the seconds of messages from the stage before, and, weighted, of gradients from the replica before."""
+        replicas = self.split.num_replicas
         cost = 0.0
         if group >= replicas:
             link = self._link(self.nodes[group - replicas], node)
-            cost += 2 * hop_s(self.shape, link, self.groups[group - replicas][1], self.groups[group][1])
+            cost += 2 * hop_s(self.split, link, self.groups[group - replicas][1], self.groups[group][1])
         if group % replicas:
             share = group / len(self.groups)
             weight = self.weight[0] * (1 - share) + self.weight[1] * share
-            cost += weight * self._link(self.nodes[group - 1], node).time_s(self.shape.message_bytes)
+            cost += weight * self._link(self.nodes[group - 1], node).time_s(self.split.message_bytes)
         return cost
 
     def _link(self, one: Node, other: Node) -> Link:
-        return link_between(self.question, self.shape, one, other)
+        return link_between(self.problem, self.split, one, other)

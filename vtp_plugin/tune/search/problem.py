@@ -1,4 +1,4 @@
-"""What is searched: cards in pools, what a stage costs on them, and which shapes a run may have."""
+"""The search problem: cards in pools, what a stage costs on them, and how a batch may be split."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from vtp_plugin.plan.boundary.strategies.transport_rules import TransportRules
 from vtp_plugin.tune.cluster.speed import Link, Speed
 
 Objective = Literal["step", "cards"]
-"""What is best. ``step``: the shortest step. ``cards``, of one shape: the most cards that work, then the fewest stages,
-then the largest sizes; of these the layers with which the busiest stage is as quick as can be, then the shortest step
-in Megatron's order. Every site has a stage then, and stages follow the nodes."""
+"""The objective. ``step``: the shortest step. ``cards``, for one split: the most cards used, then the fewest stages,
+then the largest sizes; of these the layers with the quickest busiest stage, then the shortest step in Megatron's order.
+Every site has a stage then, and stages are in the order of the nodes."""
 
 
 LayerRule = Literal["any", "ends", "equal"]
-"""What stages may hold: any layers; equally many between the first and the last, as in Megatron 0.12; all as many."""
+"""How many layers stages may hold. ``any``: any numbers; ``ends``: equally many between the first and the last stage,
+as in Megatron 0.12; ``equal``: equally many on all stages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,18 +26,18 @@ class NodePool:
     """Nodes that are alike: in one site, with one kind of card.
 
     Attributes:
-        name: for people.
-        rooms: cards of every node; with context parallelism, how often its size goes into them.
-        speeds: by tensor-parallel size; a size without one cannot be used.
-        inside: between the cards of a node.
-        between: between its nodes.
-        site: of the nodes; empty where there are none.
-        memory_bytes: of a card; None where it does not count.
-        card_price: of a card and hour; None where it is not known.
+        name: name for people.
+        cards_per_node: number of cards of each node; with context parallelism, divided by its size and rounded down.
+        speeds: how fast a stage is, by tensor-parallel size; a size that is missing cannot be used.
+        inside: link between the cards of a node.
+        between: link between the nodes.
+        site: site of the nodes; empty where there are none.
+        memory_bytes: memory of a card, in bytes; None for no limit.
+        card_price: price of a card for an hour; None where it is not known.
     """
 
     name: str
-    rooms: tuple[int, ...]
+    cards_per_node: tuple[int, ...]
     speeds: Mapping[int, Speed]
     inside: Link = Link()
     between: Link = Link()
@@ -46,27 +47,28 @@ class NodePool:
 
 
 HeldBytes = Callable[[int, int, int, int, bool, bool, int], int]
-"""Bytes of the fullest rank of a stage: its tensor-parallel size, the replicas, its first layer, the first layer behind
-it, whether it has the embedding, whether it has the head, the microbatches of which it keeps activations."""
+"""Gives the bytes of a stage's fullest rank. Arguments: tensor-parallel size, number of replicas, first layer, first
+layer behind the stage, whether it has the embedding, whether it has the head, number of microbatches whose activations
+it keeps."""
 
 CountedTwice = Callable[[int, int, tuple[tuple[bool, bool], ...]], int]
-"""Bytes that a rank holds once for all virtual stages of its stage, though the sum over them counts them for every one:
-its tensor-parallel size, the replicas, and of each virtual stage whether it has the embedding, and the head."""
+"""Gives the bytes that a rank holds once, while a sum over its virtual stages counts them several times. Arguments:
+tensor-parallel size, number of replicas, and for each virtual stage whether it has the embedding, and the head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSplit:
-    """How a step's samples are shared.
+    """How the samples of a step are shared out.
 
     Attributes:
-        num_replicas: of every stage.
-        num_microbatches: of a replica.
-        micro_batch_size: samples of a microbatch.
-        pools: of cards, with what a microbatch of this size costs.
-        message_bytes: of an activation, and of its gradient.
+        num_replicas: number of replicas of every stage.
+        num_microbatches: number of microbatches of a replica.
+        micro_batch_size: number of samples of a microbatch.
+        pools: the pools of cards, with what a microbatch of this size costs on them.
+        message_bytes: bytes of an activation, and of its gradient.
         cp: context-parallel size of every stage: cards that a replica has for each of its tensor-parallel ranks.
-        held_bytes: of a stage, with microbatches of this size; None where memory does not count.
-        counted_twice: of a stage with several virtual stages; None for nothing.
+        held_bytes: called for the bytes that a stage holds, with microbatches of this size; None for no limit.
+        counted_twice: called for the bytes that a stage with several virtual stages holds once; None for nothing.
     """
 
     num_replicas: int
@@ -81,34 +83,36 @@ class BatchSplit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchProblem:
-    """What is asked.
+    """A search problem.
 
     Attributes:
-        num_layers: of the model.
-        shapes: that are possible, all with the same samples in a step.
-        least_stages: of the pipeline.
-        most_stages: likewise.
-        across: between two sites, by their names in order; where none is given, the slower of the pools' own.
-        tied_bytes: gradients of weights that the first and the last stage share, which they sum; 0 without such.
-        edge: of a U, the site of its first stage.
-        around: of a U, the layers of the edge's first and last part; None for others.
-        rules: how tensors cross between stages, as a run is told; what is not known before, sites and the size of the
-            tensor, follows from the layout. ``auto`` leaves the transport to the search.
-        chunks: virtual stages that every stage may have, beside one; not for a U.
-        objective: what is best.
-        layers: what stages may hold.
-        is_stock: steps are Megatron's own: its order, from rank to rank.
-        runs_ahead: stages may have more microbatches in flight than in 1F1B: between sites, whose links are slow.
+        num_layers: number of layers of the model.
+        splits: ways to split the batch, all with the same number of samples in a step.
+        least_stages: fewest pipeline stages.
+        most_stages: most pipeline stages.
+        across: link between two sites, by their names in order; where none is given, the slower of the pools' own.
+        tied_bytes: bytes of the gradients of weights that the first and the last stage share, which they sum; 0 without
+            such.
+        edge: site of the edge of a U; empty without a U.
+        edge_layers: number of layers of the first and of the last part of a U's edge; None without a U.
+        rules: how a run chooses the transport of a boundary; sites and the size of the tensor are filled in for each
+            layout. With ``auto`` the search chooses the transport.
+        chunks: numbers of virtual stages that every stage may have, beside one; not for a U.
+        objective: the objective.
+        layers: how many layers stages may hold.
+        is_stock: whether steps are stock Megatron's: its order, messages from rank to rank.
+        runs_ahead: whether stages may have more microbatches in flight than in 1F1B: where links between sites are
+            slow.
     """
 
     num_layers: int
-    shapes: tuple[BatchSplit, ...]
+    splits: tuple[BatchSplit, ...]
     least_stages: int
     most_stages: int
     across: Mapping[tuple[str, str], Link] = field(default_factory=dict)
     tied_bytes: int = 0
     edge: str = ""
-    around: tuple[int, int] | None = None
+    edge_layers: tuple[int, int] | None = None
     rules: TransportRules = TransportRules()
     chunks: tuple[int, ...] = ()
     objective: Objective = "step"
@@ -117,7 +121,7 @@ class SearchProblem:
     runs_ahead: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        sites = {pool.site for shape in self.shapes for pool in shape.pools}
+        sites = {pool.site for split in self.splits for pool in split.pools}
         object.__setattr__(self, "runs_ahead", len(sites) > 1 and self.objective == "step" and not self.is_stock)
         if not 1 <= self.least_stages <= self.most_stages:
             raise LayoutError(
@@ -130,14 +134,14 @@ class StageType:
     """A stage without its layers: which pools its replicas are in, and its tensor-parallel size.
 
     Attributes:
-        places: number of the pool of every replica, ascending.
-        tp: tensor-parallel size.
+        replica_pools: number of the pool of every replica, ascending.
+        tp: tensor-parallel size of the stage.
     """
 
-    places: tuple[int, ...]
+    replica_pools: tuple[int, ...]
     tp: int
 
     @property
     def pools(self) -> tuple[int, ...]:
-        """The pools, each once."""
-        return tuple(sorted(set(self.places)))
+        """Numbers of the pools, each once."""
+        return tuple(sorted(set(self.replica_pools)))

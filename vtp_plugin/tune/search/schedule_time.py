@@ -1,4 +1,4 @@
-"""In which order a pipeline runs, and how long its microbatches take, as the project's simulator says it."""
+"""The order of a pipeline's microbatches, and how long they take, by the project's simulator."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from vtp_plugin.plan.schedule.order.lower import lower
 from vtp_plugin.plan.schedule.order.placement import Placement, num_rings
 from vtp_plugin.tune.search.in_flight import more_in_flight
 
-# A planned order is taken where it is quicker by this share; and fewer microbatches in flight where they are slower by
-# no more than the other.
+# A planned order is taken where it is quicker by the first share; fewer microbatches in flight are taken where they are
+# slower by no more than the second.
 _LEAST_GAIN = 0.005
 _NEAR = 0.002
 # Orders that are kept: many layouts in a row have as many stages. One of 64 stages takes 33 MB.
-_MOST_COURSES = 8
+_MOST_COMPILED = 8
 
 
 class Order(NamedTuple):
-    """How microbatches run.
+    """An order of microbatches, with its simulated times.
 
     Attributes:
-        pipeline_s: when the last stage is done.
-        ends_s: when each is.
-        peaks: activations that every virtual stage keeps at most, of so many microbatches.
-        is_planned: receives are posted ahead, as the plugin's executor does.
-        in_flight: most microbatches in flight on every stage, where that was chosen; else empty.
+        pipeline_s: seconds until the last stage is done.
+        ends_s: seconds until each stage is done.
+        peaks: number of microbatches whose activations every virtual stage keeps at most.
+        is_planned: whether receives are posted ahead, as the plugin's executor does.
+        in_flight: most microbatches in flight on every stage, where they were chosen; else empty.
     """
 
     pipeline_s: float
@@ -45,9 +45,9 @@ class Order(NamedTuple):
 def compiled_for(
     placement: Placement, costs: Costs, num_microbatches: int, *, is_planned: bool, in_flight: tuple[int, ...] = ()
 ) -> CompiledSchedule:
-    """Order microbatches; the arguments are those of :func:`pipeline_time`."""
+    """Order microbatches and compile the order; the arguments are those of :func:`pipeline_time`."""
     if not num_rings(placement):
-        return _course(placement, num_microbatches, is_planned, in_flight)
+        return _compile(placement, num_microbatches, is_planned, in_flight)
     return compile_schedule(
         ScheduleRequest(
             placement=placement, num_microbatches=num_microbatches, costs=costs, in_flight=in_flight or None
@@ -55,11 +55,11 @@ def compiled_for(
     )
 
 
-@functools.lru_cache(_MOST_COURSES)
-def _course(
+@functools.lru_cache(_MOST_COMPILED)
+def _compile(
     placement: Placement, num_microbatches: int, is_planned: bool, in_flight: tuple[int, ...]
 ) -> CompiledSchedule:
-    """Order what costs have no say in."""
+    """Compile an order that does not depend on costs."""
     if not is_planned:
         return CompiledSchedule(lower(one_f_one_b(placement, num_microbatches), lookahead=0))
     return compile_schedule(
@@ -68,8 +68,8 @@ def _course(
 
 
 def forget_compiled() -> None:
-    """Give back the memory of the orders that are kept, which a run that goes on after a search would keep."""
-    _course.cache_clear()
+    """Free the cached orders; a run that goes on after a search would hold them for ever."""
+    _compile.cache_clear()
 
 
 def pipeline_time(
@@ -80,17 +80,18 @@ def pipeline_time(
     is_planned: bool = True,
     in_flight: tuple[int, ...] = (),
 ) -> Order:
-    """Simulate all microbatches.
+    """Simulate the microbatches of a step.
 
     Once all stages are busy, every further microbatch takes as long as the one before. So a long step is simulated as
     far as that, and its rest is added.
 
     Args:
-        placement: of the pipeline.
-        costs: of a microbatch.
-        num_microbatches: of a replica.
-        is_planned: receives are posted ahead, as in a planned order; else when they are needed, as in Megatron's 1F1B.
-        in_flight: of a planned order, most microbatches in flight on every stage; empty for its default.
+        placement: which stage holds which virtual stage.
+        costs: durations and links of a microbatch.
+        num_microbatches: number of microbatches of a replica.
+        is_planned: whether receives are posted ahead, as in a planned order; else when they are needed, as in
+            Megatron's 1F1B.
+        in_flight: most microbatches in flight on every stage, for a planned order; empty for its default.
 
     >>> from vtp_plugin.plan.schedule.cost.costs import uniform_costs
     >>> from vtp_plugin.plan.schedule.order.placement import interleaved_placement, plain_placement
@@ -118,7 +119,7 @@ def pipeline_time(
 
 
 def _cycle_s(compiled: CompiledSchedule, times: Times, costs: Costs, num_microbatches: int, most: int) -> float:
-    """Say how long a microbatch takes while all stages are busy.
+    """Give the seconds that a microbatch adds while all stages are busy.
 
     The backward passes of the first virtual stage show it: over slow links it is more than what the busiest stage
     computes. A U is planned so that its busiest stage never waits, which its first stage may do.
@@ -149,19 +150,19 @@ def choose_order(
     """Choose between Megatron's order and planned ones, which are taken where they gain.
 
     Args:
-        placement: of the pipeline.
-        costs: of a microbatch.
-        num_microbatches: of a replica.
-        most: microbatches that every stage of a plain pipeline has memory for; empty for those of 1F1B, None for
-            Megatron's order alone.
-        fits: whether stages have memory for so many activations of each virtual stage; of a plain pipeline that is
-            known before.
+        placement: which stage holds which virtual stage.
+        costs: durations and links of a microbatch.
+        num_microbatches: number of microbatches of a replica.
+        most: number of microbatches in flight that every stage of a plain pipeline has memory for; empty for those of
+            1F1B, None for Megatron's order alone.
+        fits: tells whether stages have memory for so many microbatches' activations of each virtual stage; not called
+            for a plain pipeline, where that is known before.
 
     Returns:
         The order; None if none fits.
     """
     if num_rings(placement):
-        return _of_a_u(placement, costs, num_microbatches, fits)
+        return _choose_u_order(placement, costs, num_microbatches, fits)
     if placement.num_vstages > placement.num_stages:
         order = pipeline_time(placement, costs, num_microbatches)
         return order if fits(order.peaks) else None
@@ -190,10 +191,10 @@ def _floor_s(costs: Costs, num_microbatches: int) -> float:
     return floor_s
 
 
-def _of_a_u(
+def _choose_u_order(
     placement: Placement, costs: Costs, num_microbatches: int, fits: Callable[[Sequence[int]], bool]
 ) -> Order | None:
-    """Plan a U; where its memory is too small, with fewer microbatches in flight."""
+    """Plan the order of a U, with fewer microbatches in flight where the memory is too small."""
     order = pipeline_time(placement, costs, num_microbatches)
     limits, _ = choose_limits(None, placement, costs, num_microbatches)
     for most in range(max(limits) - 1, -1, -1):

@@ -1,4 +1,4 @@
-"""What a search goes through lists of: whole pipelines, or the cloud of a U around whose ends the edge lies."""
+"""Search spaces: lists of whole pipelines, or lists of a U's cloud, beside a given edge."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from vtp_plugin.tune.cluster.speed import Speed
-from vtp_plugin.tune.search.enumerate_lists import kinds_of
+from vtp_plugin.tune.search.enumerate_lists import stage_types_of
 from vtp_plugin.tune.search.memory_check import held_by, held_twice
 from vtp_plugin.tune.search.problem import BatchSplit, HeldBytes, NodePool, SearchProblem, StageType
 from vtp_plugin.tune.search.stage_cost import Works, best_hop_s
@@ -14,21 +14,21 @@ from vtp_plugin.tune.search.stage_cost import Works, best_hop_s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSpace:
-    """Lists of one shape, with what is fixed around them.
+    """The lists for one split of the batch, with the edge that is fixed in a U.
 
     Attributes:
-        question: of the lists; of a U that of its cloud, whose layers are those between the edge's.
-        shape: likewise.
-        works: likewise.
-        whole: the shape of the whole pipeline.
-        whole_works: what its stages cost.
-        edge: the stage around them; None without a U.
-        before_s: what every microbatch takes before the lists' first stage.
-        least_s: no step is shorter.
+        problem: problem of the lists; for a U that of its cloud, whose layers are those between the edge's.
+        split: how the samples are shared out; for a U as the cloud sees it.
+        works: what each stage type of the lists costs.
+        whole: how the samples are shared out in the whole pipeline.
+        whole_works: what each stage type of the whole pipeline costs.
+        edge: stage type of a U's edge; None without a U.
+        before_s: seconds of every microbatch before the first stage of the lists.
+        least_s: lower bound on every step, in seconds.
     """
 
-    question: SearchProblem
-    shape: BatchSplit
+    problem: SearchProblem
+    split: BatchSplit
     works: Works
     whole: BatchSplit
     whole_works: Works
@@ -36,90 +36,91 @@ class SearchSpace:
     before_s: float = 0.0
     least_s: float = 0.0
 
-    def kinds(self, own: Sequence[StageType]) -> tuple[StageType, ...]:
-        """Give the stages of the whole pipeline."""
-        return tuple(own) if self.edge is None else (self.edge, *own)
+    def stage_types(self, inner: Sequence[StageType]) -> tuple[StageType, ...]:
+        """Give the stage types of the whole pipeline, from those of a list."""
+        return tuple(inner) if self.edge is None else (self.edge, *inner)
 
-    def layers(self, own: Sequence[int]) -> tuple[int, ...]:
-        """Give the layers of the whole pipeline's parts."""
-        if self.edge is None or self.question.around is None:
-            return tuple(own)
-        first, last = self.question.around
-        return (first, *own, last)
+    def layers(self, inner: Sequence[int]) -> tuple[int, ...]:
+        """Give the number of layers of each part of the whole pipeline, from those of a list."""
+        if self.edge is None or self.problem.edge_layers is None:
+            return tuple(inner)
+        first, last = self.problem.edge_layers
+        return (first, *inner, last)
 
 
-def search_spaces(question: SearchProblem) -> Iterator[SearchSpace]:
-    """Yield what is gone through: every shape, in a U with every edge.
+def search_spaces(problem: SearchProblem) -> Iterator[SearchSpace]:
+    """Yield the spaces to search: one for every split, in a U one for every split and edge.
 
     Args:
-        question: what is asked.
+        problem: the search problem.
     """
-    for shape in question.shapes:
-        works = Works(shape)
-        if question.around is None:
-            yield SearchSpace(question=question, shape=shape, works=works, whole=shape, whole_works=works)
+    for split in problem.splits:
+        works = Works(split)
+        if problem.edge_layers is None:
+            yield SearchSpace(problem=problem, split=split, works=works, whole=split, whole_works=works)
         else:
-            yield from _around(question, shape, works)
+            yield from _u_spaces(problem, split, works)
 
 
-def _around(question: SearchProblem, shape: BatchSplit, works: Works) -> Iterator[SearchSpace]:
-    assert question.around is not None
-    first, last = question.around
-    start, end = first, question.num_layers - last
+def _u_spaces(problem: SearchProblem, split: BatchSplit, works: Works) -> Iterator[SearchSpace]:
+    assert problem.edge_layers is not None
+    first, last = problem.edge_layers
+    start, end = first, problem.num_layers - last
     cloud = replace(
-        shape,
-        pools=tuple(_cut(pool, start, end, is_kept=pool.site != question.edge) for pool in shape.pools),
-        held_bytes=None if shape.held_bytes is None else _between(shape.held_bytes, start),
+        split,
+        pools=tuple(_middle(pool, start, end, is_kept=pool.site != problem.edge) for pool in split.pools),
+        held_bytes=None if split.held_bytes is None else _middle_bytes(split.held_bytes, start),
     )
     edges = replace(
-        shape, pools=tuple(pool if pool.site == question.edge else replace(pool, speeds={}) for pool in shape.pools)
+        split,
+        pools=tuple(pool if pool.site == problem.edge else replace(pool, speeds={}) for pool in split.pools),
     )
     inner = replace(
-        question,
+        problem,
         num_layers=end - start,
-        shapes=(cloud,),
-        least_stages=max(1, question.least_stages - 1),
-        most_stages=max(1, question.most_stages - 1),
+        splits=(cloud,),
+        least_stages=max(1, problem.least_stages - 1),
+        most_stages=max(1, problem.most_stages - 1),
         tied_bytes=0,
     )
     cloud_works = Works(cloud)
-    for edge in kinds_of(edges, is_mixing=True):
-        if not _holds(question, shape, edge, works[edge].memory_bytes):
+    for edge in stage_types_of(edges, is_mixing=True):
+        if not _fits_memory(problem, split, edge, works[edge].memory_bytes):
             continue
         parts = works[edge].times_s(0, first, is_first=True, is_last=False)
-        ends = works[edge].times_s(end, question.num_layers, is_first=False, is_last=True)
-        hops_s = [best_hop_s(question, shape, edge, kind) for kind in kinds_of(cloud, is_mixing=False)]
+        ends = works[edge].times_s(end, problem.num_layers, is_first=False, is_last=True)
+        hops_s = [best_hop_s(problem, split, edge, stage_type) for stage_type in stage_types_of(cloud, is_mixing=False)]
         yield SearchSpace(
-            question=inner,
-            shape=cloud,
+            problem=inner,
+            split=cloud,
             works=cloud_works,
-            whole=shape,
+            whole=split,
             whole_works=works,
             edge=edge,
             # The edge's backward passes run while the cloud's first stage sums gradients, which the lists' bound has.
             before_s=parts[0] + min(hops_s, default=0.0),
-            least_s=shape.num_microbatches * sum(parts + ends),
+            least_s=split.num_microbatches * sum(parts + ends),
         )
 
 
-def _holds(question: SearchProblem, shape: BatchSplit, edge: StageType, memory_bytes: int | None) -> bool:
-    """Whether the edge has memory for its parts, with one microbatch in flight."""
-    assert question.around is not None
-    first, last = question.around
-    start = held_by(shape, edge, (0, first), 1, is_first=True, is_last=False)
-    end = held_by(shape, edge, (question.num_layers - last, question.num_layers), 1, is_first=False, is_last=True)
-    both = start + end - held_twice(shape, edge, [(True, False), (False, True)])
+def _fits_memory(problem: SearchProblem, split: BatchSplit, edge: StageType, memory_bytes: int | None) -> bool:
+    """Whether an edge has memory for both parts, with one microbatch in flight."""
+    assert problem.edge_layers is not None
+    first, last = problem.edge_layers
+    start = held_by(split, edge, (0, first), 1, is_first=True, is_last=False)
+    end = held_by(split, edge, (problem.num_layers - last, problem.num_layers), 1, is_first=False, is_last=True)
+    both = start + end - held_twice(split, edge, [(True, False), (False, True)])
     return memory_bytes is None or both <= memory_bytes
 
 
-def _cut(pool: NodePool, start: int, end: int, *, is_kept: bool) -> NodePool:
-    """Leave the layers between, without both ends of the model; nothing of a pool that is not in the cloud."""
+def _middle(pool: NodePool, start: int, end: int, *, is_kept: bool) -> NodePool:
+    """Restrict a pool to the layers of the cloud, without both ends of the model; one of the edge gets no speeds."""
     return replace(
-        pool, speeds={size: _between_ends(speed, start, end) for size, speed in pool.speeds.items() if is_kept}
+        pool, speeds={size: _middle_speed(speed, start, end) for size, speed in pool.speeds.items() if is_kept}
     )
 
 
-def _between_ends(speed: Speed, start: int, end: int) -> Speed:
+def _middle_speed(speed: Speed, start: int, end: int) -> Speed:
     part = slice(start, end)
     return replace(
         speed,
@@ -134,7 +135,7 @@ def _between_ends(speed: Speed, start: int, end: int) -> Speed:
     )
 
 
-def _between(held: HeldBytes, first: int) -> HeldBytes:
+def _middle_bytes(held: HeldBytes, first: int) -> HeldBytes:
     """Count layers from the cloud's first on, with as few microbatches in flight as are asked for here: two."""
 
     def of_stage(

@@ -1,4 +1,4 @@
-"""Orders of the stages of a list."""
+"""Orders in which the stages of a list may follow each other."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from vtp_plugin.tune.search.enumerate_lists import StageCounts
 from vtp_plugin.tune.search.node_assignment import along_nodes
 from vtp_plugin.tune.search.problem import BatchSplit, SearchProblem, StageType
 
-# So many orders of a list are all tried; of more, those in which stages of a kind are neighbours.
+# Up to so many orders of a list are all tried; of more, only those in which stages of one type are neighbours.
 _MOST_ORDERS = 60
 
 
-def orders(question: SearchProblem, shape: BatchSplit, row: StageCounts) -> Iterator[tuple[StageType, ...]]:
-    """Yield the orders of the stages of a list, those of a site together; where cards count, that of the nodes."""
-    if question.objective == "cards":
-        yield along_nodes(shape, [kind for kind, count in row.counts for _ in range(count)])
+def orders(problem: SearchProblem, split: BatchSplit, row: StageCounts) -> Iterator[tuple[StageType, ...]]:
+    """Yield orders of a list's stages, those of a site together; with the objective ``cards``, that of the nodes."""
+    if problem.objective == "cards":
+        yield along_nodes(split, [stage_type for stage_type, count in row.counts for _ in range(count)])
         return
     by_site = {
         site: [*group]
         for site, group in groupby(
-            sorted(row.counts, key=lambda one: shape.pools[one[0].places[0]].site),
-            key=lambda one: shape.pools[one[0].places[0]].site,
+            sorted(row.counts, key=lambda one: split.pools[one[0].replica_pools[0]].site),
+            key=lambda one: split.pools[one[0].replica_pools[0]].site,
         )
     }
     num_orders = math.prod(
@@ -38,22 +38,22 @@ def _joined(groups: Sequence[list[tuple[StageType, int]]], *, is_any: bool) -> I
     if not groups:
         yield ()
         return
-    own = _mixed(groups[0]) if is_any else _blocks(groups[0])
-    for first in own:
+    first_orders = _mixed(groups[0]) if is_any else _blocks(groups[0])
+    for first in first_orders:
         for rest in _joined(groups[1:], is_any=is_any):
             yield (*first, *rest)
 
 
 def _blocks(group: Sequence[tuple[StageType, int]]) -> Iterator[tuple[StageType, ...]]:
     for order in permutations(group):
-        yield tuple(kind for kind, count in order for _ in range(count))
+        yield tuple(stage_type for stage_type, count in order for _ in range(count))
 
 
 def _mixed(group: Sequence[tuple[StageType, int]]) -> Iterator[tuple[StageType, ...]]:
     if not group:
         yield ()
         return
-    for index, (kind, count) in enumerate(group):
-        left = [(kind, count - 1)] if count > 1 else []
+    for index, (stage_type, count) in enumerate(group):
+        left = [(stage_type, count - 1)] if count > 1 else []
         for rest in _mixed([*group[:index], *left, *group[index + 1 :]]):
-            yield (kind, *rest)
+            yield (stage_type, *rest)
