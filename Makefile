@@ -1,11 +1,12 @@
 # Thin: the work is in scripts/ and in the tools' settings in pyproject.toml.
 
-# HOST: the version of Megatron: 0.12, 0.16, 0.17, 0.18 or 0.19. TESTS: what to run, for example one file.
-HOST := 0.19
+# HOST: the version of Megatron, one of HOSTS, by default the newest. TESTS: what to run, for example one file.
+HOSTS := $(shell sed -n 's/.*name="\([0-9.]*\)".*/\1/p' vtp_plugin/host/versions/known_versions.py)
+HOST := $(lastword $(HOSTS))
 TESTS := tests
 # How many workers take files of tests in turn. Processes leave the cores idle while they wait for each other.
 WORKERS := 2
-VENV := $(if $(filter 0.19,$(HOST)),.venv,.venv-$(HOST))
+VENV := $(if $(filter $(lastword $(HOSTS)),$(HOST)),.venv,.venv-$(HOST))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.env-ready
 # One thread per process: tests and demo start several processes on few cores.

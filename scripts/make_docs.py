@@ -280,6 +280,7 @@ def _sliced_over_rank0() -> str:
 
 def _pictures() -> dict[str, str]:
     """Return the pictures that need no measurement."""
+    from scripts.draw_architecture import draw_architecture
     from vtp_plugin.plan.boundary.strategies.transport_rules import TransportRules
     from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
     from vtp_plugin.plan.schedule.cost.costs import u_costs
@@ -296,6 +297,7 @@ def _pictures() -> dict[str, str]:
     step = simulate(plan_u_shape(3, 8, costs, limits=(limit,) * 3).schedule, costs)
     title = "One step of a U-shaped pipeline: 8 microbatches, latency 1 between edge and cloud"
     return {
+        "architecture.svg": draw_architecture(),
         "pipeline-1-4-4.svg": draw_pipeline(PipelineLayout.from_sizes((1, 4, 4), world_size=9)),
         "transport-rank0.svg": draw_pipeline(unequal, rules=TransportRules(transport="rank0")),
         "transport-sliced.svg": draw_pipeline(unequal, rules=TransportRules(transport="sliced")),
@@ -316,9 +318,9 @@ def _every_option() -> str:
     """Return the verdicts on all options of Megatron."""
     from tests.options.page import render
     from tests.options.parsers import options_of
-    from tests.support.hosts import host_name
+    from vtp_plugin.host.versions import find_host
 
-    return render(options_of(_parser()), host_name())
+    return render(options_of(_parser()), find_host()[0].name)
 
 
 def _sites() -> str:

@@ -10,7 +10,15 @@ set -euo pipefail
 readonly host=$1 venv=$2 stamp=$3
 looked_for=()
 
-# pythons: minor versions of Python 3 that have wheels of this Megatron, best first; vtp_plugin/host/versions/known_versions.py has the same.
+# The families of versions, the oldest first. The newest is the one that the project is developed with.
+known=()
+while IFS= read -r line; do
+    [[ ! $line =~ name=\"([0-9.]+)\" ]] || known+=("${BASH_REMATCH[1]}")
+done <"${BASH_SOURCE[0]%/*}/../vtp_plugin/host/versions/known_versions.py"
+extras=demo,test,host-${host/./-}
+[[ $host != "${known[-1]}" ]] || extras=demo,dev,hf,tune,host-${host/./-}
+
+# pythons: minor versions of Python 3 that have wheels of this Megatron, best first; known_versions.py has the same.
 # packages, no_deps: what pip installs, and what it installs without dependencies.
 case $host in
     0.12) # torch is exact: it is the version that MindSpeed's users have. Megatron's metadata asks for wandb,
@@ -18,16 +26,14 @@ case $host in
           # follows, here and below: NVIDIA's script and megatron.training of a tree import them.
         pythons=(10 11) packages=('.[demo,test]' 'torch==2.7.1' 'numpy<2' psutil six regex einops pyyaml) no_deps=('megatron-core>=0.12.1,<0.13') ;;
     0.16) # the oldest torch that its wheels allow
-        pythons=(11 10 12) packages=('.[demo,test,host-0-16]' 'torch>=2.6,<2.7' six regex einops pyyaml pydantic) no_deps=() ;;
-    0.17)
-        pythons=(12 13) packages=('.[demo,test,host-0-17]' pyyaml) no_deps=() ;;
-    0.18)
-        pythons=(12 13) packages=('.[demo,test,host-0-18]' pyyaml) no_deps=() ;;
-    0.19)
-        pythons=(12 13) packages=('.[demo,dev,hf,tune,host-0-19]') no_deps=() ;;
+        pythons=(11 10 12) packages=(".[$extras]" 'torch>=2.6,<2.7' six regex einops pyyaml pydantic) no_deps=() ;;
     *)
-        echo "make env: HOST=$host is unknown; use HOST=0.12, 0.16, 0.17, 0.18 or 0.19" >&2
-        exit 1 ;;
+        [[ " ${known[*]} " == *" $host "* ]] || {
+            others=$(printf '%s, ' "${known[@]:0:${#known[@]}-1}")
+            echo "make env: HOST=$host is unknown; use HOST=${others%, } or ${known[-1]}" >&2
+            exit 1
+        }
+        pythons=(12 13) packages=(".[$extras]" pyyaml) no_deps=() ;;
 esac
 readonly pythons packages no_deps
 wanted="Python $(printf '3.%s or ' "${pythons[@]}")"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.bridges import Sizes
+from tests.expected.bridge_values import Sizes
 from tests.ordering.check import check
 from tests.ordering.models import BUFFERED, MODELS, NCCL, RENDEZVOUS
 from tests.ordering.trace import parse_trace

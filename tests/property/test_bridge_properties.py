@@ -11,8 +11,8 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from tests import bridges
-from tests.bridges import Arrays, Sizes
+from tests.expected import bridge_values
+from tests.expected.bridge_values import Arrays, Sizes
 from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan, CollectiveKind, egress_bytes, ingress_bytes
 from vtp_plugin.plan.boundary.bridge_endpoint import BridgeEndpoint, SequenceCut, boundary_ranks, require_disjoint
@@ -120,8 +120,8 @@ def test_forward_brings_every_rank_its_part(exchange: tuple[Sizes, Sizes, list[n
     plan = spec_of(src, dst, units[0].ndim).plan(shape_of(units))
     assert check(plan) == ()
     widths = [unit.shape[1 if unit.ndim == 3 else 0] for unit in units]
-    got = carry_out(plan, bridges.cut(units, src, 0), widths)
-    assert_same(got, bridges.cut(units, dst, DOWNSTREAM))
+    got = carry_out(plan, bridge_values.cut(units, src, 0), widths)
+    assert_same(got, bridge_values.cut(units, dst, DOWNSTREAM))
 
 
 @SETTINGS
@@ -132,14 +132,14 @@ def test_backward_is_the_adjoint(exchange: tuple[Sizes, Sizes, list[np.ndarray]]
     plan = spec.reversed().plan(shape_of(units))
     assert check(plan) == ()
     random = np.random.default_rng(len(units))
-    grads = bridges.cotangents(units, dst, DOWNSTREAM, lambda shape: random.integers(-99, 99, shape))
+    grads = bridge_values.cotangents(units, dst, DOWNSTREAM, lambda shape: random.integers(-99, 99, shape))
     widths = [unit.shape[1 if unit.ndim == 3 else 0] for unit in units]
     got = carry_out(plan, grads, widths)
-    wanted = bridges.gradient(units, dst, DOWNSTREAM, grads)
-    assert_same(got, bridges.cut(wanted, src, 0))
+    wanted = bridge_values.gradient(units, dst, DOWNSTREAM, grads)
+    assert_same(got, bridge_values.cut(wanted, src, 0))
     # <A x, y> = <x, A* y>, in whole numbers and so exactly.
-    forwarded = carry_out(spec.plan(shape_of(units)), bridges.cut(units, src, 0), widths)
-    assert bridges.dst_inner(forwarded, grads, dst, DOWNSTREAM) == bridges.inner(units, wanted)
+    forwarded = carry_out(spec.plan(shape_of(units)), bridge_values.cut(units, src, 0), widths)
+    assert bridge_values.dst_inner(forwarded, grads, dst, DOWNSTREAM) == bridge_values.inner(units, wanted)
 
 
 @st.composite
@@ -176,14 +176,19 @@ def test_grids_with_stages_send_from_the_last_one_to_the_first_and_back(
         """Give the parts, which are numbered through, to the ranks at the bridge."""
         return {int(rank): part for rank, part in zip(ranks, parts.values(), strict=True)}
 
-    grads = bridges.cotangents(units, dst_sizes, 0, lambda shape: random.integers(-99, 99, shape))
-    wanted = bridges.gradient(units, dst_sizes, 0, grads)
-    held, taken = at(src_ranks, bridges.cut(units, src_sizes, 0)), at(dst_ranks, bridges.cut(units, dst_sizes, 0))
+    grads = bridge_values.cotangents(units, dst_sizes, 0, lambda shape: random.integers(-99, 99, shape))
+    wanted = bridge_values.gradient(units, dst_sizes, 0, grads)
+    held, taken = (
+        at(src_ranks, bridge_values.cut(units, src_sizes, 0)),
+        at(dst_ranks, bridge_values.cut(units, dst_sizes, 0)),
+    )
     forward, backward = spec.plan(shape_of(units)), spec.reversed().plan(shape_of(units))
     assert check(forward) == () == check(backward)
     widths = [1] * len(units)
     assert_same(carry_out(forward, held, widths), taken)
-    assert_same(carry_out(backward, at(dst_ranks, grads), widths), at(src_ranks, bridges.cut(wanted, src_sizes, 0)))
+    assert_same(
+        carry_out(backward, at(dst_ranks, grads), widths), at(src_ranks, bridge_values.cut(wanted, src_sizes, 0))
+    )
 
 
 @SETTINGS
@@ -194,7 +199,7 @@ def test_in_place_moves_only_what_a_rank_does_not_hold(exchange: tuple[Sizes, Si
     plan = plan_in_place(*spec.shardings(shape_of(units)))
     assert check(plan) == ()
     widths = [unit.shape[1 if unit.ndim == 3 else 0] for unit in units]
-    assert_same(carry_out(plan, bridges.cut(units, src, 0), widths), bridges.cut(units, dst, 0))
+    assert_same(carry_out(plan, bridge_values.cut(units, src, 0), widths), bridge_values.cut(units, dst, 0))
     for transfer in plan.transfers:
         held = plan.src.boxes_of(transfer.dst)
         if transfer.src != transfer.dst:
@@ -224,17 +229,19 @@ def test_in_place_gradients_are_the_adjoint_for_every_pair_of_grids(num_ranks: i
     for src, dst in itertools.product(every_grid(num_ranks), repeat=2):
         num_rows = math.lcm(src.step(), dst.step())
         units = [random.integers(-99, 99, (num_rows, 1, 2)) for _ in range(math.lcm(src.dp, dst.dp))]
-        grads = bridges.cotangents(units, dst, 0, lambda shape: random.integers(-99, 99, shape))
+        grads = bridge_values.cotangents(units, dst, 0, lambda shape: random.integers(-99, 99, shape))
         spec = BridgeSpec.between("a -> b", src.end(0), dst.end(0), num_dims=3)
         shardings, widths = spec.shardings(shape_of(units)), [1] * len(units)
-        forwarded = carry_out(plan_in_place(*shardings), bridges.cut(units, src, 0), widths)
-        assert_same(forwarded, bridges.cut(units, dst, 0))
+        forwarded = carry_out(plan_in_place(*shardings), bridge_values.cut(units, src, 0), widths)
+        assert_same(forwarded, bridge_values.cut(units, dst, 0))
         plans = plans_of_gradient(*shardings, spec.dst_end.summands)
         parts = [carry_out(plan, grads, widths) for plan in plans]
         got = {rank: sum(part[rank] for part in parts) for rank in grads}
-        wanted = bridges.gradient(units, dst, 0, grads)
-        assert_same(got, bridges.cut(wanted, src, 0))
-        assert bridges.dst_inner(forwarded, grads, dst, 0) == bridges.inner(units, wanted), f"{src} -> {dst}"
+        wanted = bridge_values.gradient(units, dst, 0, grads)
+        assert_same(got, bridge_values.cut(wanted, src, 0))
+        assert bridge_values.dst_inner(forwarded, grads, dst, 0) == bridge_values.inner(units, wanted), (
+            f"{src} -> {dst}"
+        )
 
 
 @SETTINGS

@@ -17,7 +17,7 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 from typing import Any
 
-from vtp_plugin.host.versions import capability, family_of, find_megatron, host_named, is_in
+from vtp_plugin.host.versions import MegatronFamily, capability, family_of, find_megatron, host_named, is_in
 
 ROOT = Path(__file__).resolve().parents[2]
 # A Megatron-LM tree with megatron.training and NVIDIA's scripts, which wheels before 0.19 lack.
@@ -153,7 +153,8 @@ def tree_problem() -> str:
 
 def is_older() -> bool:
     """Tell whether the host is a known one before 0.19."""
-    return host_name() not in ("0.19", "")
+    host = known_host()
+    return host is not None and not is_in(host.first, *_SINCE_0_19)
 
 
 def example_script() -> str:
@@ -250,10 +251,15 @@ def counts_end_of_document() -> bool:
     return host_name() in ("0.12", "0.16", "0.17")
 
 
-def host_name() -> str:
-    """Return the name of the host whose Megatron the tests import; empty where there is no known one."""
+def known_host() -> MegatronFamily | None:
+    """Return the host whose Megatron the tests import; None where there is no known one."""
     megatron = find_megatron()
-    host = None if megatron is None else family_of(megatron.version)
+    return None if megatron is None else family_of(megatron.version)
+
+
+def host_name() -> str:
+    """Return its name; empty where there is no known one."""
+    host = known_host()
     return "" if host is None else host.name
 
 

@@ -1,6 +1,7 @@
-"""Toys: small changes, kept as patches, that show that the recipes of docs/architecture.md name all files they need.
+"""Toys: small changes, kept as patches, that show that the recipes of docs/extending.md name all files they need.
 
-A toy is applied to a copy of the repository. It touches the files that its recipe names, and trains there.
+A toy is applied to a copy of the repository. It touches the files that its recipe names, and does something there: it
+trains, or tests that try everything of its kind try it, too.
 
     python -m tests.toys.renew unpack NAME    # makes a copy, out/toys/NAME; what does not fit is in *.rej there
     python -m tests.toys.renew pack NAME      # writes tests/toys/NAME.patch from it
@@ -22,22 +23,26 @@ class Toy:
 
     Attributes:
         name: of its patch.
-        recipe: heading of its recipe, below "How to add".
+        recipe: heading of its recipe.
         does: what it adds.
-        case: what is trained with it; the uniform run is that of two stages of one rank.
+        case: what is trained with it; the uniform run is that of two stages of one rank. None: it trains nothing.
         job: trains it: a function of the copy.
         options: of ``apply()``, beside the case's.
         says: a line of the start-up summary.
+        tries: cases that tests of the house have in the copy alone.
+        grids: cases of whole grids, likewise.
         tests: of the house, which hold in the copy; those that the patch adds run, too.
     """
 
     name: str
     recipe: str
     does: str
-    case: Case
+    case: Case | None = None
     job: str = "tests.toys.jobs:train"
     options: dict[str, Any] = field(default_factory=dict[str, Any])
-    says: str
+    says: str = ""
+    tries: tuple[str, ...] = ()
+    grids: tuple[str, ...] = ()
     tests: tuple[str, ...]
 
 
@@ -90,6 +95,17 @@ TOYS = (
         job="tests.multiproc.test_conditions:train",
         says="boundary 0->1: ",
         tests=("tests/unit/host/test_options.py",),
+    ),
+    Toy(
+        name="family",
+        recipe="A Hugging Face family",
+        does="Seed-OSS, whose layers are those of Qwen 2 with heads of any size",
+        tries=(
+            "tests/unit/checkpoint/test_hf.py::test_tensors_come_back_byte_by_byte[seed-oss]",
+            "tests/unit/checkpoint/test_hf.py::test_published_configs[Seed-OSS 36B]",
+        ),
+        grids=("tests/multiproc/test_hf.py::test_a_run_computes_what_transformers_computes[seed-oss-1,2]",),
+        tests=("tests/unit/checkpoint/test_hf.py", "tests/unit/checkpoint/test_hf_fields.py"),
     ),
 )
 BY_NAME = {toy.name: toy for toy in TOYS}

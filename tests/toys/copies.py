@@ -15,7 +15,7 @@ from tests.rules.import_rules import ROOT
 FOLDERS = ("benchmarks", "docs", "examples", "patches", "scripts", "tests", "vtp_plugin")
 FILES = ("*.md", "LICENSE", "Makefile", "pyproject.toml")
 PATCHES = ROOT / "tests" / "toys"
-ARCHITECTURE = ROOT / "docs" / "architecture.md"
+RECIPES = ROOT / "docs" / "extending.md"
 
 
 class ToyError(Exception):
@@ -46,7 +46,7 @@ def apply(name: str, root: Path, *, as_far_as_it_fits: bool = False) -> None:
         raise ToyError(
             f"tests/toys/{name}.patch does not fit any more:\n{done.stderr}renew it: "
             f"`python -m tests.toys.renew unpack {name}` makes a copy with what fits, follow the recipe in "
-            f"docs/architecture.md where it does not, then `python -m tests.toys.renew pack {name}`"
+            f"docs/extending.md where it does not, then `python -m tests.toys.renew pack {name}`"
         )
 
 
@@ -82,8 +82,7 @@ def touched(patch: str) -> set[str]:
 
 def recipes() -> dict[str, list[str]]:
     """Read which files each recipe names, in its order; `x.py` stands for any module, `...` for any folders."""
-    text = ARCHITECTURE.read_text().partition("\n## How to add\n")[2].partition("\n## ")[0]
-    sections = [part.partition("\n") for part in text.split("\n### ")[1:]]
+    sections = [part.partition("\n") for part in RECIPES.read_text().split("\n## ")[1:]]
     return {heading: re.findall(r"^\d+\. `([^`]+)`", part, re.MULTILINE) for heading, _, part in sections}
 
 

@@ -1,4 +1,4 @@
-"""The recipes of docs/architecture.md: toy changes that follow them touch the files they name, and train."""
+"""The recipes of docs/extending.md: toy changes that follow them touch the files they name, and do something."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_every_patch_is_listed() -> None:
 def test_it_touches_the_files_that_its_recipe_names(toy: Toy) -> None:
     files, steps = copies.touched(patch_of(toy)), copies.recipes()[toy.recipe]
     assert 0 < len(files) <= MAX_FILES
-    assert copies.unlike(files, steps) == [], f"docs/architecture.md, how to add: {toy.recipe}: {steps}"
+    assert copies.unlike(files, steps) == [], f"docs/extending.md: {toy.recipe}: {steps}"
 
 
 def copied(toy: Toy, tmp_path: Path) -> Path:
@@ -47,7 +47,16 @@ def copied(toy: Toy, tmp_path: Path) -> Path:
     return root
 
 
+def run_tests(root: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    """Run tests of a copy."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *words]
+    env = {**os.environ, "PYTHONPATH": str(root)}
+    return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("toy", [name for name in BY_NAME if BY_NAME[name].case], indirect=True)
 def test_it_trains_a_step_as_the_uniform_run(toy: Toy, tmp_path: Path) -> None:
+    assert toy.case
     root = copied(toy, tmp_path)
     with Pool(max_workers=toy.case.world_size) as own:
 
@@ -66,22 +75,28 @@ def test_it_trains_a_step_as_the_uniform_run(toy: Toy, tmp_path: Path) -> None:
         torch.testing.assert_close(weight, oracle.weights[name], atol=1e-5, rtol=1e-5, msg=name)
 
 
+@pytest.mark.parametrize("toy", [name for name in BY_NAME if BY_NAME[name].tries], indirect=True)
+def test_tests_of_the_house_try_it(toy: Toy, tmp_path: Path) -> None:
+    """Without its patch there are no such cases."""
+    pytest.importorskip("transformers", "4.57.1", reason="published models need it: vtp-plugin[hf]")
+    done = run_tests(copied(toy, tmp_path), *toy.tries)
+    assert done.returncode == 0 and f"{len(toy.tries)} passed" in done.stdout, done.stdout[-8000:]
+
+
 @pytest.mark.full
 def test_the_rules_of_the_house_hold_with_it(toy: Toy, tmp_path: Path) -> None:
     root = copied(toy, tmp_path)
     own = [name for name in copies.touched(patch_of(toy)) if Path(name).name.startswith("test_")]
-    tests = dict.fromkeys((*HOUSE, *toy.tests, *own))
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "not full", "-p", "no:cacheprovider", *tests]
-    env = {**os.environ, "PYTHONPATH": str(root)}
-    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-8000:]
+    for words in (["-m", "not full", *dict.fromkeys((*HOUSE, *toy.tests, *own))], toy.grids):
+        done = run_tests(root, *words) if words else None
+        assert done is None or done.returncode == 0, done.stdout[-8000:]
 
 
 def test_a_patch_that_does_not_fit_says_how_to_renew_it(tmp_path: Path) -> None:
     root = tmp_path / "copy"
     copies.copy_tree(root)
     (root / sorted(copies.touched(patch_of(TOYS[0])))[0]).write_text("another\n")
-    with pytest.raises(copies.ToyError, match="follow the recipe in docs/architecture.md") as caught:
+    with pytest.raises(copies.ToyError, match="follow the recipe in docs/extending.md") as caught:
         copies.apply(TOYS[0].name, root)
     assert f"python -m tests.toys.renew pack {TOYS[0].name}" in str(caught.value)
 

@@ -16,8 +16,8 @@ from megatron.core.hyper_comm_grid import HyperCommGrid
 from megatron.core.pipeline_parallel.bridge_communicator import BridgeCommunicator as StockBridge
 
 import vtp_plugin
-from tests import bridges
-from tests.bridges import Sizes
+from tests.expected import bridge_values
+from tests.expected.bridge_values import Sizes
 from tests.multiproc.jobs.core_job import cpu_only
 from tests.ordering.recorder import Recorder
 from tests.ordering.trace import format_trace
@@ -268,13 +268,13 @@ def _exchange(bridge: Any, one: BridgeCase) -> list[str]:
     for microbatch in range(len(one.widths)):
         units = one.units(microbatch)
         random = np.random.default_rng(SEED + microbatch)
-        grads = bridges.cotangents(
+        grads = bridge_values.cotangents(
             units, one.dst, 0, lambda shape, random=random: random.integers(-9, 9, shape).astype(np.float64)
         )
         if place is None:
             assert (bridge.send_forward if is_src else bridge.recv_forward)(*([None] if is_src else [])) is None
             continue
-        part = _turned(bridges.cut(units, own, first)[place], one)
+        part = _turned(bridge_values.cut(units, own, first)[place], one)
         if microbatch < one.num_evaluated:
             with torch.no_grad():
                 if is_src:
@@ -285,7 +285,9 @@ def _exchange(bridge: Any, one: BridgeCase) -> list[str]:
         if is_src:
             tensor = torch.from_numpy(np.ascontiguousarray(part)).to(getattr(torch, one.dtype))
             _annotate(tensor, units, one, place)
-            wanted = _turned(bridges.cut(bridges.gradient(units, one.dst, 0, grads), one.src, 0)[place], one)
+            wanted = _turned(
+                bridge_values.cut(bridge_values.gradient(units, one.dst, 0, grads), one.src, 0)[place], one
+            )
             if one.is_combined and waiting:
                 got = bridge.send_forward_recv_backward(tensor)
                 wrong("gradient", microbatch - 1, got, waiting.pop())
@@ -378,9 +380,12 @@ def _move_in_place(src: Sizes, dst: Sizes, num_dims: int, *, num_calls: int) -> 
 def _move_once(bridge: Any, src: Sizes, dst: Sizes, num_dims: int, units: list[np.ndarray]) -> list[str]:
     rank = dist.get_rank()
     random = np.random.default_rng(SEED)
-    grads = bridges.cotangents(units, dst, 0, lambda shape: random.integers(-9, 9, shape).astype(np.float64))
-    wanted = bridges.cut(units, dst, 0)[rank], bridges.cut(bridges.gradient(units, dst, 0, grads), src, 0)[rank]
-    tensor = torch.from_numpy(np.ascontiguousarray(bridges.cut(units, src, 0)[rank])).requires_grad_()
+    grads = bridge_values.cotangents(units, dst, 0, lambda shape: random.integers(-9, 9, shape).astype(np.float64))
+    wanted = (
+        bridge_values.cut(units, dst, 0)[rank],
+        bridge_values.cut(bridge_values.gradient(units, dst, 0, grads), src, 0)[rank],
+    )
+    tensor = torch.from_numpy(np.ascontiguousarray(bridge_values.cut(units, src, 0)[rank])).requires_grad_()
     result = bridge.communicate(tensor)
     result.backward(torch.from_numpy(np.ascontiguousarray(grads[rank])))
     got = result.detach().numpy(), tensor.grad.numpy()  # type: ignore[union-attr]

@@ -11,12 +11,14 @@ from typing import NamedTuple
 import pytest
 
 from tests.rules.import_rules import ROOT
+from tests.support import hosts
 from tests.support.fake_trees import lay_megatron, lay_torch
 from tests.support.hosts import NEEDS, left_out, reason_to_skip, unfitting
 from vtp_plugin.errors import PatchError
 from vtp_plugin.host.versions import (
     HOSTS,
     Capability,
+    MegatronFamily,
     Package,
     family_of,
     find_host,
@@ -103,6 +105,17 @@ def test_versions_and_their_families(version: str, name: str | None) -> None:
     assert (None if family is None else family.name) == name
     for host in HOSTS:
         assert specifiers.SpecifierSet(host.versions).contains(version, prereleases=True) == (host is family)
+
+
+@pytest.mark.parametrize(
+    ("version", "expected"), [("0.16.1", True), ("0.18.0", True), ("0.19.2", False), ("0.20.0", False), ("", False)]
+)
+def test_older_is_what_comes_before_0_19(monkeypatch: pytest.MonkeyPatch, version: str, expected: bool) -> None:
+    """A newer family is not older: it trains with our example, too."""
+    newer = MegatronFamily(name="0.20", first="0.20", below="0.21", pythons=(), torch="")
+    monkeypatch.setattr(hosts, "find_megatron", lambda: Package(version, ROOT) if version else None)
+    monkeypatch.setattr(hosts, "family_of", lambda found: newer if found == "0.20.0" else family_of(found))
+    assert hosts.is_older() is expected
 
 
 def test_only_the_newest_is_tried_whole() -> None:

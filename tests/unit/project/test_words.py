@@ -1,4 +1,4 @@
-"""Words that were given up do not come back, and docs/architecture.md says what the code says."""
+"""Words that were given up do not come back, and the pages on the architecture say what the code says."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from tests.rules.import_rules import ROOT, sources
 
-ARCHITECTURE = ROOT / "docs" / "architecture.md"
+PAGES = {name: ROOT / "docs" / f"{name}.md" for name in ("architecture", "glossary", "internals", "extending")}
 # What was given up (a regular expression) and what stands for it now.
 RETIRED = {
     r"\bChannelName\b": "ChannelId",
@@ -28,10 +28,10 @@ RETIRED = {
     r"\bplacement\.place\(|\breplicas\.place\(": "stage_and_replica, team_and_replica",
     r"\b(?:train_job|training_job|training_cases)\b": "core_job, script_job, script_cases",
     r"\bvtp_plugin[./]p2p_communication\b": "vtp_plugin.functional",
-    r"\b[Dd]esign section\b": "docs/architecture.md and its heading",
+    r"\b[Dd]esign section\b": "docs/internals.md and its heading",
 }
 FOLDERS = ("vtp_plugin", "patches", "tests", "docs", "benchmarks", "examples", "scripts")
-CITATION = re.compile(r"docs/architecture\.md, (?:contract (\d+)|([a-z][a-z ]*[a-z]))")
+CITATION = re.compile(rf"docs/({'|'.join(PAGES)})\.md, (?:contract (\d+)|([a-z][a-z ]*[a-z]))")
 # Packages, each with words of its own; where each package of a package has a list, the outer one has none.
 ROOMY = ("plan", "report", "runtime", "tune")
 PACKAGES = [
@@ -39,8 +39,14 @@ PACKAGES = [
     for path in sorted((ROOT / "vtp_plugin").glob("*/__init__.py"))
     if path.parent.name not in ("patches", *ROOMY)
 ] + [path.parent for name in ROOMY for path in sorted((ROOT / "vtp_plugin" / name).glob("*/__init__.py"))]
-# Sections of the document whose names in code are looked up; these are Megatron's.
-WAYS = ("The path of one microbatch", "The path of one gradient", "When a rank dies", "How to add")
+# Sections whose names in code are looked up, by their page; these are Megatron's.
+WAYS = (
+    ("internals", "The path of one microbatch"),
+    ("internals", "The path of one gradient"),
+    ("internals", "When a rank dies"),
+    ("internals", "When cards are lost"),
+    ("extending", "How to add"),
+)
 MEGATRONS = {"forward_step"}
 
 
@@ -52,11 +58,11 @@ def texts() -> Iterator[tuple[Path, str]]:
             yield path, path.read_text(encoding="utf-8")
 
 
-def section(heading: str) -> str:
-    """Return the text below a heading of the document, to the next one of its level."""
-    _, found, rest = ARCHITECTURE.read_text().partition(f"\n## {heading}\n")
+def section(page: str, heading: str) -> str:
+    """Return the text below a heading of a page, to the next one of its level."""
+    found = re.search(rf"^(#+) {heading}\n(.*?)(?=^\1 |\Z)", PAGES[page].read_text(), re.MULTILINE | re.DOTALL)
     assert found, heading
-    return rest.partition("\n## ")[0]
+    return found[2]
 
 
 @cache
@@ -91,11 +97,13 @@ def test_a_retired_word_is_found() -> None:
 
 
 def test_the_glossary_is_short_and_says_each_term_once() -> None:
-    rows = [line.strip("|").split("|") for line in section("Glossary").splitlines() if line.startswith("|")][2:]
-    terms = [row[0].strip() for row in rows]
+    rows = [
+        line.strip("|").split("|") for line in section("glossary", "Glossary").splitlines() if line.startswith("|")
+    ][2:]
+    terms = [row[0] for row in rows]
     assert 15 <= len(terms) <= 25
     assert len(set(terms)) == len(terms)
-    assert all(len(row) == 3 and all(cell.strip() for cell in row) for row in rows)
+    assert all(len(row) == 3 and all(row) for row in rows)
 
 
 def own_words(package: Path) -> list[str]:
@@ -108,28 +116,34 @@ def own_words(package: Path) -> list[str]:
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.name)
 def test_a_package_begins_with_its_own_words(package: Path) -> None:
     words = own_words(package)
-    shared = {line.strip("|").split("|")[0].strip() for line in section("Glossary").splitlines() if "|" in line}
+    shared = {
+        line.strip("|").split("|")[0].strip() for line in section("glossary", "Glossary").splitlines() if "|" in line
+    }
     text = " ".join(path.read_text() for path in package.rglob("*.py") if path != package / "__init__.py").lower()
     assert 2 <= len(words) <= 8
-    assert not shared & set(words), "docs/architecture.md explains it for all"
+    assert not shared & set(words), "docs/glossary.md explains it for all"
     assert [word for word in words if word not in text] == []
 
 
 def test_headings_and_contracts_that_are_cited_exist() -> None:
-    headings = {heading.lower() for heading in re.findall(r"^## (.+)$", ARCHITECTURE.read_text(), re.MULTILINE)}
-    numbers = set(re.findall(r"^(\d+)\. ", section("Contracts"), re.MULTILINE))
+    headings = {
+        name: {heading.lower() for heading in re.findall(r"^##? (.+)$", page.read_text(), re.MULTILINE)}
+        for name, page in PAGES.items()
+    }
+    numbers = {"internals": set(re.findall(r"^(\d+)\. ", section("internals", "Contracts"), re.MULTILINE))}
     cited = 0
     for path, text in texts():
         # A citation may go over the end of a line.
-        for number, heading in CITATION.findall(re.sub(r"\s*\n[\s#]*", " ", text)):
+        for page, number, heading in CITATION.findall(re.sub(r"\s*\n[\s#]*", " ", text)):
             cited += 1
-            assert (number in numbers) if number else (heading in headings), f"{path.name}: {number or heading}"
+            known = numbers.get(page, set[str]()) if number else headings[page]
+            assert (number or heading) in known, f"{path.name}: docs/{page}.md has no {number or heading}"
     assert cited >= 3
 
 
-@pytest.mark.parametrize("heading", WAYS)
-def test_names_in_the_document_are_those_of_the_code(heading: str) -> None:
-    named = re.findall(r"`([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)?)`", section(heading))
+@pytest.mark.parametrize(("page", "heading"), WAYS)
+def test_names_in_the_documents_are_those_of_the_code(page: str, heading: str) -> None:
+    named = re.findall(r"`([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)?)`", section(page, heading))
     named = [name for name in named if not name.endswith((".py", ".md", ".toml"))]
     assert named
     assert [name for name in named if name not in names_in_code() | MEGATRONS] == []

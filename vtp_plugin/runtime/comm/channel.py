@@ -4,7 +4,7 @@ A link (:mod:`vtp_plugin.runtime.step.links`) gives or takes this rank's part of
 tensor is cut, whose connections it uses, whether a header with its shape goes first, and in which order all of it is
 posted and waited for.
 
-Each channel has a process group that carries point-to-point messages only (docs/architecture.md, contract 3). The
+Each channel has a process group that carries point-to-point messages only (docs/internals.md, contract 3). The
 collectives of a plan run in the stage's tensor-parallel group: the start when a send is posted, the finish when a
 receive is waited for. Every member of the stage sends, posts and waits at the same program point.
 """
