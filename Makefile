@@ -17,7 +17,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TESTS) --numprocesses=$(WO
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help env smoke check test test-unit test-full test-busy test-mm demo clean
+.PHONY: help env smoke check test test-unit test-full test-busy test-mm coverage demo clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,9 +66,16 @@ test-device: $(STAMP) ## the tests for a GPU, then training scripts on it; ranks
 	VTP_TEST_DEVICE=cuda $(BIN)/python -m pytest -n 0 tests/multiproc/test_training.py \
 		tests/multiproc/test_u_training.py tests/multiproc/test_unequal_dp_training.py
 
+# Said also where a test fails: a process that coverage slows down may be late.
+coverage: $(STAMP) ## the tests of `make test`, or TESTS=FILES, and which share of each package's lines they run
+	$(BIN)/python -m coverage erase
+	$(subst -m pytest,-m coverage run -m pytest,$(PYTEST)) -m "not full"; tested=$$?; mkdir -p out && \
+	$(BIN)/python -m coverage combine --quiet && $(BIN)/python -m coverage json --quiet -o out/coverage.json && \
+	$(BIN)/python scripts/coverage_by_package.py out/coverage.json && exit $$tested
+
 demo: $(STAMP) ## train a small GPT with --vtp-size-list 1,2 on this machine's CPU
 	$(BIN)/python examples/demo.py
 
 clean: ## remove caches, build results and the demo's output; .venv and .venv-* stay (rm -rf removes them)
-	rm -rf build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis .coverage .coverage.*
 	find . -path "./.venv*" -prune -o -name __pycache__ -type d -exec rm -rf {} +

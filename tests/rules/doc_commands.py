@@ -11,7 +11,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCUMENTS = [
+    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY", "CHANGELOG")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 FOLDERS = ("benchmarks", "examples", "scripts", "tests/device")
 PROGRAMS = ("torchrun", "python", "make", "pip", "jq")
 _ASSIGNMENT = re.compile(r"[A-Z_]+=\S*")
