@@ -42,7 +42,7 @@ from vtp_plugin.plan.schedule.cost.costs import Costs, u_costs
 from vtp_plugin.plan.schedule.cost.simulator import choose_lookahead, simulate
 from vtp_plugin.plan.schedule.make.limits import choose_limits
 from vtp_plugin.plan.schedule.make.u_shape import plan_u_shape, reference_u_shape
-from vtp_plugin.plan.schedule.order.lower import lower
+from vtp_plugin.plan.schedule.order.add_communication import lower
 from vtp_plugin.plan.schedule.order.placement import u_placement
 from vtp_plugin.plan.schedule.order.schedule import Schedule
 

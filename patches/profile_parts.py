@@ -20,7 +20,7 @@ import torch
 
 from vtp_plugin.errors import MissingError
 from vtp_plugin.platform import Platform
-from vtp_plugin.platform.alone import alone_in_world
+from vtp_plugin.platform.single_process import alone_in_world
 from vtp_plugin.tune.cluster.machines import Part, Time
 
 # Enough that what a single layer does besides, as the norm behind the last one, hardly counts.

@@ -24,7 +24,7 @@ from vtp_plugin.patches.mindspeed.converted import problems_of_converted
 from vtp_plugin.plan.boundary.message_kind import MessageKind
 from vtp_plugin.plan.layout.layer_lists import LIST_NAME, LayerLists, Rows, one_ring, read_rows, ring_layers
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
-from vtp_plugin.runtime.step.companions import Companion
+from vtp_plugin.runtime.step.companion_tensors import Companion
 from vtp_plugin.session import Session
 from vtp_plugin.util import log
 

@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from typing import Any
 
-from vtp_plugin.checkpoint.hf.note import take_settings
+from vtp_plugin.checkpoint.hf.import_note import take_settings
 from vtp_plugin.config.resolve import crossing_bytes
 from vtp_plugin.config.vtp_flags import VTP_FLAGS, add_vtp_arguments, check_without_stages, read_flags
 from vtp_plugin.errors import ConfigError, LayoutError, VtpError, refuse

@@ -18,7 +18,7 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 
 from vtp_plugin.checkpoint.format.archive import DamagedError, Extent, load_object
 from vtp_plugin.checkpoint.format.checkpoint_files import naming_broken_files
-from vtp_plugin.checkpoint.hf.note import check_note
+from vtp_plugin.checkpoint.hf.import_note import check_note
 from vtp_plugin.checkpoint.load.stored_optimizer import Request
 from vtp_plugin.checkpoint.save.atomic_dir import make_folder
 from vtp_plugin.checkpoint.save.folder_lock import LOCK_VARIABLE, patience_s
@@ -46,8 +46,8 @@ from vtp_plugin.patches.training.loadable import (
     stored_tp_sizes,
 )
 from vtp_plugin.patches.training.padding import require_padding
-from vtp_plugin.runtime.health.posts import read_word
 from vtp_plugin.runtime.health.store import Topic, name_run, part_of
+from vtp_plugin.runtime.health.store_posts import read_word
 from vtp_plugin.session import Session
 from vtp_plugin.util import log
 

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint import FileSystemReader
 
 from vtp_plugin.checkpoint.format.contents import Contents
 from vtp_plugin.checkpoint.format.optimizer_formats import IN_MODEL_SPACE
-from vtp_plugin.checkpoint.hf.note import read_note
+from vtp_plugin.checkpoint.hf.import_note import read_note
 from vtp_plugin.checkpoint.load.masters import require_masters
 from vtp_plugin.checkpoint.load.stored_optimizer import StoredOptimizer
 from vtp_plugin.errors import ConfigError

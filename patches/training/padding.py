@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vtp_plugin.checkpoint.format.checkpoint_files import TRACKER
-from vtp_plugin.checkpoint.hf.note import read_note
+from vtp_plugin.checkpoint.hf.import_note import read_note
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.host.versions import is_in
 from vtp_plugin.patches.hosts import MegatronHost

@@ -146,10 +146,10 @@ def take(options: argparse.Namespace) -> None:
 def apply_plugin(options: argparse.Namespace) -> None:
     """Apply the plugin, maybe pretending another version, maybe twice."""
     import vtp_plugin
-    from vtp_plugin.session import statement
+    from vtp_plugin.session import startup_statement
 
     if options.pretend_version:
-        statement.__version__ = options.pretend_version
+        startup_statement.__version__ = options.pretend_version
 
     def apply(timeout_s: float) -> None:
         vtp_plugin.apply(

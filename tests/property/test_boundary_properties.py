@@ -35,7 +35,7 @@ from vtp_plugin.plan.boundary.strategies.known_strategies import STRATEGIES
 from vtp_plugin.plan.boundary.strategies.leaders import plan_rank0
 from vtp_plugin.plan.boundary.strategies.slices import plan_sliced
 from vtp_plugin.plan.layout.channel_id import Direction
-from vtp_plugin.util.boxes import Box, intersect, overlaps, subtract, whole_box
+from vtp_plugin.util.index_boxes import Box, intersect, overlaps, subtract, whole_box
 
 SETTINGS = settings(max_examples=100)
 DOWNSTREAM = 1000  # first rank that a downstream stage may have

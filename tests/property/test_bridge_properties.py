@@ -22,7 +22,7 @@ from vtp_plugin.plan.boundary.local_slices import local_shape, local_slices
 from vtp_plugin.plan.boundary.portions import MIN_PORTION_BYTES, cut_into_portions, swaps
 from vtp_plugin.plan.boundary.sharding import LocalBoxes, Sharding, even_cuts
 from vtp_plugin.plan.boundary.strategies.in_place import plan_in_place, plans_of_gradient
-from vtp_plugin.util.boxes import intersect
+from vtp_plugin.util.index_boxes import intersect
 
 SETTINGS = settings(max_examples=150)
 DOWNSTREAM = 100

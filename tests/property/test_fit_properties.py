@@ -19,7 +19,7 @@ from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.schedule.cost.costs import Costs
 from vtp_plugin.plan.schedule.cost.simulator import simulate
 from vtp_plugin.plan.schedule.make.generate import one_f_one_b
-from vtp_plugin.plan.schedule.order.lower import lower
+from vtp_plugin.plan.schedule.order.add_communication import lower
 from vtp_plugin.plan.schedule.order.placement import plain_placement
 from vtp_plugin.tune.fit.available_cards import Node
 from vtp_plugin.tune.fit.constraints import Constraints

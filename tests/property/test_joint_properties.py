@@ -22,7 +22,7 @@ from vtp_plugin.plan.schedule.cost.simulator import simulate
 from vtp_plugin.plan.schedule.cost.step_bounds import lower_bound
 from vtp_plugin.plan.schedule.make.generate import one_f_one_b
 from vtp_plugin.plan.schedule.make.u_shape import plan_u_shape
-from vtp_plugin.plan.schedule.order.lower import lower
+from vtp_plugin.plan.schedule.order.add_communication import lower
 from vtp_plugin.plan.schedule.order.placement import Placement, plain_placement, u_placement
 from vtp_plugin.plan.schedule.order.schedule import Schedule
 from vtp_plugin.plan.schedule.proof.check_schedule import check

@@ -16,7 +16,7 @@ from vtp_plugin.checkpoint.format.index import StoredTensor
 from vtp_plugin.checkpoint.format.infer_map import infer_map
 from vtp_plugin.checkpoint.format.shard_map import Bucket, StoredRange
 from vtp_plugin.errors import PlanError
-from vtp_plugin.util.boxes import Box, volume
+from vtp_plugin.util.index_boxes import Box, volume
 
 # Names of one layer in the order of the model, and whether ranks share their rows.
 _LAYER = {

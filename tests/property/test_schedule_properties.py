@@ -20,7 +20,7 @@ from vtp_plugin.plan.schedule.cost.step_bounds import lower_bound
 from vtp_plugin.plan.schedule.make.generate import interleaved_one_f_one_b, one_f_one_b
 from vtp_plugin.plan.schedule.make.u_shape import UOrder, plan_u_shape, reference_u_shape
 from vtp_plugin.plan.schedule.order.actions import Action, Op
-from vtp_plugin.plan.schedule.order.lower import lower
+from vtp_plugin.plan.schedule.order.add_communication import lower
 from vtp_plugin.plan.schedule.order.messages import channels
 from vtp_plugin.plan.schedule.order.placement import Placement, num_rings, plain_placement, u_placement
 from vtp_plugin.plan.schedule.proof.check_schedule import check

@@ -30,7 +30,7 @@ from vtp_plugin.checkpoint.format.optimizer_formats import BY_BLOCK
 from vtp_plugin.checkpoint.format.shard_map import Bucket, BucketEntry, ShardSpec, Strided, block_at, row_major
 from vtp_plugin.checkpoint.load.elements import Elements, typed
 from vtp_plugin.cli import main
-from vtp_plugin.util.boxes import box_shape
+from vtp_plugin.util.index_boxes import box_shape
 
 STATES = ("param", "exp_avg", "exp_avg_sq")
 # What Megatron 0.12 says of a group of parameters.

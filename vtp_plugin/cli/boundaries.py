@@ -13,7 +13,7 @@ from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan, Collective, Col
 from vtp_plugin.plan.boundary.pipeline_boundaries import PipelineBoundary, pipeline_boundaries
 from vtp_plugin.plan.layout.channel_id import Direction
 from vtp_plugin.plan.layout.describe import format_ranks
-from vtp_plugin.util.boxes import Box
+from vtp_plugin.util.index_boxes import Box
 
 _MAX_TRANSFERS_SHOWN = 4
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB")

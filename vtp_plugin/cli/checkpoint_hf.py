@@ -12,7 +12,7 @@ from typing import Any
 from vtp_plugin.checkpoint.format.checkpoint_files import find_checkpoint
 from vtp_plugin.checkpoint.format.contents import Contents
 from vtp_plugin.checkpoint.hf.hf_model import free_flags, settings
-from vtp_plugin.checkpoint.hf.note import padding_flag
+from vtp_plugin.checkpoint.hf.import_note import padding_flag
 from vtp_plugin.cli.boundaries import format_bytes
 from vtp_plugin.cli.parser import print_json
 from vtp_plugin.cli.progress_bar import progress

@@ -15,7 +15,7 @@ from vtp_plugin.cli.parser import HelpFormatter, fail
 from vtp_plugin.config import VtpConfig, merge
 from vtp_plugin.config.vtp_flags import add_vtp_arguments, hide_taken_flags, peek_device
 from vtp_plugin.elastic.failed_starts import note_failed_start
-from vtp_plugin.elastic.marker import RUN_FOLDER_VARIABLE, leave_marker, require_unmarked, run_folder
+from vtp_plugin.elastic.stop_marker import RUN_FOLDER_VARIABLE, leave_marker, require_unmarked, run_folder
 from vtp_plugin.errors import VtpError, is_final
 from vtp_plugin.host.mindspeed import ImportWatch, has_mindspeed
 

@@ -20,10 +20,10 @@ from vtp_plugin.config.flag import Flag
 from vtp_plugin.config.log_and_timeouts import Failure, LogLevelName
 from vtp_plugin.config.parse_values import DeviceName, format_value
 from vtp_plugin.config.saved import Saved
+from vtp_plugin.config.schedule import ScheduleName, When
+from vtp_plugin.config.stages import Where
+from vtp_plugin.config.transport import DpModeName, TransportName, What
 from vtp_plugin.config.trust import Trust
-from vtp_plugin.config.what import DpModeName, TransportName, What
-from vtp_plugin.config.when import ScheduleName, When
-from vtp_plugin.config.where import Where
 from vtp_plugin.errors import ConfigError, LayoutError
 
 __all__ = [

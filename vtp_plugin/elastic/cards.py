@@ -15,9 +15,9 @@ from typing import Any, TypeVar, get_type_hints
 import torch.distributed as dist
 
 from vtp_plugin.errors import LayoutError, PeerError, ShortageError, is_final
-from vtp_plugin.runtime.health.posts import read_post
 from vtp_plugin.runtime.health.redaction import Redaction, first_line
 from vtp_plugin.runtime.health.store import Topic, part_of
+from vtp_plugin.runtime.health.store_posts import read_post
 from vtp_plugin.runtime.health.waiting import JUDGE_SHARE, WAITED, WaitingLines, poll, some_ranks
 from vtp_plugin.util.printable import one_line
 from vtp_plugin.util.typed_json import ShapeError, read_typed

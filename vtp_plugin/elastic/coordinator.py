@@ -13,8 +13,8 @@ from typing import Any
 
 from vtp_plugin.checkpoint.save.folder_lock import LOCK_VARIABLE, FolderLock, patience_s
 from vtp_plugin.config.parse_values import format_value
-from vtp_plugin.elastic.card_memory import leave_out, name_card
 from vtp_plugin.elastic.cards import RankCard
+from vtp_plugin.elastic.failed_cards import leave_out, name_card
 from vtp_plugin.elastic.progress import LastStep, read_last, write_last
 from vtp_plugin.errors import LayoutError, VtpError
 from vtp_plugin.runtime.health.redaction import Redaction

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from vtp_plugin.elastic.marker import MARKER, RUN_FOLDER_VARIABLE, leave_marker, put_beside
+from vtp_plugin.elastic.stop_marker import MARKER, RUN_FOLDER_VARIABLE, leave_marker, put_beside
 from vtp_plugin.errors import VtpError
 from vtp_plugin.runtime.health.redaction import describe_error
 from vtp_plugin.util import log

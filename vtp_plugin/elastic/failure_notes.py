@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from vtp_plugin.elastic.card_memory import note_error
+from vtp_plugin.elastic.failed_cards import note_error
 from vtp_plugin.elastic.failed_starts import note_failed_start
-from vtp_plugin.elastic.marker import leave_marker
+from vtp_plugin.elastic.stop_marker import leave_marker
 from vtp_plugin.errors import VtpError
 from vtp_plugin.runtime.health.redaction import describe_error
 

@@ -11,9 +11,9 @@ from dataclasses import asdict, dataclass
 
 from vtp_plugin.checkpoint.save.folder_lock import LOCK_VARIABLE
 from vtp_plugin.config.parse_values import format_value
-from vtp_plugin.elastic.card_memory import CARD_VARIABLE, name_card
 from vtp_plugin.elastic.cards import RankCard, settle_seats
 from vtp_plugin.elastic.coordinator import Coordinator
+from vtp_plugin.elastic.failed_cards import CARD_VARIABLE, name_card
 from vtp_plugin.elastic.failed_starts import forget_failed_starts
 from vtp_plugin.elastic.launchers import SHARE_VARIABLE
 from vtp_plugin.elastic.outcome import Outcome

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from vtp_plugin.elastic.progress import LastStep
-from vtp_plugin.runtime.health.posts import PostError
 from vtp_plugin.runtime.health.store import Topic
+from vtp_plugin.runtime.health.store_posts import PostError
 from vtp_plugin.tune.fit.chosen import Chosen
 
 

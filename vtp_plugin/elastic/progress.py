@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from vtp_plugin.elastic.failed_starts import forget_failed_starts
-from vtp_plugin.elastic.marker import RUN_FOLDER_VARIABLE
+from vtp_plugin.elastic.stop_marker import RUN_FOLDER_VARIABLE
 from vtp_plugin.util import log
 from vtp_plugin.util.typed_json import read_typed
 from vtp_plugin.util.untrusted_files import read_bytes

@@ -23,7 +23,7 @@ from vtp_plugin.runtime.comm.channel import Channel
 from vtp_plugin.runtime.comm.recorder import Recorder
 from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.runtime.step.communicator import PipelineCommunicator, join_channels, open_channels, own_channels
-from vtp_plugin.runtime.step.companions import Companions
+from vtp_plugin.runtime.step.companion_tensors import Companions
 from vtp_plugin.runtime.step.schedule_runner import ScheduleRunner
 from vtp_plugin.runtime.step.tied_weight import TiedWeight, join_tied_weight
 from vtp_plugin.runtime.step.try_transports import settle, try_strategies

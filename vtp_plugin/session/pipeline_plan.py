@@ -18,7 +18,7 @@ from vtp_plugin.plan.layout.channel_id import Direction
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.plan.layout.replica_map import DpMode, ReplicaMap
 from vtp_plugin.plan.schedule.order.placement import Placement, place_workers
-from vtp_plugin.runtime.step.companions import Companion
+from vtp_plugin.runtime.step.companion_tensors import Companion
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,9 +32,9 @@ from vtp_plugin.plan.layout.share import expert_spans
 from vtp_plugin.plan.layout.u_layers import check_layers, check_two_rings
 from vtp_plugin.plan.schedule.order.placement import place_workers
 from vtp_plugin.platform.interface import Platform
-from vtp_plugin.runtime.step.companions import Companion
+from vtp_plugin.runtime.step.companion_tensors import Companion
 from vtp_plugin.session.pipeline_plan import Ends, PipelinePlan
-from vtp_plugin.session.statement import digest_of, state_run
+from vtp_plugin.session.startup_statement import digest_of, state_run
 from vtp_plugin.util.version import __version__
 
 

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from vtp_plugin.runtime.health.redaction import Redaction
-from vtp_plugin.session.statement import state_request
+from vtp_plugin.session.startup_statement import state_request
 
 if TYPE_CHECKING:
     from vtp_plugin.session.session import Session

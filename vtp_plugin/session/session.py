@@ -29,7 +29,7 @@ from vtp_plugin.platform.interface import Platform
 from vtp_plugin.runtime.comm.audit import Audit
 from vtp_plugin.runtime.comm.recorder import Recorder
 from vtp_plugin.runtime.health.nodes import gather_node_sizes
-from vtp_plugin.runtime.step.companions import Companion
+from vtp_plugin.runtime.step.companion_tensors import Companion
 from vtp_plugin.runtime.step.timing import Timing
 from vtp_plugin.runtime.step.tracing import Tracing
 from vtp_plugin.session.applied_sets import AppliedSets

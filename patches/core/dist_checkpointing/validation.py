@@ -18,7 +18,7 @@ from vtp_plugin.host.patching import replaces
 from vtp_plugin.patches.core.dist_checkpointing.plain_objects import require_plain_checkpoint
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.session import Session
-from vtp_plugin.util.boxes import overlaps, volume
+from vtp_plugin.util.index_boxes import overlaps, volume
 
 _MODULE = "megatron.core.dist_checkpointing.validation"
 

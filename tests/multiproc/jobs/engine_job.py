@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig  # no
 
 from tests.multiproc.jobs.core_job import cpu_only  # noqa: E402
 from vtp_plugin.checkpoint.hf.hf_model import HFModel  # noqa: E402
-from vtp_plugin.checkpoint.hf.note import CARRIED, RELEASE  # noqa: E402
+from vtp_plugin.checkpoint.hf.import_note import CARRIED, RELEASE  # noqa: E402
 from vtp_plugin.checkpoint.hf.read_config import CONFIG, read_config, read_model  # noqa: E402
 
 

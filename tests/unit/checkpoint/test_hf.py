@@ -34,7 +34,7 @@ from tests.support.hosts import ROOT
 from vtp_plugin.checkpoint.hf.all_families import FAMILIES, rows_of
 from vtp_plugin.checkpoint.hf.families.llama import LLAMA
 from vtp_plugin.checkpoint.hf.hf_model import free_flags, settings
-from vtp_plugin.checkpoint.hf.note import contradictions, name_in
+from vtp_plugin.checkpoint.hf.import_note import contradictions, name_in
 from vtp_plugin.checkpoint.hf.read_config import read_config, read_model
 from vtp_plugin.checkpoint.hf.rope import factor_of, frequencies
 from vtp_plugin.checkpoint.hf.tensor_rows import hf_shapes, megatron_tensors

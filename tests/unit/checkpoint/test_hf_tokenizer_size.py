@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.support.checkpoints import run_action
-from vtp_plugin.checkpoint.hf.note import NOTE, RELEASE, check_note
+from vtp_plugin.checkpoint.hf.import_note import NOTE, RELEASE, check_note
 from vtp_plugin.checkpoint.hf.tokenizer_size import known_words
 from vtp_plugin.cli import main
 

@@ -17,7 +17,7 @@ from tests.rules.import_rules import ROOT
 from tests.rules.ways_out import files_of, matches, messages
 from tests.support.checkpoints import run_action
 from tests.support.hf_models import KINDS, SMALL, edit, imported, make, run_json, tensors_of, torch, transformers
-from vtp_plugin.checkpoint.hf.note import NOTE, RELEASE, read_note
+from vtp_plugin.checkpoint.hf.import_note import NOTE, RELEASE, read_note
 from vtp_plugin.errors import ConfigError
 
 safetensors_of = pytest.importorskip("safetensors.torch")

@@ -19,13 +19,13 @@ from tests.rules.import_rules import ROOT
 from tests.support.pace import pace
 from tests.support.pool import free_port
 from vtp_plugin.checkpoint.save.folder_lock import FolderLock
-from vtp_plugin.elastic.card_memory import CARD_VARIABLE, leave_out, note_error
 from vtp_plugin.elastic.cards import RankCard
 from vtp_plugin.elastic.coordinator import Coordinator
+from vtp_plugin.elastic.failed_cards import CARD_VARIABLE, leave_out, note_error
 from vtp_plugin.elastic.failed_starts import FAILED_STARTS, MOST_EQUAL, START_VARIABLE, forget_failed_starts, name_start
 from vtp_plugin.elastic.failure_notes import note_for_next_start
-from vtp_plugin.elastic.marker import MARKER, RUN_FOLDER_VARIABLE, leave_marker, require_unmarked
 from vtp_plugin.elastic.progress import PROGRESS, LastStep, Progress, hand_on, note_end, read_last, write_last
+from vtp_plugin.elastic.stop_marker import MARKER, RUN_FOLDER_VARIABLE, leave_marker, require_unmarked
 from vtp_plugin.errors import ConfigError, LayoutError, PeerError, ShortageError
 from vtp_plugin.tune.fit.constraints import Constraints
 

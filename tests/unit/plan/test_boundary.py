@@ -40,7 +40,7 @@ from vtp_plugin.plan.layout.channel_id import Direction
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout, StageGrid
 from vtp_plugin.plan.layout.replica_map import DpMode
 from vtp_plugin.runtime.comm.transfers import Transmission
-from vtp_plugin.util.boxes import Box, intersect, subtract, volume
+from vtp_plugin.util.index_boxes import Box, intersect, subtract, volume
 
 SHAPE = (6, 2, 4)  # [S, B, H]
 WHOLE: Box = ((0, 6), (0, 2), (0, 4))

@@ -20,7 +20,7 @@ from vtp_plugin.plan.schedule.cost.step_bounds import in_flight_needed, lower_bo
 from vtp_plugin.plan.schedule.make.generate import one_f_one_b, one_f_one_b_limits, plain_forward_only
 from vtp_plugin.plan.schedule.make.u_shape import plan_u_shape
 from vtp_plugin.plan.schedule.order.actions import Action, Op, parse_actions
-from vtp_plugin.plan.schedule.order.lower import lower
+from vtp_plugin.plan.schedule.order.add_communication import lower
 from vtp_plugin.plan.schedule.order.messages import channels
 from vtp_plugin.plan.schedule.order.placement import Placement, interleaved_placement, plain_placement, u_placement
 from vtp_plugin.plan.schedule.order.schedule import Schedule

@@ -17,7 +17,7 @@ from vtp_plugin.plan.schedule.cost.microbatch_route import make_route
 from vtp_plugin.plan.schedule.cost.step_bounds import in_flight_needed, lower_bound
 from vtp_plugin.plan.schedule.make.u_shape import plan_u_shape, reference_u_shape
 from vtp_plugin.plan.schedule.order.actions import parse_actions
-from vtp_plugin.plan.schedule.order.lower import lower
+from vtp_plugin.plan.schedule.order.add_communication import lower
 from vtp_plugin.plan.schedule.order.placement import Placement, u_placement
 from vtp_plugin.plan.schedule.order.schedule import Schedule
 from vtp_plugin.plan.schedule.proof.check_schedule import check

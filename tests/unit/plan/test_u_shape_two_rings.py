@@ -20,7 +20,7 @@ from vtp_plugin.plan.schedule.cost.microbatch_route import make_route
 from vtp_plugin.plan.schedule.cost.step_bounds import lower_bound
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
 from vtp_plugin.plan.schedule.make.u_shape import plan_u_shape
-from vtp_plugin.plan.schedule.order.lower import lower
+from vtp_plugin.plan.schedule.order.add_communication import lower
 from vtp_plugin.plan.schedule.order.placement import u_placement
 from vtp_plugin.plan.schedule.proof.check_schedule import check
 

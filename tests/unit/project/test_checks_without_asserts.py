@@ -45,7 +45,7 @@ from vtp_plugin.runtime.comm.work import TimedWaits
 from vtp_plugin.plan.schedule.cost.costs import uniform_costs
 from vtp_plugin.plan.schedule.cost.simulator import simulate
 from vtp_plugin.plan.schedule.make.generate import one_f_one_b
-from vtp_plugin.plan.schedule.order.lower import lower
+from vtp_plugin.plan.schedule.order.add_communication import lower
 from vtp_plugin.plan.schedule.order.actions import parse_actions
 from vtp_plugin.plan.schedule.cost.microbatch_route import make_route
 from vtp_plugin.plan.schedule.proof.check_schedule import require_valid as require_valid_order

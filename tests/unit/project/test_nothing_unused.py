@@ -19,7 +19,7 @@ OUTER = {
     "vtp_plugin.patches.core.models.mimo.comm.colocated_communicator",
     "vtp_plugin.patches.core.pipeline_parallel.bridge_communicator",
 }
-STAND_INS = ("vtp_plugin.platform.cpu", "vtp_plugin.platform.alone")
+STAND_INS = ("vtp_plugin.platform.cpu", "vtp_plugin.platform.single_process")
 CALLED_BY_OTHERS = {
     "commit_tensor": "of a load planner of torch's",
     "emit": "of a logging handler",

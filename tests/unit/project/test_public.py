@@ -13,10 +13,10 @@ import vtp_plugin
 from tests.rules.import_rules import ROOT
 from vtp_plugin import errors
 from vtp_plugin.checkpoint.format import manifest, map_file
-from vtp_plugin.checkpoint.hf import note
+from vtp_plugin.checkpoint.hf import import_note
 from vtp_plugin.checkpoint.save import folder_lock
 from vtp_plugin.cli.main import _parser
-from vtp_plugin.elastic import card_memory, failed_starts, marker, progress
+from vtp_plugin.elastic import failed_cards, failed_starts, progress, stop_marker
 
 PAGE = (ROOT / "docs" / "public.md").read_text()
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
@@ -75,8 +75,8 @@ def test_commands_are_listed() -> None:
 
 def test_files_are_listed() -> None:
     names = {
-        *(manifest.MANIFEST, map_file.MAP, note.NOTE, folder_lock.LOCK),
-        *(card_memory.MEMORY, failed_starts.FAILED_STARTS, marker.MARKER, progress.PROGRESS),
+        *(manifest.MANIFEST, map_file.MAP, import_note.NOTE, folder_lock.LOCK),
+        *(failed_cards.MEMORY, failed_starts.FAILED_STARTS, stop_marker.MARKER, progress.PROGRESS),
     }
     assert set(re.findall(r"`(vtp_\w+\.\w+)`", section("Files"))) == names
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tests.unit.tune.test_cluster import BATCH, MODEL, SHEET
 from vtp_plugin.cli.main import main
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.platform.alone import AloneGroup, alone_in_world
+from vtp_plugin.platform.single_process import AloneGroup, alone_in_world
 from vtp_plugin.tune.cluster.durations import speed_of
 from vtp_plugin.tune.cluster.machines import Links, Origin, Time
 from vtp_plugin.tune.cluster.profile_files import check_origins, features, read_profile, write_links, write_profile

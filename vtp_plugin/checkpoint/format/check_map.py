@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from vtp_plugin.checkpoint.format.fill import Stored
 from vtp_plugin.checkpoint.format.shard_map import Bucket, ShardSpec, StoredRange
 from vtp_plugin.errors import PlanError
-from vtp_plugin.util.boxes import Box, overlaps, volume
+from vtp_plugin.util.index_boxes import Box, overlaps, volume
 
 _WRONG_MAP = "the map does not belong to this checkpoint; load only the weights with --no-load-optim"
 _OTHER_MODEL = "another model, or another padded vocabulary, was saved; start with its options"

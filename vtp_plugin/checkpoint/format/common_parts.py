@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from vtp_plugin.checkpoint.format.contents import Part, Whole
-from vtp_plugin.util.boxes import Box, format_box, intersect, overlaps, volume
+from vtp_plugin.util.index_boxes import Box, format_box, intersect, overlaps, volume
 
 
 def pairs(a: Whole, b: Whole) -> tuple[list[tuple[Part, Part, Box]], str | None]:

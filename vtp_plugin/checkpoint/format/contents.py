@@ -30,7 +30,7 @@ from vtp_plugin.checkpoint.format.optimizer_formats import (
 from vtp_plugin.checkpoint.format.shard_map import Block, Bucket, ShardSpec, StoredRange, Strided, row_major
 from vtp_plugin.checkpoint.format.stored_values import require_numbers, taking
 from vtp_plugin.errors import ConfigError, PlanError, refuse
-from vtp_plugin.util.boxes import Box, box_shape, whole_box
+from vtp_plugin.util.index_boxes import Box, box_shape, whole_box
 
 WEIGHT: Final = "weight"
 """The state that a parameter of the model is."""

@@ -36,7 +36,7 @@ from dataclasses import dataclass
 
 from vtp_plugin.checkpoint.format.shard_map import Block, Bucket, BucketEntry, ShardSpec, StoredRange, Strided
 from vtp_plugin.errors import PlanError
-from vtp_plugin.util.boxes import Box, box_shape, intersect, overlaps, volume, whole_box
+from vtp_plugin.util.index_boxes import Box, box_shape, intersect, overlaps, volume, whole_box
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from vtp_plugin.checkpoint.format.archive import Extent
 from vtp_plugin.checkpoint.format.safe_pickle import ForbiddenError, PickledObject, load_safely
 from vtp_plugin.checkpoint.format.untrusted import UntrustedError
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.util.boxes import Box
+from vtp_plugin.util.index_boxes import Box
 from vtp_plugin.util.untrusted_files import MAX_INDEX_BYTES, PathError, count, inside, read_bytes
 
 INDEX: Final = ".metadata"

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from vtp_plugin.checkpoint.format.shard_map import Block, Bucket, BucketEntry, ShardSpec, Strided, row_major
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.util.boxes import box_shape
+from vtp_plugin.util.index_boxes import box_shape
 from vtp_plugin.util.untrusted_files import MAX_INDEX_BYTES, count, read_json
 
 MAP: Final = "vtp_optimizer_map.json"

@@ -16,7 +16,7 @@ from typing import Any, Final
 from vtp_plugin.checkpoint.format.index import StoredTensor
 from vtp_plugin.checkpoint.format.shard_map import ShardSpec, block_at, row_major
 from vtp_plugin.errors import PlanError
-from vtp_plugin.util.boxes import Box, box_shape, volume
+from vtp_plugin.util.index_boxes import Box, box_shape, volume
 
 WORD_EMBEDDING: Final = "embedding.word_embeddings.weight"
 OUTPUT: Final = "output_layer.weight"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from vtp_plugin.errors import PlanError
-from vtp_plugin.util.boxes import Box, box_shape
+from vtp_plugin.util.index_boxes import Box, box_shape
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:

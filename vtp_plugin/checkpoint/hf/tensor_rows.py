@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import product
 
 from vtp_plugin.checkpoint.hf.hf_model import HFModel
-from vtp_plugin.util.boxes import Box, whole_box
+from vtp_plugin.util.index_boxes import Box, whole_box
 
 _STATELESS = ("word_embeddings", "router")
 

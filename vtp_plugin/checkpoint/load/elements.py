@@ -16,7 +16,7 @@ from vtp_plugin.checkpoint.format.contents import Part
 from vtp_plugin.checkpoint.format.fill import boxes_between
 from vtp_plugin.checkpoint.save.atomic_dir import PART_BYTES
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.util.boxes import Box, box_shape
+from vtp_plugin.util.index_boxes import Box, box_shape
 from vtp_plugin.util.untrusted_files import open_file
 
 SLAB_BYTES = 8 << 20

@@ -11,7 +11,7 @@ from vtp_plugin.checkpoint.format.common_parts import pairs
 from vtp_plugin.checkpoint.format.contents import MASTER, Contents, Part, no_map
 from vtp_plugin.checkpoint.format.optimizer_formats import IN_BUCKETS
 from vtp_plugin.checkpoint.load.elements import Elements, slabs, typed
-from vtp_plugin.util.boxes import Box, format_box
+from vtp_plugin.util.index_boxes import Box, format_box
 
 
 def require_masters(contents: Contents, share: int = 0, num_shares: int = 1) -> None:

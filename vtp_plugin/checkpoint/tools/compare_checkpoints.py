@@ -14,7 +14,7 @@ from vtp_plugin.checkpoint.format.common_parts import pairs
 from vtp_plugin.checkpoint.format.contents import MASTER, WEIGHT, Contents, Part, Whole
 from vtp_plugin.checkpoint.load.elements import Elements, slabs, typed
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.util.boxes import Box
+from vtp_plugin.util.index_boxes import Box
 
 Key = tuple[str, str]
 """State and name of a parameter."""

@@ -17,7 +17,7 @@ from vtp_plugin.checkpoint.format.contents import Contents, Part, Whole
 from vtp_plugin.checkpoint.format.shard_map import Strided
 from vtp_plugin.checkpoint.hf.all_families import rows_of
 from vtp_plugin.checkpoint.hf.hf_model import HFModel, settings
-from vtp_plugin.checkpoint.hf.note import CARRIED, contradictions
+from vtp_plugin.checkpoint.hf.import_note import CARRIED, contradictions
 from vtp_plugin.checkpoint.hf.read_config import read_config, read_model
 from vtp_plugin.checkpoint.hf.side_files import CONFIG, carried_files, copy_carried
 from vtp_plugin.checkpoint.hf.tensor_rows import Tensor, TensorShare, hf_shapes, megatron_tensors
@@ -36,7 +36,7 @@ from vtp_plugin.checkpoint.tools.safetensors_files import (
 from vtp_plugin.checkpoint.tools.staging import require_new, written_beside
 from vtp_plugin.checkpoint.tools.writer import cut_pieces, read_box
 from vtp_plugin.errors import ConfigError, refuse
-from vtp_plugin.util.boxes import whole_box
+from vtp_plugin.util.index_boxes import whole_box
 from vtp_plugin.util.untrusted_files import read_json
 
 _LAYERS: Final = "decoder.layers."

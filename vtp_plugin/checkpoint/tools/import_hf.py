@@ -19,11 +19,11 @@ from vtp_plugin.checkpoint.format.archive import itemsize
 from vtp_plugin.checkpoint.format.checkpoint_files import TRACKER
 from vtp_plugin.checkpoint.hf.all_families import FAMILIES, rows_in_file, rows_of
 from vtp_plugin.checkpoint.hf.hf_model import HFModel, settings
+from vtp_plugin.checkpoint.hf.import_note import CARRIED, NOTE, RELEASE, dump_note
+from vtp_plugin.checkpoint.hf.key_spelling import EMBEDDING, HEAD, are_frequencies, is_frequencies, respelt
 from vtp_plugin.checkpoint.hf.known_fields import passed_over
-from vtp_plugin.checkpoint.hf.note import CARRIED, NOTE, RELEASE, dump_note
 from vtp_plugin.checkpoint.hf.read_config import read_config, read_model
 from vtp_plugin.checkpoint.hf.side_files import CONFIG, carried_files, copy_carried, file_of
-from vtp_plugin.checkpoint.hf.spelling import EMBEDDING, HEAD, are_frequencies, is_frequencies, respelt
 from vtp_plugin.checkpoint.hf.tensor_rows import (
     Tensor,
     TensorRow,
@@ -39,7 +39,7 @@ from vtp_plugin.checkpoint.tools.safetensors_files import Shards
 from vtp_plugin.checkpoint.tools.staging import holding, remover_of_new, require_new, writing_to
 from vtp_plugin.checkpoint.tools.writer import Ending, NewPiece, PieceWriter, cut_pieces
 from vtp_plugin.errors import refuse
-from vtp_plugin.util.boxes import Box, intersect, whole_box
+from vtp_plugin.util.index_boxes import Box, intersect, whole_box
 from vtp_plugin.util.untrusted_files import read_bytes
 
 # What all Megatrons of the format know: 0.12 reads the last two as well.

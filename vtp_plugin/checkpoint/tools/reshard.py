@@ -24,7 +24,7 @@ from vtp_plugin.checkpoint.load.elements import Elements
 from vtp_plugin.checkpoint.tools.reshardable import is_kept, rewritten_common
 from vtp_plugin.checkpoint.tools.writer import Ending, NewPiece, PieceWriter, cut_pieces
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.util.boxes import Box, intersect, volume, whole_box
+from vtp_plugin.util.index_boxes import Box, intersect, volume, whole_box
 from vtp_plugin.util.untrusted_files import MAX_INDEX_BYTES, problem_of, read_bytes
 
 

@@ -16,7 +16,7 @@ from vtp_plugin.checkpoint.format.archive import itemsize
 from vtp_plugin.checkpoint.hf.side_files import file_of
 from vtp_plugin.checkpoint.hf.tensor_rows import TensorShare
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.util.boxes import Box
+from vtp_plugin.util.index_boxes import Box
 from vtp_plugin.util.untrusted_files import open_file, read_json
 
 INDEX: Final = "model.safetensors.index.json"

@@ -22,7 +22,7 @@ from vtp_plugin.checkpoint.format.manifest import (
 from vtp_plugin.checkpoint.format.optimizer_formats import IN_BUCKETS
 from vtp_plugin.checkpoint.save.newest import arguments_of, problem_without_manifest
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.util.boxes import box_shape, format_box, overlaps, volume
+from vtp_plugin.util.index_boxes import box_shape, format_box, overlaps, volume
 
 _COPY: Final = "copy it again, or take another checkpoint"
 

@@ -32,7 +32,7 @@ from vtp_plugin.checkpoint.format.index import INDEX, ORIGINAL
 from vtp_plugin.checkpoint.load.elements import SLAB_BYTES, copy_bytes, typed
 from vtp_plugin.checkpoint.save.atomic_dir import InParts, partial_of, whole_folder
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.util.boxes import Box, box_shape, intersect, volume
+from vtp_plugin.util.index_boxes import Box, box_shape, intersect, volume
 from vtp_plugin.util.untrusted_files import MAX_INDEX_BYTES, parse_json, read_text
 
 JOURNAL: Final = "vtp_journal.jsonl"

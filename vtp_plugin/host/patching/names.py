@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
 
-from vtp_plugin.host.patching.places import Default, PartialPart
+from vtp_plugin.host.patching.other_slots import Default, PartialPart
 from vtp_plugin.util.undo import ABSENT, Item, Name, Slot, namespace
 
 _OWN: Final = __name__.partition(".")[0]

@@ -14,7 +14,7 @@ from functools import cached_property
 
 from vtp_plugin.errors import PlanError
 from vtp_plugin.plan.boundary.sharding import LocalBoxes, Sharding
-from vtp_plugin.util.boxes import Box, format_box, volume, whole_box
+from vtp_plugin.util.index_boxes import Box, format_box, volume, whole_box
 from vtp_plugin.util.text_enum import TextEnum
 
 

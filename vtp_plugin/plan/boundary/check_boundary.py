@@ -12,7 +12,7 @@ from vtp_plugin.errors import PlanError
 from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan, CollectiveKind
 from vtp_plugin.plan.boundary.sharding import even_cuts, num_rows, rows_of
 from vtp_plugin.plan.boundary.strategies.known_strategies import STRATEGIES
-from vtp_plugin.util.boxes import Box, format_box, intersect, overlaps, subtract, whole_box
+from vtp_plugin.util.index_boxes import Box, format_box, intersect, overlaps, subtract, whole_box
 
 
 def check(plan: BoundaryPlan) -> tuple[str, ...]:

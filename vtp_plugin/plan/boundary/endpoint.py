@@ -9,7 +9,7 @@ from operator import floordiv, mul
 
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.boundary.sharding import LocalBoxes, Sharding, even_cuts, num_rows, rows_of
-from vtp_plugin.util.boxes import Box
+from vtp_plugin.util.index_boxes import Box
 
 Shape = tuple[int, ...]
 Sizes = tuple[int, int, int]

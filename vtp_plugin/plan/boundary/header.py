@@ -16,7 +16,7 @@ from vtp_plugin.plan.boundary.boundary_plan import NO_COLLECTIVE, BoundaryPlan, 
 from vtp_plugin.plan.boundary.message_kind import MessageKind
 from vtp_plugin.plan.boundary.sharding import LocalBoxes, Sharding
 from vtp_plugin.plan.boundary.strategies.known_strategies import STRATEGIES
-from vtp_plugin.util.boxes import Box
+from vtp_plugin.util.index_boxes import Box
 
 Whole = tuple[int, ...]
 """What describes a whole tensor: of a pipeline its shape `[S, B, H]`; of a bridge its rows, its depth and the length of

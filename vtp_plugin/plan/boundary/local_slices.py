@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from vtp_plugin.errors import PlanError
 from vtp_plugin.plan.boundary.sharding import LocalBoxes
-from vtp_plugin.util.boxes import Box, format_box, intersect
+from vtp_plugin.util.index_boxes import Box, format_box, intersect
 
 Widths = Sequence[int]
 """Length in memory of every unit of the second dimension, where a plan counts units and not elements; see

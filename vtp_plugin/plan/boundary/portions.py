@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from vtp_plugin.plan.boundary.boundary_plan import Transfer
 from vtp_plugin.plan.boundary.sharding import even_cuts, num_rows, rows_of
-from vtp_plugin.util.boxes import Box
+from vtp_plugin.util.index_boxes import Box
 
 # Smaller ones cost more than they save: between stages of 2 and 3 ranks on loopback, portions of 256 KiB made 4 MiB a
 # third slower (`python -m benchmarks.boundary`); on links of 200 Mbit/s they were not faster than those of 1 MiB.

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from vtp_plugin.errors import PlanError
-from vtp_plugin.util.boxes import Box, box_shape, format_box, overlaps, volume, whole_box
+from vtp_plugin.util.index_boxes import Box, box_shape, format_box, overlaps, volume, whole_box
 
 
 def rows_of(boxes: Sequence[Box], start: int, stop: int) -> tuple[Box, ...]:

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from vtp_plugin.errors import PeerError
-from vtp_plugin.runtime.health.posts import PostError, read_post, read_text
 from vtp_plugin.runtime.health.store import Topic, part_of
+from vtp_plugin.runtime.health.store_posts import PostError, read_post, read_text
 from vtp_plugin.runtime.health.waiting import JUDGE_SHARE, UNKNOWN_PEER, WAITED, WaitingLines, poll, some_ranks
 
 _LOOK_S = 0.05

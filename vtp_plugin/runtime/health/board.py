@@ -11,8 +11,8 @@ from dataclasses import asdict, dataclass, replace
 
 import torch.distributed as dist
 
-from vtp_plugin.runtime.health.posts import PostError, parse_post
 from vtp_plugin.runtime.health.store import Topic
+from vtp_plugin.runtime.health.store_posts import PostError, parse_post
 from vtp_plugin.util.printable import one_line
 
 _KEY = "board"

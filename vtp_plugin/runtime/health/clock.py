@@ -9,8 +9,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from vtp_plugin.errors import PeerError
-from vtp_plugin.runtime.health.posts import read_post
 from vtp_plugin.runtime.health.store import Topic, open_round, part_of
+from vtp_plugin.runtime.health.store_posts import read_post
 
 # Most round trips are as long as the shortest; a few are held up. On each, rank 0 answers once.
 _NUM_ROUND_TRIPS = 8

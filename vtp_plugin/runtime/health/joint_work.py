@@ -22,7 +22,7 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from vtp_plugin.runtime.health.posts import read_text
+from vtp_plugin.runtime.health.store_posts import read_text
 from vtp_plugin.runtime.health.waiting import some_ranks
 from vtp_plugin.runtime.health.who_waits import COLLECTIVES, outwards
 

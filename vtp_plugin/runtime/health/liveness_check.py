@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from vtp_plugin.runtime.health.board import Board
-from vtp_plugin.runtime.health.posts import PostError
+from vtp_plugin.runtime.health.store_posts import PostError
 from vtp_plugin.runtime.health.who_waits import Standing, load_standing
 
 # Torch and its backends have no common exception type for this, and checkpoints wrap what they raise.

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from vtp_plugin.errors import ConfigError, PeerError
 from vtp_plugin.runtime.health.attempt import agree_on_attempt
-from vtp_plugin.runtime.health.posts import read_number
 from vtp_plugin.runtime.health.redaction import first_line
 from vtp_plugin.runtime.health.store import Topic, part_of
+from vtp_plugin.runtime.health.store_posts import read_number
 from vtp_plugin.runtime.health.store_server import (
     ALL_INTERFACES,
     attach,

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import torch.distributed as dist
 
 from vtp_plugin.errors import LayoutError, PeerError
-from vtp_plugin.runtime.health.posts import read_number
 from vtp_plugin.runtime.health.store import Topic, part_of
+from vtp_plugin.runtime.health.store_posts import read_number
 from vtp_plugin.runtime.health.waiting import WAITED, poll, some_ranks
 
 _MOST_RANKS = 1 << 20

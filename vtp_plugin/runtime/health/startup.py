@@ -18,7 +18,6 @@ from typing import Any
 import torch.distributed as dist
 
 from vtp_plugin.errors import ConfigError, PeerError, is_final
-from vtp_plugin.runtime.health.posts import PostError, read_post, read_text, write_post
 from vtp_plugin.runtime.health.redaction import (
     HIDDEN,
     Redaction,
@@ -28,6 +27,7 @@ from vtp_plugin.runtime.health.redaction import (
     show_stated,
 )
 from vtp_plugin.runtime.health.store import Topic, open_round, part_of
+from vtp_plugin.runtime.health.store_posts import PostError, read_post, read_text, write_post
 from vtp_plugin.runtime.health.verdict import CheckResult, Post
 from vtp_plugin.runtime.health.waiting import (
     JUDGE_SHARE,

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from vtp_plugin.runtime.health.posts import require_word
+from vtp_plugin.runtime.health.store_posts import require_word
 
 
 class Topic(Enum):

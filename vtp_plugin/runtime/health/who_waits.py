@@ -17,8 +17,8 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from vtp_plugin.runtime.health.posts import parse_post
 from vtp_plugin.runtime.health.store import Topic
+from vtp_plugin.runtime.health.store_posts import parse_post
 
 COLLECTIVES = "torch/distributed/distributed_c10d.py"
 """The file of torch's collectives."""

@@ -1,7 +1,7 @@
 """The executor: carries out one rank's lowered actions. It computes by injected functions and sends over links.
 
 One host thread issues everything, in the order of the list. Only waits block: for receives and, at the end of a step,
-for sends. :mod:`vtp_plugin.plan.schedule.order.lower` says where these waits stand and why.
+for sends. :mod:`vtp_plugin.plan.schedule.order.add_communication` says where these waits stand and why.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from vtp_plugin.plan.schedule.order.actions import Action, Op
 from vtp_plugin.plan.schedule.order.messages import channel_of, link_of, receives_for, sends_after, started_by
 from vtp_plugin.plan.schedule.order.placement import Placement
 from vtp_plugin.plan.schedule.order.schedule import Schedule
-from vtp_plugin.runtime.step.companions import Companions
+from vtp_plugin.runtime.step.companion_tensors import Companions
 from vtp_plugin.runtime.step.links import LinkId, Receive, Send, SendsInARow, StageLink
 
 Inputs = torch.Tensor | tuple[torch.Tensor | None, ...] | None

@@ -10,7 +10,7 @@ import torch
 
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.boundary.message_kind import MessageKind
-from vtp_plugin.runtime.step.companions import Companion
+from vtp_plugin.runtime.step.companion_tensors import Companion
 
 _WAY_OUT = "give rows as Megatron's data sets do, with --micro-batch-size 1"
 

@@ -17,7 +17,7 @@ from vtp_plugin.tune.search.problem import SearchProblem, StageType
 from vtp_plugin.tune.search.schedule_time import forget_compiled
 from vtp_plugin.tune.search.search_space import SearchSpace, search_spaces
 from vtp_plugin.tune.search.stage_orders import orders
-from vtp_plugin.tune.search.stock import in_megatron
+from vtp_plugin.tune.search.stock_megatron import in_megatron
 
 # A layout that cannot beat the best one by this share is not looked at.
 _SHARE = 0.002

@@ -12,7 +12,7 @@ from vtp_plugin.plan.schedule.make.generate import one_f_one_b
 from vtp_plugin.plan.schedule.make.limits import choose_limits
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, compile_schedule
 from vtp_plugin.plan.schedule.order.actions import Op
-from vtp_plugin.plan.schedule.order.lower import lower
+from vtp_plugin.plan.schedule.order.add_communication import lower
 from vtp_plugin.plan.schedule.order.placement import Placement, num_rings
 from vtp_plugin.tune.search.in_flight import more_in_flight
 

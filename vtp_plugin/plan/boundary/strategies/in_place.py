@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from vtp_plugin.errors import PlanError
 from vtp_plugin.plan.boundary.boundary_plan import NO_COLLECTIVE, BoundaryPlan, Transfer
 from vtp_plugin.plan.boundary.sharding import Sharding, even_cuts, num_rows, rows_of
-from vtp_plugin.util.boxes import Box, intersect
+from vtp_plugin.util.index_boxes import Box, intersect
 
 
 def plan_in_place(src: Sharding, dst: Sharding) -> BoundaryPlan:

@@ -14,7 +14,7 @@ from vtp_plugin.plan.boundary.boundary_plan import (
     require_same_shape,
 )
 from vtp_plugin.plan.boundary.sharding import Sharding
-from vtp_plugin.util.boxes import intersect
+from vtp_plugin.util.index_boxes import intersect
 
 
 def plan_rank0(src: Sharding, dst: Sharding) -> BoundaryPlan:

@@ -16,7 +16,7 @@ from vtp_plugin.plan.boundary.boundary_plan import (
     require_same_shape,
 )
 from vtp_plugin.plan.boundary.sharding import Sharding
-from vtp_plugin.util.boxes import intersect, volume
+from vtp_plugin.util.index_boxes import intersect, volume
 
 
 def plan_sliced(src: Sharding, dst: Sharding) -> BoundaryPlan:

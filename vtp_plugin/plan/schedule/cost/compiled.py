@@ -14,8 +14,8 @@ from vtp_plugin.errors import PlanError
 from vtp_plugin.plan.layout.channel_id import ChannelId
 from vtp_plugin.plan.schedule.cost.costs import Costs
 from vtp_plugin.plan.schedule.order.actions import Action, Op
+from vtp_plugin.plan.schedule.order.add_communication import lower
 from vtp_plugin.plan.schedule.order.advance import advance_orders
-from vtp_plugin.plan.schedule.order.lower import lower
 from vtp_plugin.plan.schedule.order.messages import channel_of, joint_with, link_of, peer_of, started_by
 from vtp_plugin.plan.schedule.order.schedule import Schedule
 from vtp_plugin.plan.schedule.proof.check_schedule import Mode, is_lowered, peak_activations, require_valid

@@ -11,7 +11,7 @@ from vtp_plugin.plan.schedule.cost.compiled import CompiledSchedule
 from vtp_plugin.plan.schedule.cost.costs import Costs
 from vtp_plugin.plan.schedule.cost.step_bounds import ROUNDING
 from vtp_plugin.plan.schedule.order.actions import Action
-from vtp_plugin.plan.schedule.order.lower import lower
+from vtp_plugin.plan.schedule.order.add_communication import lower
 from vtp_plugin.plan.schedule.order.messages import link_of
 from vtp_plugin.plan.schedule.order.placement import Placement
 from vtp_plugin.plan.schedule.order.schedule import Schedule
@@ -139,8 +139,8 @@ def timeline_of(compiled: CompiledSchedule, costs: Costs, *, mode: Mode) -> Time
 def choose_lookahead(schedule: Schedule, costs: Costs) -> int:
     """Return the smallest lookahead that costs no time in rendezvous mode.
 
-    Lowered with this lookahead (:func:`~vtp_plugin.plan.schedule.order.lower.lower`), the step is as fast as with all
-    receives posted at its start.
+    Lowered with this lookahead (:func:`~vtp_plugin.plan.schedule.order.add_communication.lower`), the step is as fast
+    as with all receives posted at its start.
 
     Args:
         schedule: Compute only.

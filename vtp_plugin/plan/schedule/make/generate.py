@@ -1,8 +1,8 @@
 """Orders of compute that follow a fixed rule: forward only, 1F1B and interleaved 1F1B.
 
 A generator only decides which microbatch of which virtual stage a worker computes next;
-:func:`~vtp_plugin.plan.schedule.order.lower.lower` adds the communication. :mod:`vtp_plugin.plan.schedule.make.u_shape`
-orders the U-shape.
+:func:`~vtp_plugin.plan.schedule.order.add_communication.lower` adds the communication.
+:mod:`vtp_plugin.plan.schedule.make.u_shape` orders the U-shape.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from vtp_plugin.plan.schedule.cost.simulator import choose_lookahead
 from vtp_plugin.plan.schedule.make.generate import interleaved_one_f_one_b, one_f_one_b, plain_forward_only
 from vtp_plugin.plan.schedule.make.limits import choose_limits
 from vtp_plugin.plan.schedule.make.u_shape import plan_u_shape
-from vtp_plugin.plan.schedule.order.lower import lower
+from vtp_plugin.plan.schedule.order.add_communication import lower
 from vtp_plugin.plan.schedule.order.placement import Placement, interleaved_placement, num_rings
 from vtp_plugin.plan.schedule.order.schedule import Schedule
 from vtp_plugin.plan.schedule.proof.check_schedule import peak_activations, require_valid

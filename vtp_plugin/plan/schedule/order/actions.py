@@ -11,7 +11,7 @@ from vtp_plugin.util.text_enum import TextEnum
 
 
 class Op(TextEnum):
-    """Kinds of actions; :mod:`vtp_plugin.plan.schedule.order.lower` says what each one promises."""
+    """Kinds of actions; :mod:`vtp_plugin.plan.schedule.order.add_communication` says what each one promises."""
 
     F = "F"
     B = "B"

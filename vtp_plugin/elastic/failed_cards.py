@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vtp_plugin.checkpoint.save.atomic_dir import write_whole
-from vtp_plugin.elastic.marker import RUN_FOLDER_VARIABLE
+from vtp_plugin.elastic.stop_marker import RUN_FOLDER_VARIABLE
 from vtp_plugin.util import log
 from vtp_plugin.util.untrusted_files import read_json, read_text
 
