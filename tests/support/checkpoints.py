@@ -7,10 +7,10 @@ import io
 import itertools
 import json
 import pickle
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -377,3 +377,28 @@ def as_older(source: Path, folder: Path) -> Path:
     groups = stored["optimizer"]["param_groups"]
     stored["optimizer"]["param_groups"] = [{key: group[key] for key in OLDER_GROUP if key in group} for group in groups]
     return writer.finish(common, is_older=True, flattened=flattened)
+
+
+class Writing:
+    """A file in which something happens while torch writes; torch makes another error of what is raised there."""
+
+    def __init__(self, file: Any, happen: Callable[[], None]) -> None:
+        self._file, self._happen = file, happen
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+    def write(self, data: Any) -> int:
+        count = self._file.write(data)
+        self._happen()
+        return count
+
+
+def happens_in_writes(monkeypatch: pytest.MonkeyPatch, happen: Callable[[], None]) -> None:
+    """Let something happen in every write of an import's elements."""
+    from vtp_plugin.checkpoint.tools.writer import PieceWriter
+
+    original = PieceWriter._write_piece
+    monkeypatch.setattr(
+        PieceWriter, "_write_piece", lambda self, piece, file: original(self, piece, cast(Any, Writing(file, happen)))
+    )

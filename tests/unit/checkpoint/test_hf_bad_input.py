@@ -8,14 +8,13 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import pytest
 
-from tests.support.checkpoints import run_action
+from tests.support.checkpoints import happens_in_writes, run_action
 from tests.support.hf_models import KINDS, SMALL, config_of, edit, imported, make, torch
 from tests.support.hosts import PYTHON_PATH
 
@@ -163,31 +162,6 @@ def test_what_was_killed_goes_on(
 
 
 AMIDST = 52  # a write in which torch has written some of an archive, and says that its end is not where it must be
-
-
-class Writing:
-    """A file in which something happens while torch writes; torch makes another error of what is raised there."""
-
-    def __init__(self, file: Any, happen: Callable[[], None]) -> None:
-        self._file, self._happen = file, happen
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._file, name)
-
-    def write(self, data: Any) -> int:
-        count = self._file.write(data)
-        self._happen()
-        return count
-
-
-def happens_in_writes(monkeypatch: pytest.MonkeyPatch, happen: Callable[[], None]) -> None:
-    """Let something happen in every write of an import's elements."""
-    from vtp_plugin.checkpoint.tools.writer import PieceWriter
-
-    original = PieceWriter._write_piece
-    monkeypatch.setattr(
-        PieceWriter, "_write_piece", lambda self, piece, file: original(self, piece, cast(Any, Writing(file, happen)))
-    )
 
 
 def test_a_full_disk_is_one_line_and_leaves_nothing(

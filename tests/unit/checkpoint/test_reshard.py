@@ -27,11 +27,11 @@ from tests.support.checkpoints import (
     by_bucket,
     by_name,
     by_rank,
+    happens_in_writes,
     make_model,
     run_action,
 )
 from tests.support.hosts import PYTHON_PATH
-from tests.unit.checkpoint.test_hf_bad_input import happens_in_writes
 from vtp_plugin.checkpoint.format.archive import Extent, load_object
 from vtp_plugin.checkpoint.format.contents import Contents
 from vtp_plugin.checkpoint.format.map_file import MAP
