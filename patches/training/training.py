@@ -18,7 +18,7 @@ from vtp_plugin.elastic.progress import Progress
 from vtp_plugin.host.patching import replaces
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.report.trace.causes import Cause
-from vtp_plugin.report.trace.stages import StageTimes
+from vtp_plugin.report.trace.stage_times import StageTimes
 from vtp_plugin.session import Session
 from vtp_plugin.util import log
 from vtp_plugin.util.undo import Name, UndoStack

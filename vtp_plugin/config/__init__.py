@@ -1,7 +1,7 @@
 """What the user asked for: one frozen object, made from the keyword arguments of ``apply()`` and from flags.
 
-By subject: ``where``, ``what``, ``when``, ``trust`` and ``log_and_timeouts`` declare the options, each once: its flag,
-its keyword, its help, how its value is read, and whether ranks may differ in it.
+By subject: ``stage_options``, ``transport_options``, ``schedule_options``, ``trust`` and ``log_and_timeouts`` declare
+the options, each once: its flag, its keyword, its help, how its value is read, and whether ranks may differ in it.
 
 Words:
     flag: a word of the command line, as a field of the configuration declares it (``Flag``).
@@ -20,9 +20,9 @@ from vtp_plugin.config.flag import Flag
 from vtp_plugin.config.log_and_timeouts import Failure, LogLevelName
 from vtp_plugin.config.parse_values import DeviceName, format_value
 from vtp_plugin.config.saved import Saved
-from vtp_plugin.config.schedule import ScheduleName, When
-from vtp_plugin.config.stages import Where
-from vtp_plugin.config.transport import DpModeName, TransportName, What
+from vtp_plugin.config.schedule_options import ScheduleFields, ScheduleName
+from vtp_plugin.config.stage_options import StageFields
+from vtp_plugin.config.transport_options import DpModeName, TransportFields, TransportName
 from vtp_plugin.config.trust import Trust
 from vtp_plugin.errors import ConfigError, LayoutError
 
@@ -39,8 +39,9 @@ __all__ = [
 ]
 
 
+# A dataclass has the fields of its last base first.
 @dataclass(frozen=True, kw_only=True)
-class VtpConfig(Failure, Saved, Trust, When, What, Where):  # a dataclass has the fields of its last base first
+class VtpConfig(Failure, Saved, Trust, ScheduleFields, TransportFields, StageFields):
     """The plugin's options. Each is valid by itself; whether it fits the world and the model is checked later.
 
     The help of its flag says what a field means. Lists have one entry for every pipeline stage, in stage order.
@@ -58,9 +59,9 @@ class VtpConfig(Failure, Saved, Trust, When, What, Where):  # a dataclass has th
                 f"vtp_sites {','.join(self.sites)!r} names {len(self.sites)} sites, the size list has "
                 f"{len(self.size_list)} stages; name one site per stage, such as edge,cloud,cloud"
             )
-        self.check_where()
-        self.check_what()
-        self.check_when()
+        self.check_stages()
+        self.check_transport()
+        self.check_schedule()
         self.check_saved()
         self.check_failure()
 

@@ -1,8 +1,8 @@
 """The applied plugin in three states: asked for (``Session.config``), planned, running.
 
 :class:`Session` holds the state; ``planned_run``, ``pipeline_plan`` and ``open_pipelines`` hold what is known in
-each state. ``ranks`` does what all ranks do together outside the pipelines; ``request`` and ``statement`` say what they
-compare.
+each state. ``ranks`` does what all ranks do together outside the pipelines; ``request`` and ``startup_statement`` say
+what they compare.
 
 Words:
     request: what this rank was asked for, before any layout is known.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -30,6 +31,16 @@ def test_files_and_functions_are_short(module: str) -> None:
 def _num_lines(node: Function) -> int:
     docstring = ast.get_docstring(node, clean=False)
     return node.end_lineno - node.lineno + 1 - (len(docstring.splitlines()) if docstring else 0)  # type: ignore[operator]
+
+
+def test_no_file_and_no_public_class_has_the_name_of_another() -> None:
+    """But where it is Megatron's: patches mirror its paths, and may hold two modules of one name."""
+    files = Counter(module.rpartition(".")[2] for module in SOURCES if not module.endswith("__init__"))
+    mirrored = re.compile(r"vtp_plugin\.patches\.(core|training)\.")
+    ours = {module.rpartition(".")[2] for module in SOURCES if not mirrored.match(module)}
+    assert [name for name, number in files.items() if number > 1 and name in ours - {"__init__"}] == []
+    classes = Counter(node.name for tree in TREES.values() for node in tree.body if isinstance(node, ast.ClassDef))
+    assert [name for name, number in classes.items() if number > 1 and not name.startswith("_")] == []
 
 
 def test_one_class_is_a_pipeline() -> None:

@@ -21,7 +21,7 @@ from vtp_plugin.report.trace.beside_plan import crossings_of, measured_costs, pl
 from vtp_plugin.report.trace.causes import Cause, Stretch
 from vtp_plugin.report.trace.compare_steps import TracedStep, differences, explained, join_files, slower_by_itself
 from vtp_plugin.report.trace.explain import TimeShare, arrivals, explain, totals
-from vtp_plugin.report.trace.stages import StageTimes, format_stages, stage_times
+from vtp_plugin.report.trace.stage_times import StageTimes, format_stages, stage_times
 from vtp_plugin.report.trace.trace_files import (
     Owner,
     Plan,

@@ -36,7 +36,7 @@ _OWN = {
     "tests/multiproc/test_saved_names.py": "an index that the test has made",
 }
 # Texts that other ranks of the run have put into its store, and files that have readers of their own.
-_STORE = ("runtime/health/", "elastic/", "runtime/step/", "report/trace/stages.py", "training/global_vars.py")
+_STORE = ("runtime/health/", "elastic/", "runtime/step/", "report/trace/stage_times.py", "training/global_vars.py")
 _MODELS = (
     "checkpoint/hf/",
     "checkpoint/tools/safetensors_files.py",

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from vtp_plugin.report.trace.explain import on_one_clock
-from vtp_plugin.report.trace.stages import StageTimes, format_stages, stage_times
+from vtp_plugin.report.trace.stage_times import StageTimes, format_stages, stage_times
 from vtp_plugin.report.trace.trace_files import Owner, read_step, step_line
 from vtp_plugin.runtime.comm.recorder import Recorder
 from vtp_plugin.runtime.health.clock import ClockOffset

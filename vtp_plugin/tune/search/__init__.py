@@ -4,8 +4,8 @@
 ``enumerate_lists`` enumerates the lists that the cards allow and prunes them by the lower bounds of ``list_bounds``,
 ``stage_orders`` orders the stages of a list, ``layer_split`` splits the layers between them, ``node_assignment``
 assigns nodes (``bin_packing`` where only the number of cards counts), ``boundary_cost`` gives the cost of a boundary
-with each transport, and ``evaluate`` simulates the step. ``stock`` states the same problem for Megatron without the
-plugin.
+with each transport, and ``evaluate`` simulates the step. ``stock_megatron`` states the same problem for Megatron
+without the plugin.
 
 Words:
     pool: nodes that are alike: one site, one kind of card.

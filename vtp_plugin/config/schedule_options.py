@@ -16,7 +16,7 @@ option = functools.partial(declare, FlagGroup.WHEN)
 
 
 @dataclass(frozen=True, kw_only=True)
-class When:
+class ScheduleFields:
     """Options about the order of a step."""
 
     schedule: ScheduleName = option(
@@ -54,7 +54,7 @@ class When:
         type=float,
     )
 
-    def check_when(self) -> None:
+    def check_schedule(self) -> None:
         """Refuse a share that no step can differ by."""
         if not self.replan_share > 0:
             raise LayoutError(

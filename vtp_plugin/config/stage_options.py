@@ -25,7 +25,7 @@ option = functools.partial(declare, FlagGroup.WHERE)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Where:
+class StageFields:
     """Options about ranks, stages, layers and devices."""
 
     size_list: tuple[int, ...] | Literal["auto"] | None = option(
@@ -117,7 +117,7 @@ class Where:
         parse=functools.partial(parse_layer_list, flag="--vtp-encoder-layer-list"),
     )
 
-    def check_where(self) -> None:
+    def check_stages(self) -> None:
         """Refuse lists that do not fit each other."""
         if self.stages is not None and self.size_list != "auto":
             raise LayoutError(

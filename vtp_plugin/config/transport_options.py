@@ -20,7 +20,7 @@ _OFFERED = {name: strategy.help for name, strategy in STRATEGIES.items() if stra
 
 
 @dataclass(frozen=True, kw_only=True)
-class What:
+class TransportFields:
     """Options about what crosses boundaries and bridges."""
 
     transport: TransportName = option(
@@ -55,7 +55,7 @@ class What:
         **{"nargs": "?", "const": True, "parse": parse_bridges},
     )
 
-    def check_what(self) -> None:
+    def check_transport(self) -> None:
         """Refuse a threshold for a transport that has none."""
         if self.transport_threshold_bytes is not None and self.transport != "auto":
             raise LayoutError(
