@@ -1,20 +1,19 @@
 """Liveness of the run: no rank hangs silently (docs/internals.md, contract 7).
 
 ``wait()`` on NCCL and HCCL does not block the host, a stopped process closes no connection, and a rank that is blocked
-in a collective of Megatron's own never comes back to our code. So two small threads keep the time on every rank. They
-issue no communication on a device; they talk to the store over a connection of their own.
+in a collective of Megatron's own never comes back to our code. So two small threads keep the time on every rank.
+They only talk to the store, over a connection of their own.
 
 * The *poller* shows a sign of life, looks for the next rank's (a ring: linear cost in the world size), and looks for a
   failure that some rank posted. Its calls may block for ever when the store's server is stopped.
-* The *timer* ends the process when the poller found a failure, when the store itself does not answer, or when this rank
-  has waited too long at a boundary. It never waits for the store.
+* The *timer* ends the process when the poller found a failure, when the store does not answer, or when this rank has
+  waited too long at a boundary. It never waits for the store.
 
 To end is to write one line, with the boundary, direction, microbatch and waiting time, and to exit with an error.
-
 Budget, as shares of the timeout: silence of a neighbour 0.6, of the store 0.65, stillness of all ranks in a load or a
-save 0.7 (``together.py``), a wait of this rank 0.8; to inform the others and to end takes about 0.1 more. The clock
+save 0.7 (``joint_work.py``), a wait of this rank 0.8; to inform the others and to end takes about 0.1 more. The clock
 stands still while this process does, so a suspended or overloaded machine accuses nobody. All threads are there from
-the beginning: a process that is out of memory could not start one to end itself.
+the beginning: without memory a process could not start one.
 """
 
 from __future__ import annotations
@@ -41,8 +40,7 @@ from vtp_plugin.runtime.health.who_waits import follow
 
 DONE = 1 << 40
 """Added to a sign of life by a rank that ends; more than any number of beats."""
-# The store's server is one thread: all ranks together look for failures at most this often.
-_MAX_LOOKS_PER_S = 2000
+_MAX_LOOKS_PER_S = 2000  # of all ranks together: the store's server is one thread
 # Seconds in which a process may print and clean up after its own error.
 _FAILING_S = 30.0
 
