@@ -27,7 +27,7 @@ from tests.support.pool import Pool
 
 pytestmark = [pytest.mark.needs("scripts_here"), pytest.mark.needs("own_evaluation_batch")]
 
-SHARES_BY_ARGUMENTS = str(ROOT / "tests" / "multiproc" / "nvidia_gpt.py")
+SHARES_BY_ARGUMENTS = str(ROOT / "tests" / "multiproc" / "faults" / "nvidia_gpt.py")
 NVIDIAS = str(Path(TREE) / "pretrain_gpt.py")
 LARGER = ["--eval-interval", "2", "--eval-iters", "2", "--eval-micro-batch-size", "4", "--eval-global-batch-size", "8"]
 SMALLER = ["--eval-interval", "2", "--eval-iters", "2", "--eval-micro-batch-size", "1", "--eval-global-batch-size", "4"]
