@@ -51,7 +51,7 @@ _SHARED = """
     --untie-embeddings-and-output-weights --seq-length 4096 --micro-batch-size 1 --global-batch-size 256 --bf16
     --use-distributed-optimizer --sequence-parallel
 """
-_LIMIT_S = 15.0
+_LIMIT_S = 10.0
 # Below this a prediction is worth less than its error.
 LEAST_GAIN = 1.05
 
