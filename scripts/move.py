@@ -78,6 +78,15 @@ class Moves:
             module, name = exports[name]
         return self.names.get(self.module(module), {}).get(name, name)
 
+    def imported(self, module: str, name: str) -> tuple[str, str, bool]:
+        """Give what an import of a name becomes: module and name, and whether the name is that of a module."""
+        whole = f"{module}.{name}"
+        moved = self.module(whole)
+        if path_of(whole).is_file() or path_of(moved).is_file():
+            home, _, leaf = moved.rpartition(".")
+            return home, leaf, True
+        return self.module(module), self.name(module, name), False
+
     def text(self, text: str) -> str:
         """Rename dotted names and paths in a text."""
         text = _OF_PATCHES.sub(lambda found: self.module(f"{_PATCHES}{found[0]}").removeprefix(_PATCHES), text)
@@ -111,11 +120,11 @@ class Moves:
         return found[0]
 
 
-def path_of(dotted: str) -> Path:
-    """Give the file of a module."""
+def path_of(dotted: str, *, is_package: bool | None = None) -> Path:
+    """Give the file of a module; whether it is a package is seen in the tree, if it is not said."""
     pieces = dotted.split(".")
     path = ROOT.joinpath(*(pieces[1:] if pieces[1:2] == ["patches"] else pieces))
-    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return path / "__init__.py" if (path.is_dir() if is_package is None else is_package) else path.with_suffix(".py")
 
 
 def sources(root: Path) -> Iterator[tuple[Path, str]]:
@@ -175,13 +184,9 @@ class Names:
         self.modules: dict[str, str] = {}
         for node in _from_imports(tree):
             for alias in node.names:
-                whole = f"{node.module}.{alias.name}"
-                moved = moves.module(whole)
-                if path_of(whole).is_file() or path_of(moved).is_file():
-                    new = moved.rpartition(".")[2]
-                    self.modules[alias.asname or new] = moved
-                else:
-                    new = moves.name(str(node.module), alias.name)
+                home, new, is_module = moves.imported(str(node.module), alias.name)
+                if is_module:
+                    self.modules[alias.asname or new] = f"{home}.{new}"
                 if alias.asname is None and new != alias.name:
                     self.renamed[alias.name] = new
         for module, found in _EXAMPLE_IMPORT.findall(text):
@@ -194,17 +199,6 @@ class Names:
         module = self.modules.get(self.renamed.get(owner, owner))
         return name if module is None else self.moves.names.get(module, {}).get(name, name)
 
-    def imported(self, node: ast.ImportFrom) -> Iterator[tuple[str, str, str | None]]:
-        """Yield what an import gives: module, name and other name, after the moves."""
-        for alias in node.names:
-            whole = f"{node.module}.{alias.name}"
-            moved = self.moves.module(whole)
-            if path_of(whole).is_file() or path_of(moved).is_file():
-                home, _, name = moved.rpartition(".")
-            else:
-                home, name = self.moves.module(str(node.module)), self.moves.name(str(node.module), alias.name)
-            yield home, name, alias.asname
-
 
 def rewrite(text: str, dotted: str, moves: Moves) -> str:
     """Give the text of a file after the moves."""
@@ -213,17 +207,18 @@ def rewrite(text: str, dotted: str, moves: Moves) -> str:
     text = _rename_tokens(text, names)
     lines = text.splitlines(keepends=True)
     for node in sorted(_from_imports(tree), key=lambda node: -node.lineno):
-        given = [(str(node.module), alias.name, alias.asname) for alias in node.names]
-        if not _is_ours(node) or [*names.imported(node)] == given:
+        given = [(str(node.module), alias.name) for alias in node.names]
+        found = [moves.imported(*one)[:2] for one in given]
+        if not _is_ours(node) or found == given:
             continue
         ends = (lines[node.lineno - 1], lines[(node.end_lineno or node.lineno) - 1])
         comment = max(line.partition("  #")[2].rstrip() for line in ends)
         by_home: dict[str, list[str]] = {}
-        for home, name, other in names.imported(node):
-            by_home.setdefault(home, []).append(f"{name} as {other}" if other else name)
+        for (home, name), alias in zip(found, node.names, strict=True):
+            by_home.setdefault(home, []).append(f"{name} as {alias.asname}" if alias.asname else name)
         lines[node.lineno - 1 : node.end_lineno] = [
-            f"{' ' * node.col_offset}from {home} import {', '.join(found)}" + (f"  #{comment}\n" if comment else "\n")
-            for home, found in by_home.items()
+            f"{' ' * node.col_offset}from {home} import {', '.join(listed)}" + (f"  #{comment}\n" if comment else "\n")
+            for home, listed in by_home.items()
         ]
     return moves.text(_rename_words("".join(lines), names))
 
@@ -292,16 +287,9 @@ def move() -> None:
             path.write_text(text)
     for path, dotted in known:
         if (new := moves.module(dotted)) != dotted:
-            after = _place(path, new)
+            after = path_of(new, is_package=path.name == "__init__.py")
             after.parent.mkdir(parents=True, exist_ok=True)
             subprocess.check_call(["git", "mv", str(path), str(after)], cwd=ROOT)
-
-
-def _place(path: Path, dotted: str) -> Path:
-    """Give the new place of a file."""
-    pieces = dotted.split(".")
-    folder = ROOT.joinpath(*(pieces[1:] if pieces[1:2] == ["patches"] else pieces))
-    return folder / path.name if path.name == "__init__.py" else folder.with_suffix(".py")
 
 
 def main() -> None:
@@ -354,12 +342,8 @@ class Comparison:
             if not _is_ours(node):
                 continue
             for alias in node.names:
-                whole = f"{node.module}.{alias.name}"
-                if is_old:
-                    moved = self.moves.module(whole)
-                    name = self.moves.name(str(node.module), alias.name)
-                    whole = moved if path_of(moved).is_file() else f"{self.moves.module(str(node.module))}.{name}"
-                yield f"{whole} as {alias.asname}"
+                given = str(node.module), alias.name
+                yield f"{'.'.join(self.moves.imported(*given)[:2] if is_old else given)} as {alias.asname}"
 
     def _differ(self, old: object, new: object) -> Iterator[str]:
         if isinstance(old, ast.AST) and isinstance(new, ast.AST):

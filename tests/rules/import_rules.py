@@ -132,7 +132,7 @@ def broken_rules(module: str, source: str) -> list[str]:
     """Return one line for every import of ``source`` that breaks a rule; ``module`` ends in ``.__init__`` for packages.
 
     >>> broken_rules("vtp_plugin.plan.layout.rank_grid", "import torch")
-    ['vtp_plugin.plan.layout.rank_grid:1: layout is pure and may import only the standard library, not torch']
+    ['vtp_plugin.plan.layout.rank_grid:1: plan is pure and may import only the standard library, not torch']
     """
     part = _part(module)
     if _layer(part) is None:
@@ -151,8 +151,7 @@ def circles(modules: Iterable[tuple[str, str]]) -> list[list[str]]:
     >>> circles([("a", "import b"), ("b", "def f(): from c import x"), ("c", "from a import y"), ("d", "import a")])
     [['a', 'b', 'c']]
     """
-    texts = {name.removesuffix(".__init__"): (name, source) for name, source in modules}
-    needed = {name: _modules_needed(*text, texts.keys()) - {name} for name, text in texts.items()}
+    needed = _graph(modules)
     reached = {name: _reached(name, needed) for name in needed}
     joined = {tuple(sorted({name, *(other for other in reached[name] if name in reached[other])})) for name in needed}
     return sorted(list(names) for names in joined if len(names) > 1)
@@ -167,9 +166,14 @@ def arrows(modules: Iterable[tuple[str, str]]) -> dict[tuple[str, str], int]:
     >>> arrows([("vtp_plugin.a.x", "from vtp_plugin.b import y"), ("vtp_plugin.b.y", "import vtp_plugin.b.z")])
     {('a', 'b'): 1}
     """
-    texts = {name.removesuffix(".__init__"): (name, source) for name, source in modules}
-    pairs = ((_part(name), _part(other)) for name, text in texts.items() for other in _modules_needed(*text, texts))
+    pairs = ((_part(name), _part(other)) for name, others in _graph(modules).items() for other in others)
     return dict(sorted(Counter(pair for pair in pairs if pair[0] != pair[1]).items()))
+
+
+def _graph(modules: Iterable[tuple[str, str]]) -> dict[str, set[str]]:
+    """Return the modules that each module imports."""
+    texts = {name.removesuffix(".__init__"): (name, source) for name, source in modules}
+    return {name: _modules_needed(*text, texts.keys()) - {name} for name, text in texts.items()}
 
 
 def _modules_needed(name: str, source: str, known: Collection[str]) -> set[str]:

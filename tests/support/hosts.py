@@ -282,7 +282,7 @@ def reason_to_skip(need: str, host: str) -> str:
         KeyError: nothing is called so.
 
     >>> reason_to_skip("two_rings", "0.18")
-    "host 0.18: an encoder in a U (`--vtp-encoder-layer-list`): refused"
+    'host 0.18: an encoder in a U (`--vtp-encoder-layer-list`): refused'
     >>> reason_to_skip("two_rings", "0.19"), reason_to_skip("padded_vocabulary", "0.19")
     ('', '')
     """

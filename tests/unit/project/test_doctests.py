@@ -13,10 +13,12 @@ from tests.rules.import_rules import ROOT, sources
 
 pytestmark = pytest.mark.smoke
 
-ORDERING = [
-    (f"tests.ordering.{path.stem}", path.read_text()) for path in sorted((ROOT / "tests/ordering").glob("*.py"))
+HELPERS = [
+    (f"tests.{folder}.{path.stem}", path.read_text())
+    for folder in ("ordering", "rules", "support")
+    for path in sorted((ROOT / "tests" / folder).glob("*.py"))
 ]
-MODULES = {name.removesuffix(".__init__"): source for name, source in [*sources(), *ORDERING] if ">>> " in source}
+MODULES = {name.removesuffix(".__init__"): source for name, source in [*sources(), *HELPERS] if ">>> " in source}
 
 
 def run_examples(module: ModuleType) -> tuple[int, str]:
