@@ -84,8 +84,8 @@ def _check(pipeline: Pipeline, host: MegatronHost, chunks: Sequence[Any], groups
 
 def _bare(chunk: Any) -> Any:
     """Return the model inside DDP and mixed precision."""
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
+    while isinstance(inner := getattr(chunk, "module", None), torch.nn.Module):
+        chunk = inner
     return chunk
 
 
