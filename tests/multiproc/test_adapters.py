@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -38,7 +37,7 @@ def train(
     pool: Pool, case: Case, *, load: Path | None = None, save: Path | None = None, targets: Sequence[str] = TARGETS
 ) -> Run:
     pytest.importorskip("peft", minversion="0.19", reason="it is about PEFT's layers")
-    case = replace(case, wants_weights=True)
+    case = case.but(wants_weights=True)
     folders = {"load": str(load or ""), "save": str(save or "")}
     results = pool.run(
         case.world_size, "tests.multiproc.jobs.adapters_job:train", {"case": case, "targets": targets, **folders}
@@ -48,7 +47,7 @@ def train(
 
 
 def adapted(*sizes: int, **fields: object) -> Case:
-    return Case(sizes=sizes, num_steps=5, **fields)  # pyright: ignore[reportArgumentType]
+    return Case.of(sizes=sizes, num_steps=5, **fields)  # pyright: ignore[reportArgumentType]
 
 
 # The first one runs by default.
@@ -68,7 +67,9 @@ def test_adapters(pool: Pool, case: Case) -> None:
     """Losses, norms and adapters are those of the uniform run; the job checks that the base stays to the last bit."""
     run, oracle = train(pool, case), train(pool, oracle_of(case))
     assert_close(run, oracle)
-    assert_weights_close(run, oracle, atol=1e-5 if case.optimizer == "sgd" else 0.01 * LR["adam"] * case.num_steps)
+    assert_weights_close(
+        run, oracle, atol=1e-5 if case.numerics.optimizer == "sgd" else 0.01 * LR["adam"] * case.data.num_steps
+    )
 
 
 @mended
@@ -100,12 +101,14 @@ HEADS = [
 def test_adapters_that_one_stage_holds(pool: Pool, case: Case) -> None:
     """The other stages are frozen, and pass on activations and gradients."""
     run, oracle = train(pool, case, targets=["output_layer"]), train(pool, oracle_of(case), targets=["output_layer"])
-    is_rounded = case.dtype == "bf16"
+    is_rounded = case.numerics.dtype == "bf16"
     assert_close(run, oracle, rel=0.02 if is_rounded else 1e-5)
     adapters = [name for name in run.weights if ".lora_" in name]
     assert adapters and all(name.startswith("output_layer.") for name in adapters)
     if not is_rounded:
-        assert_weights_close(run, oracle, atol=1e-5 if case.optimizer == "sgd" else 0.01 * LR["adam"] * case.num_steps)
+        assert_weights_close(
+            run, oracle, atol=1e-5 if case.numerics.optimizer == "sgd" else 0.01 * LR["adam"] * case.data.num_steps
+        )
 
 
 LAYERS = "1 linear_fc1, 1 linear_fc2, 1 linear_proj, 1 linear_qkv"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from tests.multiproc.test_parity import check_parity
 
 
 def attending(attention: str, *sizes: int, **fields: Any) -> Case:
-    return Case(**{"sizes": sizes, "attention": attention, "num_steps": 5, **fields})
+    return Case.of(**{"sizes": sizes, "attention": attention, "num_steps": 5, **fields})
 
 
 FULL = pytest.mark.full
@@ -59,7 +58,7 @@ SINKS = [
 @pytest.mark.needs("sinks")
 @pytest.mark.parametrize("case", SINKS, ids=str)
 def test_sinks_of_the_softmax(runs: Runs, case: Case) -> None:
-    run, oracle = check_parity(runs, case), runs.oracle(replace(case, wants_weights=True))
+    run, oracle = check_parity(runs, case), runs.oracle(case.but(wants_weights=True))
     assert run.num_zeros == oracle.num_zeros and min(run.num_zeros) >= 0
 
 
@@ -104,7 +103,7 @@ def test_latent_attention_of_megatron_depends_on_the_size(runs: Runs) -> None:
     own heads, and nobody adds the others. The grid above has the same sizes with the plugin.
     """
     one = attending("latent", 1, 1, gathered_attention=True, plugin="stock", wants_weights=True)
-    two = replace(one, sizes=(2, 2))
+    two = one.but(sizes=(2, 2))
     with pytest.raises(AssertionError, match="not close"):
         assert_weights_close(runs.run(two), runs.run(one))
 
@@ -115,4 +114,4 @@ def test_sinks_of_megatron_depend_on_the_size(runs: Runs) -> None:
     """Why `attention-sinks`, `sharding-marks` are needed: they start alike on all ranks, and one rank's are counted."""
     one = attending("sinks", 1, 1, plugin="stock")
     with pytest.raises(AssertionError, match="losses differ"):
-        assert_close(runs.run(replace(one, sizes=(2, 2))), runs.run(one))
+        assert_close(runs.run(one.but(sizes=(2, 2))), runs.run(one))

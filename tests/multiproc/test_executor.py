@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,17 +21,17 @@ pytestmark = pytest.mark.needs("scripts_here")
 
 
 def planned(*sizes: int, **fields: Any) -> Case:
-    return Case(sizes=sizes, schedule="planned", **fields)
+    return Case.of(sizes=sizes, schedule="planned", **fields)
 
 
 CASES = [
     planned(2, 1, vpp=2, varying_lengths=True, num_microbatches=4, **PER_TOKEN),
     planned(1, 2, tied=True, dp=2, **OVERLAPPED),
-    replace(sharded(1, 2, 1), schedule="planned"),
+    sharded(1, 2, 1).but(schedule="planned"),
     planned(1, 1),
     planned(3, 1, 2, vpp=2, varying_lengths=True, num_microbatches=6, **PER_TOKEN),
     planned(2, 1, vpp=2, num_microbatches=4, tied=True, dp=2, **OVERLAPPED),
-    replace(sharded(2, 3, vpp=2, num_microbatches=4), schedule="planned"),
+    sharded(2, 3, vpp=2, num_microbatches=4).but(schedule="planned"),
     planned(1, 2, num_microbatches=1, deallocate=True),
     planned(2, 1, vpp=2, num_microbatches=4, deallocate=True, recompute=True),
     planned(2, 3, varying_lengths=True, transport="rank0"),
@@ -41,8 +40,8 @@ CASES = [
     planned(1, 2, 1, num_microbatches=2, dtype="bf16", optimizer="adam", transport="rank0"),
     planned(1, 2, dp=2, overlap_grad_reduce=True, align_grad_reduce=False),
     planned(2, 1, vpp=2, num_microbatches=4, dp=2, **OVERLAPPED, align_grad_reduce=False),
-    replace(sharded(1, 2, 1, 2, transport="rank0", varying_lengths=True), schedule="planned"),
-    replace(contextual(1, 2), schedule="planned"),
+    sharded(1, 2, 1, 2, transport="rank0", varying_lengths=True).but(schedule="planned"),
+    contextual(1, 2).but(schedule="planned"),
 ]
 
 
@@ -52,15 +51,15 @@ def test_parity(runs: Runs, case: Case) -> None:
 
 
 STOCK = [
-    Case(sizes=(2, 1), num_microbatches=3),
-    Case(sizes=(1, 2), vpp=2, num_microbatches=4, dtype="fp16", optimizer="adam"),
+    Case.of(sizes=(2, 1), num_microbatches=3),
+    Case.of(sizes=(1, 2), vpp=2, num_microbatches=4, dtype="fp16", optimizer="adam"),
 ]
 
 
 @pytest.mark.parametrize("case", STOCK, ids=str)
 def test_equals_megatrons_schedule_to_the_last_bit(runs: Runs, case: Case) -> None:
-    case = replace(case, wants_weights=True)
-    assert_identical(runs.run(replace(case, schedule="planned")), runs.run(case))
+    case = case.but(wants_weights=True)
+    assert_identical(runs.run(case.but(schedule="planned")), runs.run(case))
 
 
 EVALUATED = [
@@ -71,10 +70,10 @@ EVALUATED = [
 
 @pytest.mark.parametrize("case", defaults_first(EVALUATED, 1))
 def test_evaluation_sees_the_losses_of_the_step_and_changes_nothing(runs: Runs, case: Case) -> None:
-    run, plain = runs.run(case), runs.run(replace(case, num_evaluations=0, collects=False))
+    run, plain = runs.run(case), runs.run(case.but(num_evaluations=0, collects=False))
     assert run.losses == plain.losses
     for trained, evaluations in zip(run.losses, run.evaluations, strict=True):
-        assert evaluations == [step for step in trained for _ in range(case.num_evaluations)]
+        assert evaluations == [step for step in trained for _ in range(case.checks.num_evaluations)]
 
 
 @pytest.fixture(scope="module")
@@ -108,10 +107,10 @@ def test_receives_are_posted_before_compute_and_no_send_blocks(recordings: Recor
     for rank, trace in enumerate(recordings.of(case)):
         assert of_tensors(blocking_sends(trace)) == []
         # The first activation of a step: there is no compute yet that could hide it.
-        num_exposed = {"rank0": (0, 1, 0), "sliced": (0, 1, 1)}[transport][rank] * case.num_steps
+        num_exposed = {"rank0": (0, 1, 0), "sliced": (0, 1, 1)}[transport][rank] * case.data.num_steps
         assert len(of_tensors(exposed_receives(trace))) == num_exposed
-    stock = recordings.of(replace(case, schedule="stock"))
-    assert all(len(of_tensors(exposed_receives(trace))) >= case.num_microbatches for trace in stock[:2])
+    stock = recordings.of(case.but(schedule="stock"))
+    assert all(len(of_tensors(exposed_receives(trace))) >= case.data.num_microbatches for trace in stock[:2])
 
 
 def test_training_script(script_pool: Pool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ pytestmark = pytest.mark.needs("experts")
 
 def mixing(experts: str, *sizes: int, **fields: Any) -> Case:
     shape: dict[str, Any] = {"has_bias": False, "seq": 12, "sequence_parallel": max(sizes) > 1, "num_steps": 5}
-    return Case(sizes=sizes, experts=experts, **{**shape, **fields})
+    return Case.of(sizes=sizes, experts=experts, **{**shape, **fields})
 
 
 OVERLAPPED = {**DISTRIBUTED, "overlap_grad_reduce": True, "overlap_param_gather": True}
@@ -76,7 +75,7 @@ CASES = [
 def test_experts(runs: Runs, case: Case) -> None:
     run = check_parity(runs, case)
     biases = [bias for name, bias in run.weights.items() if name.endswith("expert_bias")]
-    assert bool(biases) == (case.experts == "biased") and all(bias.any() for bias in biases), "no bias moved"
+    assert bool(biases) == (case.model.experts == "biased") and all(bias.any() for bias in biases), "no bias moved"
 
 
 # The first one runs by default.
@@ -101,7 +100,7 @@ def test_megatron_shares_out_the_tokens_of_a_rank(runs: Runs) -> None:
     """Why `sinkhorn-routing` is needed: sequence parallelism cuts what sinkhorn balances."""
     two = mixing("sinkhorn", 2, 2, plugin="mapped")
     with pytest.raises(AssertionError, match="losses differ"):
-        assert_close(runs.run(two), runs.run(replace(two, sizes=(1, 1), sequence_parallel=False)))
+        assert_close(runs.run(two), runs.run(two.but(sizes=(1, 1), sequence_parallel=False)))
 
 
 # The first one runs by default.
@@ -114,7 +113,7 @@ OVERFLOWING = [
 @pytest.mark.parametrize("case", defaults_first(OVERFLOWING, 1))
 def test_inf_in_one_expert_stops_all(runs: Runs, case: Case) -> None:
     """The stages have other numbers of copies of an expert; a gradient of one is infinite in the second step."""
-    run, oracle = check_parity(runs, case), runs.oracle(replace(case, wants_weights=True))
+    run, oracle = check_parity(runs, case), runs.oracle(case.but(wants_weights=True))
     assert run.successful == oracle.successful == [True, False, True, True, True]
     assert run.grad_norms[1] == -1.0
 
@@ -141,7 +140,7 @@ def test_loss_scales_of_megatron_part(runs: Runs) -> None:
     """Why `shared-loss-scale` is needed: experts with groups of their own divide gradients by another number."""
     apart = mixing("balanced", 1, 1, dp=2, ep=2, inf_at=(1, 0, 1), dtype="fp16", plugin="mapped")
     with pytest.raises(AssertionError, match="grad norms differ"):
-        assert_close(runs.run(apart), runs.run(replace(apart, ep=1)), rel=0.02)
+        assert_close(runs.run(apart), runs.run(apart.but(ep=1)), rel=0.02)
 
 
 # The first one runs by default.
@@ -172,9 +171,9 @@ def test_tokens_are_dropped_by_the_ranks(runs: Runs, case: Case) -> None:
     Neither a run without drops nor one rank that decides among all its tokens would do as a reference.
     """
     run = check_parity(runs, case)
-    whole = oracle_of(replace(case, wants_weights=True))
-    _assert_differs(run, runs.kept(replace(whole, shards=())))
-    _assert_differs(run, runs.kept(replace(whole, shards=(), experts="balanced")))
+    whole = oracle_of(case.but(wants_weights=True))
+    _assert_differs(run, runs.kept(whole.but(shards=())))
+    _assert_differs(run, runs.kept(whole.but(shards=(), experts="balanced")))
 
 
 def _assert_differs(run: Run, other: Run) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -50,19 +49,19 @@ def test_a_u_by_hand_equals_the_sequential_model(
 ) -> None:
     run = check_u_shape(runs, saved, case, train=lambda case: by_hand(pool, case, style, is_async))
     for losses, evaluations in zip(run.losses, run.evaluations, strict=True):
-        assert evaluations == [step for step in losses for _ in range(case.num_evaluations)]
+        assert evaluations == [step for step in losses for _ in range(case.checks.num_evaluations)]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("style", ["vtp", "reqs"])
 def test_1f1b_by_hand_equals_megatrons(runs: Runs, pool: Pool, style: str) -> None:
-    case = Case(sizes=(2, 1), num_microbatches=3, wants_weights=True)
+    case = Case.of(sizes=(2, 1), num_microbatches=3, wants_weights=True)
     run, oracle = by_hand(pool, case, style, True), runs.oracle(case)
     assert_close(run, oracle)
     assert_weights_close(run, oracle)
 
 
-PLAIN = Case(sizes=(2, 1, 3), num_microbatches=3)
+PLAIN = Case.of(sizes=(2, 1, 3), num_microbatches=3)
 U = u_shaped(1, 2, 2, num_microbatches=3)
 EDGE = u_shaped(1, 2, dp_list=(1, 2), num_microbatches=2)
 # Without waiting Megatron's default coalesces receives, which only the functions of the leaders ignore.
@@ -86,8 +85,8 @@ CHEAP = {(PLAIN, "vtp", True, "next_rank"), (U, "impl", True, "prev_rank"), (EDG
 def test_a_step_with_each_keyword_equals_the_schedule(
     runs: Runs, pool: Pool, case: Case, style: str, is_async: bool, keyword: str
 ) -> None:
-    case = replace(case, batch_p2p=style == "vtp" or not is_async)
-    expected = runs.run(replace(case, batch_p2p=False))
+    case = case.but(batch_p2p=style == "vtp" or not is_async)
+    expected = runs.run(case.but(batch_p2p=False))
     run = by_hand(pool, case, style, is_async, keyword)
     assert_close(run, expected)
 

@@ -43,4 +43,4 @@ def test_an_unknown_caller_fails(pool: Pool, tmp_path: Path) -> None:
 def test_the_core_grids_always_record(pool: Pool) -> None:
     """A new caller fails the test that reaches it, without VTP_TEST_QUERIES, too."""
     with pytest.raises(PoolError, match=r"megatron\.planted:Asker\.size asks a stage group: size; read what"):
-        pool.run(3, "tests.multiproc.jobs.group_queries_job:train_and_ask", {"case": Case(sizes=(1, 2))})
+        pool.run(3, "tests.multiproc.jobs.group_queries_job:train_and_ask", {"case": Case.of(sizes=(1, 2))})

@@ -21,21 +21,21 @@ FEW: dict[str, Any] = {"num_microbatches": 2}
 REPLANNED: dict[str, Any] = {"replan_share": 1e-9}
 
 CORE: dict[str, tuple[Case, dict[str, Any]]] = {
-    "plain": (Case(sizes=(1, 2), num_evaluations=1, **FEW), {}),
-    "rank0": (Case(sizes=(2, 1), transport="rank0", **FEW), {}),
-    "sliced": (Case(sizes=(2, 1), transport="sliced", **FEW), {}),
-    "sequence parallel": (Case(sizes=(1, 2), sequence_parallel=True, seq=6, **FEW), {}),
-    "interleaved": (Case(sizes=(1, 2), vpp=2, **FEW), {}),
-    "planned": (Case(sizes=(1, 2), schedule="planned", **FEW), {}),
-    "unequal replicas": (Case(sizes=(1, 1), dp_list=(1, 2), num_microbatches=2, **DISTRIBUTED), {}),
-    "split": (Case(sizes=(1, 1), dp_list=(1, 2), dp_mode="split", num_microbatches=2), {}),
-    "U": (Case(sizes=(1, 2), layers=(1, 1, 1), tied=True, num_evaluations=1, **FEW), {}),
-    "U, planned anew": (Case(sizes=(1, 1, 1), layers=(1, 1, 1, 1), **FEW), REPLANNED),
-    "audit": (Case(sizes=(1, 2), **FEW), {"audit": "audit.jsonl"}),
-    "tied": (Case(sizes=(1, 2), tied=True, **FEW), {}),
-    "experts": (Case(sizes=(1, 2), experts="balanced", has_bias=False, sequence_parallel=True, seq=12, **FEW), {}),
-    "lengths": (Case(sizes=(1, 2), varying_lengths=True, num_microbatches=3), {}),
-    "sites": (Case(sizes=(1, 1, 1), sites=("edge", "cloud", "cloud"), **FEW), {}),
+    "plain": (Case.of(sizes=(1, 2), num_evaluations=1, **FEW), {}),
+    "rank0": (Case.of(sizes=(2, 1), transport="rank0", **FEW), {}),
+    "sliced": (Case.of(sizes=(2, 1), transport="sliced", **FEW), {}),
+    "sequence parallel": (Case.of(sizes=(1, 2), sequence_parallel=True, seq=6, **FEW), {}),
+    "interleaved": (Case.of(sizes=(1, 2), vpp=2, **FEW), {}),
+    "planned": (Case.of(sizes=(1, 2), schedule="planned", **FEW), {}),
+    "unequal replicas": (Case.of(sizes=(1, 1), dp_list=(1, 2), num_microbatches=2, **DISTRIBUTED), {}),
+    "split": (Case.of(sizes=(1, 1), dp_list=(1, 2), dp_mode="split", num_microbatches=2), {}),
+    "U": (Case.of(sizes=(1, 2), layers=(1, 1, 1), tied=True, num_evaluations=1, **FEW), {}),
+    "U, planned anew": (Case.of(sizes=(1, 1, 1), layers=(1, 1, 1, 1), **FEW), REPLANNED),
+    "audit": (Case.of(sizes=(1, 2), **FEW), {"audit": "audit.jsonl"}),
+    "tied": (Case.of(sizes=(1, 2), tied=True, **FEW), {}),
+    "experts": (Case.of(sizes=(1, 2), experts="balanced", has_bias=False, sequence_parallel=True, seq=12, **FEW), {}),
+    "lengths": (Case.of(sizes=(1, 2), varying_lengths=True, num_microbatches=3), {}),
+    "sites": (Case.of(sizes=(1, 1, 1), sites=("edge", "cloud", "cloud"), **FEW), {}),
 }
 BY_DEFAULT = ("U, planned anew",)
 PICTURES = PictureCase(sizes=(1, 1, 1), encoder=(1, 1, 1, 1), language=(1, 1, 1, 1), num_microbatches=2)

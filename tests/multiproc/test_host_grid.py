@@ -22,7 +22,7 @@ TOLERANCE = 1e-5
 
 
 def train(pool: Pool, case: Case) -> list[RankResult]:
-    world_size = sum(tp * dp * case.cp for tp, dp in zip(case.sizes, case.dp_sizes, strict=True))
+    world_size = sum(tp * dp * case.stages.cp for tp, dp in zip(case.stages.sizes, case.stages.dp_sizes, strict=True))
     return pool.run(world_size, "tests.multiproc.jobs.core_job:train", {"case": case})
 
 
@@ -53,12 +53,12 @@ def losses(results: list[RankResult], num_stages: int) -> list[float]:
     ids=str,
 )
 def test_it_trains_as_the_uniform_run(pool: Pool, sizes: tuple[int, ...], options: dict[str, Any]) -> None:
-    ours = train(pool, Case(sizes=sizes, num_steps=3, **options))
+    ours = train(pool, Case.of(sizes=sizes, num_steps=3, **options))
     # Without a stage of another size the plugin stays out of the way: groups and schedules are Megatron's.
     plain = {name: value for name, value in options.items() if name not in OF_STAGES}
     if "dp_list" in options:
         plain["dp"] = options["dp_list"][-1]
-    uniform = train(pool, Case(sizes=(1,) * len(sizes), plugin="stock", num_steps=3, **plain))
+    uniform = train(pool, Case.of(sizes=(1,) * len(sizes), plugin="stock", num_steps=3, **plain))
     wanted = losses(uniform, len(sizes))
     assert len(wanted) >= 3
     assert losses(ours, len(sizes)) == pytest.approx(wanted, rel=TOLERANCE)

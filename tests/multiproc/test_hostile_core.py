@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,14 +11,14 @@ from tests.multiproc.cases.core_cases import Case, Runs
 from tests.support.hostile_files import NAME, is_there, spoil
 from tests.support.pool import PoolError
 
-CASE = Case(sizes=(1, 2), num_steps=0)
+CASE = Case.of(sizes=(1, 2), num_steps=0)
 
 
 @pytest.fixture(scope="module")
 def saved(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint of weights."""
     folder = tmp_path_factory.mktemp("saved")
-    runs.run(replace(CASE, save=str(folder)))
+    runs.run(CASE.but(save=str(folder)))
     return folder
 
 
@@ -39,5 +38,5 @@ def test_a_load_refuses_and_runs_nothing(runs: Runs, saved: Path, tmp_path: Path
         pytest.skip("this Megatron writes no such file")
     spoil(folder, name, tmp_path / "marker")
     with pytest.raises(PoolError, match=f"names {NAME}"):
-        runs.run(replace(CASE, load=str(folder)))
+        runs.run(CASE.but(load=str(folder)))
     assert not (tmp_path / "marker").exists()

@@ -47,7 +47,7 @@ def test_weights_are_gathered_before_the_first_forward_of_a_u(runs: Runs, saved:
 @pytest.mark.skipif(host_name() == "0.12", reason="the loss functions of its scripts need more: refused, see below")
 def test_one_microbatch_in_flight(runs: Runs) -> None:
     """The second replica's first forward comes after the first one's first backward."""
-    check_parity(runs, Case(sizes=(1, 1), dp_list=(1, 2), num_microbatches=3, in_flight=(1, 1), **OVERLAPPED))
+    check_parity(runs, Case.of(sizes=(1, 1), dp_list=(1, 2), num_microbatches=3, in_flight=(1, 1), **OVERLAPPED))
 
 
 @pytest.mark.needs("loss_summed_over_replicas")
@@ -59,6 +59,6 @@ def test_a_loss_function_that_sums_over_replicas(runs: Runs, saved: Saved) -> No
 @pytest.mark.needs("loss_summed_over_replicas")
 def test_a_sum_in_the_loss_needs_room(runs: Runs) -> None:
     """One microbatch in flight cannot reach two replicas that wait for each other in the loss function."""
-    case = Case(sizes=(1, 1), dp_list=(1, 2), num_microbatches=3, in_flight=(1, 1), sums_loss=True)
+    case = Case.of(sizes=(1, 1), dp_list=(1, 2), num_microbatches=3, in_flight=(1, 1), sums_loss=True)
     with pytest.raises(PoolError, match=r"--vtp-in-flight 1,1: replicas of a stage wait .*; give 3,1 or"):
         runs.run(case)

@@ -10,7 +10,7 @@ from tests.support.pool import Pool
 
 @pytest.mark.parametrize("schedule", ["stock", "planned"])
 def test_names_taken_before_applying_give_the_right_gradients(pool: Pool, runs: Runs, schedule: str) -> None:
-    case = Case(sizes=(1, 2), tied=True, schedule=schedule)  # pyright: ignore[reportArgumentType]
+    case = Case.of(sizes=(1, 2), tied=True, schedule=schedule)  # pyright: ignore[reportArgumentType]
     run = assemble(case, pool.run(case.world_size, "tests.multiproc.jobs.late_job:train", {"case": case}))
     oracle = runs.oracle(case)
     assert_close(run, oracle, rel=1e-5)

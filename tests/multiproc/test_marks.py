@@ -24,6 +24,6 @@ def test_a_wrong_mark_is_refused_on_all_ranks(pool: Pool, end: str, is_marked: b
         options = {"case": case, "end": end, "is_marked": is_marked}
         return set(pool.run(case.world_size, "tests.multiproc.jobs.marks_job:build", options))
 
-    (line,) = build(Case(sizes=(1, 2)))
+    (line,) = build(Case.of(sizes=(1, 2)))
     assert line.startswith(f"rank 1, 2: {end} {rule}; ") and "\n" not in line
-    assert build(Case(sizes=(2, 2))) == {""}, "a uniform list is Megatron's"
+    assert build(Case.of(sizes=(2, 2))) == {""}, "a uniform list is Megatron's"

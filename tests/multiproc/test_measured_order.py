@@ -146,7 +146,7 @@ def test_kept_activations_are_as_planned(pool: Pool) -> None:
 def test_losses_are_the_same_after_the_new_plan(runs: Runs, pool: Pool, saved: Saved) -> None:
     """Of a model, with an evaluation before every step and one microbatch more in each."""
     case = u_shaped(1, 2, num_microbatches=3, rampup=True, num_evaluations=1, num_steps=6)
-    case = replace(case, load=saved(case))
+    case = case.but(load=saved(case))
     ranks = pool.run(case.world_size, "tests.multiproc.jobs.planned_job:train_and_print", {"case": case})
     (text,) = measured(ranks[0][1])
     assert ranks[0][1].count("times in ms") == 2 * 2

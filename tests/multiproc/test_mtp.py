@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from tests.multiproc.cases.case_parts import VOCAB
 from tests.multiproc.cases.core_cases import (
     DISTRIBUTED,
     OVERLAPPED,
     PER_TOKEN,
-    VOCAB,
     Case,
     Run,
     Runs,
@@ -28,7 +27,7 @@ PREDICTING: dict[str, Any] = {"mtp": 1, "attention": "rotary"}
 
 
 def predicting(*sizes: int, **fields: Any) -> Case:
-    return Case(**{"sizes": sizes, **PREDICTING, **fields})
+    return Case.of(**{"sizes": sizes, **PREDICTING, **fields})
 
 
 CASES = [
@@ -58,7 +57,7 @@ def copies_over_time(case: Case, run: Run) -> list[list[torch.Tensor]]:
     holders = sorted({(r.stage, r.dp_rank) for r in run.ranks if r.tied})
     return [
         [torch.cat([r.tied[moment] for r in run.ranks if (r.stage, r.dp_rank) == holder]) for holder in holders]
-        for moment in range(case.num_steps + 1)
+        for moment in range(case.data.num_steps + 1)
     ]
 
 
@@ -78,11 +77,11 @@ def copies_over_time(case: Case, run: Run) -> list[list[torch.Tensor]]:
 @pytest.mark.parametrize("case", defaults_first(CASES, 2))
 def test_prediction(runs: Runs, case: Case) -> None:
     """Losses and weights are those of the uniform run; all copies of the embedding are equal to the last bit."""
-    run = check_parity(runs, replace(case, wants_tied=True, num_steps=5))
+    run = check_parity(runs, case.but(wants_tied=True, num_steps=5))
     stages = {r.stage for r in run.ranks if r.tied}
-    parts = case.layout.split("|")
+    parts = case.model.layout.split("|")
     assert stages == {0, *(i for i, part in enumerate(parts) if "m" in part)} | (
-        {len(case.sizes) - 1} if case.tied or not case.layout else set()
+        {len(case.stages.sizes) - 1} if case.model.tied or not case.model.layout else set()
     )
     moments = copies_over_time(case, run)
     for moment, copies in enumerate(moments):
@@ -106,7 +105,7 @@ U_CASES = [
 @pytest.mark.parametrize("case", defaults_first(U_CASES, 1))
 def test_prediction_on_the_edge(runs: Runs, saved: Saved, case: Case) -> None:
     """The edge's last part predicts too; its copy of the embedding stays that of the first part."""
-    run = check_u_shape(runs, saved, replace(case, wants_tied=True, num_steps=5))
+    run = check_u_shape(runs, saved, case.but(wants_tied=True, num_steps=5))
     edge = [r for r in run.ranks if r.stage == 0]
     assert all(len(r.tied) == 12 for r in edge)
     for r in edge:
@@ -141,8 +140,8 @@ def test_prediction_that_would_be_wrong_is_refused(pool: Pool, case: Case, line:
 def test_prediction_with_context_parallelism(runs: Runs, cp_list: tuple[int, ...]) -> None:
     """Megatron averages over a rank's tokens, so the oracle is as context-parallel as the stage with the loss."""
     case = predicting(1, 2, cp=1 if cp_list else 2, cp_list=cp_list, gathered_attention=True, seq=16, num_steps=5)
-    case = replace(case, wants_weights=True)
-    oracle = runs.kept_alike(case, replace(case, sizes=(1, 1), cp=2, cp_list=(), plugin="stock"))
+    case = case.but(wants_weights=True)
+    oracle = runs.kept_alike(case, case.but(sizes=(1, 1), cp=2, cp_list=(), plugin="stock"))
     run = runs.run(case)
     assert_close(run, oracle)
     assert_weights_close(run, oracle)

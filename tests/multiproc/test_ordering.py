@@ -28,19 +28,21 @@ SCHEDULES: dict[str, dict[str, Any]] = {
 LISTS = [(1, 2), (2, 3), (1, 2, 1)]
 DEFAULT = {((1, 2), "1f1b"), ((2, 3), "interleaved-overlapped"), ((1, 2, 1), "interleaved-batched")}
 OPTIONS = {
-    "tied": Case(sizes=(1, 2), tied=True, recompute=True, layers_per_chunk=2),
-    "distributed": Case(
+    "tied": Case.of(sizes=(1, 2), tied=True, recompute=True, layers_per_chunk=2),
+    "distributed": Case.of(
         sizes=(2, 1),
         dp=2,
         **OVERLAPPED,
     ),
-    "context-parallel": Case(sizes=(2, 1), cp_list=(1, 2), gathered_attention=True, seq=8, tied=True),
+    "context-parallel": Case.of(sizes=(2, 1), cp_list=(1, 2), gathered_attention=True, seq=8, tied=True),
 }
 
 
 def case_of(sizes: tuple[int, ...], schedule: str, transport: str) -> Case:
     # The interleaved schedule takes multiples of the number of stages.
-    return Case(sizes=sizes, transport=transport, num_steps=2, num_microbatches=2 * len(sizes), **SCHEDULES[schedule])
+    return Case.of(
+        sizes=sizes, transport=transport, num_steps=2, num_microbatches=2 * len(sizes), **SCHEDULES[schedule]
+    )
 
 
 class Recordings:
@@ -129,9 +131,11 @@ def test_whole_steps_pass_all_models(
     case = case_of(sizes, schedule, transport)
     traces = recordings.of(case)
     num_computes = [sum(event.kind is Kind.MARK for event in trace.events) for trace in traces]
-    assert num_computes == [case.num_steps * (2 * case.num_microbatches * case.vpp + 1)] * case.world_size
+    assert (
+        num_computes == [case.data.num_steps * (2 * case.data.num_microbatches * case.model.vpp + 1)] * case.world_size
+    )
     # A header must be there before its tensor's receive can be posted; one queue for all cannot wait for that.
-    assert check(traces, MODELS if case.varying_lengths else (*MODELS, ONE_QUEUE)) == ()
+    assert check(traces, MODELS if case.data.varying_lengths else (*MODELS, ONE_QUEUE)) == ()
 
 
 def test_parameters_are_gathered_without_gloos_coalesced_all_gather(recordings: Recordings) -> None:
@@ -152,9 +156,9 @@ def test_slices_completed_by_messages_pass_the_models_of_gloo(recordings: Record
 @pytest.mark.parametrize("transport", TRANSPORTS)
 @pytest.mark.parametrize("name", OPTIONS)
 def test_other_traffic_passes_all_models(recordings: Recordings, name: str, transport: str) -> None:
-    if OPTIONS[name].cp_list and transport == "rank0":
+    if OPTIONS[name].stages.cp_list and transport == "rank0":
         pytest.skip("the leaders alone cannot carry what several context-parallel ranks hold")
-    assert check(recordings.of(replace(OPTIONS[name], transport=transport)), (*MODELS, ONE_QUEUE)) == ()
+    assert check(recordings.of(OPTIONS[name].but(transport=transport)), (*MODELS, ONE_QUEUE)) == ()
 
 
 def test_recording_changes_no_bit(recordings: Recordings, runs: Runs) -> None:

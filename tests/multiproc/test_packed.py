@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -14,7 +12,7 @@ JOB = "tests.multiproc.jobs.packed_job:train"
 
 
 def packed(*sizes: int, **fields: object) -> Case:
-    return Case(sizes=sizes, gathered_attention=True, seq=12, num_steps=5, **fields)  # pyright: ignore[reportArgumentType]
+    return Case.of(sizes=sizes, gathered_attention=True, seq=12, num_steps=5, **fields)  # pyright: ignore[reportArgumentType]
 
 
 def train(pool: Pool, case: Case, num_samples: int = 3) -> tuple[Run, list[list[list[int]]]]:
@@ -33,7 +31,7 @@ def train(pool: Pool, case: Case, num_samples: int = 3) -> tuple[Run, list[list[
     ids=str,
 )
 def test_parity(pool: Pool, case: Case) -> None:
-    case = replace(case, wants_weights=True)
+    case = case.but(wants_weights=True)
     run, lengths = train(pool, case)
     oracle, uniform_lengths = train(pool, oracle_of(case))
     assert_close(run, oracle)
@@ -42,7 +40,7 @@ def test_parity(pool: Pool, case: Case) -> None:
     every = {tuple(ends) for ends in uniform_lengths[0]}
     assert len(every) > 3
     assert all({tuple(ends) for ends in seen} == every for seen in lengths)
-    assert {len(seen) for seen in lengths} == {case.num_steps * case.num_microbatches * case.vpp}
+    assert {len(seen) for seen in lengths} == {case.data.num_steps * case.data.num_microbatches * case.model.vpp}
 
 
 def test_samples_of_a_row_do_not_see_each_other(pool: Pool) -> None:
@@ -53,4 +51,4 @@ def test_samples_of_a_row_do_not_see_each_other(pool: Pool) -> None:
 def test_megatrons_local_attention_does_not_take_them(pool: Pool) -> None:
     """The reason for the tests' own attention; no fault of the stages."""
     with pytest.raises(Exception, match="Packed sequence is not supported by DotProductAttention"):
-        train(pool, replace(packed(1), gathered_attention=False))
+        train(pool, packed(1).but(gathered_attention=False))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from itertools import combinations, product
 from typing import Any
 
@@ -71,7 +70,7 @@ def case_of(row: Any) -> Case:
     schedule = SCHEDULES[row["schedule"]]
     # The interleaved schedule takes multiples of the number of stages.
     num_microbatches = {2: 4, 3: 3, 4: 4}[len(sizes)] if "vpp" in schedule else 5
-    return Case(
+    return Case.of(
         sizes=sizes,
         dp=dp,
         tied=row["tied"],
@@ -106,17 +105,17 @@ def test_default_rows_cover_every_pair_of_values() -> None:
 
 def check_parity(runs: Runs, case: Case) -> Run:
     """Train the case and its oracle, and compare all that can be compared at their precision."""
-    case = replace(case, wants_weights=True)
+    case = case.but(wants_weights=True)
     run, oracle = runs.run(case), runs.oracle(case)
-    if case.dtype != "fp32":
+    if case.numerics.dtype != "fp32":
         assert_close(run, oracle, rel=BF16_REL)
         return run
     assert_close(run, oracle)
-    if case.optimizer == "sgd":
+    if case.numerics.optimizer == "sgd":
         assert_weights_close(run, oracle)
     else:
         # The key bias has no true gradient: Adam turns its rounding errors into steps of up to lr.
-        unit = LR["adam"] * case.num_steps
+        unit = LR["adam"] * case.data.num_steps
         assert_weights_close(run, oracle, atol=unit, rtol=0.0)
         assert_weights_close(run, oracle, atol=0.01 * unit, rtol=0.0, without="linear_qkv.bias")
     return run
@@ -134,23 +133,23 @@ def test_parity_full(runs: Runs, case: Case) -> None:
 
 
 TRANSPORT_CASES = [
-    Case(sizes=(2, 2, 1)),
-    Case(sizes=(2, 2, 1), transport="rank0"),
-    Case(sizes=(2, 2, 1), transport="rank0", vpp=2, overlap_p2p=True, num_microbatches=3),
-    Case(sizes=(2, 3), batch_p2p=True),
-    Case(sizes=(1, 2, 1, 2), batch_p2p=True, varying_lengths=True),
-    Case(sizes=(2, 3), varying_lengths=True),
-    Case(sizes=(3, 1, 2), vpp=2, varying_lengths=True, num_microbatches=3),
-    Case(sizes=(1, 2), dp=2, varying_lengths=True, masked=True),
-    Case(sizes=(2, 3), recompute=True, layers_per_chunk=2),
-    Case(sizes=(1, 2), vpp=2, recompute=True, num_microbatches=4),
-    Case(sizes=(3, 1, 2), deallocate=True),
-    Case(sizes=(2, 3), vpp=2, overlap_p2p=True, deallocate=True, num_microbatches=4),
-    Case(sizes=(2, 1), vpp=2, vpp_group_size=5),
-    Case(sizes=(1, 2), vpp=2, vpp_group_size=3, num_microbatches=5, overlap_p2p=True),
-    Case(sizes=(1, 2), vpp=3, num_microbatches=4),
-    Case(sizes=(1, 2), dp=2, order="tp-cp-ep-pp-dp", tied=True),
-    Case(
+    Case.of(sizes=(2, 2, 1)),
+    Case.of(sizes=(2, 2, 1), transport="rank0"),
+    Case.of(sizes=(2, 2, 1), transport="rank0", vpp=2, overlap_p2p=True, num_microbatches=3),
+    Case.of(sizes=(2, 3), batch_p2p=True),
+    Case.of(sizes=(1, 2, 1, 2), batch_p2p=True, varying_lengths=True),
+    Case.of(sizes=(2, 3), varying_lengths=True),
+    Case.of(sizes=(3, 1, 2), vpp=2, varying_lengths=True, num_microbatches=3),
+    Case.of(sizes=(1, 2), dp=2, varying_lengths=True, masked=True),
+    Case.of(sizes=(2, 3), recompute=True, layers_per_chunk=2),
+    Case.of(sizes=(1, 2), vpp=2, recompute=True, num_microbatches=4),
+    Case.of(sizes=(3, 1, 2), deallocate=True),
+    Case.of(sizes=(2, 3), vpp=2, overlap_p2p=True, deallocate=True, num_microbatches=4),
+    Case.of(sizes=(2, 1), vpp=2, vpp_group_size=5),
+    Case.of(sizes=(1, 2), vpp=2, vpp_group_size=3, num_microbatches=5, overlap_p2p=True),
+    Case.of(sizes=(1, 2), vpp=3, num_microbatches=4),
+    Case.of(sizes=(1, 2), dp=2, order="tp-cp-ep-pp-dp", tied=True),
+    Case.of(
         sizes=(2, 1),
         dp=2,
         order="tp-cp-ep-pp-dp",
@@ -158,11 +157,11 @@ TRANSPORT_CASES = [
         num_microbatches=4,
         **DISTRIBUTED,
     ),
-    Case(sizes=(1, 2, 1, 2), num_microbatches=1),
-    Case(sizes=(1, 2, 1, 2), num_microbatches=2),
-    Case(sizes=(3, 1, 2), num_microbatches=2, deallocate=True),
-    Case(sizes=(2,)),
-    Case(sizes=(3,), tied=True, **DISTRIBUTED, dp=2),
+    Case.of(sizes=(1, 2, 1, 2), num_microbatches=1),
+    Case.of(sizes=(1, 2, 1, 2), num_microbatches=2),
+    Case.of(sizes=(3, 1, 2), num_microbatches=2, deallocate=True),
+    Case.of(sizes=(2,)),
+    Case.of(sizes=(3,), tied=True, **DISTRIBUTED, dp=2),
 ]
 
 
@@ -181,7 +180,7 @@ def test_ways_to_cross_a_boundary(runs: Runs, case: Case) -> None:
 def sharded(*sizes: int, **fields: Any) -> Case:
     """Give a case with sequence parallelism, whose lengths every size divides."""
     step = math.lcm(*sizes)
-    return Case(sizes=sizes, sequence_parallel=True, seq=3 * step, length_step=step, **fields)
+    return Case.of(sizes=sizes, sequence_parallel=True, seq=3 * step, length_step=step, **fields)
 
 
 SHARDED_CASES = [
@@ -219,7 +218,7 @@ def test_sequence_parallelism(runs: Runs, case: Case) -> None:
 def contextual(*sizes: int, **fields: Any) -> Case:
     """Give a case with context parallelism 2, whose lengths all sizes divide, with the tests' own attention."""
     step = 4 * math.lcm(*sizes)
-    return Case(sizes=sizes, cp=2, gathered_attention=True, seq=step, length_step=step, **fields)
+    return Case.of(sizes=sizes, cp=2, gathered_attention=True, seq=step, length_step=step, **fields)
 
 
 CONTEXT_CASES = [
@@ -242,7 +241,7 @@ def mixed(sizes: tuple[int, ...], cp_list: tuple[int, ...], **fields: Any) -> Ca
     """Give a case with a context-parallel size per stage, whose lengths all sizes divide."""
     step = 2 * math.lcm(*(tp * cp for tp, cp in zip(sizes, cp_list, strict=True)))
     seq = 3 * step if fields.get("varying_lengths") else step
-    return Case(sizes=sizes, cp_list=cp_list, gathered_attention=True, seq=seq, length_step=step, **fields)
+    return Case.of(sizes=sizes, cp_list=cp_list, gathered_attention=True, seq=seq, length_step=step, **fields)
 
 
 MIXED_CASES = [
@@ -267,28 +266,28 @@ MIXED_CASES = [
 @pytest.mark.parametrize("case", defaults_first(MIXED_CASES, 1))
 def test_context_parallel_size_per_stage(runs: Runs, case: Case) -> None:
     run = check_parity(runs, case)
-    assert run.num_zeros == runs.oracle(replace(case, wants_weights=True)).num_zeros
+    assert run.num_zeros == runs.oracle(case.but(wants_weights=True)).num_zeros
 
 
 @pytest.mark.full
 def test_evaluation_with_a_context_parallel_size_per_stage(runs: Runs) -> None:
     case = mixed((1, 1), (1, 2), wants_weights=True)
-    plain, evaluated = runs.kept(case), runs.run(replace(case, num_evaluations=2))
+    plain, evaluated = runs.kept(case), runs.run(case.but(num_evaluations=2))
     assert_identical(evaluated, plain)
     for losses, evaluations in zip(evaluated.losses, evaluated.evaluations, strict=True):
         assert evaluations == [one for one in losses for _ in range(2)]
 
 
 def test_attention_of_the_tests_is_megatrons(runs: Runs) -> None:
-    case = Case(sizes=(1, 2), gathered_attention=True, wants_weights=True)
-    run, own = runs.run(case), runs.oracle(replace(case, gathered_attention=False))
+    case = Case.of(sizes=(1, 2), gathered_attention=True, wants_weights=True)
+    run, own = runs.run(case), runs.oracle(case.but(gathered_attention=False))
     assert_close(run, own)
     assert_weights_close(run, own)
 
 
 @pytest.mark.parametrize("transport", ["sliced", pytest.param("rank0", marks=pytest.mark.full)])
 def test_receives_need_no_fresh_memory_after_the_first_step(runs: Runs, transport: Any) -> None:
-    run = runs.run(Case(sizes=(2, 3), transport=transport, vpp=2, num_microbatches=4, overlap_p2p=True))
+    run = runs.run(Case.of(sizes=(2, 3), transport=transport, vpp=2, num_microbatches=4, overlap_p2p=True))
     for rank in run.ranks:
         first, *later = rank.allocations
         assert first > 0 and later == [first] * 3
@@ -296,9 +295,9 @@ def test_receives_need_no_fresh_memory_after_the_first_step(runs: Runs, transpor
 
 @pytest.mark.parametrize("vpp", [1, 2])
 def test_only_leaders_of_first_and_last_stage_read_data(runs: Runs, vpp: int) -> None:
-    case = Case(sizes=(2, 1, 3), vpp=vpp, num_microbatches=3)
+    case = Case.of(sizes=(2, 1, 3), vpp=vpp, num_microbatches=3)
     run = check_parity(runs, case)
-    passes = case.num_steps * case.num_microbatches
+    passes = case.data.num_steps * case.data.num_microbatches
     assert {(r.stage, r.tp_rank): r.read for r in run.ranks} == {
         (0, 0): passes,
         (0, 1): 0,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,23 +15,23 @@ from tests.support.hosts import fitted, host_name
 from tests.support.pool import Pool
 
 REPLICA_MAJOR = "tp-cp-ep-pp-dp"
-TWO = Case(sizes=(1, 2), dp=2, num_microbatches=4)
+TWO = Case.of(sizes=(1, 2), dp=2, num_microbatches=4)
 # Other ranks in every group, another number of chunks, another format of what crosses.
 LAYOUTS = (
     TWO,
-    replace(TWO, order=REPLICA_MAJOR),
-    replace(TWO, dp=1, cp=2, gathered_attention=True, seq=8),
-    replace(TWO, vpp=2),
-    replace(TWO, varying_lengths=True, tied=True),
+    TWO.but(order=REPLICA_MAJOR),
+    TWO.but(dp=1, cp=2, gathered_attention=True, seq=8),
+    TWO.but(vpp=2),
+    TWO.but(varying_lengths=True, tied=True),
 )
 FOUR: dict[str, Any] = {"num_microbatches": 4}
-UNEQUAL = Case(sizes=(1, 2), dp_list=(2, 1), **FOUR)
-WIDE = Case(sizes=(1, 3), **FOUR)
-U_SHAPED = Case(sizes=(1, 2, 1), layers=(1, 1, 1, 1), **FOUR)
-PLANNED = Case(sizes=(1, 2), schedule="planned", **FOUR)
+UNEQUAL = Case.of(sizes=(1, 2), dp_list=(2, 1), **FOUR)
+WIDE = Case.of(sizes=(1, 3), **FOUR)
+U_SHAPED = Case.of(sizes=(1, 2, 1), layers=(1, 1, 1, 1), **FOUR)
+PLANNED = Case.of(sizes=(1, 2), schedule="planned", **FOUR)
 # Uniform pipelines of as many ranks, with tensor parallelism where that divides them.
 STOCK = {3: (1, 1, 1), 4: (2, 2), 6: (2, 2, 2)}
-EXPERTS = Case(sizes=(1, 2), dp=2, experts="balanced", has_bias=False, sequence_parallel=True, seq=12)
+EXPERTS = Case.of(sizes=(1, 2), dp=2, experts="balanced", has_bias=False, sequence_parallel=True, seq=12)
 
 
 def _growth(counts: Sequence[Left], num_starts: int) -> Left:
@@ -43,14 +42,14 @@ def _growth(counts: Sequence[Left], num_starts: int) -> Left:
 def _check(pool: Pool, runs: Runs, saved: Saved, parts: Sequence[Sequence[Case]]) -> list[list[list[Left]]]:
     """Train all in one set of processes, compare each with its uniform or sequential run; give the counts by rank."""
     parts = [[fitted(case, host_name()) for case in part] for part in parts]
-    parts = [[replace(case, load=saved(case)) if case.layers else case for case in part] for part in parts]
+    parts = [[case.but(load=saved(case)) if case.model.layers else case for case in part] for part in parts]
     kwargs = {"parts": parts}
     ranks = pool.run(parts[0][0].world_size, "tests.multiproc.jobs.start_job:train_in_turn", kwargs)
     for number, part in enumerate(parts):
         for place, case in enumerate(part):
-            if case.plugin != "stock":
+            if case.execution.plugin != "stock":
                 run = assemble(case, [results[number][place] for results, _ in ranks])
-                assert_close(run, runs.kept(sequential(case)) if case.layers else runs.oracle(case))
+                assert_close(run, runs.kept(sequential(case)) if case.model.layers else runs.oracle(case))
     return [counts for _, counts in ranks]
 
 
@@ -59,13 +58,11 @@ def _check(pool: Pool, runs: Runs, saved: Saved, parts: Sequence[Sequence[Case]]
     [
         pytest.param(LAYOUTS[:2], id="replicas"),
         pytest.param(LAYOUTS, id="replicas, order, context, chunks, lengths", marks=pytest.mark.full),
-        pytest.param((UNEQUAL, replace(UNEQUAL, tied=True)), id="unequal replicas", marks=pytest.mark.full),
-        pytest.param(
-            (WIDE, replace(WIDE, tied=True, vpp=2)), id="a narrow stage beside a wide one", marks=pytest.mark.full
-        ),
-        pytest.param((U_SHAPED, replace(U_SHAPED, tied=True)), id="U", marks=pytest.mark.full),
-        pytest.param((PLANNED, replace(PLANNED, vpp=2)), id="planned", marks=pytest.mark.full),
-        pytest.param((EXPERTS, replace(EXPERTS, ep=2)), id="experts", marks=pytest.mark.full),
+        pytest.param((UNEQUAL, UNEQUAL.but(tied=True)), id="unequal replicas", marks=pytest.mark.full),
+        pytest.param((WIDE, WIDE.but(tied=True, vpp=2)), id="a narrow stage beside a wide one", marks=pytest.mark.full),
+        pytest.param((U_SHAPED, U_SHAPED.but(tied=True)), id="U", marks=pytest.mark.full),
+        pytest.param((PLANNED, PLANNED.but(vpp=2)), id="planned", marks=pytest.mark.full),
+        pytest.param((EXPERTS, EXPERTS.but(ep=2)), id="experts", marks=pytest.mark.full),
     ],
 )
 def test_starts_in_one_process_train_right_and_leave_what_megatrons_leave(
@@ -73,7 +70,7 @@ def test_starts_in_one_process_train_right_and_leave_what_megatrons_leave(
 ) -> None:
     ours = [*layouts, *layouts]
     num_ranks = fitted(layouts[0], host_name()).world_size
-    stock = [Case(sizes=STOCK[num_ranks], plugin="stock", **FOUR)] * len(layouts)
+    stock = [Case.of(sizes=STOCK[num_ranks], plugin="stock", **FOUR)] * len(layouts)
     counts = _check(pool, runs, saved, [ours, stock])
     most = Left(*map(max, zip(*(_growth(of_stock, len(layouts)) for _, of_stock in counts), strict=True)))
     for rank, (mine, theirs) in enumerate(counts):
@@ -88,13 +85,13 @@ def test_other_lists_one_after_another_train_right(pool: Pool, runs: Runs, saved
     """Each with an ``apply()`` of its own, after which nothing is left."""
     num_ranks = 4
     lists = (
-        Case(sizes=(1, 2, 1), **FOUR),
+        Case.of(sizes=(1, 2, 1), **FOUR),
         U_SHAPED,
-        Case(sizes=(2, 1, 1), schedule="planned", **FOUR),
-        Case(sizes=(3, 1), **FOUR),
-        Case(sizes=(2, 2), plugin="forced", **FOUR),
-        Case(sizes=(1, 1), dp_list=(1, 3), num_microbatches=3),
-        Case(sizes=(1, 3), transport="rank0", **FOUR),
+        Case.of(sizes=(2, 1, 1), schedule="planned", **FOUR),
+        Case.of(sizes=(3, 1), **FOUR),
+        Case.of(sizes=(2, 2), plugin="forced", **FOUR),
+        Case.of(sizes=(1, 1), dp_list=(1, 3), num_microbatches=3),
+        Case.of(sizes=(1, 3), transport="rank0", **FOUR),
     )
     assert {case.world_size for case in lists} == {num_ranks}
     _check(pool, runs, saved, [[case] for case in lists])
@@ -110,7 +107,7 @@ WRONG = (
 
 
 def test_a_later_start_refuses_what_the_first_refuses(pool: Pool, runs: Runs) -> None:
-    case = replace(LAYOUTS[0], dp=1)
+    case = LAYOUTS[0].but(dp=1)
     said: list[list[str]] = []
     for has_started in (False, True):
         kwargs = {"case": case, "calls": WRONG, "has_started": has_started}

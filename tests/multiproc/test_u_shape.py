@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -114,10 +113,12 @@ FULL_CASES = [
 )
 def test_equals_the_sequential_model(runs: Runs, saved: Saved, case: Case) -> None:
     run = check_u_shape(runs, saved, case)
-    assert_evaluations_repeat_the_losses(run, case.num_evaluations)
-    oracle = runs.kept(replace(sequential(case), load=saved(case)))
+    assert_evaluations_repeat_the_losses(run, case.checks.num_evaluations)
+    oracle = runs.kept(sequential(case).but(load=saved(case)))
     assert (run.successful, run.num_zeros) == (oracle.successful, oracle.num_zeros)
-    assert run.successful == [case.inf_at is None or step != case.inf_at[2] for step in range(case.num_steps)]
+    assert run.successful == [
+        case.checks.inf_at is None or step != case.checks.inf_at[2] for step in range(case.data.num_steps)
+    ]
 
 
 def assert_evaluations_repeat_the_losses(run: Run, num_evaluations: int) -> None:
@@ -136,10 +137,10 @@ def assert_evaluations_repeat_the_losses(run: Run, num_evaluations: int) -> None
 )
 def test_evaluation_sees_the_losses_of_the_step_and_changes_nothing(runs: Runs, case: Case) -> None:
     """Forward only, before the first step and between the others, once or twice."""
-    case = replace(case, wants_weights=True)
+    case = case.but(wants_weights=True)
     run = runs.run(case)
-    assert_evaluations_repeat_the_losses(run, case.num_evaluations)
-    assert_identical(run, runs.run(replace(case, num_evaluations=0, collects=False)))
+    assert_evaluations_repeat_the_losses(run, case.checks.num_evaluations)
+    assert_identical(run, runs.run(case.but(num_evaluations=0, collects=False)))
 
 
 @pytest.mark.needs("batches_shared_in_core")
@@ -167,13 +168,13 @@ def test_start_leaves_torch_alone_and_makes_the_same_groups_on_every_rank(pool: 
     assert set(changed) == {()}
     assert all(calls == groups[0] for calls in groups)
     channels = [name for name, _ in groups[0] if name.startswith("boundary ") and not name.endswith("finish")]
-    assert len(channels) == 2 * 2 * case.dp  # one per boundary, direction and replica
+    assert len(channels) == 2 * 2 * case.stages.dp  # one per boundary, direction and replica
 
 
 @pytest.mark.parametrize("case", [u_shaped(1, 2), pytest.param(u_shaped(1, 2, 2, tied=True), marks=pytest.mark.full)])
 def test_norms_span_all_stages(runs: Runs, saved: Saved, pool: Pool, case: Case) -> None:
     """The two-norm and the largest gradient, of all ranks, of the edge alone and of the cloud alone."""
-    case = replace(case, load=saved(case))
+    case = case.but(load=saved(case))
     (whole,) = pool.run(1, f"{JOBS}:norms", {"case": sequential(case)})
     ranks = pool.run(case.world_size, f"{JOBS}:norms", {"case": case})
     assert all(norms == ranks[0] for norms in ranks)
@@ -211,4 +212,4 @@ def test_recorded_steps_pass_all_models(pool: Pool, case: Case) -> None:
             if event.is_message:
                 used.setdefault((event.group, event.peer, event.kind), []).append(i)
         assert all(places[0] < first for places in used.values())
-        assert used or (case.transport == "rank0" and trace.rank > 0)  # the leaders alone have channels then
+        assert used or (case.execution.transport == "rank0" and trace.rank > 0)  # the leaders alone have channels then

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -42,7 +41,7 @@ LISTS = [
 
 def unequal(sizes: tuple[int, ...], dp_list: tuple[int, ...], **fields: Any) -> Case:
     """Give a case whose batch all stages share."""
-    return Case(sizes=sizes, dp_list=dp_list, **{"num_microbatches": 4, **fields})
+    return Case.of(sizes=sizes, dp_list=dp_list, **{"num_microbatches": 4, **fields})
 
 
 def u_shaped(sizes: tuple[int, ...], dp_list: tuple[int, ...], **fields: Any) -> Case:
@@ -56,7 +55,7 @@ def contextual(sizes: tuple[int, ...], dp_list: tuple[int, ...], cp_list: tuple[
 
 
 def check_case(runs: Runs, saved: Saved, case: Case) -> Run:
-    return check_u_shape(runs, saved, case) if case.layers else check_parity(runs, case)
+    return check_u_shape(runs, saved, case) if case.model.layers else check_parity(runs, case)
 
 
 CASES = [
@@ -90,7 +89,7 @@ FULL_CASES = [
     u_shaped((1, 2, 2), (1, 2, 1), **OVERLAPPED),
     u_shaped((1, 2, 2), (2, 1, 2), rampup=True, num_microbatches=1),
     contextual((1, 1), (1, 2), (1, 2)),
-    Case(sizes=(1, 2), dp=2, sites=("edge", "cloud"), **PER_TOKEN),
+    Case.of(sizes=(1, 2), dp=2, sites=("edge", "cloud"), **PER_TOKEN),
     unequal((1, 2), (1, 2), sites=("edge", "cloud"), **OVERLAPPED),
     contextual((2, 1), (2, 1), (1, 2), dp_mode="split", **PER_TOKEN),
 ]
@@ -139,7 +138,7 @@ def test_inf_in_one_replica_stops_all(runs: Runs, case: Case, rel: float) -> Non
     ids=str,
 )
 def test_zero_count(runs: Runs, case: Case) -> None:
-    check_optimizer(runs, replace(case, count_zeros=True, has_bias=False))
+    check_optimizer(runs, case.but(count_zeros=True, has_bias=False))
 
 
 @pytest.mark.parametrize(
@@ -152,12 +151,12 @@ def test_zero_count(runs: Runs, case: Case) -> None:
     ids=str,
 )
 def test_evaluation_changes_nothing(runs: Runs, case: Case) -> None:
-    case = replace(case, wants_weights=True)
-    plain, evaluated = runs.run(replace(case, num_evaluations=0)), runs.run(case)
+    case = case.but(wants_weights=True)
+    plain, evaluated = runs.run(case.but(num_evaluations=0)), runs.run(case)
     assert_identical(evaluated, plain)
     assert_close(evaluated, runs.oracle(case))
     for ours, evaluations in zip(evaluated.losses, evaluated.evaluations, strict=True):
-        assert evaluations == [losses for losses in ours for _ in range(case.num_evaluations)]
+        assert evaluations == [losses for losses in ours for _ in range(case.checks.num_evaluations)]
 
 
 def test_every_stage_that_reads_reads_every_sample_once(runs: Runs) -> None:
@@ -183,7 +182,7 @@ RECORDED = [
 
 @pytest.mark.parametrize("case", defaults_first(RECORDED, 1))
 def test_recorded_steps_pass_all_models(pool: Pool, case: Case) -> None:
-    assert check(Recordings(pool).of(replace(case, num_steps=2)), MODELS) == ()
+    assert check(Recordings(pool).of(case.but(num_steps=2)), MODELS) == ()
 
 
 @pytest.mark.parametrize(
@@ -197,8 +196,8 @@ def test_recorded_steps_pass_all_models(pool: Pool, case: Case) -> None:
 )
 def test_each_reduction_crosses_the_border_of_sites_once(pool: Pool, case: Case) -> None:
     """Per step: the norm of the gradients and, per token, the count of these; both among the leaders of the stages."""
-    case = replace(case, num_steps=2, sites=("edge", *["cloud"] * (len(case.sizes) - 1)))
-    layout = PipelineLayout.from_sizes(case.sizes, world_size=case.world_size, dp=case.dp_sizes)
+    case = case.but(num_steps=2, sites=("edge", *["cloud"] * (len(case.stages.sizes) - 1)))
+    layout = PipelineLayout.from_sizes(case.stages.sizes, world_size=case.world_size, dp=case.stages.dp_sizes)
     leaders = tuple(layout.leader(stage) for stage in range(layout.num_stages))
     edge = set(layout.stage_ranks(0))
     for rank, trace in enumerate(Recordings(pool).of(case)):
@@ -206,7 +205,7 @@ def test_each_reduction_crosses_the_border_of_sites_once(pool: Pool, case: Case)
         step = trace.events[ends[0] + 1 : ends[1]]
         groups = [event.group.ranks for event in step if event.kind is Kind.COLLECTIVE and event.group is not None]
         crossing = [ranks for ranks in groups if 0 < len(edge & set(ranks)) < len(ranks)]
-        assert crossing == [leaders] * (rank in leaders) * (1 + case.per_token_loss + counts_all_zeros())
+        assert crossing == [leaders] * (rank in leaders) * (1 + case.numerics.per_token_loss + counts_all_zeros())
 
 
 @pytest.mark.full

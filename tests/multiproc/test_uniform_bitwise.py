@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tests.multiproc.cases.core_cases import Case, Plugin, Runs, assert_identical
+from tests.multiproc.cases.case_parts import Plugin
+from tests.multiproc.cases.core_cases import Case, Runs, assert_identical
 
 SHAPES: dict[str, dict[str, Any]] = {
     "1f1b": {"tied": True},
@@ -29,8 +29,8 @@ SHAPES: dict[str, dict[str, Any]] = {
     ],
 )
 def test_uniform_list_is_stock_megatron(runs: Runs, shape: str, plugin: Plugin) -> None:
-    case = Case(sizes=(2, 2), wants_weights=True, plugin=plugin, **SHAPES[shape])
-    assert_identical(runs.run(case), runs.kept(replace(case, plugin="stock")))
+    case = Case.of(sizes=(2, 2), wants_weights=True, plugin=plugin, **SHAPES[shape])
+    assert_identical(runs.run(case), runs.kept(case.but(plugin="stock")))
 
 
 _SLICED: dict[str, Any] = {"has_bias": False, "seq": 12, "sequence_parallel": True}
@@ -57,8 +57,8 @@ OF_SIZES: dict[str, dict[str, Any]] = {
     ],
 )
 def test_what_is_mended_for_unequal_stages_is_stock_megatron_too(runs: Runs, shape: str, plugin: Plugin) -> None:
-    case = Case(sizes=(2, 2), plugin=plugin, **OF_SIZES[shape])
-    run, stock = runs.run(case), runs.kept(replace(case, plugin="mapped"))
+    case = Case.of(sizes=(2, 2), plugin=plugin, **OF_SIZES[shape])
+    run, stock = runs.run(case), runs.kept(case.but(plugin="mapped"))
     for name in ("losses", "grad_norms", "num_zeros", "successful"):
         assert getattr(run, name) == getattr(stock, name), name
     assert len(run.grad_norms) >= 4
