@@ -58,7 +58,7 @@ EXPERTS_2_1 = ["--vtp-ep-list", "2,1", "--vtp-etp-list", "1,1"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class MovedOptimizer:
     """From which layout the optimizer goes on in which.
 
     Attributes:
@@ -83,7 +83,7 @@ class Case:
 
 
 def _case(name: str, *, is_full: bool = True, **values: Any) -> Any:
-    return pytest.param(Case(**values), id=name, marks=[pytest.mark.full] if is_full else [])
+    return pytest.param(MovedOptimizer(**values), id=name, marks=[pytest.mark.full] if is_full else [])
 
 
 @pytest.mark.needs("latent_attention", cases=("1,2-to-2,1-latent",))
@@ -135,7 +135,7 @@ def _case(name: str, *, is_full: bool = True, **values: Any) -> Any:
         ),
     ],
 )
-def test_the_optimizer_goes_on_in_another_layout(pool: Pool, written: Writer, case: Case) -> None:
+def test_the_optimizer_goes_on_in_another_layout(pool: Pool, written: Writer, case: MovedOptimizer) -> None:
     """Masters, moments and steps are those of the writer bit by bit, and the next steps are those that it took."""
     folder, whole = written(case.source, [*case.model, *case.wrote], dp=case.source_dp, hooks=case.hooks)
     flags = [*DISTRIBUTED, *case.model, *case.reads]

@@ -64,7 +64,7 @@ def stock(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Stock:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class FromStock:
     """From which uniform layout of stock Megatron the optimizer goes on in which list.
 
     Attributes:
@@ -89,7 +89,7 @@ class Case:
 
 
 def _case(name: str, *, is_full: bool = True, **values: Any) -> Any:
-    return pytest.param(Case(**values), id=name, marks=[pytest.mark.full] if is_full else [])
+    return pytest.param(FromStock(**values), id=name, marks=[pytest.mark.full] if is_full else [])
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def _case(name: str, *, is_full: bool = True, **values: Any) -> Any:
         _case("experts-to-1,2", tp=2, target="1,2", model=EXPERTS),
     ],
 )
-def test_what_stock_megatron_saved_goes_on(pool: Pool, stock: Stock, case: Case) -> None:
+def test_what_stock_megatron_saved_goes_on(pool: Pool, stock: Stock, case: FromStock) -> None:
     """Masters, moments and steps are those of the writer bit by bit, and the next five steps are those that it took."""
     folder, whole = stock(case.tp, case.pp, case.dp, [*case.model, *case.wrote])
     loading = [*DISTRIBUTED, *case.model, *case.reads, "--load", str(folder)]

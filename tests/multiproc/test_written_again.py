@@ -54,7 +54,7 @@ def pool(script_pool: Pool) -> Pool:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class WrittenAgain:
     """What is written again, and who goes on with it.
 
     Attributes:
@@ -81,7 +81,7 @@ class Case:
 
 
 def _case(name: str, *, is_full: bool = True, **values: Any) -> Any:
-    return pytest.param(Case(**values), id=name, marks=[pytest.mark.full] if is_full else [])
+    return pytest.param(WrittenAgain(**values), id=name, marks=[pytest.mark.full] if is_full else [])
 
 
 def _by_rank(name: str, **values: Any) -> Any:
@@ -178,7 +178,7 @@ _OF_LISTS = (BY_BUCKET_OLDER, BY_BLOCK) if host_name() == "0.12" else (BY_BUCKET
         ),
     ],
 )
-def test_uniform_megatron_goes_on(pool: Pool, saved_runs: SavedRuns, tmp_path: Path, case: Case) -> None:
+def test_uniform_megatron_goes_on(pool: Pool, saved_runs: SavedRuns, tmp_path: Path, case: WrittenAgain) -> None:
     """Masters, moments and steps are those of the writer bit by bit, and the next steps are those that it took."""
     wrote = [*case.model, *case.wrote]
     folder, whole = saved_runs(case.source, wrote, dp=case.dp, is_stock=case.is_stock)
