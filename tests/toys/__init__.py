@@ -104,7 +104,7 @@ TOYS = (
             "tests/unit/checkpoint/test_hf.py::test_tensors_come_back_byte_by_byte[seed-oss]",
             "tests/unit/checkpoint/test_hf.py::test_published_configs[Seed-OSS (sizes made up)]",
         ),
-        grids=("tests/multiproc/test_hf.py::test_a_run_computes_what_transformers_computes[seed-oss-1,2]",),
+        grids=("tests/multiproc/checkpoint/test_hf.py::test_a_run_computes_what_transformers_computes[seed-oss-1,2]",),
         tests=("tests/unit/checkpoint/test_hf.py", "tests/unit/checkpoint/test_hf_fields.py"),
     ),
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.multiproc.cases.case_parts import Checks, Execution, Model, Stages
 from tests.multiproc.cases.core_cases import LR, Case, Run, Runs, assert_close, assert_weights_close
-from tests.multiproc.test_parity import BF16_REL
+from tests.multiproc.training.test_parity import BF16_REL
 
 LAYERS: dict[tuple[int, ...], tuple[int, ...]] = {
     (1, 1): (1, 2, 1),

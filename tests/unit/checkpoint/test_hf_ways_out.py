@@ -438,10 +438,12 @@ ELSEWHERE = {
     "give its own with --like": "unit/checkpoint/test_hf_ways_out.py::test_ways_out_of_an_export",
     "give its folder with --like": "unit/checkpoint/test_hf_ways_out.py::test_ways_out_of_an_export",
     "has vocab_size {}": "unit/checkpoint/test_hf_tokenizer_size.py::test_words_above_the_config_are_not_cut_off",
-    "save it, which keeps what its layers use": "multiproc/test_hf.py::test_a_run_computes_what_transformers_computes",
+    "save it, which keeps what its layers use": (
+        "multiproc/checkpoint/test_hf.py::test_a_run_computes_what_transformers_computes"
+    ),
     "merge it first, and save it": "unit/checkpoint/test_hf_bad_input.py::test_adapters_are_merged_first",
-    "{}; {}; {}": "multiproc/test_hf_runs.py::test_flags_that_contradict_an_import",
-    "rope_scaling_factor=args.rope_scaling_factor": "multiproc/test_hf_runs.py::"
+    "{}; {}; {}": "multiproc/checkpoint/test_hf_runs.py::test_flags_that_contradict_an_import",
+    "rope_scaling_factor=args.rope_scaling_factor": "multiproc/checkpoint/test_hf_runs.py::"
     "test_a_script_that_forgets_the_factor_computes_what_was_published_or_nothing",
     "it says which model was imported; import it again": "unit/checkpoint/test_hf_ways_out.py::test_a_damaged_note",
 }

@@ -9,7 +9,7 @@ import pytest
 
 from tests.multiproc.cases.saved_runs import SavedRuns, resume, train_stock
 from tests.multiproc.cases.script_cases import assert_same_training, losses
-from tests.multiproc.test_written_again import DISTRIBUTED, EXPERTS
+from tests.multiproc.checkpoint.test_written_again import DISTRIBUTED, EXPERTS
 from tests.support.checkpoints import run_action
 from tests.support.hosts import reshardable_flags, resume_tolerance
 from tests.support.pool import Pool

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
+from tests.multiproc.boundaries.test_ordering import Recordings
 from tests.multiproc.cases.core_cases import OVERLAPPED, PER_TOKEN, Case, Runs, assert_identical, defaults_first
 from tests.multiproc.cases.script_cases import MODEL, assert_same_training, grad_norms, launch, losses, train
-from tests.multiproc.test_ordering import Recordings
-from tests.multiproc.test_parity import check_parity, contextual, sharded
+from tests.multiproc.training.test_parity import check_parity, contextual, sharded
 from tests.ordering.check import check
 from tests.ordering.models import MODELS
 from tests.ordering.overlap import blocking_sends, exposed_receives

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.multiproc.cases.core_cases import DISTRIBUTED, Case, Run, Runs, assert_close, defaults_first, oracle_of
-from tests.multiproc.test_parity import check_parity
+from tests.multiproc.training.test_parity import check_parity
 from tests.support.hosts import is_older
 
 pytestmark = pytest.mark.needs("experts")

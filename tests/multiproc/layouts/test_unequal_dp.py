@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.multiproc.boundaries.test_ordering import Recordings
 from tests.multiproc.cases.core_cases import (
     DISTRIBUTED,
     OVERLAPPED,
@@ -19,9 +20,8 @@ from tests.multiproc.cases.core_cases import (
     defaults_first,
 )
 from tests.multiproc.cases.u_shape_cases import Saved, check_u_shape
-from tests.multiproc.test_optimizer import check as check_optimizer
-from tests.multiproc.test_ordering import Recordings
-from tests.multiproc.test_parity import check_parity
+from tests.multiproc.training.test_optimizer import check as check_optimizer
+from tests.multiproc.training.test_parity import check_parity
 from tests.ordering.check import check
 from tests.ordering.models import MODELS
 from tests.ordering.trace import END_OF_STEP, Kind

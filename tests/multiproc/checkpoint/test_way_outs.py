@@ -19,7 +19,7 @@ from tests.multiproc.cases.script_cases import (
     num_ranks,
     train,
 )
-from tests.multiproc.test_written_again import DISTRIBUTED, EXPERTS, UNTIED
+from tests.multiproc.checkpoint.test_written_again import DISTRIBUTED, EXPERTS, UNTIED
 from tests.support.hosts import exact_resume_tolerance, resharding_flags, resume_tolerance
 from tests.support.pool import Pool
 from vtp_plugin.checkpoint.format.manifest import MANIFEST, dump_manifest, make_manifest

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.multiproc.boundaries.test_ordering import Recordings
 from tests.multiproc.cases.core_cases import (
     DISTRIBUTED,
     OVERLAPPED,
@@ -22,7 +23,6 @@ from tests.multiproc.cases.core_cases import (
     pairwise,
 )
 from tests.multiproc.cases.u_shape_cases import Saved, check_u_shape, sequential, u_shaped
-from tests.multiproc.test_ordering import Recordings
 from tests.ordering.check import check
 from tests.ordering.models import MODELS
 from tests.ordering.trace import Kind

@@ -20,7 +20,7 @@ from tests.multiproc.cases.core_cases import (
     defaults_first,
 )
 from tests.multiproc.cases.u_shape_cases import Saved, check_u_shape, u_shaped
-from tests.multiproc.test_parity import check_parity
+from tests.multiproc.training.test_parity import check_parity
 from tests.support.pool import Pool, PoolError
 
 PREDICTING: dict[str, Any] = {"mtp": 1, "attention": "rotary"}

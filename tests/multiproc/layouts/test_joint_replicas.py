@@ -10,8 +10,8 @@ import pytest
 
 from tests.multiproc.cases.core_cases import OVERLAPPED, Case, Runs
 from tests.multiproc.cases.u_shape_cases import Saved, check_u_shape, u_shaped
-from tests.multiproc.test_experts import mixing
-from tests.multiproc.test_parity import check_parity
+from tests.multiproc.experts.test_experts import mixing
+from tests.multiproc.training.test_parity import check_parity
 from tests.support.hosts import host_name
 from tests.support.pool import PoolError
 

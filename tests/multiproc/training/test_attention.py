@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.multiproc.cases.core_cases import DISTRIBUTED, Case, Runs, assert_close, assert_weights_close
-from tests.multiproc.test_parity import check_parity
+from tests.multiproc.training.test_parity import check_parity
 
 
 def attending(attention: str, *sizes: int, **fields: Any) -> Case:

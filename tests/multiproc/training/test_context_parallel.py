@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.multiproc.cases.core_cases import Case, Runs
-from tests.multiproc.test_parity import check_parity, contextual, mixed
+from tests.multiproc.training.test_parity import check_parity, contextual, mixed
 from tests.support.pool import Pool
 
 ADAM = {"optimizer": "adam", "distributed_optimizer": True, "loss_scale": 1024.0}
