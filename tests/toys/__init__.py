@@ -92,7 +92,7 @@ TOYS = (
         recipe="A model feature",
         does="a weight of which every stage has a copy (has_cond_embedder)",
         case=Case.of(**_SMALL, is_drawn=True, wants_weights=True),
-        job="tests.multiproc.test_conditions:train",
+        job="tests.multiproc.training.test_conditions:train",
         says="boundary 0->1: ",
         tests=("tests/unit/host/test_options.py",),
     ),
