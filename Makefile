@@ -28,7 +28,7 @@ $(STAMP): pyproject.toml scripts/make_env.sh
 	@PYTHON="$(PYTHON)" bash scripts/make_env.sh $(HOST) $(VENV) $(STAMP)
 
 # What the smoke test is taken from: one of the first two trains, by megatron.training where the host has it.
-SMOKE := tests/multiproc/test_training.py tests/multiproc/test_host_grid.py \
+SMOKE := tests/multiproc/training/test_training.py tests/multiproc/layouts/test_host_grid.py \
 	tests/unit/project/test_imports.py tests/unit/project/test_doctests.py
 
 smoke: $(STAMP) ## the first thing to run, under a minute: ruff, import rules, examples, and 1,2 trained as the uniform run
@@ -51,8 +51,8 @@ test-full: $(STAMP) ## all tests, the whole grids included (up to 75 minutes)
 	$(PYTEST)
 
 # What a full machine can break: limits of time, and the order of lines.
-BUSY := env OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not full" tests/hang tests/multiproc/test_bad_input.py \
-	tests/multiproc/test_training_bad_input.py
+BUSY := env OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not full" tests/hang tests/multiproc/options/test_bad_input.py \
+	tests/multiproc/options/test_training_bad_input.py
 
 test-busy: $(STAMP) ## the default tests beside 6 busy processes, those of hangs and bad input 3 times beside 20
 	bash scripts/busy.sh 6 env $(PYTEST) -m "not full"
@@ -63,8 +63,8 @@ test-mm: ## MindSpeed-MM's own script on CPU; its trees by VTP_MINDSPEED_MM, VTP
 
 test-device: $(STAMP) ## the tests for a GPU, then training scripts on it; ranks may share it, see docs/gpus.md
 	$(BIN)/python -m pytest -n 0 tests/device
-	VTP_TEST_DEVICE=cuda $(BIN)/python -m pytest -n 0 tests/multiproc/test_training.py \
-		tests/multiproc/test_u_training.py tests/multiproc/test_unequal_dp_training.py
+	VTP_TEST_DEVICE=cuda $(BIN)/python -m pytest -n 0 tests/multiproc/training/test_training.py \
+		tests/multiproc/u_shape/test_u_training.py tests/multiproc/layouts/test_unequal_dp_training.py
 
 # Said also where a test fails: a process that coverage slows down may be late.
 coverage: $(STAMP) ## the tests of `make test`, or TESTS=FILES, and which share of each package's lines they run

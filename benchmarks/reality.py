@@ -62,7 +62,7 @@ NUM_DRAWN, NEAR = 400, 1.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class EmulatedCluster:
     """A cluster and a model.
 
     Attributes:
@@ -93,15 +93,15 @@ LAYERS = (8, 9)
 _NUM_CASES, _SEED = 12, 50
 
 
-def cases() -> tuple[Case, ...]:
+def cases() -> tuple[EmulatedCluster, ...]:
     """Draw clusters from the grid, before anything is known of them."""
     grid = [*itertools.product(NODES, SLOWER, LINES, LAYERS)]
     return tuple(_case(*one) for one in random.Random(_SEED).sample(grid, _NUM_CASES))
 
 
-def _case(nodes: str, slower: str, line: str, num_layers: int) -> Case:
+def _case(nodes: str, slower: str, line: str, num_layers: int) -> EmulatedCluster:
     sites: tuple[Site | None, Site | None] = (None, None) if LINES[line] is None else ("cloud", "edge")
-    return Case(
+    return EmulatedCluster(
         name=f"{nodes}; old {slower} slower; {line}; {num_layers} layers",
         nodes=tuple(
             (kind, number, site)
@@ -194,7 +194,7 @@ def _is_near(runs: Mapping[str, Sequence[dict[str, Any]]], name: str) -> bool:
     return Measured.of(runs[name]).measured_s < NEAR * Measured.of(runs["best"]).measured_s
 
 
-def _profile(case: Case, folder: Path, profiles: Path, line: WanLink | None) -> dict[str, str]:
+def _profile(case: EmulatedCluster, folder: Path, profiles: Path, line: WanLink | None) -> dict[str, str]:
     """Let ``profile`` write what is missing, and the cluster's file; give the hashes of the profiles."""
     words = [*MODEL.split(), "--num-layers", "2"]
     kinds = sorted({kind for kind, _, _ in case.nodes})
@@ -270,7 +270,7 @@ def _random_layouts(request: SearchRequest, chance: random.Random) -> Iterator[C
 
 
 def _measure(
-    case: Case,
+    case: EmulatedCluster,
     candidate: Candidate,
     request: SearchRequest,
     log: Path,

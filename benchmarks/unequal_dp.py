@@ -40,7 +40,7 @@ from itertools import groupby, product
 from pathlib import Path
 
 from benchmarks.unequal_dp_plot import draw
-from benchmarks.unequal_dp_results import MULTIPLEX, PLAIN, PLAIN_SAME, SPLIT, U_LIMIT, Case, Result, U
+from benchmarks.unequal_dp_results import MULTIPLEX, PLAIN, PLAIN_SAME, SPLIT, U_LIMIT, Result, SimulatedPipeline, U
 from vtp_plugin.plan.schedule.cost.costs import Costs, split_costs
 from vtp_plugin.plan.schedule.cost.microbatch_route import make_route
 from vtp_plugin.plan.schedule.cost.simulator import simulate
@@ -67,7 +67,9 @@ def main() -> None:
     results = [
         result
         for order, num_stages, width, load, latency in product(orders, stages, widths, LOADS, LATENCIES)
-        for result in both_modes(Case(order=order, num_stages=num_stages, width=width, load=load, latency=latency))
+        for result in both_modes(
+            SimulatedPipeline(order=order, num_stages=num_stages, width=width, load=load, latency=latency)
+        )
     ]
     print("\n".join([*_table(results), "", *_summary(results)]))
     if options.output:
@@ -76,7 +78,7 @@ def main() -> None:
         print(f"wrote {path}")
 
 
-def both_modes(case: Case) -> tuple[Result, Result]:
+def both_modes(case: SimulatedPipeline) -> tuple[Result, Result]:
     """Simulate a case in turn and all at once."""
     placement, costs = case.placement, case.costs
     limits = {PLAIN_SAME: case.width * case.num_stages, U_LIMIT: in_flight_needed(placement, costs) + 2 * case.width}
@@ -91,7 +93,9 @@ def both_modes(case: Case) -> tuple[Result, Result]:
     return _result(case, MULTIPLEX, in_turn, costs), split
 
 
-def _order(case: Case, placement: Placement, num_microbatches: int, costs: Costs, limit: int | None) -> Schedule:
+def _order(
+    case: SimulatedPipeline, placement: Placement, num_microbatches: int, costs: Costs, limit: int | None
+) -> Schedule:
     """Return the order of a case; only the edge has a limit, the cloud may keep what it needs."""
     num_stages, num_replicas = placement.num_stages, placement.num_replicas
     if case.is_u_shaped:
@@ -112,7 +116,7 @@ def _with_gain(placement: Placement, costs: Costs) -> Costs:
     return replace(costs, forward=shortened(costs.forward), backward=shortened(costs.backward))
 
 
-def _result(case: Case, mode: str, schedule: Schedule, costs: Costs) -> Result:
+def _result(case: SimulatedPipeline, mode: str, schedule: Schedule, costs: Costs) -> Result:
     timeline = simulate(schedule, costs)
     placement, num_microbatches = schedule.placement, schedule.num_microbatches
     route = make_route(placement, costs)

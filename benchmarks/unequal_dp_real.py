@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
 
-from benchmarks.unequal_dp_results import MULTIPLEX, PER_REPLICA, PLAIN, SPLIT, Case, U
+from benchmarks.unequal_dp_results import MULTIPLEX, PER_REPLICA, PLAIN, SPLIT, SimulatedPipeline, U
 from benchmarks.wan.link import LinkUnavailableError
 from benchmarks.wan.steps import Job, Outcome, run_jobs
 from vtp_plugin.plan.schedule.cost.costs import Costs, split_costs
@@ -63,7 +63,7 @@ class Row:
         measured_kept: the same as counted in the run.
     """
 
-    case: Case
+    case: SimulatedPipeline
     mode: str
     simulated_s: float
     steps_s: tuple[float, ...]
@@ -109,7 +109,7 @@ def main() -> None:
         print(f"wrote {path}")
 
 
-def measure(cases: Sequence[Case], num_steps: int) -> list[Row]:
+def measure(cases: Sequence[SimulatedPipeline], num_steps: int) -> list[Row]:
     """Run all cases at once, each in both modes.
 
     Raises:
@@ -124,11 +124,11 @@ def measure(cases: Sequence[Case], num_steps: int) -> list[Row]:
     ]
 
 
-def _case(order: str, num_stages: int, width: int, latency: float) -> Case:
-    return Case(order=order, num_stages=num_stages, width=width, load=1.0, latency=latency)
+def _case(order: str, num_stages: int, width: int, latency: float) -> SimulatedPipeline:
+    return SimulatedPipeline(order=order, num_stages=num_stages, width=width, load=1.0, latency=latency)
 
 
-def _job(case: Case, num_steps: int) -> Job:
+def _job(case: SimulatedPipeline, num_steps: int) -> Job:
     wide, costs = case.placement, _in_seconds(case.costs)
     in_turn = ScheduleRequest(placement=wide, num_microbatches=case.width * PER_REPLICA, costs=costs)
     joined = replace(wide, num_replicas=())
@@ -153,7 +153,7 @@ def _in_seconds(costs: Costs) -> Costs:
     return replace(costs, forward=forward, backward=backward, latency=latency)
 
 
-def _row(case: Case, mode: str, job: Job, outcome: Outcome) -> Row:
+def _row(case: SimulatedPipeline, mode: str, job: Job, outcome: Outcome) -> Row:
     timeline = simulate(job.schedules[mode], job.costs_of(mode), mode="rendezvous")
     edge = case.placement.vstages(0)
     steps = zip(outcome.busy_s[mode], outcome.steps_s[mode], strict=True)

@@ -14,7 +14,7 @@ PER_REPLICA = 8  # microbatches of a cloud replica
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Case:
+class SimulatedPipeline:
     """What is simulated in both modes.
 
     Attributes:
@@ -48,7 +48,7 @@ class Case:
     def costs(self) -> Costs:
         """Costs of one microbatch.
 
-        >>> Case(order=U, num_stages=2, width=4, load=0.5, latency=1.0).costs.forward
+        >>> SimulatedPipeline(order=U, num_stages=2, width=4, load=0.5, latency=1.0).costs.forward
         (1.0, 4.0, 1.0)
         """
         placement = self.placement
@@ -76,7 +76,7 @@ class Result:
         step_with_gain: Step time of split if larger microbatches save the edge a tenth of its time.
     """
 
-    case: Case
+    case: SimulatedPipeline
     mode: str
     step: float
     bound: float

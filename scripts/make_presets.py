@@ -39,7 +39,8 @@ INTRO = f"""\
 Small versions of public configurations, each trained through `megatron.training`, with flags alone, on four layouts. A
 layout goes on from the `torch_dist` checkpoint that a uniform run left after {NUM_SAVED} steps, optimizer included
 (`{UNIFORM.sizes}`, {UNIFORM.dp} replicas). A number is the largest relative difference from the uniform run, over the
-losses and gradient norms of the next {NUM_STEPS} steps, in fp32 on CPUs. `tests/multiproc/test_presets.py` allows 1e-5.
+losses and gradient norms of the next {NUM_STEPS} steps, in fp32 on CPUs.
+`tests/multiproc/training/test_presets.py` allows 1e-5.
 "Refused" stands where the model's heads do not fit the sizes, with the flag that the refusal names.
 
 """

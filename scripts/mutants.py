@@ -7,7 +7,8 @@
 A mutant changes one operator, one constant, one call or one pair of arguments. They are spread over the packages by
 the square root of their code lines. ``out/mutants/planted.json`` has each with its line of code, so that the same
 mutants run again after files have moved, and what became of them. A mutant that no test kills within its time needs a
-test, or a reason.
+test, or a reason. Of the first sixty, five led to tests (451ec93), and a sixth showed
+that nothing tested the data type of autocast where its device is mapped (7f1e7a9).
 
 A run needs Linux and Python 3.12, takes a copy of the repository, and leaves this one as it is.
 """

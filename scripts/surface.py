@@ -24,6 +24,8 @@ What stands several times is lost when it stands less often. ``tests/surface_gon
                 stand more often than before, or the loss has no reason
     now         what took the place; it must exist
 
+No commit tells of a loss that surprised; it stays for the messages, flags and keywords, which users see.
+
 Patterns are regular expressions; one of ``like`` fits the whole entry. A reason for what is not gone any more is an
 error, too.
 """

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from tests.multiproc.cases.core_cases import Case, Runs
@@ -24,10 +22,10 @@ def saved(runs: Runs, tmp_path_factory: pytest.TempPathFactory) -> Saved:
     paths: dict[tuple[object, ...], str] = {}
 
     def save(case: Case) -> str:
-        key = case.num_layers, case.tied, case.has_bias, case.seq, case.attention, case.mtp
+        key = case.num_layers, case.model.tied, case.model.has_bias, case.data.seq, case.model.attention, case.model.mtp
         if key not in paths:
             paths[key] = str(tmp_path_factory.mktemp("start"))
-            runs.run(replace(sequential(case), save=paths[key], load=None, num_steps=0))
+            runs.run(sequential(case).but(save=paths[key], load=None, num_steps=0))
         return paths[key]
 
     return save

@@ -20,7 +20,7 @@ from vtp_plugin.host.rules.table.rule import OptionRule
 from vtp_plugin.util.text_enum import TextEnum
 
 READ, GRID = "read", "grid"
-"""What a verdict rests on besides a test: Megatron's source, or ``tests/multiproc/test_options_grid.py``."""
+"""What a verdict rests on besides a test: Megatron's source, or ``tests/multiproc/options/test_options_grid.py``."""
 _ROW = re.compile(r"(--[\w-]+)(?: (\S+))?")
 
 

@@ -17,7 +17,7 @@ training script can reach, this page says on which sizes, why, and what the verd
 
 * TP, CP, EP and PP are the numbers of ranks that share a layer, a sequence, the experts, and the pipeline.
 * *read*: Megatron's source was read, of what several versions have that of the newest. *run*:
-  `tests/multiproc/test_options_grid.py` gives each value by itself to NVIDIA's script (or, with Megatron 0.19,
+  `tests/multiproc/options/test_options_grid.py` gives each value by itself to NVIDIA's script (or, with Megatron 0.19,
   `examples/pretrain_gpt.py`), and compares the gradients of every weight on one rank and on stages `1,2`, losses and
   norms of four steps, and both with one rank without the option. Other verdicts name their test.
 * Versions stand behind an option that not all have.

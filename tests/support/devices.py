@@ -1,6 +1,6 @@
 """The device that the ranks of tests run on: CPUs, or what ``VTP_TEST_DEVICE`` names; ranks may share one.
 
-    VTP_TEST_DEVICE=cuda pytest tests/multiproc/test_training.py
+    VTP_TEST_DEVICE=cuda pytest tests/multiproc/training/test_training.py
 
 NCCL 2.30 and later let several ranks share a GPU (NCCL_MULTI_RANK_GPU_ENABLE in its manual); older ones end with
 "Duplicate GPU detected". So one GPU tries every list. Start NVIDIA's MPS first (``nvidia-cuda-mps-control -d``):

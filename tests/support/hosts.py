@@ -8,7 +8,6 @@ cases do whose names begin so, or with a bracket at the end are so. ``tests/conf
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import os
 import sys
@@ -270,8 +269,8 @@ def fitted(case: Any, host: str) -> Any:
     multiple of 128 elements; the embedding itself begins at one of 64, and ends at an assertion where that is another
     place. With these sizes all parameters end at multiples of 128.
     """
-    if host == "0.12" and case.tied and case.distributed_optimizer and case.load is None:
-        return dataclasses.replace(case, hidden=128, has_bias=False)
+    if host == "0.12" and case.model.tied and case.execution.distributed_optimizer and case.checks.load is None:
+        return case.but(hidden=128, has_bias=False)
     return case
 
 

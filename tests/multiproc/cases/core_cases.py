@@ -6,23 +6,16 @@ import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
 
+from tests.multiproc.cases.case_parts import Checks, Data, Execution, Model, Numerics, Stages
 from tests.support.hosts import fitted, host_name
 
-Plugin = Literal["on", "forced", "reverted", "stock", "mapped"]
-
-HIDDEN = 24
-HEADS = 12  # 1, 2, 3 and 4 divide it
-FFN = 48
-VOCAB = 36
-SEQ = 9
-MICRO_BATCH = 2
 LR = {"sgd": 0.1, "adam": 0.01}
-# Fields of a case that go together.
+# Fields of cases that go together.
 DISTRIBUTED: dict[str, Any] = {"optimizer": "adam", "distributed_optimizer": True}
 OVERLAPPED: dict[str, Any] = {**DISTRIBUTED, "overlap_grad_reduce": True, "overlap_param_gather": True}
 PER_TOKEN: dict[str, Any] = {"masked": True, "per_token_loss": True, "loss_tuple": 3}
@@ -30,193 +23,106 @@ PER_TOKEN: dict[str, Any] = {"masked": True, "per_token_loss": True, "loss_tuple
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """One training run.
+    """One training run, in parts; :meth:`of` writes it in a line."""
 
-    Attributes:
-        sizes: tensor-parallel size of every stage.
-        dp: replicas of the pipeline.
-        dp_list: data-parallel size of every stage; empty means ``dp`` on all.
-        dp_mode: how stages of different ones work together.
-        micro_batch: samples of a microbatch on the stage with most replicas.
-        vpp: model chunks per stage; 2 and more use the interleaved schedule.
-        vpp_group_size: microbatches that a chunk takes in a row; Megatron's default is the number of stages.
-        layers_per_chunk: transformer layers of every chunk.
-        hidden: size of the hidden states.
-        layers: makes the pipeline U-shaped: layers of the edge's first part, of every cloud stage, of the edge's last.
-        plugin: "on" applies it, "forced" for a uniform list too; "stock" is Megatron alone, on the CPU mapping, and
-            "mapped" the same with what it needs on CPUs for sequence parallelism and experts; "reverted" trains with
-            the plugin, takes it back and then trains as stock.
-        schedule: "planned" runs the plugin's executor.
-        in_flight: most microbatches in flight on every stage, of a planned schedule; empty for the default.
-        sites: site of every stage; empty means one.
-        num_microbatches: per step and replica of the stage with the loss.
-        rampup: every step has one more than the one before.
-        optimizer: Megatron's distributed optimizer takes "adam" only.
-        has_bias: of linear layers. The key bias has no true gradient, so rounding decides whether it counts as zero.
-        dtype: of weights and activations; gradients are always summed in fp32.
-        bucket_size: parameters per gradient bucket.
-        varying_lengths: every microbatch has another sequence length.
-        partial_batches: every third microbatch has one sample fewer; needs varying shapes.
-        seq: longest sequence; sequence parallelism needs a multiple of every size.
-        length_step: difference of the lengths.
-        sequence_parallel: on every stage of more than one tensor-parallel rank.
-        cp: context-parallel size; needs the attention of the tests.
-        cp_list: context-parallel size of every stage; empty means ``cp`` on all.
-        gathered_attention: use the attention of the tests.
-        attention: one of the kinds in ``attentions.py``; empty is Megatron's default.
-        mtp: layers of multi-token prediction; they need rotary positions.
-        layout: Megatron's pipeline layout; empty shares out the layers evenly, and prediction is on the last stage.
-        embedding_stages: stages that the script says hold the word embedding, with a layout; empty for those that do.
-        experts: one of the kinds in ``experts.py``; empty has none.
-        ep, etp: Megatron's expert-parallel size, and tensor-parallel size of the experts.
-        ep_list, etp_list: these sizes of every stage; empty means ``ep`` and ``etp`` on all.
-        shards: of a reference, for every stage: tp and cp sizes whose ranks decide for themselves which tokens they
-            drop. Empty lets Megatron decide among all tokens of a rank.
-        loss_tuple: length of what the loss function returns.
-        sums_loss: the loss function sums over the replicas of its stage, as in the scripts of Megatron 0.12. What is
-            reported is still the loss of this replica.
-        num_evaluations: forward-only passes before every training step.
-        collects: these passes collect data other than the loss, which is the loss here.
-        align_grad_reduce: Megatron's option: sums of gradients begin where the schedule says, not in the backward.
-        loss_scale: constant one; fp16 without it scales dynamically.
-        inf_at: (stage, tp_rank, step): one element of a gradient of this rank becomes an inf there.
-        inf_cp_rank: only in this context-parallel replica, before its gradients are summed with the others'; None is in
-            all of them, after that.
-        inf_dp_rank: only in this data-parallel replica, after its gradients were summed with the others'; None is in
-            all of them.
-        save, load: directories of distributed checkpoints of the start weights.
-        wants_weights: return the weights after the last step.
-        is_drawn: start weights depend on nothing but their names; for what Megatron cannot save. Models with experts
-            always start so.
-        wants_tied: return both ends of the tied embedding at the start and after every step.
-    """
+    stages: Stages
+    model: Model = Model()
+    data: Data = Data()
+    numerics: Numerics = Numerics()
+    execution: Execution = Execution()
+    checks: Checks = Checks()
 
-    sizes: tuple[int, ...]
-    dp: int = 1
-    dp_list: tuple[int, ...] = ()
-    dp_mode: Literal["multiplex", "split"] = "multiplex"
-    micro_batch: int = MICRO_BATCH
-    vpp: int = 1
-    vpp_group_size: int | None = None
-    layers_per_chunk: int = 1
-    hidden: int = HIDDEN
-    layers: tuple[int, ...] = ()
-    plugin: Plugin = "on"
-    schedule: Literal["stock", "planned"] = "stock"
-    in_flight: tuple[int, ...] = ()
-    transport: str = "auto"
-    sites: tuple[str, ...] = ()
-    order: str = "tp-cp-ep-dp-pp"
-    tied: bool = False
-    optimizer: Literal["sgd", "adam"] = "sgd"
-    distributed_optimizer: bool = False
-    overlap_grad_reduce: bool = False
-    overlap_param_gather: bool = False
-    bucket_size: int = 3000
-    dtype: Literal["fp32", "bf16", "fp16"] = "fp32"
-    num_steps: int = 4
-    num_microbatches: int = 5
-    rampup: bool = False
-    batch_p2p: bool = False
-    overlap_p2p: bool = False
-    varying_lengths: bool = False
-    partial_batches: bool = False
-    seq: int = SEQ
-    length_step: int = 2
-    sequence_parallel: bool = False
-    cp: int = 1
-    cp_list: tuple[int, ...] = ()
-    gathered_attention: bool = False
-    attention: str = ""
-    mtp: int = 0
-    layout: str = ""
-    embedding_stages: tuple[int, ...] = ()
-    experts: str = ""
-    ep: int = 1
-    etp: int | None = None
-    ep_list: tuple[int, ...] = ()
-    etp_list: tuple[int, ...] = ()
-    shards: tuple[tuple[int, int], ...] = ()
-    recompute: bool = False
-    deallocate: bool = False
-    clip: float = 1.0
-    count_zeros: bool = False
-    has_bias: bool = True
-    masked: bool = False
-    loss_tuple: Literal[2, 3] = 2
-    per_token_loss: bool = False
-    sums_loss: bool = False
-    num_evaluations: int = 0
-    collects: bool = False
-    align_grad_reduce: bool = True
-    loss_scale: float | None = None
-    inf_at: tuple[int, int, int] | None = None
-    inf_cp_rank: int | None = None
-    inf_dp_rank: int | None = None
-    save: str | None = None
-    load: str | None = None
-    wants_weights: bool = False
-    is_drawn: bool = False
-    wants_tied: bool = False
+    @classmethod
+    def of(cls, *, sizes: tuple[int, ...], **values: Any) -> Case:
+        """Write a case in short: what differs from the defaults, by the names of the parts' fields.
+
+        >>> case = Case.of(sizes=(1, 2), tied=True, num_steps=7)
+        >>> case.stages.sizes, case.model.tied, case.data.num_steps
+        ((1, 2), True, 7)
+        """
+        return cls(stages=Stages(sizes=sizes)).but(**values)
+
+    def but(self, **values: Any) -> Case:
+        """Give the same case with other values, by the names of the parts' fields.
+
+        >>> str(Case.of(sizes=(1, 2), dp=2).but(tied=True, dp=3))
+        '1,2 dp=3 tied'
+        """
+        own: dict[str, dict[str, Any]] = {}
+        for name, value in values.items():
+            own.setdefault(_PART_OF[name], {})[name] = value
+        return replace(self, **{part: replace(getattr(self, part), **new) for part, new in own.items()})
 
     @property
     def world_size(self) -> int:
-        return sum(tp * cp * dp for tp, cp, dp in zip(self.sizes, self.cp_sizes, self.dp_sizes, strict=True))
-
-    @property
-    def dp_sizes(self) -> tuple[int, ...]:
-        return self.dp_list or (self.dp,) * len(self.sizes)
-
-    @property
-    def cp_sizes(self) -> tuple[int, ...]:
-        return self.cp_list or (self.cp,) * len(self.sizes)
-
-    @property
-    def is_uniform(self) -> bool:
-        lists = (self.ep_list, self.etp_list)
-        is_equal = len(set(zip(self.sizes, self.cp_sizes, self.dp_sizes, strict=True))) == 1
-        return is_equal and all(len(set(sizes)) <= 1 for sizes in lists)
+        stages = self.stages
+        return sum(tp * cp * dp for tp, cp, dp in zip(stages.sizes, stages.cp_sizes, stages.dp_sizes, strict=True))
 
     @property
     def num_layers(self) -> int:
-        return sum(self.layers) or self.layout.count("t") or len(self.sizes) * self.vpp * self.layers_per_chunk
+        model = self.model
+        in_chunks = len(self.stages.sizes) * model.vpp * model.layers_per_chunk
+        return sum(model.layers) or model.layout.count("t") or in_chunks
+
+    @property
+    def loss_stage(self) -> int:
+        return 0 if self.model.layers else len(self.stages.sizes) - 1
 
     def num_microbatches_of(self, step: int) -> int:
-        return self.num_microbatches + step * self.rampup
+        return self.data.num_microbatches + step * self.data.rampup
 
     def micro_batch_at(self, stage: int) -> int:
-        dp_sizes = self.dp_sizes
-        return self.micro_batch * (max(dp_sizes) // dp_sizes[stage] if self.dp_mode == "split" else 1)
+        dp_sizes = self.stages.dp_sizes
+        return self.data.micro_batch * (max(dp_sizes) // dp_sizes[stage] if self.stages.dp_mode == "split" else 1)
 
     def batch_of(self, step: int) -> int:
         """Samples of a step."""
         stage = self.loss_stage
-        return self.num_microbatches_of(step) * self.dp_sizes[stage] * self.micro_batch_at(stage)
+        return self.num_microbatches_of(step) * self.stages.dp_sizes[stage] * self.micro_batch_at(stage)
 
     def num_microbatches_at(self, stage: int, step: int) -> int:
         """Microbatches that a rank of a stage runs."""
-        number, rest = divmod(self.batch_of(step), self.dp_sizes[stage] * self.micro_batch_at(stage))
+        number, rest = divmod(self.batch_of(step), self.stages.dp_sizes[stage] * self.micro_batch_at(stage))
         assert not rest, f"{self} has no whole number of microbatches on stage {stage}"
         return number
 
-    @property
-    def num_virtual(self) -> int:
-        """Megatron's virtual pipeline size. In a U the edge has two chunks, and the cloud's second ones stay empty."""
-        return 2 if self.layers else self.vpp
-
-    @property
-    def loss_stage(self) -> int:
-        return 0 if self.layers else len(self.sizes) - 1
-
     def __str__(self) -> str:
         """Show what differs from the defaults, for test ids."""
-        default = Case(sizes=self.sizes)
-        parts = [",".join(str(size) for size in self.sizes)]
-        for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if value != getattr(default, field.name) and field.name not in ("save", "load", "wants_weights"):
-                parts.append(field.name if value is True else f"{field.name}={value}")
-        return " ".join(parts).replace("_", "-")
+        default = Case(stages=Stages(sizes=self.stages.sizes))
+        shown = [",".join(str(size) for size in self.stages.sizes)]
+        for name in sorted(_PART_OF.keys() - {"save", "load", "wants_weights"}, key=_place_in_ids):
+            value, usual = (getattr(getattr(case, _PART_OF[name]), name) for case in (self, default))
+            if value != usual:
+                shown.append(name if value is True else f"{name}={value}")
+        return " ".join(shown).replace("_", "-")
+
+
+_PART_OF = {
+    field.name: part
+    for part, kind in {
+        "stages": Stages,
+        "model": Model,
+        "data": Data,
+        "numerics": Numerics,
+        "execution": Execution,
+        "checks": Checks,
+    }.items()
+    for field in dataclasses.fields(kind)
+}
+# Ids show fields in the order that they have had since the first tests; what is not in here comes behind, by its name.
+_IN_IDS = (
+    "dp dp_list dp_mode micro_batch vpp vpp_group_size layers_per_chunk hidden layers plugin schedule in_flight "
+    "transport sites order tied optimizer distributed_optimizer overlap_grad_reduce overlap_param_gather bucket_size "
+    "dtype num_steps num_microbatches rampup batch_p2p overlap_p2p varying_lengths partial_batches seq length_step "
+    "sequence_parallel cp cp_list gathered_attention attention mtp layout embedding_stages experts ep etp ep_list "
+    "etp_list shards recompute deallocate clip count_zeros has_bias masked loss_tuple per_token_loss sums_loss "
+    "num_evaluations collects align_grad_reduce loss_scale inf_at inf_cp_rank inf_dp_rank is_drawn wants_tied"
+)
+
+
+def _place_in_ids(name: str) -> tuple[int, str]:
+    known = _IN_IDS.split()
+    return (known.index(name) if name in known else len(known)), name
 
 
 def oracle_of(case: Case) -> Case:
@@ -224,46 +130,24 @@ def oracle_of(case: Case) -> Case:
 
     An inf hits tensor-parallel rank 0; a constant loss scale in fp32 exists in the distributed optimizer only.
     """
-    return replace(
-        case,
-        sizes=(1,) * len(case.sizes),
-        dp=case.dp_sizes[case.loss_stage],
-        dp_list=(),
-        dp_mode="multiplex",
-        micro_batch=case.micro_batch_at(case.loss_stage),
-        # Stock Megatron waits for the headers it sends, and hangs over gloo, where sends meet their receives.
-        plugin="forced" if case.varying_lengths and case.vpp > 1 else "on",
-        schedule="stock",
-        in_flight=(),
-        transport="auto",
-        sites=(),
-        order="tp-cp-ep-dp-pp",
-        distributed_optimizer=case.loss_scale is not None and case.dtype == "fp32",
-        overlap_grad_reduce=False,
-        overlap_param_gather=False,
-        overlap_p2p=False,
-        batch_p2p=False,
-        sequence_parallel=False,
-        cp=1,
-        cp_list=(),
-        ep=1,
-        etp=None,
-        ep_list=(),
-        etp_list=(),
-        shards=tuple(zip(case.sizes, case.cp_sizes, strict=True)) if case.experts.startswith("dropping") else (),
-        recompute=False,
-        deallocate=False,
-        sums_loss=False,
-        num_evaluations=0,
-        collects=False,
-        align_grad_reduce=True,
-        bucket_size=Case(sizes=(1,)).bucket_size,
-        inf_at=None if case.inf_at is None else (case.inf_at[0], 0, case.inf_at[2]),
-        inf_cp_rank=None,
-        inf_dp_rank=None,
-        wants_weights=True,
-        wants_tied=False,
-        save=None,
+    stages, model, numerics, checks = case.stages, case.model, case.numerics, case.checks
+    drops = model.experts.startswith("dropping")
+    return Case(
+        stages=Stages(sizes=(1,) * len(stages.sizes), dp=stages.dp_sizes[case.loss_stage]),
+        model=replace(model, shards=tuple(zip(stages.sizes, stages.cp_sizes, strict=True)) if drops else ()),
+        data=replace(case.data, micro_batch=case.micro_batch_at(case.loss_stage)),
+        numerics=numerics,
+        execution=Execution(
+            # Stock Megatron waits for the headers it sends, and hangs over gloo, where sends meet their receives.
+            plugin="forced" if case.data.varying_lengths and model.vpp > 1 else "on",
+            vpp_group_size=case.execution.vpp_group_size,
+            distributed_optimizer=numerics.loss_scale is not None and numerics.dtype == "fp32",
+        ),
+        checks=Checks(
+            inf_at=None if checks.inf_at is None else (checks.inf_at[0], 0, checks.inf_at[2]),
+            load=checks.load,
+            wants_weights=True,
+        ),
     )
 
 
@@ -330,11 +214,11 @@ class Run:
 def assemble(case: Case, ranks: Sequence[RankResult]) -> Run:
     """Put the ranks of a run together and check that those agree that must."""
     losses, evaluations = [], []
-    for dp_rank in range(case.dp_sizes[case.loss_stage]):
+    for dp_rank in range(case.stages.dp_sizes[case.loss_stage]):
         ends = [r for r in ranks if r.stage == case.loss_stage and r.dp_rank == dp_rank]
-        assert len(ends) == case.sizes[case.loss_stage] * case.cp_sizes[case.loss_stage]
+        assert len(ends) == case.stages.sizes[case.loss_stage] * case.stages.cp_sizes[case.loss_stage]
         assert all(r.losses == ends[0].losses for r in ends), "the ranks that compute the loss disagree about it"
-        assert [len(step) for step in ends[0].losses] == [*map(case.num_microbatches_of, range(case.num_steps))]
+        assert [len(step) for step in ends[0].losses] == [*map(case.num_microbatches_of, range(case.data.num_steps))]
         losses.append(ends[0].losses)
         evaluations.append(ends[0].evaluations)
     for name in ("grad_norms", "num_zeros", "successful"):
@@ -353,7 +237,8 @@ def assemble(case: Case, ranks: Sequence[RankResult]) -> Run:
 
 def _whole_weights(case: Case, ranks: Sequence[RankResult]) -> dict[str, torch.Tensor]:
     found: dict[str, list[Part]] = {}
-    for stage, (size, cp, dp) in enumerate(zip(case.sizes, case.cp_sizes, case.dp_sizes, strict=True)):
+    stages = case.stages
+    for stage, (size, cp, dp) in enumerate(zip(stages.sizes, stages.cp_sizes, stages.dp_sizes, strict=True)):
         for dp_rank in range(dp):
             here = [r.tp_rank for r in ranks if (r.stage, r.dp_rank) == (stage, dp_rank)]
             assert sorted(here) == sorted([*range(size)] * cp)
@@ -471,8 +356,8 @@ class Runs:
 
         Megatron 0.12 multiplies gradients through multi-token prediction by the tensor-parallel size of its stage.
         """
-        if case.mtp and self._host == "0.12":
-            oracle = replace(oracle, sizes=(case.sizes[case.loss_stage],) * len(oracle.sizes))
+        if case.model.mtp and self._host == "0.12":
+            oracle = oracle.but(sizes=(case.stages.sizes[case.loss_stage],) * len(oracle.stages.sizes))
         return self.kept(oracle)
 
 

@@ -70,10 +70,10 @@ _HAS_CHUNKS = "vp_stage" in inspect.signature(get_gpt_decoder_block_spec).parame
 
 def config_of(case: Case) -> dict[str, Any]:
     """Give the fields of the configuration for a case's experts."""
-    if not case.experts:
+    if not case.model.experts:
         return {}
     return {
-        **EXPERTS[case.experts],
+        **EXPERTS[case.model.experts],
         "expert_model_parallel_size": parallel_state.get_expert_model_parallel_world_size(),
         "expert_tensor_parallel_size": parallel_state.get_expert_tensor_parallel_world_size(),
     }
@@ -95,7 +95,7 @@ def drops_by_shard(case: Case) -> Iterator[None]:
     Rows are positions, each with all samples of the microbatch. A context-parallel rank has a chunk from the front and
     one from the back; of these rows, a tensor-parallel rank has a part that hangs together.
     """
-    if not case.shards:
+    if not case.model.shards:
         yield
         return
     # Up to Megatron 0.12 the scores of the experts and the drops are one function.
@@ -104,9 +104,9 @@ def drops_by_shard(case: Case) -> Iterator[None]:
 
     def apply(*values: Any, **options: Any) -> tuple[torch.Tensor, ...]:
         """Drop among the rows of each rank; what has one row for each token is put together, and counts are summed."""
-        tp, cp = case.shards[parallel_state.get_pipeline_model_parallel_rank()]
-        tokens = torch.arange(len(values[0])).view(case.seq, -1)
-        own = [rows for rank in range(cp) for rows in tokens[chunk_positions(case.seq, rank, cp)].chunk(tp)]
+        tp, cp = case.model.shards[parallel_state.get_pipeline_model_parallel_rank()]
+        tokens = torch.arange(len(values[0])).view(case.data.seq, -1)
+        own = [rows for rank in range(cp) for rows in tokens[chunk_positions(case.data.seq, rank, cp)].chunk(tp)]
         own = [rows.flatten() for rows in own]
         parts = [
             original(*(value[rows] if torch.is_tensor(value) else value for value in values), **options) for rows in own

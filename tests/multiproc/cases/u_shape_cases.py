@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+from tests.multiproc.cases.case_parts import Checks, Execution, Model, Stages
 from tests.multiproc.cases.core_cases import LR, Case, Run, Runs, assert_close, assert_weights_close
-from tests.multiproc.test_parity import BF16_REL
+from tests.multiproc.training.test_parity import BF16_REL
 
 LAYERS: dict[tuple[int, ...], tuple[int, ...]] = {
     (1, 1): (1, 2, 1),
@@ -27,47 +28,43 @@ Saved = Callable[[Case], str]
 
 def u_shaped(*sizes: int, **fields: Any) -> Case:
     """Give a case with the layers of these tests."""
-    return Case(sizes=sizes, layers=LAYERS[sizes], **fields)
+    return Case.of(sizes=sizes, layers=LAYERS[sizes], **fields)
 
 
 def sequential(case: Case) -> Case:
     """Give the run without a pipeline that computes the same."""
-    kept = (
-        "dtype",
-        "optimizer",
-        "num_steps",
-        "num_microbatches",
-        "rampup",
-        "masked",
-        "per_token_loss",
-        "loss_tuple",
-    )
-    kept += ("varying_lengths", "partial_batches", "seq", "length_step", "tied", "load", "clip", "count_zeros")
-    kept += ("has_bias", "loss_scale", "attention", "mtp", "is_drawn")
+    model, numerics, inf_at = case.model, case.numerics, case.checks.inf_at
     return Case(
-        sizes=(1,),
-        layers_per_chunk=case.num_layers,
-        dp=case.dp_sizes[case.loss_stage],
-        micro_batch=case.micro_batch_at(case.loss_stage),
-        wants_weights=True,
+        stages=Stages(sizes=(1,), dp=case.stages.dp_sizes[case.loss_stage]),
+        model=Model(
+            layers_per_chunk=case.num_layers,
+            tied=model.tied,
+            has_bias=model.has_bias,
+            attention=model.attention,
+            mtp=model.mtp,
+            is_drawn=model.is_drawn,
+        ),
+        data=replace(case.data, micro_batch=case.micro_batch_at(case.loss_stage)),
+        numerics=numerics,
         # A constant loss scale in fp32 exists in the distributed optimizer only.
-        distributed_optimizer=case.loss_scale is not None and case.dtype == "fp32",
-        inf_at=None if case.inf_at is None else (0, 0, case.inf_at[2]),
-        **{name: getattr(case, name) for name in kept},
+        execution=Execution(distributed_optimizer=numerics.loss_scale is not None and numerics.dtype == "fp32"),
+        checks=Checks(inf_at=inf_at and (0, 0, inf_at[2]), load=case.checks.load, wants_weights=True),
     )
 
 
 def check_u_shape(runs: Runs, saved: Saved, case: Case, train: Callable[[Case], Run] | None = None) -> Run:
     """Train the case, with the executor unless told otherwise, and compare it with the sequential run."""
-    case = replace(case, load=None if case.is_drawn else saved(case), wants_weights=True)
+    case = case.but(load=None if case.model.is_drawn else saved(case), wants_weights=True)
     run, oracle = (train or runs.run)(case), runs.kept_alike(case, sequential(case))
-    if case.tied:
+    if case.model.tied:
         output = run.weights.pop("output_layer.weight")
         # With prediction Megatron allocates this weight, too, and uses the prediction's copy of the embedding.
-        assert case.mtp or output.equal(run.weights["embedding.word_embeddings.weight"])
-    if case.dtype == "fp32":
+        assert case.model.mtp or output.equal(run.weights["embedding.word_embeddings.weight"])
+    if case.numerics.dtype == "fp32":
         assert_close(run, oracle)
-        assert_weights_close(run, oracle, atol=1e-5 if case.optimizer == "sgd" else LR["adam"] * case.num_steps)
+        assert_weights_close(
+            run, oracle, atol=1e-5 if case.numerics.optimizer == "sgd" else LR["adam"] * case.data.num_steps
+        )
     else:
         assert_close(run, oracle, rel=BF16_REL)
     return run

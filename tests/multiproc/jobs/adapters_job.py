@@ -30,7 +30,7 @@ def build_adapters() -> None:
     config = TransformerConfig(
         num_layers=1, hidden_size=24, num_attention_heads=4, use_cpu_initialization=True, persist_layer_norm=False
     )
-    with cpu_only(), model_parallel(Case(sizes=(1,), plugin="stock")):
+    with cpu_only(), model_parallel(Case.of(sizes=(1,), plugin="stock")):
         model = GPTModel(config, get_gpt_layer_local_spec(), vocab_size=32, max_sequence_length=8)
         _inject(model, config, TARGETS, init_lora_weights=True)
 
@@ -78,7 +78,7 @@ def ask(sizes: tuple[int, ...], targets: Sequence[str | Sequence[str]]) -> list[
         The answers, and the texts of the errors.
     """
     init_gloo()
-    case, answers = Case(sizes=sizes), []
+    case, answers = Case.of(sizes=sizes), []
     with applied(case, force=False), model_parallel(case), closing(Trainer(case)) as trainer:
         for wanted in targets:
             text = f"{wanted} {torch.distributed.get_rank()}" if str(wanted).startswith("rank") else wanted

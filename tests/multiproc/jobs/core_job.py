@@ -23,7 +23,8 @@ import vtp_plugin
 from tests.group_queries.recorder import refusing_unknown_callers
 from tests.multiproc.cases import experts
 from tests.multiproc.cases.attentions import ATTENTIONS, layer_spec
-from tests.multiproc.cases.core_cases import FFN, HEADS, HIDDEN, LR, MICRO_BATCH, VOCAB, Case, Part, RankResult
+from tests.multiproc.cases.case_parts import FFN, HEADS, HIDDEN, MICRO_BATCH, VOCAB
+from tests.multiproc.cases.core_cases import LR, Case, Part, RankResult
 from tests.multiproc.hooks.gathered_attention import chunk_positions
 from tests.support.hosts import counts_over_context
 from tests.support.mended_wheel import mend_wheel
@@ -44,17 +45,17 @@ _TELLS_OPTIMIZER = "overlap_param_gather" in inspect.signature(OptimizerConfig).
 def train(case: Case) -> RankResult:
     """Run a case on this rank."""
     init_gloo()
-    if case.plugin == "reverted":
+    if case.execution.plugin == "reverted":
         with applied(case, force=True), model_parallel(case), closing(Trainer(case)) as trainer:
             trainer.step(0)
         with cpu_only(), model_parallel(case), closing(Trainer(case)) as trainer:
             return trainer.run()
-    alone = {"stock": cpu_only, "mapped": mapped_only}.get(case.plugin)
-    with alone() if alone else applied(case, force=case.plugin == "forced"), model_parallel(case):
-        is_asked = case.plugin == "forced" or (
-            case.plugin == "on" and (case.schedule == "planned" or bool(case.layers))
+    alone = {"stock": cpu_only, "mapped": mapped_only}.get(case.execution.plugin)
+    with alone() if alone else applied(case, force=case.execution.plugin == "forced"), model_parallel(case):
+        is_asked = case.execution.plugin == "forced" or (
+            case.execution.plugin == "on" and (case.execution.schedule == "planned" or bool(case.model.layers))
         )
-        assert vtp_plugin.is_vtp_enabled() == (is_asked or not case.is_uniform)
+        assert vtp_plugin.is_vtp_enabled() == (is_asked or not case.stages.is_uniform)
         with experts.drops_by_shard(case), closing(Trainer(case)) as trainer:
             return trainer.run()
 
@@ -68,21 +69,21 @@ def count_threads() -> int:
 def applied(case: Case, *, force: bool, **options: Any) -> Iterator[None]:
     """Apply the plugin, with further options, and take it back."""
     vtp_plugin.apply(
-        vtp_size_list=list(case.sizes),
-        vtp_cp_list=case.cp_list or None,
-        vtp_dp_list=case.dp_list or None,
-        vtp_ep_list=case.ep_list or None,
-        vtp_etp_list=case.etp_list or None,
-        dp_mode=case.dp_mode,
+        vtp_size_list=list(case.stages.sizes),
+        vtp_cp_list=case.stages.cp_list or None,
+        vtp_dp_list=case.stages.dp_list or None,
+        vtp_ep_list=case.stages.ep_list or None,
+        vtp_etp_list=case.stages.etp_list or None,
+        dp_mode=case.stages.dp_mode,
         device="cpu",
-        transport=case.transport,
-        sites=case.sites or None,
+        transport=case.execution.transport,
+        sites=case.stages.sites or None,
         timeout_s=TIMEOUT_S,
         force=force,
-        schedule=case.schedule,
-        in_flight=case.in_flight or None,
-        layerwise_disaggregated=bool(case.layers),
-        num_layer_list=None if _HAS_LAYOUTS else case.layers or None,
+        schedule=case.execution.schedule,
+        in_flight=case.execution.in_flight or None,
+        layerwise_disaggregated=bool(case.model.layers),
+        num_layer_list=None if _HAS_LAYOUTS else case.model.layers or None,
         **options,
     )
     try:
@@ -119,16 +120,20 @@ def mapped_only() -> Iterator[None]:
 @contextmanager
 def model_parallel(case: Case) -> Iterator[None]:
     """Have Megatron make its groups, as a user would; only stock Megatron needs to be told a tensor-parallel size."""
-    sizes = {"tensor_model_parallel_size": case.sizes[0]} if case.plugin in ("stock", "mapped", "reverted") else {}
+    sizes = (
+        {"tensor_model_parallel_size": case.stages.sizes[0]}
+        if case.execution.plugin in ("stock", "mapped", "reverted")
+        else {}
+    )
     parallel_state.initialize_model_parallel(
         **sizes,
-        pipeline_model_parallel_size=len(case.sizes),
-        virtual_pipeline_model_parallel_size=case.num_virtual if case.num_virtual > 1 else None,
-        context_parallel_size=case.cp,
-        expert_model_parallel_size=case.ep,
-        expert_tensor_parallel_size=case.etp,
-        order=case.order,
-        **({"get_embedding_ranks": lambda ranks: _embedding_ranks(case, ranks)} if case.layout else {}),
+        pipeline_model_parallel_size=len(case.stages.sizes),
+        virtual_pipeline_model_parallel_size=case.model.num_virtual if case.model.num_virtual > 1 else None,
+        context_parallel_size=case.stages.cp,
+        expert_model_parallel_size=case.stages.ep,
+        expert_tensor_parallel_size=case.stages.etp,
+        order=case.stages.order,
+        **({"get_embedding_ranks": lambda ranks: _embedding_ranks(case, ranks)} if case.model.layout else {}),
     )
     tensor_parallel.model_parallel_cuda_manual_seed(7)
     # The rule of megatron.training: weights depend on the pipeline rank, not on the tensor-parallel one.
@@ -164,23 +169,23 @@ class Trainer:
         self.micro_batch_size *= case.micro_batch_at(self.stage) // MICRO_BATCH
         self.config = _config(case)
         chunks = self._prepared(_chunks(case, self.config))
-        if case.experts or case.is_drawn:
+        if case.model.experts or case.model.is_drawn:
             for chunk in chunks:  # in a U two of them hold the word embedding
                 experts.draw(_named_parts([chunk]))
-        if case.load:
-            _load(chunks, case.load)
-        if case.save:
+        if case.checks.load:
+            _load(chunks, case.checks.load)
+        if case.checks.save:
             _forget_saves()
-            dist_checkpointing.save(_sharded(chunks), case.save)
+            dist_checkpointing.save(_sharded(chunks), case.checks.save)
         self.model = _wrap(case, self.config, chunks)
         self.optimizer = get_megatron_optimizer(_optimizer_config(case), self.model)
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.config.finalize_model_grads_func = distributed.finalize_model_grads
-        if case.overlap_grad_reduce:
+        if case.execution.overlap_grad_reduce:
             _set_functions(self.config, "no_sync_func", [chunk.no_sync for chunk in self.model])
-            if case.align_grad_reduce:
+            if case.execution.align_grad_reduce:
                 _set_functions(self.config, "grad_sync_func", [chunk.start_grad_sync for chunk in self.model])
-        if case.overlap_param_gather and len(self.model) > 1:
+        if case.execution.overlap_param_gather and len(self.model) > 1:
             _set_functions(self.config, "param_sync_func", [chunk.start_param_sync for chunk in self.model])
         self.num_read = 0
 
@@ -228,20 +233,20 @@ class Trainer:
             allocations=[],
         )
         self._keep_tied(result)
-        for step in range(case.num_steps):
-            for _ in range(case.num_evaluations):
+        for step in range(case.data.num_steps):
+            for _ in range(case.checks.num_evaluations):
                 result.evaluations.append(self.evaluate(step))
             losses, successful, grad_norm, num_zeros = self.step(step)
             result.losses.append(losses)
             result.successful.append(bool(successful))
             result.grad_norms.append(-1.0 if grad_norm is None else float(grad_norm))
             # Megatron 0.12 counts always.
-            result.num_zeros.append(float(num_zeros) if case.count_zeros else -1.0)
+            result.num_zeros.append(float(num_zeros) if case.numerics.count_zeros else -1.0)
             self._keep_tied(result)
             session = _Holder.session
             if session is not None and session.is_running and session.running.communicator is not None:
                 result.allocations.append(session.running.communicator.num_allocations)
-        if case.wants_weights:
+        if case.checks.wants_weights:
             with self._gathered_weights():
                 result.weights = _weights(self.model)
         result.read = self.num_read
@@ -270,13 +275,13 @@ class Trainer:
         iterators = [self._batches(chunk, step) for chunk in self.model]
         reports = pipeline_parallel.get_forward_backward_func()(
             forward_step_func=self._forward_step,
-            data_iterator=iterators if self.case.num_virtual > 1 else iterators[0],
-            model=self.model if self.case.num_virtual > 1 else self.model[0],
+            data_iterator=iterators if self.case.model.num_virtual > 1 else iterators[0],
+            model=self.model if self.case.model.num_virtual > 1 else self.model[0],
             num_microbatches=self.case.num_microbatches_at(self.stage, step),
-            seq_length=self.case.seq,
+            seq_length=self.case.data.seq,
             micro_batch_size=self.micro_batch_size,
             forward_only=forward_only,
-            collect_non_loss_data=forward_only and self.case.collects,
+            collect_non_loss_data=forward_only and self.case.checks.collects,
         )
         return [report["loss"].item() for report in reports]
 
@@ -299,7 +304,7 @@ class Trainer:
             own = chunk_positions(batch["tokens"].shape[1], cp_rank, num_cp)
             tokens, labels, mask = (batch[key][:, own].contiguous() for key in KEYS)
             positions = own.expand_as(tokens)
-        output = chunk(tokens, positions, None, labels=labels, **({"loss_mask": mask} if self.case.mtp else {}))
+        output = chunk(tokens, positions, None, labels=labels, **({"loss_mask": mask} if self.case.model.mtp else {}))
 
         def loss_function(losses: torch.Tensor, non_loss_data: bool = False) -> Any:
             assert mask is not None
@@ -308,12 +313,12 @@ class Trainer:
             whole = torch.stack([total.detach(), num_tokens.float()])
             if parallel_state.get_context_parallel_world_size() > 1:
                 torch.distributed.all_reduce(whole, group=parallel_state.get_context_parallel_group())
-            if self.case.sums_loss:
+            if self.case.execution.sums_loss:
                 torch.distributed.all_reduce(whole.clone(), group=parallel_state.get_data_parallel_group())
             if non_loss_data:
                 return {"loss": whole[0] / whole[1]}
             # Megatron divides the loss in place, so what is reported must be a copy.
-            if self.case.loss_tuple == 3:
+            if self.case.numerics.loss_tuple == 3:
                 counted = whole[1].int() if counts_over_context() else num_tokens
                 return total, counted, {"loss": whole[0].clone()}
             return total / whole[1], {"loss": whole[0] / whole[1]}
@@ -329,21 +334,22 @@ class Trainer:
             parallel_state.get_tensor_model_parallel_rank(),
             step,
         )
-        if here != case.inf_at:
+        if here != case.checks.inf_at:
             yield
             return
         parameter = next(
             parameter
             for name, parameter in self.model[0].named_parameters()
-            if getattr(parameter, "tensor_model_parallel", False) and (not case.experts or "local_experts" in name)
+            if getattr(parameter, "tensor_model_parallel", False)
+            and (not case.model.experts or "local_experts" in name)
         )
         spoil = torch.zeros_like(parameter)
         spoil.view(-1)[0] = torch.inf
-        if case.inf_cp_rank is None:
+        if case.checks.inf_cp_rank is None:
             yield
-            if case.inf_dp_rank in (None, parallel_state.get_data_parallel_rank()):
+            if case.checks.inf_dp_rank in (None, parallel_state.get_data_parallel_rank()):
                 parameter.main_grad += spoil
-        elif parallel_state.get_context_parallel_rank() == case.inf_cp_rank:
+        elif parallel_state.get_context_parallel_rank() == case.checks.inf_cp_rank:
             hook = parameter.register_hook(lambda gradient: gradient + spoil)
             yield
             hook.remove()
@@ -353,7 +359,7 @@ class Trainer:
     @contextmanager
     def _gathered_weights(self) -> Iterator[None]:
         """Gather the weights that overlapping would gather in the next forward pass, as megatron.training does."""
-        if not self.case.overlap_param_gather:
+        if not self.case.execution.overlap_param_gather:
             yield
             return
         for chunk in self.model:
@@ -363,7 +369,7 @@ class Trainer:
             chunk.enable_forward_pre_hook()
 
     def _keep_tied(self, result: RankResult) -> None:
-        if not self.case.wants_tied:
+        if not self.case.checks.wants_tied:
             return
         ends = [chunk for chunk in self.model if _holds_embedding(chunk)]
         with self._gathered_weights():
@@ -372,38 +378,39 @@ class Trainer:
 
 def _config(case: Case) -> TransformerConfig:
     recompute: dict[str, Any] = {}
-    if case.recompute:
+    if case.execution.recompute:
         recompute = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    attention = ATTENTIONS[case.attention]
+    attention = ATTENTIONS[case.model.attention]
     config = attention.config_class(
         num_layers=case.num_layers,
-        hidden_size=case.hidden,
+        hidden_size=case.model.hidden,
         num_attention_heads=HEADS,
         ffn_hidden_size=FFN,
-        add_bias_linear=case.has_bias,
+        add_bias_linear=case.model.has_bias,
         hidden_dropout=0.0,
         attention_dropout=0.0,
         use_cpu_initialization=True,
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
-        pipeline_model_parallel_size=len(case.sizes),
-        virtual_pipeline_model_parallel_size=case.num_virtual if case.num_virtual > 1 else None,
+        pipeline_model_parallel_size=len(case.stages.sizes),
+        virtual_pipeline_model_parallel_size=case.model.num_virtual if case.model.num_virtual > 1 else None,
         context_parallel_size=parallel_state.get_context_parallel_world_size(),
         # Megatron refuses it on a stage of one rank.
-        sequence_parallel=case.sequence_parallel and parallel_state.get_tensor_model_parallel_world_size() > 1,
-        pipeline_dtype=DTYPES[case.dtype],
-        params_dtype=DTYPES[case.dtype],
-        bf16=case.dtype == "bf16",
-        fp16=case.dtype == "fp16",
-        batch_p2p_comm=case.batch_p2p,
-        overlap_p2p_comm=case.overlap_p2p,
-        variable_seq_lengths=case.varying_lengths,
-        deallocate_pipeline_outputs=case.deallocate,
-        microbatch_group_size_per_vp_stage=case.vpp_group_size,
-        calculate_per_token_loss=case.per_token_loss,
-        **({"pipeline_model_parallel_layout": _u_layout(case)} if case.layers and _HAS_LAYOUTS else {}),
-        **({"pipeline_model_parallel_layout": case.layout} if case.layout else {}),
+        sequence_parallel=case.execution.sequence_parallel
+        and parallel_state.get_tensor_model_parallel_world_size() > 1,
+        pipeline_dtype=DTYPES[case.numerics.dtype],
+        params_dtype=DTYPES[case.numerics.dtype],
+        bf16=case.numerics.dtype == "bf16",
+        fp16=case.numerics.dtype == "fp16",
+        batch_p2p_comm=case.execution.batch_p2p,
+        overlap_p2p_comm=case.execution.overlap_p2p,
+        variable_seq_lengths=case.data.varying_lengths,
+        deallocate_pipeline_outputs=case.execution.deallocate,
+        microbatch_group_size_per_vp_stage=case.execution.vpp_group_size,
+        calculate_per_token_loss=case.numerics.per_token_loss,
+        **({"pipeline_model_parallel_layout": _u_layout(case)} if case.model.layers and _HAS_LAYOUTS else {}),
+        **({"pipeline_model_parallel_layout": case.model.layout} if case.model.layout else {}),
         # So much that it matters.
-        **({"mtp_num_layers": case.mtp, "mtp_loss_scaling_factor": 0.5} if case.mtp else {}),
+        **({"mtp_num_layers": case.model.mtp, "mtp_loss_scaling_factor": 0.5} if case.model.mtp else {}),
         **recompute,
         **{
             "kv_channels": HIDDEN // HEADS,
@@ -418,19 +425,19 @@ def _config(case: Case) -> TransformerConfig:
 
 def _optimizer_config(case: Case) -> OptimizerConfig:
     return OptimizerConfig(
-        optimizer=case.optimizer,
-        lr=LR[case.optimizer],
-        clip_grad=case.clip,
-        use_distributed_optimizer=case.distributed_optimizer,
+        optimizer=case.numerics.optimizer,
+        lr=LR[case.numerics.optimizer],
+        clip_grad=case.numerics.clip,
+        use_distributed_optimizer=case.execution.distributed_optimizer,
         # In 0.12 only the model's wrapper is told.
-        **({"overlap_param_gather": True} if case.overlap_param_gather and _TELLS_OPTIMIZER else {}),
-        params_dtype=DTYPES[case.dtype],
-        bf16=case.dtype == "bf16",
-        fp16=case.dtype == "fp16",
-        loss_scale=case.loss_scale,
+        **({"overlap_param_gather": True} if case.execution.overlap_param_gather and _TELLS_OPTIMIZER else {}),
+        params_dtype=DTYPES[case.numerics.dtype],
+        bf16=case.numerics.dtype == "bf16",
+        fp16=case.numerics.dtype == "fp16",
+        loss_scale=case.numerics.loss_scale,
         initial_loss_scale=1024.0,
         hysteresis=1,
-        log_num_zeros_in_grad=case.count_zeros,
+        log_num_zeros_in_grad=case.numerics.count_zeros,
     )
 
 
@@ -440,12 +447,16 @@ def _chunks(case: Case, config: TransformerConfig) -> list[GPTModel]:
             config,
             _layers(case, config, vp_stage),
             vocab_size=VOCAB,
-            max_sequence_length=case.seq,
+            max_sequence_length=case.data.seq,
             pre_process=is_first,
             post_process=is_last,
-            share_embeddings_and_output_weights=case.tied,
-            **({"mtp_block_spec": _mtp_spec(config, _layers(case, config, vp_stage), vp_stage)} if case.mtp else {}),
-            **ATTENTIONS[case.attention].model,
+            share_embeddings_and_output_weights=case.model.tied,
+            **(
+                {"mtp_block_spec": _mtp_spec(config, _layers(case, config, vp_stage), vp_stage)}
+                if case.model.mtp
+                else {}
+            ),
+            **ATTENTIONS[case.model.attention].model,
             **_of_chunk(vp_stage),
         )
         for vp_stage, is_first, is_last in _ends(case)
@@ -458,26 +469,26 @@ def _mtp_spec(config: TransformerConfig, spec: Any, vp_stage: int | None) -> Any
 
 def _embedding_ranks(case: Case, ranks: list[int]) -> list[int]:
     """Say which ranks of a pipeline hold the word embedding, as NVIDIA's scripts do."""
-    if case.embedding_stages:
-        return [ranks[stage] for stage in case.embedding_stages]
-    with_prediction = [i for i, part in enumerate(case.layout.split("|")) if "m" in part]
-    return sorted({ranks[0], *([ranks[-1]] if case.tied else []), *(ranks[stage] for stage in with_prediction)})
+    if case.model.embedding_stages:
+        return [ranks[stage] for stage in case.model.embedding_stages]
+    with_prediction = [i for i, part in enumerate(case.model.layout.split("|")) if "m" in part]
+    return sorted({ranks[0], *([ranks[-1]] if case.model.tied else []), *(ranks[stage] for stage in with_prediction)})
 
 
 def _layers(case: Case, config: TransformerConfig, vp_stage: int | None) -> Any:
-    if case.experts:
-        return experts.block_spec(config, vp_stage, is_gathered=case.gathered_attention)
-    return layer_spec(case.attention, is_gathered=case.gathered_attention)
+    if case.model.experts:
+        return experts.block_spec(config, vp_stage, is_gathered=case.model.gathered_attention)
+    return layer_spec(case.model.attention, is_gathered=case.model.gathered_attention)
 
 
 def _ends(case: Case) -> Iterator[tuple[int | None, bool, bool]]:
     """Yield, for every chunk of this rank, its number and whether it begins and whether it ends the model."""
     is_edge = parallel_state.get_pipeline_model_parallel_rank() == 0
-    for i in range(case.num_virtual):
-        vp_stage = i if case.num_virtual > 1 else None
-        if case.layers and (i == 0 or is_edge):
+    for i in range(case.model.num_virtual):
+        vp_stage = i if case.model.num_virtual > 1 else None
+        if case.model.layers and (i == 0 or is_edge):
             yield vp_stage, is_edge and i == 0, is_edge and i == 1
-        elif not case.layers:
+        elif not case.model.layers:
             yield (
                 vp_stage,
                 parallel_state.is_pipeline_first_stage(ignore_virtual=False, **_of_chunk(vp_stage)),
@@ -496,25 +507,25 @@ def _of_chunk(vp_stage: int | None) -> dict[str, Any]:
 
 def _u_layout(case: Case) -> list[list[str]]:
     """Say which layers each stage's first chunk holds, then each one's second."""
-    parts = [["decoder"] * num_layers for num_layers in case.layers]
+    parts = [["decoder"] * num_layers for num_layers in case.model.layers]
     parts[0].insert(0, "embedding")
-    parts[-1] += ["mtp"] * case.mtp + ["loss"]
-    return [*parts, *([] for _ in case.sizes[1:])]
+    parts[-1] += ["mtp"] * case.model.mtp + ["loss"]
+    return [*parts, *([] for _ in case.stages.sizes[1:])]
 
 
 def _wrap(case: Case, config: TransformerConfig, chunks: list[GPTModel]) -> list[Any]:
     ddp_config = distributed.DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        use_distributed_optimizer=case.distributed_optimizer,
-        overlap_grad_reduce=case.overlap_grad_reduce,
-        overlap_param_gather=case.overlap_param_gather,
-        bucket_size=case.bucket_size,
+        use_distributed_optimizer=case.execution.distributed_optimizer,
+        overlap_grad_reduce=case.execution.overlap_grad_reduce,
+        overlap_param_gather=case.execution.overlap_param_gather,
+        bucket_size=case.execution.bucket_size,
     )
     return [
         distributed.DistributedDataParallel(
             config,
             ddp_config,
-            chunk if case.dtype == "fp32" else Float16Module(config, chunk),
+            chunk if case.numerics.dtype == "fp32" else Float16Module(config, chunk),
             disable_bucketing=i > 0,
         )
         for i, chunk in enumerate(chunks)
@@ -562,7 +573,7 @@ def _holds_embedding(chunk: Any) -> bool:
 def _batches(case: Case, step: int, dp_rank: int) -> Iterator[dict[str, torch.Tensor]]:
     """Yield the microbatches of a replica of this rank's stage, in the order of Megatron's sampler."""
     stage = parallel_state.get_pipeline_model_parallel_rank()
-    dp, num_parts = case.dp_sizes[stage], case.micro_batch_at(stage) // MICRO_BATCH
+    dp, num_parts = case.stages.dp_sizes[stage], case.micro_batch_at(stage) // MICRO_BATCH
     for microbatch in range(case.num_microbatches_at(stage, step)):
         first = step * case.batch_of(step) // MICRO_BATCH + (microbatch * dp + dp_rank) * num_parts
         parts = [_samples(case, first + i) for i in range(num_parts)]
@@ -572,11 +583,11 @@ def _batches(case: Case, step: int, dp_rank: int) -> Iterator[dict[str, torch.Te
 def _samples(case: Case, index: int) -> dict[str, torch.Tensor]:
     """Give the samples of one microbatch of the smallest size, by its number in the whole run."""
     generator = torch.Generator().manual_seed(1000 + index)
-    length = case.seq - case.length_step * (index % 3) if case.varying_lengths else case.seq
-    num_samples = MICRO_BATCH - (case.partial_batches and index % 3 == 2)
+    length = case.data.seq - case.data.length_step * (index % 3) if case.data.varying_lengths else case.data.seq
+    num_samples = MICRO_BATCH - (case.data.partial_batches and index % 3 == 2)
     text = torch.randint(0, VOCAB, (num_samples, length + 1), generator=generator)
     mask = torch.ones(num_samples, length, dtype=torch.int64)
-    if case.masked:
+    if case.data.masked:
         mask = (torch.rand(mask.shape, generator=generator) < (index % 4 + 1) / 5).long()
         mask[0, 0] = 1
     return {"tokens": text[:, :-1].contiguous(), "labels": text[:, 1:].contiguous(), "mask": mask}

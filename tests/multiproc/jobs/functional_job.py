@@ -14,7 +14,8 @@ from megatron.core import parallel_state
 from megatron.core.model_parallel_config import ModelParallelConfig
 from megatron.core.pipeline_parallel import p2p_communication, schedules
 
-from tests.multiproc.cases.core_cases import HIDDEN, MICRO_BATCH, Case, RankResult
+from tests.multiproc.cases.case_parts import HIDDEN, MICRO_BATCH
+from tests.multiproc.cases.core_cases import Case, RankResult
 from tests.multiproc.jobs.core_job import Trainer, applied, model_parallel
 from tests.support.hosts import host_name
 from tests.support.pool import init_gloo
@@ -68,11 +69,11 @@ class ByHand(Trainer):
         if keyword:
             self._p2p = importlib.import_module(f"{REFERENCE}.p2p_communication_patch")
         config: Any = self.config
-        assert config.layerwise_disaggregated_training is bool(case.layers)
+        assert config.layerwise_disaggregated_training is bool(case.model.layers)
         self._stage = parallel_state.get_pipeline_model_parallel_rank()
         self._groups = p2p.pipeline_groups()
         parts = parallel_state.get_tensor_model_parallel_world_size() if self.config.sequence_parallel else 1
-        self._shape = (case.seq // parts, MICRO_BATCH, HIDDEN)
+        self._shape = (case.data.seq // parts, MICRO_BATCH, HIDDEN)
         if dist.get_rank() == 0 and hasattr(p2p_communication, "P2PCommunicator"):
             # On one rank alone: making Megatron's communicator is no exchange and no agreement.
             p2p_communication.P2PCommunicator(self._groups[0], self.config)
@@ -129,7 +130,7 @@ class ByHand(Trainer):
         if not forward_only:
             finalize = self.config.finalize_model_grads_func
             assert finalize is not None
-            finalize(self.model, num_tokens if self.case.per_token_loss else None)
+            finalize(self.model, num_tokens if self.case.numerics.per_token_loss else None)
         return [report["loss"].item() for report in reports]
 
     def _where(self, work: Work) -> dict[str, Any]:
@@ -147,7 +148,7 @@ class ByHand(Trainer):
         return {self._keyword: [chosen] if work.microbatch % 2 else chosen}
 
     def _is_last(self, work: Work) -> bool:
-        return work.is_end if self.case.layers else self._stage == len(self.case.sizes) - 1
+        return work.is_end if self.case.model.layers else self._stage == len(self.case.stages.sizes) - 1
 
     def _needs_no_message(self, work: Work, *, upstream: bool) -> bool:
         return (self._stage == 0 and not work.is_end) if upstream else self._is_last(work)
@@ -207,18 +208,18 @@ class ByHand(Trainer):
 
 def _works(case: Case, stage: int, num_microbatches: int) -> Iterator[Work]:
     """Yield the order of the Ascend implementation for a U, with its K clipped, and of 1F1B for a plain pipeline."""
-    num_stages, m = len(case.sizes), num_microbatches
+    num_stages, m = len(case.stages.sizes), num_microbatches
 
     def work(name: str, microbatch: int) -> Work:
         is_end = name in ("FE", "BS")
         return Work(chunk=int(is_end), microbatch=microbatch, is_backward=name[0] == "B", is_end=is_end)
 
     warmup = min(num_stages - stage, m)
-    if not case.layers or stage > 0:
+    if not case.model.layers or stage > 0:
         yield from (work("F", i) for i in range(warmup))
         for i in range(m - warmup):
             pair = (work("F", warmup + i), work("B", i))
-            yield from pair if case.layers else pair[::-1]
+            yield from pair if case.model.layers else pair[::-1]
         yield from (work("B", i) for i in range(m - warmup, m))
         return
     ends = min((4 * num_stages + 1) // 6, m)
@@ -235,7 +236,7 @@ def _works(case: Case, stage: int, num_microbatches: int) -> Iterator[Work]:
 def returns(transport: str) -> list[str]:
     """Send one tensor round a U of the sizes 1 and 2, and its gradient back; tell what the functions return."""
     init_gloo()
-    case = Case(sizes=(1, 2), layers=(1, 1, 1), transport=transport)
+    case = Case.of(sizes=(1, 2), layers=(1, 1, 1), transport=transport)
     with applied(case, force=False), model_parallel(case):
         config = ModelParallelConfig(
             tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
@@ -286,7 +287,7 @@ def _both_ends_of_the_edge(tensor: torch.Tensor, config: ModelParallelConfig, gr
 def lists_of_groups() -> list[str]:
     """Let an edge of one replica send one tensor to both cloud replicas; each sends another multiple back each time."""
     init_gloo()
-    case = Case(sizes=(1, 1), dp_list=(1, 2), layers=(1, 1, 1))
+    case = Case.of(sizes=(1, 1), dp_list=(1, 2), layers=(1, 1, 1))
     with applied(case, force=False), model_parallel(case):
         config = ModelParallelConfig(
             pipeline_model_parallel_size=2, pipeline_dtype=torch.bfloat16, batch_p2p_comm=False
@@ -356,7 +357,7 @@ def _count(works: list[Any] | None) -> int | None:
 def refusals() -> list[str]:
     """Ask for what there is not on a plain pipeline of two replicas; collect the messages."""
     init_gloo()
-    case = Case(sizes=(1, 1), dp=2)
+    case = Case.of(sizes=(1, 1), dp=2)
     lines = [_refusal(lambda: p2p.vtp_send_forward(torch.ones(1)), RuntimeError)]
     with applied(case, force=True), model_parallel(case):
         batched, config, untyped = (

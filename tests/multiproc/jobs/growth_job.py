@@ -44,13 +44,15 @@ def grow_core(case: Case, marks: Sequence[int], options: Mapping[str, Any], fold
     rank = init_gloo()
     with (
         _in_folder(Path(folder) / str(rank)) as count,
-        cpu_only() if case.plugin == "stock" else applied(case, force=case.plugin == "forced", **options),
+        cpu_only()
+        if case.execution.plugin == "stock"
+        else applied(case, force=case.execution.plugin == "forced", **options),
     ):
         _report_every_step()
         with model_parallel(case), closing(Trainer(case)) as trainer:
 
             def train(step: int) -> None:
-                for _ in range(case.num_evaluations):
+                for _ in range(case.checks.num_evaluations):
                     trainer.evaluate(step % 7)
                 trainer.step(step % 7)
 

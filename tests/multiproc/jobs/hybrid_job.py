@@ -20,7 +20,8 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
-from tests.multiproc.cases.core_cases import HEADS, HIDDEN, SEQ, VOCAB, Case
+from tests.multiproc.cases.case_parts import HEADS, HIDDEN, SEQ, VOCAB
+from tests.multiproc.cases.core_cases import Case
 from tests.multiproc.jobs.core_job import cpu_only, model_parallel
 from tests.support.pool import init_gloo
 
@@ -33,7 +34,7 @@ def errors_of_stock() -> dict[str, str]:
         attention variant.
     """
     init_gloo()
-    with cpu_only(), model_parallel(Case(sizes=(1,), plugin="stock")):
+    with cpu_only(), model_parallel(Case.of(sizes=(1,), plugin="stock")):
         errors = {pattern: _error_of(lambda p=pattern: _hybrid(hybrid_stack_spec, p)) for pattern in ("M-", "G-", "*-")}
         errors["local *-"] = _error_of(lambda: _hybrid(_local_stack(), "*-"))
         errors["gated_delta_net"] = _error_of(_gated_delta_net)

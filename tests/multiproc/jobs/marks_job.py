@@ -31,7 +31,7 @@ def build(case: Case, end: str, is_marked: bool) -> str:
     """Build model and optimizer, and return the line of the refusal; empty if there was none."""
     init_gloo()
     kind = type("Kind", (Spoiled,), {"end": end, "is_marked": is_marked})
-    with applied(case, force=case.plugin == "forced"), model_parallel(case):
+    with applied(case, force=case.execution.plugin == "forced"), model_parallel(case):
         try:
             kind(case).close()
         except ConfigError as error:

@@ -34,7 +34,7 @@ def record(case: Case, *, gathers_by_messages: bool) -> tuple[str, list[list[flo
 def _record(case: Case, recorder: Recorder) -> tuple[str, list[list[float]]]:
     with applied(case, force=True), model_parallel(case):
         with closing(RecordedTrainer(case, recorder)) as trainer:
-            losses = [trainer.step(step)[0] for step in range(case.num_steps)]
+            losses = [trainer.step(step)[0] for step in range(case.data.num_steps)]
         return format_trace(recorder.trace()), losses
 
 
@@ -47,7 +47,7 @@ class RecordedTrainer(Trainer):
         self._num_forward: dict[int, int] = {}
 
     def step(self, step: int) -> tuple[list[float], Any, Any, Any]:
-        self._num_forward = dict.fromkeys(range(self.case.num_virtual), 0)
+        self._num_forward = dict.fromkeys(range(self.case.model.num_virtual), 0)
         result = super().step(step)
         self._recorder.note(END_OF_STEP)
         return result

@@ -13,7 +13,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state, utils
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from tests.multiproc.cases.core_cases import VOCAB, Case, RankResult
+from tests.multiproc.cases.case_parts import VOCAB
+from tests.multiproc.cases.core_cases import Case, RankResult
 from tests.multiproc.hooks.gathered_attention import GatheredAttention
 from tests.multiproc.jobs.core_job import Trainer, _bare, applied, model_parallel
 from tests.support.pool import init_gloo
@@ -23,7 +24,7 @@ def train(case: Case, num_samples: int) -> tuple[RankResult, list[list[int]]]:
     """Run a case whose microbatches are one row of samples; give also the lengths that this rank's attention saw."""
     init_gloo()
     with (
-        applied(case, force=case.plugin == "forced"),
+        applied(case, force=case.execution.plugin == "forced"),
         model_parallel(case),
         closing(PackedTrainer(case, num_samples)) as trainer,
     ):
@@ -105,9 +106,9 @@ def _share(row: dict[str, torch.Tensor], case: Case, model: Any) -> dict[str, An
         cp_size=1,
         tp_rank=parallel_state.get_tensor_model_parallel_rank(),
         micro_batch_size=1,
-        seq_length=case.seq,
+        seq_length=case.data.seq,
         mtp_on_this_rank=False,
-        pipeline_model_parallel_size=len(case.sizes),
+        pipeline_model_parallel_size=len(case.stages.sizes),
         is_pipeline_first_stage=model.pre_process,
         is_pipeline_last_stage=model.post_process,
     )
@@ -115,16 +116,16 @@ def _share(row: dict[str, torch.Tensor], case: Case, model: Any) -> dict[str, An
 
 def _rows(case: Case, step: int, num_samples: int) -> Iterator[dict[str, torch.Tensor]]:
     """Yield rows of ``[1, S]`` that are cut elsewhere in every microbatch."""
-    for microbatch in range(case.num_microbatches):
+    for microbatch in range(case.data.num_microbatches):
         generator = torch.Generator().manual_seed(100 * step + microbatch)
-        text = torch.randint(0, VOCAB, (1, case.seq + 1), generator=generator)
-        cuts = (torch.randperm(case.seq - 1, generator=generator)[: num_samples - 1] + 1).sort().values.tolist()
-        ends = torch.tensor([0, *cuts, case.seq], dtype=torch.int32)
+        text = torch.randint(0, VOCAB, (1, case.data.seq + 1), generator=generator)
+        cuts = (torch.randperm(case.data.seq - 1, generator=generator)[: num_samples - 1] + 1).sort().values.tolist()
+        ends = torch.tensor([0, *cuts, case.data.seq], dtype=torch.int32)
         positions = torch.cat([torch.arange(int(length)) for length in ends.diff()])
         yield {
             "tokens": text[:, :-1].contiguous(),
             "labels": text[:, 1:].contiguous(),
-            "loss_mask": torch.ones(1, case.seq),
+            "loss_mask": torch.ones(1, case.data.seq),
             "position_ids": positions[None],
             "cu_seqlens": ends[None],
             "max_seqlen": ends.diff().max()[None],

@@ -31,7 +31,7 @@ def facts(sizes: tuple[int, ...]) -> Facts:
         sizes: of a plain pipeline of two stages.
     """
     init_gloo()
-    case = Case(sizes=sizes, transport="rank0")
+    case = Case.of(sizes=sizes, transport="rank0")
     with applied(case, force=False):
         before = _queries()
         with model_parallel(case):

@@ -56,7 +56,11 @@ def train_in_turn(parts: Sequence[Sequence[Case]]) -> tuple[list[list[RankResult
     results: list[list[RankResult]] = []
     counts: list[list[Left]] = []
     for part in parts:
-        with cpu_only() if part[0].plugin == "stock" else applied(part[0], force=part[0].plugin == "forced"):
+        with (
+            cpu_only()
+            if part[0].execution.plugin == "stock"
+            else applied(part[0], force=part[0].execution.plugin == "forced")
+        ):
             results.append([])
             counts.append([left()])
             for case in part:
@@ -91,7 +95,7 @@ def refusals(
         held.append(left())
         with model_parallel(case), closing(Trainer(case)) as trainer:
             try:
-                parallel_state.initialize_model_parallel(pipeline_model_parallel_size=len(case.sizes))
+                parallel_state.initialize_model_parallel(pipeline_model_parallel_size=len(case.stages.sizes))
             except VtpError as error:
                 said.append(str(error))
             return said, trainer.run(), held

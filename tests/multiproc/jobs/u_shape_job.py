@@ -22,7 +22,7 @@ KEYS = ("tokens", "labels", "loss_mask", "position_ids")
 def batch_of_the_edge() -> dict[str, list[list[float]] | None]:
     """Share a batch inside the edge as Megatron's own script does, whose flags do not know the chunk."""
     init_gloo()
-    case = Case(sizes=(2, 1), layers=(1, 1, 1))
+    case = Case.of(sizes=(2, 1), layers=(1, 1, 1))
     with applied(case, force=False), model_parallel(case):
         if parallel_state.get_pipeline_model_parallel_rank() != 0:
             return {}
@@ -43,7 +43,7 @@ def batch_of_the_edge() -> dict[str, list[list[float]] | None]:
             micro_batch_size=2,
             seq_length=3,
             mtp_on_this_rank=False,
-            pipeline_model_parallel_size=len(case.sizes),
+            pipeline_model_parallel_size=len(case.stages.sizes),
             is_pipeline_first_stage=parallel_state.is_pipeline_first_stage(),
             is_pipeline_last_stage=parallel_state.is_pipeline_last_stage(),
         )

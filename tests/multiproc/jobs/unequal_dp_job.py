@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from contextlib import closing
 
-from tests.multiproc.cases.core_cases import MICRO_BATCH, Case
+from tests.multiproc.cases.case_parts import MICRO_BATCH
+from tests.multiproc.cases.core_cases import Case
 from tests.multiproc.jobs.core_job import Trainer, applied, model_parallel
 from tests.support.pool import init_gloo
 from vtp_plugin.errors import ConfigError

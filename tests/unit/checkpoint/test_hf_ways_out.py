@@ -26,7 +26,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Case:
+class RefusedModel:
     """A model that is refused, and what the message tells to do about it.
 
     Attributes:
@@ -167,96 +167,96 @@ SECOND = "model-00002-of-00002.safetensors"
 LINKED = "is a link that leads out of the folder"
 PUT = "put the file itself there, or remove it"
 CASES = {
-    "no config": Case(
+    "no config": RefusedModel(
         spoil=lambda folder: (folder / CONFIG).unlink(),
         said="config.json is missing or cannot be read",
         way_out="give the folder of a model as it is published",
     ),
-    "config is a FIFO": Case(
+    "config is a FIFO": RefusedModel(
         spoil=lambda folder: fifo(folder, CONFIG),
         said="config.json cannot be read: it is a FIFO",
         way_out="give the folder of a model as it is published",
     ),
-    "config is nested": Case(
+    "config is nested": RefusedModel(
         spoil=lambda folder: rewrite(folder, CONFIG, '{"id2label": ' + "[" * 100_000),
         said="config.json is no JSON object (it is nested too deep)",
         way_out="download it again",
     ),
-    "config is a list": Case(
+    "config is a list": RefusedModel(
         spoil=lambda folder: rewrite(folder, CONFIG, "[]"), said="is no JSON object;", way_out="download it again"
     ),
-    "config is a link": Case(
+    "config is a link": RefusedModel(
         spoil=link(CONFIG, "../secret"),
         said=f"config.json {LINKED}",
         way_out=PUT,
     ),
-    "license is a link": Case(
+    "license is a link": RefusedModel(
         spoil=link("LICENSE", "../secret"), said=f"LICENSE {LINKED}", way_out=PUT, mend=removing("LICENSE")
     ),
-    "license is a link to nothing": Case(
+    "license is a link to nothing": RefusedModel(
         spoil=link("LICENSE", "/nowhere/id"), said=f"LICENSE {LINKED}", way_out=PUT, mend=removing("LICENSE")
     ),
-    "license is a FIFO": Case(
+    "license is a FIFO": RefusedModel(
         spoil=lambda folder: fifo(folder, "LICENSE"),
         said="LICENSE cannot be read: it is a FIFO",
         way_out="put a file there, or remove it",
         mend=removing("LICENSE"),
     ),
-    "tokenizer is a link": Case(
+    "tokenizer is a link": RefusedModel(
         spoil=link("tokenizer.json", "../secret"),
         said=LINKED,
         way_out=PUT,
         mend=lambda folder, _: _in_its_place(folder),
     ),
-    "weights are a link": Case(spoil=link(SINGLE, "../other/model.safetensors"), said=LINKED, way_out=PUT),
-    "weights are a FIFO": Case(
+    "weights are a link": RefusedModel(spoil=link(SINGLE, "../other/model.safetensors"), said=LINKED, way_out=PUT),
+    "weights are a FIFO": RefusedModel(
         spoil=lambda folder: fifo(folder, SINGLE), said="cannot be read: it is a FIFO", way_out="download it again"
     ),
-    "index is a FIFO": Case(
+    "index is a FIFO": RefusedModel(
         spoil=splitting(lambda folder: fifo(folder, INDEX)),
         said=f"{INDEX} cannot be read: it is a FIFO",
         way_out="download it again",
     ),
     **{
-        f"index names {name}": Case(
+        f"index names {name}": RefusedModel(
             spoil=splitting(lambda folder, name=name: index(folder, lambda places: places.update({HEAD: name}))),
             said="is no name of a file in the folder",
             way_out=PUT,
         )
         for name in ("../other/model.safetensors", "/etc/passwd", "a//b", "")
     },
-    "index names a number": Case(
+    "index names a number": RefusedModel(
         spoil=splitting(lambda folder: index(folder, lambda places: places.update({HEAD: 3}))),
         said="is damaged (its weight_map names no files)",
         way_out="download it again",
     ),
-    "index is torn": Case(
+    "index is torn": RefusedModel(
         spoil=splitting(lambda folder: rewrite(folder, INDEX, '{"weight_map": [')),
         said=f"{INDEX} is damaged",
         way_out="download it again",
     ),
-    "index names a shard that is not there": Case(
+    "index names a shard that is not there": RefusedModel(
         spoil=splitting(lambda folder: (folder / SECOND).unlink()),
         said=f"{SECOND} is missing; {INDEX} names it",
         way_out="download it again",
     ),
-    "index names another shard": Case(
+    "index names another shard": RefusedModel(
         spoil=splitting(lambda folder: index(folder, lambda places: places.update({HEAD: places[EMBEDDING]}))),
         said=f"{INDEX} names {HEAD}, and model-0000",
         way_out="download it again",
     ),
-    "index leaves a tensor out": Case(
+    "index leaves a tensor out": RefusedModel(
         spoil=splitting(lambda folder: index(folder, lambda places: places.pop(HEAD))),
         said=f"holds {HEAD}, and {INDEX} does not name it",
         way_out="download it again",
     ),
-    "a tensor in two shards": Case(
+    "a tensor in two shards": RefusedModel(
         spoil=splitting(lambda folder: _twice(folder)),
         said=f"and {SECOND} hold {HEAD}",
         way_out="move what does not belong to the model out of the folder",
     ),
     **{
-        f"two sets, {name}": Case(
+        f"two sets, {name}": RefusedModel(
             spoil=lambda folder, name=name, first=first: (
                 split(folder) if first == INDEX else 0,
                 _other_set(folder, name),
@@ -273,14 +273,14 @@ CASES = {
             (SINGLE, "adapter_model.safetensors"),
         )
     },
-    "only bin": Case(
+    "only bin": RefusedModel(
         spoil=only_bin,
         said=f"holds neither {SINGLE} nor {INDEX}",
         way_out="save the model with transformers, which writes them",
         mend=save_again,
     ),
     **{
-        f"header, {what}": Case(
+        f"header, {what}": RefusedModel(
             spoil=lambda folder, change_it=change_it, length=length: header(folder, change_it, length),
             said=f"{SINGLE} is damaged",
             way_out="download it again",
@@ -301,42 +301,42 @@ CASES = {
             ("nested", lambda read: read.update(x=_nested(1000)), None),
         )
     },
-    "a quantised type": Case(
+    "a quantised type": RefusedModel(
         spoil=lambda folder: change(folder, DOWN, lambda value: value.to(torch.int8)),
         said="has the type I8",
         way_out="take the model that was quantised",
     ),
-    "two types": Case(
+    "two types": RefusedModel(
         spoil=lambda folder: change(folder, DOWN, lambda value: value.half()),
         said="have the types float16 and float32",
         way_out="save the model with one type",
         mend=lambda folder, _: change(folder, DOWN, lambda value: value.float()),
         is_other=True,
     ),
-    "missing": Case(
+    "missing": RefusedModel(
         spoil=lambda folder: change(folder, DOWN, lambda _: None),
         said=f"{DOWN} is missing;",
         way_out="download all files again",
     ),
-    "unknown": Case(
+    "unknown": RefusedModel(
         spoil=lambda folder: add(folder, "model.layers.0.self_attn.masked_bias", torch.ones(1)),
         said="model.layers.0.self_attn.masked_bias is no tensor of a model of the family llama",
         way_out="if transformers says that it misses none, load the model with it and use save_pretrained",
         mend=save_again,
     ),
-    "some experts fused": Case(
+    "some experts fused": RefusedModel(
         spoil=fuse_half,
         said="model.layers.1.mlp.experts.down_proj is missing, and model.layers.1.mlp.experts.0.down_proj.weight is",
         way_out="if transformers says that it misses none, load the model with it and use save_pretrained",
         mend=save_again,
         kind="qwen-3-moe",
     ),
-    "a head without an embedding": Case(
+    "a head without an embedding": RefusedModel(
         spoil=lambda folder: change(folder, EMBEDDING, lambda _: None),
         said=f"{EMBEDDING} is missing",
         way_out="download all files again",
     ),
-    "another head, untied": Case(
+    "another head, untied": RefusedModel(
         spoil=lambda folder: add(folder, HEAD, torch.randn(70, 48)),
         said=f"ties the output layer to the embedding, and {HEAD} differs from {EMBEDDING}",
         way_out="set tie_word_embeddings to false, or remove the tensor",
@@ -344,83 +344,83 @@ CASES = {
         kind="qwen-2.5-tied",
         is_other=True,
     ),
-    "another head, removed": Case(
+    "another head, removed": RefusedModel(
         spoil=lambda folder: add(folder, HEAD, _nearly(safetensors_of.load_file(folder / SINGLE)[EMBEDDING])),
         said=f"ties the output layer to the embedding, and {HEAD} differs from {EMBEDDING}",
         way_out="transformers 5 computes with both, 4.54 to 4.57 with the embedding only",
         mend=lambda folder, _: change(folder, HEAD, lambda _: None),
         kind="llama-3-tied",
     ),
-    "a head of another type": Case(
+    "a head of another type": RefusedModel(
         spoil=lambda folder: add(folder, HEAD, safetensors_of.load_file(folder / SINGLE)[EMBEDDING].bfloat16()),
         said=f"{HEAD} has the type bfloat16, unlike {EMBEDDING}",
         way_out="or remove the tensor",
         mend=lambda folder, _: change(folder, HEAD, lambda _: None),
         kind="llama-3-tied",
     ),
-    "a head of another shape": Case(
+    "a head of another shape": RefusedModel(
         spoil=lambda folder: add(folder, HEAD, torch.zeros(71, 48)),
         said=f"{HEAD} has the shape (71, 48), unlike {EMBEDDING}",
         way_out="or remove the tensor",
         mend=lambda folder, _: change(folder, HEAD, lambda _: None),
         kind="llama-3-tied",
     ),
-    "other frequencies, removed": Case(
+    "other frequencies, removed": RefusedModel(
         spoil=lambda folder: add(folder, FREQUENCIES, 10000.0 ** -torch.arange(0, 1, 0.25)),
         said=f"{FREQUENCIES} holds other frequencies than rope_theta",
         way_out="or remove the tensor",
         mend=lambda folder, _: change(folder, FREQUENCIES, lambda _: None),
     ),
-    "other frequencies, corrected": Case(
+    "other frequencies, corrected": RefusedModel(
         spoil=lambda folder: add(folder, FREQUENCIES, 10000.0 ** -torch.arange(0, 1, 0.25)),
         said="transformers computes with those of config.json",
         way_out="correct config.json",
         mend=lambda folder, _: _with_base(folder),
         is_other=True,
     ),
-    "another shape": Case(
+    "another shape": RefusedModel(
         spoil=fields(intermediate_size=100),
         said="(96, 48), and (100, 48) is expected",
         way_out="download all files again",
     ),
-    "a billion layers": Case(
+    "a billion layers": RefusedModel(
         spoil=fields(num_hidden_layers=10**9), said="at most 100000 are read", way_out="download it again"
     ),
-    "heads and groups": Case(
+    "heads and groups": RefusedModel(
         spoil=fields(num_key_value_heads=5), said="num_key_value_heads 5", way_out="download it again"
     ),
-    "a type of a field": Case(
+    "a type of a field": RefusedModel(
         spoil=fields(hidden_size="48"),
         said='hidden_size is "48"; it must be a whole number',
         way_out="download it again",
     ),
-    "an unknown field": Case(
+    "an unknown field": RefusedModel(
         spoil=fields(left_by_a_tool={"a": 1}),
         said='left_by_a_tool is {"a": 1}, and no field of llama that is known; it may change what is computed',
         way_out="remove it from the file if transformers' LlamaForCausalLM does not read it",
         mend=without("left_by_a_tool"),
     ),
-    "another class": Case(
+    "another class": RefusedModel(
         spoil=fields(architectures=["LlamaModel"]),
         said='architectures is ["LlamaModel"]; LlamaForCausalLM is expected',
         way_out='set the field to ["LlamaForCausalLM"]',
         mend=lambda folder, _: edit(folder / CONFIG, architectures=["LlamaForCausalLM"]),
     ),
-    "another activation": Case(
+    "another activation": RefusedModel(
         spoil=fields(hidden_act="gelu"), said='hidden_act is "gelu"; only "silu"', way_out="take another model"
     ),
-    "positions twice": Case(
+    "positions twice": RefusedModel(
         spoil=fields(rope_theta=10000.0),
         said="say different things",
         way_out="remove the wrong one",
         mend=without("rope_theta"),
     ),
-    "a base between whole numbers": Case(
+    "a base between whole numbers": RefusedModel(
         spoil=fields(rope_theta=10000.5, rope_parameters=None),
         said="Megatron's --rotary-base is a whole number",
         way_out="take another model",
     ),
-    "another scaling": Case(
+    "another scaling": RefusedModel(
         spoil=fields(rope_parameters=None, rope_scaling={"rope_type": "yarn", "factor": 4.0}),
         said="Megatron has no scaling of positions but llama3",
         way_out="take another model",
@@ -438,10 +438,12 @@ ELSEWHERE = {
     "give its own with --like": "unit/checkpoint/test_hf_ways_out.py::test_ways_out_of_an_export",
     "give its folder with --like": "unit/checkpoint/test_hf_ways_out.py::test_ways_out_of_an_export",
     "has vocab_size {}": "unit/checkpoint/test_hf_tokenizer_size.py::test_words_above_the_config_are_not_cut_off",
-    "save it, which keeps what its layers use": "multiproc/test_hf.py::test_a_run_computes_what_transformers_computes",
+    "save it, which keeps what its layers use": (
+        "multiproc/checkpoint/test_hf.py::test_a_run_computes_what_transformers_computes"
+    ),
     "merge it first, and save it": "unit/checkpoint/test_hf_bad_input.py::test_adapters_are_merged_first",
-    "{}; {}; {}": "multiproc/test_hf_runs.py::test_flags_that_contradict_an_import",
-    "rope_scaling_factor=args.rope_scaling_factor": "multiproc/test_hf_runs.py::"
+    "{}; {}; {}": "multiproc/checkpoint/test_hf_runs.py::test_flags_that_contradict_an_import",
+    "rope_scaling_factor=args.rope_scaling_factor": "multiproc/checkpoint/test_hf_runs.py::"
     "test_a_script_that_forgets_the_factor_computes_what_was_published_or_nothing",
     "it says which model was imported; import it again": "unit/checkpoint/test_hf_ways_out.py::test_a_damaged_note",
 }

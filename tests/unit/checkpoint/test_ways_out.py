@@ -30,8 +30,8 @@ FILES = (
         for name in ("atomic_checkpoint", "checkpointing", "choose_checkpoint", "loadable", "padding")
     ),
 )
-_RUNS, _MOVED = "multiproc/test_way_outs.py", "multiproc/test_moved_optimizer.py"
-_AGAIN, _PADDED = "multiproc/test_written_again.py", "multiproc/test_padded_vocabulary.py"
+_RUNS, _MOVED = "multiproc/checkpoint/test_way_outs.py", "multiproc/checkpoint/test_moved_optimizer.py"
+_AGAIN, _PADDED = "multiproc/checkpoint/test_written_again.py", "multiproc/checkpoint/test_padded_vocabulary.py"
 # Ways out that ask for another file or folder: with an intact one every test of loads and tools passes.
 OTHER_FILES = (
     *("copy it again", "copy the checkpoint again", "take another one", "give another folder", "load another folder"),
@@ -61,13 +61,13 @@ DONE: dict[str, tuple[str, ...]] = {
     "it must hold the iteration of a checkpoint": (
         "unit/checkpoint/test_show_and_verify.py::test_a_tracker_that_names_nothing_is_named",
     ),
-    "has the format torch, one file for each rank": ("multiproc/test_checkpoint.py::test_converted",),
-    "was saved with --ckpt-format torch by": ("multiproc/test_checkpoint.py::test_converted",),
+    "has the format torch, one file for each rank": ("multiproc/checkpoint/test_checkpoint.py::test_converted",),
+    "was saved with --ckpt-format torch by": ("multiproc/checkpoint/test_checkpoint.py::test_converted",),
     "experts have no optimizer of their own in it": (
-        "multiproc/test_written_experts.py::test_stock_megatron_goes_on_where_it_is_said",
+        "multiproc/experts/test_written_experts.py::test_stock_megatron_goes_on_where_it_is_said",
     ),
     "experts have an optimizer of their own in it": (
-        "multiproc/test_written_experts.py::test_stock_megatron_goes_on_where_it_is_said",
+        "multiproc/experts/test_written_experts.py::test_stock_megatron_goes_on_where_it_is_said",
     ),
     "only in one of them experts have an optimizer of their own": (
         f"{_RUNS}::test_weights_of_experts_load_without_their_optimizer",
@@ -78,14 +78,16 @@ DONE: dict[str, tuple[str, ...]] = {
     "this version knows {}; take a newer vtp_plugin": (f"{_RUNS}::test_weights_load_without_the_map",),
     "holds different optimizers on different stages": (f"{_AGAIN}::test_uniform_megatron_goes_on",),
     "mend that, and start again from the one before": (
-        "multiproc/test_killed.py::test_a_disk_that_fails_leaves_the_checkpoint_before",
+        "multiproc/elastic/test_killed.py::test_a_disk_that_fails_leaves_the_checkpoint_before",
     ),
-    "no start could load it": ("multiproc/test_saved_names.py::test_a_run_ends_at_the_save_that_nobody_could_read",),
+    "no start could load it": (
+        "multiproc/checkpoint/test_saved_names.py::test_a_run_ends_at_the_save_that_nobody_could_read",
+    ),
     "holds a checkpoint; none is overwritten": ("unit/checkpoint/test_ways_out.py::test_another_folder_is_written",),
     "is not empty; nothing is overwritten": ("unit/checkpoint/test_ways_out.py::test_another_folder_is_written",),
     "holds a part of another checkpoint": ("unit/checkpoint/test_ways_out.py::test_another_folder_is_written",),
     "writes one checkpoint together; use a folder that all ranks share": (
-        "multiproc/test_u_training.py::test_sites_keep_their_parts_of_a_checkpoint",
+        "multiproc/u_shape/test_u_training.py::test_sites_keep_their_parts_of_a_checkpoint",
     ),
     "is of another model ({}); give the flags": (f"{_MOVED}::test_the_optimizer_goes_on_in_another_layout",),
     "which this Megatron reads no more": (f"{_AGAIN}::test_blocks_of_older_megatrons_go_on",),
@@ -93,7 +95,7 @@ DONE: dict[str, tuple[str, ...]] = {
     "leave it out, or copy the checkpoints into a folder": (f"{_RUNS}::test_a_step_is_chosen_in_one_way",),
     "leave one of them out": (f"{_RUNS}::test_a_step_is_chosen_in_one_way",),
     "a uniform run with tensor-parallel size 1 pads the same": (
-        "multiproc/test_training.py::test_vocabulary_hint_is_true",
+        "multiproc/training/test_training.py::test_vocabulary_hint_is_true",
     ),
     "start with {} {}, now": (f"{_PADDED}::test_the_first_start_says_what_all_lists_share",),
     "goes on with the same number only": (
@@ -105,10 +107,10 @@ DONE: dict[str, tuple[str, ...]] = {
         f"{_PADDED}::test_stages_that_cannot_cut_the_vocabulary_add_words",
     ),
     "; without it this checkpoint cannot be loaded": (
-        "multiproc/test_training_broken_files.py::test_an_older_checkpoint_is_loaded_instead",
+        "multiproc/checkpoint/test_training_broken_files.py::test_an_older_checkpoint_is_loaded_instead",
     ),
     "without it nobody can tell whether a byte has changed": (
-        "multiproc/test_training_broken_files.py::test_an_older_checkpoint_is_loaded_instead",
+        "multiproc/checkpoint/test_training_broken_files.py::test_an_older_checkpoint_is_loaded_instead",
     ),
 }
 # Those that nobody can try here, and why.

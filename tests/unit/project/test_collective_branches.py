@@ -1,4 +1,8 @@
-"""Every branch of Megatron that may part the ranks of a collective was judged."""
+"""Every branch of Megatron that may part the ranks of a collective was judged.
+
+Caught when it was written: --dump-param-to-param-group-map could differ between sites, and parted the ranks of a gather
+(3c12085).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Every function of Megatron and MindSpeed that reads a group's ranks, or compares groups, is in the table."""
+"""Every function of Megatron and MindSpeed that reads a group's ranks, or compares groups, is in the table.
+
+Its recorder caught 32 callers of Megatron 0.19 and 0.12 of which nobody had said whether the answer is right for them
+(f7a0aaa), and eight more of 0.12 and 0.16 (d5d6325).
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files fit in a head and functions on a screen; a table is cut by subject. Of each mechanism there is one."""
+"""Files fit in a head and functions on a screen; names are taken once; a list of records writes nothing."""
 
 from __future__ import annotations
 
@@ -41,40 +41,6 @@ def test_no_file_and_no_public_class_has_the_name_of_another() -> None:
     assert [name for name, number in files.items() if number > 1 and name in ours - {"__init__"}] == []
     classes = Counter(node.name for tree in TREES.values() for node in tree.body if isinstance(node, ast.ClassDef))
     assert [name for name, number in classes.items() if number > 1 and not name.startswith("_")] == []
-
-
-def test_one_class_is_a_pipeline() -> None:
-    """It keeps the channels that were opened, and ends them."""
-    pipelines = [
-        name
-        for name, node in _classes()
-        if "close" in _methods(node) and any(re.search(r"\bChannel\b", kind) for kind in _fields(node))
-    ]
-    assert pipelines == ["vtp_plugin.session.open_pipelines:Pipeline"]
-
-
-def test_one_class_computes_a_planned_step() -> None:
-    """The same for one pipeline and for several modules."""
-    step = "vtp_plugin.patches.core.pipeline_parallel.planned_step"
-    computes = [name for name, node in _classes() if {"forward", "backward", "release"} <= _methods(node)]
-    # The protocol, what measures another one, and the one.
-    assert sorted(computes) == [
-        f"{step}:_Compute",
-        "vtp_plugin.runtime.step.executor:Compute",
-        "vtp_plugin.runtime.step.measure:TimedCompute",
-    ]
-
-
-def test_one_codec_lays_out_headers() -> None:
-    """A bridge's is a variant of it, in the same file."""
-    codecs = {name: node for name, node in _classes() if {"encode", "decode"} & _methods(node)}
-    assert [*codecs] == [
-        "vtp_plugin.plan.boundary.header:HeaderCodec",
-        "vtp_plugin.plan.boundary.header:BridgeHeaderCodec",
-    ]
-    one, variant = codecs.values()
-    assert not one.bases and [ast.unparse(base) for base in variant.bases] == ["HeaderCodec"]
-    assert "encode" not in _methods(variant)
 
 
 def test_no_modules_need_each_other() -> None:
@@ -139,24 +105,6 @@ def _root(node: ast.expr) -> str:
     while isinstance(node, ast.Attribute | ast.Subscript):
         node = node.value
     return ast.unparse(node)
-
-
-def _classes() -> Iterator[tuple[str, ast.ClassDef]]:
-    for module, tree in TREES.items():
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ClassDef):
-                yield f"{module}:{node.name}", node
-
-
-def _methods(node: ast.ClassDef) -> set[str]:
-    return {part.name for part in node.body if isinstance(part, Function)}
-
-
-def _fields(node: ast.ClassDef) -> Iterator[str]:
-    """Give the types of a class's fields, those that methods annotate among them."""
-    for part in ast.walk(node):
-        if isinstance(part, ast.AnnAssign) and (part in node.body or isinstance(part.target, ast.Attribute)):
-            yield ast.unparse(part.annotation)
 
 
 def _functions(tree: ast.AST, within: str = "") -> Iterator[tuple[str, Function]]:

@@ -1,4 +1,4 @@
-"""Words that were given up do not come back, and the pages on the architecture say what the code says."""
+"""The pages on the architecture say what the code says, and each package explains its own words."""
 
 from __future__ import annotations
 
@@ -13,23 +13,6 @@ import pytest
 from tests.rules.import_rules import ROOT, sources
 
 PAGES = {name: ROOT / "docs" / f"{name}.md" for name in ("architecture", "glossary", "internals", "extending")}
-# What was given up (a regular expression) and what stands for it now.
-RETIRED = {
-    r"\bChannelName\b": "ChannelId",
-    r"\bCrossing\b": "ChannelSpec",
-    r"\bExchangeOptions\b": "TensorFormat",
-    r"\bPlannedPipeline\b": "ScheduleRunner",
-    r"\bUPlan\b": "UOrder",
-    r"\bplan_step\b": "make_schedule",
-    r"\bplan_orders\b": "read_schedule_options",
-    r"\b[Ll]anes?\b|\blane_of\b|\bnum_lanes\b": "pipeline group, or channel",
-    r"\bhas_replicas\b": "has_equal_replicas",
-    r"\bneed_by_stage\b": "in_flight_needed_on",
-    r"\bplacement\.place\(|\breplicas\.place\(": "stage_and_replica, team_and_replica",
-    r"\b(?:train_job|training_job|training_cases)\b": "core_job, script_job, script_cases",
-    r"\bvtp_plugin[./]p2p_communication\b": "vtp_plugin.functional",
-    r"\b[Dd]esign section\b": "docs/internals.md and its heading",
-}
 FOLDERS = ("vtp_plugin", "patches", "tests", "docs", "benchmarks", "examples", "scripts")
 CITATION = re.compile(rf"docs/({'|'.join(PAGES)})\.md, (?:contract (\d+)|([a-z][a-z ]*[a-z]))")
 # Packages, each with words of its own; where each package of a package has a list, the outer one has none.
@@ -81,27 +64,12 @@ def names_in_code() -> frozenset[str]:
     return frozenset(names)
 
 
-@pytest.mark.parametrize("pattern", RETIRED)
-def test_retired_words_stay_away(pattern: str) -> None:
-    found = [
-        f"{path.relative_to(ROOT)}:{number}: {line.strip()}"
-        for path, text in texts()
-        for number, line in enumerate(text.splitlines(), 1)
-        if re.search(pattern, line)
-    ]
-    assert not found, f"write {RETIRED[pattern]}:\n" + "\n".join(found)
-
-
-def test_a_retired_word_is_found() -> None:
-    assert re.search(r"\bCrossing\b", "x = Crossing(name)") and not re.search(r"\bCrossing\b", "crossings")
-
-
-def test_the_glossary_is_short_and_says_each_term_once() -> None:
+def test_the_glossary_says_each_term_once() -> None:
     rows = [
         line.strip("|").split("|") for line in section("glossary", "Glossary").splitlines() if line.startswith("|")
     ][2:]
     terms = [row[0] for row in rows]
-    assert 15 <= len(terms) <= 25
+    assert terms
     assert len(set(terms)) == len(terms)
     assert all(len(row) == 3 and all(row) for row in rows)
 

@@ -1,4 +1,7 @@
-"""No source writes into Megatron or torch but through the patching engine, which lists and undoes what it writes."""
+"""No source writes into Megatron or torch but through the patching engine, which lists and undoes what it writes.
+
+Came with the mend of what it would have caught: writes that nothing listed or undid (3a829d1).
+"""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ def _has_layers_without_file(args: object, _context: OptionContext) -> bool:
 ARCHITECTURE_RULES: tuple[OptionRule, ...] = (
     *supported(
         "the plugin copies and sums the word embedding between all stages that hold it, whatever their sizes",
-        "tests/multiproc/test_mtp.py::test_prediction",
+        "tests/multiproc/training/test_mtp.py::test_prediction",
         "--mtp-num-layers",
         "--mtp-standalone",
     ),
@@ -92,25 +92,25 @@ ARCHITECTURE_RULES: tuple[OptionRule, ...] = (
     ),
     *supported(
         "heads are cut by each stage's size, and the gradients of what is one for all heads are those of one rank",
-        "tests/multiproc/test_attention.py::test_latent_attention",
+        "tests/multiproc/training/test_attention.py::test_latent_attention",
         "--multi-latent-attention",
     ),
     *warned_uniform(
         "Megatron leaves out of the gradient of the keys' positional part what comes from other ranks' heads, and adds "
         "up that of normed queries, of which each rank has all, so both depend on the tensor-parallel size",
-        "tests/multiproc/test_attention.py::test_latent_attention_of_megatron_depends_on_the_size",
+        "tests/multiproc/training/test_attention.py::test_latent_attention_of_megatron_depends_on_the_size",
         "compare with runs of this size only, or with stages of different sizes, which have the gradients of one rank",
         only("--multi-latent-attention", _adds_up_by_heads),
     ),
     *supported(
         "sinks are cut by heads, drawn as a whole, and counted on every rank",
-        "tests/multiproc/test_attention.py::test_sinks_of_the_softmax",
+        "tests/multiproc/training/test_attention.py::test_sinks_of_the_softmax",
         "--softmax-type learnable",
     ),
     *warned_uniform(
         "Megatron draws the same sinks for the heads of all ranks of a stage, and norms, clipping and numbers of zeros "
         "leave out those of all ranks but one, so they depend on the tensor-parallel size",
-        "tests/multiproc/test_attention.py::test_sinks_of_megatron_depend_on_the_size",
+        "tests/multiproc/training/test_attention.py::test_sinks_of_megatron_depend_on_the_size",
         "compare with runs of this size only, or with stages of different sizes, which start and count as one rank",
         only("--softmax-type learnable", _cuts_heads),
     ),
@@ -123,18 +123,18 @@ ARCHITECTURE_RULES: tuple[OptionRule, ...] = (
     ),
     *supported(
         "the mask of a window depends on positions and on the number of the layer",
-        "tests/multiproc/test_attention.py::test_attention",
+        "tests/multiproc/training/test_attention.py::test_attention",
         case("--window-size", given),
         case("--window-attn-skip-freq", given),
     ),
     *supported(
         "the sizes of every layer in the file are checked against all stages",
-        "tests/multiproc/test_options.py::test_layers_of_a_file",
+        "tests/multiproc/options/test_options.py::test_layers_of_a_file",
         case("--heterogeneous-layers-config-path", given),
     ),
     *warned(
         "Megatron compares the sizes of the model with it and ignores those of single layers, so all layers are alike",
-        "tests/multiproc/test_options.py::test_layers_that_are_ignored",
+        "tests/multiproc/options/test_options.py::test_layers_that_are_ignored",
         "give --heterogeneous-layers-config-path",
         replace(
             case(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from vtp_plugin.host.rules.table.rule import OptionRule, case, given, off, refused_unequal, supported
 
-_CHECKPOINT = "tests/multiproc/test_checkpoint.py::test_save_and_resume"
-_RESHARD = "tests/multiproc/test_checkpoint.py::test_load_into_another_list"
+_CHECKPOINT = "tests/multiproc/checkpoint/test_checkpoint.py::test_save_and_resume"
+_RESHARD = "tests/multiproc/checkpoint/test_checkpoint.py::test_load_into_another_list"
 
 
 CHECKPOINT_RULES: tuple[OptionRule, ...] = (
@@ -18,7 +18,7 @@ CHECKPOINT_RULES: tuple[OptionRule, ...] = (
     ),
     *supported(
         "replicas of a stage share the work, and a stage with one replica takes the same steps",
-        "tests/multiproc/test_replicas_saved.py::test_saves_and_loads_with_shared_work",
+        "tests/multiproc/checkpoint/test_replicas_saved.py::test_saves_and_loads_with_shared_work",
         "--ckpt-fully-parallel-load",
         "--ckpt-assume-constant-structure",
     ),
@@ -39,7 +39,7 @@ CHECKPOINT_RULES: tuple[OptionRule, ...] = (
     ),
     *supported(
         "the ranks of the world agree that all have written, whatever each has written",
-        "tests/multiproc/test_checkpoint.py::test_saved_in_the_background",
+        "tests/multiproc/checkpoint/test_checkpoint.py::test_saved_in_the_background",
         "--async-save",
     ),
     *supported("it is the same save into another folder", _CHECKPOINT, "--non-persistent-ckpt-type global"),
@@ -56,12 +56,12 @@ CHECKPOINT_RULES: tuple[OptionRule, ...] = (
     ),
     *supported(
         "every rank reads the options of the model before the plugin checks them against the stages",
-        "tests/multiproc/test_checkpoint.py::test_options_of_the_model_from_a_checkpoint",
+        "tests/multiproc/checkpoint/test_checkpoint.py::test_options_of_the_model_from_a_checkpoint",
         "--use-checkpoint-args",
     ),
     *supported(
         "it is a load and a save",
-        "tests/multiproc/test_checkpoint.py::test_converted",
+        "tests/multiproc/checkpoint/test_checkpoint.py::test_converted",
         case("--ckpt-convert-format", given),
     ),
     *refused_unequal(

@@ -14,7 +14,7 @@ from vtp_plugin.host.rules.table.rule import (
     supported,
 )
 
-_DATA = "tests/multiproc/test_parity.py::test_only_leaders_of_first_and_last_stage_read_data"
+_DATA = "tests/multiproc/training/test_parity.py::test_only_leaders_of_first_and_last_stage_read_data"
 
 
 DATA_RULES: tuple[OptionRule, ...] = (
@@ -39,23 +39,23 @@ DATA_RULES: tuple[OptionRule, ...] = (
     ),
     *supported(
         "the batch stays inside the stages that read it",
-        "tests/multiproc/test_packed_training.py::test_positions_start_anew",
+        "tests/multiproc/training/test_packed_training.py::test_positions_start_anew",
         "--reset-position-ids",
     ),
     *supported(
         "the batch stays inside the stages that read it",
-        "tests/multiproc/test_options.py::test_masks_of_the_data_set",
+        "tests/multiproc/options/test_options.py::test_masks_of_the_data_set",
         "--reset-attention-mask",
     ),
     *supported("the loss mask stays inside the stage that reads it", OPTIONS, "--eod-mask-loss"),
     *supported(
         "every stage has the lengths of the samples, so microbatches are single rows of one cp size",
-        "tests/multiproc/test_packed_training.py::test_documents_of_a_row",
+        "tests/multiproc/training/test_packed_training.py::test_documents_of_a_row",
         "--dataloader-inter-document-masking",
     ),
     *supported(
         "every stage has the lengths of the samples, so microbatches are single rows of one cp size",
-        "tests/multiproc/test_packed_training.py::test_conversations",
+        "tests/multiproc/training/test_packed_training.py::test_conversations",
         "--sft",
     ),
     *refused_unequal("rollouts and weight transfer are built on one tensor-parallel size", "--perform-rl-step"),

@@ -69,13 +69,13 @@ KERNEL_RULES: tuple[OptionRule, ...] = (
     *supported("master weights and scales stay on a rank, found-inf travels on the model group", CLIPPING, "--fp16"),
     *supported(
         "all optimizers of a rank have one loss scale, which follows the overflows of all",
-        "tests/multiproc/test_experts.py::test_experts_and_the_rest_have_one_loss_scale",
+        "tests/multiproc/experts/test_experts.py::test_experts_and_the_rest_have_one_loss_scale",
         replace(case("--fp16 with experts that have groups of their own", on, "fp16"), applies=_scales_experts_apart),
     ),
     *warned_uniform(
         "Megatron gives such experts an optimizer whose loss scale follows their overflows alone, but the loss has the "
         "others' scale, so after an overflow the experts' gradients are divided by another number than they have",
-        "tests/multiproc/test_experts.py::test_loss_scales_of_megatron_part",
+        "tests/multiproc/experts/test_experts.py::test_loss_scales_of_megatron_part",
         "use --bf16, or a constant --loss-scale, or stages of different sizes, which have one loss scale",
         replace(case("--fp16 with experts that have groups of their own", on, "fp16"), applies=_scales_experts_apart),
     ),

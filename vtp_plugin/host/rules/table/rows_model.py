@@ -8,7 +8,7 @@ from vtp_plugin.host.rules.context import OptionContext
 from vtp_plugin.host.rules.table.evidence import OPTIONS, PARITY
 from vtp_plugin.host.rules.table.rule import OptionRule, above, case, given, off, on, refused, supported, warned
 
-_TIED = "tests/multiproc/test_tied_embeddings.py::test_ends_are_equal_to_the_last_bit"
+_TIED = "tests/multiproc/training/test_tied_embeddings.py::test_ends_are_equal_to_the_last_bit"
 
 
 def _recomputes_biases(args: object, _context: OptionContext) -> bool:
@@ -37,7 +37,7 @@ MODEL_RULES: tuple[OptionRule, ...] = (
     ),
     *warned(
         "every rank draws masks for what it holds, so the run repeats none of other sizes",
-        "tests/multiproc/test_options.py::test_dropout_repeats_itself",
+        "tests/multiproc/options/test_options.py::test_dropout_repeats_itself",
         "set it to 0 for runs that are compared",
         case("--hidden-dropout", above(0)),
         case("--attention-dropout", above(0)),

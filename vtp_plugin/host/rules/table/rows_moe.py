@@ -21,7 +21,7 @@ from vtp_plugin.host.rules.table.rule import (
     warned_uniform,
 )
 
-_EXPERTS = "tests/multiproc/test_experts.py::test_experts"
+_EXPERTS = "tests/multiproc/experts/test_experts.py::test_experts"
 
 
 def has_experts(args: object, _context: OptionContext) -> bool:
@@ -78,7 +78,7 @@ MOE_RULES: tuple[OptionRule, ...] = (
     *warned(
         "every rank drops tokens among its own, which the tensor- and context-parallel sizes cut, so a run that drops "
         "some repeats none of other sizes",
-        "tests/multiproc/test_experts.py::test_tokens_are_dropped_by_the_ranks",
+        "tests/multiproc/experts/test_experts.py::test_tokens_are_dropped_by_the_ranks",
         "leave it out, or give a factor that drops nothing",
         only("--moe-expert-capacity-factor", _has_capacity, given),
         only("--moe-token-drop-policy position", _has_capacity),
@@ -86,7 +86,7 @@ MOE_RULES: tuple[OptionRule, ...] = (
     ),
     *warned(
         "every rank draws numbers for the tokens that it routes, so the run repeats none of other sizes",
-        "tests/multiproc/test_experts_training.py::test_noise_of_the_routers",
+        "tests/multiproc/experts/test_experts_training.py::test_noise_of_the_routers",
         "leave it out of runs that are compared",
         only("--moe-input-jitter-eps", has_experts),
         only("--moe-router-force-load-balancing", has_experts),
@@ -94,7 +94,7 @@ MOE_RULES: tuple[OptionRule, ...] = (
     *warned(
         "apply_biased_logits takes random logits, which every rank draws for its own tokens, and adds a bias that all "
         "ranks of a stage share, so the run repeats none of other sizes",
-        "tests/multiproc/test_experts_training.py::test_noise_of_the_routers",
+        "tests/multiproc/experts/test_experts_training.py::test_noise_of_the_routers",
         "leave it out of runs that are compared",
         only("--moe-router-force-biased", has_experts, given),
     ),
@@ -119,20 +119,20 @@ MOE_RULES: tuple[OptionRule, ...] = (
     ),
     *supported(
         "the logits of all ranks that share a microbatch are gathered, and each takes its own tokens",
-        "tests/multiproc/test_experts.py::test_tokens_are_shared_out_among_those_of_a_microbatch",
+        "tests/multiproc/experts/test_experts.py::test_tokens_are_shared_out_among_those_of_a_microbatch",
         case("--moe-router-load-balancing-type sinkhorn", _balances_by("sinkhorn")),
     ),
     *warned_uniform(
         "Megatron balances among the tokens of each rank, which the tensor- and context-parallel sizes cut, so the run "
         "repeats none of other sizes",
-        "tests/multiproc/test_experts.py::test_megatron_shares_out_the_tokens_of_a_rank",
+        "tests/multiproc/experts/test_experts.py::test_megatron_shares_out_the_tokens_of_a_rank",
         "compare with runs of this size only, or with stages of different sizes, which balance as one rank",
         only("--moe-router-load-balancing-type sinkhorn", _cuts_tokens, _balances_by("sinkhorn")),
     ),
     *supported("experts that are computed together lie on one rank", NEEDS_ENGINE, "--moe-grouped-gemm"),
     *supported(
         "the losses of the routers are summed inside each stage, then over the stages",
-        "tests/multiproc/test_experts_training.py::test_logged_router_losses",
+        "tests/multiproc/experts/test_experts_training.py::test_logged_router_losses",
         "--moe-per-layer-logging",
     ),
     *refused_unequal_dp(

@@ -17,8 +17,8 @@ from vtp_plugin.host.rules.table.rule import (
     supported,
 )
 
-_SEQUENCE = "tests/multiproc/test_parity.py::test_sequence_parallelism"
-_CONTEXT = "tests/multiproc/test_parity.py::test_context_parallelism"
+_SEQUENCE = "tests/multiproc/training/test_parity.py::test_sequence_parallelism"
+_CONTEXT = "tests/multiproc/training/test_parity.py::test_context_parallelism"
 
 
 PARALLELISM_RULES: tuple[OptionRule, ...] = (

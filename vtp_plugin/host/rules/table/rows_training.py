@@ -20,7 +20,7 @@ from vtp_plugin.host.rules.table.rule import (
 )
 from vtp_plugin.host.versions import capability
 
-_GROWING = "tests/multiproc/test_growing_batches.py::test_batches_that_grow"
+_GROWING = "tests/multiproc/training/test_growing_batches.py::test_batches_that_grow"
 
 
 def _evaluates_otherwise(args: object, context: OptionContext) -> bool:
@@ -46,7 +46,7 @@ TRAINING_RULES: tuple[OptionRule, ...] = (
     ),
     *supported(
         "it works on each weight element alone",
-        "tests/multiproc/test_options.py::test_lion",
+        "tests/multiproc/options/test_options.py::test_lion",
         "--optimizer lion",
     ),
     *supported(
@@ -63,7 +63,7 @@ TRAINING_RULES: tuple[OptionRule, ...] = (
     *supported(
         "the norm is summed over the model group, but with --overlap-param-gather Megatron takes it before the shards "
         "of a step are gathered, so it depends on the replicas",
-        "tests/multiproc/test_logged_numbers.py::test_numbers_are_those_of_the_uniform_run",
+        "tests/multiproc/training/test_logged_numbers.py::test_numbers_are_those_of_the_uniform_run",
         "--log-params-norm",
     ),
     *supported(
@@ -78,7 +78,7 @@ TRAINING_RULES: tuple[OptionRule, ...] = (
     ),
     *supported(
         "the plugin sends the token count from the last stage to every rank of every stage",
-        "tests/multiproc/test_optimizer.py::test_uneven_masks_with_per_token_loss",
+        "tests/multiproc/training/test_optimizer.py::test_uneven_masks_with_per_token_loss",
         "--calculate-per-token-loss",
     ),
     *supported(
@@ -89,7 +89,7 @@ TRAINING_RULES: tuple[OptionRule, ...] = (
     ),
     *warned(
         "from 0.18 on Megatron ignores it, so every step has the whole batch",
-        "tests/multiproc/test_growing_batches.py::test_a_ramp_that_is_ignored",
+        "tests/multiproc/training/test_growing_batches.py::test_a_ramp_that_is_ignored",
         "use --step-batch-size-schedule, or leave it out",
         replace(case("--rampup-batch-size", given), versions=capability("ramp_up").missing),
     ),
@@ -99,24 +99,24 @@ TRAINING_RULES: tuple[OptionRule, ...] = (
     ),
     *supported(
         "evaluation uses the same communicator",
-        "tests/multiproc/test_optimizer.py::test_evaluation_changes_nothing",
+        "tests/multiproc/training/test_optimizer.py::test_evaluation_changes_nothing",
         case("--eval-iters", above(0)),
     ),
     *supported(
         "the arguments have this microbatch size while a stage evaluates, so scripts share batches of evaluation",
-        "tests/multiproc/test_evaluation_batches.py::test_batches_of_evaluation",
+        "tests/multiproc/training/test_evaluation_batches.py::test_batches_of_evaluation",
         case("--eval-micro-batch-size", given),
     ),
     *warned_uniform(
         "in NVIDIA's get_batch the ranks of a stage that do not read make memory for --micro-batch-size, so stock ends "
         "at the first evaluation",
-        "tests/multiproc/test_evaluation_batches.py::test_stock_ends_and_says_so_at_the_start",
+        "tests/multiproc/training/test_evaluation_batches.py::test_stock_ends_and_says_so_at_the_start",
         "give --eval-micro-batch-size the value of --micro-batch-size",
         replace(case("--eval-micro-batch-size", given), applies=_evaluates_otherwise),
     ),
     *supported(
         "every stage cuts it by its own number of replicas, and it is checked against all",
-        "tests/multiproc/test_evaluation_batches.py::test_batches_of_evaluation",
+        "tests/multiproc/training/test_evaluation_batches.py::test_batches_of_evaluation",
         case("--eval-global-batch-size", given),
     ),
     *supported(
@@ -127,7 +127,7 @@ TRAINING_RULES: tuple[OptionRule, ...] = (
     ),
     *supported(
         "all ranks of the world agree to repeat a step, and then exchange as in any other",
-        "tests/multiproc/test_options.py::test_a_step_is_repeated",
+        "tests/multiproc/options/test_options.py::test_a_step_is_repeated",
         case("--error-injection-rate", above(0)),
     ),
     *supported(
@@ -137,12 +137,12 @@ TRAINING_RULES: tuple[OptionRule, ...] = (
     ),
     *supported(
         "timers are gathered over the whole world, and a planned order has none of single messages",
-        "tests/multiproc/test_logged_numbers.py::test_numbers_are_those_of_the_uniform_run",
+        "tests/multiproc/training/test_logged_numbers.py::test_numbers_are_those_of_the_uniform_run",
         case("--timing-log-level", above(0)),
     ),
     *supported(
         "it gathers one record per rank over the whole world",
-        "tests/multiproc/test_options.py::test_stragglers",
+        "tests/multiproc/options/test_options.py::test_stragglers",
         "--log-straggler",
     ),
     *supported(

@@ -1,0 +1,1 @@
+"""What crosses between stages: transports, order of messages, and what must not leave the edge."""

@@ -1,0 +1,1 @@
+"""Modules of different grids, joined."""

@@ -1,0 +1,1 @@
+"""Checkpoints: saved, loaded into other lists, written again, damaged, and from Hugging Face."""

@@ -1,0 +1,1 @@
+"""Runs that lose cards, ranks or their launcher."""

@@ -1,0 +1,1 @@
+"""Mixtures of experts, with sizes of their own for each stage."""

@@ -1,0 +1,1 @@
+"""What a run takes and leaves: time, memory, processes, traces, and what was predicted of them."""

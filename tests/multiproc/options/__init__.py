@@ -1,0 +1,1 @@
+"""Options of Megatron and of the plugin, and what is refused."""

@@ -1,0 +1,1 @@
+"""Pipelines that begin and end on the edge, and planned schedules."""
