@@ -110,9 +110,9 @@ class Transfers:
     def receive(self, transmission: Transmission, position: str) -> PendingRecv:
         """Post the receives of this rank into fresh memory."""
         with self._waits.recorder.span(Cause.POST, position):
-            landing = self._allocate(transmission, position)
-            works = self._post(landing.messages, transmission)
-            return self._pending(landing, works, transmission, position)
+            incoming = self._allocate(transmission, position)
+            works = self._post(incoming.messages, transmission)
+            return self._pending(incoming, works, transmission, position)
 
     def exchange(self, tensor: torch.Tensor, transmission: Transmission, position: str) -> torch.Tensor:
         """Carry out a plan among ranks that may all send and receive; all messages are posted at once.
@@ -126,10 +126,10 @@ class Transfers:
             This rank's part of what arrives.
         """
         plan = transmission.plan
-        landing = self._allocate(transmission, position)
+        incoming = self._allocate(transmission, position)
         has_own = plan.sends or plan.kept
-        messages = landing.messages + (self._outgoing(tensor, transmission, position) if has_own else [])
-        pending = self._pending(landing, self._post(messages, transmission), transmission, position)
+        messages = incoming.messages + (self._outgoing(tensor, transmission, position) if has_own else [])
+        pending = self._pending(incoming, self._post(messages, transmission), transmission, position)
         for before, after in plan.kept:
             pending.tensor[after] = tensor[before]
         return pending.wait()
@@ -156,7 +156,7 @@ class Transfers:
             (dist.isend, _packed([_turned(local[part], order) for part in one.parts]), one.peer) for one in plan.sends
         ]
 
-    def _allocate(self, transmission: Transmission, position: str) -> _Landing:
+    def _allocate(self, transmission: Transmission, position: str) -> _Incoming:
         """Allocate memory for what arrives at this rank."""
         plan, dtype = transmission.plan, transmission.dtype
         if plan.wanted is None:
@@ -164,8 +164,7 @@ class Transfers:
         tensor = self._allocated(plan.wanted, dtype, plan.memory_order)
         joint = None if plan.finish is None else plan.finish.joint
         # An alias: the tensor itself may require a gradient when its memory is filled.
-        alias = tensor.detach()
-        memory = alias if joint is None else self._empty(joint, dtype)
+        memory = tensor.detach() if joint is None else self._empty(joint, dtype)
         messages: list[_Message] = []
         copies: list[Sequence[tuple[torch.Tensor, torch.Tensor]]] = []
         for one in plan.receives:
@@ -177,20 +176,17 @@ class Transfers:
             buffer = self._empty(one.buffer, dtype)
             messages.append((dist.irecv, buffer, one.peer))
             copies.append([*zip(targets, buffer.split(one.lengths), strict=True)])
-        return _Landing(tensor, alias, memory, messages, copies)
+        return _Incoming(tensor, memory, messages, copies)
 
     def _pending(
-        self, landing: _Landing, works: Sequence[dist.Work], transmission: Transmission, position: str
+        self, incoming: _Incoming, works: Sequence[dist.Work], transmission: Transmission, position: str
     ) -> PendingRecv:
         """Return the receive of messages that are posted, with the finish inside the stage."""
-        finish = transmission.plan.finish
-        return PendingRecv(
-            tensor=landing.tensor,
-            works=works,
-            copies=landing.copies,
-            finish=None if finish is None else self._stage.post_finish(finish, landing.memory, landing.alias, position),
-            wait_for=self._wait_for(transmission, position),
-        )
+        tensor, finish = incoming.tensor, None
+        if transmission.plan.finish is not None:
+            finish = self._stage.post_finish(transmission.plan.finish, incoming.memory, tensor.detach(), position)
+        wait_for = self._wait_for(transmission, position)
+        return PendingRecv(tensor=tensor, works=works, copies=incoming.copies, finish=finish, wait_for=wait_for)
 
     def _allocated(self, shape: Shape, dtype: torch.dtype, order: tuple[int, ...] | None) -> torch.Tensor:
         """Return an uninitialised tensor with the dimensions in the plan's order."""
@@ -246,19 +242,17 @@ class Transfers:
 
 
 @dataclass(slots=True)
-class _Landing:
+class _Incoming:
     """Memory for what arrives.
 
     Attributes:
         tensor: this rank's part.
-        alias: the same memory, without a gradient.
-        memory: what the messages fill: the alias, but on the root of a scatter.
+        memory: what the messages fill: the same memory, but on the root of a scatter.
         messages: messages to receive.
         copies: pairs of a part of the memory and the dense buffer that it is copied from, a list for each message.
     """
 
     tensor: torch.Tensor
-    alias: torch.Tensor
     memory: torch.Tensor
     messages: list[_Message]
     copies: list[Sequence[tuple[torch.Tensor, torch.Tensor]]]
