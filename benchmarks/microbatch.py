@@ -3,6 +3,7 @@
     python -m benchmarks.microbatch                   # uniform 1,1 and, of the plugin alone, 1,2
     python -m benchmarks.microbatch --rounds 20
 
+It needs a Megatron that has a communicator class, 0.15 or newer.
 The first stage sends an activation and takes the gradient that comes back, by Megatron's functions, over gloo on
 loopback; the tensor is small, so that what counts is what Python does. Measured is the processor's time of rank 0, all
 its threads; the variants take turns in one process, and each round starts the ranks anew. Printed are medians over the
@@ -32,7 +33,7 @@ from vtp_plugin.api import current_session
 
 ROOT = Path(__file__).resolve().parent.parent
 SHAPE = (16, 1, 32)
-VARIANTS: dict[str, dict[str, object]] = {
+VARIANTS: dict[str, dict[str, Any]] = {
     "Megatron 1,1": {"vtp_size_list": [1, 1]},
     "plugin 1,1": {"vtp_size_list": [1, 1], "force": True},
     "plugin 1,2, rank0": {"vtp_size_list": [1, 2], "transport": "rank0"},
@@ -56,7 +57,7 @@ def main() -> None:
     if not options.turns:
         _compare(options)
     elif "RANK" not in os.environ:
-        world_size = sum(settings["vtp_size_list"])  # pyright: ignore[reportArgumentType]
+        world_size = sum(settings["vtp_size_list"])
         launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
         command = [sys.executable, *launcher, "-m", "benchmarks.microbatch", *sys.argv[1:]]
         sys.exit(subprocess.run(command, check=False).returncode)
@@ -97,19 +98,22 @@ def _microbatches(settings: dict[str, Any]) -> Iterator[Callable[[int], None]]:
     vtp_plugin.apply(device="cpu", **settings)
     # After apply(), so that the names are the patched ones.
     from megatron.core import parallel_state
-    from megatron.core.model_parallel_config import ModelParallelConfig
     from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=len(settings["vtp_size_list"]))
     try:
-        config = ModelParallelConfig(
+        config = TransformerConfig(
+            num_layers=2,
+            hidden_size=SHAPE[-1],
+            num_attention_heads=2,
+            use_cpu_initialization=True,
             tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
             pipeline_model_parallel_size=len(settings["vtp_size_list"]),
             pipeline_dtype=torch.float32,
         )
-        config.hidden_size = SHAPE[-1]
-        config.finalize_model_grads_func = None
-        communicator = P2PCommunicator(parallel_state.get_pipeline_model_parallel_group(), config)
+        group: Any = parallel_state.get_pipeline_model_parallel_group()
+        communicator = P2PCommunicator(group, config)
         is_first = parallel_state.is_pipeline_first_stage()
         session, tensor = current_session(), torch.ones(SHAPE)
 
