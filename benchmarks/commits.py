@@ -47,12 +47,14 @@ class Measure(NamedTuple):
 
 
 _STEP = ("step_time", "--steps", "3")
-_SCRIPTS = "boundary*.py", "ranks.py", "startup_world.py", "step_time.py", "turns.py"
+_SCRIPTS = "boundary*.py", "microbatch.py", "ranks.py", "startup_world.py", "step_time.py", "turns.py"
 """What measures in turn; how the product is asked (``exchanges.py``) is each tree's own."""
 MEASURES: Mapping[str, Measure] = {
     "step": Measure((*_STEP, "--variant", "plugin"), num_turns=16),
     "rank0": Measure((*_STEP, "--variant", "plugin, rank0"), num_turns=16),
     "moe": Measure((*_STEP, "--model", "moe", "--variant", "plugin"), num_turns=16),
+    "microbatch": Measure(("microbatch", "--variant", "plugin 1,1"), num_turns=16),
+    "microbatch 1 -> 2": Measure(("microbatch", "--variant", "plugin 1,2, sliced"), num_turns=16),
     "apply": Measure(("apply_time", "--repeat", "1"), r"^(apply\(\)).*; CPU ([\d.]+) s"),
     "planning": Measure(
         ("startup", "--planned-sizes", "4096", "--world-sizes", "512"), r"^( *\d+ \S.*?) {2,}\d+ +([\d.]+) +[\d.]+$"

@@ -19,10 +19,10 @@ from vtp_plugin.plan.boundary.endpoint import Endpoint, Shape
 from vtp_plugin.plan.boundary.local_slices import local_slices
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.runtime.comm.channel import Channel
+from vtp_plugin.runtime.comm.link import ChannelLink
 from vtp_plugin.runtime.comm.process_groups import open_group
 from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.runtime.step.communicator import open_channels
-from vtp_plugin.runtime.step.links import ChannelLink
 
 DTYPE = torch.float32
 Exchange = Callable[[torch.Tensor | None, Shape], torch.Tensor | None]

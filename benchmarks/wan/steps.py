@@ -33,10 +33,11 @@ from vtp_plugin.plan.schedule.order.actions import Action
 from vtp_plugin.plan.schedule.order.schedule import Schedule
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.runtime.comm.channel import Channel
+from vtp_plugin.runtime.comm.link import ChannelLink
 from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.runtime.step.communicator import open_channels, own_channels
 from vtp_plugin.runtime.step.executor import Executor
-from vtp_plugin.runtime.step.links import ChannelLink, LinkForm, LinkId, bind_links
+from vtp_plugin.runtime.step.links import LinkForm, LinkId, bind_links
 from vtp_plugin.runtime.step.measure import measure_links
 
 _FORM = TensorFormat(dtype=torch.float32)

@@ -66,7 +66,7 @@ INNER_LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"message_kind", "sharding"}),
         frozenset({"boundary_plan", "endpoint", "local_slices"}),
         frozenset({"bridge_endpoint", "portions", "strategies"}),
-        frozenset({"check_boundary", "header"}),
+        frozenset({"check_boundary", "compiled_plan", "header"}),
         frozenset({"channel_spec"}),
         frozenset({"bridge_spec", "pipeline_boundaries", "tied_channels"}),
     ),

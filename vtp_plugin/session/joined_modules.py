@@ -14,10 +14,10 @@ from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.plan.schedule.make.limits import by_stage, check_in_flight
 from vtp_plugin.plan.schedule.order.modules import ModulePlacement, place_modules
 from vtp_plugin.runtime.bridges.separate import Bridge
+from vtp_plugin.runtime.comm.link import ChannelLink
 from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.runtime.step.links import (
     ActivationLink,
-    ChannelLink,
     GradientLink,
     LinkId,
     ModuleLink,

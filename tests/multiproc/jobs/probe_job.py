@@ -20,9 +20,9 @@ from vtp_plugin.plan.layout.channel_id import Direction
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.runtime.comm.channel import Channel
+from vtp_plugin.runtime.comm.link import ChannelLink
 from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.runtime.step.communicator import open_channels, own_channels
-from vtp_plugin.runtime.step.links import ChannelLink
 from vtp_plugin.runtime.step.measure import Report, share_reports
 from vtp_plugin.runtime.step.try_transports import settle, try_strategies
 

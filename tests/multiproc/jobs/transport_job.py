@@ -20,10 +20,10 @@ from vtp_plugin.platform import detect
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.platform.interface import Platform
 from vtp_plugin.runtime.comm.channel import Channel
+from vtp_plugin.runtime.comm.link import ChannelLink
 from vtp_plugin.runtime.comm.process_groups import settle
 from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.runtime.step.communicator import open_channels
-from vtp_plugin.runtime.step.links import ChannelLink
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -184,7 +184,7 @@ def wrong_headers(sent: Sequence[tuple[Shape, str]], width: int, most_tokens: in
             if rank == 0 and is_fit:
                 ChannelLink(channel, form).send(torch.zeros(shape)).wait()
             elif rank == 0:
-                channel._dispatch.send_header(shape, form, "").wait()  # pyright: ignore[reportPrivateUsage]
+                channel.headers.send(shape, form, "").wait()
             elif len(shape) == 3:
                 fresh = channel.crossed_by(channel.spec.strategy)
                 wanted = TensorFormat(dtype=torch.float32, has_variable_shapes=True, width=width)
@@ -208,7 +208,7 @@ def headers_of_replicas(shapes: Sequence[Shape]) -> str:
     form = TensorFormat(dtype=torch.float32, has_variable_shapes=True)
     if rank < 2:
         whole = channel.whole_shape(shapes[rank], form)
-        channel._dispatch.send_header(whole, form, "").wait()  # pyright: ignore[reportPrivateUsage]
+        channel.headers.send(whole, form, "").wait()
         return ""
     try:
         return f"posted {tuple(ChannelLink(channel, form).post().tensor.shape)}"

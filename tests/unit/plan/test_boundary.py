@@ -8,7 +8,6 @@ import itertools
 import math
 
 import pytest
-import torch
 
 from tests.rules.import_rules import sources
 from tests.support.plans import is_replicated, link_bytes, reversed_plan
@@ -24,10 +23,10 @@ from vtp_plugin.plan.boundary.boundary_plan import (
 )
 from vtp_plugin.plan.boundary.channel_spec import ChannelSpec
 from vtp_plugin.plan.boundary.check_boundary import check, require_valid
+from vtp_plugin.plan.boundary.compiled_plan import compile_plan
 from vtp_plugin.plan.boundary.endpoint import Endpoint
 from vtp_plugin.plan.boundary.header import plan_header
 from vtp_plugin.plan.boundary.local_slices import local_slices
-from vtp_plugin.plan.boundary.message_kind import MessageKind
 from vtp_plugin.plan.boundary.pipeline_boundaries import PipelineBoundary, pipeline_boundaries
 from vtp_plugin.plan.boundary.portions import MAX_PORTIONS, cut_into_portions
 from vtp_plugin.plan.boundary.sharding import LocalBoxes, Sharding, even_cuts, replicated, rows_of, sharded
@@ -39,7 +38,6 @@ from vtp_plugin.plan.boundary.strategies.transport_rules import TransportRules
 from vtp_plugin.plan.layout.channel_id import Direction
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout, StageGrid
 from vtp_plugin.plan.layout.replica_map import DpMode
-from vtp_plugin.runtime.comm.transfers import Transmission
 from vtp_plugin.util.index_boxes import Box, intersect, subtract, volume
 
 SHAPE = (6, 2, 4)  # [S, B, H]
@@ -843,10 +841,9 @@ def test_messages_of_a_mebibyte_cross_whole() -> None:
 def test_messages_are_cut_only_where_portions_are_swapped(strategy: str, dst: tuple[int, ...], is_cut: bool) -> None:
     shape = (4096, 1, 4096)
     plan = STRATEGIES[strategy].plan(replicated(shape, (0, 1, 2, 3)), replicated(shape, dst))
-    transmission = Transmission(
-        plan=plan, dtype=torch.float32, kind=MessageKind.ACTIVATION, position="here", peer="there", in_portions=True
-    )
-    assert (len(transmission.messages(plan.receives_of(4))) > len(plan.receives_of(4))) is is_cut
+    compiled = compile_plan(plan, 4, itemsize_bytes=4)
+    assert (len(compiled.receives) > len(plan.receives_of(4))) is is_cut
+    assert len(compile_plan(plan, 4).receives) == len(plan.receives_of(4))
 
 
 class TestLargestMessage:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan
 from vtp_plugin.plan.boundary.bridge_spec import BridgeSpec
 from vtp_plugin.plan.boundary.check_boundary import require_valid
+from vtp_plugin.plan.boundary.compiled_plan import CompiledPlan, compile_plan
 from vtp_plugin.plan.boundary.endpoint import Shape
 from vtp_plugin.plan.boundary.header import TYPES, ShareHeader
 from vtp_plugin.plan.boundary.local_slices import Widths
@@ -23,7 +23,7 @@ from vtp_plugin.plan.boundary.strategies.in_place import plan_in_place, plans_of
 from vtp_plugin.platform.interface import Platform
 from vtp_plugin.runtime.bridges.batch_axes import BatchAxes
 from vtp_plugin.runtime.comm.audit import Audit
-from vtp_plugin.runtime.comm.dispatch import NUM_PLANS
+from vtp_plugin.runtime.comm.channel import NUM_PLANS
 from vtp_plugin.runtime.comm.recorder import Recorder
 from vtp_plugin.runtime.comm.transfers import ChannelGroups, Transfers, Transmission
 from vtp_plugin.runtime.comm.work import TimedWaits, ranks_text
@@ -72,12 +72,16 @@ class ColocatedBridge:
         # One row from each rank, for all.
         self._codec = spec.header_codec(self._rank)
         shape = len(self._members), self._codec.length
-        self._said_plan = plan_in_place(sharded(shape, self._members, dim=0), replicated(shape, self._members))
-        require_valid(self._said_plan)
+        said_plan = plan_in_place(sharded(shape, self._members, dim=0), replicated(shape, self._members))
+        require_valid(said_plan)
+        said = compile_plan(said_plan, self._rank)
+        self._said = self._transmission(said, torch.int64, MessageKind.BRIDGE_HEADER)
         self._has_fixed_shape = has_fixed_shape
         # What this rank said in the first call, and what followed; only with fixed shapes.
         self._first: tuple[list[int], tuple[Shape, Widths]] | None = None
-        self._plans_of = functools.lru_cache(NUM_PLANS)(functools.partial(_plans_of, spec))
+        # Lengths of units differ more often than the shape that is planned for.
+        plans_of = functools.lru_cache(NUM_PLANS)(functools.partial(_plans_of, spec))
+        self._compiled = functools.lru_cache(NUM_PLANS)(functools.partial(_compile, plans_of, self._rank, axes))
 
     def communicate(self, tensor: torch.Tensor, sizes: Sequence[int] | None = None) -> torch.Tensor:
         """Move a tensor from the layout of one module to that of the other; gradients come back by the adjoint.
@@ -95,16 +99,16 @@ class ColocatedBridge:
         """Return this rank's part for the other module; shape and widths are for :meth:`backward`."""
         planned = self._axes.to_plan(tensor) if tensor.dim() == self._axes.num_dims else tensor
         shape, widths = self._compare(planned, sizes)
-        plan, _ = self._plans_of(shape)
-        return self._axes.from_plan(self._move(plan, planned, widths, MessageKind.ACTIVATION)), shape, widths
+        plan, _ = self._compiled(shape, widths)
+        return self._axes.from_plan(self._move(plan, planned, MessageKind.ACTIVATION)), shape, widths
 
     def backward(self, grad: torch.Tensor, shape: Shape, widths: Widths) -> torch.Tensor:
         """Return the gradient of this rank's part: the sum over the ranks that used the tensor, in their order."""
         planned = self._axes.to_plan(grad)
-        first, *others = self._plans_of(shape)[1]
-        total = self._move(first, planned, widths, MessageKind.GRADIENT)
+        first, *others = self._compiled(shape, widths)[1]
+        total = self._move(first, planned, MessageKind.GRADIENT)
         for plan in others:
-            total = total + self._move(plan, planned, widths, MessageKind.GRADIENT)
+            total = total + self._move(plan, planned, MessageKind.GRADIENT)
         return self._axes.from_plan(total)
 
     def _compare(self, planned: torch.Tensor, sizes: Sequence[int] | None) -> tuple[Shape, Widths]:
@@ -121,8 +125,8 @@ class ColocatedBridge:
                 )
             return self._first[1]
         said = torch.tensor([own], dtype=torch.int64, device=self._device)
-        transmission = self._transmission(self._said_plan, said, MessageKind.BRIDGE_HEADER)
-        lines = dict(zip(self._members, self._statements.exchange(said, transmission).tolist(), strict=True))
+        all_said = self._statements.exchange(said, self._said, spec.name)
+        lines = dict(zip(self._members, all_said.tolist(), strict=True))
         if wrong := [rank for rank, line in lines.items() if line[0] == _PROBLEM]:
             raise ConfigError(problem or f"{spec.name}: the tensor of {ranks_text(wrong)} cannot cross; see there")
         said_by = {rank: self._codec.parse(line) for rank, line in lines.items()}
@@ -156,19 +160,15 @@ class ColocatedBridge:
             return [_PROBLEM] * self._codec.length, str(error)
         return list(self._codec.encode(batch, str(planned.dtype), spec.name)), ""
 
-    def _move(self, plan: BoundaryPlan, tensor: torch.Tensor, widths: Widths, kind: MessageKind) -> torch.Tensor:
+    def _move(self, plan: CompiledPlan, tensor: torch.Tensor, kind: MessageKind) -> torch.Tensor:
         """Carry out a plan in one exchange; ranks outside its source send nothing."""
-        # What is one block on both ranks then travels without a copy.
-        order = self._axes.memory_order if all(len(one.boxes) == 1 for one in plan.transfers) else None
-        transmission = replace(self._transmission(plan, tensor, kind), widths=widths, memory_order=order)
-        return self._transfers.exchange(tensor, transmission)
+        return self._transfers.exchange(tensor, self._transmission(plan, tensor.dtype, kind), self._spec.name)
 
-    def _transmission(self, plan: BoundaryPlan, tensor: torch.Tensor, kind: MessageKind) -> Transmission:
+    def _transmission(self, plan: CompiledPlan, dtype: torch.dtype, kind: MessageKind) -> Transmission:
         return Transmission(
             plan=plan,
-            dtype=tensor.dtype,
+            dtype=dtype,
             kind=kind,
-            position=self._spec.name,
             peer="the ranks of the bridge",
             is_batched=not self._platform.host_blocking_wait,
         )
@@ -181,6 +181,24 @@ def _plans_of(spec: BridgeSpec, shape: Shape) -> tuple[BoundaryPlan, tuple[Bound
     for plan in (plans[0], *plans[1]):
         require_valid(plan)
     return plans
+
+
+def _compile(
+    plans_of: Callable[[Shape], tuple[BoundaryPlan, tuple[BoundaryPlan, ...]]],
+    rank: int,
+    axes: BatchAxes,
+    shape: Shape,
+    widths: Widths,
+) -> tuple[CompiledPlan, tuple[CompiledPlan, ...]]:
+    """Work out a rank's part of the plans of a shape."""
+
+    def compiled(plan: BoundaryPlan) -> CompiledPlan:
+        # What is one block on both ranks then travels without a copy.
+        order = axes.memory_order if all(len(one.boxes) == 1 for one in plan.transfers) else None
+        return compile_plan(plan, rank, widths=widths, memory_order=order)
+
+    plan, of_gradient = plans_of(shape)
+    return compiled(plan), tuple(map(compiled, of_gradient))
 
 
 class _Across(torch.autograd.Function):

@@ -17,6 +17,7 @@ from vtp_plugin.plan.boundary.bridge_spec import BridgeSpec, unit_widths
 from vtp_plugin.plan.boundary.header import Whole
 from vtp_plugin.runtime.bridges.batch_axes import BatchAxes
 from vtp_plugin.runtime.comm.channel import Channel
+from vtp_plugin.runtime.comm.link import ChannelLink
 from vtp_plugin.runtime.comm.pending_receives import RecvWork
 from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.runtime.comm.work import OpenSends, SendWork
@@ -57,7 +58,11 @@ class Bridge:
         self._form = TensorFormat(
             dtype=dtype, has_variable_shapes=True, is_batched=forward.is_coalesced, requires_grad=False
         )
-        self._known = replace(self._form, has_variable_shapes=False)
+        known = replace(self._form, has_variable_shapes=False)
+        # Headers cross where only the sender knows the batch.
+        self._with_header, self._without_header = (
+            {channel: ChannelLink(channel, form) for channel in (forward, backward)} for form in (self._form, known)
+        )
         self.fixed_shape = fixed_shape
         self._opens = OpenSends()
         self._posted: deque[RecvWork] = deque()
@@ -117,8 +122,7 @@ class Bridge:
     def post_forward(self) -> None:
         """Post the receive of the next activation, before the compute that hides it."""
         self._settle(dict)
-        form = self._form if self._fixed is None else self._known
-        self._posted.append(self._forward.post(self._fixed, form))
+        self._posted.append(self._link(self._forward, self._fixed).post(self._fixed))
 
     def recv_forward(self) -> torch.Tensor:
         """Return the next activation, a fresh leaf: this rank's part, with the module's axes."""
@@ -141,7 +145,7 @@ class Bridge:
             return SendWork((), (), lambda _works: None)
         known = self._batches.popleft() if self._batches else None
         batch = self._checked(self._backward, grad, sizes, known)
-        return self._send(self._backward, grad, batch, has_header=known is None)
+        return self._send(self._link(self._backward, known), grad, batch)
 
     def expect_backward(self) -> ExpectedGradient:
         """Post the receive of the next gradient as soon as its shape is known: that of its activation, once sent."""
@@ -191,7 +195,7 @@ class Bridge:
             self._expected.popleft().work = self._post_backward(self._batches.popleft())
 
     def _post_backward(self, known: Whole | None) -> RecvWork:
-        return self._backward.post(known, self._form if known is None else self._known)
+        return self._link(self._backward, known).post(known)
 
     def _note(self, batch: Whole, sent: SendWork | None = None) -> None:
         """Note a batch whose gradient will come back; in evaluation, which has no gradients, none does."""
@@ -206,14 +210,16 @@ class Bridge:
             self._zeros.append(zero.expand(tensor.shape) if tensor.requires_grad else None)
 
     def _send_forward(self, tensor: torch.Tensor, batch: Whole) -> SendWork:
-        work = self._send(self._forward, tensor, batch, has_header=self._fixed is None)
+        work = self._send(self._link(self._forward, self._fixed), tensor, batch)
         self._note(batch, work)
         self._note_zeros(tensor)
         return work
 
-    def _send(self, channel: Channel, tensor: torch.Tensor, batch: Whole, *, has_header: bool) -> SendWork:
-        form = self._form if has_header else self._known
-        return self._opens.add(channel.send(self._axes.to_plan(tensor), batch, form))
+    def _link(self, channel: Channel, known: Whole | None) -> ChannelLink:
+        return (self._with_header if known is None else self._without_header)[channel]
+
+    def _send(self, link: ChannelLink, tensor: torch.Tensor, batch: Whole) -> SendWork:
+        return self._opens.add(link.send(self._axes.to_plan(tensor), batch))
 
     def _checked(
         self, channel: Channel, tensor: torch.Tensor, sizes: Sequence[int] | None, known: Whole | None

@@ -2,7 +2,8 @@
 
 Words:
     form: type of a tensor that crosses, and how ranks hold it (``TensorFormat``).
-    transmission: one tensor that crosses: its plan, its type, and its name for error messages (``Transmission``).
+    link: a channel and the form of the tensors that cross it; all that crosses is sent over one (``ChannelLink``).
+    transmission: how tensors of one shape cross, as this rank sees it: compiled once, used for all (``Transmission``).
     pending: a receive that is posted: the memory it fills, and the finish that completes it (``PendingRecv``).
     take: wait for a tensor, run its plan's finish, and return it; once for each receive.
 """

@@ -1,8 +1,7 @@
 """A channel: one direction between two endpoints. Tensors come out in the order in which they went in.
 
-A link (:mod:`vtp_plugin.runtime.step.links`) gives or takes this rank's part of a tensor. The channel decides how the
-tensor is cut, whose connections it uses, whether a header with its shape goes first, and in which order all of it is
-posted and waited for.
+A link (:mod:`vtp_plugin.runtime.comm.link`) sends and receives over it. The channel has what its links share: whose
+connections are used, how a tensor of some shape crosses, the receives under way, and how many tensors have crossed.
 
 Each channel has a process group that carries point-to-point messages only (docs/internals.md, contract 3). The
 collectives of a plan run in the stage's tensor-parallel group: the start when a send is posted, the finish when a
@@ -12,27 +11,32 @@ receive is waited for. Every member of the stage sends, posts and waits at the s
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 
-import torch
 import torch.distributed as dist
 
 from vtp_plugin.errors import PlanError
+from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan
 from vtp_plugin.plan.boundary.channel_spec import ChannelSpec
 from vtp_plugin.plan.boundary.check_boundary import require_valid
-from vtp_plugin.plan.boundary.endpoint import Shape
+from vtp_plugin.plan.boundary.compiled_plan import compile_plan
+from vtp_plugin.plan.boundary.endpoint import Endpoint, Shape
 from vtp_plugin.plan.boundary.header import HeaderCodec, Whole
 from vtp_plugin.plan.boundary.message_kind import MessageKind
 from vtp_plugin.platform.interface import Platform
 from vtp_plugin.runtime.comm.audit import Audit
-from vtp_plugin.runtime.comm.dispatch import Dispatch
-from vtp_plugin.runtime.comm.pending_receives import Receives, RecvWork
+from vtp_plugin.runtime.comm.headers import Headers
+from vtp_plugin.runtime.comm.pending_receives import Receives
 from vtp_plugin.runtime.comm.process_groups import close_groups
 from vtp_plugin.runtime.comm.recorder import Recorder
 from vtp_plugin.runtime.comm.tensor_format import TensorFormat
-from vtp_plugin.runtime.comm.transfers import ChannelGroups, Transfers
-from vtp_plugin.runtime.comm.work import SendWork, TimedWaits
+from vtp_plugin.runtime.comm.transfers import ChannelGroups, Transfers, Transmission
+from vtp_plugin.runtime.comm.work import TimedWaits, ranks_text
 from vtp_plugin.runtime.health.monitor import Monitor
+
+# Where lengths vary, a run meets so many shapes that it must not keep all their plans.
+NUM_PLANS = 256
 
 
 class Channel:
@@ -48,6 +52,14 @@ class Channel:
         recorder: notes how long each part takes; None if nobody listens.
         is_coalesced: whether headers and the warm-up are coalesced, so that one communicator of the backend carries
             all.
+
+    Attributes:
+        transfers: posts this rank's messages.
+        transmission: gives how a tensor crosses, by the description of the whole and its form; made once for each.
+        headers: what crosses before tensors of variable shapes.
+        receives: the receives under way.
+        num_sent: number of tensors sent in this step.
+        num_received: number of receives posted in this step.
     """
 
     def __init__(
@@ -70,44 +82,31 @@ class Channel:
         self._monitor = monitor
         self._audit = audit
         self._recorder = recorder or Recorder(platform)
-        waits = TimedWaits(platform, monitor, self._recorder)
-        self._transfers = Transfers(spec.name, groups, platform, waits, audit)
-        self._dispatch = Dispatch(spec, self._transfers, platform, is_coalesced=is_coalesced)
-        # It has the dispatch only: a reference cycle would keep a closed channel's groups until the next collection.
-        self._receives = Receives(self._dispatch)
-        self._num_sent = self._num_received = 0
+        rank = dist.get_rank()
+        self._is_src = rank in spec.src.ranks
+        self.transfers = Transfers(spec.name, groups, platform, TimedWaits(platform, monitor, self._recorder), audit)
+        probe = spec.probe
+        if self._is_src:
+            others = {one.dst for one in probe.sends_of(rank)}
+        else:
+            others = {one.src for one in probe.receives_of(rank)} or {one.src for one in probe.transfers}
+        peer = ranks_text(others)
+        # Functions, not methods: a reference cycle would keep a closed channel's groups until the next collection.
+        plan_of = functools.lru_cache(NUM_PLANS)(spec.plan)
+        self.transmission = functools.lru_cache(NUM_PLANS)(
+            functools.partial(_transmission, spec, plan_of, rank, peer, platform.gathers_by_messages)
+        )
+        self.headers = Headers(spec, rank, peer, self.transfers, platform, is_coalesced=is_coalesced)
+        self.receives = Receives(self.transfers, self.transmission, self.headers)
+        self.num_sent = self.num_received = 0
 
     def start_step(self) -> None:
         """Count microbatches from 0 again."""
-        self._num_sent = self._num_received = 0
+        self.num_sent = self.num_received = 0
 
-    def send(self, tensor: torch.Tensor, whole: Whole, form: TensorFormat) -> SendWork:
-        """Send this rank's part of a tensor; with variable shapes a header goes before it.
-
-        Args:
-            tensor: this rank's part `[S, B, H]`. It keeps its memory until the work is waited for.
-            whole: description of the whole tensor.
-            form: type and layout of the tensor, the same at both endpoints.
-
-        Raises:
-            ConfigError: the tensor does not have the form of its kind of message, or not what the receiver expects.
-        """
-        position = f"{self.spec.name}, {self.spec.unit} {self._num_sent}"
-        header = self._dispatch.send_header(whole, form, position) if form.has_variable_shapes else None
-        self._num_sent += 1
-        work = self._dispatch.send(tensor, whole, form, position)
-        return work if header is None else header.joined_with(work)
-
-    def post(self, whole: Whole | None, form: TensorFormat) -> RecvWork:
-        """Post the receive of the next tensor that the other endpoint sends.
-
-        Args:
-            whole: description of the whole tensor; None if its header brings it.
-            form: type and layout of the tensor, the same at both endpoints.
-        """
-        position = f"{self.spec.name}, {self.spec.unit} {self._num_received}"
-        self._num_received += 1
-        return self._receives.add(whole, form, position)
+    def position(self, number: int) -> str:
+        """Name a tensor of this channel for messages: boundary, direction and number."""
+        return f"{self.spec.name}, {self.spec.unit} {number}"
 
     @property
     def sends_from_here(self) -> bool:
@@ -117,15 +116,20 @@ class Channel:
     @property
     def num_allocations(self) -> int:
         """Number of receives so far that needed fresh host memory; constant in a steady state with fixed shapes."""
-        return self._transfers.memory.num_allocations
+        return self.transfers.memory.num_allocations
 
     def whole_shape(self, local: Sequence[int], form: TensorFormat) -> Shape:
         """Return the shape `[S, B, ...]` of the whole tensor, given that of this rank's part."""
-        return self._dispatch.whole_shape(local, form)
+        endpoint, is_sharded = self._own_endpoint(form)
+        return endpoint.whole_shape(local, is_sharded=is_sharded)
 
     def local_shape(self, whole: Sequence[int], form: TensorFormat) -> Shape:
         """Return the shape of this rank's part, given that of the whole; inverse of :meth:`whole_shape`."""
-        return self._dispatch.local_shape(whole, form)
+        endpoint, is_sharded = self._own_endpoint(form)
+        return endpoint.local_shape(whole, is_sharded=is_sharded)
+
+    def _own_endpoint(self, form: TensorFormat) -> tuple[Endpoint, bool]:
+        return (self.spec.src, form.src_sharded) if self._is_src else (self.spec.dst, form.dst_sharded)
 
     def crossed_by(self, strategy: str, *, unit: str | None = None, kind: MessageKind | None = None) -> Channel:
         """Return a channel over the same groups that uses another strategy.
@@ -151,7 +155,7 @@ class Channel:
 
     def warm_up(self) -> None:
         """Let the backend connect, see :meth:`~vtp_plugin.runtime.comm.transfers.Transfers.warm_up`."""
-        self._transfers.warm_up(self.spec.probe, is_batched=self.is_coalesced)
+        self.transfers.warm_up(self.spec.probe, is_batched=self.is_coalesced)
 
     def close(self) -> None:
         """Destroy the groups that only this channel uses; all ranks of both endpoints call it, once all is received."""
@@ -159,3 +163,34 @@ class Channel:
             # The host may be ahead of what it has issued.
             self._platform.module().synchronize()
         close_groups((self._groups.messages, self._groups.pieces))
+
+
+def _transmission(
+    spec: ChannelSpec,
+    plan_of: Callable[..., BoundaryPlan],
+    rank: int,
+    peer: str,
+    is_swapped: bool,
+    whole: Whole,
+    form: TensorFormat,
+) -> Transmission:
+    """Say how a tensor crosses.
+
+    Args:
+        spec: the channel.
+        plan_of: makes the plan of a shape, or remembers it: lengths of units differ more often than shapes.
+        rank: this rank.
+        peer: name of the ranks at the other end.
+        is_swapped: whether an all-gather is made of messages.
+        whole: description of the whole tensor.
+        form: its type and layout.
+    """
+    shape, widths = spec.crossing(whole)
+    plan = plan_of(shape, src_sharded=form.src_sharded, dst_sharded=form.dst_sharded)
+    return Transmission(
+        plan=compile_plan(plan, rank, itemsize_bytes=form.dtype.itemsize if is_swapped else None, widths=widths),
+        dtype=form.dtype,
+        kind=spec.kind,
+        peer=peer,
+        is_batched=form.is_batched,
+    )

@@ -11,11 +11,10 @@ import torch
 import torch.distributed as dist
 
 from vtp_plugin.errors import PlanError
-from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan, CollectiveKind
+from vtp_plugin.plan.boundary.boundary_plan import CollectiveKind
+from vtp_plugin.plan.boundary.compiled_plan import CompiledCollective, CompiledSwaps
 from vtp_plugin.plan.boundary.endpoint import Shape
-from vtp_plugin.plan.boundary.local_slices import Widths, local_slices
-from vtp_plugin.plan.boundary.portions import Swap
-from vtp_plugin.plan.boundary.sharding import LocalBoxes, even_cuts
+from vtp_plugin.plan.boundary.sharding import even_cuts
 from vtp_plugin.report.trace.causes import Cause
 from vtp_plugin.runtime.comm.work import Finish, TimedWaits, ranks_text
 
@@ -42,54 +41,35 @@ class StageCollectives:
     rank: int = field(default_factory=dist.get_rank)
     _open_finishes: deque[torch.Tensor] = field(init=False, default_factory=deque)
 
-    def start(
-        self, plan: BoundaryPlan, tensor: torch.Tensor, position: str, widths: Widths | None = None
-    ) -> torch.Tensor:
-        """Run the plan's start inside the sending stage, and return the tensor that the transfers send from.
+    def start(self, start: CompiledCollective, tensor: torch.Tensor, position: str) -> torch.Tensor:
+        """Run the start of a plan inside the sending stage, and return the tensor that the transfers send from.
 
         Args:
-            plan: plan of the tensor.
-            tensor: this rank's part.
+            start: this rank's part in it.
+            tensor: this rank's part of the tensor.
             position: boundary, direction and number, for error messages.
-            widths: length of every unit of the plan's second dimension; None if it counts elements.
         """
-        ranks = plan.start.group_of(self.rank)
-        if ranks is None:
-            return tensor
-        if plan.start.kind is CollectiveKind.SUM:
-            return self._sum(plan, tensor, ranks, position, widths) if tensor.numel() else tensor
-        if plan.start.kind is not CollectiveKind.GATHER:
-            raise PlanError(
-                f"{position}: start {plan.start.kind}: only a gather or a sum can come before the transfers"
-            )
-        root, parts, whole = ranks[0], None, tensor
-        if self.rank == root:
-            holding = plan.sent_from(root)
-            whole = self.empty(holding.local_shape, tensor.dtype)
-            parts = [whole[local_slices(plan.src.boxes_of(rank)[0], holding)] for rank in ranks]
+        if start.kind is CollectiveKind.SUM:
+            return self._sum(start, tensor, position)
+        if start.kind is not CollectiveKind.GATHER:
+            raise PlanError(f"{position}: start {start.kind}: only a gather or a sum can come before the transfers")
+        ranks, root, parts, whole = start.ranks, start.ranks[0], None, tensor
+        if start.joint is not None:
+            whole = self.empty(start.joint, tensor.dtype)
+            parts = [whole[part] for (part,) in start.parts]
         part = tensor.contiguous()
         self._run("gather", ranks, position, lambda: dist.gather(part, parts, root, self.stage_group), Cause.PACK)
         return whole
 
-    def _sum(
-        self,
-        plan: BoundaryPlan,
-        tensor: torch.Tensor,
-        ranks: tuple[int, ...],
-        position: str,
-        widths: Widths | None,
-    ) -> torch.Tensor:
+    def _sum(self, start: CompiledCollective, tensor: torch.Tensor, position: str) -> torch.Tensor:
         """Add up what this rank will send, in the order of the ranks; the rest of the result is undefined."""
+        ranks = start.ranks
         if self.stage_group is None:
             raise PlanError(f"{position}: sum among {ranks_text(ranks)}, but this stage has no group")
-        holding = LocalBoxes(rank=self.rank, boxes=plan.src.boxes_of(self.rank))
-
-        def slices_of(rank: int) -> list[tuple[slice, ...]]:
-            return [local_slices(box, holding, widths) for one in plan.sends_of(rank) for box in one.boxes]
-
         members = dist.get_process_group_ranks(self.stage_group)
+        slices_of = dict(zip(ranks, start.parts, strict=True))
         empty = tensor.new_empty(0)
-        parts = {rank: [tensor[where].flatten() for where in slices_of(rank)] for rank in ranks}
+        parts = {rank: [tensor[where].flatten() for where in slices] for rank, slices in slices_of.items()}
         given = {rank: torch.cat(pieces) if pieces else empty for rank, pieces in parts.items()}
         num_own = len(given[self.rank])
         taken = [num_own if rank in ranks else 0 for rank in members]
@@ -100,7 +80,7 @@ class StageCollectives:
         for rank in ranks[1:]:
             total = total + by_rank[rank]
         summed = torch.empty_like(tensor)
-        for where in slices_of(self.rank):
+        for where in slices_of[self.rank]:
             piece, total = total[: summed[where].numel()], total[summed[where].numel() :]
             summed[where] = piece.view(summed[where].shape)
         return summed
@@ -128,43 +108,28 @@ class StageCollectives:
         )
 
     def post_finish(
-        self,
-        plan: BoundaryPlan,
-        received: torch.Tensor,
-        tensor: torch.Tensor,
-        position: str,
-        swaps_of: Callable[[int], Sequence[Swap]],
+        self, finish: CompiledCollective, received: torch.Tensor, tensor: torch.Tensor, position: str
     ) -> Finish:
-        """Prepare the plan's finish inside the receiving stage, which runs as the messages come.
+        """Prepare the finish of a plan inside the receiving stage, which runs as the messages come.
 
         Args:
-            plan: plan of the tensor.
+            finish: this rank's part in it.
             received: tensor that the transfers fill.
             tensor: tensor to complete: `received` itself, except on the root of a scatter.
             position: boundary, direction and number, for error messages.
-            swaps_of: gives the rows that a rank of the group passes on, where slices are swapped by messages.
         """
-        ranks = plan.finish.group_of(self.rank)
-        if ranks is None or not tensor.numel():
-            return _AtEnd(_nothing)
-        kind = plan.finish.kind
-        if kind is CollectiveKind.ALL_GATHER and self.pieces_group is not None:
-            timed = functools.partial(self._run, kind, ranks, position)
-            return _Swapping(self.name, ranks, tensor, swaps_of, self.pieces_group, timed, self._open_finishes)
-        return _AtEnd(functools.partial(self._finish, plan, received, tensor, position))
+        if finish.swaps is not None and self.pieces_group is not None:
+            timed = functools.partial(self._run, finish.kind, finish.ranks, position)
+            return _Swapping(self.name, finish.swaps, tensor, self.pieces_group, timed, self._open_finishes)
+        return _AtEnd(functools.partial(self._finish, finish, received, tensor, position))
 
-    def _finish(self, plan: BoundaryPlan, received: torch.Tensor, tensor: torch.Tensor, position: str) -> None:
+    def _finish(self, finish: CompiledCollective, received: torch.Tensor, tensor: torch.Tensor, position: str) -> None:
         """Run a collective of the backend; the arguments are those of :meth:`post_finish`."""
-        ranks = plan.finish.group_of(self.rank)
-        assert ranks is not None
-        kind, root, group = plan.finish.kind, ranks[0], self.stage_group
+        kind, ranks, root, group = finish.kind, finish.ranks, finish.ranks[0], self.stage_group
         if kind is CollectiveKind.BROADCAST:
             self._run(kind, ranks, position, lambda: dist.broadcast(tensor, root, group))
         elif kind is CollectiveKind.SCATTER:
-            parts = None
-            if self.rank == root:
-                holding = plan.lands_in(root)
-                parts = [received[local_slices(plan.dst.boxes_of(rank)[0], holding)] for rank in ranks]
+            parts = [received[part] for (part,) in finish.parts] or None
             self._run(kind, ranks, position, lambda: dist.scatter(tensor, parts, root, group))
         elif kind is CollectiveKind.ALL_GATHER:
             index = ranks.index(self.rank)
@@ -198,10 +163,6 @@ class _AtEnd:
         """Do nothing yet."""
 
 
-def _nothing() -> None:
-    pass
-
-
 class _Swapping:
     """An all-gather by messages: each portion goes on to the other ranks of the stage as soon as it has come.
 
@@ -211,26 +172,18 @@ class _Swapping:
     def __init__(
         self,
         name: str,
-        ranks: tuple[int, ...],
+        swaps: CompiledSwaps,
         tensor: torch.Tensor,
-        swaps_of: Callable[[int], Sequence[Swap]],
         group: dist.ProcessGroup,
         timed: Callable[[Callable[[], object]], None],
         open_finishes: deque[torch.Tensor],
     ) -> None:
         """Post the receives: each rank's portions in the order in which that rank gets them."""
-        self._name, self._ranks, self._tensor, self._group = name, ranks, tensor, group
+        self._name, self._receivers, self._tensor, self._group = name, swaps.receivers, tensor, group
         self._timed, self._open = timed, open_finishes
-        self._rank = dist.get_rank()
-        self._left = deque(swaps_of(self._rank))
-        self._works: list[dist.Work | None] = []
+        self._left = deque(swaps.passed_on)
         self._has_begun = False
-        sources = _others(ranks, self._rank, -1)
-        known = {rank: swaps_of(rank) for rank in sources}
-        for index in range(max(map(len, known.values()))):
-            for rank in sources:
-                for swap in known[rank][index : index + 1]:
-                    self._works.append(dist.irecv(tensor[swap.start : swap.stop], rank, group))
+        self._works = [dist.irecv(tensor[start:stop], rank, group) for rank, start, stop in swaps.arriving]
         self._open.append(tensor)
 
     def advance(self, num_arrived: int) -> None:
@@ -252,18 +205,12 @@ class _Swapping:
         self._has_begun = True
 
     def _send(self, piece: torch.Tensor) -> None:
-        self._works += [dist.isend(piece, rank, self._group) for rank in _others(self._ranks, self._rank, 1)]
+        self._works += [dist.isend(piece, rank, self._group) for rank in self._receivers]
 
     def _wait(self) -> None:
         for work in self._works:
             assert work is not None
             work.wait()
-
-
-def _others(ranks: Sequence[int], own: int, step: int) -> list[int]:
-    """List the other ranks round the ring, starting beside this one, so that not all talk to one rank at once."""
-    index = ranks.index(own)
-    return [ranks[(index + step * distance) % len(ranks)] for distance in range(1, len(ranks))]
 
 
 def _all_gather_rows(tensor: torch.Tensor, index: int, num_ranks: int, group: dist.ProcessGroup | None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 Shape = tuple[int, ...]
@@ -24,14 +26,12 @@ class HostMemory:
 
     def empty(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised tensor in memory that no living tensor uses."""
-        num_bytes = torch.Size(shape).numel() * dtype.itemsize
-        free = [storage for storage in self._storages if _is_free(storage)]
-        for storage in free:
-            if storage.nbytes() == num_bytes:
+        num_bytes = math.prod(shape) * dtype.itemsize
+        for storage in self._storages:
+            if storage.nbytes() == num_bytes and _is_free(storage):
                 return torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # pyright: ignore[reportCallIssue]
         # Free memory of other sizes is released: with varying lengths it would pile up.
         self._storages = [storage for storage in self._storages if not _is_free(storage)]
-        del free
         tensor = torch.empty(shape, dtype=dtype)
         self._storages.append(tensor.untyped_storage())
         self.num_allocations += 1

@@ -3,23 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from enum import IntEnum
+from collections.abc import Callable
 
 import torch
 
 from vtp_plugin.errors import PlanError
 from vtp_plugin.plan.boundary.header import Whole
-from vtp_plugin.runtime.comm.dispatch import Dispatch
+from vtp_plugin.runtime.comm.headers import Headers
 from vtp_plugin.runtime.comm.tensor_format import TensorFormat
+from vtp_plugin.runtime.comm.transfers import Transfers, Transmission
 from vtp_plugin.runtime.comm.work import PendingRecv
-
-
-class State(IntEnum):
-    """State of a receive."""
-
-    WANTED = 0  # its header has not come
-    POSTED = 1  # its memory waits for the tensor
-    DONE = 2
 
 
 class RecvWork:
@@ -29,30 +22,29 @@ class RecvWork:
     it at the same program point.
 
     Args:
-        queue: all receives of the same channel.
+        receives: all receives of the same channel.
         form: type and layout of the tensor.
         whole: description of the whole tensor; None until its header is read.
         position: boundary, direction and number, for error messages.
+
+    Attributes:
+        pending: what is posted; None before that, and once it was waited for.
+        is_done: whether the tensor was waited for.
     """
 
-    def __init__(self, queue: Receives, form: TensorFormat, whole: Whole | None, position: str) -> None:
+    def __init__(self, receives: Receives, form: TensorFormat, whole: Whole | None, position: str) -> None:
         self.form = form
         self.whole = whole
         self.position = position
-        self.state = State.WANTED
-        self._queue = queue
-        self._pending: PendingRecv | None = None
+        self.pending: PendingRecv | None = None
+        self.is_done = False
+        self._receives = receives
         self._tensor: torch.Tensor | None = None
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the tensor was waited for."""
-        return self.state is State.DONE
 
     @property
     def tensor(self) -> torch.Tensor:
         """The tensor, to be read before :meth:`wait` fills it; with variable shapes this waits for its header."""
-        self._queue.bring(self, State.POSTED)
+        self._receives.read_headers(self)
         if self._tensor is None:
             raise PlanError(f"{self.position}: the tensor was handed out already; read it before wait(), or use take()")
         return self._tensor
@@ -66,7 +58,7 @@ class RecvWork:
             PeerError: the connection to the sender, or to a member of this rank's stage, broke.
             ConfigError: a header does not fit what this rank expects.
         """
-        self._queue.bring(self, State.DONE)
+        self._receives.finish(self)
         # Megatron keeps handles longer than tensors: the memory must become free as soon as nobody else needs it.
         self._tensor = None
 
@@ -77,17 +69,9 @@ class RecvWork:
         return tensor
 
     def note_posted(self, pending: PendingRecv) -> None:
-        """Note the posted receive, with the memory that it fills; called by the queue."""
-        self._pending = pending
+        """Keep what is posted, with the memory that it fills; called once, where it is posted."""
+        self.pending = pending
         self._tensor = pending.tensor.requires_grad_(self.form.requires_grad)
-        self.state = State.POSTED
-
-    def finish(self) -> None:
-        """Wait for the tensor itself; called by the queue."""
-        pending, self._pending, self.state = self._pending, None, State.DONE
-        if pending is None:
-            raise PlanError(f"{self.position}: nothing is posted")
-        pending.wait()
 
 
 class Receives:
@@ -98,37 +82,53 @@ class Receives:
     of posting.
 
     Args:
-        dispatch: posts the messages of the channel.
+        transfers: posts the messages of the channel.
+        transmission: gives how a whole tensor crosses.
+        headers: the headers of the channel.
     """
 
-    def __init__(self, dispatch: Dispatch) -> None:
-        self._dispatch = dispatch
+    def __init__(
+        self, transfers: Transfers, transmission: Callable[[Whole, TensorFormat], Transmission], headers: Headers
+    ) -> None:
+        self._transfers = transfers
+        self._transmission = transmission
+        self._headers = headers
         self._queue: deque[RecvWork] = deque()
         self._header: PendingRecv | None = None
 
-    def add(self, whole: Whole | None, form: TensorFormat, position: str) -> RecvWork:
+    def add(self, form: TensorFormat, whole: Whole | None, position: str) -> RecvWork:
         """Post a receive, or its header if none is under way; the arguments are those of :class:`RecvWork`."""
         receive = RecvWork(self, form, whole, position)
         self._queue.append(receive)
         if whole is not None:
-            receive.note_posted(self._dispatch.post(whole, form, position))
+            self._post(receive, whole)
         elif self._header is None:
-            self._header = self._dispatch.post_header(position)
+            self._header = self._headers.post(position)
         return receive
 
-    def bring(self, receive: RecvWork, state: State) -> None:
-        """Read headers and wait for tensors, the oldest first, until a receive has reached a state."""
-        while receive.state < state:
-            if state is State.POSTED or self._queue[0].state is State.WANTED:
-                self._take_header()
-            else:
-                self._queue.popleft().finish()
+    def read_headers(self, receive: RecvWork) -> None:
+        """Read headers until a receive is posted."""
+        while receive.pending is None and not receive.is_done:
+            self._take_header()
+
+    def finish(self, receive: RecvWork) -> None:
+        """Wait for tensors, the oldest first, until a receive is done."""
+        while not receive.is_done:
+            oldest = self._queue[0]
+            self.read_headers(oldest)
+            self._queue.popleft()
+            pending, oldest.pending, oldest.is_done = oldest.pending, None, True
+            assert pending is not None
+            pending.wait()
 
     def _take_header(self) -> None:
         """Wait for the header under way, then post its tensor and the next header."""
-        receive, *later = (receive for receive in self._queue if receive.state is State.WANTED)
+        receive, *later = (receive for receive in self._queue if receive.pending is None)
         if self._header is None:
             raise PlanError(f"{receive.position}: no header is under way")
-        receive.whole = self._dispatch.read_header(self._header.wait(), receive.form, receive.position)
-        receive.note_posted(self._dispatch.post(receive.whole, receive.form, receive.position))
-        self._header = self._dispatch.post_header(later[0].position) if later else None
+        receive.whole = self._headers.read(self._header.wait(), receive.form, receive.position)
+        self._post(receive, receive.whole)
+        self._header = self._headers.post(later[0].position) if later else None
+
+    def _post(self, receive: RecvWork, whole: Whole) -> None:
+        receive.note_posted(self._transfers.receive(self._transmission(whole, receive.form), receive.position))

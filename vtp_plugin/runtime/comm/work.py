@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Protocol
 
 import torch
@@ -135,11 +135,13 @@ class OpenSends:
     _MAX_OPEN = 256
 
     def __init__(self) -> None:
-        self._works: list[SendWork] = []
+        self._works: deque[SendWork] = deque()
 
     def add(self, work: SendWork) -> SendWork:
-        """Keep a send, and drop those that are done."""
-        self._works = [one for one in self._works if not one.reap()] + [work]
+        """Keep a send, and drop the oldest ones, as far as they are done."""
+        while self._works and self._works[0].reap():
+            self._works.popleft()
+        self._works.append(work)
         if len(self._works) > self._MAX_OPEN:
             self._works[0].wait()
         return work
@@ -150,12 +152,12 @@ class OpenSends:
         Raises:
             PeerError: the connection to a receiver broke.
         """
-        works, self._works = self._works, []
+        works, self._works = self._works, deque()
         for work in works:
             work.wait()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(slots=True, kw_only=True, eq=False)
 class PendingRecv:
     """A posted receive: the memory that messages fill, then the deferred finish inside the stage.
 
@@ -164,16 +166,16 @@ class PendingRecv:
 
     Attributes:
         tensor: this rank's part, complete after :meth:`wait`.
-        works: the backend's handles of this rank's receives.
+        works: the backend's handles of this rank's receives: one for each message, or one for all that were coalesced.
         copies: pairs of a part of the tensor and the dense buffer that it is copied from, a list for each message.
-        finish: the collective inside the stage.
+        finish: the collective inside the stage; None if there is none.
         wait_for: waits for the handles and keeps the time.
     """
 
     tensor: torch.Tensor
     works: Sequence[dist.Work]
     copies: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]
-    finish: Finish
+    finish: Finish | None
     wait_for: WaitFor
 
     def wait(self) -> torch.Tensor:
@@ -182,19 +184,23 @@ class PendingRecv:
         Raises:
             PeerError: the connection to the sender, or to a member of this rank's stage, broke.
         """
-        each = zip([[work] for work in self.works], [[one] for one in self.copies], strict=False)
-        # Without messages there is no handle, and a coalesced call has one handle for all of them.
-        parts = list(each) if len(self.works) == len(self.copies) else [(list(self.works), list(self.copies))]
-        num_arrived = 0
-        for works, copies in parts:
-            if works:
-                self.wait_for(works)
-            for target, piece in chain.from_iterable(copies):
-                target.copy_(piece)
-            num_arrived += len(copies)
-            self.finish.advance(num_arrived)
-        self.finish.complete()
+        if len(self.works) == len(self.copies):
+            for number, work in enumerate(self.works):
+                self._await((work,), number, number + 1)
+        else:
+            self._await(self.works, 0, len(self.copies))
+        if self.finish is not None:
+            self.finish.complete()
         return self.tensor
+
+    def _await(self, works: Sequence[dist.Work], first: int, stop: int) -> None:
+        """Wait for the messages `first:stop`, and put them where they belong."""
+        self.wait_for(works)
+        for copies in self.copies[first:stop]:
+            for target, piece in copies:
+                target.copy_(piece)
+        if self.finish is not None:
+            self.finish.advance(stop)
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,8 @@ from vtp_plugin.plan.boundary.pipeline_boundaries import PipelineBoundary
 from vtp_plugin.plan.layout.channel_id import ChannelId, Direction
 from vtp_plugin.platform.interface import Platform
 from vtp_plugin.runtime.comm.audit import Audit
-from vtp_plugin.runtime.comm.channel import Channel
+from vtp_plugin.runtime.comm.channel import NUM_PLANS, Channel
+from vtp_plugin.runtime.comm.link import ChannelLink
 from vtp_plugin.runtime.comm.pending_receives import RecvWork
 from vtp_plugin.runtime.comm.process_groups import open_group
 from vtp_plugin.runtime.comm.recorder import Recorder
@@ -23,7 +25,6 @@ from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.runtime.comm.transfers import ChannelGroups
 from vtp_plugin.runtime.comm.work import OpenSends, SendWork
 from vtp_plugin.runtime.health.monitor import Monitor
-from vtp_plugin.runtime.step.links import ChannelLink
 
 Work = SendWork | RecvWork
 _WAIT_ORDER = ("recv_prev", "recv_next", "send_next", "send_prev")
@@ -104,7 +105,11 @@ class PipelineCommunicator:
 
     def __init__(self, channels: Mapping[str, Channel]) -> None:
         """Take the channels by operation (``recv_prev`` ...); without a neighbour there is no entry."""
-        self._channels = channels
+        # All ranks post in the order of the run's channels. A device that executes its operations strictly in the order
+        # of their issue, over all communicators, then finds its peer at the same one; receives first would deadlock it.
+        self._channels = dict(sorted(channels.items(), key=lambda pair: pair[1].order))
+        # A function, not a method: a reference cycle would keep groups of closed channels until the next collection.
+        self._link = functools.lru_cache(NUM_PLANS)(functools.partial(_link, channels))
         self._open_sends = OpenSends()
 
     @property
@@ -158,35 +163,35 @@ class PipelineCommunicator:
             ConfigError: the header of a tensor does not fit what this rank expects, the sequence does not divide, a
                 shape is missing, or there is no neighbour.
         """
-        posted: dict[str, Work] = {}
-        receives: dict[str, RecvWork] = {}
         tensors = {"send_next": send_next, "send_prev": send_prev}
         wanted = {"recv_prev": recv_prev, "recv_next": recv_next} | {n: t is not None for n, t in tensors.items()}
-        for name, channel in self._in_order([name for name, is_wanted in wanted.items() if is_wanted]):
+        for name in wanted:
+            if wanted[name] and name not in self._channels:
+                raise ConfigError(f"{name}: this stage has no neighbour there; leave it out")
+        posted: dict[str, Work] = {}
+        received: dict[str, RecvWork] = {}
+        for name in self._channels:
+            if not wanted[name]:
+                continue
             tensor = tensors.get(name)
+            local = shape if tensor is None else tensor.shape
+            link = self._link(name, form, None if form.has_variable_shapes or local is None else tuple(local))
             if tensor is not None:
-                posted[name] = self._open_sends.add(ChannelLink(channel, form).send(tensor))
+                posted[name] = self._open_sends.add(link.send(tensor))
             else:
-                posted[name] = receives[name] = ChannelLink(channel, form, shape).post()
+                posted[name] = received[name] = link.post()
         # One order on all ranks of a stage: a collective completes each receive, that of a header included.
         names = [name for name in _WAIT_ORDER if name in posted]
-        received = {name: receives[name].tensor for name in names if name in receives}
+        arriving = {name: received[name].tensor for name in names if name in received}
         if wait:
-            for name in received:
-                receives[name].wait()
+            for name in arriving:
+                received[name].wait()
         works = {} if wait else {name: posted[name] for name in names}
-        return Exchanged(from_prev=received.get("recv_prev"), from_next=received.get("recv_next"), works=works)
+        return Exchanged(from_prev=arriving.get("recv_prev"), from_next=arriving.get("recv_next"), works=works)
 
-    def _in_order(self, names: Sequence[str]) -> list[tuple[str, Channel]]:
-        """Return the channels of an exchange's operations, in the order in which they are posted.
 
-        All ranks post in the order of the run's channels. A device that executes its operations strictly in the order
-        of their issue, over all communicators, then finds its peer at the same one; receives first would deadlock it.
-        """
-        for name in names:
-            if name not in self._channels:
-                raise ConfigError(f"{name}: this stage has no neighbour there; leave it out")
-        return sorted(((name, self._channels[name]) for name in names), key=lambda pair: pair[1].order)
+def _link(channels: Mapping[str, Channel], name: str, form: TensorFormat, shape: tuple[int, ...] | None) -> ChannelLink:
+    return ChannelLink(channels[name], form, shape)
 
 
 def join_channels(channels: Mapping[ChannelId, Channel], worker: int) -> tuple[PipelineCommunicator, ...]:

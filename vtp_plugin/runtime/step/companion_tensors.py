@@ -22,11 +22,11 @@ from vtp_plugin.plan.schedule.order.messages import channel_of
 from vtp_plugin.plan.schedule.order.placement import Placement
 from vtp_plugin.platform.interface import Platform
 from vtp_plugin.runtime.comm.channel import Channel
+from vtp_plugin.runtime.comm.link import ChannelLink
 from vtp_plugin.runtime.comm.pending_receives import RecvWork
 from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.runtime.comm.work import SendWork
 from vtp_plugin.runtime.step.batches import Reader
-from vtp_plugin.runtime.step.links import ChannelLink
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,7 +1,4 @@
-"""What the executor sends and receives over: a channel between two stages of a module, or a bridge between modules.
-
-A link knows how its tensors cross, so that its user only sends and takes tensors.
-"""
+"""What the executor sends and receives over: a channel between two stages of a module, or a bridge between modules."""
 
 from __future__ import annotations
 
@@ -11,11 +8,11 @@ from typing import Protocol
 
 import torch
 
-from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.layout.channel_id import ChannelId
 from vtp_plugin.plan.schedule.order.placement import Placement
 from vtp_plugin.runtime.bridges.separate import Bridge
 from vtp_plugin.runtime.comm.channel import Channel
+from vtp_plugin.runtime.comm.link import ChannelLink
 from vtp_plugin.runtime.comm.pending_receives import RecvWork
 from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.runtime.comm.work import SendWork
@@ -67,54 +64,6 @@ class StageLink(Protocol):
     def send(self, tensor: torch.Tensor) -> Send:
         """Send a tensor; it keeps its memory until the send is waited for."""
         ...
-
-
-class ChannelLink:
-    """Tensors of one format over a channel.
-
-    Attributes:
-        channel: channel that carries the tensors.
-        form: type and layout of the tensors.
-        shape: shape of this rank's part; None if it varies, or if the link only sends.
-
-    Args:
-        channel: channel that carries the tensors.
-        form: type and layout of the tensors.
-        shape: shape of this rank's part; not used with variable shapes.
-    """
-
-    def __init__(self, channel: Channel, form: TensorFormat, shape: Sequence[int] | None = None) -> None:
-        self.channel = channel
-        self.form = form
-        self.shape = None if form.has_variable_shapes or shape is None else tuple(shape)
-        self._whole = None if self.shape is None else channel.whole_shape(self.shape, form)
-
-    def start_step(self) -> None:
-        """Count microbatches from 0 again."""
-        self.channel.start_step()
-
-    def post(self) -> RecvWork:
-        """Post the receive of the next tensor that the other stage sends, or of its header.
-
-        Raises:
-            ConfigError: the shape of the tensor is not known.
-        """
-        if self._whole is None and not self.form.has_variable_shapes:
-            raise ConfigError(f"{self.channel.spec.name}: the shape of what is received is not known; give it")
-        return self.channel.post(self._whole, self.form)
-
-    def send(self, tensor: torch.Tensor) -> SendWork:
-        """Send this rank's part of a tensor `[S, B, H]`; it keeps its memory until the send is waited for.
-
-        Raises:
-            ConfigError: the tensor is not what the receiver expects.
-        """
-        if self.shape is not None and tuple(tensor.shape) != self.shape:
-            raise ConfigError(
-                f"{self.channel.spec.name}: the tensor has the shape {list(tensor.shape)}, the next stage waits for "
-                f"{list(self.shape)}; give the step the lengths that the model has, or variable_seq_lengths=True"
-            )
-        return self.channel.send(tensor, self._whole or self.channel.whole_shape(tensor.shape, self.form), self.form)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

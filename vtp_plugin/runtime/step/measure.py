@@ -19,11 +19,12 @@ from vtp_plugin.plan.layout.channel_id import Direction
 from vtp_plugin.plan.schedule.order.actions import Action
 from vtp_plugin.platform.interface import Platform
 from vtp_plugin.report.trace.causes import Cause
+from vtp_plugin.runtime.comm.link import ChannelLink
 from vtp_plugin.runtime.comm.recorder import Noted, Recorder, Stopwatch
 from vtp_plugin.runtime.health.store import Topic, open_round, part_of
 from vtp_plugin.runtime.health.store_posts import PostError, parse_post, read_post
 from vtp_plugin.runtime.step.executor import Compute, Inputs
-from vtp_plugin.runtime.step.links import ChannelLink, LinkId
+from vtp_plugin.runtime.step.links import LinkId
 from vtp_plugin.util.printable import one_line
 from vtp_plugin.util.typed_json import MOST_BYTES
 

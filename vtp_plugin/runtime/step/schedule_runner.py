@@ -17,12 +17,13 @@ from vtp_plugin.plan.schedule.order.placement import Placement
 from vtp_plugin.plan.schedule.order.schedule import Schedule
 from vtp_plugin.platform.interface import Platform
 from vtp_plugin.report.trace.causes import Cause
+from vtp_plugin.runtime.comm.link import ChannelLink
 from vtp_plugin.runtime.comm.recorder import Noted, Recorder
 from vtp_plugin.runtime.health.store import Topic
 from vtp_plugin.runtime.health.store_posts import PostError
 from vtp_plugin.runtime.step.companion_tensors import Companions
 from vtp_plugin.runtime.step.executor import Compute, Executor
-from vtp_plugin.runtime.step.links import ChannelLink, LinkId, StageLink
+from vtp_plugin.runtime.step.links import LinkId, StageLink
 from vtp_plugin.runtime.step.measure import Report, TimedCompute, measure_links, report_computes
 from vtp_plugin.runtime.step.step_times import MOST_REPLANS, StepTime, StepTimes
 from vtp_plugin.util import log

@@ -10,10 +10,10 @@ import torch.distributed as dist
 
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.runtime.comm.channel import Channel
+from vtp_plugin.runtime.comm.link import ChannelLink
 from vtp_plugin.runtime.comm.pending_receives import RecvWork
 from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.runtime.comm.work import SendWork
-from vtp_plugin.runtime.step.links import ChannelLink
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

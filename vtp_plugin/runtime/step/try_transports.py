@@ -21,10 +21,10 @@ from vtp_plugin.plan.boundary.strategies.transport_rules import clearly_fastest
 from vtp_plugin.plan.layout.channel_id import ChannelId, Direction
 from vtp_plugin.platform.interface import Platform
 from vtp_plugin.runtime.comm.channel import Channel
+from vtp_plugin.runtime.comm.link import ChannelLink
 from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.runtime.health.store import Topic
 from vtp_plugin.runtime.health.store_posts import PostError
-from vtp_plugin.runtime.step.links import ChannelLink
 from vtp_plugin.runtime.step.measure import Report, answer, ask_ms, read_shared
 
 Pair = tuple[int, int]
