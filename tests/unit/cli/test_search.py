@@ -19,7 +19,7 @@ from vtp_plugin.config.parse_values import parse_bytes
 from vtp_plugin.host.versions import Package
 from vtp_plugin.plan.schedule.cost.costs import Costs
 from vtp_plugin.plan.schedule.order.placement import plain_placement
-from vtp_plugin.tune.search import fastest
+from vtp_plugin.tune.search import find_best
 from vtp_plugin.tune.search.evaluate import Candidate, evaluate
 from vtp_plugin.tune.search.schedule_time import pipeline_time
 
@@ -429,7 +429,7 @@ def test_ctrl_c_prints_the_best_so_far(capsys: pytest.CaptureFixture[str], monke
         judged.append(evaluate(*words, **options))
         return judged[-1]
 
-    monkeypatch.setattr(fastest, "evaluate", interrupted)
+    monkeypatch.setattr(find_best, "evaluate", interrupted)
     text = found(capsys, "--cluster", CLUSTER, "--vtp-stages", "1:4")
     assert text.startswith("the search ended before all lists were bounded")
     assert f"{min(one.step_s for one in judged if one is not None):.4g} s" in text
