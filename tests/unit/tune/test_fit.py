@@ -89,6 +89,14 @@ def test_a_u_keeps_the_layers_of_its_edge() -> None:
         fit([*cloud, Node(name="e", num_cards=0, site="edge")], wanted)
 
 
+def test_a_u_whose_edge_has_all_layers_leaves_none_for_the_cloud() -> None:
+    given = [Node(name="c", num_cards=4, site="cloud"), Node(name="e", num_cards=2, site="edge")]
+    with pytest.raises(
+        ConfigError, match="--num-layers 3; --vtp-stages 2:3 wants at least 2 stages"
+    ):
+        fit(given, ask("2:3", sites=("edge", "cloud"), ends=(2, 1), num_layers=3))
+
+
 def test_experts_must_fit_the_replicas() -> None:
     """Four copies of a stage's ranks are wanted where experts are shared by four."""
     wanted = ask("1:1", num_experts=8, moe_ffn_hidden_size=64, ep=4, etp=1, hidden_size=64)
