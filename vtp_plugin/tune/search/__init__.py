@@ -5,7 +5,7 @@
 ``enumerate_lists`` enumerates the lists that the cards allow and prunes them by the lower bounds of ``list_bounds``,
 ``stage_orders`` orders the stages of a list, ``layer_split`` splits the layers between them, ``node_assignment``
 assigns nodes (``bin_packing`` where only the number of cards counts), ``boundary_cost`` gives the cost of a boundary
-with each transport, and ``evaluate`` simulates the step. ``u_shape`` makes spaces of a U's clouds, and
+with each transport, and ``evaluate`` simulates the step. ``fixed_edge`` makes spaces of a U's clouds, and
 ``stock_megatron`` states the same problem for Megatron without the plugin.
 
 Words:

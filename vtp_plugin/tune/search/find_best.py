@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from vtp_plugin.tune.search.enumerate_lists import SearchRound, StageCounts, enumerate_lists
 from vtp_plugin.tune.search.evaluate import Candidate, evaluate
+from vtp_plugin.tune.search.fixed_edge import beside_edges
 from vtp_plugin.tune.search.interleave import interleaved_lists
 from vtp_plugin.tune.search.layer_split import LayerSplit, split_layers
 from vtp_plugin.tune.search.problem import SearchProblem, StageType
@@ -18,7 +19,6 @@ from vtp_plugin.tune.search.schedule_time import forget_compiled
 from vtp_plugin.tune.search.search_space import SearchSpace
 from vtp_plugin.tune.search.stage_orders import orders
 from vtp_plugin.tune.search.stock_megatron import in_megatron
-from vtp_plugin.tune.search.u_shape import beside_edges
 
 # A layout that cannot beat the best one by this share is not looked at.
 _SHARE = 0.002
