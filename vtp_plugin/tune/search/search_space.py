@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from vtp_plugin.tune.cluster.speed import Link, Speed, slowest
 from vtp_plugin.tune.search.problem import BatchSplit, NodeIndex, SearchProblem, StageType
@@ -63,12 +63,14 @@ class SearchSpace:
         split: how the samples are shared out; for a U as the cloud sees it.
         speeds: how fast a stage of each type is.
         edge: edge of a U; None without one.
+        most_held: by stage type the most layers that it has memory for, as far as that was asked for.
     """
 
     problem: SearchProblem
     split: BatchSplit
     speeds: StageSpeeds
     edge: FixedEdge | None = None
+    most_held: dict[StageType, int] = field(default_factory=dict[StageType, int])
 
     @classmethod
     def of(cls, problem: SearchProblem, split: BatchSplit) -> SearchSpace:

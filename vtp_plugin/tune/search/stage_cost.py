@@ -31,6 +31,12 @@ def peer_s(space: SearchSpace, stage_type: StageType, nodes: Sequence[NodeIndex]
 
 def most_held(space: SearchSpace, stage_type: StageType) -> int:
     """Count the layers that a stage type has memory for at most, anywhere in the pipeline."""
+    if stage_type not in space.most_held:
+        space.most_held[stage_type] = _most_held(space, stage_type)
+    return space.most_held[stage_type]
+
+
+def _most_held(space: SearchSpace, stage_type: StageType) -> int:
     held, limit, num_layers = space.split.held_bytes, space.memory_bytes(stage_type), space.problem.num_layers
     if held is None or limit is None:
         return num_layers
