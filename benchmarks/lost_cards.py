@@ -98,7 +98,7 @@ def expected_list(bad: Sequence[tuple[str, int]]) -> tuple[str, list[tuple[str, 
     good = [card for card in _CARDS if card not in bad]
     nodes = [Node(name=name, num_cards=sum(node == name for node, _ in good)) for name in ("a", "b")]
     best, *_ = fit(nodes, Constraints(args=args, least_stages=1, most_stages=2, num_replicas=1))
-    left = {node.name: number for node, number in zip(best.nodes, best.num_spare, strict=True)}
+    left = {node.name: number for node, number in best.spare_cards}
     return format_value(best.sizes), [card for card in good if not left[card[0]]]
 
 
