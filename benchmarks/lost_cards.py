@@ -39,7 +39,7 @@ from tests.multiproc.faults.fault_log import read_log, require_losses, require_s
 from tests.multiproc.faults.faulty_gpt import CABLE, KINDS, LOG, PHASES
 from tests.multiproc.faults.hosts_apart import Network, why_not
 from vtp_plugin.config.parse_values import format_value
-from vtp_plugin.tune.fit.available_cards import Node
+from vtp_plugin.tune.cluster.machines import Node
 from vtp_plugin.tune.fit.constraints import Constraints
 from vtp_plugin.tune.fit.fit_layout import fit
 
@@ -97,8 +97,8 @@ def expected_list(bad: Sequence[tuple[str, int]]) -> tuple[str, list[tuple[str, 
     )
     good = [card for card in _CARDS if card not in bad]
     nodes = [Node(name=name, num_cards=sum(node == name for node, _ in good)) for name in ("a", "b")]
-    best, _ = fit(nodes, Constraints(args=args, least_stages=1, most_stages=2, num_replicas=1))
-    left = {node.name: number for node, number in zip(best.nodes, best.num_spare, strict=True)}
+    best, *_ = fit(nodes, Constraints(args=args, least_stages=1, most_stages=2, num_replicas=1))
+    left = {node.name: number for node, number in best.spare_cards}
     return format_value(best.sizes), [card for card in good if not left[card[0]]]
 
 

@@ -28,7 +28,7 @@ from benchmarks.emulated import ROOT, Seat, run_ranks
 from benchmarks.reality import TRAINING, read_asked
 from vtp_plugin.tune.search.evaluate import evaluate
 from vtp_plugin.tune.search.problem import StageType
-from vtp_plugin.tune.search.stage_cost import work_of
+from vtp_plugin.tune.search.search_space import SearchSpace
 
 NUM_LAYERS, NUM_MICROBATCHES = 4, 8
 NUM_WARM, NUM_STEPS = 2, 6
@@ -102,7 +102,7 @@ def _predicted_s(tp: int, model: Sequence[str], folder: Path) -> float:
     problem = read_asked(model, cluster).problem
     (split,) = [split for split in problem.splits if split.num_replicas == 1]
     kind = StageType((0,), tp)
-    candidate = evaluate(problem, split, [kind], [work_of(kind, split)], [NUM_LAYERS])
+    candidate = evaluate(SearchSpace.of(problem, split), [kind], [NUM_LAYERS])
     assert candidate is not None
     return candidate.step_s
 

@@ -27,7 +27,7 @@ from benchmarks.published_plans import Plan, plan_of, read_plan, show_plan
 from benchmarks.published_quoted import CLUSTERS, QUOTED
 from benchmarks.published_richer import Richer
 from benchmarks.published_theirs import Theirs
-from vtp_plugin.tune.search.fastest import fastest
+from vtp_plugin.tune.search.find_best import find_best
 from vtp_plugin.tune.search.problem import SearchProblem
 
 # Layouts of ours that their simulator may choose from.
@@ -78,7 +78,7 @@ def judged(artifact: Artifact, theirs: Theirs, counts: Sequence[int], limit_s: f
     """Yield our best plan, and then those beside it."""
     problem = ask(artifact, read_cluster(artifact, counts)).problem
     start = time.process_time()
-    found = fastest(problem, num_best=_NUM_BEST, limit_s=limit_s)
+    found = find_best(problem, num_best=_NUM_BEST, limit_s=limit_s)
     seconds = time.process_time() - start
     name = "ours" if found.is_complete else "ours, not all bounded"
     best = [_row(artifact, theirs, problem, name, plan_of(candidate), seconds) for candidate in found.best]
@@ -92,7 +92,7 @@ def judged(artifact: Artifact, theirs: Theirs, counts: Sequence[int], limit_s: f
         yield stock._replace(ours=artifact.training["global_batch_size"] / found.stock.step_s)
     richer = Richer(artifact, problem)
     start = time.process_time()
-    found = fastest(richer.problem, num_best=_NUM_BEST, limit_s=limit_s)
+    found = find_best(richer.problem, num_best=_NUM_BEST, limit_s=limit_s)
     seconds = time.process_time() - start
     name = "a richer search" if found.is_complete else "a richer search, not all bounded"
     plans = [best[0].plan, *(richer.plan_of(candidate) for candidate in found.best)]

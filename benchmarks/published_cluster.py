@@ -24,7 +24,8 @@ from vtp_plugin.cli.parser import Parser
 from vtp_plugin.cli.search_request import SearchRequest, read_request
 from vtp_plugin.tune.cluster.machines import Card, Cluster, Links, Nodes, Time
 from vtp_plugin.tune.cluster.speed import Link
-from vtp_plugin.tune.search.problem import BatchSplit, HeldBytes
+from vtp_plugin.tune.cluster.stage_memory import HeldBytes, HeldPart
+from vtp_plugin.tune.search.problem import BatchSplit
 
 KINDS = ("A100-40", "V100-16")
 MICRO_SIZES = (1, 2, 4, 8)
@@ -192,7 +193,8 @@ def held_bytes(artifact: Artifact, micro_batch_size: int) -> HeldBytes:
             kept += 4 * micro_batch_size * layers[str(layer)]["act_mem_floats"]
             rows.append((state, kept))
 
-    def held(tp: int, _: int, start: int, end: int, is_first: bool, is_last: bool, in_flight: int) -> int:
+    def held(part: HeldPart) -> int:
+        tp, _, start, end, is_first, is_last, in_flight = part
         (state, kept), (before, not_kept) = sums[tp][end + 1 + is_last], sums[tp][start + 1 - is_first]
         return state - before + (kept - not_kept) * in_flight + (2 if tp == 1 else 3) * 10**9
 

@@ -15,7 +15,7 @@ from benchmarks.published_plans import Plan, Stage
 from vtp_plugin.tune.cluster.speed import Speed
 from vtp_plugin.tune.search.evaluate import evaluate
 from vtp_plugin.tune.search.problem import BatchSplit, NodePool, SearchProblem, StageType
-from vtp_plugin.tune.search.stage_cost import Works
+from vtp_plugin.tune.search.search_space import SearchSpace
 
 
 def samples_per_s(artifact: Artifact, problem: SearchProblem, plan: Plan) -> float | None:
@@ -64,8 +64,7 @@ def _step_s(problem: SearchProblem, plan: Plan, stages: Sequence[Stage], batch: 
             held_bytes=None,
         )
         stage_types = [StageType((number,) * replicas, each.tp) for number, each in enumerate(chain)]
-        works = Works(split)
-        candidate = evaluate(problem, split, stage_types, [works[kind] for kind in stage_types], layers)
+        candidate = evaluate(SearchSpace.of(problem, split), stage_types, layers)
         steps.append(math.inf if candidate is None else candidate.step_s)
     return max(steps)
 

@@ -14,8 +14,9 @@ from dataclasses import replace
 from benchmarks.published_cluster import Artifact, held_bytes
 from benchmarks.published_plans import Plan, Replica, Stage
 from vtp_plugin.tune.cluster.speed import Speed
+from vtp_plugin.tune.cluster.stage_memory import HeldBytes, HeldPart
 from vtp_plugin.tune.search.evaluate import Candidate
-from vtp_plugin.tune.search.problem import BatchSplit, HeldBytes, NodePool, SearchProblem
+from vtp_plugin.tune.search.problem import BatchSplit, NodePool, SearchProblem
 
 # With more only numbers of replicas count that divide the samples.
 _MOST_CARDS = 64
@@ -88,9 +89,9 @@ class Richer:
         parts = {(width, self._ways(size, kind, width)[0][1]) for kind, width in widths}
         rules = {number: held_bytes(self._artifact, size // number) for _, number in parts}
 
-        def held(width: int, replicas: int, start: int, end: int, is_first: bool, is_last: bool, in_flight: int) -> int:
-            stage = (replicas, start, end, is_first, is_last, in_flight)
-            return max(rules[number](width // number, *stage) for own, number in parts if own == width)
+        def held(part: HeldPart) -> int:
+            own_parts = (number for own, number in parts if own == part.tp)
+            return max(rules[number](part._replace(tp=part.tp // number)) for number in own_parts)
 
         return held
 

@@ -39,9 +39,9 @@ from vtp_plugin.cli.search_request import SearchRequest, read_request
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.tune.cluster.read_cluster import read_cluster
 from vtp_plugin.tune.search.evaluate import Candidate, evaluate
-from vtp_plugin.tune.search.fastest import fastest
+from vtp_plugin.tune.search.find_best import find_best
 from vtp_plugin.tune.search.problem import StageType
-from vtp_plugin.tune.search.stage_cost import Works
+from vtp_plugin.tune.search.search_space import SearchSpace
 
 # Seconds that a layer's forward pass waits, for one sample.
 KINDS = {"new": 0.060, "half": 0.120, "quarter": 0.240, "eighth": 0.480}
@@ -231,7 +231,7 @@ def read_asked(words: Sequence[str], cluster: Path) -> SearchRequest:
 
 
 def _layouts(request: SearchRequest, number: int, num_others: int) -> dict[str, Candidate]:
-    found = fastest(request.problem, num_best=1)
+    found = find_best(request.problem, num_best=1)
     layouts = {"best": found.best[0]}
     stocks = {"stock": found.stock, "equal": found.equal}
     layouts |= {name: candidate for name, candidate in stocks.items() if candidate is not None}
@@ -251,7 +251,6 @@ def _random_layouts(request: SearchRequest, chance: random.Random) -> Iterator[C
     problem = request.problem
     while True:
         split = chance.choice(problem.splits)
-        works = Works(split)
         stage_types: list[StageType] = []
         for place, pool in enumerate(split.pools):
             for room in pool.cards_per_node:
@@ -266,7 +265,7 @@ def _random_layouts(request: SearchRequest, chance: random.Random) -> Iterator[C
         cuts = sorted(chance.sample(range(1, problem.num_layers), len(stage_types) - 1))
         ends = [0, *cuts, problem.num_layers]
         layers = [end - start for start, end in pairwise(ends)]
-        yield evaluate(problem, split, stage_types, [works[kind] for kind in stage_types], layers)
+        yield evaluate(SearchSpace.of(problem, split), stage_types, layers)
 
 
 def _measure(

@@ -14,7 +14,8 @@ import time
 from collections.abc import Sequence
 
 from vtp_plugin.tune.cluster.speed import Link, Speed
-from vtp_plugin.tune.search.fastest import fastest
+from vtp_plugin.tune.cluster.stage_memory import HeldPart
+from vtp_plugin.tune.search.find_best import find_best
 from vtp_plugin.tune.search.problem import BatchSplit, NodePool, SearchProblem
 
 _NUM_LAYERS = 96
@@ -69,7 +70,8 @@ def problem(num_nodes: int, *, is_mixed: bool) -> SearchProblem:
     return SearchProblem(num_layers=_NUM_LAYERS, splits=splits, least_stages=1, most_stages=_NUM_LAYERS)
 
 
-def _held_bytes(tp: int, num_replicas: int, start: int, end: int, is_first: bool, is_last: bool, in_flight: int) -> int:
+def _held_bytes(part: HeldPart) -> int:
+    tp, num_replicas, start, end, _, _, in_flight = part
     state = (end - start) * 400_000_000 * 6 // tp + (end - start) * 400_000_000 * 12 // tp // num_replicas
     return state + in_flight * (end - start) * (1 << 30) // tp
 
@@ -82,7 +84,7 @@ def main() -> None:
     for num_nodes in (16, 64):
         for is_mixed in (False, True):
             start = time.process_time()
-            found = fastest(problem(num_nodes, is_mixed=is_mixed), limit_s=options.limit_s)
+            found = find_best(problem(num_nodes, is_mixed=is_mixed), limit_s=options.limit_s)
             seconds = time.process_time() - start
             kinds = "two kinds" if is_mixed else "one kind "
             best = found.best[0]

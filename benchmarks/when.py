@@ -26,7 +26,7 @@ from vtp_plugin.cli.parser import Parser
 from vtp_plugin.cli.search_request import SearchRequest, read_request
 from vtp_plugin.tune.cluster.read_cluster import parse_cluster
 from vtp_plugin.tune.cluster.toml_table import Table
-from vtp_plugin.tune.search.fastest import fastest
+from vtp_plugin.tune.search.find_best import find_best
 
 SLOWER, SMALLER = (1, 2, 4, 8), (1, 8)
 # Cards of the two new nodes, and of the two old ones.
@@ -130,7 +130,7 @@ def cells() -> Iterator[Cell]:
 def ask(cell: Cell) -> dict[str, Any]:
     """Give the steps of the best layout, of stock Megatron's best, and of its best with equally many layers."""
     request = cell.request()
-    found = fastest(request.problem, num_best=1, limit_s=_LIMIT_S)
+    found = find_best(request.problem, num_best=1, limit_s=_LIMIT_S)
     row: dict[str, Any] = {"is_complete": found.is_complete}
     for name, candidate in (("best", next(iter(found.best), None)), ("stock", found.stock), ("equal", found.equal)):
         row[name] = candidate and {

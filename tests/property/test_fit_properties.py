@@ -21,10 +21,13 @@ from vtp_plugin.plan.schedule.cost.simulator import simulate
 from vtp_plugin.plan.schedule.make.generate import one_f_one_b
 from vtp_plugin.plan.schedule.order.add_communication import lower
 from vtp_plugin.plan.schedule.order.placement import plain_placement
-from vtp_plugin.tune.fit.available_cards import Node
+from vtp_plugin.tune.cluster.machines import Node
+from vtp_plugin.tune.cluster.stage_memory import HeldPart
 from vtp_plugin.tune.fit.constraints import Constraints
 from vtp_plugin.tune.fit.fit_layout import fit
-from vtp_plugin.tune.fit.fit_search import FittedLayout, search
+from vtp_plugin.tune.fit.fit_problem import fit_problem
+from vtp_plugin.tune.search.evaluate import Candidate
+from vtp_plugin.tune.search.find_best import find_best
 
 MODELS = st.fixed_dictionaries(
     {
@@ -89,20 +92,27 @@ def brute(cards: list[int], model: SimpleNamespace, stages: tuple[int, int], rep
     return max(((sum(chosen) * replicas, -len(chosen)) for chosen in lists), default=None)
 
 
-def check(found: FittedLayout, cards: list[int], model: SimpleNamespace, stages: tuple[int, int]) -> None:
-    assert stages[0] <= len(found.sizes) <= stages[1] and len(found.layers) == len(found.sizes) == len(
-        found.replica_nodes
-    )
+def search(nodes: list[Node], wanted: Constraints) -> dict[int, Candidate]:
+    """Find the best layout for every number of replicas."""
+    return {one.num_replicas: one for one in find_best(fit_problem(nodes, wanted)).best}
+
+
+def spare_of(found: Candidate) -> list[int]:
+    return [number for _, number in found.spare_cards]
+
+
+def check(found: Candidate, cards: list[int], model: SimpleNamespace, stages: tuple[int, int]) -> None:
+    assert stages[0] <= len(found.sizes) <= stages[1] and len(found.layers) == len(found.sizes) == len(found.nodes)
     assert all(divides(size, model) for size in found.sizes) and sum(found.layers) == model.num_layers
     assert model.global_batch_size % (model.micro_batch_size * found.num_replicas) == 0 and min(found.layers) > 0
     used = [0] * len(cards)
-    for size, places in zip(found.sizes, found.replica_nodes, strict=True):
+    for size, places in zip(found.sizes, found.nodes, strict=True):
         assert len(places) == found.num_replicas
-        for place in places:
+        for _, place in places:
             used[place] += size
-    assert [number - one for number, one in zip(cards, used, strict=True)] == list(found.num_spare)
-    assert min(found.num_spare) >= 0
-    assert [places[0] for places in found.replica_nodes] == sorted(places[0] for places in found.replica_nodes)
+    assert [number - one for number, one in zip(cards, used, strict=True)] == spare_of(found)
+    assert min(spare_of(found)) >= 0
+    assert [places[0] for places in found.nodes] == sorted(places[0] for places in found.nodes)
 
 
 @settings(max_examples=200, deadline=None)
@@ -119,13 +129,13 @@ def test_every_list_is_valid_and_none_leaves_fewer_cards_spare(
         assert (best is None) == (one is None), replicas
         if one is not None:
             check(one, cards, model, stages)
-            assert (one.num_used, -len(one.sizes)) == best
+            assert (one.num_cards, -len(one.sizes)) == best
     try:
-        chosen, _ = fit(nodes_of(cards), ask)
+        chosen, *_ = fit(nodes_of(cards), ask)
     except ConfigError as error:
         assert not found and ";" in str(error)
     else:
-        assert chosen.step == min(one.step for one in found.values())
+        assert chosen.step_s == min(one.step_s for one in found.values())
 
 
 @settings(max_examples=100, deadline=None)
@@ -139,8 +149,8 @@ def test_a_card_more_never_makes_it_worse(
     where %= len(cards)
     after = search(nodes_of([*cards[:where], cards[where] + 1, *cards[where + 1 :]]), ask)
     for replicas, one in before.items():
-        assert after[replicas].num_used >= one.num_used
-        assert (after[replicas].num_used, -len(after[replicas].sizes)) >= (one.num_used, -len(one.sizes))
+        assert after[replicas].num_cards >= one.num_cards
+        assert (after[replicas].num_cards, -len(after[replicas].sizes)) >= (one.num_cards, -len(one.sizes))
 
 
 @settings(max_examples=50, deadline=None)
@@ -207,7 +217,7 @@ def test_no_way_to_share_layers_is_faster(
         for i, (size, limit) in enumerate(zip(sizes, most, strict=True))
     ]
     wanted = on_own_nodes(
-        sizes, num_layers, num_microbatches, is_alike=is_alike, held_bytes=lambda tp, n, start, end, *_: end - start
+        sizes, num_layers, num_microbatches, is_alike=is_alike, held_bytes=lambda part: part.end - part.start
     )
     one = search(nodes, wanted).get(1)
     # Nodes with as much memory are next to each other.
@@ -220,14 +230,14 @@ def test_no_way_to_share_layers_is_faster(
         and all(limit is None or number <= limit for number, limit in zip(layers, most, strict=True))
         and (not is_alike or len(set(layers[1:-1])) < 2)
     ]
-    if one is None or one.num_used < sum(sizes):
+    if one is None or one.num_cards < sum(sizes):
         assert not ways
         return
     assert list(one.sizes) == sizes and one.layers in ways
     least = min(slowest(layers, sizes) for layers in ways)
     assert slowest(one.layers, sizes) == least
     steps = [simulated(layers, sizes, num_microbatches) for layers in ways if slowest(layers, sizes) == least]
-    assert one.step <= 1.01 * min(steps)
+    assert one.step_s <= 1.01 * min(steps)
 
 
 @settings(max_examples=50, deadline=None)
@@ -238,8 +248,8 @@ def test_what_fits_into_memory_is_found(
     """Here a stage holds two units for each layer, cut by its ranks, and one of its own."""
     cards, model, stages = question
 
-    def held(tp: int, replicas: int, start: int, end: int, *_: Any) -> Any:
-        return 1 + 2 * (end - start) / tp
+    def held(part: HeldPart) -> Any:
+        return 1 + 2 * (part.end - part.start) / part.tp
 
     ask = Constraints(args=model, least_stages=stages[0], most_stages=stages[1], num_replicas=1, held_bytes=held)
     one = search(nodes_of(cards, memory), ask).get(1)
@@ -256,13 +266,13 @@ def test_what_fits_into_memory_is_found(
         ),
         default=None,
     )
-    assert best == (None if one is None else one.num_used)
+    assert best == (None if one is None else one.num_cards)
     if one is not None:
-        assert max(held(size, 1, 0, number) for size, number in zip(one.sizes, one.layers, strict=True)) <= memory
+        assert max(1 + 2 * number / size for size, number in zip(one.sizes, one.layers, strict=True)) <= memory
 
 
 @settings(max_examples=30, deadline=None)
 @given(SIZES, st.integers(4, 20), st.integers(1, 60))
 def test_long_steps_are_simulated_by_their_beginning(sizes: list[int], num_layers: int, number: int) -> None:
     one = search(nodes_of(sizes), on_own_nodes(sizes, num_layers, number))[1]
-    assert one.num_used == sum(sizes) and abs(one.step - simulated(one.layers, one.sizes, number)) < 1e-6
+    assert one.num_cards == sum(sizes) and abs(one.step_s - simulated(one.layers, one.sizes, number)) < 1e-6

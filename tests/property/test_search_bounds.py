@@ -12,7 +12,7 @@ from vtp_plugin.tune.cluster.speed import Link, Speed
 from vtp_plugin.tune.search.enumerate_lists import SearchRound, StageCounts, enumerate_lists
 from vtp_plugin.tune.search.layer_split import split_layers
 from vtp_plugin.tune.search.problem import BatchSplit, NodePool, SearchProblem
-from vtp_plugin.tune.search.stage_cost import Works
+from vtp_plugin.tune.search.search_space import SearchSpace
 
 REACH = SearchRound(99, is_mixing=True)
 
@@ -53,15 +53,13 @@ def random_question(seed: int) -> SearchProblem:
     return SearchProblem(num_layers=num_layers, splits=(split,), least_stages=1, most_stages=4)
 
 
-def least(problem: SearchProblem, row: StageCounts, works: Works) -> float:
+def least(space: SearchSpace, row: StageCounts) -> float:
     """Return the least bound of all orders of a list, and of all ways to share out the layers."""
-    (split,) = problem.splits
     stage_types = [stage_type for stage_type, count in row.counts for _ in range(count)]
     found = math.inf
     for order in set(itertools.permutations(stage_types)):
-        own = [works[stage_type] for stage_type in order]
         # Nothing is dropped for others that are as good.
-        for one in split_layers(problem, split, order, own, math.inf, most_alike=10**9):
+        for one in split_layers(space, order, math.inf, most_alike=10**9):
             found = min(found, one.bound_s)
     return found
 
@@ -69,15 +67,14 @@ def least(problem: SearchProblem, row: StageCounts, works: Works) -> float:
 @pytest.mark.parametrize("seed", range(80))
 def test_no_list_is_left_out_that_may_be_quicker(seed: int) -> None:
     problem = random_question(seed)
-    (split,) = problem.splits
-    works = Works(split)
-    every = {row: least(problem, row, works) for row in enumerate_lists(problem, split, works, REACH, lambda: math.inf)}
+    space = SearchSpace.of(problem, *problem.splits)
+    every = {row: least(space, row) for row in enumerate_lists(space, REACH, lambda: math.inf)}
     assert every
     for row, least_s in every.items():
         assert row.bound_s <= least_s * (1 + 1e-9), row
     # What is asked for is shorter than all, than some, or than none.
     for below_s in sorted(every.values())[:: max(1, len(every) // 8)]:
-        kept = {row.counts for row in enumerate_lists(problem, split, works, REACH, lambda limit=below_s: limit)}
+        kept = {row.counts for row in enumerate_lists(space, REACH, lambda limit=below_s: limit)}
         assert {row.counts for row, least_s in every.items() if least_s < below_s * (1 - 1e-9)} <= kept
 
 
@@ -88,9 +85,9 @@ def test_a_bound_leaves_out_most_lists() -> None:
     pool = NodePool(name="", cards_per_node=(8,), speeds={1: layer, 2: cut})
     split = BatchSplit(num_replicas=1, num_microbatches=16, micro_batch_size=1, pools=(pool,))
     problem = SearchProblem(num_layers=12, splits=(split,), least_stages=1, most_stages=8)
-    works = Works(split)
-    shortest = min(least(problem, row, works) for row in enumerate_lists(problem, split, works, REACH, lambda: 110.0))
-    every = [*enumerate_lists(problem, split, works, REACH, lambda: math.inf)]
-    left = [*enumerate_lists(problem, split, works, REACH, lambda: shortest * 1.01)]
+    space = SearchSpace.of(problem, split)
+    shortest = min(least(space, row) for row in enumerate_lists(space, REACH, lambda: 110.0))
+    every = [*enumerate_lists(space, REACH, lambda: math.inf)]
+    left = [*enumerate_lists(space, REACH, lambda: shortest * 1.01)]
     assert [[(stage_type.tp, count) for stage_type, count in row.counts] for row in left] == [[(2, 4)]]
     assert len(every) == 24

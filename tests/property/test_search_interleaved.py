@@ -24,7 +24,8 @@ from tests.property.test_search_properties import (
 from vtp_plugin.plan.schedule.cost.simulator import simulate
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
 from vtp_plugin.plan.schedule.order.placement import interleaved_placement
-from vtp_plugin.tune.search.fastest import fastest
+from vtp_plugin.tune.cluster.stage_memory import HeldPart
+from vtp_plugin.tune.search.find_best import find_best
 from vtp_plugin.tune.search.problem import BatchSplit, SearchProblem
 
 CHUNKS = (2, 3)
@@ -84,7 +85,7 @@ def step(problem: SearchProblem, split: BatchSplit, stages: Stages, nodes: Nodes
 def holds(problem: SearchProblem, stages: Stages, nodes: Nodes, number: int, kept_of: Sequence[int]) -> bool:
     held_bytes = problem.splits[0].held_bytes
     assert held_bytes is not None
-    kept, held = held_bytes(1, 1, 0, 0, True, True, 1), [0] * len(stages)
+    kept, held = held_bytes(HeldPart(1, 1, 0, 0, True, True, 1)), [0] * len(stages)
     for part, in_flight in enumerate(kept_of):
         stage = part % len(stages)
         held[stage] += math.ceil(number * 3 / stages[stage][0]) + kept * in_flight
@@ -125,7 +126,7 @@ def check(seed: int) -> bool:
         pools = (replace(p, speeds={1: one} if (one := p.speeds.get(1)) else {}) for p in splits[0].pools)
         splits = (replace(splits[0], pools=tuple(pools)),)
     problem = replace(problem, chunks=CHUNKS, splits=splits)
-    found, least = fastest(problem), min(brute(problem, cards), brute_interleaved(problem, cards))
+    found, least = find_best(problem), min(brute(problem, cards), brute_interleaved(problem, cards))
     assert found.is_complete
     if not found.best:
         assert least == math.inf

@@ -23,7 +23,8 @@ from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_sc
 from vtp_plugin.plan.schedule.order.add_communication import lower
 from vtp_plugin.plan.schedule.order.placement import plain_placement
 from vtp_plugin.tune.cluster.speed import Link, Speed
-from vtp_plugin.tune.search.fastest import fastest
+from vtp_plugin.tune.cluster.stage_memory import HeldPart
+from vtp_plugin.tune.search.find_best import find_best
 from vtp_plugin.tune.search.problem import BatchSplit, NodePool, SearchProblem
 from vtp_plugin.tune.search.schedule_time import pipeline_time
 
@@ -125,9 +126,7 @@ def random_question(seed: int, given_layers: int = 0) -> tuple[SearchProblem, li
                 message_bytes=4 * scale,
                 cp=cp,
                 # A microbatch in flight keeps something, too.
-                held_bytes=lambda size, replicas, start, end, is_first, is_last, in_flight: (
-                    math.ceil((end - start) * 3 / size) + kept * in_flight
-                ),
+                held_bytes=lambda part: math.ceil((part.end - part.start) * 3 / part.tp) + kept * part.in_flight,
             )
             for replicas in (1, 2)
         ),
@@ -202,7 +201,7 @@ def holds(
     limits = [nodes[place][0].memory_bytes for place in places]
     held_bytes = problem.splits[0].held_bytes
     assert held_bytes is not None
-    kept = held_bytes(1, 1, 0, 0, True, True, 1)
+    kept = held_bytes(HeldPart(1, 1, 0, 0, True, True, 1))
     held = math.ceil((ends[stage + 1] - ends[stage]) * 3 / size) + kept * in_flight[stage]
     return all(limit is None or held <= limit for limit in limits)
 
@@ -391,7 +390,7 @@ def all_costs(
 def check(seed: int, num_layers: int = 0) -> float:
     problem, cards = random_question(seed, num_layers)
     problem = replace(problem, layers="ends" if seed % 3 == 2 else "any")
-    found, least = fastest(problem), brute(problem, cards)
+    found, least = find_best(problem), brute(problem, cards)
     assert found.is_complete
     # Of more layers brute force takes long.
     for candidate, layers in () if num_layers else ((found.stock, problem.layers), (found.equal, "equal")):

@@ -22,7 +22,7 @@ from vtp_plugin.plan.schedule.cost.simulator import simulate
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
 from vtp_plugin.plan.schedule.order.placement import u_placement
 from vtp_plugin.tune.cluster.speed import Link, Speed
-from vtp_plugin.tune.search.fastest import fastest
+from vtp_plugin.tune.search.find_best import find_best
 from vtp_plugin.tune.search.problem import BatchSplit, NodePool, SearchProblem
 
 KEPT = 1
@@ -75,9 +75,7 @@ def random_question(seed: int) -> SearchProblem:
                 micro_batch_size=1,
                 pools=pools,
                 message_bytes=4,
-                held_bytes=lambda size, replicas, start, end, is_first, is_last, in_flight: (
-                    math.ceil((end - start) * 3 / size) + KEPT * in_flight
-                ),
+                held_bytes=lambda part: math.ceil((part.end - part.start) * 3 / part.tp) + KEPT * part.in_flight,
             )
             for replicas in (1, 2)
         ),
@@ -153,7 +151,7 @@ def step(problem: SearchProblem, split: BatchSplit, stages: Stages, ends: list[i
 
 def check(seed: int) -> None:
     problem = random_question(seed)
-    found, least = fastest(problem), brute(problem)
+    found, least = find_best(problem), brute(problem)
     assert found.is_complete and found.stock is None
     if not found.best:
         assert least == math.inf

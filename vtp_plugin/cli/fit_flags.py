@@ -13,11 +13,12 @@ from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.tune.cluster.stage_memory import StageMemory
 from vtp_plugin.tune.fit.available_cards import read_have
+from vtp_plugin.tune.fit.chosen import Chosen
 from vtp_plugin.tune.fit.constraints import Constraints
 from vtp_plugin.tune.fit.fit_layout import fit
-from vtp_plugin.tune.fit.fit_search import FittedLayout
 from vtp_plugin.tune.fit.options_of_run import read_constraints, write_fitted
 from vtp_plugin.tune.fit.reasons import describe
+from vtp_plugin.tune.search.evaluate import Candidate
 
 
 def add_have_flags(group: argparse._ArgumentGroup) -> None:
@@ -37,7 +38,7 @@ def add_have_flags(group: argparse._ArgumentGroup) -> None:
     )
 
 
-def fit_to_cards(args: argparse.Namespace, config: VtpConfig) -> tuple[VtpConfig, FittedLayout, tuple[str, ...]]:
+def fit_to_cards(args: argparse.Namespace, config: VtpConfig) -> tuple[VtpConfig, Candidate, tuple[str, ...]]:
     """Fit a list to ``--have``.
 
     Returns:
@@ -56,8 +57,8 @@ def fit_to_cards(args: argparse.Namespace, config: VtpConfig) -> tuple[VtpConfig
     constraints = read_constraints(args, config, config.stages or (1, max(2, 2 * len(nodes))))
     if has_memory:
         constraints = _with_memory(args, constraints)
-    fitted, rivals = fit(nodes, constraints)
-    return write_fitted(config, fitted), fitted, describe(fitted, constraints, rivals)
+    layouts = fit(nodes, constraints)
+    return write_fitted(config, Chosen.of(layouts[0])), layouts[0], describe(layouts, constraints)
 
 
 def _with_memory(args: argparse.Namespace, constraints: Constraints) -> Constraints:

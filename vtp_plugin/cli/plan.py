@@ -16,7 +16,7 @@ from vtp_plugin.config.parse_values import format_value
 from vtp_plugin.host.rules.checks.batch import describe_batches
 from vtp_plugin.plan.layout.describe import format_ranks, size_names, size_texts
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout, RankOrder
-from vtp_plugin.tune.fit.fit_search import FittedLayout
+from vtp_plugin.tune.search.evaluate import Candidate
 
 _MAX_STAGES_UNFOLDED = 12
 _MAX_LINES = 60
@@ -182,14 +182,14 @@ def _traffic(flags: Run, views: Sequence[BoundaryView]) -> Iterator[str]:
         yield f"site {source} sends to site {target}: {size} for each microbatch, {what}"
 
 
-def _fit_as_json(fitted: FittedLayout, about: Sequence[str]) -> dict[str, object]:
+def _fit_as_json(fitted: Candidate, about: Sequence[str]) -> dict[str, object]:
     return {
         "sizes": list(fitted.sizes),
         "layers": list(fitted.layers),
         "num_replicas": fitted.num_replicas,
         "nodes": fitted.node_names,
-        "spare": {node.name: number for node, number in zip(fitted.nodes, fitted.num_spare, strict=True)},
-        "step": fitted.step,
+        "spare": {node.name: number for node, number in fitted.spare_cards},
+        "step": fitted.step_s,
         "reasons": list(about),
     }
 

@@ -38,7 +38,7 @@ from vtp_plugin.plan.layout.share import expert_spans
 from vtp_plugin.plan.layout.u_layers import check_layers, check_two_rings
 from vtp_plugin.plan.memory.footprint import Footprint
 from vtp_plugin.plan.schedule.order.placement import Placement, place_workers
-from vtp_plugin.tune.fit.fit_search import FittedLayout
+from vtp_plugin.tune.search.evaluate import Candidate
 
 MAX_TYPOS = 2
 """A word that differs from a flag in so many letters at most is taken for a misspelt flag."""
@@ -104,7 +104,7 @@ class Run:
     num_microbatches: int | None
     memory: tuple[Footprint, ...] | str
     about_activations: str
-    fitted: FittedLayout | None = None
+    fitted: Candidate | None = None
     about_fit: tuple[str, ...] = ()
 
     @property
@@ -189,7 +189,7 @@ def read_run(args: argparse.Namespace, *, takes_all_costs: bool = False) -> Run:
     )
 
 
-def _read_list(args: argparse.Namespace) -> tuple[VtpConfig, FittedLayout | None, tuple[str, ...]]:
+def _read_list(args: argparse.Namespace) -> tuple[VtpConfig, Candidate | None, tuple[str, ...]]:
     """Read the plugin's flags with a list of sizes, or fit one to ``--have``."""
     if args.have is not None and args.vtp_size_list is None:
         args.vtp_size_list = "auto"
@@ -272,7 +272,7 @@ def _memory(
     config: VtpConfig,
     layout: PipelineLayout,
     num_chunks: int,
-    fitted: FittedLayout | None,
+    fitted: Candidate | None,
     *,
     has_activations: bool,
 ) -> tuple[Footprint, ...] | str:

@@ -20,9 +20,11 @@ from vtp_plugin.config.parse_values import format_value
 from vtp_plugin.errors import ConfigError, LayoutError
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.tune.cluster.read_cluster import read_cluster
+from vtp_plugin.tune.cluster.stage_memory import HeldPart
 from vtp_plugin.tune.fit.as_flags import fitted_flags, stock_flags
+from vtp_plugin.tune.fit.chosen import Chosen
 from vtp_plugin.tune.search.evaluate import Candidate
-from vtp_plugin.tune.search.fastest import SearchResult, fastest
+from vtp_plugin.tune.search.find_best import SearchResult, find_best
 from vtp_plugin.util.printable import plain
 
 _LEAST_GAIN = 1.05
@@ -73,8 +75,6 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError(
             f"--num-best {options.num_best}, --limit-s {options.limit_s:g}; give at least one layout and some seconds"
         )
-    if options.micro_batch_sizes and not options.micro_batch_size:
-        options.micro_batch_size = options.micro_batch_sizes[0]
     check_ending(options.output, {".svg": "picture"})
     request = read_request(options, read_cluster(options.cluster))
     for text in request.silent:
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> None:
     if not result.best:
         raise LayoutError(_why_nothing(request, result))
     if options.output is not None:
-        write_file(options.output, draw_found(request, result))
+        write_file(options.output, draw_found(result))
     if options.json:
         print_json("search", _as_json(request, result))
     else:
@@ -99,7 +99,7 @@ def _search(request: SearchRequest, options: argparse.Namespace) -> SearchResult
             tell(share - done, f"best step so far {best_s:.4g} s")
             done = share
 
-        return fastest(request.problem, num_best=options.num_best, limit_s=options.limit_s, tell=say)
+        return find_best(request.problem, num_best=options.num_best, limit_s=options.limit_s, tell=say)
 
 
 def _lines(request: SearchRequest, result: SearchResult) -> Iterator[str]:
@@ -120,17 +120,17 @@ def _lines(request: SearchRequest, result: SearchResult) -> Iterator[str]:
         + ": "
         + ", ".join(f"stage {stage} {format_bytes(held)}" for stage, held in enumerate(best.held_bytes))
     )
-    yield from _nodes(request, best)
+    yield from _nodes(best)
     yield f"bottleneck of 1: {_bottleneck(best)}"
     for number, candidate in enumerate(result.best[1:], start=2):
         yield f"{number} takes {candidate.step_s / best.step_s:.3f} times as long: {_bottleneck(candidate)}"
     yield from _compared(request, result)
-    if best.transport != request.problem.rules.transport and len({*request.fitted(best).sites}) > 1:
+    if best.transport != request.problem.rules.transport and len({*best.sites}) > 1:
         yield f"--vtp-transport {best.transport}: all ranks of neighbouring stages connect, also those of two sites"
 
 
-def _nodes(request: SearchRequest, candidate: Candidate) -> Iterator[str]:
-    names = enumerate(request.fitted(candidate).node_names)
+def _nodes(candidate: Candidate) -> Iterator[str]:
+    names = enumerate(candidate.node_names)
     texts = [f"stage {stage} on {', '.join(dict.fromkeys(own))}" for stage, own in names]
     yield "nodes of 1: " + "; ".join(texts)
 
@@ -226,7 +226,7 @@ def _bottleneck(candidate: Candidate) -> str:
 
 def flags(request: SearchRequest, candidate: Candidate) -> Sequence[str]:
     """Give the flags with which a run has this layout: Megatron's own, where they suffice."""
-    fitted, size = request.fitted(candidate), str(candidate.split.micro_batch_size)
+    chosen, size = Chosen.of(candidate), str(candidate.split.micro_batch_size)
     extra: list[str] = []
     if candidate.order.is_planned and request.constraints.ends is None and candidate.num_chunks == 1:
         extra += ["--vtp-schedule", "planned"]
@@ -234,9 +234,9 @@ def flags(request: SearchRequest, candidate: Candidate) -> Sequence[str]:
         extra += ["--vtp-transport", candidate.transport]
     is_unequal = len({*candidate.sizes}) > 1 or request.constraints.ends is not None
     if is_unequal or extra:
-        argv = [*fitted_flags(fitted, request.constraints, is_forced=not is_unequal), *extra]
+        argv = [*fitted_flags(chosen, request.constraints, is_forced=not is_unequal), *extra]
     else:
-        argv = [*stock_flags(fitted)]
+        argv = [*stock_flags(chosen)]
     if candidate.num_chunks > 1:
         argv += ["--num-virtual-stages-per-pipeline-rank", str(candidate.num_chunks)]
     return (*argv, "--micro-batch-size", size)
@@ -246,14 +246,24 @@ def _why_nothing(request: SearchRequest, result: SearchResult) -> str:
     if not result.is_complete:
         return "the search ended before any layout was found; --limit-s gives it more time"
     constraints, split = request.constraints, request.problem.splits[0]
-    cards = sum(group.num_nodes * group.num_cards for group in request.cluster.nodes)
+    cards = sum(node.num_cards for pool in split.pools for node in pool.nodes)
     limits = [pool.memory_bytes for pool in split.pools if pool.memory_bytes is not None]
     largest = max(size for pool in split.pools for size in pool.speeds)
     stages = min(constraints.most_stages, request.problem.num_layers, max(1, cards // (largest * split.cp)))
     layers = math.ceil(request.problem.num_layers / stages)
     held_bytes = split.held_bytes
     assert held_bytes is not None
-    needed = held_bytes(largest, split.num_replicas, 0, layers, True, stages == 1, stages)
+    needed = held_bytes(
+        HeldPart(
+            tp=largest,
+            num_replicas=split.num_replicas,
+            start=0,
+            end=layers,
+            is_first=True,
+            is_last=stages == 1,
+            in_flight=stages,
+        )
+    )
     have = f"; the largest card has {format_bytes(max(limits))}" if limits else ""
     return (
         f"no layout of {constraints.least_stages} to {constraints.most_stages} stages fits the {cards} cards: "
@@ -282,7 +292,7 @@ def _candidate_as_json(request: SearchRequest, candidate: Candidate) -> dict[str
         "micro_batch_size": candidate.split.micro_batch_size,
         "in_flight": _in_flight(candidate),
         "transport": candidate.transport,
-        "nodes": request.fitted(candidate).node_names,
+        "nodes": candidate.node_names,
         "num_cards": candidate.num_cards,
         "step_s": candidate.step_s,
         "pipeline_s": candidate.order.pipeline_s,

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from vtp_plugin.cli.search_request import SearchRequest
 from vtp_plugin.config.parse_values import format_value
 from vtp_plugin.plan.schedule.cost.simulator import Timeline, timeline_of
 from vtp_plugin.plan.schedule.order.actions import Op
 from vtp_plugin.report.pictures.draw_rows import Box, Group, draw_rows
 from vtp_plugin.tune.search.evaluate import Candidate
-from vtp_plugin.tune.search.fastest import SearchResult
+from vtp_plugin.tune.search.find_best import SearchResult
 from vtp_plugin.tune.search.schedule_time import compiled_for
 
 _COLOURS = {"forward": "#3f6ca8", "backward": "#b4540a", "gradients": "#9a3f73", "optimizer": "#6b4a9b"}
@@ -19,12 +18,12 @@ _KINDS = {Op.F: "forward", Op.B: "backward"}
 _MOST_MICROBATCHES = 16
 
 
-def draw_found(request: SearchRequest, result: SearchResult) -> str:
+def draw_found(result: SearchResult) -> str:
     """Draw the stages of both layouts over one axis of seconds, as SVG."""
     named = [("best", result.best[0]), *([] if result.stock is None else [("stock", result.stock)])]
     most = max(candidate.split.num_microbatches for _, candidate in named)
     title = "One simulated step" if most <= _MOST_MICROBATCHES else f"The first {_MOST_MICROBATCHES} microbatches"
-    groups = [Group(name=_name(name, candidate), rows=[*_rows(request, candidate)]) for name, candidate in named]
+    groups = [Group(name=_name(name, candidate), rows=[*_rows(candidate)]) for name, candidate in named]
     return draw_rows(groups, title=f"{title} of the layouts that search found", unit="s", colours=_COLOURS)
 
 
@@ -36,14 +35,14 @@ def _name(name: str, candidate: Candidate) -> str:
     )
 
 
-def _rows(request: SearchRequest, candidate: Candidate) -> Iterator[tuple[str, list[Box]]]:
+def _rows(candidate: Candidate) -> Iterator[tuple[str, list[Box]]]:
     number = min(_MOST_MICROBATCHES, candidate.split.num_microbatches)
     order = candidate.order
     compiled = compiled_for(
         candidate.placement, candidate.costs, number, is_planned=order.is_planned, in_flight=order.in_flight
     )
     timeline = timeline_of(compiled, candidate.costs, mode="rendezvous")
-    names = request.fitted(candidate).node_names
+    names = candidate.node_names
     for stage, spans in enumerate(timeline.spans):
         boxes = [
             Box(kind=_KINDS[span.action.op], start=span.start, end=span.end, text=str(span.action.microbatch))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from typing import Any
 
 from vtp_plugin.cli import activation_flags, model_flags
 from vtp_plugin.config import VtpConfig
@@ -24,11 +24,8 @@ from vtp_plugin.tune.cluster.profile_files import check_origins, features
 from vtp_plugin.tune.cluster.shares import Batch
 from vtp_plugin.tune.cluster.stage_memory import StageMemory
 from vtp_plugin.tune.fit.as_flags import vocabulary_flags
-from vtp_plugin.tune.fit.available_cards import Node
 from vtp_plugin.tune.fit.constraints import Constraints
-from vtp_plugin.tune.fit.fit_search import FittedLayout, fitted_of
 from vtp_plugin.tune.fit.options_of_run import read_constraints
-from vtp_plugin.tune.search.evaluate import Candidate
 from vtp_plugin.tune.search.problem import BatchSplit, NodePool, SearchProblem
 
 # Sizes that are one for all stages, by the name of the plugin's list.
@@ -46,7 +43,6 @@ class SearchRequest:
     Attributes:
         problem: the search problem.
         constraints: what the list must satisfy.
-        cluster: the machines.
         vocab: rows of the vocabulary, as every list pads it.
         megatron: name and version of the Megatron in whose flags layouts are given.
         about_memory: what the memory figures include.
@@ -56,28 +52,11 @@ class SearchRequest:
 
     problem: SearchProblem
     constraints: Constraints
-    cluster: Cluster
     vocab: int
     megatron: str
     about_memory: str
     samples: int
     silent: tuple[str, ...] = ()
-
-    def fitted(self, candidate: Candidate) -> FittedLayout:
-        """Turn a candidate into a layout on the cluster's single nodes."""
-        nodes = tuple(
-            Node(
-                name=group.name if group.num_nodes == 1 else f"{group.name}.{number}",
-                num_cards=group.num_cards,
-                site=group.site,
-                memory_bytes=group.card.memory_bytes,
-            )
-            for group in self.cluster.nodes
-            for number in range(group.num_nodes)
-        )
-        ends = accumulate(group.num_nodes for group in self.cluster.nodes)
-        pools = [range(end - group.num_nodes, end) for group, end in zip(self.cluster.nodes, ends, strict=True)]
-        return fitted_of(candidate, nodes, pools)
 
 
 def read_request(args: argparse.Namespace, cluster: Cluster) -> SearchRequest:
@@ -90,8 +69,10 @@ def read_request(args: argparse.Namespace, cluster: Cluster) -> SearchRequest:
     Raises:
         ConfigError: a flag that the times follow from is missing, or says what is searched.
     """
-    _name_sites(args, cluster)
-    constraints, model = read_any_list(args, "search")
+    sizes = args.micro_batch_sizes or [args.micro_batch_size]
+    named = _with(args, vtp_sites=_sites(args, cluster), micro_batch_size=args.micro_batch_size or sizes[0])
+    constraints, model = read_any_list(named, "search")
+    args = constraints.args
     if unknown := set(constraints.sites) - {group.site for group in cluster.nodes}:
         raise ConfigError(
             f"--vtp-sites {','.join(constraints.sites)}: no nodes of the cluster are at {sorted(unknown)[0]}"
@@ -107,14 +88,12 @@ def read_request(args: argparse.Namespace, cluster: Cluster) -> SearchRequest:
     if why_not and not microbatch.is_engine:
         # What is not known is left out, and the attention taken for one that keeps no probabilities.
         microbatch = replace(microbatch, recompute=replace(microbatch.recompute, core_attention=True))
-    sizes = args.micro_batch_sizes or [args.micro_batch_size]
     splits = tuple(_batch_splits(args, constraints, cluster, model, microbatch, training, sizes))
     if not splits:
         raise ConfigError(
             f"--global-batch-size {args.global_batch_size} is no multiple of --micro-batch-size "
             f"{', '.join(map(str, sizes))}; give another one"
         )
-    version, megatron = _megatron()
     problem = SearchProblem(
         num_layers=model.num_layers,
         splits=splits,
@@ -125,7 +104,7 @@ def read_request(args: argparse.Namespace, cluster: Cluster) -> SearchRequest:
         edge_layers=constraints.ends,
         rules=transport_rules(read_flags(args, VtpConfig()), None, is_sharded=args.sequence_parallel),
         chunks=tuple(args.virtual_stages or ()),
-        layers="any" if constraints.ends or capability("layouts").has(version) else "ends",
+        layers=constraints.layer_rule,
         tied_bytes=model.vocab * model.hidden * training.gradient_itemsize_bytes if model.is_tied else 0,
     )
     about = "overhead, " + ("estimated activations" if why_not or microbatch.is_estimated else "activations")
@@ -133,9 +112,8 @@ def read_request(args: argparse.Namespace, cluster: Cluster) -> SearchRequest:
     return SearchRequest(
         problem=problem,
         constraints=constraints,
-        cluster=cluster,
         vocab=model.vocab,
-        megatron=megatron,
+        megatron=_megatron()[1],
         about_memory=f"memory of a rank (weights, gradients, optimizer, {about})",
         samples=args.global_batch_size,
         silent=tuple(dict.fromkeys(_silent(cluster))),
@@ -150,6 +128,11 @@ def _megatron() -> tuple[str, str]:
     return newest, f"Megatron {newest} (none is installed here)"
 
 
+def has_layouts(version: str) -> bool:
+    """Whether a Megatron can give every stage layers of its own: 0.12 can only for the first and the last one."""
+    return capability("layouts").has(version)
+
+
 def _silent(cluster: Cluster) -> Iterator[str]:
     for group in cluster.nodes:
         card = group.card
@@ -159,17 +142,23 @@ def _silent(cluster: Cluster) -> Iterator[str]:
             )
 
 
-def _name_sites(args: argparse.Namespace, cluster: Cluster) -> None:
-    """Use the site with the name edge as the edge of a U, where no site was named."""
+def _with(args: argparse.Namespace, **values: Any) -> argparse.Namespace:
+    """Give parsed arguments with other values for some; what was parsed stays as it is."""
+    return argparse.Namespace(**{**vars(args), **values})
+
+
+def _sites(args: argparse.Namespace, cluster: Cluster) -> str | None:
+    """Give the sites, as a user writes them: in a U the site with the name edge is the edge, where none was named."""
+    if not args.layerwise_disaggregated_training or args.vtp_sites is not None:
+        return args.vtp_sites
     sites = sorted({group.site for group in cluster.nodes})
-    if args.layerwise_disaggregated_training and args.vtp_sites is None:
-        if "edge" not in sites or len(sites) < 2:
-            named = ", ".join(site for site in sites if site) or "none"
-            raise ConfigError(
-                f"sites {named} in the cluster; a U-shape needs an edge and another site; name the edge first in "
-                "--vtp-sites, or call a site edge in the file"
-            )
-        args.vtp_sites = ",".join(["edge", *(site for site in sites if site != "edge")])
+    if "edge" not in sites or len(sites) < 2:
+        named = ", ".join(site for site in sites if site) or "none"
+        raise ConfigError(
+            f"sites {named} in the cluster; a U-shape needs an edge and another site; name the edge first in "
+            "--vtp-sites, or call a site edge in the file"
+        )
+    return ",".join(["edge", *(site for site in sites if site != "edge")])
 
 
 def read_any_list(args: argparse.Namespace, command: str) -> tuple[Constraints, GPTModel]:
@@ -181,19 +170,27 @@ def read_any_list(args: argparse.Namespace, command: str) -> tuple[Constraints, 
         args: parsed arguments.
         command: name of the command, for errors.
 
+    Returns:
+        What the list must satisfy, with the arguments that say so, and the model.
+
     Raises:
         ConfigError: a flag that times follow from is missing, says what is to be found, or is not known here.
     """
     if args.vtp_size_list not in (None, "auto"):
         raise ConfigError(f"--vtp-size-list {args.vtp_size_list} with {command}, which is for all lists; leave it out")
-    args.vtp_size_list = "auto"
-    stages = _read_lists(args)
+    stages, sizes = _read_lists(args)
+    args = _with(args, vtp_size_list="auto", **sizes)
     config = read_flags(args, VtpConfig())
     if stages is not None and config.stages not in (None, (stages, stages)):
         raise ConfigError(
             f"--vtp-stages {':'.join(map(str, config.stages or ()))} with a list of {stages} stages; leave one out"
         )
-    constraints = read_constraints(args, config, config.stages or (stages or 1, stages or args.num_layers or 1))
+    constraints = read_constraints(
+        args,
+        config,
+        config.stages or (stages or 1, stages or args.num_layers or 1),
+        is_alike=not config.layerwise_disaggregated and not has_layouts(_megatron()[0]),
+    )
     _check(args, command)
     return constraints, read_padded_model(args, constraints)
 
@@ -212,13 +209,14 @@ def read_padded_model(args: argparse.Namespace, constraints: Constraints) -> GPT
     return model
 
 
-def _read_lists(args: argparse.Namespace) -> int | None:
+def _read_lists(args: argparse.Namespace) -> tuple[int | None, dict[str, int | None]]:
     """Read lists of other sizes than that of tensor parallelism, which must be one size for all stages.
 
     Returns:
-        The number of stages that they are for; None without a list.
+        The number of stages that they are for, None without a list, and the arguments that say the same without lists.
     """
     num_stages: dict[str, int] = {}
+    found: dict[str, int | None] = {}
     for name, (flag, parse) in _LISTS.items():
         text = getattr(args, f"vtp_{name}_list")
         if text is None:
@@ -228,13 +226,12 @@ def _read_lists(args: argparse.Namespace) -> int | None:
             raise ConfigError(f"--vtp-{name}-list {text}: search knows one size for all stages; give {flag} instead")
         if (getattr(args, flag[2:].replace("-", "_")) or sizes[0]) != sizes[0]:
             raise ConfigError(f"--vtp-{name}-list {text} contradicts {flag}; leave one of them out")
-        setattr(args, flag[2:].replace("-", "_"), sizes[0])
-        setattr(args, f"vtp_{name}_list", None)
+        found |= {flag[2:].replace("-", "_"): sizes[0], f"vtp_{name}_list": None}
         num_stages[name] = len(sizes)
     if len(set(num_stages.values())) > 1:
         shown = ", ".join(f"--vtp-{name}-list {number}" for name, number in num_stages.items())
         raise ConfigError(f"lists of different lengths: {shown} stages; give one size for every stage")
-    return next(iter(num_stages.values()), None)
+    return next(iter(num_stages.values()), None), found
 
 
 def features_of(args: argparse.Namespace, model: GPTModel) -> dict[str, object]:
@@ -331,4 +328,5 @@ def _pool(
         site=group.site,
         memory_bytes=group.card.memory_bytes,
         card_price=group.card.price_per_hour,
+        nodes=group.each,
     )

@@ -18,7 +18,8 @@ from vtp_plugin.elastic.failed_cards import leave_out, name_card
 from vtp_plugin.elastic.progress import LastStep, read_last, write_last
 from vtp_plugin.errors import LayoutError, VtpError
 from vtp_plugin.runtime.health.redaction import Redaction
-from vtp_plugin.tune.fit.available_cards import Node, in_order
+from vtp_plugin.tune.cluster.machines import Node
+from vtp_plugin.tune.fit.available_cards import in_order
 from vtp_plugin.tune.fit.chosen import Chosen
 from vtp_plugin.tune.fit.constraints import Constraints
 from vtp_plugin.tune.fit.fit_layout import fit
@@ -121,16 +122,17 @@ class Coordinator:
             # What another site posts may be wrong: it must not stop this one for good.
             error.is_final = error.is_final and self.redaction.trusts_coordinator
             raise
-        fitted, rivals = fit(nodes, ask)
-        layout = ask.layout(fitted.sizes, fitted.num_replicas)
+        layouts = fit(nodes, ask)
+        best = layouts[0]
+        layout = ask.layout(best.sizes, best.num_replicas)
         assert layout is not None
         bad = [f"bad card: {name_card(card)} is {card.why}" for card in cards if card.why]
         return {
-            "seats": assign_ranks(fitted, layout, numbers),
+            "seats": assign_ranks(best.node_names, layout, numbers),
             "why": {number: self.redaction.reason(card.why) for number, card in enumerate(cards) if card.why},
-            "chosen": asdict(Chosen.of(fitted)),
-            "lines": [*describe(fitted, ask, rivals), *bad],
-            "sizes": format_value(fitted.sizes),
+            "chosen": asdict(Chosen.of(best)),
+            "lines": [*describe(layouts, ask), *bad],
+            "sizes": format_value(best.sizes),
             "last": None if last is None else asdict(last),
         }
 

@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 
 from tests.rules.import_rules import ROOT
-from vtp_plugin.cli import search_request
+from vtp_plugin.cli import search, search_request
 from vtp_plugin.cli.main import main
+from vtp_plugin.cli.parser import Parser
 from vtp_plugin.config.parse_values import parse_bytes
 from vtp_plugin.host.versions import Package
 from vtp_plugin.plan.schedule.cost.costs import Costs
 from vtp_plugin.plan.schedule.order.placement import plain_placement
-from vtp_plugin.tune.search import fastest
+from vtp_plugin.tune.cluster.read_cluster import read_cluster
+from vtp_plugin.tune.search import find_best
 from vtp_plugin.tune.search.evaluate import Candidate, evaluate
 from vtp_plugin.tune.search.schedule_time import pipeline_time
 
@@ -54,6 +56,18 @@ def test_the_best_layouts_are_printed_beside_those_of_stock_megatron(capsys: pyt
     pairs = zip(best["sizes"], best["layers"], best["nodes"], strict=True)
     rates = {nodes[0].split(".")[0]: layers / size for size, layers, nodes in pairs}
     assert rates["new"] > rates["old"]
+
+
+def test_what_was_parsed_stays_as_it_was() -> None:
+    """Sites, lists and microbatches of a search follow from what was parsed; they are not written into it."""
+    words = ("--vtp-cp-list", "2,2", "--micro-batch-sizes", "2,4", "--cluster", CLUSTER)
+    parser = Parser(add_help=False)
+    search.add_arguments(parser)
+    args, args.unknown = parser.parse_known_args([*MODEL, *words])
+    before = dict(vars(args))
+    request = search_request.read_request(args, read_cluster(Path(CLUSTER)))
+    assert vars(args) == before and args.vtp_cp_list == "2,2" and args.context_parallel_size is None
+    assert request.constraints.args.context_parallel_size == 2 and {one.cp for one in request.problem.splits} == {2}
 
 
 def test_the_flags_plan_as_they_say(capsys: pytest.CaptureFixture[str]) -> None:
@@ -429,7 +443,7 @@ def test_ctrl_c_prints_the_best_so_far(capsys: pytest.CaptureFixture[str], monke
         judged.append(evaluate(*words, **options))
         return judged[-1]
 
-    monkeypatch.setattr(fastest, "evaluate", interrupted)
+    monkeypatch.setattr(find_best, "evaluate", interrupted)
     text = found(capsys, "--cluster", CLUSTER, "--vtp-stages", "1:4")
     assert text.startswith("the search ended before all lists were bounded")
     assert f"{min(one.step_s for one in judged if one is not None):.4g} s" in text

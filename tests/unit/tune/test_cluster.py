@@ -20,7 +20,7 @@ from vtp_plugin.tune.cluster.machines import Card, Links, Time
 from vtp_plugin.tune.cluster.read_cluster import parse_cluster, read_cluster
 from vtp_plugin.tune.cluster.shares import Batch
 from vtp_plugin.tune.cluster.speed import Link
-from vtp_plugin.tune.cluster.stage_memory import StageMemory
+from vtp_plugin.tune.cluster.stage_memory import HeldPart, StageMemory
 from vtp_plugin.tune.cluster.toml_table import Table
 from vtp_plugin.tune.search.evaluate import virtual_stages
 from vtp_plugin.tune.search.memory_check import held_bytes_of
@@ -184,7 +184,9 @@ def test_memory_as_a_sum_is_that_of_the_plan(model: GPTModel, layers: tuple[int,
     start = 0
     for stage, number in enumerate(layers):
         expected = planned[layout.leader(stage, 0, 0)].held_bytes(len(layers) - stage)
-        assert held(2, 1, start, start + number, stage == 0, stage == len(layers) - 1, len(layers) - stage) == expected
+        is_last = stage == len(layers) - 1
+        part = HeldPart(2, 1, start, start + number, stage == 0, is_last, len(layers) - stage)
+        assert held(part) == expected
         start += number
 
 
@@ -230,7 +232,7 @@ def test_memory_of_ranks_that_share_a_sequence_and_experts_is_that_of_the_plan()
     planned = footprints(SPARSE, training, layout, plain_chunks(6, 2, layers=(2, 4)), batch)
     for stage, (start, end) in enumerate(((0, 2), (2, 6))):
         expected = planned[layout.leader(stage, 0, 0)].held_bytes(2 - stage)
-        assert held(2, 2, start, end, stage == 0, stage == 1, 2 - stage) == expected
+        assert held(HeldPart(2, 2, start, end, stage == 0, stage == 1, 2 - stage)) == expected
 
 
 SMALL: dict[str, Any] = {

@@ -12,11 +12,13 @@ import pytest
 
 from vtp_plugin.cli.main import main
 from vtp_plugin.errors import ConfigError, ShortageError
-from vtp_plugin.tune.fit.available_cards import Node, in_order
+from vtp_plugin.tune.cluster.machines import Node
+from vtp_plugin.tune.cluster.stage_memory import HeldPart
+from vtp_plugin.tune.fit.available_cards import in_order
 from vtp_plugin.tune.fit.constraints import Constraints
 from vtp_plugin.tune.fit.fit_layout import fit
-from vtp_plugin.tune.fit.fit_search import FittedLayout
 from vtp_plugin.tune.fit.reasons import describe
+from vtp_plugin.tune.search.evaluate import Candidate
 
 MODEL = {
     "num_layers": 12,
@@ -40,16 +42,17 @@ def nodes(*cards: int, **same: Any) -> list[Node]:
     return [Node(name=f"n{i}", num_cards=number, **same) for i, number in enumerate(cards)]
 
 
-def lines(fitted: FittedLayout, wanted: Constraints, rivals: dict[int, FittedLayout]) -> str:
-    return "\n".join(describe(fitted, wanted, rivals))
+def lines(layouts: tuple[Candidate, ...], wanted: Constraints) -> str:
+    return "\n".join(describe(layouts, wanted))
 
 
 def test_six_cards_become_two_stages_with_layers_two_to_one() -> None:
     wanted = ask("1:2", num_replicas=1)
-    fitted, rivals = fit(nodes(6), wanted)
-    assert (fitted.sizes, fitted.layers, fitted.num_spare) == ((4, 2), (8, 4), (0,))
+    fitted, *rivals = fit(nodes(6), wanted)
+    spare = [number for _, number in fitted.spare_cards]
+    assert (fitted.sizes, fitted.layers, spare) == ((4, 2), (8, 4), [0])
     assert "n0 has 6 cards, but no stage can have tensor-parallel size 6: --num-attention-heads 64" in lines(
-        fitted, wanted, rivals
+        (fitted, *rivals), wanted
     )
 
 
@@ -59,41 +62,51 @@ def test_a_damaged_replica_is_left_out_or_all_shrink_whichever_is_faster() -> No
     12 layers can be moved away, 8 and 4: 12 cards of two replicas beat 8 of one. Two layers cannot: the stage with
     one card would compute one for 17 microbatches, of three cards each stage computes a third for 34.
     """
-    shrunk, rivals = fit(nodes(4, 4, 4, 2), ask("2:2", global_batch_size=32))
+    shrunk, *others = fit(nodes(4, 4, 4, 2), ask("2:2", global_batch_size=32))
+    rivals = {one.num_replicas: one for one in others}
     assert (shrunk.sizes, shrunk.layers, shrunk.num_replicas) == ((4, 2), (8, 4), 2)
-    assert rivals[1].sizes == (4, 4) and rivals[1].step > shrunk.step
+    assert rivals[1].sizes == (4, 4) and rivals[1].step_s > shrunk.step_s
     few = {"num_layers": 2, "num_attention_heads": 3, "group_query_attention": False, "seq_length": 9}
-    left_out, rivals = fit(nodes(3, 3, 3, 1), ask("2:2", global_batch_size=34, **few))
-    assert (left_out.sizes, left_out.num_replicas, left_out.step) == ((3, 3), 1, pytest.approx(35))
-    assert (rivals[2].sizes, rivals[2].step) == ((3, 1), pytest.approx(52))
+    left_out, *others = fit(nodes(3, 3, 3, 1), ask("2:2", global_batch_size=34, **few))
+    rivals = {one.num_replicas: one for one in others}
+    assert (left_out.sizes, left_out.num_replicas, left_out.step_s) == ((3, 3), 1, pytest.approx(35))
+    assert (rivals[2].sizes, rivals[2].step_s) == ((3, 1), pytest.approx(52))
 
 
 def test_stages_of_sites_follow_the_sites() -> None:
     cloud = [Node(name=f"c{i}", num_cards=4, site="cloud") for i in range(2)]
     edge = Node(name="z", num_cards=1, site="edge")
-    fitted, _ = fit([*cloud, edge], ask("3:3", sites=("edge", "cloud")))
+    fitted, *_ = fit([*cloud, edge], ask("3:3", sites=("edge", "cloud")))
     assert (fitted.sizes, fitted.sites) == ((1, 4, 4), ("edge", "cloud", "cloud"))
 
 
 def test_a_u_keeps_the_layers_of_its_edge() -> None:
     cloud = [Node(name="c0", num_cards=4, site="cloud"), Node(name="c1", num_cards=2, site="cloud")]
     wanted = ask("2:3", sites=("edge", "cloud"), ends=(2, 1), num_replicas=1)
-    fitted, _ = fit([*cloud, Node(name="e", num_cards=2, site="edge")], wanted)
+    fitted, *_ = fit([*cloud, Node(name="e", num_cards=2, site="edge")], wanted)
     assert (fitted.sizes, fitted.layers) == ((2, 4, 2), (2, 6, 3, 1))
     with pytest.raises(ConfigError, match="site edge has no card left: the edge holds the data"):
         fit([*cloud, Node(name="e", num_cards=0, site="edge")], wanted)
 
 
+def test_a_u_whose_edge_has_all_layers_leaves_none_for_the_cloud() -> None:
+    given = [Node(name="c", num_cards=4, site="cloud"), Node(name="e", num_cards=2, site="edge")]
+    with pytest.raises(
+        ConfigError, match="--num-layers 3; --vtp-stages 2:3 wants at least 2 stages"
+    ):
+        fit(given, ask("2:3", sites=("edge", "cloud"), ends=(2, 1), num_layers=3))
+
+
 def test_experts_must_fit_the_replicas() -> None:
     """Four copies of a stage's ranks are wanted where experts are shared by four."""
     wanted = ask("1:1", num_experts=8, moe_ffn_hidden_size=64, ep=4, etp=1, hidden_size=64)
-    fitted, _ = fit(nodes(2, 2), wanted)
+    fitted, *_ = fit(nodes(2, 2), wanted)
     assert fitted.sizes[0] * fitted.num_replicas == 4
 
 
 def test_memory_moves_layers_away_from_a_small_card() -> None:
     given = [Node(name="a", num_cards=2, memory_bytes=100), Node(name="b", num_cards=2, memory_bytes=20)]
-    wanted = ask("2:2", num_replicas=1, held_bytes=lambda tp, replicas, start, end, *_: 5 * (end - start))
+    wanted = ask("2:2", num_replicas=1, held_bytes=lambda part: 5 * (part.end - part.start))
     assert fit(given, wanted)[0].layers == (8, 4)
 
 
@@ -117,7 +130,7 @@ def test_memory_moves_layers_away_from_a_small_card() -> None:
         ((2,), {"stages": "1:1", "num_replicas": 4}, "cards 2; 4 replicas of at least 1 stages .* bring 2 back"),
         (
             (2, 1),
-            {"stages": "2:2", "held_bytes": lambda tp, replicas, start, end, *_: 3 * (end - start), "memory": 17},
+            {"stages": "2:2", "held_bytes": lambda part: 3 * (part.end - part.start), "memory": 17},
             "cards 2\\+1; no list within --vtp-stages 2:2 fits the model's memory; 64 more would not do either",
         ),
     ],
@@ -147,8 +160,8 @@ def test_a_site_without_cards_is_a_shortage_unless_it_is_the_edge_of_a_u() -> No
 def test_the_nearest_number_of_cards_is_named() -> None:
     """A stage of one card holds four layers, one of two eight: twelve need three."""
 
-    def held(tp: int, replicas: int, start: int, end: int, *_: Any) -> Any:
-        return (end - start) / tp
+    def held(part: HeldPart) -> Any:
+        return (part.end - part.start) / part.tp
 
     with pytest.raises(ShortageError, match="1 more on n1 would do"):
         fit(nodes(1, 1, memory_bytes=4), ask("2:2", num_replicas=1, held_bytes=held))
@@ -166,7 +179,7 @@ def test_nodes_are_told_apart() -> None:
 def test_spare_cards_are_explained() -> None:
     """Three cards do not divide a sequence of 8,192: a third stage would take the last one."""
     wanted = ask("2:2", num_replicas=1)
-    text = lines(*(lambda found: (found[0], wanted, found[1]))(fit(nodes(4, 3), wanted)))
+    text = lines(fit(nodes(4, 3), wanted), wanted)
     assert "spare cards: 1 of n1; --vtp-stages 2:3 would use 7 cards, as --vtp-size-list 4,2,1" in text
 
 

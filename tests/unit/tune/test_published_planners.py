@@ -17,7 +17,8 @@ from benchmarks.published_plans import plan_of, read_plan, show_plan
 from benchmarks.published_quoted import CLUSTERS, QUOTED
 from benchmarks.published_richer import Richer
 from benchmarks.published_theirs import Theirs
-from vtp_plugin.tune.search.fastest import fastest
+from vtp_plugin.tune.cluster.stage_memory import HeldPart
+from vtp_plugin.tune.search.find_best import find_best
 from vtp_plugin.tune.search.problem import SearchProblem
 
 NUM_LAYERS = 6  # the embedding and the head among them
@@ -132,13 +133,13 @@ def test_times_links_and_memory_are_as_the_files_say(problem: SearchProblem) -> 
     assert new.memory_bytes == 40 << 30
     # Their rule: 24 bytes of a weight, 4 of a number, and 2 GB, with several cards 3 GB.
     assert split.held_bytes is not None
-    assert split.held_bytes(1, 1, 0, 2, True, False, 3) == 3 * 24 * 1000 + 3 * 3 * 4 * 4 * 100 + 2 * 10**9
-    assert split.held_bytes(2, 1, 3, 4, False, True, 1) == 2 * 24 * 500 + 2 * 4 * 4 * 100 + 3 * 10**9
+    assert split.held_bytes(HeldPart(1, 1, 0, 2, True, False, 3)) == 3 * 24 * 1000 + 3 * 3 * 4 * 4 * 100 + 2 * 10**9
+    assert split.held_bytes(HeldPart(2, 1, 3, 4, False, True, 1)) == 2 * 24 * 500 + 2 * 4 * 4 * 100 + 3 * 10**9
 
 
 def test_a_plan_is_judged_as_the_search_judges_its_own(root: Path, problem: SearchProblem) -> None:
     artifact = read_artifact(root)
-    best = fastest(problem).best[0]
+    best = find_best(problem).best[0]
     assert samples_per_s(artifact, problem, plan_of(best)) == pytest.approx(32 / best.step_s)
     alone = samples_per_s(artifact, problem, read_plan("mbs 2: 6 on 1 A100-40"))
     assert alone is not None
@@ -194,7 +195,7 @@ def test_the_richer_search_gives_stages_replicas_of_their_own(root: Path) -> Non
     problem = ask(artifact, read_cluster(artifact, (2, 2))).problem
     richer = Richer(artifact, problem)
     assert {split.num_replicas for split in richer.problem.splits} == {1, 2, 3, 4}
-    best, other = fastest(problem).best[0], fastest(richer.problem).best[0]
+    best, other = find_best(problem).best[0], find_best(richer.problem).best[0]
     plan = richer.plan_of(other)
     assert not plan.has_equal_replicas, show_plan(plan)
     judged, known = samples_per_s(artifact, problem, plan), samples_per_s(artifact, problem, plan_of(best))
@@ -205,7 +206,7 @@ def test_the_richer_search_gives_stages_replicas_of_their_own(root: Path) -> Non
     # The fuller of both ways counts: one sample and all weights, or both samples, half of the weights and 1 GB more.
     split = next(one for one in richer.problem.splits if (one.num_replicas, one.micro_batch_size) == (2, 2))
     assert split.held_bytes is not None
-    assert split.held_bytes(2, 2, 1, 2, False, False, 1) == 24 * 500 + 8 * 100 + 3 * 10**9
+    assert split.held_bytes(HeldPart(2, 2, 1, 2, False, False, 1)) == 24 * 500 + 8 * 100 + 3 * 10**9
 
 
 def test_plans_that_are_quoted_are_whole() -> None:

@@ -94,6 +94,25 @@ class Card:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A node: cards between which tensor parallelism may be used.
+
+    Attributes:
+        name: name of the machine.
+        num_cards: number of cards that work.
+        site: site of the machine; empty where sites have no names.
+        kind: kind of its cards, such as ``cuda``; empty where it is not known.
+        memory_bytes: memory of one card, in bytes; None where it is not known.
+    """
+
+    name: str
+    num_cards: int
+    site: str = ""
+    kind: str = ""
+    memory_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Nodes:
     """Nodes that are alike.
 
@@ -110,6 +129,19 @@ class Nodes:
     num_nodes: int
     num_cards: int
     site: str
+
+    @property
+    def each(self) -> tuple[Node, ...]:
+        """The single nodes."""
+        return tuple(
+            Node(
+                name=self.name if self.num_nodes == 1 else f"{self.name}.{number}",
+                num_cards=self.num_cards,
+                site=self.site,
+                memory_bytes=self.card.memory_bytes,
+            )
+            for number in range(self.num_nodes)
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,9 +1,11 @@
-"""How fast a kind of card computes layers, and a link carries messages."""
+"""How fast stages compute layers, and a link carries messages."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+import math
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Literal
 
 Source = Literal["measured", "fitted", "data sheet"]
@@ -22,24 +24,34 @@ def least_sure(sources: Collection[Source]) -> Source:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """How long the layers of a model take on a stage of one kind of card and one tensor-parallel size.
+    """How long the layers of a model take on a stage: of one kind of card, or of several that wait for each other.
 
     Attributes:
         forward_s: seconds of the forward pass of each layer, for one microbatch.
         backward_s: seconds of the backward pass of each layer, for one microbatch.
         first_s: forward and backward seconds of what the first stage has before its layers.
         last_s: forward and backward seconds of what the last stage has behind its layers.
-        update_s: seconds of the optimizer in a step, for each layer.
-        gradient_bytes: bytes of the gradients of each layer that all replicas sum.
-        expert_bytes: bytes of the gradients of each layer's experts that only some of a stage's ranks have copies of.
+        update_s: seconds of the optimizer in a step, for each layer; empty for none.
+        gradient_bytes: bytes of the gradients of each layer that all replicas sum; empty for none.
+        expert_bytes: bytes of the gradients of each layer's experts that only some of a stage's ranks have copies of;
+            empty for none.
         source: where the least reliable of these times comes from.
         peers: number of ranks that share experts, which send tokens to each other.
         peer_bytes: bytes of a message between two of these ranks.
         peer_messages: for each layer the number of such messages, one after another, in the forward and in the backward
-            pass.
+            pass; empty for none.
+        peer_s: seconds of such a message, as far as the times of the layers include it.
         gather_s: seconds in which the ranks of a stage gather a tensor that crosses a boundary, of which each has a
             part, or in which one of them gathers or scatters it.
         broadcast_s: seconds in which one rank of a stage broadcasts a tensor that crosses a boundary.
+        forward_sums: prefix sums of ``forward_s``: entry i is the sum over the layers before i; so are the next five.
+        backward_sums: prefix sums of ``backward_s``.
+        update_sums: prefix sums of ``update_s``.
+        gradient_sums: prefix sums of ``gradient_bytes``.
+        expert_sums: prefix sums of ``expert_bytes``.
+        message_sums: prefix sums of ``peer_messages``, forward and backward.
+        ends_s: forward and backward seconds together of the model's ends: of none, of the first, of the last, of both.
+        least_s: forward and backward seconds of the quickest layer.
     """
 
     forward_s: tuple[float, ...]
@@ -47,14 +59,102 @@ class Speed:
     first_s: tuple[float, float] = (0.0, 0.0)
     last_s: tuple[float, float] = (0.0, 0.0)
     update_s: tuple[float, ...] = ()
-    gradient_bytes: tuple[int, ...] = ()
-    expert_bytes: tuple[int, ...] = ()
+    gradient_bytes: tuple[float, ...] = ()
+    expert_bytes: tuple[float, ...] = ()
     source: Source = "measured"
     peers: int = 1
     peer_bytes: int = 0
     peer_messages: tuple[tuple[int, int], ...] = ()
+    peer_s: float = 0.0
     gather_s: float = 0.0
     broadcast_s: float = 0.0
+    forward_sums: tuple[float, ...] = field(init=False, repr=False, compare=False)
+    backward_sums: tuple[float, ...] = field(init=False, repr=False, compare=False)
+    update_sums: tuple[float, ...] = field(init=False, repr=False, compare=False)
+    gradient_sums: tuple[float, ...] = field(init=False, repr=False, compare=False)
+    expert_sums: tuple[float, ...] = field(init=False, repr=False, compare=False)
+    message_sums: tuple[tuple[float, ...], tuple[float, ...]] = field(init=False, repr=False, compare=False)
+    ends_s: tuple[float, float, float, float] = field(init=False, repr=False, compare=False)
+    least_s: float = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        nothing = (0.0,) * len(self.forward_s)
+        counts = self.peer_messages or ((0, 0),) * len(self.forward_s)
+        forward, backward = _sums(self.forward_s), _sums(self.backward_s)
+        both = (forward[i + 1] - forward[i] + backward[i + 1] - backward[i] for i in range(len(self.forward_s)))
+        first, last = sum(self.first_s), sum(self.last_s)
+        derived = {
+            "forward_sums": forward,
+            "backward_sums": backward,
+            "update_sums": _sums(self.update_s or nothing),
+            "gradient_sums": _sums(self.gradient_bytes or nothing),
+            "expert_sums": _sums(self.expert_bytes or nothing),
+            "message_sums": (_sums([number[0] for number in counts]), _sums([number[1] for number in counts])),
+            "ends_s": (0.0, first, last, first + last),
+            "least_s": min(both, default=math.inf),
+        }
+        for name, value in derived.items():
+            object.__setattr__(self, name, value)
+
+    def times_s(self, start: int, end: int, *, is_first: bool, is_last: bool) -> tuple[float, float]:
+        """Give the forward and backward seconds of a stage that holds the layers from ``start`` to before ``end``."""
+        forward = self.forward_sums[end] - self.forward_sums[start]
+        backward = self.backward_sums[end] - self.backward_sums[start]
+        for is_there, (more_forward, more_backward) in ((is_first, self.first_s), (is_last, self.last_s)):
+            if is_there:
+                forward, backward = forward + more_forward, backward + more_backward
+        return forward, backward
+
+
+def slowest(speeds: Sequence[Speed], peer_s: float) -> Speed:
+    """Give the speed of a stage whose replicas wait for each other: in each layer for the slowest.
+
+    Args:
+        speeds: the speed of every kind of replica, of which all send as many messages between ranks that share experts.
+        peer_s: seconds of such a message, which the times of the layers then include.
+
+    >>> one, other = (Speed(forward_s=(time, 1.0), backward_s=(1.0, 1.0)) for time in (1.0, 2.0))
+    >>> slowest([one, other], 0.0).forward_sums
+    (0.0, 2.0, 3.0)
+    """
+    first = speeds[0]
+    if len(speeds) == 1 and not peer_s:
+        return first
+    num_layers = len(first.forward_s)
+    counts = first.peer_messages or ((0, 0),) * num_layers
+    nothing = (0.0,) * num_layers
+
+    def largest(rows: Sequence[Sequence[float]]) -> tuple[float, ...]:
+        return tuple(max(column) for column in zip(*rows, strict=True))
+
+    def layers(rows: Sequence[Sequence[float]], way: int) -> tuple[float, ...]:
+        return largest(
+            [[time + number[way] * peer_s for time, number in zip(row, counts, strict=True)] for row in rows]
+        )
+
+    def ends(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+        return max(pair[0] for pair in pairs), max(pair[1] for pair in pairs)
+
+    return Speed(
+        forward_s=layers([speed.forward_s for speed in speeds], 0),
+        backward_s=layers([speed.backward_s for speed in speeds], 1),
+        first_s=ends([speed.first_s for speed in speeds]),
+        last_s=ends([speed.last_s for speed in speeds]),
+        update_s=largest([speed.update_s or nothing for speed in speeds]),
+        gradient_bytes=largest([speed.gradient_bytes or nothing for speed in speeds]),
+        expert_bytes=largest([speed.expert_bytes or nothing for speed in speeds]),
+        source=least_sure({speed.source for speed in speeds}),
+        peers=first.peers,
+        peer_bytes=first.peer_bytes,
+        peer_messages=first.peer_messages,
+        peer_s=peer_s,
+        gather_s=max(speed.gather_s for speed in speeds),
+        broadcast_s=max(speed.broadcast_s for speed in speeds),
+    )
+
+
+def _sums(values: Sequence[float]) -> tuple[float, ...]:
+    return tuple(accumulate(values, initial=0.0))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

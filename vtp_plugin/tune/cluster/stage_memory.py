@@ -2,14 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from itertools import accumulate, product
+from typing import NamedTuple
 
 from vtp_plugin.plan.layout.chunks import Chunk
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.plan.memory.footprint import Training, footprints
 from vtp_plugin.plan.memory.gpt_model import GPTModel
 from vtp_plugin.plan.memory.layer_sizes import Microbatch
+
+
+class HeldPart(NamedTuple):
+    """A part of a model that a stage holds: one of its virtual stages.
+
+    Attributes:
+        tp: tensor-parallel size of the stage.
+        num_replicas: number of replicas of the stage.
+        start: first layer.
+        end: first layer behind the part.
+        is_first: whether it has the embedding.
+        is_last: whether it has the head.
+        in_flight: number of microbatches whose activations it keeps.
+    """
+
+    tp: int
+    num_replicas: int
+    start: int
+    end: int
+    is_first: bool
+    is_last: bool
+    in_flight: int
+
+
+HeldBytes = Callable[[HeldPart], int]
+"""Gives the bytes that a part adds to its stage's fullest rank."""
+
+CountedTwice = Callable[[int, int, tuple[tuple[bool, bool], ...]], int]
+"""Gives the bytes that a rank holds once, while a sum over its virtual stages counts them several times. Arguments:
+tensor-parallel size, number of replicas, and for each virtual stage whether it has the embedding, and the head."""
 
 
 class StageMemory:
@@ -41,10 +73,9 @@ class StageMemory:
         self._sums = cache(self._sum_layers)
         self._twice = cache(self._count_twice)
 
-    def held_bytes(
-        self, tp: int, num_replicas: int, start: int, end: int, is_first: bool, is_last: bool, in_flight: int
-    ) -> int:
-        """Answer as :data:`~vtp_plugin.tune.search.problem.HeldBytes`."""
+    def held_bytes(self, part: HeldPart) -> int:
+        """Answer as ``HeldBytes``."""
+        tp, num_replicas, start, end, is_first, is_last, in_flight = part
         rows, ends = self._sums(tp, num_replicas)
         state, kept = ends[is_first, is_last]
         state += rows[end][0] - rows[start][0]
@@ -52,7 +83,7 @@ class StageMemory:
         return state + kept * in_flight
 
     def counted_twice(self, tp: int, num_replicas: int, ends: tuple[tuple[bool, bool], ...]) -> int:
-        """Answer as ``CountedTwice`` of the search: communicators, workspaces, blocks of the allocator."""
+        """Answer as ``CountedTwice``: communicators, workspaces, blocks of the allocator."""
         return self._twice(tp, num_replicas, ends)
 
     def _sum_layers(

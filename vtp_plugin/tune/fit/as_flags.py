@@ -1,4 +1,4 @@
-"""A fitted list as flags of a command line."""
+"""A list as flags of a command line."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from vtp_plugin.config.parse_values import format_value
-from vtp_plugin.tune.fit.chosen import HasList
+from vtp_plugin.tune.fit.chosen import Chosen
 from vtp_plugin.tune.fit.constraints import Constraints
 
 _LARGEST = 16
@@ -14,52 +14,44 @@ _LARGEST = 16
 
 
 def fitted_flags(
-    fitted: HasList, constraints: Constraints, *, num_predicting: int = 0, is_forced: bool = True
+    chosen: Chosen, constraints: Constraints, *, num_predicting: int = 0, is_forced: bool = True
 ) -> tuple[str, ...]:
-    """Write a fitted list as the flags that a user would give for it.
+    """Write a list as the flags that a user would give for it.
 
     A list of equal sizes is used like any other: the next one may be unequal, and both store checkpoints alike.
 
     Args:
-        fitted: the fitted layout.
+        chosen: the list.
         constraints: what the list had to satisfy.
         num_predicting: number of layers of multi-token prediction.
         is_forced: whether the plugin is used even if all sizes are equal.
 
     >>> from types import SimpleNamespace
-    >>> from vtp_plugin.tune.fit.available_cards import Node
-    >>> from vtp_plugin.tune.fit.fit_search import FittedLayout
     >>> args = SimpleNamespace(num_layers=4, micro_batch_size=1, global_batch_size=4, num_attention_heads=4)
     >>> constraints = Constraints(args=args, least_stages=1, most_stages=2)
-    >>> nodes = (Node(name="a", num_cards=3),)
-    >>> from vtp_plugin.plan.schedule.cost.costs import uniform_costs
-    >>> from vtp_plugin.plan.schedule.order.placement import plain_placement
-    >>> fitted = FittedLayout(
-    ...     sizes=(2, 1), layers=(3, 1), num_replicas=1, replica_nodes=((0,), (0,)), nodes=nodes, cp=1, step=1.0,
-    ...     costs=uniform_costs(plain_placement(2)))
-    >>> print(*fitted_flags(fitted, constraints))
+    >>> print(*fitted_flags(Chosen(sizes=(2, 1), layers=(3, 1), num_replicas=1), constraints))
     --vtp-size-list 2,1 --vtp-force --make-vocab-size-divisible-by 256 --decoder-first-pipeline-num-layers 3
     """
-    argv = ["--vtp-size-list", format_value(fitted.sizes), *["--vtp-force"] * is_forced]
-    argv += vocabulary_flags(fitted.sizes, constraints)
-    if any(fitted.sites):
-        argv += ["--vtp-sites", ",".join(fitted.sites)]
-    if fitted.in_flight:
-        argv += ["--vtp-in-flight", format_value(fitted.in_flight)]
-    if len(fitted.layers) > len(fitted.sizes):
-        return (*argv, "--num-layer-list", format_value(fitted.layers))
-    return (*argv, *layer_flags(fitted.layers, num_predicting))
+    argv = ["--vtp-size-list", format_value(chosen.sizes), *["--vtp-force"] * is_forced]
+    argv += vocabulary_flags(chosen.sizes, constraints)
+    if any(chosen.sites):
+        argv += ["--vtp-sites", ",".join(chosen.sites)]
+    if chosen.in_flight:
+        argv += ["--vtp-in-flight", format_value(chosen.in_flight)]
+    if len(chosen.layers) > len(chosen.sizes):
+        return (*argv, "--num-layer-list", format_value(chosen.layers))
+    return (*argv, *layer_flags(chosen.layers, num_predicting))
 
 
-def stock_flags(fitted: HasList) -> tuple[str, ...]:
+def stock_flags(chosen: Chosen) -> tuple[str, ...]:
     """Write a list of equal sizes as the flags of Megatron without the plugin.
 
     Args:
-        fitted: the fitted layout.
+        chosen: the list.
     """
-    argv = ("--tensor-model-parallel-size", str(fitted.sizes[0]))
-    argv += ("--pipeline-model-parallel-size", str(len(fitted.sizes)))
-    return argv + layer_flags(fitted.layers, 0)
+    argv = ("--tensor-model-parallel-size", str(chosen.sizes[0]))
+    argv += ("--pipeline-model-parallel-size", str(len(chosen.sizes)))
+    return argv + layer_flags(chosen.layers, 0)
 
 
 def vocabulary_flags(sizes: Sequence[int], constraints: Constraints) -> tuple[str, ...]:

@@ -4,28 +4,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from vtp_plugin.errors import LayoutError
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
-    """A node: cards between which tensor parallelism may be used.
-
-    Attributes:
-        name: name of the machine; stages are in the order of these names.
-        num_cards: number of cards that work.
-        site: site of the machine; empty where sites have no names.
-        kind: kind of its cards, such as ``cuda``; empty where it is not known.
-        memory_bytes: memory of one card, in bytes; None where it is not known.
-    """
-
-    name: str
-    num_cards: int
-    site: str = ""
-    kind: str = ""
-    memory_bytes: int | None = None
+from vtp_plugin.tune.cluster.machines import Node
 
 
 def read_have(text: str) -> tuple[Node, ...]:

@@ -4,45 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 from vtp_plugin.config.parse_values import format_value
 from vtp_plugin.errors import LayoutError
 from vtp_plugin.tune.fit.constraints import Constraints
-
-
-class HasList(Protocol):
-    """Whatever has a list, such as :class:`~vtp_plugin.tune.fit.fit_search.FittedLayout`; see there."""
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """Tensor-parallel size of every stage."""
-        ...
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """Number of layers of every stage."""
-        ...
-
-    @property
-    def num_replicas(self) -> int:
-        """Number of replicas of every stage."""
-        ...
-
-    @property
-    def sites(self) -> tuple[str, ...]:
-        """Site of every stage."""
-        ...
-
-    @property
-    def in_flight(self) -> tuple[int, ...]:
-        """Most microbatches in flight on every stage; empty for the default."""
-        ...
+from vtp_plugin.tune.search.evaluate import Candidate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chosen:
-    """A list in the form in which ranks send it to each other.
+    """A list, as ranks send it to each other, and as flags say it.
 
     Attributes:
         sizes: tensor-parallel size of every stage.
@@ -59,14 +30,14 @@ class Chosen:
     in_flight: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, fitted: HasList) -> Chosen:
-        """Take the list from a fitted layout."""
+    def of(cls, candidate: Candidate) -> Chosen:
+        """Take the list from a layout that the search found."""
         return cls(
-            sizes=fitted.sizes,
-            layers=fitted.layers,
-            num_replicas=fitted.num_replicas,
-            sites=fitted.sites,
-            in_flight=fitted.in_flight,
+            sizes=candidate.sizes,
+            layers=candidate.layers,
+            num_replicas=candidate.num_replicas,
+            sites=candidate.sites,
+            in_flight=candidate.order.in_flight,
         )
 
     def require(self, constraints: Constraints, num_ranks: int) -> None:

@@ -12,7 +12,8 @@ from vtp_plugin.host.rules.checks.divisibility import check_sizes
 from vtp_plugin.host.rules.context import OptionContext
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout, RankOrder
 from vtp_plugin.plan.layout.replica_map import ReplicaMap
-from vtp_plugin.tune.search.problem import CountedTwice, HeldBytes
+from vtp_plugin.tune.cluster.stage_memory import CountedTwice, HeldBytes
+from vtp_plugin.tune.search.problem import LayerRule
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +66,11 @@ class Constraints:
                 "--layerwise-disaggregated-training with --vtp-size-list auto must know which machine is the edge: "
                 "give --vtp-sites edge,cloud to all, and to each machine its --vtp-site"
             )
+
+    @property
+    def layer_rule(self) -> LayerRule:
+        """How many layers stages may hold."""
+        return "ends" if self.is_alike else "any"
 
     @property
     def num_layers(self) -> int:

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vtp_plugin.errors import LayoutError, ShortageError
-from vtp_plugin.tune.fit.available_cards import Node, in_order
+from vtp_plugin.tune.cluster.machines import Node
+from vtp_plugin.tune.fit.available_cards import in_order
 from vtp_plugin.tune.fit.constraints import Constraints
-from vtp_plugin.tune.fit.fit_search import FittedLayout, search
+from vtp_plugin.tune.fit.fit_problem import fit_problem
 from vtp_plugin.tune.fit.reasons import why_nothing
+from vtp_plugin.tune.search.evaluate import Candidate
+from vtp_plugin.tune.search.find_best import find_best
 
 
-def fit(nodes: Sequence[Node], constraints: Constraints) -> tuple[FittedLayout, dict[int, FittedLayout]]:
-    """Choose the best list for the cards that are there; the result depends on the arguments alone.
+def fit(nodes: Sequence[Node], constraints: Constraints) -> tuple[Candidate, ...]:
+    """Choose the best layout for the cards that are there; the result depends on the arguments alone.
 
     Each replica of a stage is inside one node. For every number of replicas that divides the batches, the list that
     leaves the fewest cards spare is taken; of several the one with fewest stages, then with the largest sizes. Among
@@ -24,7 +27,7 @@ def fit(nodes: Sequence[Node], constraints: Constraints) -> tuple[FittedLayout, 
         constraints: what a list must satisfy.
 
     Returns:
-        The best layout, and the best one for every number of replicas that is possible.
+        The best layout, and behind it that of every other number of replicas that is possible.
 
     Raises:
         ShortageError: nothing fits; more cards would.
@@ -35,17 +38,16 @@ def fit(nodes: Sequence[Node], constraints: Constraints) -> tuple[FittedLayout, 
     ...     num_layers=12, micro_batch_size=1, global_batch_size=8, seq_length=64, sequence_parallel=True,
     ...     num_attention_heads=12, group_query_attention=True, num_query_groups=4)
     >>> nodes = [Node(name="a", num_cards=4), Node(name="b", num_cards=3)]
-    >>> best, _ = fit(nodes, Constraints(args=args, least_stages=2, most_stages=3, num_replicas=1))
-    >>> best.sizes, best.layers, best.num_spare
-    ((4, 2, 1), (8, 3, 1), (0, 0))
+    >>> [best] = fit(nodes, Constraints(args=args, least_stages=2, most_stages=3, num_replicas=1))
+    >>> best.sizes, best.layers, [number for _, number in best.spare_cards]
+    ((4, 2, 1), (8, 3, 1), [0, 0])
     """
     ordered = in_order(nodes, constraints.sites)
     _require_sites(ordered, constraints)
-    found = search(ordered, constraints)
-    if not found:
+    best = find_best(fit_problem(ordered, constraints)).best
+    if not best:
         raise why_nothing(ordered, constraints)
-    # Rounded: simulated times are sums in different orders.
-    return min(found.values(), key=lambda one: (round(one.step, 6), -one.num_used, one.num_replicas)), found
+    return best
 
 
 def _require_sites(nodes: Sequence[Node], constraints: Constraints) -> None:

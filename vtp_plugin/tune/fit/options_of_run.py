@@ -8,8 +8,8 @@ from typing import Any
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import LayoutError, refuse
 from vtp_plugin.plan.layout.pipeline_layout import RankOrder
+from vtp_plugin.tune.fit.chosen import Chosen
 from vtp_plugin.tune.fit.constraints import Constraints
-from vtp_plugin.tune.fit.fit_search import FittedLayout
 
 # What says sizes or layers, which are fitted here.
 _FIXED = {
@@ -76,22 +76,22 @@ def read_constraints(
     )
 
 
-def write_fitted(config: VtpConfig, fitted: FittedLayout) -> VtpConfig:
+def write_fitted(config: VtpConfig, chosen: Chosen) -> VtpConfig:
     """Return the options of a run with the fitted list.
 
     A list of equal sizes is used like any other: the next one may be unequal, and both must store checkpoints alike.
 
     Args:
         config: the options, with the list ``"auto"``.
-        fitted: the fitted layout.
+        chosen: the fitted list.
     """
     return dataclasses.replace(
         config,
-        size_list=fitted.sizes,
+        size_list=chosen.sizes,
         stages=None,
-        data_parallel_size=fitted.num_replicas,
-        sites=fitted.sites if config.sites else None,
-        num_layer_list=fitted.layers if config.layerwise_disaggregated else None,
-        in_flight=fitted.in_flight or config.in_flight,
+        data_parallel_size=chosen.num_replicas,
+        sites=chosen.sites if config.sites else None,
+        num_layer_list=chosen.layers if config.layerwise_disaggregated else None,
+        in_flight=chosen.in_flight or config.in_flight,
         force=True,
     )

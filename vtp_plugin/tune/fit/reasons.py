@@ -3,33 +3,35 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 from vtp_plugin.config.parse_values import format_value
 from vtp_plugin.errors import LayoutError, ShortageError
 from vtp_plugin.host.rules.checks.divisibility import nearest_multiples
-from vtp_plugin.tune.fit.available_cards import Node
+from vtp_plugin.tune.cluster.machines import Node
 from vtp_plugin.tune.fit.constraints import Constraints
-from vtp_plugin.tune.fit.fit_search import FittedLayout, search
+from vtp_plugin.tune.fit.fit_problem import fit_problem
+from vtp_plugin.tune.search.evaluate import Candidate
+from vtp_plugin.tune.search.find_best import find_best
 
 _MOST_ADDED = 64
 
 
-def describe(fitted: FittedLayout, constraints: Constraints, rivals: Mapping[int, FittedLayout]) -> tuple[str, ...]:
+def describe(layouts: Sequence[Candidate], constraints: Constraints) -> tuple[str, ...]:
     """Say what was chosen and why, one line each.
 
     Args:
-        fitted: the fitted layout.
-        constraints: what it had to satisfy.
-        rivals: the best layout for every number of replicas.
+        layouts: the chosen layout, and behind it that of every other number of replicas.
+        constraints: what they had to satisfy.
     """
-    num_cards = sum(node.num_cards for node in fitted.nodes)
+    fitted, *others = layouts
+    num_cards = sum(node.num_cards for node, _ in fitted.spare_cards)
     return (
         f"fitted: --vtp-size-list {format_value(fitted.sizes)}, layers {format_value(fitted.layers)}, "
-        f"{_replicas(fitted.num_replicas)}; {fitted.num_used} of {num_cards} cards work",
+        f"{_replicas(fitted.num_replicas)}; {fitted.num_cards} of {num_cards} cards work",
         *_whole_nodes(fitted, constraints),
         *_spares(fitted, constraints),
-        *_rivals(fitted, rivals),
+        *_rivals(fitted, others),
     )
 
 
@@ -37,10 +39,11 @@ def _replicas(number: int) -> str:
     return f"{number} replica{'s'[: number > 1]}"
 
 
-def _whole_nodes(fitted: FittedLayout, constraints: Constraints) -> Iterator[str]:
+def _whole_nodes(fitted: Candidate, constraints: Constraints) -> Iterator[str]:
     """Say why a node is no single stage."""
-    for number in sorted({node.num_cards for node in fitted.nodes if node.num_cards}, reverse=True):
-        names = [node.name for node in fitted.nodes if node.num_cards == number]
+    nodes = [node for node, _ in fitted.spare_cards]
+    for number in sorted({node.num_cards for node in nodes if node.num_cards}, reverse=True):
+        names = [node.name for node in nodes if node.num_cards == number]
         who = f"{names[0]} has {number} cards" if len(names) == 1 else f"{len(names)} nodes have {number} cards"
         size, rest = divmod(number, constraints.cp)
         if rest:
@@ -49,36 +52,35 @@ def _whole_nodes(fitted: FittedLayout, constraints: Constraints) -> Iterator[str
             yield f"{who}, but no stage can have tensor-parallel size {size}: {problems[0].replace('stage 0', 'it')}"
 
 
-def _spares(fitted: FittedLayout, constraints: Constraints) -> Iterator[str]:
+def _spares(fitted: Candidate, constraints: Constraints) -> Iterator[str]:
     """Say which cards are spare, and whether more stages would use them."""
-    spare = {node.name: number for node, number in zip(fitted.nodes, fitted.num_spare, strict=True) if number}
+    spare = {node.name: number for node, number in fitted.spare_cards if number}
     if not spare:
         return
     shown = ", ".join(f"{number} of {name}" for name, number in [*spare.items()][:4])
     if len(spare) > 4:
         shown += f" and {sum([*spare.values()][4:])} more"
-    num_stages = len(fitted.sizes)
+    nodes, num_stages = [node for node, _ in fitted.spare_cards], len(fitted.sizes)
     for most in range(constraints.most_stages + 1, min(constraints.most_stages + 8, constraints.num_layers) + 1):
         wider = dataclasses.replace(constraints, most_stages=most, num_replicas=fitted.num_replicas)
-        better = search(fitted.nodes, wider).get(fitted.num_replicas)
-        if better is not None and better.num_used > fitted.num_used:
+        better = find_best(fit_problem(nodes, wider)).best
+        if better and better[0].num_cards > fitted.num_cards:
             yield (
                 f"spare cards: {shown}; --vtp-stages {constraints.least_stages}:{most} would use "
-                f"{better.num_used} cards, as "
-                f"--vtp-size-list {format_value(better.sizes)}"
+                f"{better[0].num_cards} cards, as "
+                f"--vtp-size-list {format_value(better[0].sizes)}"
             )
             return
     number = _replicas(fitted.num_replicas)
     yield f"spare cards: {shown}; no list of {num_stages} or more stages with {number} uses them"
 
 
-def _rivals(fitted: FittedLayout, rivals: Mapping[int, FittedLayout]) -> Iterator[str]:
+def _rivals(fitted: Candidate, others: Sequence[Candidate]) -> Iterator[str]:
     """Compare with other numbers of replicas, the nearest ones."""
-    others = [one for number, one in sorted(rivals.items()) if number != fitted.num_replicas]
-    for one in sorted(others, key=lambda one: one.step)[:2]:
+    for one in sorted(others, key=lambda one: (one.step_s, one.num_replicas))[:2]:
         yield (
             f"{_replicas(one.num_replicas)} of {format_value(one.sizes)}, layers {format_value(one.layers)}: "
-            f"{one.num_used} cards, a step takes {one.step / fitted.step:.2f} times as long, as simulated"
+            f"{one.num_cards} cards, a step takes {one.step_s / fitted.step_s:.2f} times as long, as simulated"
         )
 
 
@@ -130,6 +132,7 @@ def _enough(nodes: Sequence[Node], constraints: Constraints) -> int:
     """Count the cards that the last node needs more; 0 if no number up to a limit is enough."""
     *others, last = nodes
     for added in range(1, _MOST_ADDED + 1):
-        if search([*others, dataclasses.replace(last, num_cards=last.num_cards + added)], constraints):
+        more = dataclasses.replace(last, num_cards=last.num_cards + added)
+        if find_best(fit_problem([*others, more], constraints)).best:
             return added
     return 0

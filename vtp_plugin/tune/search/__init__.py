@@ -1,11 +1,12 @@
-"""Which list of sizes has the shortest step on nodes whose cards differ, from what layers cost on them: pure functions.
+"""Which list of sizes is best on nodes whose cards differ, from what layers cost on them: pure functions.
 
-``problem`` states the search problem: numbers alone, and the objective. ``fastest`` solves it with the others:
+``problem`` states the search problem: numbers alone, and the objective, the shortest step or the most cards used.
+``find_best`` solves it. A ``search_space`` is the problem with one split of its batch; all others are asked about one:
 ``enumerate_lists`` enumerates the lists that the cards allow and prunes them by the lower bounds of ``list_bounds``,
 ``stage_orders`` orders the stages of a list, ``layer_split`` splits the layers between them, ``node_assignment``
 assigns nodes (``bin_packing`` where only the number of cards counts), ``boundary_cost`` gives the cost of a boundary
-with each transport, and ``evaluate`` simulates the step. ``stock_megatron`` states the same problem for Megatron
-without the plugin.
+with each transport, and ``evaluate`` simulates the step. ``fixed_edge`` makes spaces of a U's clouds, and
+``stock_megatron`` states the same problem for Megatron without the plugin.
 
 Words:
     pool: nodes that are alike: one site, one kind of card.

@@ -13,21 +13,13 @@ from vtp_plugin.plan.boundary.sharding import Sharding, replicated, sharded
 from vtp_plugin.plan.boundary.strategies.known_strategies import STRATEGIES
 from vtp_plugin.plan.boundary.strategies.transport_rules import TransportRules, clearly_fastest
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
-from vtp_plugin.tune.cluster.speed import Link
-from vtp_plugin.tune.search.problem import BatchSplit, SearchProblem
-from vtp_plugin.tune.search.stage_cost import Work
+from vtp_plugin.tune.cluster.speed import Link, Speed
+from vtp_plugin.tune.search.problem import SearchProblem, StageType
+from vtp_plugin.tune.search.search_space import SearchSpace
 
 AUTO = "auto"
 # Between stages of stock Megatron each rank sends what it has to its peer.
 _RANK_TO_RANK = "sliced"
-
-
-class BoundaryStage(NamedTuple):
-    """A stage beside a boundary: its tensor-parallel size, what it costs, its site."""
-
-    tp: int
-    work: Work
-    site: str
 
 
 class BoundaryCost(NamedTuple):
@@ -107,87 +99,89 @@ def transports(problem: SearchProblem) -> Iterator[str]:
 
 
 def cost_of_boundary(
-    problem: SearchProblem,
-    split: BatchSplit,
-    transport: str,
-    stages: tuple[BoundaryStage, BoundaryStage],
-    links: Sequence[Link],
+    space: SearchSpace, transport: str, stages: tuple[StageType, StageType], links: Sequence[Link]
 ) -> BoundaryCost:
     """Give the cost of a boundary.
 
     Args:
-        problem: the search problem.
-        split: how the samples of the step are shared out.
+        space: the search space.
         transport: the transport that the run is started with.
-        stages: the stage before the boundary, and the one behind it.
+        stages: type of the stage before the boundary, and of the one behind it.
         links: the links between the two stages, one of each replica.
     """
     src, dst = stages
-    if problem.is_stock:
+    if space.problem.is_stock:
         names: Sequence[str] = (_RANK_TO_RANK,)
     elif transport != AUTO:
         names = (transport,)
     else:
-        sites = () if src.site == dst.site else (src.site, dst.site)
-        names = _rivals(replace(problem.rules, sites=sites, tensor_bytes=split.message_bytes), src.tp, dst.tp)
-    costs = {name: _cost_by(problem, split, name, src, dst, links) for name in names}
+        both = (space.site(src), space.site(dst))
+        sites = () if both[0] == both[1] else both
+        rules = replace(space.problem.rules, sites=sites, tensor_bytes=space.split.message_bytes)
+        names = _rivals(rules, src.tp, dst.tp)
+    costs = {name: _cost_by(space, name, src, dst, links) for name in names}
     return costs[clearly_fastest({name: cost.both_s for name, cost in costs.items()})]
 
 
-def _cost_by(
-    problem: SearchProblem,
-    split: BatchSplit,
-    strategy: str,
-    src: BoundaryStage,
-    dst: BoundaryStage,
-    links: Sequence[Link],
-) -> BoundaryCost:
-    there = _exchange(strategy, src.tp, dst.tp, problem.rules.is_sharded)
-    back = _exchange(strategy, dst.tp, src.tp, problem.rules.is_sharded)
+def _cost_by(space: SearchSpace, strategy: str, src: StageType, dst: StageType, links: Sequence[Link]) -> BoundaryCost:
+    both, message_bytes = _exchanges(space, strategy, src, dst), space.split.message_bytes
 
     def num_bytes(link: Link) -> int:
         if link.at_once is None:
-            return split.message_bytes
-        share = max(max(exchange.largest, exchange.total / link.at_once) for exchange in (there, back))
-        return math.ceil(share * split.message_bytes)
+            return message_bytes
+        share = max(max(exchange.largest, exchange.total / link.at_once) for exchange in both)
+        return math.ceil(share * message_bytes)
 
     link = max(links, key=lambda link: link.time_s(num_bytes(link)))
+    src_forward_s, src_backward_s, dst_forward_s, dst_backward_s = _together_s(space, strategy, src, dst)
     return BoundaryCost(
         strategy=strategy,
         link=link,
         num_bytes=num_bytes(link),
-        forward_s=(_together_s(src.work, there.before), _together_s(dst.work, there.behind)),
-        backward_s=(_together_s(src.work, back.behind), _together_s(dst.work, back.before)),
+        forward_s=(src_forward_s, dst_forward_s),
+        backward_s=(src_backward_s, dst_backward_s),
     )
 
 
-def _together_s(work: Work, collective: CollectiveKind) -> float:
+def _exchanges(space: SearchSpace, strategy: str, src: StageType, dst: StageType) -> tuple[_Exchange, _Exchange]:
+    """Give what a strategy sends there, and back."""
+    is_sharded = space.problem.rules.is_sharded
+    return _exchange(strategy, src.tp, dst.tp, is_sharded), _exchange(strategy, dst.tp, src.tp, is_sharded)
+
+
+def _together_s(space: SearchSpace, strategy: str, src: StageType, dst: StageType) -> tuple[float, float, float, float]:
+    """Give the seconds of collectives: of the stage before, forward and backward, then of the stage behind."""
+    there, back = _exchanges(space, strategy, src, dst)
+    one, other = space.speeds[src], space.speeds[dst]
+    return (
+        _collective_s(one, there.before),
+        _collective_s(one, back.behind),
+        _collective_s(other, there.behind),
+        _collective_s(other, back.before),
+    )
+
+
+def _collective_s(speed: Speed, collective: CollectiveKind) -> float:
     if collective is CollectiveKind.NONE:
         return 0.0
     if collective is CollectiveKind.BROADCAST:
-        return work.broadcast_s
-    return 2 * work.gather_s if collective is CollectiveKind.SUM else work.gather_s
+        return speed.broadcast_s
+    return 2 * speed.gather_s if collective is CollectiveKind.SUM else speed.gather_s
 
 
-def least_together_s(
-    problem: SearchProblem, src: tuple[int, Work], dst: tuple[int, Work]
-) -> tuple[float, float, float, float]:
+def least_together_s(space: SearchSpace, src: StageType, dst: StageType) -> tuple[float, float, float, float]:
     """Bound from below the collectives of two stages at a boundary, whichever transport is used.
 
     Args:
-        problem: the search problem.
-        src: tensor-parallel size of the stage before, and what it costs.
-        dst: tensor-parallel size of the stage behind, and what it costs.
+        space: the search space.
+        src: type of the stage before.
+        dst: type of the stage behind.
 
     Returns:
         Seconds of the stage before in its forward and its backward pass, then those of the stage behind.
     """
-    transport, is_sharded = problem.rules.transport, problem.rules.is_sharded
+    transport = space.problem.rules.transport
     names = STRATEGIES if transport == AUTO else (transport,)
-    rows = []
-    for name in names:
-        there, back = _exchange(name, src[0], dst[0], is_sharded), _exchange(name, dst[0], src[0], is_sharded)
-        collectives = ((src[1], there.before), (src[1], back.behind), (dst[1], there.behind), (dst[1], back.before))
-        rows.append([_together_s(work, collective) for work, collective in collectives])
+    rows = [_together_s(space, name, src, dst) for name in names]
     first, second, third, fourth = (min(column) for column in zip(*rows, strict=True))
     return first, second, third, fourth

@@ -17,8 +17,8 @@ from vtp_plugin.tune.search.list_bounds import (
     steps_demanded,
 )
 from vtp_plugin.tune.search.node_assignment import fits_nodes
-from vtp_plugin.tune.search.problem import BatchSplit, SearchProblem, StageType
-from vtp_plugin.tune.search.stage_cost import Work, Works
+from vtp_plugin.tune.search.problem import BatchSplit, StageType
+from vtp_plugin.tune.search.search_space import SearchSpace
 
 # Replicas of a stage are in several pools only if there are at most so many of them.
 _MOST_MIXED = 8
@@ -79,50 +79,31 @@ def stage_types_of(split: BatchSplit, *, is_mixing: bool) -> tuple[StageType, ..
 
 
 def enumerate_lists(
-    problem: SearchProblem,
-    split: BatchSplit,
-    works: Works,
-    search_round: SearchRound,
-    below_s: Callable[[], float],
+    space: SearchSpace, search_round: SearchRound, below_s: Callable[[], float]
 ) -> Iterator[StageCounts]:
     """Yield the lists that the cards allow and whose step may be short enough.
 
     With the objective ``cards`` they come in the order of that objective.
 
     Args:
-        problem: the search problem.
-        split: how the samples of the step are shared out.
-        works: what each stage type costs.
+        space: the search space.
         search_round: which lists this round looks at.
         below_s: called for the seconds that a step must be shorter than; when the search takes too long, it raises an
             error of its own, which ends the enumeration.
     """
-    enumeration = _Enumeration(problem, split, works, search_round, below_s)
-    for goal in _goals(problem, split, enumeration.stage_types) if problem.objective == "cards" else (None,):
+    enumeration = _Enumeration(space, search_round, below_s)
+    for goal in _goals(space, enumeration.stage_types) if space.problem.objective == "cards" else (None,):
         yield from enumeration.extend(goal, 0, enumeration.num_cards, 0, enumeration.start, ())
 
 
 class _Enumeration:
     """Enumerates how many stages of each type there may be; the arguments are those of :func:`enumerate_lists`."""
 
-    def __init__(
-        self,
-        problem: SearchProblem,
-        split: BatchSplit,
-        works: Works,
-        search_round: SearchRound,
-        below_s: Callable[[], float],
-    ) -> None:
-        self.problem, self.split, self.works, self.search_round, self.below_s = (
-            problem,
-            split,
-            works,
-            search_round,
-            below_s,
-        )
+    def __init__(self, space: SearchSpace, search_round: SearchRound, below_s: Callable[[], float]) -> None:
+        self.space, self.search_round, self.below_s = space, search_round, below_s
+        self.problem, self.split = problem, split = space.problem, space.split
         self.stage_types = stage_types_of(split, is_mixing=search_round.is_mixing)
-        own = [works[stage_type] for stage_type in self.stage_types]
-        self.most_layers = most_layers(problem, split, self.stage_types, own, below_s())
+        self.most_layers = most_layers(space, self.stage_types, below_s())
         self.most_stages = min(problem.most_stages, problem.num_layers)
         self.num_cards = [sum(pool.cards_per_node) for pool in split.pools]
         self.takes = [
@@ -131,17 +112,17 @@ class _Enumeration:
         ]
         self.is_mixed = [len(stage_type.pools) > 1 for stage_type in self.stage_types]
         self.limits = [_most_stages(split, stage_type) for stage_type in self.stage_types]
-        self.demands = [[self._budget(*one) for one in demand] for demand in self._requirements(own)]
+        self.demands = [[self._budget(*one) for one in demand] for demand in self._requirements()]
         self.start = [[0.0] * len(demand) for demand in self.demands]
 
-    def _requirements(self, works: Sequence[Work]) -> Iterator[Demand]:
+    def _requirements(self) -> Iterator[Demand]:
         """Yield what a list must satisfy: its stages can hold all layers, and they wait little enough."""
         problem, split, below_s = self.problem, self.split, self.below_s()
-        yield layers_demanded(problem, split, works, self.most_layers, below_s)
+        yield layers_demanded(self.space, self.stage_types, self.most_layers, below_s)
         fewest = min((stage_type.tp for stage_type in self.stage_types), default=1) * split.num_replicas
         num_stages = min(self.most_stages, sum(self.num_cards) // fewest)
         if self.stage_types and not problem.runs_ahead and below_s < math.inf and num_stages < split.num_microbatches:
-            yield steps_demanded(problem, split, self.stage_types, works, below_s)
+            yield steps_demanded(self.space, self.stage_types, below_s)
 
     def _budget(self, of_type: Sequence[float], most: float) -> _Budget:
         """Make a budget: also what an unused card adds at least if only the types from each index on are left."""
@@ -169,7 +150,8 @@ class _Enumeration:
             chosen: the chosen stage types, with how many stages of each.
         """
         if first == len(self.stage_types):
-            row = StageCounts(chosen, 0.0 if goal is not None else self._bound_s(chosen))
+            bound_s = 0.0 if goal is not None else bound_list(self.space, chosen, self.below_s())
+            row = StageCounts(chosen, bound_s)
             if stages >= self.problem.least_stages and row.bound_s < self.below_s() and self._fits(row):
                 yield row
             return
@@ -224,15 +206,11 @@ class _Enumeration:
                 return False
         return True
 
-    def _bound_s(self, chosen: Sequence[tuple[StageType, int]]) -> float:
-        own, counts = [self.works[stage_type] for stage_type, _ in chosen], [count for _, count in chosen]
-        return bound_list(self.problem, self.split, own, counts, self.below_s())
-
     def _fits(self, row: StageCounts) -> bool:
         """Whether a list fits the nodes; with the objective ``cards``, also whether every site has a stage."""
         problem, split = self.problem, self.split
         if problem.objective == "cards":
-            used = {split.pools[stage_type.replica_pools[0]].site for stage_type, _ in row.counts}
+            used = {self.space.site(stage_type) for stage_type, _ in row.counts}
             if used < {pool.site for pool in split.pools} - {problem.edge}:
                 return False
         return fits_nodes(split, [stage_type for stage_type, count in row.counts for _ in range(count)])
@@ -266,14 +244,13 @@ class _Goal(NamedTuple):
         return stages * min(sizes, default=0) <= ranks <= stages * max(sizes, default=0) and stages >= 0
 
 
-def _goals(problem: SearchProblem, split: BatchSplit, stage_types: Sequence[StageType]) -> Iterator[_Goal]:
+def _goals(space: SearchSpace, stage_types: Sequence[StageType]) -> Iterator[_Goal]:
     """Yield the goals that may be reached, the most ranks first, of these the fewest stages."""
     if not stage_types:
         return
-    smallest, largest = (
-        min(stage_type.tp for stage_type in stage_types),
-        max(stage_type.tp for stage_type in stage_types),
-    )
+    problem, split = space.problem, space.split
+    sizes = [stage_type.tp for stage_type in stage_types]
+    smallest, largest = min(sizes), max(sizes)
     cards = sum(
         sum(split.pools[pool_index].cards_per_node)
         for pool_index in {pool_index for stage_type in stage_types for pool_index in stage_type.replica_pools}

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from vtp_plugin.plan.schedule.cost.costs import Costs
 from vtp_plugin.plan.schedule.order.placement import Placement, interleaved_placement, plain_placement, u_placement
+from vtp_plugin.tune.cluster.machines import Node
 from vtp_plugin.tune.cluster.speed import Source, least_sure
-from vtp_plugin.tune.search.boundary_cost import BoundaryCost, BoundaryStage, cost_of_boundary, transports
+from vtp_plugin.tune.search.boundary_cost import BoundaryCost, cost_of_boundary, transports
 from vtp_plugin.tune.search.in_flight import most_in_flight
 from vtp_plugin.tune.search.memory_check import Part, held_bytes_of
-from vtp_plugin.tune.search.node_assignment import Node, assign_nodes
-from vtp_plugin.tune.search.problem import BatchSplit, SearchProblem, StageType
+from vtp_plugin.tune.search.node_assignment import assign_nodes
+from vtp_plugin.tune.search.problem import BatchSplit, NodeIndex, StageType
 from vtp_plugin.tune.search.schedule_time import Order, choose_order
-from vtp_plugin.tune.search.stage_cost import Work, gradients_s, link_between, peer_s
+from vtp_plugin.tune.search.search_space import SearchSpace
+from vtp_plugin.tune.search.stage_cost import gradients_s, peer_s
 
 # Numbers that megatron.training 0.19 sums over all ranks in a step, one after another: whether to run it again, the
 # norm of the gradients, whether the update succeeded, and twice two for the log. 0.12 has five.
@@ -36,7 +39,8 @@ class Candidate:
         split: how the samples of the step are shared out.
         nodes: for every stage the node of each replica.
         transport: the transport that the run must be started with; ``auto`` where its own choice is best.
-        costs: durations and links of a microbatch, in seconds.
+        costs: durations and links of a microbatch, in seconds; where no card was measured, a layer takes one card 1
+            forward and 2 backward.
         order: the order of the microbatches, with its simulated times.
         held_bytes: bytes held by the fullest rank of every stage.
         sums_s: seconds that sums add to the step: of gradients over replicas, of weights that both ends of the model
@@ -48,7 +52,7 @@ class Candidate:
     layers: tuple[int, ...]
     num_chunks: int
     split: BatchSplit
-    nodes: tuple[tuple[Node, ...], ...]
+    nodes: tuple[tuple[NodeIndex, ...], ...]
     transport: str
     costs: Costs
     order: Order
@@ -65,6 +69,16 @@ class Candidate:
     def sizes(self) -> tuple[int, ...]:
         """Tensor-parallel size of every stage."""
         return tuple(stage_type.tp for stage_type in self.stage_types)
+
+    @property
+    def num_replicas(self) -> int:
+        """Number of replicas of every stage."""
+        return self.split.num_replicas
+
+    @property
+    def sites(self) -> tuple[str, ...]:
+        """Site of every stage."""
+        return tuple(self.split.pools[stage_type.replica_pools[0]].site for stage_type in self.stage_types)
 
     @property
     def source(self) -> Source:
@@ -86,13 +100,31 @@ class Candidate:
     def flagged(self) -> tuple[object, ...]:
         """What the flags of a run say of the layout: not its nodes, its order or its transport."""
         split = self.split
-        sites = tuple(split.pools[stage_type.replica_pools[0]].site for stage_type in self.stage_types)
-        return self.sizes, self.layers, self.num_chunks, split.num_replicas, split.micro_batch_size, sites
+        return self.sizes, self.layers, self.num_chunks, split.num_replicas, split.micro_batch_size, self.sites
 
     @property
     def num_cards(self) -> int:
         """Number of cards that the layout uses."""
         return sum(self.sizes) * self.split.cp * self.split.num_replicas
+
+    @property
+    def node_names(self) -> list[list[str]]:
+        """Name of the node of every replica of every stage."""
+        pools = self.split.pools
+        return [[pools[pool].nodes[node].name for pool, node in nodes_of_stage] for nodes_of_stage in self.nodes]
+
+    @property
+    def spare_cards(self) -> tuple[tuple[Node, int], ...]:
+        """Every node, with the number of its cards that the layout does not use."""
+        used: Counter[NodeIndex] = Counter()
+        for stage_type, nodes_of_stage in zip(self.stage_types, self.nodes, strict=True):
+            for place in nodes_of_stage:
+                used[place] += stage_type.tp * self.split.cp
+        return tuple(
+            (node, node.num_cards - used[pool_index, index])
+            for pool_index, pool in enumerate(self.split.pools)
+            for index, node in enumerate(pool.nodes)
+        )
 
 
 def virtual_stages(num_stages: int, layers: Sequence[int], num_chunks: int) -> tuple[Placement, list[Part]]:
@@ -112,28 +144,18 @@ def virtual_stages(num_stages: int, layers: Sequence[int], num_chunks: int) -> t
 
 
 def evaluate(
-    problem: SearchProblem,
-    split: BatchSplit,
-    stage_types: Sequence[StageType],
-    works: Sequence[Work],
-    layers: Sequence[int],
-    *,
-    num_chunks: int = 1,
+    space: SearchSpace, stage_types: Sequence[StageType], layers: Sequence[int], *, num_chunks: int = 1
 ) -> Candidate | None:
     """Simulate the step of a layout; None if its stages do not fit the nodes, or the memory suffices for no order.
 
     Args:
-        problem: the search problem.
-        split: how the samples of the step are shared out.
+        space: the space of whole pipelines.
         stage_types: the type of every stage, in order.
-        works: what each stage costs.
         layers: number of layers of every stage; in a U one part more.
         num_chunks: number of virtual stages of every stage.
     """
-    evaluation = _Evaluation(problem, split, stage_types, works, layers, num_chunks=num_chunks)
-    candidates = [
-        candidate for nodes in assign_nodes(problem, split, stage_types) for candidate in evaluation.candidates(nodes)
-    ]
+    evaluation = _Evaluation(space, stage_types, layers, num_chunks=num_chunks)
+    candidates = [candidate for nodes in assign_nodes(space, stage_types) for candidate in evaluation.candidates(nodes)]
     return min(candidates, key=lambda candidate: candidate.step_s, default=None)
 
 
@@ -141,33 +163,24 @@ class _Evaluation:
     """Stages with their layers, wherever they are; the arguments are those of :func:`evaluate`."""
 
     def __init__(
-        self,
-        problem: SearchProblem,
-        split: BatchSplit,
-        stage_types: Sequence[StageType],
-        works: Sequence[Work],
-        layers: Sequence[int],
-        *,
-        num_chunks: int,
+        self, space: SearchSpace, stage_types: Sequence[StageType], layers: Sequence[int], *, num_chunks: int
     ) -> None:
-        self.problem, self.split, self.stage_types, self.works, self.layers = (
-            problem,
-            split,
-            stage_types,
-            works,
-            layers,
-        )
-        self.num_chunks = num_chunks
+        self.space, self.problem, self.split = space, space.problem, space.split
+        self.stage_types, self.layers, self.num_chunks = stage_types, layers, num_chunks
+        self.speeds = [space.speeds[stage_type] for stage_type in stage_types]
         self.placement, self.parts = virtual_stages(len(stage_types), layers, num_chunks)
+        self.by_stage = [
+            [self.parts[vstage] for vstage in self.placement.vstages(stage)] for stage in range(len(stage_types))
+        ]
         # Different assignments of nodes often have the same links.
         self.known: dict[Costs, Order | None] = {}
         self.most: Sequence[int] | None = None
-        if not problem.is_stock:
+        if not self.problem.is_stock:
             is_plain = self.placement.num_vstages == len(stage_types)
-            ahead = problem.runs_ahead and is_plain
-            self.most = most_in_flight(problem, split, stage_types, works, layers) if ahead else ()
+            ahead = self.problem.runs_ahead and is_plain
+            self.most = most_in_flight(space, stage_types, layers) if ahead else ()
 
-    def candidates(self, nodes: tuple[tuple[Node, ...], ...]) -> Iterator[Candidate]:
+    def candidates(self, nodes: tuple[tuple[NodeIndex, ...], ...]) -> Iterator[Candidate]:
         """Yield candidates on these nodes: with a run's own choice of transport, and with those that gain."""
         first: Sequence[BoundaryCost] = ()
         best_s = math.inf
@@ -186,67 +199,58 @@ class _Evaluation:
         return held_bytes_of(self.split, self.stage_types, self.placement, self.parts, peaks)
 
     def _fits(self, peaks: Sequence[int]) -> bool:
-        limits = (work.memory_bytes for work in self.works)
+        limits = (self.space.memory_bytes(stage_type) for stage_type in self.stage_types)
         held = zip(limits, self._held(peaks), strict=True)
         return all(limit is None or num_bytes <= limit for limit, num_bytes in held)
 
     def _candidate(
-        self, nodes: tuple[tuple[Node, ...], ...], transport: str, boundaries: Sequence[BoundaryCost]
+        self, nodes: tuple[tuple[NodeIndex, ...], ...], transport: str, boundaries: Sequence[BoundaryCost]
     ) -> Candidate | None:
-        problem, split, placement, works = self.problem, self.split, self.placement, self.works
         costs = self._costs(nodes, boundaries)
         if costs not in self.known:
-            self.known[costs] = choose_order(placement, costs, split.num_microbatches, self.most, self._fits)
+            num_microbatches = self.split.num_microbatches
+            self.known[costs] = choose_order(self.placement, costs, num_microbatches, self.most, self._fits)
         order = self.known[costs]
         if order is None:
             return None
-        by_stage = [
-            [self.parts[vstage] for vstage in placement.vstages(stage)] for stage in range(len(self.stage_types))
-        ]
-        sums_s = _sums_s(problem, split, self.stage_types, works, by_stage, nodes)
         updates_s = (
-            sum(work.update_s[end] - work.update_s[start] for start, end in own)
-            for work, own in zip(works, by_stage, strict=True)
+            sum(speed.update_sums[end] - speed.update_sums[start] for start, end in own)
+            for speed, own in zip(self.speeds, self.by_stage, strict=True)
         )
         return Candidate(
             stage_types=tuple(self.stage_types),
             layers=tuple(self.layers),
             num_chunks=self.num_chunks,
-            split=split,
+            split=self.split,
             nodes=nodes,
             transport=transport,
             costs=costs,
             order=order,
             held_bytes=tuple(self._held(order.peaks)),
-            sums_s=max(end + sums for end, sums in zip(order.ends_s, sums_s, strict=True))
+            sums_s=max(end + sums for end, sums in zip(order.ends_s, self._sums_s(nodes), strict=True))
             - order.pipeline_s
-            + _between_stages_s(problem, split, placement, costs, nodes),
+            + self._between_stages_s(costs, nodes),
             update_s=max(updates_s),
         )
 
-    def _boundary_costs(self, nodes: Sequence[Sequence[Node]], transport: str) -> list[BoundaryCost]:
+    def _boundary_costs(self, nodes: Sequence[Sequence[NodeIndex]], transport: str) -> list[BoundaryCost]:
         """Give the cost of every boundary."""
-        problem, split = self.problem, self.split
-        ends = [
-            BoundaryStage(stage_type.tp, work, split.pools[stage_type.replica_pools[0]].site)
-            for stage_type, work in zip(self.stage_types, self.works, strict=True)
-        ]
         found = []
         for one, other in pairwise(self.placement.stages):
-            links = [link_between(problem, split, *pair) for pair in zip(nodes[one], nodes[other], strict=True)]
-            pair = (ends[one], ends[other])
-            found.append(cost_of_boundary(problem, split, transport, pair, links))
+            links = [self.space.link(*pair) for pair in zip(nodes[one], nodes[other], strict=True)]
+            pair = (self.stage_types[one], self.stage_types[other])
+            found.append(cost_of_boundary(self.space, transport, pair, links))
         return found
 
-    def _costs(self, nodes: Sequence[Sequence[Node]], boundaries: Sequence[BoundaryCost]) -> Costs:
+    def _costs(self, nodes: Sequence[Sequence[NodeIndex]], boundaries: Sequence[BoundaryCost]) -> Costs:
         last = self.placement.num_vstages - 1
         forwards, backwards = [], []
         for vstage, (stage, (start, end)) in enumerate(zip(self.placement.stages, self.parts, strict=True)):
-            work = self.works[stage]
-            forward, backward = work.times_s(start, end, is_first=not vstage, is_last=vstage == last)
-            if (numbers := [sums[end] - sums[start] for sums in work.messages]) != [0, 0]:
+            speed = self.speeds[stage]
+            forward, backward = speed.times_s(start, end, is_first=not vstage, is_last=vstage == last)
+            if (numbers := [sums[end] - sums[start] for sums in speed.message_sums]) != [0, 0]:
                 # The times assume the nearest nodes; these may be farther apart.
-                more_s = peer_s(self.problem, self.split, self.stage_types[stage], work, nodes[stage]) - work.peer_s
+                more_s = peer_s(self.space, self.stage_types[stage], nodes[stage]) - speed.peer_s
                 forward, backward = forward + numbers[0] * more_s, backward + numbers[1] * more_s
             forwards.append(forward)
             backwards.append(backward)
@@ -262,36 +266,26 @@ class _Evaluation:
             message_bytes=tuple(boundary.num_bytes for boundary in boundaries),
         )
 
+    def _between_stages_s(self, costs: Costs, nodes: Sequence[Sequence[NodeIndex]]) -> float:
+        """Say how long stages sum what they share: numbers over all of them, tied weights over both ends of the model.
 
-def _between_stages_s(
-    problem: SearchProblem, split: BatchSplit, placement: Placement, costs: Costs, nodes: Sequence[Sequence[Node]]
-) -> float:
-    """Say how long stages sum what they share: numbers over all of them, tied weights over both ends of the model.
+        A sum of one number goes along the pipeline and back; the ends of tied weights send to each other at once.
+        """
+        if len(nodes) == 1:
+            return 0.0
+        numbers_s = _NUM_NUMBERS * 2 * sum(costs.latency[: len(nodes) - 1])
+        tied_bytes, stages = self.problem.tied_bytes, self.placement.stages
+        if not tied_bytes or stages[0] == stages[-1]:
+            return numbers_s
+        ends = zip(nodes[0], nodes[-1], strict=True)
+        return numbers_s + max(self.space.link(*pair).time_s(tied_bytes) for pair in ends)
 
-    A sum of one number goes along the pipeline and back; the ends of tied weights send to each other at once.
-    """
-    if len(nodes) == 1:
-        return 0.0
-    numbers_s = _NUM_NUMBERS * 2 * sum(costs.latency[: len(nodes) - 1])
-    if not problem.tied_bytes or placement.stages[0] == placement.stages[-1]:
-        return numbers_s
-    ends = zip(nodes[0], nodes[-1], strict=True)
-    return numbers_s + max(link_between(problem, split, *pair).time_s(problem.tied_bytes) for pair in ends)
-
-
-def _sums_s(
-    problem: SearchProblem,
-    split: BatchSplit,
-    stage_types: Sequence[StageType],
-    works: Sequence[Work],
-    by_stage: Sequence[Sequence[Part]],
-    nodes: Sequence[Sequence[Node]],
-) -> list[float]:
-    """Give the seconds in which the replicas of every stage sum their gradients, in a ring."""
-    sums_s = []
-    for stage_type, work, parts, own in zip(stage_types, works, by_stage, nodes, strict=True):
-        ring = {link_between(problem, split, node, own[i - 1]) for i, node in enumerate(own)}
-        if split.cp > 1:
-            ring |= {split.pools[pool].inside for pool, _ in own}
-        sums_s.append(max(gradients_s(split, stage_type, work, parts, link) for link in ring))
-    return sums_s
+    def _sums_s(self, nodes: Sequence[Sequence[NodeIndex]]) -> list[float]:
+        """Give the seconds in which the replicas of every stage sum their gradients, in a ring."""
+        sums_s = []
+        for stage_type, parts, own in zip(self.stage_types, self.by_stage, nodes, strict=True):
+            ring = {self.space.link(node, own[i - 1]) for i, node in enumerate(own)}
+            if self.split.cp > 1:
+                ring |= {self.split.pools[pool].inside for pool, _ in own}
+            sums_s.append(max(gradients_s(self.space, stage_type, parts, link) for link in ring))
+        return sums_s

@@ -10,8 +10,8 @@ from vtp_plugin.plan.schedule.cost.microbatch_route import make_route
 from vtp_plugin.plan.schedule.cost.step_bounds import in_flight_needed_on
 from vtp_plugin.plan.schedule.order.placement import Placement
 from vtp_plugin.tune.search.memory_check import held_by
-from vtp_plugin.tune.search.problem import BatchSplit, SearchProblem, StageType
-from vtp_plugin.tune.search.stage_cost import Work
+from vtp_plugin.tune.search.problem import StageType
+from vtp_plugin.tune.search.search_space import SearchSpace
 
 # Microbatches more than the links need, which even out the start and the end of a step.
 _SLACKS = (0, 1, 2)
@@ -19,33 +19,24 @@ _SLACKS = (0, 1, 2)
 _SHORT = 6
 
 
-def most_in_flight(
-    problem: SearchProblem,
-    split: BatchSplit,
-    stage_types: Sequence[StageType],
-    works: Sequence[Work],
-    layers: Sequence[int],
-) -> tuple[int, ...]:
+def most_in_flight(space: SearchSpace, stage_types: Sequence[StageType], layers: Sequence[int]) -> tuple[int, ...]:
     """Give how many microbatches in flight the cards of every stage have memory for, at least those of 1F1B.
 
     Args:
-        problem: the search problem.
-        split: how the samples of the step are shared out.
+        space: the search space.
         stage_types: the type of every stage, in order.
-        works: what each stage costs.
         layers: number of layers of every stage, for which the memory suffices in 1F1B.
     """
-    num_stages, found = len(stage_types), []
-    for stage, (stage_type, work, start) in enumerate(
-        zip(stage_types, works, accumulate(layers[:-1], initial=0), strict=True)
-    ):
+    split, num_stages, found = space.split, len(stage_types), []
+    starts = accumulate(layers[:-1], initial=0)
+    for stage, (stage_type, start) in enumerate(zip(stage_types, starts, strict=True)):
         usual = num_stages - stage
         spare = max(0, split.num_microbatches - usual)
-        if usual > 1 and split.held_bytes is not None and work.memory_bytes is not None:
+        if usual > 1 and split.held_bytes is not None and (limit := space.memory_bytes(stage_type)) is not None:
             part = (start, start + layers[stage])
             ends = {"is_first": stage == 0, "is_last": False}
             held, more = (held_by(split, stage_type, part, usual + extra, **ends) for extra in (0, 1))
-            spare = min(spare, (work.memory_bytes - held) // (more - held)) if more > held else spare
+            spare = min(spare, (limit - held) // (more - held)) if more > held else spare
         found.append(usual + spare if usual > 1 else 1)
     return tuple(found)
 

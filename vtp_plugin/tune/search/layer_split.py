@@ -31,8 +31,9 @@ from typing import NamedTuple
 
 from vtp_plugin.tune.search.boundary_cost import least_together_s
 from vtp_plugin.tune.search.memory_check import held_by
-from vtp_plugin.tune.search.problem import BatchSplit, SearchProblem, StageType
-from vtp_plugin.tune.search.stage_cost import Work, best_hop_s, tail
+from vtp_plugin.tune.search.problem import SearchProblem, StageType
+from vtp_plugin.tune.search.search_space import SearchSpace
+from vtp_plugin.tune.search.stage_cost import best_hop_s, tail_s
 
 # Beginnings that differ by less than this share are taken for one.
 _NEAR = 1e-4
@@ -86,81 +87,87 @@ _START = _Beginning(0.0, 0.0, -math.inf, -math.inf, ())
 
 
 def split_layers(
-    problem: SearchProblem,
-    batch_split: BatchSplit,
-    stage_types: Sequence[StageType],
-    works: Sequence[Work],
-    below_s: float,
-    *,
-    most_alike: int = 1,
+    space: SearchSpace, stage_types: Sequence[StageType], below_s: float, *, most_alike: int = 1
 ) -> list[LayerSplit]:
     """Split the layers so that the bound on the step is least, and in other ways that may be as good.
 
     Args:
-        problem: the search problem.
-        batch_split: how the samples of the step are shared out.
+        space: the search space.
         stage_types: the type of every stage, in order.
-        works: what each stage costs.
         below_s: only steps that may be shorter than so many seconds count.
         most_alike: a beginning is dropped where so many others are no worse.
 
     Returns:
         The splits with the least bound first; none if no step can be shorter, or the memory is too small.
     """
-    more_s = _together_s(problem, stage_types, works)
-    most_s = below_s / batch_split.num_microbatches
-    if problem.objective == "cards":
-        most_s = _quickest_s(problem, batch_split, stage_types, works, more_s)
+    num_microbatches = space.split.num_microbatches
+    more_s = _together_s(space, stage_types)
+    most_s = below_s / num_microbatches
+    if space.problem.objective == "cards":
+        most_s = _quickest_s(space, stage_types, more_s)
         if most_s == math.inf:
             return []
         # No step is longer where links take no time.
-        below_s = min(below_s, (batch_split.num_microbatches + len(stage_types)) * most_s)
+        below_s = min(below_s, (num_microbatches + len(stage_types)) * most_s)
     every = (
-        _Stages(problem, batch_split, stage_types, works, more_s, most_s, number)
-        for number in _layer_counts(problem, stage_types)
+        _Stages(space, stage_types, more_s, most_s, number) for number in _layer_counts(space.problem, stage_types)
     )
     return sorted(layer_split for stages in every for layer_split in _least(stages, below_s, most_alike))
 
 
-@dataclass(frozen=True, slots=True)
 class _Stages:
     """The stages in order, and the limits of what each may hold.
 
-    Attributes:
-        problem: the search problem.
-        batch_split: how the samples of the step are shared out.
+    Args:
+        space: the search space.
         stage_types: the type of every stage.
-        works: what each stage costs.
         more_s: seconds of each stage's collectives at its boundaries at least, forward and backward.
         most_s: seconds that no stage may reach for a microbatch.
         number: number of layers of every stage between the first and the last; None for any. If all stages hold equally
             many, that of the first and the last, too.
     """
 
-    problem: SearchProblem
-    batch_split: BatchSplit
-    stage_types: Sequence[StageType]
-    works: Sequence[Work]
-    more_s: Sequence[tuple[float, float]]
-    most_s: float
-    number: int | None = None
+    def __init__(
+        self,
+        space: SearchSpace,
+        stage_types: Sequence[StageType],
+        more_s: Sequence[tuple[float, float]],
+        most_s: float,
+        number: int | None,
+    ) -> None:
+        self.space, self.stage_types, self.more_s, self.most_s, self.number = (
+            space,
+            stage_types,
+            more_s,
+            most_s,
+            number,
+        )
+        # Looked up once: each is asked for many times.
+        self.speeds = [space.speeds[stage_type] for stage_type in stage_types]
+        self.limits = [space.memory_bytes(stage_type) for stage_type in stage_types]
 
     def ends(self, stage: int, start: int) -> Iterator[tuple[int, tuple[float, float]]]:
         """Yield where a stage that begins at a layer can end, with its forward and backward seconds then."""
-        num_stages, work, more = len(self.stage_types), self.works[stage], self.more_s[stage]
-        num_after = num_stages - stage - 1
-        last = self.problem.num_layers - num_after
+        problem, speed, more = self.space.problem, self.speeds[stage], self.more_s[stage]
+        num_after = len(self.stage_types) - stage - 1
+        last = problem.num_layers - num_after
         ends = range(start + 1, last + 1) if num_after else range(last, last + 1)
-        if self.number is not None and num_after and (stage or self.problem.layers == "equal"):
+        if self.number is not None and num_after and (stage or problem.layers == "equal"):
             ends = range(start + self.number, min(start + self.number, last) + 1)
         for end in ends:
-            forward, backward = work.times_s(start, end, is_first=not stage, is_last=not num_after)
+            forward, backward = speed.times_s(start, end, is_first=not stage, is_last=not num_after)
             times = (forward + more[0], backward + more[1])
-            if sum(times) >= self.most_s:
-                return
-            if not _fits_memory(self.batch_split, self.stage_types[stage], work, (start, end), (stage, num_stages)):
+            if sum(times) >= self.most_s or not self._fits_memory(stage, (start, end)):
                 return
             yield end, times
+
+    def _fits_memory(self, stage: int, layers: tuple[int, int]) -> bool:
+        """Whether a stage's cards can hold its layers."""
+        limit, num_stages = self.limits[stage], len(self.stage_types)
+        if limit is None:
+            return True
+        ends = {"is_first": stage == 0, "is_last": stage == num_stages - 1}
+        return held_by(self.space.split, self.stage_types[stage], layers, num_stages - stage, **ends) <= limit
 
 
 def _layer_counts(problem: SearchProblem, stage_types: Sequence[StageType]) -> Sequence[int | None]:
@@ -174,32 +181,25 @@ def _layer_counts(problem: SearchProblem, stage_types: Sequence[StageType]) -> S
     return range(1, (problem.num_layers - 2) // num_between + 1)
 
 
-def _together_s(
-    problem: SearchProblem, stage_types: Sequence[StageType], works: Sequence[Work]
-) -> list[tuple[float, float]]:
+def _together_s(space: SearchSpace, stage_types: Sequence[StageType]) -> list[tuple[float, float]]:
     """Bound from below the collectives of every stage at its boundaries, forward and backward."""
     boundary_s = [(0.0, 0.0)] * len(stage_types)
-    if any(work.gather_s or work.broadcast_s for work in works):
-        sizes = [(stage_type.tp, work) for stage_type, work in zip(stage_types, works, strict=True)]
-        for stage, pair in enumerate(pairwise(sizes)):
-            row = least_together_s(problem, *pair)
+    speeds = (space.speeds[stage_type] for stage_type in stage_types)
+    if any(speed.gather_s or speed.broadcast_s for speed in speeds):
+        for stage, pair in enumerate(pairwise(stage_types)):
+            row = least_together_s(space, *pair)
             for end, more in ((stage, row[:2]), (stage + 1, row[2:])):
                 boundary_s[end] = (boundary_s[end][0] + more[0], boundary_s[end][1] + more[1])
     return boundary_s
 
 
-def _quickest_s(
-    problem: SearchProblem,
-    batch_split: BatchSplit,
-    stage_types: Sequence[StageType],
-    works: Sequence[Work],
-    more_s: Sequence[tuple[float, float]],
-) -> float:
+def _quickest_s(space: SearchSpace, stage_types: Sequence[StageType], more_s: Sequence[tuple[float, float]]) -> float:
     """Give the least time of the busiest stage, rounded up a little; inf if nothing fits."""
+    num_layers, speeds = space.problem.num_layers, [space.speeds[stage_type] for stage_type in stage_types]
 
     def fits(most_s: float) -> bool:
-        for number in _layer_counts(problem, stage_types):
-            stages, starts = _Stages(problem, batch_split, stage_types, works, more_s, most_s, number), {0}
+        for number in _layer_counts(space.problem, stage_types):
+            stages, starts = _Stages(space, stage_types, more_s, most_s, number), {0}
             for stage in range(len(stage_types)):
                 starts = {end for start in starts for end, _ in stages.ends(stage, start)}
             if starts:
@@ -207,13 +207,10 @@ def _quickest_s(
         return False
 
     # As if layers could be cut; with a layer more for each stage there is room for all, if it is only time that counts.
-    rate = sum(1 / work.least_s for work in works)
-    least, most = problem.num_layers / rate, 2 * (problem.num_layers + len(stage_types)) / rate
+    rate = sum(1 / speed.least_s for speed in speeds)
+    least, most = num_layers / rate, 2 * (num_layers + len(stage_types)) / rate
     if not fits(most):
-        least, most = (
-            most,
-            2 * sum(sum(work.times_s(0, problem.num_layers, is_first=True, is_last=True)) for work in works),
-        )
+        least, most = most, 2 * sum(sum(speed.times_s(0, num_layers, is_first=True, is_last=True)) for speed in speeds)
         if not fits(most):
             return math.inf
     while most - least > _LITTLE * most:
@@ -223,60 +220,36 @@ def _quickest_s(
 
 
 def _least(stages: _Stages, below_s: float, most_alike: int) -> list[LayerSplit]:
-    problem, batch_split, stage_types, works = stages.problem, stages.batch_split, stages.stage_types, stages.works
-    num_stages, num_layers = len(stage_types), problem.num_layers
-    hops_s = _hops(problem, batch_split, stage_types)
+    space, stage_types, speeds = stages.space, stages.stage_types, stages.speeds
+    num_stages, num_layers, num_microbatches = len(stage_types), space.problem.num_layers, space.split.num_microbatches
+    hops_s = [*(2 * best_hop_s(space, *pair) for pair in pairwise(stage_types)), 0.0]
     # What is still to come after each stage, at best.
     rates, hops_left, least = [0.0], [0.0], [math.inf]
-    for work, hop in zip(reversed(works[1:]), reversed(hops_s[1:]), strict=True):
-        rates.append(rates[-1] + 1 / work.least_s)
+    for speed, hop in zip(reversed(speeds[1:]), reversed(hops_s[1:]), strict=True):
+        rates.append(rates[-1] + 1 / speed.least_s)
         hops_left.append(hops_left[-1] + hop)
-        least.append(min(least[-1], work.least_s))
+        least.append(min(least[-1], speed.least_s))
     rates, hops_left, least = rates[::-1], hops_left[::-1], least[::-1]
     near_s = _NEAR * below_s if most_alike == 1 and below_s < math.inf else 0.0
     begins: dict[int, list[_Beginning]] = {0: [_START]}
-    for stage, (stage_type, work) in enumerate(zip(stage_types, works, strict=True)):
+    for stage, stage_type in enumerate(stage_types):
         grown: dict[int, list[_Beginning]] = {}
-        num_after = num_stages - stage - 1
-        in_flight = _in_flight(problem, batch_split, num_after)
+        in_flight = num_microbatches if space.problem.runs_ahead else min(num_stages - stage, num_microbatches)
         for start, row in begins.items():
             first_s = min(begin.before_s for begin in row)
             for end, times in stages.ends(stage, start):
                 left = num_layers - end
                 to_come_s = hops_left[stage] + (left * least[stage] if left else 0.0)
-                rest_s = batch_split.num_microbatches * left / rates[stage] if left else 0.0
-                tail_s = 0.0 if stage else tail(problem, batch_split, stage_type, work, end)
-                if first_s + tail_s + sum(times) + hops_s[stage] + rest_s >= below_s:
+                rest_s = num_microbatches * left / rates[stage] if left else 0.0
+                ending_s = 0.0 if stage else tail_s(space, stage_type, end)
+                if first_s + ending_s + sum(times) + hops_s[stage] + rest_s >= below_s:
                     continue
                 for begin in row:
-                    new = _add(
-                        begin, times, hops_s[stage], in_flight, batch_split.num_microbatches, end - start, tail_s
-                    )
+                    new = _add(begin, times, hops_s[stage], in_flight, num_microbatches, end - start, ending_s)
                     if new.before_s + rest_s < below_s and new.least_s(to_come_s) < below_s:
                         _keep(grown.setdefault(end, []), new, near_s, most_alike)
         begins = grown
     return sorted(LayerSplit(begin.least_s(0.0), begin.layers) for begin in begins.get(num_layers, ()))
-
-
-def _hops(problem: SearchProblem, batch_split: BatchSplit, stage_types: Sequence[StageType]) -> list[float]:
-    """Bound from below the time of the two messages behind every stage."""
-    return [*(2 * best_hop_s(problem, batch_split, *pair) for pair in pairwise(stage_types)), 0.0]
-
-
-def _fits_memory(
-    batch_split: BatchSplit, stage_type: StageType, work: Work, layers: tuple[int, int], position: tuple[int, int]
-) -> bool:
-    """Whether a stage's cards can hold its layers; ``position`` is its number, and the number of stages."""
-    if work.memory_bytes is None:
-        return True
-    stage, num_stages = position
-    ends = {"is_first": stage == 0, "is_last": stage == num_stages - 1}
-    return held_by(batch_split, stage_type, layers, num_stages - stage, **ends) <= work.memory_bytes
-
-
-def _in_flight(problem: SearchProblem, batch_split: BatchSplit, num_after: int) -> int:
-    """Give the most microbatches that a stage may have in flight, with so many stages behind it."""
-    return batch_split.num_microbatches if problem.runs_ahead else min(num_after + 1, batch_split.num_microbatches)
 
 
 def _add(

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from vtp_plugin.tune.search.problem import BatchSplit, SearchProblem, StageType
-from vtp_plugin.tune.search.stage_cost import Work, most_held
+from vtp_plugin.tune.cluster.speed import Speed
+from vtp_plugin.tune.search.problem import BatchSplit, StageType
+from vtp_plugin.tune.search.search_space import SearchSpace
+from vtp_plugin.tune.search.stage_cost import most_held
 
 # Rounding error of numbers of layers, as a share of a layer.
 ROUNDING = 1e-9
@@ -20,86 +22,70 @@ Demand = list[tuple[list[float], float]]
 the limit."""
 
 
-def bound_list(
-    problem: SearchProblem, split: BatchSplit, works: Sequence[Work], counts: Sequence[int], below_s: float
-) -> float:
+def bound_list(space: SearchSpace, chosen: Sequence[tuple[StageType, int]], below_s: float) -> float:
     """Bound the step of a list from below; if even a bound with layers in parts reaches ``below_s``, that one is given.
 
     Args:
-        problem: the search problem.
-        split: how the samples of the step are shared out.
-        works: what each stage type of the list costs.
-        counts: number of stages of each type.
+        space: the search space.
+        chosen: the stage types of the list, with how many stages of each.
         below_s: seconds that a step must be shorter than.
     """
-    if not works:
+    if not chosen:
         return math.inf
-    num_microbatches, num_layers = split.num_microbatches, problem.num_layers
+    problem, num_microbatches, num_layers = space.problem, space.split.num_microbatches, space.problem.num_layers
+    speeds, counts = [space.speeds[stage_type] for stage_type, _ in chosen], [count for _, count in chosen]
     if problem.layers == "equal":
         each, left = divmod(num_layers, sum(counts))
-        return math.inf if left else num_microbatches * each * max(work.least_s for work in works)
+        return math.inf if left else num_microbatches * each * max(speed.least_s for speed in speeds)
     if problem.runs_ahead:
-        any_s = _bound_any_order_s(num_microbatches, num_layers, works, counts)
+        any_s = _bound_any_order_s(num_microbatches, num_layers, speeds, counts)
         if any_s < below_s:
-            any_s = max(any_s, num_microbatches * _busiest_s(num_layers, works, counts))
+            any_s = max(any_s, num_microbatches * _busiest_s(num_layers, speeds, counts))
         return any_s
-    stages = sorted(((work.least_s, count) for work, count in zip(works, counts, strict=True)), reverse=True)
+    stages = sorted(((speed.least_s, count) for speed, count in zip(speeds, counts, strict=True)), reverse=True)
     least_s = _bound_1f1b_s(
         num_microbatches, num_layers, stages, num_layers / sum(count / time for time, count in stages)
     )
     if least_s < below_s:
-        least_s = _bound_1f1b_s(num_microbatches, num_layers, stages, _busiest_s(num_layers, works, counts))
+        least_s = _bound_1f1b_s(num_microbatches, num_layers, stages, _busiest_s(num_layers, speeds, counts))
     return least_s
 
 
-def most_layers(
-    problem: SearchProblem,
-    split: BatchSplit,
-    stage_types: Sequence[StageType],
-    works: Sequence[Work],
-    below_s: float,
-) -> list[int]:
+def most_layers(space: SearchSpace, stage_types: Sequence[StageType], below_s: float) -> list[int]:
     """Bound the layers of a stage of each type by its time, and by its memory where that is too small for all layers.
 
     Args:
-        problem: the search problem.
-        split: how the samples of the step are shared out.
+        space: the search space.
         stage_types: the stage types.
-        works: what each stage type costs.
         below_s: seconds that a step must be shorter than.
     """
-    most_s = min(below_s / split.num_microbatches, _LONG_S)
-    held = (most_held(problem, split, stage_type, work) for stage_type, work in zip(stage_types, works, strict=True))
-    whole = (whole_layers(most_s, work.least_s) for work in works)
+    most_s = min(below_s / space.split.num_microbatches, _LONG_S)
+    held = (most_held(space, stage_type) for stage_type in stage_types)
+    whole = (whole_layers(most_s, space.speeds[stage_type].least_s) for stage_type in stage_types)
     return [
-        number if of_memory >= problem.num_layers else min(of_memory, number)
+        number if of_memory >= space.problem.num_layers else min(of_memory, number)
         for of_memory, number in zip(held, whole, strict=True)
     ]
 
 
 def layers_demanded(
-    problem: SearchProblem, split: BatchSplit, works: Sequence[Work], most: Sequence[int], below_s: float
+    space: SearchSpace, stage_types: Sequence[StageType], most: Sequence[int], below_s: float
 ) -> Demand:
     """Require that the stages can hold all layers.
 
     Args:
-        problem: the search problem.
-        split: how the samples of the step are shared out.
-        works: what each stage type costs.
+        space: the search space.
+        stage_types: the stage types.
         most: number of layers that a stage of each type can hold, see :func:`most_layers`.
         below_s: seconds that a step must be shorter than.
     """
-    needed = problem.num_layers + lost_layers(works, most, min(below_s / split.num_microbatches, _LONG_S))
+    speeds = [space.speeds[stage_type] for stage_type in stage_types]
+    lost = lost_layers(speeds, most, min(below_s / space.split.num_microbatches, _LONG_S))
+    needed = space.problem.num_layers + lost
     return [([-float(number) for number in most], ROUNDING - needed)]
 
 
-def steps_demanded(
-    problem: SearchProblem,
-    split: BatchSplit,
-    stage_types: Sequence[StageType],
-    works: Sequence[Work],
-    below_s: float,
-) -> Demand:
+def steps_demanded(space: SearchSpace, stage_types: Sequence[StageType], below_s: float) -> Demand:
     """Require that stages wait little enough, by a bound that is a sum over stages, so part of a list has part of it.
 
     As in :func:`_least_s` a step takes at least (m - 1) t + sum of (2 t_i - t). All stages compute L layers, of
@@ -112,18 +98,17 @@ def steps_demanded(
     all cards together add most at best.
 
     Args:
-        problem: the search problem.
-        split: how the samples of the step are shared out; it has more microbatches than there are stages.
+        space: the search space, whose split has more microbatches than there are stages.
         stage_types: the stage types.
-        works: what each stage type costs.
         below_s: seconds that a step must be shorter than.
     """
-    num_microbatches = split.num_microbatches
-    layers_s = [work.least_s for work in works]
-    ends = [min((work.ends_s[end] / work.least_s for work in works), default=0.0) for end in (1, 2)]
-    num_layers = problem.num_layers + sum(ends)
+    split, num_microbatches = space.split, space.split.num_microbatches
+    speeds = [space.speeds[stage_type] for stage_type in stage_types]
+    layers_s = [speed.least_s for speed in speeds]
+    ends = [min((speed.ends_s[end] / speed.least_s for speed in speeds), default=0.0) for end in (1, 2)]
+    num_layers = space.problem.num_layers + sum(ends)
     longest = below_s / num_microbatches
-    shortest = -problem.num_layers / least_of_cards(split, stage_types, [-1 / layer_s for layer_s in layers_s])
+    shortest = -space.problem.num_layers / least_of_cards(split, stage_types, [-1 / layer_s for layer_s in layers_s])
 
     def demand(price: float) -> Demand:
         return [
@@ -137,7 +122,7 @@ def steps_demanded(
     def least_s(price: float) -> float:
         return min(least_of_cards(split, stage_types, of_type) - most for of_type, most in demand(price))
 
-    low, high = 0.0, 2 * num_microbatches * longest / problem.num_layers
+    low, high = 0.0, 2 * num_microbatches * longest / space.problem.num_layers
     for _ in range(_PRICE_TRIES):
         third = (high - low) / 3
         low, high = (low + third, high) if least_s(low + third) < least_s(high - third) else (low, high - third)
@@ -191,39 +176,39 @@ def whole_layers(time_s: float, layer_s: float) -> int:
     return int(time_s / layer_s + ROUNDING) if time_s > 0 else 0
 
 
-def lost_layers(works: Sequence[Work], most: Sequence[int], time_s: float) -> float:
+def lost_layers(speeds: Sequence[Speed], most: Sequence[int], time_s: float) -> float:
     """Count the layers that the first and the last stage cannot hold because of the embedding and the head.
 
     Args:
-        works: what each stage type costs; the first and the last stage may be of any type that has time for a layer.
+        speeds: the speed of each stage type; the first and the last stage may be of any type that has time for a layer.
         most: number of layers that a stage of each type can hold between others.
         time_s: seconds of the busiest stage.
     """
 
     def lost(end: int) -> float:
         fewest = math.inf
-        for work, number in zip(works, most, strict=True):
-            num_layers = whole_layers(time_s - work.ends_s[end], work.least_s)
+        for speed, number in zip(speeds, most, strict=True):
+            num_layers = whole_layers(time_s - speed.ends_s[end], speed.least_s)
             if num_layers and number:
                 fewest = min(fewest, max(0, number - num_layers))
         return fewest
 
     # Often there is nothing before the layers.
-    first = lost(1) if any(work.ends_s[1] for work in works) else 0
+    first = lost(1) if any(speed.ends_s[1] for speed in speeds) else 0
     last = lost(2)
     return min(first + last, lost(3)) if first else last
 
 
-def _busiest_s(num_layers: int, works: Sequence[Work], counts: Sequence[int]) -> float:
+def _busiest_s(num_layers: int, speeds: Sequence[Speed], counts: Sequence[int]) -> float:
     """Bound the time of the busiest stage: the shortest in which stages compute all layers, whole, and both ends."""
-    layers_s = [work.least_s for work in works]
+    layers_s = [speed.least_s for speed in speeds]
     # Asked for each of many lists: no calls inside.
-    events = {(more, work.least_s) for work in works for more in work.ends_s}
+    events = {(more, speed.least_s) for speed in speeds for more in speed.ends_s}
     time = num_layers / sum(count / layer_s for count, layer_s in zip(counts, layers_s, strict=True))
     while True:
         whole = [int(time / layer_s + ROUNDING) for layer_s in layers_s]
         num_placed = sum([count * number for count, number in zip(counts, whole, strict=True)])
-        if num_placed >= num_layers and num_placed >= num_layers + lost_layers(works, whole, time):
+        if num_placed >= num_layers and num_placed >= num_layers + lost_layers(speeds, whole, time):
             return time
         time = min(
             [
@@ -277,7 +262,7 @@ def _bound_1f1b_s(
     return max(least, found)
 
 
-def _bound_any_order_s(num_microbatches: int, num_layers: int, works: Sequence[Work], counts: Sequence[int]) -> float:
+def _bound_any_order_s(num_microbatches: int, num_layers: int, speeds: Sequence[Speed], counts: Sequence[int]) -> float:
     """Bound a step from below, with any number of microbatches in flight, as if layers could be cut.
 
     Let B be the bound of :mod:`~vtp_plugin.tune.search.layer_split`, without links: for each stage i, P_i + m t_i <= B,
@@ -287,12 +272,12 @@ def _bound_any_order_s(num_microbatches: int, num_layers: int, works: Sequence[W
     Args:
         num_microbatches: m, the number of microbatches of a replica.
         num_layers: L, the number of layers of the model.
-        works: what each stage type costs.
+        speeds: the speed of each stage type.
         counts: number of stages of each type.
     """
     left = 1 - 1 / num_microbatches
     share, layers_s = 1.0, 0.0
-    for layer_s, count in sorted((work.least_s, count) for work, count in zip(works, counts, strict=True)):
+    for layer_s, count in sorted((speed.least_s, count) for speed, count in zip(speeds, counts, strict=True)):
         rest = share * left**count
         # The sum of a geometric series, times 1 - left.
         layers_s += (share - rest) / layer_s

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vtp_plugin.plan.schedule.order.placement import Placement
+from vtp_plugin.tune.cluster.stage_memory import HeldPart
 from vtp_plugin.tune.search.problem import BatchSplit, StageType
 
 Part = tuple[int, int]
@@ -59,4 +60,14 @@ def held_by(split: BatchSplit, stage_type: StageType, part: Part, peak: int, *, 
     """
     if split.held_bytes is None:
         return 0
-    return split.held_bytes(stage_type.tp, split.num_replicas, *part, is_first, is_last, peak)
+    return split.held_bytes(
+        HeldPart(
+            tp=stage_type.tp,
+            num_replicas=split.num_replicas,
+            start=part[0],
+            end=part[1],
+            is_first=is_first,
+            is_last=is_last,
+            in_flight=peak,
+        )
+    )

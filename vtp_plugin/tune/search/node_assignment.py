@@ -5,13 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from vtp_plugin.tune.cluster.speed import Link
 from vtp_plugin.tune.search.bin_packing import pack
-from vtp_plugin.tune.search.problem import BatchSplit, SearchProblem, StageType
-from vtp_plugin.tune.search.stage_cost import hop_s, link_between
-
-Node = tuple[int, int]
-"""A pool and a node of it, both by number."""
+from vtp_plugin.tune.search.problem import BatchSplit, NodeIndex, StageType
+from vtp_plugin.tune.search.search_space import SearchSpace
+from vtp_plugin.tune.search.stage_cost import hop_s
 
 # Nodes that are tried for all stages together, before the best assignment so far is taken; for long lists only
 # a few more than there are groups.
@@ -45,14 +42,11 @@ def _groups(stage_types: Sequence[StageType], pool_index: int) -> list[int]:
     )
 
 
-def assign_nodes(
-    problem: SearchProblem, split: BatchSplit, stage_types: Sequence[StageType]
-) -> list[tuple[tuple[Node, ...], ...]]:
+def assign_nodes(space: SearchSpace, stage_types: Sequence[StageType]) -> list[tuple[tuple[NodeIndex, ...], ...]]:
     """Find a node for every replica of every stage, so that messages and gradients have short ways.
 
     Args:
-        problem: the search problem.
-        split: how the samples of the step are shared out.
+        space: the search space.
         stage_types: the type of every stage, in order.
 
     Returns:
@@ -61,13 +55,14 @@ def assign_nodes(
         found: in the node of the stage before, else where the fewest cards are left. With the objective ``cards`` there
         is one assignment, where the fewest cards are left.
     """
+    split = space.split
     if not fits_nodes(split, stage_types):
         return []
-    if problem.objective == "cards":
+    if space.problem.objective == "cards":
         return [_by_stage(split, _by_packing(split, stage_types))]
     assignments = []
     for weight in _WEIGHTS if split.num_replicas > 1 else _WEIGHTS[:1]:
-        search = _NodeSearch(problem, split, stage_types, weight)
+        search = _NodeSearch(space, stage_types, weight)
         search.assign(0, 0.0)
         assignments.append(search.best if search.best is not None else _by_packing(split, stage_types))
     return [_by_stage(split, nodes) for nodes in dict.fromkeys(assignments)]
@@ -93,12 +88,12 @@ def along_nodes(split: BatchSplit, stage_types: Sequence[StageType]) -> tuple[St
     return tuple(stage_type for stage_type, _ in sorted(stages, key=lambda one: (one[1][0], -one[0].tp, one[1])))
 
 
-def _by_stage(split: BatchSplit, nodes: Sequence[Node]) -> tuple[tuple[Node, ...], ...]:
+def _by_stage(split: BatchSplit, nodes: Sequence[NodeIndex]) -> tuple[tuple[NodeIndex, ...], ...]:
     replicas = split.num_replicas
     return tuple(tuple(nodes[start : start + replicas]) for start in range(0, len(nodes), replicas))
 
 
-def _by_packing(split: BatchSplit, stage_types: Sequence[StageType]) -> tuple[Node, ...]:
+def _by_packing(split: BatchSplit, stage_types: Sequence[StageType]) -> tuple[NodeIndex, ...]:
     free_nodes: dict[tuple[int, int], list[int]] = {}
     for pool_index, pool in enumerate(split.pools):
         groups = _groups(stage_types, pool_index)
@@ -114,21 +109,15 @@ def _by_packing(split: BatchSplit, stage_types: Sequence[StageType]) -> tuple[No
 class _NodeSearch:
     """Depth-first search: nodes for one replica after the other, the cheapest first."""
 
-    def __init__(
-        self,
-        problem: SearchProblem,
-        split: BatchSplit,
-        stage_types: Sequence[StageType],
-        weight: tuple[float, float],
-    ) -> None:
-        self.problem = problem
-        self.split = split
+    def __init__(self, space: SearchSpace, stage_types: Sequence[StageType], weight: tuple[float, float]) -> None:
+        self.space = space
+        self.split = space.split
         self.groups = [
             (pool_index, stage_type.tp) for stage_type in stage_types for pool_index in stage_type.replica_pools
         ]
-        self.left = [[*pool.cards_per_node] for pool in split.pools]
-        self.nodes: list[Node] = []
-        self.best: tuple[Node, ...] | None = None
+        self.left = [[*pool.cards_per_node] for pool in space.split.pools]
+        self.nodes: list[NodeIndex] = []
+        self.best: tuple[NodeIndex, ...] | None = None
         self.best_s = math.inf
         self.num_tries = 0
         self.most_tries = _MOST_TRIES if len(self.groups) <= _LONG else 2 * len(self.groups)
@@ -161,18 +150,15 @@ class _NodeSearch:
             self.nodes.pop()
             free_cards[node] += size
 
-    def _cost_s(self, group: int, node: Node) -> float:
+    def _cost_s(self, group: int, node: NodeIndex) -> float:
         """Give the seconds of messages from the stage before, and, weighted, of gradients from the replica before."""
         replicas = self.split.num_replicas
         cost = 0.0
         if group >= replicas:
-            link = self._link(self.nodes[group - replicas], node)
-            cost += 2 * hop_s(self.split, link, self.groups[group - replicas][1], self.groups[group][1])
+            link = self.space.link(self.nodes[group - replicas], node)
+            cost += 2 * hop_s(link, self.split.message_bytes, self.groups[group - replicas][1], self.groups[group][1])
         if group % replicas:
             share = group / len(self.groups)
             weight = self.weight[0] * (1 - share) + self.weight[1] * share
-            cost += weight * self._link(self.nodes[group - 1], node).time_s(self.split.message_bytes)
+            cost += weight * self.space.link(self.nodes[group - 1], node).time_s(self.split.message_bytes)
         return cost
-
-    def _link(self, one: Node, other: Node) -> Link:
-        return link_between(self.problem, self.split, one, other)

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
 from vtp_plugin.errors import LayoutError
 from vtp_plugin.plan.boundary.strategies.transport_rules import TransportRules
+from vtp_plugin.tune.cluster.machines import Node
 from vtp_plugin.tune.cluster.speed import Link, Speed
+from vtp_plugin.tune.cluster.stage_memory import CountedTwice, HeldBytes
 
 Objective = Literal["step", "cards"]
-"""The objective. ``step``: the shortest step. ``cards``, for one split: the most cards used, then the fewest stages,
-then the largest sizes; of these the layers with the quickest busiest stage, then the shortest step in Megatron's order.
-Every site has a stage then, and stages are in the order of the nodes."""
+"""The objective. ``step``: the shortest step. ``cards``: for each split the most cards used, then the fewest stages,
+then the largest sizes; of these the layers with the quickest busiest stage, then the shortest step in Megatron's order;
+of the splits the one with the shortest step. Every site has a stage then, and stages are in the order of the nodes."""
 
 
 LayerRule = Literal["any", "ends", "equal"]
 """How many layers stages may hold. ``any``: any numbers; ``ends``: equally many between the first and the last stage,
 as in Megatron 0.12; ``equal``: equally many on all stages."""
+
+NodeIndex = tuple[int, int]
+"""A node: the number of its pool, and its own number there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +39,7 @@ class NodePool:
         site: site of the nodes; empty where there are none.
         memory_bytes: memory of a card, in bytes; None for no limit.
         card_price: price of a card for an hour; None where it is not known.
+        nodes: the nodes with their names and all their cards; empty where nobody asks for them.
     """
 
     name: str
@@ -44,16 +50,7 @@ class NodePool:
     site: str = ""
     memory_bytes: int | None = None
     card_price: float | None = None
-
-
-HeldBytes = Callable[[int, int, int, int, bool, bool, int], int]
-"""Gives the bytes of a stage's fullest rank. Arguments: tensor-parallel size, number of replicas, first layer, first
-layer behind the stage, whether it has the embedding, whether it has the head, number of microbatches whose activations
-it keeps."""
-
-CountedTwice = Callable[[int, int, tuple[tuple[bool, bool], ...]], int]
-"""Gives the bytes that a rank holds once, while a sum over its virtual stages counts them several times. Arguments:
-tensor-parallel size, number of replicas, and for each virtual stage whether it has the embedding, and the head."""
+    nodes: tuple[Node, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,146 +1,142 @@
-"""Search spaces: lists of whole pipelines, or lists of a U's cloud, beside a given edge."""
+"""The search space: what every part of a search is about, the problem with one split of its batch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
-from vtp_plugin.tune.cluster.speed import Speed
-from vtp_plugin.tune.search.enumerate_lists import stage_types_of
-from vtp_plugin.tune.search.memory_check import held_by, held_twice
-from vtp_plugin.tune.search.problem import BatchSplit, HeldBytes, NodePool, SearchProblem, StageType
-from vtp_plugin.tune.search.stage_cost import Works, best_hop_s
+from vtp_plugin.tune.cluster.speed import Link, Speed, slowest
+from vtp_plugin.tune.search.problem import BatchSplit, NodeIndex, SearchProblem, StageType
+
+
+class StageSpeeds(dict[StageType, Speed]):
+    """How fast a stage of each type is: as the slowest of its replicas; computed when it is first looked up."""
+
+    def __init__(self, split: BatchSplit) -> None:
+        super().__init__()
+        self.split = split
+
+    def __missing__(self, stage_type: StageType) -> Speed:
+        pools = self.split.pools
+        speeds = [pools[pool_index].speeds[stage_type.tp] for pool_index in stage_type.pools]
+        speed = self[stage_type] = slowest(speeds, _best_peer_s(stage_type, self.split, speeds[0]))
+        return speed
+
+
+def _best_peer_s(stage_type: StageType, split: BatchSplit, speed: Speed) -> float:
+    """Bound from below the seconds of a message between ranks that share experts."""
+    if not any(map(any, speed.peer_messages)):
+        return 0.0
+    pools = [split.pools[pool_index] for pool_index in stage_type.pools]
+    replicas = -(-speed.peers // (stage_type.tp * split.cp))
+    if replicas == 1:
+        return max(pool.inside.time_s(speed.peer_bytes) for pool in pools)
+    # Several replicas share experts: they may all be in one node, where one has room for them.
+    links = [pool.between for pool in pools]
+    links += [pool.inside for pool in pools if max(pool.cards_per_node) >= replicas * stage_type.tp]
+    return min(link.time_s(speed.peer_bytes) for link in links)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FixedEdge:
+    """The edge of a U, beside which the layouts of its cloud are searched.
+
+    Attributes:
+        whole: the space of the whole pipelines.
+        stage_type: type of the edge.
+        before_s: seconds of every microbatch before the first stage of the cloud.
+        least_s: lower bound on every step, in seconds.
+    """
+
+    whole: SearchSpace
+    stage_type: StageType
+    before_s: float
+    least_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SearchSpace:
-    """The lists for one split of the batch, with the edge that is fixed in a U.
+    """The layouts for one split of the batch; for a U those of its cloud, beside one edge.
 
     Attributes:
-        problem: problem of the lists; for a U that of its cloud, whose layers are those between the edge's.
+        problem: the search problem; for a U that of its cloud, whose layers are those between the edge's.
         split: how the samples are shared out; for a U as the cloud sees it.
-        works: what each stage type of the lists costs.
-        whole: how the samples are shared out in the whole pipeline.
-        whole_works: what each stage type of the whole pipeline costs.
-        edge: stage type of a U's edge; None without a U.
-        before_s: seconds of every microbatch before the first stage of the lists.
-        least_s: lower bound on every step, in seconds.
+        speeds: how fast a stage of each type is.
+        edge: edge of a U; None without one.
+        most_held: by stage type the most layers that it has memory for, as far as that was asked for.
     """
 
     problem: SearchProblem
     split: BatchSplit
-    works: Works
-    whole: BatchSplit
-    whole_works: Works
-    edge: StageType | None = None
-    before_s: float = 0.0
-    least_s: float = 0.0
+    speeds: StageSpeeds
+    edge: FixedEdge | None = None
+    most_held: dict[StageType, int] = field(default_factory=dict[StageType, int])
 
-    def stage_types(self, inner: Sequence[StageType]) -> tuple[StageType, ...]:
-        """Give the stage types of the whole pipeline, from those of a list."""
-        return tuple(inner) if self.edge is None else (self.edge, *inner)
+    @classmethod
+    def of(cls, problem: SearchProblem, split: BatchSplit) -> SearchSpace:
+        """Make the space of a problem for one of its splits.
 
-    def layers(self, inner: Sequence[int]) -> tuple[int, ...]:
-        """Give the number of layers of each part of the whole pipeline, from those of a list."""
+        >>> from vtp_plugin.tune.search.problem import NodePool
+        >>> speeds = [Speed(forward_s=(time, time), backward_s=(1, 1)) for time in (1.0, 2.0)]
+        >>> pools = tuple(NodePool(name="", cards_per_node=(1,), speeds={1: speed}) for speed in speeds)
+        >>> split = BatchSplit(num_replicas=2, num_microbatches=1, micro_batch_size=1, pools=pools)
+        >>> problem = SearchProblem(num_layers=2, splits=(split,), least_stages=1, most_stages=2)
+        >>> SearchSpace.of(problem, split).speeds[StageType((0, 1), 1)].forward_s
+        (2.0, 2.0)
+        """
+        return cls(problem=problem, split=split, speeds=StageSpeeds(split))
+
+    @property
+    def whole(self) -> SearchSpace:
+        """The space of whole pipelines."""
+        return self if self.edge is None else self.edge.whole
+
+    @property
+    def before_s(self) -> float:
+        """Seconds of every microbatch before the first stage of these layouts."""
+        return 0.0 if self.edge is None else self.edge.before_s
+
+    @property
+    def least_s(self) -> float:
+        """Lower bound on every step, in seconds."""
+        return 0.0 if self.edge is None else self.edge.least_s
+
+    def whole_stage_types(self, inner: Sequence[StageType]) -> tuple[StageType, ...]:
+        """Give the stage types of the whole pipeline, from those of a layout."""
+        return tuple(inner) if self.edge is None else (self.edge.stage_type, *inner)
+
+    def whole_layers(self, inner: Sequence[int]) -> tuple[int, ...]:
+        """Give the number of layers of each part of the whole pipeline, from those of a layout."""
         if self.edge is None or self.problem.edge_layers is None:
             return tuple(inner)
         first, last = self.problem.edge_layers
         return (first, *inner, last)
 
+    def site(self, stage_type: StageType) -> str:
+        """Give the site of a stage, which all its replicas are in."""
+        return self.split.pools[stage_type.replica_pools[0]].site
 
-def search_spaces(problem: SearchProblem) -> Iterator[SearchSpace]:
-    """Yield the spaces to search: one for every split, in a U one for every split and edge.
+    def memory_bytes(self, stage_type: StageType) -> int | None:
+        """Give the memory of the smallest card of a stage, in bytes; None for no limit."""
+        known = (self.split.pools[pool_index].memory_bytes for pool_index in stage_type.pools)
+        return min((limit for limit in known if limit is not None), default=None)
 
-    Args:
-        problem: the search problem.
-    """
-    for split in problem.splits:
-        works = Works(split)
-        if problem.edge_layers is None:
-            yield SearchSpace(problem=problem, split=split, works=works, whole=split, whole_works=works)
-        else:
-            yield from _u_spaces(problem, split, works)
+    def link(self, one: NodeIndex, other: NodeIndex) -> Link:
+        """Give the link between two nodes.
 
-
-def _u_spaces(problem: SearchProblem, split: BatchSplit, works: Works) -> Iterator[SearchSpace]:
-    assert problem.edge_layers is not None
-    first, last = problem.edge_layers
-    start, end = first, problem.num_layers - last
-    cloud = replace(
-        split,
-        pools=tuple(_middle(pool, start, end, is_kept=pool.site != problem.edge) for pool in split.pools),
-        held_bytes=None if split.held_bytes is None else _middle_bytes(split.held_bytes, start),
-    )
-    edges = replace(
-        split,
-        pools=tuple(pool if pool.site == problem.edge else replace(pool, speeds={}) for pool in split.pools),
-    )
-    inner = replace(
-        problem,
-        num_layers=end - start,
-        splits=(cloud,),
-        least_stages=max(1, problem.least_stages - 1),
-        most_stages=max(1, problem.most_stages - 1),
-        tied_bytes=0,
-    )
-    cloud_works = Works(cloud)
-    for edge in stage_types_of(edges, is_mixing=True):
-        if not _fits_memory(problem, split, edge, works[edge].memory_bytes):
-            continue
-        parts = works[edge].times_s(0, first, is_first=True, is_last=False)
-        ends = works[edge].times_s(end, problem.num_layers, is_first=False, is_last=True)
-        hops_s = [best_hop_s(problem, split, edge, stage_type) for stage_type in stage_types_of(cloud, is_mixing=False)]
-        yield SearchSpace(
-            problem=inner,
-            split=cloud,
-            works=cloud_works,
-            whole=split,
-            whole_works=works,
-            edge=edge,
-            # The edge's backward passes run while the cloud's first stage sums gradients, which the lists' bound has.
-            before_s=parts[0] + min(hops_s, default=0.0),
-            least_s=split.num_microbatches * sum(parts + ends),
-        )
-
-
-def _fits_memory(problem: SearchProblem, split: BatchSplit, edge: StageType, memory_bytes: int | None) -> bool:
-    """Whether an edge has memory for both parts, with one microbatch in flight."""
-    assert problem.edge_layers is not None
-    first, last = problem.edge_layers
-    start = held_by(split, edge, (0, first), 1, is_first=True, is_last=False)
-    end = held_by(split, edge, (problem.num_layers - last, problem.num_layers), 1, is_first=False, is_last=True)
-    both = start + end - held_twice(split, edge, [(True, False), (False, True)])
-    return memory_bytes is None or both <= memory_bytes
-
-
-def _middle(pool: NodePool, start: int, end: int, *, is_kept: bool) -> NodePool:
-    """Restrict a pool to the layers of the cloud, without both ends of the model; one of the edge gets no speeds."""
-    return replace(
-        pool, speeds={size: _middle_speed(speed, start, end) for size, speed in pool.speeds.items() if is_kept}
-    )
-
-
-def _middle_speed(speed: Speed, start: int, end: int) -> Speed:
-    part = slice(start, end)
-    return replace(
-        speed,
-        forward_s=speed.forward_s[part],
-        backward_s=speed.backward_s[part],
-        first_s=(0.0, 0.0),
-        last_s=(0.0, 0.0),
-        update_s=speed.update_s[part],
-        gradient_bytes=speed.gradient_bytes[part],
-        expert_bytes=speed.expert_bytes[part],
-        peer_messages=speed.peer_messages[part],
-    )
-
-
-def _middle_bytes(held: HeldBytes, first: int) -> HeldBytes:
-    """Count layers from the cloud's first on, with as few microbatches in flight as are asked for here: two."""
-
-    def of_stage(
-        tp: int, num_replicas: int, start: int, end: int, is_first: bool, is_last: bool, in_flight: int
-    ) -> int:
-        return held(tp, num_replicas, first + start, first + end, False, False, 2)
-
-    return of_stage
+        >>> from vtp_plugin.tune.search.problem import NodePool
+        >>> pools = (NodePool(name="a", cards_per_node=(1, 1), speeds={}, between=Link(latency_s=1.0)),)
+        >>> split = BatchSplit(num_replicas=1, num_microbatches=1, micro_batch_size=1, pools=pools)
+        >>> problem = SearchProblem(num_layers=1, splits=(split,), least_stages=1, most_stages=2)
+        >>> space = SearchSpace.of(problem, split)
+        >>> space.link((0, 0), (0, 0)).latency_s, space.link((0, 0), (0, 1)).latency_s
+        (0.0, 1.0)
+        """
+        pools = self.split.pools
+        first, second = pools[one[0]], pools[other[0]]
+        if one == other:
+            return first.inside
+        sites = (first.site, second.site) if first.site <= second.site else (second.site, first.site)
+        if sites[0] != sites[1] and sites in self.problem.across:
+            return self.problem.across[sites]
+        return max(first.between, second.between, key=lambda link: link.time_s(self.split.message_bytes))

@@ -8,24 +8,23 @@ from itertools import groupby, permutations
 
 from vtp_plugin.tune.search.enumerate_lists import StageCounts
 from vtp_plugin.tune.search.node_assignment import along_nodes
-from vtp_plugin.tune.search.problem import BatchSplit, SearchProblem, StageType
+from vtp_plugin.tune.search.problem import StageType
+from vtp_plugin.tune.search.search_space import SearchSpace
 
 # Up to so many orders of a list are all tried; of more, only those in which stages of one type are neighbours.
 _MOST_ORDERS = 60
 
 
-def orders(problem: SearchProblem, split: BatchSplit, row: StageCounts) -> Iterator[tuple[StageType, ...]]:
+def orders(space: SearchSpace, row: StageCounts) -> Iterator[tuple[StageType, ...]]:
     """Yield orders of a list's stages, those of a site together; with the objective ``cards``, that of the nodes."""
-    if problem.objective == "cards":
-        yield along_nodes(split, [stage_type for stage_type, count in row.counts for _ in range(count)])
+    if space.problem.objective == "cards":
+        yield along_nodes(space.split, [stage_type for stage_type, count in row.counts for _ in range(count)])
         return
-    by_site = {
-        site: [*group]
-        for site, group in groupby(
-            sorted(row.counts, key=lambda one: split.pools[one[0].replica_pools[0]].site),
-            key=lambda one: split.pools[one[0].replica_pools[0]].site,
-        )
-    }
+
+    def site_of(one: tuple[StageType, int]) -> str:
+        return space.site(one[0])
+
+    by_site = {site: [*group] for site, group in groupby(sorted(row.counts, key=site_of), key=site_of)}
     num_orders = math.prod(
         math.factorial(sum(count for _, count in group)) // math.prod(math.factorial(count) for _, count in group)
         for group in by_site.values()

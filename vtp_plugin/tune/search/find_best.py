@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
 from vtp_plugin.tune.search.enumerate_lists import SearchRound, StageCounts, enumerate_lists
 from vtp_plugin.tune.search.evaluate import Candidate, evaluate
+from vtp_plugin.tune.search.fixed_edge import beside_edges
 from vtp_plugin.tune.search.interleave import interleaved_lists
 from vtp_plugin.tune.search.layer_split import LayerSplit, split_layers
 from vtp_plugin.tune.search.problem import SearchProblem, StageType
 from vtp_plugin.tune.search.schedule_time import forget_compiled
-from vtp_plugin.tune.search.search_space import SearchSpace, search_spaces
+from vtp_plugin.tune.search.search_space import SearchSpace
 from vtp_plugin.tune.search.stage_orders import orders
 from vtp_plugin.tune.search.stock_megatron import in_megatron
 
@@ -56,7 +57,7 @@ class SearchResult:
     """The result of a search.
 
     Attributes:
-        best: the best layouts, the best one first; none if nothing fits.
+        best: the best layouts, the best one first; with the objective ``cards`` that of every split for which one fits.
         stock: the best layout that stock Megatron can run: one tensor-parallel size, any layers that its flags can
             express. None if there is none, or with the objective ``cards``.
         equal: the best layout that stock Megatron can run with equally many layers on every stage.
@@ -75,7 +76,7 @@ Tell = Callable[[float, float], None]
 """Called with how much is done, from 0 to 1, and the shortest step so far in seconds."""
 
 
-def fastest(
+def find_best(
     problem: SearchProblem, *, num_best: int = 5, limit_s: float = math.inf, tell: Tell | None = None
 ) -> SearchResult:
     """Find the best layouts; the result depends on the problem alone, unless the time is over.
@@ -87,21 +88,40 @@ def fastest(
             with the objective ``cards``.
         tell: called with the progress.
     """
-    start_s, done = time.process_time(), 0.0
-    searches: list[_Search] = []
     try:
-        for phase_problem, number, share in _phases(problem, num_best):
-            say = None if tell is None else partial(_say_part, tell, done, share)
-            search = _Search(phase_problem, number, start_s + limit_s * (done + share), say)
-            for known in searches:
-                search.add(*known.best)
-            # After a KeyboardInterrupt what is known already is the answer.
-            if not any(each.is_interrupted for each in searches):
-                search.run()
-            searches.append(search)
-            done += share
+        return _with_most_cards(problem) if problem.objective == "cards" else _fastest(problem, num_best, limit_s, tell)
     finally:
         forget_compiled()
+
+
+def _with_most_cards(problem: SearchProblem) -> SearchResult:
+    """Find the best layout of every split, and sort them by their steps."""
+    searches = [_Search(replace(problem, splits=(split,)), 1, math.inf, None) for split in problem.splits]
+    for search in searches:
+        search.try_fullest()
+    # Rounded: simulated times are sums in different orders.
+    best = sorted(
+        (candidate for search in searches for candidate in search.best),
+        key=lambda candidate: (round(candidate.step_s, 6), -candidate.num_cards, candidate.num_replicas),
+    )
+    num_simulated = sum(search.num_simulated for search in searches)
+    return SearchResult(best=tuple(best), stock=None, equal=None, is_complete=True, num_simulated=num_simulated)
+
+
+def _fastest(problem: SearchProblem, num_best: int, limit_s: float, tell: Tell | None) -> SearchResult:
+    """Find the layouts with the shortest steps, those of stock Megatron first."""
+    start_s, done = time.process_time(), 0.0
+    searches: list[_Search] = []
+    for phase_problem, number, share in _phases(problem, num_best):
+        say = None if tell is None else partial(_say_part, tell, done, share)
+        search = _Search(phase_problem, number, start_s + limit_s * (done + share), say)
+        for known in searches:
+            search.add(*known.best)
+        # After a KeyboardInterrupt what is known already is the answer.
+        if not any(each.is_interrupted for each in searches):
+            search.try_quickest()
+        searches.append(search)
+        done += share
     *of_stock, last = searches
     equal, stock = (next(iter(search.best), None) for search in of_stock) if of_stock else (None, None)
     return SearchResult(
@@ -118,7 +138,7 @@ def _phases(problem: SearchProblem, num_best: int) -> Iterator[tuple[SearchProbl
 
     Those of stock Megatron come first: their result prunes the others early.
     """
-    is_in_megatron = problem.objective == "step" and problem.edge_layers is None
+    is_in_megatron = problem.edge_layers is None
     if is_in_megatron:
         yield in_megatron(problem, "equal"), 1, _EQUAL_SHARE
         yield in_megatron(problem, problem.layers), 1, _STOCK_SHARE
@@ -148,7 +168,10 @@ class _Search:
         self.is_complete = True
         self.is_interrupted = False
         self.num_simulated = 0
-        self.spaces = [*search_spaces(problem)]
+        self.spaces: list[SearchSpace] = []
+        for split in problem.splits:
+            space = SearchSpace.of(problem, split)
+            self.spaces += [space] if problem.edge_layers is None else beside_edges(space, problem.edge_layers)
         self.unfinished: list[_Unfinished] = []
 
     @property
@@ -156,27 +179,26 @@ class _Search:
         """Seconds that a step must be shorter than."""
         return self.best[0].step_s * (1 - _SHARE) if self.best else math.inf
 
-    def run(self) -> None:
-        """Search."""
-        if self.problem.objective == "cards":
-            self._try_fullest()
-            return
+    def try_quickest(self) -> None:
+        """Try all lists, round after round, then what their bounds leave open."""
         try:
-            self._try_quickest()
+            self._try_rounds()
+            self._try_again()
+            self._try_interleaved()
         except (_TimeOverError, KeyboardInterrupt) as end:
             # What was found so far is an answer, too.
             self.is_complete, self.is_interrupted = False, isinstance(end, KeyboardInterrupt)
 
-    def _try_fullest(self) -> None:
+    def try_fullest(self) -> None:
         """Try the lists in the order of the objective, with the largest edge of a U first, until one fits."""
         search_round = SearchRound(99, is_mixing=True)
-        for space in sorted(self.spaces, key=lambda space: 0 if space.edge is None else -space.edge.tp):
-            for row in enumerate_lists(space.problem, space.split, space.works, search_round, lambda: math.inf):
+        for space in sorted(self.spaces, key=lambda space: 0 if space.edge is None else -space.edge.stage_type.tp):
+            for row in enumerate_lists(space, search_round, lambda: math.inf):
                 self._try_list(space, row)
                 if self.best:
                     return
 
-    def _try_quickest(self) -> None:
+    def _try_rounds(self) -> None:
         """Try all lists, round after round."""
         seen: set[tuple[int, StageCounts]] = set()
         for number, search_round in enumerate(_ROUNDS):
@@ -188,8 +210,6 @@ class _Search:
                 if self._bound_s(space, row) >= self.below_s:
                     break
                 self._try_list(self.spaces[space], row)
-        self._try_again()
-        self._try_interleaved()
 
     def _bound_s(self, index: int, row: StageCounts) -> float:
         space = self.spaces[index]
@@ -200,7 +220,7 @@ class _Search:
             if space.least_s >= self.below_s:
                 continue
             below_s = partial(self._timely_below_s, space)
-            for row in enumerate_lists(space.problem, space.split, space.works, search_round, below_s):
+            for row in enumerate_lists(space, search_round, below_s):
                 if (index, row) not in seen:
                     yield index, row
 
@@ -214,7 +234,7 @@ class _Search:
     def _try_list(self, space: SearchSpace, row: StageCounts) -> None:
         """Try a list in all orders of its stages."""
         found = []
-        for order in orders(space.problem, space.split, row):
+        for order in orders(space, row):
             layer_splits = self._layer_splits(space, order)
             found += [(layer_split.bound_s, layer_split.layers, order) for layer_split in layer_splits]
             if layer_splits:
@@ -238,15 +258,14 @@ class _Search:
 
     def _layer_splits(self, space: SearchSpace, order: Sequence[StageType], *, most_alike: int = 1) -> list[LayerSplit]:
         self._check_time()
-        works = [space.works[stage_type] for stage_type in order]
-        return split_layers(space.problem, space.split, order, works, self._below_s(space), most_alike=most_alike)
+        return split_layers(space, order, self._below_s(space), most_alike=most_alike)
 
     def _try_interleaved(self) -> None:
         if not self.problem.chunks or self.problem.edge_layers is not None:
             return
         found = []
         for index, space in enumerate(self.spaces):
-            for interleaved in interleaved_lists(self.problem, space.split, space.works, lambda: self.below_s):
+            for interleaved in interleaved_lists(space, lambda: self.below_s):
                 self._check_time()
                 found.append((interleaved, index))
         for interleaved, index in sorted(found):
@@ -259,9 +278,8 @@ class _Search:
     ) -> None:
         self._check_time()
         self.num_simulated += 1
-        stage_types = space.stage_types(order)
-        own = [space.whole_works[stage_type] for stage_type in stage_types]
-        candidate = evaluate(self.problem, space.whole, stage_types, own, space.layers(layers), num_chunks=num_chunks)
+        stage_types, whole_layers = space.whole_stage_types(order), space.whole_layers(layers)
+        candidate = evaluate(space.whole, stage_types, whole_layers, num_chunks=num_chunks)
         if candidate is not None:
             self.add(candidate)
 
