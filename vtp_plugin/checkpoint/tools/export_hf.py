@@ -34,9 +34,8 @@ from vtp_plugin.checkpoint.tools.safetensors_files import (
     write_header,
 )
 from vtp_plugin.checkpoint.tools.staging import require_new, written_beside
-from vtp_plugin.checkpoint.tools.writer import cut_pieces, read_box
+from vtp_plugin.checkpoint.tools.writer import are_equal, cut_pieces, read_box
 from vtp_plugin.errors import ConfigError, refuse
-from vtp_plugin.util.index_boxes import whole_box
 from vtp_plugin.util.untrusted_files import read_json
 
 _LAYERS: Final = "decoder.layers."
@@ -189,17 +188,9 @@ def _both_names(contents: Contents, weights: Mapping[str, Whole], model: HFModel
     for row in rows_of(model):
         first, *others = [key for key in row.megatron_keys if key in weights] or [""]
         for other in others:
-            wholes, dtypes = (
-                (weights[first], weights[other]),
-                [contents.index.tensors[key].dtype for key in (first, other)],
-            )
-            if wholes[0].shape != wholes[1].shape or dtypes[0] != dtypes[1]:
-                is_copy = False
-            else:
-                boxes = cut_pieces(whole_box(wholes[0].shape), itemsize(dtypes[0]))
-                pairs = ([read_box(elements, each.parts(), box, dtypes[0]) for each in wholes] for box in boxes)
-                is_copy = all(torch.equal(*(each.view(torch.uint8) for each in pair)) for pair in pairs)
-            if not is_copy:
+            kinds = [(weights[key].shape, contents.index.tensors[key].dtype) for key in (first, other)]
+            parts = weights[first].parts, weights[other].parts
+            if kinds[0] != kinds[1] or not are_equal(elements, *(each() for each in parts), *kinds[0]):
                 yield (
                     f"{contents.folder}: {first} and {other} differ; a published model has one of them; load the "
                     "checkpoint in a run and save it, which keeps what its layers use"
