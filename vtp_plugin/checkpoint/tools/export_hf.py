@@ -36,15 +36,14 @@ from vtp_plugin.checkpoint.tools.safetensors_files import (
 from vtp_plugin.checkpoint.tools.staging import require_new, written_beside
 from vtp_plugin.checkpoint.tools.writer import are_equal, cut_pieces, read_box
 from vtp_plugin.errors import ConfigError, refuse
+from vtp_plugin.plan.model.gpt_parameters import LAYERS, WORD_EMBEDDING
 from vtp_plugin.util.untrusted_files import read_json
 
-_LAYERS: Final = "decoder.layers."
 # Tokenizers that do not look at --vocab-size.
 _OWN_WORDS: Final = (
     *("HuggingFaceTokenizer", "SFTTokenizer", "MultimodalTokenizer", "GPT2BPETokenizer", "Llama2Tokenizer"),
     *("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "BertWordPieceLowerCase", "BertWordPieceCase"),
 )
-_EMBEDDING: Final = "embedding.word_embeddings.weight"
 _MAX_NAMED: Final = 3
 
 
@@ -130,7 +129,7 @@ def plan_export(contents: Contents, like: Path, target: Path) -> Export:
     )
     refuse(f"{contents.folder}: {problem}; give the config of this model with --like" for problem in given)
     weights, problems = contents.weights(), list[str]()
-    rows = next((each.shape[0] for key, each in weights.items() if key == _EMBEDDING and each.shape), 0)
+    rows = next((each.shape[0] for key, each in weights.items() if key == WORD_EMBEDDING.key and each.shape), 0)
     refuse(_words_cut_off(contents, rows, model, like))
     refuse(_both_names(contents, weights, model))
     refuse(
@@ -234,7 +233,7 @@ def _keys(weights: Mapping[str, Whole], tensor: Tensor, model: HFModel) -> list[
         if key in weights:
             return [(None, key)]
         # Where kinds of layers differ, Megatron stores each layer on its own.
-        single = [key.replace(_LAYERS, f"{_LAYERS}{layer}.", 1) for layer in range(model.num_layers)]
+        single = [key.replace(f"{LAYERS}.", f"{LAYERS}.{layer}.", 1) for layer in range(model.num_layers)]
         if all(each in weights for each in single):
             return [*enumerate(single)]
     return []
@@ -243,7 +242,7 @@ def _keys(weights: Mapping[str, Whole], tensor: Tensor, model: HFModel) -> list[
 def _fits(shape: tuple[int, ...], tensor: Tensor) -> bool:
     """Tell whether a shape is that of a tensor, but for words that Megatron adds."""
     return shape == tensor.shape or (
-        tensor.row.is_padded and shape[1:] == tensor.shape[1:] and shape[0] > tensor.shape[0]
+        tensor.row.parameter.is_padded and shape[1:] == tensor.shape[1:] and shape[0] > tensor.shape[0]
     )
 
 

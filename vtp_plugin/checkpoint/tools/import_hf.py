@@ -131,7 +131,7 @@ def _not_copied(shards: Shards, model: HFModel, name: str) -> Iterator[str]:
     stored = shards.stored_name(name)
     if is_frequencies(name):
         shape = shards.shape(name)
-        if shape != (model.head_dim // 2,) or not are_frequencies(_values(shards, name), model):
+        if shape != (model.kv_channels // 2,) or not are_frequencies(_values(shards, name), model):
             yield (
                 f"{shards.folder}: {stored} holds other frequencies than rope_theta, rope_scaling and head_dim of "
                 f"{CONFIG} give; transformers computes with those of {CONFIG}; correct {CONFIG}, or remove the tensor"

@@ -8,8 +8,8 @@ from itertools import accumulate, product
 from vtp_plugin.plan.layout.chunks import Chunk
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.plan.memory.footprint import Training, footprints
-from vtp_plugin.plan.memory.gpt_model import GPTModel
 from vtp_plugin.plan.memory.layer_sizes import Microbatch
+from vtp_plugin.plan.model.gpt_model import GPTModel
 
 
 class StageMemory:
