@@ -23,6 +23,7 @@ from tests.multiproc.cases.script_cases import (
     num_ranks,
     train,
 )
+from tests.support.hosts import resharding_flags
 from tests.support.pool import Pool
 from vtp_plugin.checkpoint.format.index import read_index
 from vtp_plugin.checkpoint.format.manifest import MANIFEST, dump_manifest, make_manifest
@@ -186,7 +187,8 @@ def test_a_flipped_bit_of_the_optimizer_is_refused_by_name(pool: Pool, written: 
     data = bytearray((checkpoint / piece.file).read_bytes())
     data[piece.offset + (piece.length or 0) // 2] ^= 1
     (checkpoint / piece.file).write_bytes(data)
-    command = arguments("2,1", extra=[*DISTRIBUTED, "--load", str(folder), "--global-batch-size", "16"])
+    loading = [*DISTRIBUTED, *resharding_flags(), "--load", str(folder), "--global-batch-size", "16"]
+    command = arguments("2,1", extra=loading)
     refused = launch(pool, num_ranks("2,1"), {"arguments": command})
     # A rank that reads the piece ends by itself, before the others have come to the end of their own.
     assert all(run.exit_code not in (0, None) and not run.steps for run in refused)

@@ -187,9 +187,10 @@ def _both_names(contents: Contents, weights: Mapping[str, Whole], model: HFModel
     for row in rows_of(model):
         first, *others = [key for key in row.megatron_keys if key in weights] or [""]
         for other in others:
-            kinds = [(weights[key].shape, contents.index.tensors[key].dtype) for key in (first, other)]
-            parts = weights[first].parts, weights[other].parts
-            if kinds[0] != kinds[1] or not are_equal(elements, *(each() for each in parts), *kinds[0]):
+            one, two = weights[first], weights[other]
+            shape, dtype = one.shape, contents.index.tensors[first].dtype
+            is_alike = (shape, dtype) == (two.shape, contents.index.tensors[other].dtype)
+            if not is_alike or not are_equal(elements, one.parts(), two.parts(), shape, dtype):
                 yield (
                     f"{contents.folder}: {first} and {other} differ; a published model has one of them; load the "
                     "checkpoint in a run and save it, which keeps what its layers use"

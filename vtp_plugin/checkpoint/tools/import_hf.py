@@ -151,8 +151,8 @@ def _difference(shards: Shards, name: str, other: str) -> str | None:
         return f"has the type {shards.dtype_of(name)}, unlike"
     if shards.shape(name) != shape:
         return f"has the shape {shards.shape(name)}, unlike"
-    whole = ([TensorShare(each, 0, whole_box(shape), 0)] for each in (name, other))
-    return None if are_equal(shards, *whole, shape, dtype) else "differs from"
+    one, two = (TensorShare(each, 0, whole_box(shape), 0) for each in (name, other))
+    return None if are_equal(shards, [one], [two], shape, dtype) else "differs from"
 
 
 def _values(shards: Shards, name: str) -> list[float]:
