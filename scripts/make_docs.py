@@ -408,8 +408,8 @@ def _kept() -> str:
     """Return what modules keep, in a model that has each of them."""
     from vtp_plugin.cli.boundaries import format_bytes
     from vtp_plugin.plan.memory.activation_rows import ROWS, KeptRow
-    from vtp_plugin.plan.memory.gpt_model import Experts, GPTModel, Latent
     from vtp_plugin.plan.memory.layer_sizes import Microbatch, Recompute, Routing, Sizes
+    from vtp_plugin.plan.model.gpt_model import Experts, GPTModel, Latent
 
     model = GPTModel(
         num_layers=2, num_predicting=1, hidden=4096, heads=32, groups=8, kv_channels=128, ffn=14336, vocab=128256,

@@ -209,6 +209,7 @@ def _load(
         session.loading.note_move(False)
     if is_first:
         _agree(session, functools.partial(_judge, session, host, load_dir, args, result, is_read))
+        session.loading.drop_index()
     stored = stored_arguments(result)
     if stored is not None and session.is_planned:
         layout = session.planned.layout

@@ -17,10 +17,11 @@ from vtp_plugin.checkpoint.format.checkpoint_files import (
     read_tracker,
     way_out,
 )
+from vtp_plugin.checkpoint.format.index import Index
 from vtp_plugin.checkpoint.format.manifest import MANIFEST, Manifest, load_manifest, problems_of_pieces
 from vtp_plugin.checkpoint.save.newest import candidates, problem_of, problem_without_manifest, share_out
 from vtp_plugin.errors import ConfigError, refuse
-from vtp_plugin.patches.core.dist_checkpointing.plain_objects import require_plain, require_plain_checkpoint
+from vtp_plugin.patches.core.dist_checkpointing.plain_objects import index_of, require_plain, require_plain_checkpoint
 from vtp_plugin.session import Session
 from vtp_plugin.util import log
 from vtp_plugin.util.printable import one_line
@@ -38,10 +39,18 @@ def look_at(session: Session, load_dir: str, args: Any) -> None:
     is_reporter = args.rank in (session.planned.reporting_ranks.values() if session.is_planned else (0,))
     # What lies elsewhere is read only if it is newer, which Megatron finds out.
     if is_reporter and args.ckpt_format in ("torch", "torch_dist") and args.non_persistent_ckpt_type is None:
-        refuse(check_files(load_dir, args.ckpt_step))
         checkpoint = loaded(session, load_dir, args)
+        refuse(check_files(load_dir, args.ckpt_step, _readable_index(session, checkpoint)))
         if checkpoint is not None and not (checkpoint / MANIFEST).exists():
             log.info(f"{checkpoint} has no {MANIFEST}, so nobody can tell whether a byte of it has changed")
+
+
+def _readable_index(session: Session, checkpoint: Path | None) -> Index | None:
+    """Return the index of a checkpoint; None where there is none, or it cannot be read, which others say better."""
+    try:
+        return None if checkpoint is None else index_of(session, checkpoint)
+    except (ConfigError, OSError):
+        return None
 
 
 def chosen_step(session: Session, load_dir: str | None, args: Any) -> int | None:

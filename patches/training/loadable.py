@@ -14,6 +14,8 @@ from vtp_plugin.checkpoint.hf.import_note import read_note
 from vtp_plugin.checkpoint.load.masters import require_masters
 from vtp_plugin.checkpoint.load.stored_optimizer import StoredOptimizer
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.patches.core.dist_checkpointing.plain_objects import index_of
+from vtp_plugin.patches.core.dist_checkpointing.strategies.torch import checking
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.plan.layout.size_checks import cuts_experts_apart
 from vtp_plugin.session import Session
@@ -129,7 +131,7 @@ def open_optimizer(session: Session, host: MegatronHost, args: Any, result: tupl
     folder = _folder_by_bucket(host, result)
     if folder is None or not args.use_distributed_optimizer or not _loads_optimizer(args, result):
         return
-    contents, stored = Contents(folder), stored_arguments(result)
+    contents, stored = Contents(folder, index_of(session, folder)), stored_arguments(result)
     is_cut_alike = _is_cut_alike(session, args, stored)
     if not contents.has_map and is_cut_alike:
         return
@@ -141,7 +143,7 @@ def open_optimizer(session: Session, host: MegatronHost, args: Any, result: tupl
             "layout that wrote it, or load only the weights with --no-load-optim"
         )
     require_masters(contents, args.rank, args.world_size)
-    session.loading.keep(StoredOptimizer(folder, FileSystemReader(str(folder)), contents.buckets()))
+    session.loading.keep(StoredOptimizer(contents, checking(FileSystemReader)(str(folder))))
     # So any layout can load it, and Megatron asks no more.
     host.take_for_reshardable(result[0])
 

@@ -59,7 +59,7 @@ INNER_LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"find"}),
     ),
     "plan": (
-        frozenset({"layout"}),
+        frozenset({"layout", "model"}),
         frozenset({"boundary", "memory", "schedule"}),
     ),
     "plan.boundary": (

@@ -12,7 +12,7 @@ from vtp_plugin.host.rules.checks.divisibility import feed_forward_size
 from vtp_plugin.plan.layout.chunks import Chunk, plain_chunks, u_chunks
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.plan.memory.footprint import Footprint, Training, footprints
-from vtp_plugin.plan.memory.gpt_model import Experts, GPTModel, Latent
+from vtp_plugin.plan.model.gpt_model import Experts, GPTModel, Latent
 
 NUMBERS = {
     "--num-attention-heads": "needed to see memory, as are --num-layers, --hidden-size and --vocab-size",

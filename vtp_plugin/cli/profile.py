@@ -21,7 +21,7 @@ from vtp_plugin.cli.search_request import features_of, read_any_list
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.host.mindspeed import has_mindspeed, import_adaptor
 from vtp_plugin.host.versions import find_host
-from vtp_plugin.plan.memory.gpt_model import GPTModel
+from vtp_plugin.plan.model.gpt_model import GPTModel
 from vtp_plugin.tune.cluster.machines import Location, Origin, Part, Time
 from vtp_plugin.tune.cluster.profile_files import write_links, write_profile
 from vtp_plugin.tune.fit.as_flags import without

@@ -16,8 +16,8 @@ from vtp_plugin.errors import ConfigError
 from vtp_plugin.host.versions import HOSTS, capability, find_megatron
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.plan.memory.footprint import Training
-from vtp_plugin.plan.memory.gpt_model import GPTModel
 from vtp_plugin.plan.memory.layer_sizes import Microbatch
+from vtp_plugin.plan.model.gpt_model import GPTModel
 from vtp_plugin.tune.cluster.durations import speed_of
 from vtp_plugin.tune.cluster.machines import Cluster, Nodes
 from vtp_plugin.tune.cluster.profile_files import check_origins, features

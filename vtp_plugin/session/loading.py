@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from vtp_plugin.checkpoint.format.index import INDEX, read_index
+from vtp_plugin.checkpoint.format.index import INDEX, Index, read_index
 
 if TYPE_CHECKING:
     from vtp_plugin.checkpoint.format.entries import Extent
@@ -30,7 +30,9 @@ class Loading:
     def __init__(self) -> None:
         self.stored_optimizer: StoredOptimizer | None = None
         self.is_moved = False
-        self._objects: tuple[tuple[int, int, int, int], Mapping[str, Extent]] | None = None
+        self._known: tuple[int, int, int, int] | None = None
+        self._objects: Mapping[str, Extent] = {}
+        self._index: Index | None = None
 
     def objects_of(self, checkpoint: Path, require: Callable[[Mapping[str, Extent]], None]) -> Mapping[str, Extent]:
         """Return where the objects of a checkpoint lie, by key; the index is read once for each load.
@@ -43,13 +45,27 @@ class Loading:
             UntrustedError: the index names an object that a checkpoint must not hold.
             ConfigError: the index is damaged.
         """
-        found = (checkpoint / INDEX).stat()
-        known = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
-        if self._objects is None or self._objects[0] != known:
-            objects = read_index(checkpoint).objects
-            require(objects)
-            self._objects = known, objects
-        return self._objects[1]
+        if self._known != (found := _identity(checkpoint)):
+            self._read(checkpoint, found, require)
+        return self._objects
+
+    def index_of(self, checkpoint: Path, require: Callable[[Mapping[str, Extent]], None]) -> Index:
+        """Return the index of a checkpoint; arguments and errors are those of :meth:`objects_of`."""
+        if self._known == (found := _identity(checkpoint)) and self._index is not None:
+            return self._index
+        return self._read(checkpoint, found, require)
+
+    def _read(
+        self, checkpoint: Path, known: tuple[int, int, int, int], require: Callable[[Mapping[str, Extent]], None]
+    ) -> Index:
+        index = read_index(checkpoint)
+        require(index.objects)
+        self._known, self._objects, self._index = known, index.objects, index
+        return index
+
+    def drop_index(self) -> None:
+        """Let go of what the index says of tensors, when no part of this load asks for it any more."""
+        self._index = None
 
     def keep(self, stored: StoredOptimizer | None) -> None:
         """Keep a stored optimizer for later parts of the load, or drop it."""
@@ -70,3 +86,9 @@ class Loading:
         left = {key for key in keys if key not in _OF_ONE_LAYOUT}
         # The plugin reads the optimizer itself.
         return left if self.stored_optimizer is None else {key for key in left if not _BY_BUCKET.fullmatch(key)}
+
+
+def _identity(checkpoint: Path) -> tuple[int, int, int, int]:
+    """Return what tells the index of a checkpoint from others, and from itself when it is written anew."""
+    found = (checkpoint / INDEX).stat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

@@ -31,7 +31,7 @@ import torch
 from vtp_plugin.checkpoint.format.archive import called_names
 from vtp_plugin.checkpoint.format.checkpoint_files import COMMON_FILE, TORCH_DIST, format_of
 from vtp_plugin.checkpoint.format.entries import DamagedError, Extent, read_extent
-from vtp_plugin.checkpoint.format.index import INDEX
+from vtp_plugin.checkpoint.format.index import INDEX, Index
 from vtp_plugin.checkpoint.format.untrusted import is_unknown, names_more
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.session import Session
@@ -113,6 +113,18 @@ def _objects_of(session: Session, checkpoint: Path) -> Mapping[str, Extent]:
     if not (checkpoint / INDEX).exists():
         return {}
     return session.loading.objects_of(checkpoint, functools.partial(_require_plain_objects, checkpoint))
+
+
+def index_of(session: Session, checkpoint: Path) -> Index | None:
+    """Return the index of a distributed checkpoint, which a load reads once; None where there is none.
+
+    Raises:
+        UntrustedError: it names what may run.
+        ConfigError: it is damaged.
+    """
+    if not (checkpoint / INDEX).exists():
+        return None
+    return session.loading.index_of(checkpoint, functools.partial(_require_plain_objects, checkpoint))
 
 
 def _require_plain_objects(checkpoint: Path, objects: Mapping[str, Extent]) -> None:

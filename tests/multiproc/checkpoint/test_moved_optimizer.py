@@ -18,11 +18,14 @@ from tests.multiproc.cases.script_cases import (
     arguments,
     assert_refused,
     assert_same_training,
+    error_line,
     launch,
     num_ranks,
     train,
 )
+from tests.support.hosts import resharding_flags
 from tests.support.pool import Pool
+from vtp_plugin.checkpoint.format.index import read_index
 from vtp_plugin.checkpoint.format.manifest import MANIFEST, dump_manifest, make_manifest
 from vtp_plugin.checkpoint.format.optimizer_formats import BY_BLOCK
 
@@ -173,6 +176,24 @@ def test_a_map_that_is_not_of_the_checkpoint_is_refused(
     # As if it had been saved so: a file that has changed since is refused before it is read.
     (file.parent / MANIFEST).write_text(dump_manifest(make_manifest(file.parent)))
     _assert_refused(pool, folder, [], str(file), words)
+
+
+def test_a_flipped_bit_of_the_optimizer_is_refused_by_name(pool: Pool, written: Writer, tmp_path: Path) -> None:
+    """Megatron reads the weights, and in another list the plugin the optimizer: both compare hashes."""
+    folder = Path(shutil.copytree(written("1,2", dp=2)[0], tmp_path / "copy"))
+    checkpoint = folder / "iter_0000002"
+    tensors = (tensor for key, tensor in read_index(checkpoint).tensors.items() if key.endswith(".exp_avg"))
+    piece = max((extent for tensor in tensors for _, extent in tensor.extents), key=lambda extent: extent.length or 0)
+    data = bytearray((checkpoint / piece.file).read_bytes())
+    data[piece.offset + (piece.length or 0) // 2] ^= 1
+    (checkpoint / piece.file).write_bytes(data)
+    loading = [*DISTRIBUTED, *resharding_flags(), "--load", str(folder), "--global-batch-size", "16"]
+    command = arguments("2,1", extra=loading)
+    refused = launch(pool, num_ranks("2,1"), {"arguments": command})
+    # A rank that reads the piece ends by itself, before the others have come to the end of their own.
+    assert all(run.exit_code not in (0, None) and not run.steps for run in refused)
+    damage = f"{checkpoint / piece.file} is damaged between bytes {piece.offset} and"
+    assert all(damage in (error_line(run.output) or "") for run in refused), [run.output[-3000:] for run in refused]
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,7 @@ def _model(model: HFModel) -> GPTModel:
     experts: dict[str, Any] = {
         "num_moe_experts": model.num_experts,
         "moe_router_topk": model.topk,
-        "moe_ffn_hidden_size": model.expert_ffn,
+        "moe_ffn_hidden_size": model.experts.ffn if model.experts else None,
         "moe_router_pre_softmax": not model.is_topk_normalised,
         "moe_router_load_balancing_type": "none",
         "moe_router_dtype": "fp32",
@@ -65,7 +65,7 @@ def _model(model: HFModel) -> GPTModel:
         ffn_hidden_size=model.ffn,
         num_attention_heads=model.heads,
         num_query_groups=model.groups,
-        kv_channels=model.head_dim,
+        kv_channels=model.kv_channels,
         normalization="RMSNorm",
         layernorm_epsilon=model.epsilon,
         gated_linear_unit=True,

@@ -190,7 +190,7 @@ def test_what_was_stopped_is_one_line_and_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Ctrl-C, or the end of a job, in the midst of the elements; nothing stops it while it cleans up."""
-    from vtp_plugin.checkpoint.tools import export_hf, staging
+    from vtp_plugin.checkpoint.tools import export_hf
 
     imported(model_folder, tmp_path / "start", capsys)
     left, removed = [AMIDST if action == "import" else 1], []
@@ -211,7 +211,7 @@ def test_what_was_stopped_is_one_line_and_leaves_nothing(
         remove_really(folder, **options)
 
     remove_really = shutil.rmtree
-    monkeypatch.setattr(staging.shutil, "rmtree", remove)
+    monkeypatch.setattr(shutil, "rmtree", remove)
     words = {
         "import": ("--hf", model_folder, "--to", tmp_path / "new" / "out"),
         "export": ("--from", tmp_path / "start", "--hf", tmp_path / "new" / "out"),

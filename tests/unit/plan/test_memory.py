@@ -11,10 +11,10 @@ from vtp_plugin.plan.layout.grids import ExpertGrid, StageGrid
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.plan.memory.activations import kept_by_module
 from vtp_plugin.plan.memory.footprint import Training, footprints
-from vtp_plugin.plan.memory.gpt_model import Experts, GPTModel
 from vtp_plugin.plan.memory.layer_sizes import Microbatch, Recompute, Sizes
 from vtp_plugin.plan.memory.overhead import overhead_bytes
 from vtp_plugin.plan.memory.parameters import Parameter, chunk_parameters
+from vtp_plugin.plan.model.gpt_model import Experts, GPTModel
 
 MODEL = GPTModel(
     num_layers=4,

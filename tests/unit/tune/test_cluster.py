@@ -13,8 +13,8 @@ from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.layout.chunks import Chunk, plain_chunks
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.plan.memory.footprint import Training, footprints
-from vtp_plugin.plan.memory.gpt_model import Experts, GPTModel
 from vtp_plugin.plan.memory.layer_sizes import Microbatch, Routing
+from vtp_plugin.plan.model.gpt_model import Experts, GPTModel
 from vtp_plugin.tune.cluster.durations import speed_of
 from vtp_plugin.tune.cluster.machines import Card, Links, Time
 from vtp_plugin.tune.cluster.read_cluster import parse_cluster, read_cluster

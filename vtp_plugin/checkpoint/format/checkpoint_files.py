@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from vtp_plugin.checkpoint.format.index import INDEX, stored_lengths
+from vtp_plugin.checkpoint.format.index import INDEX, Index, stored_lengths
 from vtp_plugin.checkpoint.format.manifest import (
     MANIFEST,
     Manifest,
@@ -79,12 +79,13 @@ def check_tracker(load_dir: str, step: int | None = None) -> tuple[str, ...]:
     return (f"{file} {shown}; it must hold the iteration of a checkpoint, or the word release; {way_out}",)
 
 
-def check_files(load_dir: str, step: int | None = None) -> tuple[str, ...]:
+def check_files(load_dir: str, step: int | None = None, index: Index | None = None) -> tuple[str, ...]:
     """Name the first broken file of the checkpoint that a run would load.
 
     Args:
         load_dir: the folder, as in ``--load``; what is no path is not looked at.
         step: value of ``--ckpt-step``; None for the newest checkpoint.
+        index: index of the checkpoint, if the caller has read it.
 
     Returns:
         A line ``value; rule; way out``; none where all files are there and as long as they must be.
@@ -95,7 +96,7 @@ def check_files(load_dir: str, step: int | None = None) -> tuple[str, ...]:
     checkpoint = of_iteration(folder, name)
     if not checkpoint.is_dir():
         problem = f"{checkpoint} is missing; {'--ckpt-step' if step else TRACKER} names it"
-    elif (found := broken_file(checkpoint)) is not None:
+    elif (found := broken_file(checkpoint, index)) is not None:
         problem = f"{found}; without it this checkpoint cannot be loaded"
     else:
         return ()
@@ -224,18 +225,22 @@ def is_read_in_pieces(name: str) -> bool:
     return name.endswith(".distcp") or name.startswith("mp_rank_")
 
 
-def broken_file(checkpoint: Path) -> str | None:
+def broken_file(checkpoint: Path, index: Index | None = None) -> str | None:
     """Name the first broken file of a checkpoint, with what is wrong; None if there is none.
 
     Of files that are read in pieces only the length is looked at.
+
+    Args:
+        checkpoint: folder of the checkpoint.
+        index: its index, if the caller has read it.
     """
     try:
-        return broken_beside(checkpoint, load_manifest(checkpoint))
+        return broken_beside(checkpoint, load_manifest(checkpoint), index)
     except ConfigError as error:
         return str(error).partition(";")[0]
 
 
-def broken_beside(checkpoint: Path, manifest: Manifest | None) -> str | None:
+def broken_beside(checkpoint: Path, manifest: Manifest | None, index: Index | None = None) -> str | None:
     """Do as :func:`broken_file`, with the manifest that the caller has read, or without one."""
     if manifest is not None:
         shared = manifest.of_files([name for name in manifest.sizes if not is_read_in_pieces(name)])
@@ -247,17 +252,17 @@ def broken_beside(checkpoint: Path, manifest: Manifest | None) -> str | None:
         return next((problem for file in files if (problem := _archive_problem(file))), None)
     if (problem := problem_of_config(checkpoint)) is not None:
         return problem
-    index = checkpoint / INDEX
+    file_of_index = checkpoint / INDEX
     try:
-        lengths, has_common = stored_lengths(index)
+        lengths, has_common = stored_lengths(file_of_index) if index is None else index.lengths()
     except FileNotFoundError:
-        return f"{index} is missing or cannot be read"
+        return f"{file_of_index} is missing or cannot be read"
     except OSError as error:
-        return f"{index} cannot be read ({error.strerror})"
+        return f"{file_of_index} cannot be read ({error.strerror})"
     except PathError as error:
-        return f"{index} names a file that it must not ({error})"
+        return f"{file_of_index} names a file that it must not ({error})"
     except Exception:  # whatever a damaged pickle raises
-        return f"{index} is damaged"
+        return f"{file_of_index} is damaged"
     for name, length in sorted(lengths.items()):
         file = checkpoint / name
         if (problem := problem_of(file)) is not None:

@@ -27,7 +27,7 @@ from vtp_plugin.checkpoint.format.optimizer_formats import (
     TYPE,
     stored_optimizers,
 )
-from vtp_plugin.checkpoint.format.shard_map import Block, Bucket, ShardSpec, StoredRange, Strided, row_major
+from vtp_plugin.checkpoint.format.shard_map import Block, ShardSpec, StoredRange, Strided, row_major
 from vtp_plugin.checkpoint.format.stored_values import require_numbers, taking
 from vtp_plugin.errors import ConfigError, PlanError, refuse
 from vtp_plugin.util.index_boxes import Box, box_shape, whole_box
@@ -79,8 +79,11 @@ class Whole:
 class Contents:
     """A checkpoint.
 
+    What is read is read once, and the map is checked once, however often it is asked for.
+
     Args:
         folder: folder of the checkpoint, which holds its index.
+        index: its index, if the caller has read it.
 
     Attributes:
         folder: folder of the checkpoint.
@@ -93,9 +96,9 @@ class Contents:
         ConfigError: a file is missing or damaged.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, index: Index | None = None) -> None:
         self.folder = folder
-        self.index = read_index(folder)
+        self.index = read_index(folder) if index is None else index
         self.common = _common(self.index)
         with taking(folder):
             require_numbers(self.arguments)
@@ -130,16 +133,17 @@ class Contents:
             if match is not None
         }
 
-    def buckets(self) -> tuple[Bucket, ...]:
-        """Read the map, or infer it where there is none; an inferred map is proved by the master weights alone.
+    def stored(self) -> Stored:
+        """Return where the parameters lie, as the map says, or an inferred one, which the master weights alone prove.
 
         Raises:
-            ConfigError: it does not fit what is stored.
+            ConfigError: the map does not fit what is stored.
         """
         with taking(self.folder):
-            return self._buckets()
+            return self._stored
 
-    def _buckets(self) -> tuple[Bucket, ...]:
+    @cached_property
+    def _stored(self) -> Stored:
         is_joined = self.form == BY_RANK
         if (buckets := load_map(self.folder / MAP)) is None:
             weights = {key: tensor for key, tensor in self.index.tensors.items() if kind_of(key) == WEIGHT}
@@ -148,7 +152,7 @@ class Contents:
             except PlanError as error:
                 raise no_map(self.folder, str(error)) from None
         refuse(check_map(str(self.folder / MAP), buckets, self.pieces, is_joined=is_joined))
-        return buckets
+        return Stored(buckets, self.pieces)
 
     @cached_property
     def pieces(self) -> list[StoredRange]:
@@ -193,6 +197,16 @@ class Contents:
                 found.setdefault(name, {})[inside.path[-1]] = StoredTensor(dtype, shape, ((whole_box(shape), inside),))
         return found
 
+    def extents_of_buckets(self) -> dict[tuple[str, str, int], Extent]:
+        """Return the bytes of every piece of all buckets, by bucket, state, and offset in the bucket."""
+        with taking(self.folder):
+            return {
+                (key, state, box[0][0]): extent
+                for key, tensors in self.tensors_of_buckets.items()
+                for state, tensor in tensors.items()
+                for box, extent in tensor.extents
+            }
+
     def _tensors_of_rank(self, key: str, extent: Extent) -> Iterator[tuple[str, Extent, str, tuple[int, ...]]]:
         """Yield the buffers in an object of a data-parallel group, each as one bucket, with its key."""
         if match := _OBJECT_OF_RANK.fullmatch(key):
@@ -202,14 +216,7 @@ class Contents:
                     yield f"{match.group(1)}.gbuf_idx_{number}.dtype_{types}.bucket_idx_0", inside, dtype, shape
 
     def _states_of_buckets(self) -> dict[tuple[str, str], Whole]:
-        buckets = self.buckets()
-        stored = Stored(buckets, self.pieces)
-        extents: dict[tuple[str, str, int], Extent] = {}
-        states: dict[str, set[str]] = {}
-        for key, tensors in self.tensors_of_buckets.items():
-            states[key] = set(tensors)
-            for state, tensor in tensors.items():
-                extents |= {(key, state, box[0][0]): extent for box, extent in tensor.extents}
+        stored, extents = self._stored, self.extents_of_buckets()
 
         def parts(state: str, name: str, shape: tuple[int, ...]) -> tuple[Part, ...]:
             shard = ShardSpec(name=name, shape=shape, blocks=(Block(whole_box(shape), Strided(0, row_major(shape))),))
@@ -230,9 +237,9 @@ class Contents:
                 partial(parts, state, part.shard.name, part.shard.shape),
                 bucket.key[: bucket.key.index("optimizer.")],
             )
-            for bucket in buckets
+            for bucket in stored.buckets.values()
             for part in bucket.parts
-            for state in sorted(states[bucket.key])
+            for state in sorted(self.tensors_of_buckets[bucket.key])
         }
 
 

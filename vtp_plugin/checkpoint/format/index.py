@@ -88,6 +88,13 @@ class Index:
             yield from ((key, extent) for _, extent in tensor.extents)
         yield from self.objects.items()
 
+    def lengths(self) -> tuple[dict[str, int], bool]:
+        """Return how long each file must be at least, and whether the values that all ranks share are in them."""
+        lengths: defaultdict[str, int] = defaultdict(int)
+        for _, extent in self.extents():
+            lengths[extent.file] = max(lengths[extent.file], extent.offset + (extent.length or 0))
+        return lengths, any(key.startswith("common_state") for key in self.objects)
+
 
 def read_index(folder: Path) -> Index:
     """Read the index of a checkpoint.
@@ -133,7 +140,7 @@ def _damaged(file: Path, problem: str) -> ConfigError:
 
 
 def stored_lengths(file: Path) -> tuple[dict[str, int], bool]:
-    """Read how long each file must be at least, and whether the values that all ranks share are in them.
+    """Read what :meth:`Index.lengths` says, of any index.
 
     Classes are not imported here, so the index may name any, and nothing that torch would read is refused.
 

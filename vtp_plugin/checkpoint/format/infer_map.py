@@ -19,9 +19,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from vtp_plugin.checkpoint.format.index import StoredTensor
-from vtp_plugin.checkpoint.format.model_order import OUTPUT, WORD_EMBEDDING, ModelParameter, expert_ranks, parameters_of
+from vtp_plugin.checkpoint.format.model_order import ModelParameter, expert_ranks, parameters_of
 from vtp_plugin.checkpoint.format.shard_map import Bucket, BucketEntry, ShardSpec, StoredRange
 from vtp_plugin.errors import PlanError
+from vtp_plugin.plan.model.gpt_parameters import OUTPUT, WORD_EMBEDDING
 
 _BUCKET: Final = re.compile(
     r"(?:chained_([01])\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.gbuf_idx_(\d+)"
@@ -56,7 +57,7 @@ def infer_map(
         raise PlanError("stages were of unequal sizes")
     if missing := [name for name in _NEEDED if not arguments.get(name)]:
         raise PlanError(f"its arguments do not say {missing[0]}")
-    is_tied = OUTPUT not in weights and arguments["pipeline_model_parallel_size"] > 1
+    is_tied = OUTPUT.key not in weights and arguments["pipeline_model_parallel_size"] > 1
     groups = _groups(pieces, _BucketRule(arguments, is_tied) if is_joined else None)
     parameters = parameters_of(weights, arguments)
     tp, pp = arguments["tensor_model_parallel_size"], arguments["pipeline_model_parallel_size"]
@@ -70,7 +71,7 @@ def infer_map(
             own += [
                 (parameter.dtype, replace(parameter.shards[rank], is_copy=True))
                 for parameter in dense
-                if parameter.shards[rank].name == WORD_EMBEDDING
+                if parameter.shards[rank].name == WORD_EMBEDDING.key
             ]
         _fill_stages(own, _stages(groups, False, [rank + tp * stage for stage in range(pp)], num_chunks))
     if has_own_experts:
@@ -152,7 +153,7 @@ class _BucketRule:
             raise PlanError("--ddp-num-buckets counts the parameters of a rank")
         num_ranks = (arguments.get("data_parallel_size") or 1) * (arguments.get("context_parallel_size") or 1)
         self._num_ranks, self.gap = num_ranks, math.lcm(num_ranks, _BUCKET_ALIGNMENT)
-        self._alone = WORD_EMBEDDING if is_tied else None
+        self._alone = WORD_EMBEDDING.key if is_tied else None
         self.size: int | None = None
         if arguments.get("overlap_grad_reduce") and not arguments.get("overlap_param_gather_with_optimizer_step"):
             self.size = arguments.get("ddp_bucket_size") or max(40_000_000, 1_000_000 * num_ranks)

@@ -1,8 +1,7 @@
 """Lists the parameters of a Megatron GPT model in the order in which a rank's model holds them, by stored name.
 
-The order is that in which Megatron 0.15 to 0.19 makes the modules of ``GPTModel``, ``TransformerLayer``, ``Attention``,
-``MLASelfAttention`` and ``MoELayer``. Transformer Engine's order was read in its source (``LayerNormLinear`` holds its
-norm before its weight) and has not been run.
+The order is that of ``vtp_plugin/plan/model/gpt_parameters.py``. Transformer Engine's was read in its source
+(``LayerNormLinear`` holds its norm before its weight) and has not been run.
 """
 
 from __future__ import annotations
@@ -16,45 +15,15 @@ from typing import Any, Final
 from vtp_plugin.checkpoint.format.index import StoredTensor
 from vtp_plugin.checkpoint.format.shard_map import ShardSpec, block_at, row_major
 from vtp_plugin.errors import PlanError
+from vtp_plugin.plan.model.gpt_parameters import BEFORE_LAYERS, FINAL_NORM, LAYER, LAYERS, OUTPUT
 from vtp_plugin.util.index_boxes import Box, box_shape, volume
 
-WORD_EMBEDDING: Final = "embedding.word_embeddings.weight"
-OUTPUT: Final = "output_layer.weight"
-_SECTIONS: Final = (
-    "embedding.word_embeddings",
-    "embedding.position_embeddings",
-    "embedding.tokentype_embeddings",
-    "decoder.layers",
-    "decoder.final_layernorm",
-    "output_layer",
-)
-_MODULES: Final = (
-    "input_layernorm",
-    "self_attention.core_attention",
-    "self_attention.linear_proj",
-    "self_attention.linear_qkv",
-    "self_attention.linear_q_proj",
-    "self_attention.linear_q_down_proj",
-    "self_attention.linear_q_up_proj",
-    "self_attention.linear_kv_down_proj",
-    "self_attention.linear_kv_up_proj",
-    "self_attention.q_layernorm",
-    "self_attention.k_layernorm",
-    "self_attention.kv_layernorm",
-    "pre_mlp_layernorm",
-    "mlp.router",
-    "mlp.fc1_latent_proj",
-    "mlp.fc2_latent_proj",
-    "mlp.experts",
-    "mlp.shared_experts",  # its gate; the gate of a module stands before its layers
-    "mlp.shared_experts.linear_fc1",
-    "mlp.shared_experts.linear_fc2",
-    "mlp.linear_fc1",
-    "mlp.linear_fc2",
-)
+_SECTIONS: Final = (*(row.module for row in BEFORE_LAYERS), LAYERS, FINAL_NORM[0].module, OUTPUT.module)
+_EXPERTS: Final = "mlp.experts"
+_MODULES: Final = tuple(dict.fromkeys(_EXPERTS if row.is_routed else row.module for row in LAYER))
 _LEAVES: Final = ("layer_norm_weight", "layer_norm_bias", "weight", "bias", "gate_weight", "softmax_offset")
 # Local layers keep their norms beside what they come before, and store them as part of it.
-_STORED_AS: Final = {"self_attention.linear_qkv": "input_layernorm", "mlp.linear_fc1": "pre_mlp_layernorm"}
+_STORED_AS: Final = {row.key.rpartition(".")[0]: row.module for row in LAYER if row.stored_as and not row.is_routed}
 _BUFFERS: Final = re.compile(r".*\.router\.(expert_bias|local_tokens_per_expert|qb_beta)")
 _LAYER: Final = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
 _EXPERT: Final = re.compile(r"mlp\.experts\.(?:experts\.)?(?:(\d+)\.)?(linear_fc[12])\.(weight|bias)")
@@ -150,7 +119,7 @@ def _order_in_layer(
         # Experts one after another, or all in one module.
         is_grouped = bool(arguments.get("moe_grouped_gemm"))
         inside = (layer, place, number) if is_grouped else (number, layer, place)
-        return (_MODULES.index("mlp.experts"), *inside)
+        return (_MODULES.index(_EXPERTS), *inside)
     if arguments.get("transformer_impl") == "local" and leaf.startswith("layer_norm_"):
         module = _STORED_AS.get(module, module)
     if module not in _MODULES:

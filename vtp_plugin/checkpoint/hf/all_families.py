@@ -13,6 +13,7 @@ from vtp_plugin.checkpoint.hf.families.qwen3 import QWEN3
 from vtp_plugin.checkpoint.hf.families.qwen3_moe import QWEN3_MOE
 from vtp_plugin.checkpoint.hf.hf_model import HFModel
 from vtp_plugin.checkpoint.hf.tensor_rows import TensorRow
+from vtp_plugin.plan.model.gpt_parameters import OUTPUT
 
 FUSED_NAME: Final = ".mlp.experts.gate_up_proj"
 """How the name of a tensor ends that holds all experts of a layer."""
@@ -22,7 +23,7 @@ FAMILIES: Final = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN
 
 def rows_of(model: HFModel) -> tuple[TensorRow, ...]:
     """Return the rows of a model: where its output layer is the embedding, it has none of its own."""
-    return tuple(row for row in FAMILIES[model.family].rows if not (row.is_of_untied and model.is_tied))
+    return tuple(row for row in FAMILIES[model.family].rows if not (row.parameter is OUTPUT and model.is_tied))
 
 
 def rows_in_file(model: HFModel, names: Collection[str]) -> tuple[TensorRow, ...]:

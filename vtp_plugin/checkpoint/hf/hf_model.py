@@ -1,73 +1,52 @@
-"""The sizes of a published model, and the flags with which Megatron builds it."""
+"""A published model, and the flags with which Megatron builds it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from vtp_plugin.plan.model.gpt_model import GPTModel
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HFModel:
-    """The sizes and properties of a published model.
+class HFModel(GPTModel):
+    """A GPT that was published, with what flags say of it besides sizes; its words are counted without padding.
 
     Attributes:
         family: name of the family, the ``model_type`` of its config.
-        num_layers: number of layers of the decoder.
-        hidden: size of an activation.
-        heads: number of query heads.
-        groups: number of query groups, which share keys and values.
-        head_dim: size of a head.
-        ffn: inner size of a dense feed-forward layer.
-        vocab: number of words, without padding.
         max_positions: longest sequence that it was trained for.
         epsilon: epsilon of its norms.
         rotary_base: base of the rotary positions.
         rope_factor: factor by which the positions are stretched as in Llama 3; None if they are not.
-        is_tied: whether the output layer is the embedding.
-        has_qkv_bias: whether queries, keys and values have biases.
-        has_query_norm: whether queries and keys have norms of their own.
-        num_experts: number of experts of a layer; 0 in a dense model.
         topk: number of experts of a token.
-        expert_ffn: inner size of an expert.
         is_topk_normalised: whether the weights of a token's experts add up to 1.
         dropout: dropout of attention.
+        num_predicting: none has multi-token prediction.
+        num_positions: positions are rotations.
+        is_gated: all are.
+        has_bias: none has biases but of queries, keys and values.
+        has_norm_bias: all have RMSNorm.
+        has_qkv_bias: see the base.
+        has_query_norm: see the base.
+        is_tied: see the base.
     """
 
     family: str
-    num_layers: int
-    hidden: int
-    heads: int
-    groups: int
-    head_dim: int
-    ffn: int
-    vocab: int
     max_positions: int
     epsilon: float
     rotary_base: int
     rope_factor: float | None = None
-    is_tied: bool = False
-    has_qkv_bias: bool = False
-    has_query_norm: bool = False
-    num_experts: int = 0
     topk: int = 0
-    expert_ffn: int = 0
     is_topk_normalised: bool = True
     dropout: float = 0.0
-
-    @property
-    def queries(self) -> int:
-        """Rows of all queries."""
-        return self.heads * self.head_dim
-
-    @property
-    def keys(self) -> int:
-        """Rows of all keys, and of all values."""
-        return self.groups * self.head_dim
-
-    @property
-    def gate_and_up(self) -> int:
-        """Rows of the gate of an expert and of what it is multiplied with."""
-        return 2 * self.expert_ffn
+    num_predicting: int = 0
+    num_positions: int = 0
+    is_gated: bool = True
+    has_bias: bool = False
+    has_norm_bias: bool = False
+    has_qkv_bias: bool = False
+    has_query_norm: bool = False
+    is_tied: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +76,7 @@ class Setting:
 def settings(model: HFModel) -> tuple[Setting, ...]:
     """Return the flags with which Megatron builds a model, those among them that must be left out.
 
-    >>> model = HFModel(family="llama", num_layers=2, hidden=64, heads=4, groups=2, head_dim=16, ffn=96, vocab=256,
+    >>> model = HFModel(family="llama", num_layers=2, hidden=64, heads=4, groups=2, kv_channels=16, ffn=96, vocab=256,
     ...     max_positions=512, epsilon=1e-5, rotary_base=10000, is_tied=True)
     >>> [each.text for each in settings(model) if each.is_given][:3]
     ['--num-layers 2', '--hidden-size 64', '--ffn-hidden-size 96']
@@ -113,7 +92,7 @@ def _settings(model: HFModel) -> Iterator[Setting]:
     if model.groups != model.heads:
         yield _switch("--group-query-attention", "group_query_attention")
         yield Setting("--num-query-groups", "num_query_groups", model.groups)
-    yield Setting("--kv-channels", "kv_channels", model.head_dim)
+    yield Setting("--kv-channels", "kv_channels", model.kv_channels)
     yield Setting("--position-embedding-type", "position_embedding_type", "rope")
     yield Setting("--rotary-base", "rotary_base", model.rotary_base)
     yield _switch("--use-rope-scaling", "use_rope_scaling", model.rope_factor is not None)
@@ -126,10 +105,10 @@ def _settings(model: HFModel) -> Iterator[Setting]:
     yield _switch("--add-qkv-bias", "add_qkv_bias", model.has_qkv_bias)
     yield _switch("--qk-layernorm", "qk_layernorm", model.has_query_norm)
     yield _switch("--untie-embeddings-and-output-weights", "untie_embeddings_and_output_weights", not model.is_tied)
-    if model.num_experts:
-        yield Setting("--num-experts", "num_experts", model.num_experts)
+    if model.experts is not None:
+        yield Setting("--num-experts", "num_experts", model.experts.number)
         yield Setting("--moe-router-topk", "moe_router_topk", model.topk)
-        yield Setting("--moe-ffn-hidden-size", "moe_ffn_hidden_size", model.expert_ffn)
+        yield Setting("--moe-ffn-hidden-size", "moe_ffn_hidden_size", model.experts.ffn)
         yield _switch("--moe-router-pre-softmax", "moe_router_pre_softmax", not model.is_topk_normalised)
 
 

@@ -29,7 +29,7 @@ _NOT_TAKEN: Final = ("norm_epsilon", "qk_layernorm", "use_rope_scaling", "rope_s
 def dump_note(model: HFModel) -> str:
     """Write a note.
 
-    >>> model = HFModel(family="llama", num_layers=2, hidden=64, heads=4, groups=2, head_dim=16, ffn=96, vocab=256,
+    >>> model = HFModel(family="llama", num_layers=2, hidden=64, heads=4, groups=2, kv_channels=16, ffn=96, vocab=256,
     ...     max_positions=512, epsilon=1e-5, rotary_base=10000)
     >>> json.loads(dump_note(model))["settings"][0]
     ['--num-layers', 'num_layers', 2, False, True]

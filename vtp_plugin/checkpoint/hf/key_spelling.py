@@ -26,7 +26,7 @@ def respelt(names: Collection[str], model: HFModel) -> dict[str, str]:
     A file of the class without output layer has no ``model.`` before its names. Where the output layer is the
     embedding, the file may hold it under either name.
 
-    >>> model = HFModel(family="llama", num_layers=1, hidden=4, heads=4, groups=2, head_dim=1, ffn=8, vocab=16,
+    >>> model = HFModel(family="llama", num_layers=1, hidden=4, heads=4, groups=2, kv_channels=1, ffn=8, vocab=16,
     ...     max_positions=64, epsilon=1e-5, rotary_base=10000, is_tied=True)
     >>> respelt(["lm_head.weight", "norm.weight"], model)
     {'model.norm.weight': 'norm.weight', 'model.embed_tokens.weight': 'lm_head.weight'}
@@ -46,7 +46,7 @@ def is_frequencies(name: str) -> bool:
 def are_frequencies(values: Sequence[float], model: HFModel) -> bool:
     """Tell whether frequencies are those that follow from a model's config."""
     relative, absolute = _TOLERANCE
-    expected = frequencies(model.head_dim, model.rotary_base, model.rope_factor or 1.0)
+    expected = frequencies(model.kv_channels, model.rotary_base, model.rope_factor or 1.0)
     return len(values) == len(expected) and all(
         math.isclose(found, wanted, rel_tol=relative, abs_tol=absolute)
         for found, wanted in zip(values, expected, strict=True)

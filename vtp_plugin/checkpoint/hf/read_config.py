@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -13,6 +14,7 @@ from vtp_plugin.checkpoint.hf.known_fields import LISTS, fixed_fields, is_known,
 from vtp_plugin.checkpoint.hf.model_family import Family
 from vtp_plugin.checkpoint.hf.side_files import CONFIG, file_of
 from vtp_plugin.errors import ConfigError, refuse
+from vtp_plugin.plan.model.gpt_model import Experts
 from vtp_plugin.util.untrusted_files import read_json
 
 GUIDE: Final = "docs/hugging-face.md"
@@ -87,7 +89,7 @@ def read_model(config: Mapping[str, Any], file: Path) -> HFModel:
         hidden=hidden,
         heads=heads,
         groups=fields.number("num_key_value_heads", heads),
-        head_dim=fields.number("head_dim", hidden // heads),
+        kv_channels=fields.number("head_dim", hidden // heads),
         ffn=fields.number("intermediate_size"),
         vocab=fields.number("vocab_size"),
         max_positions=fields.number("max_position_embeddings"),
@@ -97,9 +99,12 @@ def read_model(config: Mapping[str, Any], file: Path) -> HFModel:
         is_tied=fields.truth("tie_word_embeddings"),
         has_qkv_bias=family.has_qkv_bias,
         has_query_norm=family.has_query_norm,
-        num_experts=0 if experts is None else fields.number(fields.first(experts.number)),
+        experts=None
+        if experts is None
+        else Experts(
+            number=fields.number(fields.first(experts.number)), ffn=fields.number(experts.ffn), shared_ffn=0, layers=()
+        ),
         topk=0 if experts is None else fields.number("num_experts_per_tok"),
-        expert_ffn=0 if experts is None else fields.number(experts.ffn),
         is_topk_normalised=experts is None or experts.normalised is None or fields.truth(experts.normalised),
         dropout=fields.real("attention_dropout", 0.0),
     )
@@ -113,7 +118,10 @@ def read_model(config: Mapping[str, Any], file: Path) -> HFModel:
             f"{file}: num_attention_heads is {made.heads}, and num_key_value_heads {made.groups}; every group has as "
             "many heads; download it again"
         )
-    return made
+    if made.experts is None:
+        return made
+    # Not before their number is known to be small.
+    return replace(made, experts=replace(made.experts, layers=(True,) * made.num_layers))
 
 
 def _problems(config: Mapping[str, Any], family: Family, fields: Fields) -> Iterator[str]:

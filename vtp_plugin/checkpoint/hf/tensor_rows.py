@@ -11,41 +11,57 @@ from dataclasses import dataclass
 from itertools import product
 
 from vtp_plugin.checkpoint.hf.hf_model import HFModel
+from vtp_plugin.plan.model.gpt_parameters import LAYERS, ParameterRow
 from vtp_plugin.util.index_boxes import Box, whole_box
 
 _STATELESS = ("word_embeddings", "router")
+# Transformer Engine's attention has no weights, but a state.
+_ATTENTION = "self_attention.core_attention"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRow:
-    """Hugging Face tensors, and the Megatron tensor that they make.
+    """Hugging Face tensors, and the parameter of Megatron's that they make.
 
     Attributes:
-        hf_names: names of the Hugging Face tensors, with ``{layer}`` and ``{expert}``.
-        shapes: shapes of the Hugging Face tensors, by the names that the sizes have in :class:`HFModel`.
-        megatron_keys: key of the Megatron tensor in a checkpoint; a second one where Megatron's kinds of layers differ
-            in it.
-        is_by_group: whether each query group has rows of every Hugging Face tensor in turn; else one tensor lies behind
-            the other.
-        is_of_untied: whether the row exists only where the output layer has weights of its own.
+        hf_names: names of the Hugging Face tensors, with ``{layer}`` and ``{expert}``: one for each part of the
+            parameter's rows, or one for all of them.
+        parameter: the parameter; it says the shapes, and how the parts lie in it.
+        has_own_name: whether it is stored under the name that it has in the model, too, since Megatron's kinds of
+            layers differ in that.
     """
 
     hf_names: tuple[str, ...]
-    shapes: tuple[str, ...]
-    megatron_keys: tuple[str, ...]
-    is_by_group: bool = False
-    is_of_untied: bool = False
+    parameter: ParameterRow
+    has_own_name: bool = False
 
     @property
-    def is_padded(self) -> bool:
-        """Whether Megatron pads it: its rows are words."""
-        return self.shapes[0].startswith("vocab")
+    def megatron_keys(self) -> tuple[str, ...]:
+        """Key of the Megatron tensor in a checkpoint, and a second one where kinds of layers differ in it."""
+        names = (self.parameter.key, *([self.parameter.name] if self.has_own_name else []))
+        return tuple(f"{LAYERS}.{name}" for name in names) if self.is_of_layers else names
 
+    @property
+    def is_of_layers(self) -> bool:
+        """Whether every layer has it."""
+        return "{layer}" in self.hf_names[0]
 
-# Transformer Engine's attention has no weights, but a state.
-_ATTENTION = TensorRow(
-    hf_names=("{layer}",), shapes=("hidden",), megatron_keys=("decoder.layers.self_attention.core_attention.weight",)
-)
+    @property
+    def is_of_experts(self) -> bool:
+        """Whether every expert has Hugging Face tensors of its own."""
+        return "{expert}" in self.hf_names[0]
+
+    def leads(self, model: HFModel) -> list[int]:
+        """Return the lengths of the dimensions that only the Megatron tensor has."""
+        return [model.num_layers] * self.is_of_layers + [model.num_experts] * self.is_of_experts
+
+    def shapes(self, model: HFModel) -> list[tuple[int, ...]]:
+        """Return the shapes of the Hugging Face tensors, each of one layer, and one expert if it has its own."""
+        lengths = self.parameter.rows(model)
+        parts = lengths if len(self.hf_names) > 1 else (sum(lengths),)
+        holds_all_experts = self.parameter.is_routed and not self.is_of_experts
+        lead = (model.num_experts,) if holds_all_experts else ()
+        return [(*lead, part, *self.parameter.rest(model)) for part in parts]
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,48 +106,44 @@ class Tensor:
     shares: tuple[TensorShare, ...]
 
 
-def shape_of(text: str, model: HFModel) -> tuple[int, ...]:
-    """Return a shape of a row in numbers."""
-    return tuple(getattr(model, size) for size in text.split())
-
-
 def hf_shapes(rows: tuple[TensorRow, ...], model: HFModel) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all Hugging Face tensors, by name."""
     return {
-        name.format(layer=layer, expert=expert): shape_of(shape, model)
+        name.format(layer=layer, expert=expert): shape
         for row in rows
+        for shapes in (row.shapes(model),)
         for layer, expert in _leads(row, model)
-        for name, shape in zip(row.hf_names, row.shapes, strict=True)
+        for name, shape in zip(row.hf_names, shapes, strict=True)
     }
 
 
 def megatron_tensors(rows: tuple[TensorRow, ...], model: HFModel) -> Iterator[Tensor]:
     """Yield the Megatron tensors with their shares.
 
-    >>> model = HFModel(family="llama", num_layers=1, hidden=4, heads=4, groups=2, head_dim=1, ffn=8, vocab=16,
+    >>> from vtp_plugin.plan.model.gpt_parameters import parameter
+    >>> model = HFModel(family="llama", num_layers=1, hidden=4, heads=4, groups=2, kv_channels=1, ffn=8, vocab=16,
     ...     max_positions=64, epsilon=1e-5, rotary_base=10000)
-    >>> row = TensorRow(hf_names=("q.{layer}", "k.{layer}"), shapes=("queries hidden", "keys hidden"),
-    ...     megatron_keys=("qk",), is_by_group=True)
-    >>> (tensor,) = megatron_tensors((row,), model)
-    >>> tensor.shape, [(share.name, share.first, share.box[1]) for share in tensor.shares]
-    ((1, 6, 4), [('q.0', 0, (0, 2)), ('k.0', 0, (2, 3)), ('q.0', 2, (3, 5)), ('k.0', 1, (5, 6))])
+    >>> qkv = TensorRow(hf_names=("q.{layer}", "k.{layer}", "v.{layer}"),
+    ...     parameter=parameter("self_attention.linear_qkv.weight"))
+    >>> (tensor,) = megatron_tensors((qkv,), model)
+    >>> tensor.shape, [(share.name, share.first, share.box[1]) for share in tensor.shares[:4]]
+    ((1, 8, 4), [('q.0', 0, (0, 2)), ('k.0', 0, (2, 3)), ('v.0', 0, (3, 4)), ('q.0', 2, (4, 6))])
     """
     for row in rows:
-        shapes = [shape_of(shape, model) for shape in row.shapes]
+        shapes = row.shapes(model)
         num_rows, rest = sum(shape[0] for shape in shapes), shapes[0][1:]
-        has_layers, has_experts = "{layer}" in row.hf_names[0], "{expert}" in row.hf_names[0]
-        counts = [model.num_layers] * has_layers + [model.num_experts] * has_experts
+        num_groups = model.groups if row.parameter.is_by_group and len(shapes) > 1 else 1
         shares: list[TensorShare] = []
         for layer, expert in _leads(row, model):
-            lead = [(at, at + 1) for at in [layer] * has_layers + [expert] * has_experts]
+            lead = [(at, at + 1) for at in [layer] * row.is_of_layers + [expert] * row.is_of_experts]
             at = 0
-            for i, part in product(range(model.groups if row.is_by_group else 1), range(len(shapes))):
-                count = shapes[part][0] // (model.groups if row.is_by_group else 1)
+            for i, part in product(range(num_groups), range(len(shapes))):
+                count = shapes[part][0] // num_groups
                 name = row.hf_names[part].format(layer=layer, expert=expert)
                 box = (*lead, (at, at + count), *whole_box(rest))
                 shares.append(TensorShare(name, i * count, box, len(lead)))
                 at += count
-        yield Tensor(row, (*counts, num_rows, *rest), tuple(shares))
+        yield Tensor(row, (*row.leads(model), num_rows, *rest), tuple(shares))
 
 
 def empty_states(rows: tuple[TensorRow, ...], model: HFModel) -> Iterator[str]:
@@ -139,25 +151,24 @@ def empty_states(rows: tuple[TensorRow, ...], model: HFModel) -> Iterator[str]:
 
     A run asks for those of its kind of layers and passes over the others.
 
-    >>> model = HFModel(family="llama", num_layers=2, hidden=4, heads=4, groups=2, head_dim=1, ffn=8, vocab=16,
+    >>> from vtp_plugin.plan.model.gpt_parameters import parameter
+    >>> model = HFModel(family="llama", num_layers=2, hidden=4, heads=4, groups=2, kv_channels=1, ffn=8, vocab=16,
     ...     max_positions=64, epsilon=1e-5, rotary_base=10000)
-    >>> row = TensorRow(hf_names=("o.{layer}",), shapes=("hidden queries",), megatron_keys=("decoder.layers.x.weight",))
-    >>> [*empty_states((row,), model)][:2]
-    ['decoder.layers.x._extra_state/shard_0_2', 'decoder.layers.x._extra_state/shard_1_2']
+    >>> row = TensorRow(hf_names=("o.{layer}",), parameter=parameter("self_attention.linear_proj.weight"))
+    >>> [*empty_states((row,), model)][:2]  # doctest: +NORMALIZE_WHITESPACE
+    ['decoder.layers.self_attention.linear_proj._extra_state/shard_0_2',
+     'decoder.layers.self_attention.linear_proj._extra_state/shard_1_2']
     """
-    for row in (*rows, _ATTENTION):
-        has_experts = "{expert}" in row.hf_names[0]
-        counts = [model.num_layers] * ("{layer}" in row.hf_names[0]) + [model.num_experts] * has_experts or [1]
-        for key in row.megatron_keys:
-            module, _, name = key.rpartition(".")
-            if name == "weight" and not module.endswith(_STATELESS):
-                for at in product(*map(range, counts)):
-                    shard = ".".join(map(str, at)), ".".join(map(str, counts))
-                    yield f"{module}._extra_state/shard_{'_'.join(shard)}"
+    keys = [(key, row.leads(model) or [1]) for row in rows for key in row.megatron_keys]
+    for key, counts in (*keys, (f"{LAYERS}.{_ATTENTION}.weight", [model.num_layers])):
+        module, _, name = key.rpartition(".")
+        if name == "weight" and not module.endswith(_STATELESS):
+            for at in product(*map(range, counts)):
+                shard = ".".join(map(str, at)), ".".join(map(str, counts))
+                yield f"{module}._extra_state/shard_{'_'.join(shard)}"
 
 
 def _leads(row: TensorRow, model: HFModel) -> Iterator[tuple[int, int]]:
     """Yield layer and expert of every tensor that a row names; 0 where it names none."""
-    name = row.hf_names[0]
-    layers = range(model.num_layers if "{layer}" in name else 1)
-    yield from product(layers, range(model.num_experts if "{expert}" in name else 1))
+    layers = range(model.num_layers if row.is_of_layers else 1)
+    yield from product(layers, range(model.num_experts if row.is_of_experts else 1))

@@ -7,24 +7,20 @@ import pickle
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, StorageReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from vtp_plugin.checkpoint.format.check_map import check_map, check_wanted
-from vtp_plugin.checkpoint.format.fill import Copy, Stored
-from vtp_plugin.checkpoint.format.map_file import MAP
-from vtp_plugin.checkpoint.format.shard_map import Bucket, ShardSpec, StoredRange, Strided
+from vtp_plugin.checkpoint.format.check_map import check_wanted
+from vtp_plugin.checkpoint.format.contents import Contents
+from vtp_plugin.checkpoint.format.fill import Copy
+from vtp_plugin.checkpoint.format.shard_map import Bucket, ShardSpec, Strided
 from vtp_plugin.checkpoint.format.untrusted import refused
 from vtp_plugin.errors import ConfigError, refuse
-
-_BUCKET = ".bucket_idx_"
-# The master weights; every bucket has them.
-_WEIGHTS = "param"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,33 +44,24 @@ class StoredOptimizer:
     """The distributed optimizer of a checkpoint, bucket by bucket.
 
     Args:
-        folder: folder of the checkpoint.
-        reader: reader of its files.
-        buckets: buckets of its map.
+        contents: the checkpoint.
+        reader: reader of its files; what lies where in them it learns here.
 
     Raises:
         ConfigError: the map does not fit what is stored.
     """
 
-    def __init__(self, folder: Path, reader: StorageReader, buckets: Sequence[Bucket]) -> None:
-        self.folder = folder
-        self._reader = reader
-        metadata = reader.read_metadata()
-        reader.set_up_storage_reader(metadata, is_coordinator=False)
-        self._entries = metadata.state_dict_metadata
-        self._places = cast(dict[MetadataIndex, Any], metadata.storage_data)
-        keys = [key.removesuffix(f".{_WEIGHTS}") for key in self._entries if _BUCKET in key and key.endswith(_WEIGHTS)]
-        pieces = [piece for key in keys for piece in self._pieces(key)]
-        refuse(check_map(str(folder / MAP), buckets, pieces))
-        self.layout = Stored(buckets, pieces)
+    def __init__(self, contents: Contents, reader: StorageReader) -> None:
+        self.folder, self.layout = contents.folder, contents.stored()
+        self._objects, self._reader = contents.index.objects, reader
+        pieces = contents.extents_of_buckets().items()
+        extents = {MetadataIndex(f"{key}.{state}", (offset,)): extent for (key, state, offset), extent in pieces}
+        extents |= {MetadataIndex(key): extent for key, extent in self._objects.items()}
+        self._places = {index: _StorageInfo(at.file, at.offset, at.length or 0) for index, at in extents.items()}
+        reader.set_up_storage_reader(Metadata({}, storage_data=self._places), is_coordinator=False)
 
     def __repr__(self) -> str:
         return f"<optimizer of {self.folder.name}>"
-
-    def _pieces(self, key: str) -> Iterator[StoredRange]:
-        entry = self._entries[f"{key}.{_WEIGHTS}"]
-        assert isinstance(entry, TensorStorageMetadata)
-        return (StoredRange(key, chunk.offsets[0], chunk.sizes[0]) for chunk in entry.chunks)
 
     def prefix_of(self, own: Sequence[Bucket]) -> str | None:
         """Find the prefix with which some buckets of this run are stored under the same keys; None without one.
@@ -98,8 +85,8 @@ class StoredOptimizer:
         Args:
             name: name of the object, such as ``optimizer`` for the groups of parameters.
         """
-        for key, entry in self._entries.items():
-            if f".{name}/shard_" in key and isinstance(entry, BytesStorageMetadata):
+        for key in self._objects:
+            if f".{name}/shard_" in key:
                 planner = _Planner({})
                 self._reader.read_data(LoadPlan([_item(key, (), LoadItemType.BYTE_IO)]), planner)
                 yield planner.objects[key][0]

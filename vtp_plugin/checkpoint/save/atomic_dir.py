@@ -135,11 +135,14 @@ def _exchange(one: Path, other: Path) -> bool:
     return rename is not None and rename(here, os.fsencode(one), here, os.fsencode(other), _EXCHANGE) == 0
 
 
-def discard(folder: Path) -> None:
-    """Remove a folder if it is there; it is renamed first, so a rest of it is never taken for a whole one."""
-    removed = folder.with_name(f"{_REMOVED}{uuid.uuid4().hex}")
+def discard(path: Path) -> None:
+    """Remove a file or a folder if it is there; a folder is renamed first: a rest of it is never taken for a whole."""
+    removed = path.with_name(f"{_REMOVED}{uuid.uuid4().hex}")
     with contextlib.suppress(FileNotFoundError):
-        folder.rename(removed)
+        if path.is_file():
+            path.unlink()
+            return
+        path.rename(removed)
         shutil.rmtree(removed, ignore_errors=True)
 
 
@@ -152,19 +155,39 @@ def clear(folder: Path, spared: Collection[Path] = ()) -> None:
     """
     for path in folder.glob(f"{PARTIAL}*"):
         if path not in spared and _LEFT.fullmatch(path.name):
-            with contextlib.suppress(FileNotFoundError):
-                path.unlink() if path.is_file() else discard(path)
+            discard(path)
+
+
+def remover(target: Path, *parts: Path) -> Callable[[], None]:
+    """Return a function that removes what a failed attempt to write a folder leaves.
+
+    Args:
+        target: the folder. If it is there already, it stays; if not, it goes, with the parents made for it that are
+            empty.
+        parts: what else goes, the first one first.
+    """
+    new = [folder for folder in (target, *target.parents) if not folder.exists()]
+
+    def remove() -> None:
+        for path in (*parts, *new[:1]):
+            with contextlib.suppress(OSError):
+                discard(path)
+        for folder in new[1:]:
+            with contextlib.suppress(OSError):  # it is not empty
+                folder.rmdir()
+
+    return remove
 
 
 @contextlib.contextmanager
-def whole_folder(final: Path, *, is_newest: bool = True) -> Iterator[Path]:
-    """Give a folder to write a checkpoint into; it appears, with a manifest, when the block ends well.
+def whole_folder(final: Path, *, is_checkpoint: bool = True) -> Iterator[Path]:
+    """Give a folder to write into; it appears when the block ends well.
 
     What an earlier attempt has left there is found there again: remove it, or go on with it.
 
     Args:
-        final: where the checkpoint will be, such as ``DIR/iter_0000100``; what is there is replaced at the end.
-        is_newest: whether the tracker in ``DIR`` will name it.
+        final: where the folder will be, such as ``DIR/iter_0000100``; what is there is replaced at the end.
+        is_checkpoint: whether it gets a manifest, and the tracker in ``DIR`` will name it.
     """
     partial = partial_of(final)
     make_folder(final.parent)
@@ -173,14 +196,15 @@ def whole_folder(final: Path, *, is_newest: bool = True) -> Iterator[Path]:
     for file in partial.rglob("*"):
         if file.is_file():
             sync(file)
-    finish_folder(partial, final, dump_manifest(make_manifest(partial)))
-    if is_newest:
+    finish_folder(partial, final, dump_manifest(make_manifest(partial)) if is_checkpoint else None)
+    if is_checkpoint:
         write_whole(final.parent / TRACKER, tracker_text(final))
 
 
-def finish_folder(partial: Path, final: Path, manifest: str) -> None:
-    """Write the manifest into a folder whose files are synced, and move it to its place."""
-    _write_synced(partial / MANIFEST, manifest)
+def finish_folder(partial: Path, final: Path, manifest: str | None) -> None:
+    """Write the manifest, if it gets one, into a folder whose files are synced, and move it to its place."""
+    if manifest is not None:
+        _write_synced(partial / MANIFEST, manifest)
     sync_folders(partial)
     put_in_place(partial, final)
 

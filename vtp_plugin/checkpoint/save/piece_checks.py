@@ -23,6 +23,8 @@ _PART_BYTES: Final = 1 << 20
 class PieceChecks:
     """A context that checks the pieces read inside it, and raises at its end if one has changed.
 
+    It may be entered again, for more pieces; each is checked once.
+
     Args:
         folder: folder of the checkpoint.
         manifest: manifest of the checkpoint.

@@ -151,7 +151,7 @@ class Saving:
         try:
             contents = Contents(self.partial)
             if contents.has_map and contents.form in IN_BUCKETS:
-                contents.buckets()
+                contents.stored()
         except ConfigError as error:
             raise ConfigError(
                 f"what was saved for {self.final} cannot be read again: {str(error).partition(';')[0]}; no start "

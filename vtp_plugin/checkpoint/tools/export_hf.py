@@ -34,18 +34,16 @@ from vtp_plugin.checkpoint.tools.safetensors_files import (
     write_header,
 )
 from vtp_plugin.checkpoint.tools.staging import require_new, written_beside
-from vtp_plugin.checkpoint.tools.writer import cut_pieces, read_box
+from vtp_plugin.checkpoint.tools.writer import are_equal, cut_pieces, read_box
 from vtp_plugin.errors import ConfigError, refuse
-from vtp_plugin.util.index_boxes import whole_box
+from vtp_plugin.plan.model.gpt_parameters import LAYERS, WORD_EMBEDDING
 from vtp_plugin.util.untrusted_files import read_json
 
-_LAYERS: Final = "decoder.layers."
 # Tokenizers that do not look at --vocab-size.
 _OWN_WORDS: Final = (
     *("HuggingFaceTokenizer", "SFTTokenizer", "MultimodalTokenizer", "GPT2BPETokenizer", "Llama2Tokenizer"),
     *("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "BertWordPieceLowerCase", "BertWordPieceCase"),
 )
-_EMBEDDING: Final = "embedding.word_embeddings.weight"
 _MAX_NAMED: Final = 3
 
 
@@ -131,7 +129,7 @@ def plan_export(contents: Contents, like: Path, target: Path) -> Export:
     )
     refuse(f"{contents.folder}: {problem}; give the config of this model with --like" for problem in given)
     weights, problems = contents.weights(), list[str]()
-    rows = next((each.shape[0] for key, each in weights.items() if key == _EMBEDDING and each.shape), 0)
+    rows = next((each.shape[0] for key, each in weights.items() if key == WORD_EMBEDDING.key and each.shape), 0)
     refuse(_words_cut_off(contents, rows, model, like))
     refuse(_both_names(contents, weights, model))
     refuse(
@@ -189,17 +187,10 @@ def _both_names(contents: Contents, weights: Mapping[str, Whole], model: HFModel
     for row in rows_of(model):
         first, *others = [key for key in row.megatron_keys if key in weights] or [""]
         for other in others:
-            wholes, dtypes = (
-                (weights[first], weights[other]),
-                [contents.index.tensors[key].dtype for key in (first, other)],
-            )
-            if wholes[0].shape != wholes[1].shape or dtypes[0] != dtypes[1]:
-                is_copy = False
-            else:
-                boxes = cut_pieces(whole_box(wholes[0].shape), itemsize(dtypes[0]))
-                pairs = ([read_box(elements, each.parts(), box, dtypes[0]) for each in wholes] for box in boxes)
-                is_copy = all(torch.equal(*(each.view(torch.uint8) for each in pair)) for pair in pairs)
-            if not is_copy:
+            one, two = weights[first], weights[other]
+            shape, dtype = one.shape, contents.index.tensors[first].dtype
+            is_alike = (shape, dtype) == (two.shape, contents.index.tensors[other].dtype)
+            if not is_alike or not are_equal(elements, one.parts(), two.parts(), shape, dtype):
                 yield (
                     f"{contents.folder}: {first} and {other} differ; a published model has one of them; load the "
                     "checkpoint in a run and save it, which keeps what its layers use"
@@ -243,7 +234,7 @@ def _keys(weights: Mapping[str, Whole], tensor: Tensor, model: HFModel) -> list[
         if key in weights:
             return [(None, key)]
         # Where kinds of layers differ, Megatron stores each layer on its own.
-        single = [key.replace(_LAYERS, f"{_LAYERS}{layer}.", 1) for layer in range(model.num_layers)]
+        single = [key.replace(f"{LAYERS}.", f"{LAYERS}.{layer}.", 1) for layer in range(model.num_layers)]
         if all(each in weights for each in single):
             return [*enumerate(single)]
     return []
@@ -252,7 +243,7 @@ def _keys(weights: Mapping[str, Whole], tensor: Tensor, model: HFModel) -> list[
 def _fits(shape: tuple[int, ...], tensor: Tensor) -> bool:
     """Tell whether a shape is that of a tensor, but for words that Megatron adds."""
     return shape == tensor.shape or (
-        tensor.row.is_padded and shape[1:] == tensor.shape[1:] and shape[0] > tensor.shape[0]
+        tensor.row.parameter.is_padded and shape[1:] == tensor.shape[1:] and shape[0] > tensor.shape[0]
     )
 
 

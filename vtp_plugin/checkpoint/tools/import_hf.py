@@ -6,7 +6,6 @@ import argparse
 import hashlib
 import io
 import json
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -33,11 +32,11 @@ from vtp_plugin.checkpoint.hf.tensor_rows import (
     megatron_tensors,
 )
 from vtp_plugin.checkpoint.load.elements import typed
-from vtp_plugin.checkpoint.save.atomic_dir import make_folder, partial_of, sync
+from vtp_plugin.checkpoint.save.atomic_dir import make_folder, partial_of, remover, sync
 from vtp_plugin.checkpoint.save.folder_lock import LOCK
 from vtp_plugin.checkpoint.tools.safetensors_files import Shards
-from vtp_plugin.checkpoint.tools.staging import holding, remover_of_new, require_new, writing_to
-from vtp_plugin.checkpoint.tools.writer import Ending, NewPiece, PieceWriter, cut_pieces
+from vtp_plugin.checkpoint.tools.staging import holding, require_new, writing_to
+from vtp_plugin.checkpoint.tools.writer import Ending, NewPiece, PieceWriter, are_equal, cut_pieces
 from vtp_plugin.errors import refuse
 from vtp_plugin.util.index_boxes import Box, intersect, whole_box
 from vtp_plugin.util.untrusted_files import read_bytes
@@ -132,7 +131,7 @@ def _not_copied(shards: Shards, model: HFModel, name: str) -> Iterator[str]:
     stored = shards.stored_name(name)
     if is_frequencies(name):
         shape = shards.shape(name)
-        if shape != (model.head_dim // 2,) or not are_frequencies(_values(shards, name), model):
+        if shape != (model.kv_channels // 2,) or not are_frequencies(_values(shards, name), model):
             yield (
                 f"{shards.folder}: {stored} holds other frequencies than rope_theta, rope_scaling and head_dim of "
                 f"{CONFIG} give; transformers computes with those of {CONFIG}; correct {CONFIG}, or remove the tensor"
@@ -146,17 +145,14 @@ def _not_copied(shards: Shards, model: HFModel, name: str) -> Iterator[str]:
 
 
 def _difference(shards: Shards, name: str, other: str) -> str | None:
-    """Say how a tensor differs from another, read slab by slab; None of a copy."""
-    if shards.dtype_of(name) != shards.dtype_of(other):
+    """Say how a tensor differs from another; None of a copy."""
+    shape, dtype = shards.shape(other), shards.dtype_of(other)
+    if shards.dtype_of(name) != dtype:
         return f"has the type {shards.dtype_of(name)}, unlike"
-    shape, size = shards.shape(other), itemsize(shards.dtype_of(other))
     if shards.shape(name) != shape:
         return f"has the shape {shards.shape(name)}, unlike"
-    for box in cut_pieces(whole_box(shape), size):
-        ours, theirs = (shards.read(TensorShare(each, 0, whole_box(shape), 0), box) for each in (name, other))
-        if not torch.equal(ours, theirs):
-            return "differs from"
-    return None
+    one, two = (TensorShare(each, 0, whole_box(shape), 0) for each in (name, other))
+    return None if are_equal(shards, [one], [two], shape, dtype) else "differs from"
 
 
 def _values(shards: Shards, name: str) -> list[float]:
@@ -214,15 +210,10 @@ def write_import(plan: Import, target: Path, on_written: Callable[[int], None]) 
     Raises:
         ConfigError: the folder holds something, or cannot be written, or the process was told to stop.
     """
-    release, carried, remove = target / RELEASE, target / CARRIED, remover_of_new(target)
+    release, carried = target / RELEASE, target / CARRIED
     writer = PieceWriter(plan.pieces, plan.shards, release, _identity(plan))
-
-    def undo() -> None:
-        (target / TRACKER).unlink(missing_ok=True)  # first, since it names what goes
-        for folder in (partial_of(release), release, carried):
-            shutil.rmtree(folder, ignore_errors=True)
-        remove()
-
+    # The tracker first, since it names what goes.
+    undo = remover(target, target / TRACKER, partial_of(release), release, carried)
     with holding(target):
         on_written(writer.find_written())
         with writing_to(target, undo):

@@ -1,16 +1,15 @@
-"""Writes folders for the tools: nothing is left of a failed attempt, and a finished folder appears as a whole."""
+"""What the tools add to :mod:`vtp_plugin.checkpoint.save.atomic_dir`: signals, locks, and errors of one line."""
 
 from __future__ import annotations
 
-import shutil
 import signal
 import threading
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
-from vtp_plugin.checkpoint.save.atomic_dir import discard, make_folder, partial_of, put_in_place, sync, sync_folders
+from vtp_plugin.checkpoint.save.atomic_dir import discard, partial_of, remover, whole_folder
 from vtp_plugin.checkpoint.save.folder_lock import FolderLock
 from vtp_plugin.errors import ConfigError, VtpError
 
@@ -29,24 +28,6 @@ def require_new(target: Path, but_for: Collection[str] = ()) -> None:
     """
     if target.exists() and (not target.is_dir() or any(path.name not in but_for for path in target.iterdir())):
         raise ConfigError(f"{target} is not empty; nothing is overwritten; give another folder")
-
-
-def remover_of_new(target: Path) -> Callable[[], None]:
-    """Return a function that removes a folder that does not exist yet, with the parents made for it that are empty.
-
-    Args:
-        target: the folder; if it exists already, nothing is removed.
-    """
-    new = [folder for folder in (target, *target.parents) if not folder.exists()]
-
-    def remove() -> None:
-        for folder in new[:1]:
-            shutil.rmtree(folder, ignore_errors=True)
-        for folder in new[1:]:
-            with suppress(OSError):  # it is not empty
-                folder.rmdir()
-
-    return remove
 
 
 @contextmanager
@@ -143,17 +124,7 @@ def written_beside(target: Path) -> Iterator[Path]:
         ConfigError: it holds something, or cannot be written.
     """
     require_new(target)
-    partial, remove = partial_of(target), remover_of_new(target)
-    discard(partial)
-
-    def undo() -> None:
-        shutil.rmtree(partial, ignore_errors=True)
-        remove()
-
-    with writing_to(target, undo):
-        make_folder(partial)
+    undo = remover(target, partial_of(target))
+    discard(partial_of(target))
+    with writing_to(target, undo), whole_folder(target, is_checkpoint=False) as partial:
         yield partial
-        for file in partial.iterdir():
-            sync(file)
-        sync_folders(partial)
-        put_in_place(partial, target)

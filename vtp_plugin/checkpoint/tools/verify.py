@@ -49,6 +49,7 @@ class Verification:
         except ConfigError as error:
             self._damage = str(error)
         self._is_old = any(folder.glob("mp_rank_*"))
+        self._index: Index | None = None
         if self._damage:
             self.num_bytes = 0
         elif self.manifest is not None:
@@ -56,7 +57,8 @@ class Verification:
         elif self._is_old:
             self.num_bytes = sum((folder / name).stat().st_size for name in files_of(folder))
         else:
-            self.num_bytes = read_index(folder).num_bytes
+            self._index = read_index(folder)
+            self.num_bytes = self._index.num_bytes
 
     def problems(self, on_read: Callable[[int], None]) -> Iterator[str]:
         """Say what is broken in the checkpoint.
@@ -90,7 +92,7 @@ class Verification:
 
     def _read(self, on_read: Callable[[int], None]) -> Iterator[str]:
         if not self._is_old:
-            yield from check_checkpoint(Contents(self.folder), on_read)
+            yield from check_checkpoint(Contents(self.folder, self._index), on_read)
             return
         for name in files_of(self.folder):
             if name.endswith(".pt") and (problem := check_archive(self.folder, Extent(name))) is not None:
@@ -168,7 +170,7 @@ def _problems_of_cover(tensor: StoredTensor) -> Iterator[str]:
 
 def _check_map(contents: Contents) -> Iterator[str]:
     try:
-        contents.buckets()
+        contents.stored()
     except ConfigError as error:
         yield str(error)
         return

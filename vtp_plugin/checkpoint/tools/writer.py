@@ -32,7 +32,7 @@ from vtp_plugin.checkpoint.format.index import INDEX, ORIGINAL
 from vtp_plugin.checkpoint.load.elements import SLAB_BYTES, copy_bytes, typed
 from vtp_plugin.checkpoint.save.atomic_dir import InParts, partial_of, whole_folder
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.util.index_boxes import Box, box_shape, intersect, volume
+from vtp_plugin.util.index_boxes import Box, box_shape, intersect, volume, whole_box
 from vtp_plugin.util.untrusted_files import MAX_INDEX_BYTES, parse_json, read_text
 
 JOURNAL: Final = "vtp_journal.jsonl"
@@ -151,6 +151,15 @@ def _read(source: Source, part: PiecePart, box: Box, dtype: str) -> torch.Tensor
             "with one"
         )
     return typed(source.read(part, box), dtype).view(box_shape(box))
+
+
+def are_equal(
+    source: Source, ours: Sequence[PiecePart], theirs: Sequence[PiecePart], shape: tuple[int, ...], dtype: str
+) -> bool:
+    """Tell whether two tensors of one shape and type have the same elements to the last bit, read slab by slab."""
+    boxes = cut_pieces(whole_box(shape), itemsize(dtype))
+    pairs = ([read_box(source, parts, box, dtype).view(torch.uint8) for parts in (ours, theirs)] for box in boxes)
+    return all(torch.equal(*pair) for pair in pairs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

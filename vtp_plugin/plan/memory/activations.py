@@ -14,7 +14,7 @@ from vtp_plugin.plan.memory.layer_sizes import Sizes
 def kept_by_module(sizes: Sizes, chunks: Sequence[Chunk]) -> dict[str, int]:
     """Give what the chunks of a stage keep of one microbatch on one rank of such sizes, by module, the most first.
 
-    >>> from vtp_plugin.plan.memory.gpt_model import GPTModel
+    >>> from vtp_plugin.plan.model.gpt_model import GPTModel
     >>> from vtp_plugin.plan.memory.layer_sizes import Microbatch
     >>> model = GPTModel(num_layers=1, num_predicting=0, hidden=64, heads=12, groups=12, kv_channels=4, ffn=192,
     ...     vocab=60, num_positions=12, is_gated=False, has_bias=True, has_qkv_bias=False, has_norm_bias=True,

@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from vtp_plugin.plan.layout.chunks import Chunk
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.plan.memory.activations import kept_by_module
-from vtp_plugin.plan.memory.gpt_model import GPTModel
 from vtp_plugin.plan.memory.layer_sizes import Microbatch, Sizes
 from vtp_plugin.plan.memory.overhead import overhead_bytes
 from vtp_plugin.plan.memory.parameters import Parameter, chunk_parameters
+from vtp_plugin.plan.model.gpt_model import GPTModel
 
 _START, _END = 64, 128
 _MASTER_BYTES = 4

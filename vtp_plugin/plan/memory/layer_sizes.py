@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from vtp_plugin.plan.memory.gpt_model import GPTModel
+from vtp_plugin.plan.model.gpt_model import GPTModel
 
 FULL_BYTES, INDEX_BYTES = 4, 8
 

@@ -1,19 +1,28 @@
-"""The parameters of a model chunk on one rank, in the order in which Megatron's local layers register them.
-
-Read in megatron/core of 0.19: ``models/gpt/gpt_model.py``, ``transformer/attention.py``,
-``transformer/multi_latent_attention.py``, ``transformer/mlp.py``, ``transformer/moe`` and
-``transformer/multi_token_prediction.py``. Transformer Engine's layers have as many parameters, in another order.
-"""
+"""The parameters of a model chunk on one rank, in the order of its model: what is listed of them, with their sizes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.layout.chunks import Chunk
 from vtp_plugin.plan.layout.grids import ExpertGrid, StageGrid
-from vtp_plugin.plan.memory.gpt_model import GPTModel, Latent
+from vtp_plugin.plan.model.gpt_model import GPTModel
+from vtp_plugin.plan.model.gpt_parameters import (
+    DENSE_LAYER,
+    EXPERT_LAYER,
+    FINAL_NORM,
+    LAYERS,
+    OUTPUT,
+    POSITION_EMBEDDING,
+    PREDICTION,
+    PREDICTION_NORM,
+    WORD_EMBEDDING,
+    ParameterRow,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,128 +63,82 @@ def chunk_parameters(model: GPTModel, chunk: Chunk, grid: StageGrid, experts: Ex
     [('word_embeddings', 40), ('input_layernorm', 8), ('linear_proj', 32), ('linear_qkv', 96), ('pre_mlp_layernorm', 8),
      ('linear_fc1', 96), ('linear_fc2', 48)]
     """
-    return tuple(_chunk(_Writer(model=model, tp=grid.tp, etp=experts.tp, ep=experts.ep), chunk))
+    return tuple(_chunk(_Rank(model, grid.tp, experts), chunk))
 
 
-def _chunk(write: _Writer, chunk: Chunk) -> Iterator[Parameter]:
-    model = write.model
+def _chunk(rank: _Rank, chunk: Chunk) -> Iterator[Parameter]:
+    model = rank.model
     predicts = chunk.is_last and model.num_predicting > 0
     # Every other place of the word embedding is a copy that is kept equal to it.
     is_copied = not chunk.is_whole and (model.is_tied or model.num_predicting > 0)
     if chunk.is_first or predicts:
-        yield Parameter(name="embedding.word_embeddings.weight", numel=write.vocab, is_shared=is_copied)
-        if model.num_positions:
-            positions = model.num_positions * model.hidden
-            yield Parameter(name="embedding.position_embeddings.weight", numel=positions)
+        yield from rank.held((WORD_EMBEDDING,), is_shared=is_copied)
+        yield from rank.held((POSITION_EMBEDDING,))
     for layer in chunk.layers:
-        yield from write.layer(f"decoder.layers.{layer}", has_experts=write.has_experts(layer))
+        yield from rank.layer(f"{LAYERS}.{layer}.", layer)
     if chunk.is_last:
-        yield from write.norm("decoder.final_layernorm", model.hidden)
+        yield from rank.held(FINAL_NORM)
     for number in range(model.num_predicting if predicts else 0):
-        yield from write.prediction(f"mtp.layers.{number}")
+        yield from rank.prediction(f"mtp.layers.{number}.")
     if chunk.is_last and not (chunk.is_first and model.is_tied):
-        is_copy = is_copied and model.is_tied and not predicts
-        yield Parameter(name="output_layer.weight", numel=write.vocab, is_shared=is_copy)
+        yield from rank.held((OUTPUT,), is_shared=is_copied and model.is_tied and not predicts)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Writer:
-    """Lists the parameters of a layer for one rank."""
+class _Rank:
+    """Says what one rank holds of the parameters of a model.
 
-    model: GPTModel
-    tp: int
-    etp: int
-    ep: int
+    Args:
+        model: the model.
+        tp: tensor-parallel size of the rank's stage.
+        experts: how the stage shares its experts.
+    """
 
-    @property
-    def vocab(self) -> int:
-        return _cut("the padded vocabulary", self.model.vocab, self.tp) * self.model.hidden
+    def __init__(self, model: GPTModel, tp: int, experts: ExpertGrid) -> None:
+        self.model = model
+        self._tp, self._experts = tp, experts
+        self._layers: dict[bool, tuple[tuple[str, int, bool], ...]] = {}
 
-    def has_experts(self, layer: int) -> bool:
-        return self.model.experts is not None and self.model.experts.layers[layer]
-
-    def norm(self, name: str, width: int) -> Iterator[Parameter]:
-        yield Parameter(name=f"{name}.weight", numel=width)
-        if self.model.has_norm_bias:
-            yield Parameter(name=f"{name}.bias", numel=width)
-
-    def layer(self, name: str, *, has_experts: bool) -> Iterator[Parameter]:
-        yield from self.norm(f"{name}.input_layernorm", self.model.hidden)
-        if self.model.latent is None:
-            yield from self._attention(f"{name}.self_attention")
-        else:
-            yield from self._latent_attention(f"{name}.self_attention", self.model.latent)
-        yield from self.norm(f"{name}.pre_mlp_layernorm", self.model.hidden)
-        if has_experts:
-            yield from self._experts(f"{name}.mlp")
-        else:
-            yield from self._feed_forward(f"{name}.mlp", self.model.ffn, self.tp)
-
-    def prediction(self, name: str) -> Iterator[Parameter]:
-        model = self.model
-        yield from self.norm(f"{name}.enorm", model.hidden)
-        yield from self.norm(f"{name}.hnorm", model.hidden)
-        yield from self._column(f"{name}.eh_proj", 2 * model.hidden, model.hidden, has_bias=False)
-        yield from self.layer(f"{name}.mtp_model_layer", has_experts=self.has_experts(model.num_layers - 1))
-        yield from self.norm(f"{name}.final_layernorm", model.hidden)
-
-    def _attention(self, name: str) -> Iterator[Parameter]:
-        model = self.model
-        queries, keys = model.heads * model.kv_channels, model.groups * model.kv_channels
-        yield from self._row(f"{name}.linear_proj", queries, model.hidden)
-        has_bias = model.has_bias or model.has_qkv_bias
-        yield from self._column(f"{name}.linear_qkv", model.hidden, queries + 2 * keys, has_bias=has_bias)
-        if model.has_query_norm:
-            yield from self.norm(f"{name}.q_layernorm", model.kv_channels)
-            yield from self.norm(f"{name}.k_layernorm", model.kv_channels)
-
-    def _latent_attention(self, name: str, sizes: Latent) -> Iterator[Parameter]:
-        model, keys = self.model, sizes.qk_head_dim + sizes.qk_pos_emb_head_dim
-        yield from self._row(f"{name}.linear_proj", model.heads * sizes.v_head_dim, model.hidden)
-        columns = [("linear_q_proj", model.hidden, model.heads * keys)]
-        if sizes.q_lora_rank:
-            columns = [("linear_q_down_proj", model.hidden, sizes.q_lora_rank)]
-            columns += [("linear_q_up_proj", sizes.q_lora_rank, model.heads * keys)]
-        columns += [("linear_kv_down_proj", model.hidden, sizes.kv_lora_rank + sizes.qk_pos_emb_head_dim)]
-        columns += [("linear_kv_up_proj", sizes.kv_lora_rank, model.heads * (sizes.qk_head_dim + sizes.v_head_dim))]
-        for part, width, outputs in columns:
-            yield from self._column(f"{name}.{part}", width, outputs, has_bias=False)
-        if model.has_query_norm:
-            if sizes.q_lora_rank:
-                yield from self.norm(f"{name}.q_layernorm", sizes.q_lora_rank)
-            yield from self.norm(f"{name}.kv_layernorm", sizes.kv_lora_rank)
-
-    def _experts(self, name: str) -> Iterator[Parameter]:
+    def layer(self, prefix: str, layer: int) -> Iterator[Parameter]:
+        """Yield the parameters of a layer; all with experts are alike, and all without."""
         experts = self.model.experts
-        assert experts is not None
-        yield Parameter(name=f"{name}.router.weight", numel=experts.number * self.model.hidden)
-        for number in range(_cut("--num-experts", experts.number, self.ep)):
-            local = f"{name}.experts.local_experts.{number}"
-            yield from self._feed_forward(local, experts.ffn, self.etp, is_expert=True)
-        if experts.shared_ffn:
-            yield from self._feed_forward(f"{name}.shared_experts", experts.shared_ffn, self.tp)
+        has_experts = experts is not None and experts.layers[layer]
+        if has_experts not in self._layers:
+            self._layers[has_experts] = tuple(self._sizes(EXPERT_LAYER if has_experts else DENSE_LAYER, prefix))
+        for name, numel, is_routed in self._layers[has_experts]:
+            yield Parameter(name=prefix + name, numel=numel, is_expert=is_routed)
 
-    def _feed_forward(self, name: str, ffn: int, size: int, *, is_expert: bool = False) -> Iterator[Parameter]:
-        hidden, own = self.model.hidden, _cut("a feed-forward size", ffn, size)
-        inputs = own * (2 if self.model.is_gated else 1)
-        biases = (inputs, hidden) if self.model.has_bias else (0, 0)
-        for part, numel, bias in (("linear_fc1", inputs * hidden, biases[0]), ("linear_fc2", hidden * own, biases[1])):
-            yield Parameter(name=f"{name}.{part}.weight", numel=numel, is_expert=is_expert)
-            if bias:
-                yield Parameter(name=f"{name}.{part}.bias", numel=bias, is_expert=is_expert)
+    def prediction(self, prefix: str) -> Iterator[Parameter]:
+        """Yield the parameters of a layer of multi-token prediction."""
+        yield from self.held(PREDICTION, prefix)
+        yield from self.layer(f"{prefix}mtp_model_layer.", self.model.num_layers - 1)
+        yield from self.held(PREDICTION_NORM, prefix)
 
-    def _row(self, name: str, width: int, outputs: int) -> Iterator[Parameter]:
-        """List a linear layer of which each rank has a part of the inputs, and the whole bias."""
-        yield Parameter(name=f"{name}.weight", numel=_cut(name, width, self.tp) * outputs)
-        if self.model.has_bias:
-            yield Parameter(name=f"{name}.bias", numel=outputs)
+    def held(self, rows: Iterable[ParameterRow], prefix: str = "", *, is_shared: bool = False) -> Iterator[Parameter]:
+        """Yield the parameters of some rows."""
+        for name, numel, _ in self._sizes(rows, prefix):
+            yield Parameter(name=prefix + name, numel=numel, is_shared=is_shared)
 
-    def _column(self, name: str, width: int, outputs: int, *, has_bias: bool) -> Iterator[Parameter]:
-        """List a linear layer of which each rank has a part of the outputs."""
-        own = _cut(name, outputs, self.tp)
-        yield Parameter(name=f"{name}.weight", numel=width * own)
-        if has_bias:
-            yield Parameter(name=f"{name}.bias", numel=own)
+    def _sizes(self, rows: Iterable[ParameterRow], prefix: str) -> Iterator[tuple[str, int, bool]]:
+        """Yield name and elements of every row, and whether it is of a routed expert; these one after another."""
+        own = (row for row in rows if row.needs(self.model))
+        for is_routed, group in groupby(own, lambda row: row.is_routed):
+            numbers = range(self._num_experts() if is_routed else 1)
+            alike = [(row.name, self._numel(row, prefix)) for row in group]
+            for number in numbers:
+                yield from ((name.format(expert=number), numel, is_routed) for name, numel in alike)
+
+    def _num_experts(self) -> int:
+        assert self.model.experts is not None
+        return _cut("--num-experts", self.model.experts.number, self._experts.ep)
+
+    def _numel(self, row: ParameterRow, prefix: str) -> int:
+        size = self._experts.tp if row.is_routed else self._tp
+        what = row.cut_name or prefix + row.module
+        lengths, width = row.rows(self.model), math.prod(row.rest(self.model))
+        if row.cut == "rows":
+            whole = (sum(lengths),) if row.is_by_group else lengths
+            lengths = tuple(_cut(what, length, size) for length in whole)
+        return sum(lengths) * (_cut(what, width, size) if row.cut == "columns" else width)
 
 
 def _cut(what: str, size: int, parts: int) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.plan.memory.gpt_model import GPTModel
+from vtp_plugin.plan.model.gpt_model import GPTModel
 from vtp_plugin.tune.cluster.machines import Card, Links, Time
 from vtp_plugin.tune.cluster.shares import Batch, Shares, count, part_parameters
 from vtp_plugin.tune.cluster.speed import Source, Speed, all_reduce_s, least_sure

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.plan.memory.gpt_model import GPTModel
+from vtp_plugin.plan.model.gpt_model import GPTModel
 from vtp_plugin.tune.cluster.machines import Links, Origin, Part, Time
 from vtp_plugin.tune.cluster.speed import Link
 from vtp_plugin.tune.cluster.toml_table import Table, read_file

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from vtp_plugin.plan.layout.chunks import Chunk
 from vtp_plugin.plan.layout.grids import ExpertGrid, StageGrid
-from vtp_plugin.plan.memory.gpt_model import GPTModel
 from vtp_plugin.plan.memory.parameters import Parameter, chunk_parameters
+from vtp_plugin.plan.model.gpt_model import GPTModel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,8 +10,8 @@ from typing import NamedTuple
 from vtp_plugin.plan.layout.chunks import Chunk
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.plan.memory.footprint import Training, footprints
-from vtp_plugin.plan.memory.gpt_model import GPTModel
 from vtp_plugin.plan.memory.layer_sizes import Microbatch
+from vtp_plugin.plan.model.gpt_model import GPTModel
 
 
 class HeldPart(NamedTuple):

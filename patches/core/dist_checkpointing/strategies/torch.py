@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -64,13 +65,13 @@ def checking(reader_class: type[Any]) -> type[Any]:
 
     class Checking(reader_class):
         vtp_checks: PieceChecks | None = None
+        vtp_path: Any = None
 
         def read_data(self, plan: Any, planner: Any) -> Any:
-            manifest = load_manifest(Path(self.path))
+            if self.vtp_path != self.path:  # however often it is asked for pieces of one checkpoint
+                self.vtp_path, self.vtp_checks = self.path, _checks_of(Path(self.path))
             try:
-                if manifest is None or not manifest.can_check:
-                    return super().read_data(plan, planner)
-                with PieceChecks(Path(self.path), manifest) as self.vtp_checks:
+                with self.vtp_checks or contextlib.nullcontext():
                     return super().read_data(plan, planner)
             except pickle.UnpicklingError as error:
                 raise refused(f"a tensor in {self.path}", error) from None
@@ -82,3 +83,8 @@ def checking(reader_class: type[Any]) -> type[Any]:
             return self.vtp_checks.watch(part, Extent(info.relative_path, info.offset, info.length))
 
     return Checking
+
+
+def _checks_of(checkpoint: Path) -> PieceChecks | None:
+    manifest = load_manifest(checkpoint)
+    return None if manifest is None or not manifest.can_check else PieceChecks(checkpoint, manifest)

@@ -1,4 +1,4 @@
-"""A GPT as its sizes say it."""
+"""A GPT as its sizes say it: what memory, the search and the checkpoints of Hugging Face know of a model."""
 
 from __future__ import annotations
 
@@ -82,3 +82,18 @@ class GPTModel:
     is_tied: bool
     latent: Latent | None = None
     experts: Experts | None = None
+
+    @property
+    def queries(self) -> int:
+        """Channels of the queries of all heads."""
+        return self.heads * self.kv_channels
+
+    @property
+    def keys(self) -> int:
+        """Channels of all keys, and of all values."""
+        return self.groups * self.kv_channels
+
+    @property
+    def num_experts(self) -> int:
+        """Number of experts of a layer that has some; 0 without them."""
+        return 0 if self.experts is None else self.experts.number
