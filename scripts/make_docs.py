@@ -246,7 +246,7 @@ def _crossing() -> dict[str, str]:
     from vtp_plugin.runtime.health.store import Topic
 
     return {
-        "what crosses": _table(("kind", "form"), [(kind.value, form) for kind, form in MESSAGE_FORMS.items()]),
+        "what crosses": _table(("kind", "form"), [(kind.value, form.says) for kind, form in MESSAGE_FORMS.items()]),
         "what the store holds": _table(("key", "content"), [(f"`{topic.key}`", topic.sentence) for topic in Topic]),
         "what is compared by value": ", ".join(sorted(SHARED_NAMES)) + ".",
     }

@@ -323,7 +323,9 @@ def _set_own_sizes(session: Session, host: MegatronHost, args: argparse.Namespac
         tensor_bytes=crossing_bytes(args, layout.cp_sizes),
     )
     if packing_flag(args):
-        session.learn(companion=packed_rows(args.seq_length))
+        session.learn(has_packed_rows=True)
+        if session.config.layerwise_disaggregated:
+            session.learn(companion=packed_rows(args.seq_length))
     stage = layout.stage_of(args.rank)
     if not replicas.is_equal:
         vars(args).update(own_batches(args, replicas, stage))

@@ -23,7 +23,7 @@ from vtp_plugin.runtime.comm.channel import Channel
 from vtp_plugin.runtime.comm.recorder import Recorder
 from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.runtime.step.communicator import PipelineCommunicator, join_channels, open_channels, own_channels
-from vtp_plugin.runtime.step.companion_tensors import Companions
+from vtp_plugin.runtime.step.companion_tensors import join_companions
 from vtp_plugin.runtime.step.schedule_runner import ScheduleRunner
 from vtp_plugin.runtime.step.tied_weight import TiedWeight, join_tied_weight
 from vtp_plugin.runtime.step.try_transports import settle, try_strategies
@@ -239,10 +239,7 @@ def _make_runner(
     """Make the runner of planned schedules of this pipeline alone; None if Megatron's schedules run."""
     if plan.orders is None:
         return None
-    companions = None
-    if plan.companion is not None:
-        stage = plan.placement.stage_of(worker)
-        companions = Companions(plan.placement, stage, channels, plan.companion, platform)
+    companions = join_companions(plan.placement, worker, channels, plan.companions, platform)
     return ScheduleRunner(plan.placement, worker, ranks, platform, plan.orders, companions, recorder)
 
 

@@ -55,7 +55,7 @@ class PipelinePlan:
         is_sharded: whether ranks hold slices of activations (sequence parallelism), as far as is known beforehand.
         orders: options for which its steps are planned; None if Megatron's schedules run, or one schedule runs several
             modules.
-        companion: kind of tensor that crosses with activations, such as the lengths of packed samples; None for none.
+        companions: kinds of tensors that cross with activations, such as the lengths of packed samples.
     """
 
     layout: PipelineLayout
@@ -67,7 +67,7 @@ class PipelinePlan:
     is_active: bool = True
     is_sharded: bool = False
     orders: ScheduleOptions | None = None
-    companion: Companion | None = None
+    companions: tuple[Companion, ...] = ()
 
     @property
     def members(self) -> range:

@@ -22,7 +22,6 @@ from vtp_plugin.config.resolve import (
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.host.rules.context import OptionContext
 from vtp_plugin.host.versions import capability, find_host
-from vtp_plugin.plan.boundary.message_kind import MessageKind
 from vtp_plugin.plan.boundary.pipeline_boundaries import pipeline_boundaries
 from vtp_plugin.plan.boundary.strategies.transport_rules import TransportRules
 from vtp_plugin.plan.layout.describe import describe_layout
@@ -49,7 +48,8 @@ class PlannedRun:
         tensor_bytes: size of the tensor that crosses a boundary; None if it is not known beforehand.
         is_sharded: whether ranks hold slices of activations (sequence parallelism), as far as is known beforehand.
         log_interval_steps: number of training steps from one line about real and planned times to the next.
-        companion: kind of tensor that the cloud of a U needs beside activations; None for none.
+        has_packed_rows: whether a microbatch is a row of packed samples.
+        companions: kinds of tensors that later stages need beside activations.
         check_batch: raises an error if the script must not read such a batch; None allows any.
         notes: lines at the end of the start-up summary.
         has_arguments: whether the plan follows from arguments that megatron.training has validated, and lasts as long
@@ -62,7 +62,8 @@ class PlannedRun:
     tensor_bytes: int | None = None
     is_sharded: bool = False
     log_interval_steps: int = 100
-    companion: Companion | None = None
+    has_packed_rows: bool = False
+    companions: tuple[Companion, ...] = ()
     check_batch: Callable[[Any], None] | None = None
     notes: tuple[str, ...] = ()
     has_arguments: bool = False
@@ -92,11 +93,6 @@ class PlannedRun:
     def is_recorded(self) -> bool:
         """Whether the trace or the timing is asked for."""
         return self.config.timing or self.config.trace is not None
-
-    @property
-    def has_packed_rows(self) -> bool:
-        """Whether a microbatch is a row of packed samples."""
-        return self.companion is not None and self.companion.kind is MessageKind.LENGTHS
 
     @property
     def has_stock_ends(self) -> bool:
@@ -181,6 +177,12 @@ class PlannedRun:
             orders = read_schedule_options(
                 config, num_stages, self.tensor_bytes, num_chunks=num_chunks, report_interval_steps=steps
             )
+        if self.companions and orders is None:
+            kinds = ", ".join(companion.kind for companion in self.companions)
+            raise ConfigError(
+                f"{kinds} beside activations; only a planned pipeline of several stages carries them; give "
+                "--vtp-schedule planned"
+            )
         is_ring = placement.num_vstages > num_stages
         rules = self.transport_rules
         return PipelinePlan(
@@ -200,7 +202,7 @@ class PlannedRun:
             is_active=self.is_active,
             is_sharded=self.is_sharded,
             orders=orders,
-            companion=self.companion if is_u_shaped else None,
+            companions=self.companions,
         )
 
     def statement(self) -> dict[str, object]:

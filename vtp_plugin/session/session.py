@@ -180,21 +180,25 @@ class Session:
         tensor_bytes: int | None = None,
         is_sharded: bool | None = None,
         log_interval_steps: int | None = None,
-        companion: Companion | None = None,
+        has_packed_rows: bool | None = None,
         check_batch: Callable[[Any], None] | None = None,
         has_arguments: bool | None = None,
+        companion: Companion | None = None,
         note: str | None = None,
     ) -> None:
-        """Add what the model's options say to the plan; the arguments are attributes of ``PlannedRun``."""
+        """Add what the model's options say to the plan: attributes of ``PlannedRun``, a companion, a note."""
         known = {
             "tensor_bytes": tensor_bytes,
             "is_sharded": is_sharded,
             "log_interval_steps": log_interval_steps,
-            "companion": companion,
+            "has_packed_rows": has_packed_rows,
             "check_batch": check_batch,
             "has_arguments": has_arguments,
         }
         changes: dict[str, object] = {name: value for name, value in known.items() if value is not None}
+        if companion is not None:
+            known_companions = {each.kind: each for each in (*self.planned.companions, companion)}
+            changes["companions"] = tuple(known_companions.values())
         if note is not None:
             changes["notes"] = (*self.planned.notes, note)
         self._start.plan(dataclasses.replace(self.planned, **changes))

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.plan.boundary.message_kind import MessageKind
+from vtp_plugin.plan.boundary.header import HeaderCodec
+from vtp_plugin.plan.boundary.message_kind import MESSAGE_FORMS, MessageKind
 from vtp_plugin.runtime.comm.audit import Audit, require_allowed
 
 ACTIVATION = torch.zeros(8, 2, 4)
@@ -78,3 +79,7 @@ def test_place_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="--vtp-audit"):
         Audit(str(tmp_path / "file" / "audit.jsonl"), rank=0)
+
+
+def test_a_header_is_as_long_as_its_codec_makes_it() -> None:
+    assert MESSAGE_FORMS[MessageKind.SHAPE_HEADER].num_elements == HeaderCodec().length

@@ -13,16 +13,8 @@ from pathlib import Path
 import torch
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.plan.boundary.header import HeaderCodec
-from vtp_plugin.plan.boundary.message_kind import MessageKind
+from vtp_plugin.plan.boundary.message_kind import MESSAGE_FORMS, MessageKind
 from vtp_plugin.runtime.health.line_file import LineFile
-
-_NUM_DIMENSIONS = {
-    MessageKind.ACTIVATION: 3,
-    MessageKind.GRADIENT: 3,
-    MessageKind.PROBE: 3,
-    MessageKind.TIED_EMBEDDING: 2,
-}
 
 
 def require_allowed(kind: MessageKind, tensor: torch.Tensor) -> None:
@@ -39,19 +31,8 @@ def require_allowed(kind: MessageKind, tensor: torch.Tensor) -> None:
     Raises:
         ConfigError: the tensor has another form.
     """
-    match kind:
-        case MessageKind.SHAPE_HEADER:
-            is_allowed = tensor.dtype == torch.int64 and tensor.numel() == HeaderCodec().length
-        case MessageKind.LENGTHS:
-            is_allowed = tensor.dtype == torch.int32 and tensor.dim() == 3 and tensor.shape[1:].numel() == 1
-        case MessageKind.POSITIONS:
-            is_allowed = tensor.dtype == torch.int32 and tensor.dim() == 3 and tensor.shape[2] == 4
-        case MessageKind.BRIDGE_HEADER:
-            is_allowed = tensor.dtype == torch.int64 and tensor.dim() == 2 and len(tensor) == 1
-        case MessageKind.WARM_UP:
-            is_allowed = tensor.numel() == 1 and tensor.is_floating_point()
-        case _:
-            is_allowed = tensor.is_floating_point() and tensor.dim() == _NUM_DIMENSIONS[kind]
+    dtype = "floating point" if tensor.is_floating_point() else str(tensor.dtype).removeprefix("torch.")
+    is_allowed = MESSAGE_FORMS[kind].fits(dtype, tensor.shape, tensor.numel())
     if not is_allowed:
         raise ConfigError(
             f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)} is no {kind}, and nothing else may leave this "

@@ -3,6 +3,6 @@
 Words:
     link: a channel or a bridge that knows how its tensors cross; its verbs are post, send and take (``StageLink``).
     inputs: what a forward takes, one tensor or several (``Inputs``).
-    companion: a tensor of the edge's batch that crosses into the cloud before the activation (``Companion``).
+    companion: a tensor of a batch that later stages need, which crosses before the activation (``Companion``).
     report: figures that a rank has measured, for all ranks (``Report``).
 """

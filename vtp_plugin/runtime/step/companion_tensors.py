@@ -1,13 +1,16 @@
-"""Companions: tensors of a batch that the cloud of a U-shaped pipeline needs beside the activation.
+"""Companions: tensors of a batch that later stages need beside the activation.
 
-Attention has to know where the samples of a packed row end, or where the tokens of a picture stand, and only the edge
-has data. So a companion crosses before the activation of its microbatch, into every stage of the cloud and over the
-same links. There it replaces the data: the script's forward step finds it in its iterator. Activations that cross back
-to the edge have no companion, since the edge has the data.
+Attention has to know where the samples of a packed row end, or where the tokens of a picture stand. In a U-shaped
+pipeline only the edge has data, so these cross before the activation of their microbatch, over the same links, into
+every stage of the cloud. There the script's forward step finds them in its iterator.
+
+A :class:`Companion` declares what crosses: kind, type, shape, the stage that reads it, and the stages that want it.
+Every planned pipeline of one module carries it.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +21,9 @@ from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.boundary.message_kind import MessageKind
 from vtp_plugin.plan.layout.channel_id import ChannelId, Direction
 from vtp_plugin.plan.schedule.order.actions import Action, Op
+from vtp_plugin.plan.schedule.order.companion_route import carriers
 from vtp_plugin.plan.schedule.order.messages import channel_of
-from vtp_plugin.plan.schedule.order.placement import Placement
+from vtp_plugin.plan.schedule.order.placement import Placement, num_rings
 from vtp_plugin.platform.interface import Platform
 from vtp_plugin.runtime.comm.channel import Channel
 from vtp_plugin.runtime.comm.link import ChannelLink
@@ -27,41 +31,129 @@ from vtp_plugin.runtime.comm.pending_receives import RecvWork
 from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.runtime.comm.work import SendWork
 from vtp_plugin.runtime.step.batches import Reader
+from vtp_plugin.runtime.step.links import vstages_over
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Companion:
-    """A kind of companion: which tensor of a batch crosses, and in which form.
+    """A kind of companion: which tensor of a batch crosses, in which form, from which stage to which.
 
     Attributes:
-        kind: kind of message.
+        kind: kind of message; its row of :data:`~vtp_plugin.plan.boundary.message_kind.MESSAGE_FORMS` says which
+            tensors pass.
         shape: shape of every companion.
-        read: makes the companion, as int32, from what the script's iterator gives.
-        give: makes what the script's forward step reads in the cloud from the companion.
+        read: makes the companion from what the script's iterator gives.
+        give: makes what the script's forward step reads at the stages that want the companion; entries of a batch.
         unit: name of what the script reads for a microbatch, such as ``"row"``, for errors.
-        says: what the cloud would not know without the companion, for errors.
+        says: what later stages would not know without the companion, for errors.
         way_out: advice for the error about a forward that reads several batches.
+        dtype: type of every companion.
+        src: stage that reads it from its batch.
+        dst: stages that want it; None for all others.
     """
 
     kind: MessageKind
     shape: tuple[int, int, int]
     read: Callable[[Any], torch.Tensor]
-    give: Callable[[torch.Tensor], Any]
+    give: Callable[[torch.Tensor], Mapping[str, Any]]
     unit: str
     says: str
     way_out: str
+    dtype: torch.dtype = torch.int32
+    src: int = 0
+    dst: frozenset[int] | None = None
 
 
 class Companions:
-    """Moves the companions of this rank's microbatches into the cloud; for the main thread only.
+    """Moves the companions of this rank's microbatches; for the main thread only. See :func:`join_companions`.
 
     Args:
-        placement: which stage holds which virtual stage; stage 0 is the edge.
-        stage: stage of this rank.
+        crossings: what crosses here, in the order in which it crosses before an activation.
+        has_data: whether this stage reads batches of its own.
+    """
+
+    def __init__(self, crossings: Sequence[_Crossing] = (), *, has_data: bool = True) -> None:
+        self._crossings = tuple(crossings)
+        self._has_data = has_data
+        self._now = -1, -1
+
+    def start_step(self, *, is_batched: bool) -> None:
+        """Count microbatches from 0 again.
+
+        Args:
+            is_batched: whether messages are coalesced into one call of the backend, as those of the activations are.
+        """
+        for crossing in self._crossings:
+            crossing.start_step(is_batched=is_batched)
+
+    def iterators(self, iterators: Sequence[Any]) -> list[Any]:
+        """Return the iterators that the script's forward step reads, one for each chunk.
+
+        Args:
+            iterators: Megatron's iterators; a rank that reads nothing has None.
+        """
+        if not self._crossings:
+            return list(iterators)
+        is_given = any(crossing.is_wanted for crossing in self._crossings)
+        return [
+            Reader(functools.partial(self._read, batches)) if is_given or batches is not None else None
+            for batches in iterators
+        ]
+
+    def post(self, receive: Action) -> None:
+        """Post the receives of the companions of an activation, before that of the activation itself."""
+        for crossing in self._crossings:
+            crossing.post(receive)
+
+    def take(self, receive: Action) -> None:
+        """Wait for the companions of an activation."""
+        for crossing in self._crossings:
+            crossing.take(receive)
+
+    def enter(self, forward: Action) -> None:
+        """Note the forward that reads its batch from now on."""
+        for crossing in self._crossings:
+            crossing.leave(self._now)
+        self._now = forward.vstage, forward.microbatch
+
+    def send(self, send: Action) -> list[SendWork]:
+        """Send the companions of an activation, before the activation itself."""
+        return [work for crossing in self._crossings for work in crossing.send(send)]
+
+    def _read(self, batches: Iterator[Any] | None) -> Any:
+        """Read the batch of the forward that runs: this stage's own, with the companions that have come."""
+        batch = next(batches) if self._has_data and batches is not None else {}
+        for crossing in self._crossings:
+            if crossing.is_src:
+                crossing.read(self._now, batch)
+            batch = crossing.given(self._now, batch)
+        return batch
+
+
+def join_companions(
+    placement: Placement,
+    worker: int,
+    channels: Mapping[ChannelId, Channel],
+    companions: Sequence[Companion],
+    platform: Platform,
+) -> Companions:
+    """Bind what crosses to this rank's channels.
+
+    Args:
+        placement: which stage holds which virtual stage.
+        worker: number of this rank's replica in the schedule.
         channels: channels of this rank by their identity.
-        companion: kind of companion that crosses.
+        companions: what crosses; before an activation they cross in this order.
         platform: where this rank computes.
     """
+    stage = placement.stage_of(worker)
+    crossings = [_Crossing(placement, stage, channels, companion, platform) for companion in companions]
+    # In a U the edge alone has data. Elsewhere each stage that reads a batch goes on reading it.
+    return Companions(crossings, has_data=stage == 0 or not num_rings(placement))
+
+
+class _Crossing:
+    """One kind of companion on this rank; the arguments are those of :func:`join_companions`."""
 
     def __init__(
         self,
@@ -72,26 +164,22 @@ class Companions:
         platform: Platform,
     ) -> None:
         self._placement = placement
-        self._is_edge = stage == 0
         self._companion = companion
         self._platform = platform
+        self._carriers = carriers(placement, companion.src, companion.dst)
+        self.is_src = stage == companion.src
+        self.is_wanted = not self.is_src and (companion.dst is None or stage in companion.dst)
         self._channels = {
             name: channel.crossed_by("rank0", unit=f"{companion.kind} of microbatch", kind=companion.kind)
             for name, channel in channels.items()
-            if name.direction is Direction.FORWARD and placement.stage_of(name.dst) != 0
+            if name.direction is Direction.FORWARD and self._carriers.intersection(vstages_over(placement, name))
         }
         self._links: dict[ChannelId, ChannelLink] = {}
         self._posted: dict[Action, RecvWork] = {}
         self._held: dict[tuple[int, int], torch.Tensor] = {}
-        self._now = -1, -1
 
     def start_step(self, *, is_batched: bool) -> None:
-        """Count microbatches from 0 again.
-
-        Args:
-            is_batched: whether messages are coalesced into one call of the backend, as those of the activations are.
-        """
-        form = TensorFormat(dtype=torch.int32, is_batched=is_batched, requires_grad=False)
+        form = TensorFormat(dtype=self._companion.dtype, is_batched=is_batched, requires_grad=False)
         self._links = {
             name: ChannelLink(channel, form, self._companion.shape) for name, channel in self._channels.items()
         }
@@ -99,60 +187,56 @@ class Companions:
             link.start_step()
         self._held.clear()
 
-    def iterators(self, iterators: Sequence[Any]) -> list[Any]:
-        """Return the iterators that the script's forward step reads, one for each chunk.
-
-        Args:
-            iterators: Megatron's iterators. On the edge they are read as before; a rank that reads nothing has None.
-        """
-        if not self._is_edge:
-            return [Reader(self._given) for _ in iterators]
-        return [None if batches is None else Reader(self._watched(batches)) for batches in iterators]
-
     def post(self, receive: Action) -> None:
-        """Post the receive of the companion of an activation, before that of the activation itself."""
-        link = self._links.get(channel_of(self._placement, receive))
-        if link is not None and receive.op is Op.RECV_F:
-            self._posted[receive] = link.post()
+        if receive.op is Op.RECV_F and receive.vstage - 1 in self._carriers:
+            self._posted[receive] = self._links[channel_of(self._placement, receive)].post()
 
     def take(self, receive: Action) -> None:
-        """Wait for the companion of an activation."""
         posted = self._posted.pop(receive, None)
         if posted is not None:
             self._held[receive.vstage, receive.microbatch] = posted.take()
 
-    def enter(self, forward: Action) -> None:
-        """Note the forward that reads its batch from now on."""
-        self._now = forward.vstage, forward.microbatch
+    def read(self, now: tuple[int, int], batch: Any) -> None:
+        """Make the companion of the forward that reads a batch.
 
-    def send(self, send: Action) -> SendWork | None:
-        """Send the companion of an activation, before the activation itself; return None if it has no companion."""
+        Raises:
+            ConfigError: it has read one already.
+        """
+        if now[0] not in self._carriers:
+            return
+        if now in self._held:
+            unit, way_out = self._companion.unit, self._companion.way_out
+            raise ConfigError(f"a forward step that reads two {unit}s; a microbatch is one {unit}; {way_out}")
+        made = self._companion.read(batch).view(self._companion.shape)
+        self._held[now] = made.to(self._platform.device(), non_blocking=True)
+
+    def given(self, now: tuple[int, int], batch: Any) -> Any:
+        """Add what has come to a batch."""
+        if not self.is_wanted or now not in self._held:
+            return batch
+        return {**batch, **self._companion.give(self._held[now])}
+
+    def leave(self, forward: tuple[int, int]) -> None:
+        """Forget the companion of a forward that has run, if it does not go on."""
+        if forward[0] not in self._carriers:
+            self._held.pop(forward, None)
+
+    def send(self, send: Action) -> Iterator[SendWork]:
+        """Send the companion of an activation, if it has one.
+
+        Raises:
+            ConfigError: the forward has read nothing.
+        """
+        if send.op is not Op.SEND_F or send.vstage not in self._carriers:
+            return
+        link = self._links[channel_of(self._placement, send)]
         held = self._held.pop((send.vstage, send.microbatch), None)
-        link = self._links.get(channel_of(self._placement, send))
-        if link is None or send.op is not Op.SEND_F:
-            return None
         if held is None:
             if link.channel.sends_from_here:
                 unit, says = self._companion.unit, self._companion.says
                 raise ConfigError(
-                    f"{send}: the script's forward step has read no {unit}, so the cloud would not know {says}; read "
-                    f"one {unit} in every forward of the edge"
+                    f"{send}: the script's forward step has read no {unit}, so later stages would not know {says}; "
+                    f"read one {unit} in every forward of stage {self._companion.src}"
                 )
-            held = torch.zeros(self._companion.shape, dtype=torch.int32, device=self._platform.device())
-        return link.send(held)
-
-    def _watched(self, batches: Iterator[Any]) -> Callable[[], Any]:
-        def read() -> Any:
-            batch = next(batches)
-            if self._placement.crosses(self._now[0]):
-                if self._now in self._held:
-                    unit, way_out = self._companion.unit, self._companion.way_out
-                    raise ConfigError(f"a forward step that reads two {unit}s; a microbatch is one {unit}; {way_out}")
-                made = self._companion.read(batch).view(self._companion.shape)
-                self._held[self._now] = made.to(self._platform.device(), non_blocking=True)
-            return batch
-
-        return read
-
-    def _given(self) -> Any:
-        return self._companion.give(self._held[self._now])
+            held = torch.zeros(self._companion.shape, dtype=self._companion.dtype, device=self._platform.device())
+        yield link.send(held)

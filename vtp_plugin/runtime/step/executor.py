@@ -60,7 +60,7 @@ class Executor:
         worker: number of this rank's replica in the schedule; without replicas that is the stage.
         links: links of this rank.
         compute: computes the forwards and backwards of this stage.
-        companions: tensors that cross with activations; None if there are none.
+        companions: tensors that cross with activations.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class Executor:
         self._actions = schedule.orders[worker]
         self._links = links
         self._compute = compute
-        self._companions = companions
+        self._companions = companions or Companions()
         self._num_backwards_left = Counter(action.vstage for action in self._actions if action.op is Op.B)
         self._current: Action | None = None
         self._posted: dict[Action, Receive] = {}
@@ -124,21 +124,19 @@ class Executor:
         return self._links[channel_of(self._placement, action), link_of(self._placement, action)]
 
     def _post_receive(self, action: Action) -> None:
-        if self._companions is not None:
-            self._companions.post(action)
+        self._companions.post(action)
         self._posted[action] = self._link(action).post()
 
     def _wait_for_receive(self, action: Action) -> None:
         receive = started_by(action)
-        if self._companions is not None:
-            self._companions.take(receive)
+        self._companions.take(receive)
         self._received[receive] = self._posted.pop(receive).take()
 
     def _send(self, action: Action) -> None:
         tensor = self._results.pop(action)
-        before = None if self._companions is None else self._companions.send(action)
+        before = self._companions.send(action)
         work = self._link(action).send(tensor)
-        self._sends[action] = work if before is None else SendsInARow(before, work)
+        self._sends[action] = SendsInARow(*before, work) if before else work
         if action.op is Op.SEND_F and not self._schedule.forward_only:
             self._compute.release(tensor)
 
@@ -148,8 +146,7 @@ class Executor:
     def _forward(self, action: Action) -> None:
         received = self._take_received(action)
         activation = received if len(received) > 1 else next(iter(received), None)
-        if self._companions is not None:
-            self._companions.enter(action)
+        self._companions.enter(action)
         output = self._compute.forward(action, activation)
         self._keep_result(action, output)
         if not self._schedule.forward_only:

@@ -69,7 +69,7 @@ class ScheduleRunner:
         ranks: all ranks of the run.
         platform: where this rank computes.
         options: kind of schedule, costs and limits for which orders are planned.
-        companions: tensors that cross with activations; None if there are none.
+        companions: tensors that cross with activations.
         recorder: notes what this rank does; None makes one.
     """
 
@@ -84,7 +84,7 @@ class ScheduleRunner:
         recorder: Recorder | None = None,
     ) -> None:
         self.placement = placement
-        self._companions = companions
+        self._companions = companions or Companions()
         self.costs = options.costs
         self._in_flight = options.in_flight
         self._worker = worker
@@ -184,21 +184,19 @@ class ScheduleRunner:
         return schedule
 
     def iterators(self, given: Any) -> list[Any]:
-        """Return what the chunks of this stage read: Megatron's iterators, or those of companions in the cloud of a U.
+        """Return what the chunks of this stage read: Megatron's iterators, where a companion comes with its entries.
 
         Args:
             given: Megatron's iterator, or a list with one for each chunk; None where nothing is read.
         """
-        by_chunk = given if isinstance(given, list) else [given]
-        return by_chunk if self._companions is None else self._companions.iterators(by_chunk)
+        return self._companions.iterators(given if isinstance(given, list) else [given])
 
     def run(self, schedule: Schedule, links: Mapping[LinkId, StageLink], compute: Compute) -> None:
         """Run one step; the arguments are those of :class:`~vtp_plugin.runtime.step.executor.Executor`."""
         for link in links.values():
             link.start_step()
         known = {name: link for name, link in links.items() if isinstance(link, ChannelLink)}
-        if self._companions is not None:
-            self._companions.start_step(is_batched=any(link.form.is_batched for link in known.values()))
+        self._companions.start_step(is_batched=any(link.form.is_batched for link in known.values()))
         timed = TimedCompute(compute, self._recorder)
         is_trained = not schedule.forward_only
         executor = Executor(schedule, self._worker, links, timed if is_trained else compute, self._companions)

@@ -1,0 +1,120 @@
+"""Steps of a planned pipeline without a model, in which each forward notes what it reads and what has come with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.multiproc.jobs.planned_job import SHAPE, World
+from tests.support.pool import TIMEOUT_S, init_gloo
+from vtp_plugin.config.resolve import ScheduleOptions
+from vtp_plugin.plan.boundary.message_kind import MessageKind
+from vtp_plugin.plan.boundary.pipeline_boundaries import pipeline_boundaries
+from vtp_plugin.plan.layout.channel_id import Direction
+from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
+from vtp_plugin.plan.schedule.order.actions import Action
+from vtp_plugin.plan.schedule.order.placement import Placement
+from vtp_plugin.platform.cpu import CpuPlatform
+from vtp_plugin.runtime.comm.tensor_format import TensorFormat
+from vtp_plugin.runtime.step.communicator import open_channels, own_channels
+from vtp_plugin.runtime.step.companion_tensors import Companion, join_companions
+from vtp_plugin.runtime.step.links import LinkForm, bind_links
+from vtp_plugin.runtime.step.schedule_runner import ScheduleRunner
+
+Noted = tuple[int, int, dict[str, int]]
+"""Virtual stage, microbatch, and the batch that its forward read."""
+
+
+class Reading:
+    """Reads a batch in every forward, and notes it."""
+
+    def __init__(self, placement: Placement, iterators: Sequence[Any]) -> None:
+        self.noted: list[Noted] = []
+        self._placement = placement
+        self._iterators = iterators
+
+    def forward(self, action: Action, activation: torch.Tensor | None) -> torch.Tensor:
+        iterator = self._iterators[self._placement.chunk(action.vstage)]
+        self.noted.append((action.vstage, action.microbatch, dict(next(iterator)) if iterator else {}))
+        return torch.ones(SHAPE)
+
+    def backward(self, action: Action, *tensors: torch.Tensor | None, is_last: bool) -> torch.Tensor | None:
+        return torch.ones(SHAPE) if action.vstage else None
+
+    def release(self, output: torch.Tensor) -> None:
+        """Keep the data."""
+
+
+def companions(src: int, dst: frozenset[int] | None) -> tuple[Companion, ...]:
+    """Declare two: the number of a batch from `src` to `dst`, and minus that number from stage 0 to all others."""
+    words = {"unit": "batch", "says": "its number", "way_out": "read one"}
+    return (
+        Companion(
+            kind=MessageKind.LENGTHS,
+            shape=(3, 1, 1),
+            read=lambda batch: torch.full((3,), batch["number"], dtype=torch.int32),
+            give=lambda made: {"came": int(made[0])},
+            src=src,
+            dst=dst,
+            **words,
+        ),
+        Companion(
+            kind=MessageKind.POSITIONS,
+            shape=(2, 1, 4),
+            read=lambda batch: torch.full((8,), -batch["number"], dtype=torch.int32),
+            give=lambda made: {"second": int(made[0, 0, 0])},
+            **words,
+        ),
+    )
+
+
+def run(
+    sizes: tuple[int, ...],
+    placement: Placement,
+    num_microbatches: int,
+    src: int,
+    dst: frozenset[int] | None,
+    dp: tuple[int, ...] | None = None,
+) -> tuple[int, list[list[Noted]]]:
+    """Run a training step and an evaluation; return the rank's worker, and what it noted in each."""
+    init_gloo()
+    dp_sizes = dp or (1,) * len(sizes)
+    world_size = sum(tp * num for tp, num in zip(sizes, dp_sizes, strict=True))
+    layout = PipelineLayout.from_sizes(sizes, world_size=world_size, dp=dp)
+    own = layout.coord(dist.get_rank())
+    groups: dict[tuple[int, int], Any] = {
+        (stage, replica): dist.new_group(list(layout.tp_ranks(stage, replica, 0)))
+        for stage in range(layout.num_stages)
+        for replica in range(dp_sizes[stage])
+    }
+    boundaries = pipeline_boundaries(layout, is_ring=placement.num_vstages > layout.num_stages)
+    platform = CpuPlatform("of the test")
+    opened = open_channels(
+        [boundary.channel(direction) for boundary in boundaries for direction in Direction],
+        stage_group=groups[own.stage, own.dp_rank],
+        platform=platform,
+        monitor=None,
+        timeout_s=TIMEOUT_S,
+    )
+    channels = own_channels(boundaries, opened)
+    worker = placement.worker(own.stage, own.dp_rank)
+    joined = join_companions(placement, worker, channels, companions(src, dst), platform)
+    runner = ScheduleRunner(placement, worker, World(), platform, ScheduleOptions(), joined)
+    form = LinkForm(form=TensorFormat(dtype=torch.float32), shape=SHAPE)
+    seen: list[list[Noted]] = []
+    for forward_only in (False, True):
+        own_microbatches = placement.microbatches(worker, num_microbatches)
+        given: list[Iterator[dict[str, int]]] = [
+            iter([{"number": 100 * chunk + microbatch + 1} for microbatch in own_microbatches])
+            for chunk in range(runner.num_chunks)
+        ]
+        schedule = runner.schedule(
+            num_microbatches // dp_sizes[own.stage], forward_only=forward_only, group_size=layout.num_stages
+        )
+        reading = Reading(placement, runner.iterators(given))
+        runner.run(schedule, bind_links(placement, channels, [form] * (placement.num_vstages - 1)), reading)
+        seen.append(reading.noted)
+    return worker, seen
