@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-_CLAUSE = re.compile(r"(?P<bound>>=|<)(?P<version>\d+(?:\.\d+)*)", re.ASCII)
+_CLAUSE = re.compile(r"(?:>=|<)\d+(?:\.\d+)*", re.ASCII)
 
 
 def check_range(versions: str) -> None:
