@@ -34,13 +34,13 @@ def activate(session: Session, host: MegatronHost) -> None:
     if not session.applied.begin_list():
         return
     has_list, is_mapped = session.config.size_list is not None, session.choose_platform().name == "cpu"
-    wants_bridges = bool(session.config.bridges) and not session.has_bridges
+    wants_bridges = bool(session.config.bridges) and not session.applied.has_bridges
     if not (has_list or wants_bridges or is_mapped):
         return
     # All records in one set: each set costs a search through everything that is loaded.
     records = () if session.applied else _argument_records(session, host)
-    records += () if session.has_bridges else platform_records(session, host)
-    moments = (Moment.STAGES,) if (has_list or wants_bridges) and not session.has_bridges else ()
+    records += () if session.applied.has_bridges else platform_records(session, host)
+    moments = (Moment.STAGES,) if (has_list or wants_bridges) and not session.applied.has_bridges else ()
     if has_list:
         if host.mindspeed is not None:
             refuse(host.mindspeed.problems(is_planned=session.config.has_planned_schedule))

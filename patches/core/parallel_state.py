@@ -191,10 +191,10 @@ def _make_groups(
     ):
         original(*bound.args, **bound.kwargs)
     pipeline_groups = _choose_own_pipeline_group(planned, writes)
-    session.ending.callback(close_groups, _not_kept(made))
+    session.start.ending.callback(close_groups, _not_kept(made))
     if not (layout.has_equal_replicas and layout.has_equal_experts) or len(set(planned.config.sites or ())) > 1:
         _unite_replicas(session, writes)
-    session.ending.callback(settle, planned.platform)
+    session.start.ending.callback(settle, planned.platform)
     return pipeline_groups
 
 
@@ -230,7 +230,7 @@ def _unite_replicas(session: Session, writes: Writes) -> None:
     layout = planned.layout
     stage_group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     leaders_group = open_leaders_group(layout, planned.platform, planned.config.timeout_s)
-    session.ending.callback(close_groups, (leaders_group,))
+    session.start.ending.callback(close_groups, (leaders_group,))
     make = functools.partial(
         ModelGroup,
         stage_leader=layout.leader(planned.own.stage),
@@ -242,7 +242,7 @@ def _unite_replicas(session: Session, writes: Writes) -> None:
     )
     whole.shares = whole_experts.shares = shares
     for group in (whole, shares, whole_experts):
-        session.ending.enter_context(known(session.writes, group, group.ranks, stage_group))
+        session.start.ending.enter_context(known(session.writes, group, group.ranks, stage_group))
     groups = (whole, shares, whole_experts, whole_experts)
     for name, group in zip((*_GROUPS, *_EXPERT_GROUPS), groups, strict=True):
         if hasattr(parallel_state, name):

@@ -206,8 +206,8 @@ def _prepare(
     config, layout = session.config, session.planned.layout
     learn_site(session, args.rank)
     refuse(check_site(args.vtp_site, args.rank, layout, config.sites or ()), LayoutError)
-    session.open_audit(args.rank)
-    session.open_records(args.rank)
+    session.start.open_audit(config, args.rank)
+    session.start.open_records(session.planned, args.rank, session.ranks, session.recorder)
     written_layers: AbstractContextManager[None] = contextlib.nullcontext()
     has_lists = host.mindspeed is not None and multimodal.is_multimodal(args)
     if has_lists and session.planned.is_active:
@@ -274,7 +274,7 @@ def _read_flags(session: Session, host: MegatronHost, args: argparse.Namespace) 
         multimodal.read_model(args, is_u_shaped=given.layerwise_disaggregated)
     session.ask(read_flags(args, given, host.declared_flags))
     # With a list in apply() the patches are applied already, and those of the U-shape are not among them.
-    if session.is_activated and session.config.layerwise_disaggregated and not given.layerwise_disaggregated:
+    if session.applied.has_list and session.config.layerwise_disaggregated and not given.layerwise_disaggregated:
         raise LayoutError(
             "apply() was given the list of sizes, the command line says --layerwise-disaggregated-training; give both "
             "in one place"

@@ -134,8 +134,8 @@ def _log(session: Session, original: Callable[..., Any], *args: Any, **kwargs: A
             bound.apply_defaults()
             iteration, is_first = bound.arguments["iteration"], bound.arguments.get("is_first_iteration", False)
             is_due = iteration % options.log_interval == 0
-            if is_due and session.timing is not None:
-                _log_timing(session.timing.report(), iteration)
+            if is_due and session.start.timing is not None:
+                _log_timing(session.start.timing.report(), iteration)
             if session.progress is not None:
                 _note_step(session.progress, options, iteration)
             if is_due or is_first:

@@ -16,11 +16,11 @@ import pytest
 from tests.expected.joint_collectives import runs_to_its_end
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.schedule.cost.costs import Costs
-from vtp_plugin.plan.schedule.cost.greedy import dispatch
-from vtp_plugin.plan.schedule.cost.microbatch_route import in_flight, make_route, makespan, mirrored, to_actions
+from vtp_plugin.plan.schedule.cost.microbatch_route import make_route
 from vtp_plugin.plan.schedule.cost.simulator import simulate
 from vtp_plugin.plan.schedule.cost.step_bounds import lower_bound
 from vtp_plugin.plan.schedule.make.generate import one_f_one_b
+from vtp_plugin.plan.schedule.make.leg_orders import dispatch, in_flight, makespan, mirrored, to_actions
 from vtp_plugin.plan.schedule.make.u_shape import plan_u_shape
 from vtp_plugin.plan.schedule.order.add_communication import lower
 from vtp_plugin.plan.schedule.order.placement import Placement, plain_placement, u_placement

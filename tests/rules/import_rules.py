@@ -20,7 +20,8 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors"}),
     frozenset({"util"}),
     frozenset({"plan"}),
-    frozenset({"checkpoint", "host", "report"}),
+    frozenset({"host", "report"}),
+    frozenset({"checkpoint"}),
     frozenset({"config"}),
     frozenset({"platform", "tune"}),
     frozenset({"runtime"}),
@@ -43,7 +44,7 @@ INNER_LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"tools"}),
     ),
     "host": (
-        frozenset({"mindspeed", "versions"}),
+        frozenset({"megatron_flags", "mindspeed", "versions"}),
         frozenset({"patching", "rules"}),
     ),
     "host.rules": (
@@ -97,6 +98,7 @@ PURE_PARTS = frozenset(
         "checkpoint.save",
         "config",
         "errors",
+        "host.megatron_flags",
         "host.rules",
         "host.versions",
         "plan",
@@ -105,8 +107,8 @@ PURE_PARTS = frozenset(
         "util",
     }
 )
-# What they may import besides: packages without dependencies that they can do without.
-SMALL_PACKAGES = {"checkpoint.format": ("xxhash",)}
+# What they may import besides: packages without dependencies of their own.
+SMALL_PACKAGES = {"checkpoint.format": ("xxhash",), "host.versions": ("packaging",)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,44 +4,16 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.plan.memory.layer_sizes import Microbatch, Recompute, Routing
 
-NUMBERS = {
-    "--moe-router-topk": "experts of a token, default 2",
-    "--moe-router-num-groups": "of experts, of which a token uses --moe-router-group-topk",
-    "--moe-router-group-topk": "groups of a token",
-    "--recompute-num-layers": "of a group, or how many are computed again",
-}
-SWITCHES = {
-    "--moe-grouped-gemm": "the experts' products are computed together, and keep as much",
-    "--no-rope-fusion": "with Transformer Engine's layers: each layer keeps cosines and sines",
-    "--moe-router-pre-softmax": "a softmax over all experts, before the best are chosen",
-    "--recompute-activations": "as --recompute-granularity selective",
-}
-TEXTS = {
-    "--attention-backend": "auto, flash or fused, for activations; others of Transformer Engine keep probabilities",
-    "--fp8-format": "e4m3 or hybrid: inputs of linear layers are kept in 8 bits, as are copies of weights",
-    "--fp8-recipe": "delayed, the default, tensorwise, mxfp8 or blockwise",
-    **dict.fromkeys(("--fp4-format", "--fp4-recipe"), "activations with 4 bits are not known"),
-    "--moe-token-dispatcher-type": "alltoall or allgather, for activations; those of flex are not known",
-    "--moe-router-score-function": "softmax, the default, or sigmoid",
-    "--moe-router-dtype": "fp32, or as the model; for activations not fp64",
-    "--recompute-granularity": "full, or selective: --recompute-modules",
-    "--recompute-method": "uniform or block, of whole layers",
-}
-LISTS = {
-    "--cp-comm-type": "p2p, the default, a2a or all_gather, which keep the attention's output twice",
-    "--moe-router-load-balancing-type": "aux_loss, the default, seq_aux_loss, global_aux_loss or none",
-    "--moe-aux-loss-coeff": "0, the default, keeps nothing for such a loss",
-    "--recompute-modules": "core_attn, the default, and mlp; activations with others are not known",
-}
+# Exchanges of context parallelism.
+_WITH_OWN_OUTPUT = (("a2a",), ("all_gather",))
 _DISPATCHERS = ("alltoall", "allgather")
 _SCALED_BLOCKS = ("mxfp8", "blockwise")
 _BACKENDS = (None, "auto", "flash", "fused")
-DROPOUTS = ("--attention-dropout", "--hidden-dropout")
 _OF_EXPERTS = (
     *("--moe-expert-capacity-factor", "--moe-router-fusion", "--moe-permute-fusion"),
     *("--moe-z-loss-coeff", "--moe-input-jitter-eps", "--moe-shared-expert-overlap", "--moe-layer-recompute"),
@@ -59,39 +31,23 @@ OTHER_ACTIVATIONS = (
 )
 
 
-def add_activation_flags(parser: argparse._ArgumentGroup) -> None:
-    """Declare the flags."""
-    kinds: list[tuple[dict[str, str], dict[str, Any]]] = [
-        (NUMBERS, {"type": int, "metavar": "N"}),
-        (SWITCHES, {"action": "store_true"}),
-        (TEXTS, {"metavar": "TEXT"}),
-        (LISTS, {"nargs": "+", "metavar": "VALUE"}),
-        (dict.fromkeys(DROPOUTS, "default 0.1; 0 keeps no mask"), {"type": float, "metavar": "SHARE"}),
-    ]
-    for texts, options in kinds:
-        for name, text in texts.items():
-            parser.add_argument(name, help=text, **options)
-    text = "whose buffers are counted; nccl by default; hccl for what runs as nccl on an NPU"
-    parser.add_argument("--distributed-backend", choices=("nccl", "hccl", "gloo"), default="nccl", help=text)
-
-
 def why_no_activations(args: argparse.Namespace, layout: PipelineLayout) -> str:
     """Say why the activations of a rank are not known; empty if they are."""
     given = {word.partition("=")[0] for word in args.unknown}
     odd = [flag for flag in OTHER_ACTIVATIONS if flag in given]
-    balanced_by, exchanges = args.moe_router_load_balancing_type or [], args.cp_comm_type or ["p2p"]
+    balanced_by, exchanges = args.moe_router_load_balancing_type, tuple(args.cp_comm_type)
     kind, is_local = args.position_embedding_type, args.transformer_impl == "local"
     modelled = {
         "context parallelism and --transformer-impl local": max(layout.cp_sizes) == 1 or not is_local,
-        f"--cp-comm-type {' '.join(exchanges)}": exchanges in (["p2p"], ["a2a"], ["all_gather"]),
+        f"--cp-comm-type {' '.join(exchanges)}": exchanges in (("p2p",), *_WITH_OWN_OUTPUT),
         f"--transformer-impl {args.transformer_impl}": is_local or _is_engine(args),
         f"--attention-backend {args.attention_backend}": is_local or args.attention_backend in _BACKENDS,
         f"--fp8-format {args.fp8_format}": args.fp8_format in (None, "e4m3", "hybrid"),
         f"--fp8-recipe {args.fp8_recipe}": args.fp8_recipe in (None, "delayed", "tensorwise", *_SCALED_BLOCKS),
         "--fp4-format": not args.fp4_format,
         "--fp8-format and --transformer-impl local": not (args.fp8_format and is_local),
-        f"--position-embedding-type {kind}": kind in (None, "learned_absolute", "rope"),
-        f"--recompute-modules {' '.join(args.recompute_modules or ())}": set(_again(args)) <= {"core_attn", "mlp"},
+        f"--position-embedding-type {kind}": kind in ("learned_absolute", "rope"),
+        f"--recompute-modules {' '.join(args.recompute_modules)}": set(_again(args)) <= {"core_attn", "mlp"},
         f"--moe-router-load-balancing-type {' '.join(balanced_by)}": len(balanced_by) < 2
         and "sinkhorn" not in balanced_by,
         "--moe-router-dtype fp64": args.moe_router_dtype != "fp64",
@@ -141,7 +97,7 @@ def read_microbatch(args: argparse.Namespace) -> Microbatch:
         has_hidden_dropout=args.hidden_dropout != 0,
         has_attention_dropout=args.attention_dropout != 0,
         eight_bits=_eight_bits(args),
-        has_own_output=args.cp_comm_type in (["a2a"], ["all_gather"]),
+        has_own_output=tuple(args.cp_comm_type) in _WITH_OWN_OUTPUT,
         routing=_routing(args) if _has_experts(args) else None,
         recompute=Recompute(
             core_attention="core_attn" in again,
@@ -166,7 +122,7 @@ def _again(args: argparse.Namespace) -> Sequence[str]:
     """Give the modules that are computed again one by one."""
     if args.recompute_granularity != "selective" and not args.recompute_activations:
         return ()
-    return args.recompute_modules or ("core_attn",)
+    return args.recompute_modules
 
 
 def _has_experts(args: argparse.Namespace) -> bool:
@@ -174,13 +130,13 @@ def _has_experts(args: argparse.Namespace) -> bool:
 
 
 def _routing(args: argparse.Namespace) -> Routing:
-    kinds = args.moe_router_load_balancing_type or ["aux_loss"]
+    kinds, shares = args.moe_router_load_balancing_type, args.moe_aux_loss_coeff or ()
     return Routing(
-        topk=args.moe_router_topk or 2,
+        topk=args.moe_router_topk,
         has_sigmoid=args.moe_router_score_function == "sigmoid",
         is_pre_softmax=args.moe_router_pre_softmax,
         num_groups=args.moe_router_num_groups or 0,
         group_topk=args.moe_router_group_topk or 1,
         is_gathered=args.moe_token_dispatcher_type == "allgather",
-        has_aux_loss=kinds != ["none"] and any(float(share) for share in args.moe_aux_loss_coeff or ()),
+        has_aux_loss=kinds != ["none"] and any(map(float, shares)),
     )

@@ -6,7 +6,7 @@ import argparse
 import ast
 from collections.abc import Sequence
 
-from vtp_plugin.cli.activation_flags import add_activation_flags, read_microbatch
+from vtp_plugin.cli.activation_flags import read_microbatch
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.host.rules.checks.divisibility import feed_forward_size
 from vtp_plugin.plan.layout.chunks import Chunk, plain_chunks, u_chunks
@@ -14,50 +14,6 @@ from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.plan.memory.footprint import Footprint, Training, footprints
 from vtp_plugin.plan.model.gpt_model import Experts, GPTModel, Latent
 
-NUMBERS = {
-    "--num-attention-heads": "needed to see memory, as are --num-layers, --hidden-size and --vocab-size",
-    "--num-query-groups": "with --group-query-attention",
-    "--kv-channels": "default: the hidden size over the heads",
-    "--ffn-hidden-size": "default: as in Megatron",
-    "--vocab-size": "of the tokenizer; it is padded",
-    "--make-vocab-size-divisible-by": "default 128",
-    "--padded-vocab-size": "instead of --vocab-size",
-    "--max-position-embeddings": "of a learned position embedding",
-    "--num-experts": "of a layer",
-    "--moe-ffn-hidden-size": "of an expert",
-    "--moe-shared-expert-intermediate-size": "of all shared experts of a layer together",
-    "--q-lora-rank": "with --multi-latent-attention, as the next four",
-    "--kv-lora-rank": "default 32",
-    "--qk-head-dim": "default 128",
-    "--qk-pos-emb-head-dim": "default 64",
-    "--v-head-dim": "default 128",
-    "--mtp-num-layers": "layers of multi-token prediction",
-    "--decoder-first-pipeline-num-layers": "layers of the first stage",
-    "--decoder-last-pipeline-num-layers": "layers of the last stage",
-    "--ddp-bucket-size": "elements of a gradient bucket, with --overlap-grad-reduce",
-}
-SWITCHES = {
-    "--group-query-attention": "heads share keys and values",
-    "--swiglu": "gated feed-forward layers",
-    "--disable-bias-linear": "linear layers without biases",
-    "--add-qkv-bias": "but queries, keys and values with one",
-    "--qk-layernorm": "norms of queries and keys",
-    "--untie-embeddings-and-output-weights": "the output layer has weights of its own",
-    "--multi-latent-attention": "DeepSeek's attention",
-    "--use-distributed-optimizer": "replicas share the state of the optimizer",
-    "--overlap-grad-reduce": "gradients are summed in buckets",
-    "--grad-reduce-in-bf16": "gradients of 2 bytes, with --bf16",
-    "--no-bias-swiglu-fusion": "a gated layer keeps more activations",
-    "--accumulate-allreduce-grads-in-fp32": "gradients of 4 bytes, with --fp16",
-}
-TEXTS = {
-    "--normalization": "LayerNorm, the default, or RMSNorm",
-    "--position-embedding-type": "learned_absolute, the default, has weights",
-    "--moe-layer-freq": "which layers have experts: every N-th, or a pattern such as ([0]*1+[1]*3)",
-    "--optimizer": "adam, the default, or sgd",
-    "--transformer-impl": "transformer_engine, the default, or local",
-    "--vocab-file": "of the tokenizer; not read, give --vocab-size",
-}
 # Weights, buffers or optimizer state are others with these.
 _NOT_MODELLED = (
     *("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split", "--ddp-num-buckets"),
@@ -74,21 +30,6 @@ _NOT_MODELLED = (
     *("--fp4-param-gather", "--apply-layernorm-1p", "--yaml-cfg", "--use-checkpoint-args"),
 )
 _NUM_MOMENTS = {"adam": 2, "sgd": 1}
-_DEFAULTS = {"--kv-lora-rank": 32, "--qk-head-dim": 128, "--qk-pos-emb-head-dim": 64, "--v-head-dim": 128}
-
-
-def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags."""
-    group = parser.add_argument_group("Megatron's flags that say what a rank holds")
-    for name, text in NUMBERS.items():
-        # A run refuses expert sizes without experts. Here the model may not be given at all.
-        default = argparse.SUPPRESS if name == "--num-experts" else _DEFAULTS.get(name)
-        group.add_argument(name, type=int, metavar="N", help=text, default=default)
-    for name, text in SWITCHES.items():
-        group.add_argument(name, action="store_true", help=text)
-    for name, text in TEXTS.items():
-        group.add_argument(name, metavar="TEXT", help=text)
-    add_activation_flags(group)
 
 
 def why_unknown(args: argparse.Namespace, *, lacks_parts: bool) -> str:
@@ -102,7 +43,7 @@ def why_unknown(args: argparse.Namespace, *, lacks_parts: bool) -> str:
     if args.pipeline_model_parallel_layout:
         given.add("--pipeline-model-parallel-layout")
     odd = [flag for flag in (*_NOT_MODELLED, "--pipeline-model-parallel-layout") if flag in given]
-    if (args.optimizer or "adam") not in _NUM_MOMENTS:
+    if args.optimizer not in _NUM_MOMENTS:
         odd.append(f"--optimizer {args.optimizer}")
     if odd:
         return f"not known with {', '.join(odd)}"
@@ -155,7 +96,7 @@ def read_training(args: argparse.Namespace, layout: PipelineLayout) -> Training:
     return Training(
         weight_itemsize_bytes=2 if is_half else 4,
         gradient_itemsize_bytes=2 if has_half_gradients and not args.accumulate_allreduce_grads_in_fp32 else 4,
-        num_moments=_NUM_MOMENTS[args.optimizer or "adam"],
+        num_moments=_NUM_MOMENTS[args.optimizer],
         is_distributed=args.use_distributed_optimizer,
         bucket_size=bucket_size if args.overlap_grad_reduce else None,
         backend=args.distributed_backend,
@@ -252,7 +193,7 @@ def _evaluate(node: ast.expr) -> int | list[int]:
 
 
 def _has_positions(args: argparse.Namespace) -> bool:
-    return (args.position_embedding_type or "learned_absolute") == "learned_absolute"
+    return args.position_embedding_type == "learned_absolute"
 
 
 def _latent(args: argparse.Namespace) -> Latent:
@@ -270,5 +211,5 @@ def _experts(args: argparse.Namespace) -> Experts:
         number=args.num_experts,
         ffn=args.moe_ffn_hidden_size or feed_forward_size(args)[0],
         shared_ffn=args.moe_shared_expert_intermediate_size or 0,
-        layers=expert_layers(args.moe_layer_freq or "1", args.num_layers),
+        layers=expert_layers(args.moe_layer_freq, args.num_layers),
     )

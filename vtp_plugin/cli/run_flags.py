@@ -30,6 +30,7 @@ from vtp_plugin.config.resolve import (
 )
 from vtp_plugin.config.vtp_flags import VTP_FLAGS, add_vtp_arguments, read_flags
 from vtp_plugin.errors import ConfigError, refuse
+from vtp_plugin.host.megatron_flags import MODEL_FLAGS, RUN_FLAGS
 from vtp_plugin.host.rules.run_checks import check_run
 from vtp_plugin.plan.boundary.strategies.transport_rules import TransportRules
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
@@ -43,30 +44,7 @@ from vtp_plugin.tune.search.evaluate import Candidate
 MAX_TYPOS = 2
 """A word that differs from a flag in so many letters at most is taken for a misspelt flag."""
 
-# Megatron's flags that take a number, and its switches.
-_NUMBERS = {
-    "--tensor-model-parallel-size": "may be left out, or the largest size of the list",
-    "--pipeline-model-parallel-size": "may be left out, or the number of stages",
-    "--context-parallel-size": "of all stages; default 1",
-    "--expert-model-parallel-size": "of all stages; default 1",
-    "--expert-tensor-parallel-size": "of all stages; default: each stage's own tensor-parallel size",
-    "--num-virtual-stages-per-pipeline-rank": "model chunks of every stage (interleaved schedule)",
-    "--num-layers-per-virtual-pipeline-stage": "the same, counted in layers; needs --num-layers",
-    "--num-layers": "of the model",
-    "--seq-length": "S of the tensors [S, B, H] that cross",
-    "--micro-batch-size": "B of the tensors",
-    "--hidden-size": "H of the tensors",
-    "--global-batch-size": "samples of a step; gives the number of microbatches, with --micro-batch-size",
-}
-_SWITCHES = {
-    "--use-tp-pp-dp-mapping": "rank order: a replica with all its stages is one block of ranks",
-    "--sequence-parallel": "every rank of a stage holds its slice of the sequence between layers",
-    "--bf16": "2 bytes for each number; without --bf16 and --fp16 4",
-    "--fp16": "as --bf16",
-    "--sft": "several samples share a row: microbatches of one row",
-    "--dataloader-inter-document-masking": "as --sft",
-}
-_OTHERS = ("--pipeline-model-parallel-layout", "--world-size", "--json", "--output", "--num-microbatches", "--bridge")
+_OTHERS = ("--world-size", "--json", "--output", "--num-microbatches", "--bridge")
 # Not --have, which is too near Megatron's --save to be looked for in its typos.
 _OF_A_FIT = ("--card-memory",)
 
@@ -134,12 +112,11 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group(
         "Megatron's flags that matter here", "Others may be given too; they change nothing."
     )
-    for name, text in _NUMBERS.items():
-        group.add_argument(name, type=int, metavar="N", help=text)
-    for name, text in _SWITCHES.items():
-        group.add_argument(name, action="store_true", help=text)
-    group.add_argument("--pipeline-model-parallel-layout", metavar="LAYOUT", help="another way to say --num-layer-list")
-    model_flags.add_model_flags(parser)
+    for flag in RUN_FLAGS:
+        flag.declare(group)
+    group = parser.add_argument_group("Megatron's flags that say what a rank holds")
+    for flag in MODEL_FLAGS:
+        flag.declare(group)
     group = parser.add_argument_group("Of this command")
     group.add_argument("--world-size", type=int, metavar="N", help="number of ranks; default: the fewest that fit")
     group.add_argument("--json", action="store_true", help="print one JSON object instead of text")
@@ -230,10 +207,7 @@ def check_unknown(argv: Sequence[str]) -> None:
 
 def known_flags() -> tuple[str, ...]:
     """List the flags of all commands that read a run's flags."""
-    of_the_model = (*model_flags.NUMBERS, *model_flags.SWITCHES, *model_flags.TEXTS)
-    kept = activation_flags
-    of_the_model += (*kept.NUMBERS, *kept.SWITCHES, *kept.TEXTS, *kept.LISTS, *kept.DROPOUTS)
-    return *(flag.name for flag in VTP_FLAGS), *_NUMBERS, *_SWITCHES, *of_the_model, *_OTHERS, *_OF_A_FIT
+    return *(flag.name for flag in (*VTP_FLAGS, *RUN_FLAGS, *MODEL_FLAGS)), *_OTHERS, *_OF_A_FIT
 
 
 def num_typos(word: str, other: str) -> int:

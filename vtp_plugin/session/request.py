@@ -107,7 +107,7 @@ def watch_for_modules(session: Session) -> None:
     """
     is_alone = dist.get_world_size() == 1 or dist.get_backend() == "fake"
     is_watched = session.ranks.store is not None or session.config.size_list is not None
-    if is_alone or is_watched or not session.is_applied:
+    if is_alone or is_watched or not session.applied:
         return
     session.watch_failures()
     sizes = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}

@@ -12,7 +12,6 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from typing import Any
 
 import torch.distributed as dist
@@ -26,12 +25,9 @@ from vtp_plugin.host.patching import Writes
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.platform import detect
 from vtp_plugin.platform.interface import Platform
-from vtp_plugin.runtime.comm.audit import Audit
 from vtp_plugin.runtime.comm.recorder import Recorder
 from vtp_plugin.runtime.health.nodes import gather_node_sizes
 from vtp_plugin.runtime.step.companion_tensors import Companion
-from vtp_plugin.runtime.step.timing import Timing
-from vtp_plugin.runtime.step.tracing import Tracing
 from vtp_plugin.session.applied_sets import AppliedSets
 from vtp_plugin.session.loading import Loading
 from vtp_plugin.session.open_pipelines import Pipeline, Pipelines, open_pipeline
@@ -59,6 +55,7 @@ class Session:
         savings, loading: checkpoints that are being written; what is known of one that is being read.
         writes: names of Megatron and torch that patches may write.
         progress: notes the steps of a fitted run; None in other runs.
+        start: what this start of model parallelism has opened; after it has ended, a new one.
     """
 
     def __init__(
@@ -69,15 +66,16 @@ class Session:
         watch_failures: Callable[[], None] = lambda: None,
     ) -> None:
         self.watch_failures = watch_failures
-        self.ranks = AllRanks(lambda: self.config.timeout_s, self.finish_step)
-        self.applied, self.writes = AppliedSets(), Writes()
         self.pipelines = Pipelines()
+        self.ranks = AllRanks(lambda: self.config.timeout_s, self.pipelines.finish_step)
+        self.applied, self.writes = AppliedSets(), Writes()
         self.savings, self.loading = Savings(), Loading()
         self._config, self._platform = config, platform
         self._close_log: Callable[[], None] | None = None
         self._recorder: Recorder | None = None
         self.progress = Progress.of_process(os.environ)
-        self._start = Start()
+        self.start = Start()
+        self._planned: PlannedRun | None = None
 
     @property
     def config(self) -> VtpConfig:
@@ -89,24 +87,9 @@ class Session:
         self._config = config
 
     @property
-    def is_applied(self) -> bool:
-        """Whether patches are in place; a script may also take the plugin's bridges without them."""
-        return len(self.applied) > 0
-
-    @property
-    def is_activated(self) -> bool:
-        """Whether the patches that depend on the command line are applied."""
-        return self.applied.has_list
-
-    @property
-    def has_bridges(self) -> bool:
-        """Whether the plugin's bridges replace Megatron's."""
-        return self.applied.has_bridges
-
-    @property
     def is_planned(self) -> bool:
         """Whether the layout is known."""
-        return self._start.planned is not None
+        return self._planned is not None
 
     @property
     def planned(self) -> PlannedRun:
@@ -115,14 +98,14 @@ class Session:
         Raises:
             PlanError: nothing is planned yet.
         """
-        if self._start.planned is None:
+        if self._planned is None:
             raise PlanError("the layout is used before it is planned")
-        return self._start.planned
+        return self._planned
 
     @property
     def has_arguments(self) -> bool:
         """Whether the plan follows from arguments that megatron.training has validated."""
-        return self._start.planned is not None and self._start.planned.has_arguments
+        return self._planned is not None and self._planned.has_arguments
 
     @property
     def is_running(self) -> bool:
@@ -147,11 +130,6 @@ class Session:
         return self.is_planned and self.planned.is_active
 
     @property
-    def ending(self) -> ExitStack:
-        """Stack of what is closed when this start ends."""
-        return self._start.ending
-
-    @property
     def platform(self) -> Platform | None:
         """Platform on which it runs; None until :meth:`choose_platform`."""
         return self._platform
@@ -172,7 +150,7 @@ class Session:
         layout = plan_layout(self.config, **sizes)
         planned = PlannedRun(config=self.config, layout=layout, platform=self.choose_platform())
         planned.check()
-        self._start.plan(planned)
+        self._planned = planned
 
     def learn(
         self,
@@ -201,7 +179,7 @@ class Session:
             changes["companions"] = tuple(known_companions.values())
         if note is not None:
             changes["notes"] = (*self.planned.notes, note)
-        self._start.plan(dataclasses.replace(self.planned, **changes))
+        self._planned = dataclasses.replace(self.planned, **changes)
 
     def resolve_auto(self, cp: int) -> None:
         """Replace the list ``"auto"`` by one stage per node of the launcher.
@@ -217,38 +195,12 @@ class Session:
         sizes = gather_node_sizes(self.ranks.store, os.environ, divisor=dp * cp, timeout_s=self.config.timeout_s)
         self.ask(dataclasses.replace(self.config, size_list=sizes))
 
-    def open_audit(self, rank: int) -> Audit | None:
-        """Open the audit, if it is asked for; idempotent.
-
-        Raises:
-            ConfigError: the audit's file cannot be written.
-        """
-        return self._start.open_audit(self.config, rank)
-
     @property
     def recorder(self) -> Recorder:
         """Recorder of what this rank does."""
         if self._recorder is None:
             self._recorder = Recorder(self.choose_platform())
         return self._recorder
-
-    @property
-    def tracing(self) -> Tracing | None:
-        """Trace of this rank's steps; None unless asked for."""
-        return self._start.tracing
-
-    @property
-    def timing(self) -> Timing | None:
-        """Times of a step, summed up over all ranks; None unless asked for."""
-        return self._start.timing
-
-    def begin_step(self) -> None:
-        """Tell the trace and the timing that a training step begins."""
-        self._start.begin_step()
-
-    def open_records(self, rank: int) -> None:
-        """Open the trace and the timing, if they are asked for, once the layout is known; idempotent."""
-        self._start.open_records(rank, self.ranks, self.recorder)
 
     def open(
         self,
@@ -271,9 +223,9 @@ class Session:
         """
         plan = self.planned.pipeline(num_chunks=num_chunks, embedding_stages=embedding_stages)
         if dist.get_backend() != "fake":
-            self.open_records(dist.get_rank())
+            self.start.open_records(self.planned, dist.get_rank(), self.ranks, self.recorder)
         pipeline = self._open(plan, stage_group=stage_group, pipeline_groups=pipeline_groups)
-        self.ending.callback(self.pipelines.close, pipeline)
+        self.start.ending.callback(self.pipelines.close, pipeline)
 
     def open_module(
         self,
@@ -293,7 +245,7 @@ class Session:
         self._open(plan, stage_group=stage_group, pipeline_groups=pipeline_groups)
 
     def _open(self, plan: PipelinePlan, **groups: Any) -> Pipeline | None:
-        audit = self.open_audit(dist.get_rank()) if plan.is_active else None
+        audit = self.start.open_audit(self.config, dist.get_rank()) if plan.is_active else None
         pipeline = open_pipeline(plan, self.ranks, self.choose_platform(), audit, self.recorder, **groups)
         if pipeline is not None:
             self.pipelines.add(pipeline)
@@ -306,18 +258,18 @@ class Session:
             module.finish_step()
             self.pipelines.close(module)
 
-    def finish_step(self) -> None:
-        """Wait for the sends that nobody waited for."""
-        self.pipelines.finish_step()
-
     def close(self) -> None:
         """End this start once all is sent, with ``destroy_model_parallel``; the next start plans anew."""
-        self.finish_step()
+        self.pipelines.finish_step()
         self.release()
 
     def release(self) -> None:
         """End the groups and files of this start, and forget what was agreed on; idempotent."""
-        self._start = self._start.next()
+        self.start.ending.close()
+        self.start = Start()
+        # What follows from validated arguments lasts as long as they do.
+        if not self.has_arguments:
+            self._planned = None
 
     def open_log(self, rank: int | None = None) -> None:
         """Let the plugin's log be seen, INFO on one rank of each site; may be called again when more is known.

@@ -53,7 +53,7 @@ class StageCommGrid(StageRanks):
         """
         super().__init__(stages, rank_offset)
         session = self.get_session()
-        if not session.has_bridges:
+        if not session.applied.has_bridges:
             raise ConfigError(
                 "StageCommGrid needs the plugin's communicator between stages; call vtp_plugin.apply(bridges=True) "
                 "first"

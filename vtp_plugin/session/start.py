@@ -1,4 +1,4 @@
-"""One start of model parallelism: its plan, and what it has opened."""
+"""One start of model parallelism: what it has opened."""
 
 from __future__ import annotations
 
@@ -17,26 +17,20 @@ from vtp_plugin.session.ranks import AllRanks
 
 
 class Start:
-    """All that belongs to one start on this rank, from its plan to its groups. It ends at once; the next start is new.
+    """What one start has opened on this rank. It ends at once; the next start is new.
 
     Attributes:
-        planned: the run, once its layout is known.
         audit: record of all messages; None unless asked for, or before it begins.
         tracing: trace of this rank's steps; None unless asked for, or before it begins.
         timing: times of all ranks' steps; None unless asked for, or before it begins.
         ending: stack of what is closed when this start ends: channels, groups, entries in torch's tables, files.
     """
 
-    def __init__(self, planned: PlannedRun | None = None) -> None:
-        self.planned = planned
+    def __init__(self) -> None:
         self.audit: Audit | None = None
         self.tracing: Tracing | None = None
         self.timing: Timing | None = None
         self.ending = ExitStack()
-
-    def plan(self, planned: PlannedRun) -> None:
-        """Set the plan, as far as it is known by now."""
-        self.planned = planned
 
     def open_audit(self, config: VtpConfig, rank: int) -> Audit | None:
         """Open the audit, if it is asked for; idempotent.
@@ -49,10 +43,11 @@ class Start:
             self.ending.callback(self.audit.close)
         return self.audit
 
-    def open_records(self, rank: int, ranks: AllRanks, recorder: Recorder) -> None:
-        """Open the trace and the timing, if they are asked for, once the layout is known; idempotent.
+    def open_records(self, planned: PlannedRun, rank: int, ranks: AllRanks, recorder: Recorder) -> None:
+        """Open the trace and the timing, if they are asked for; idempotent.
 
         Args:
+            planned: the run.
             rank: this rank.
             ranks: all ranks of the run, which have met.
             recorder: notes what this rank does.
@@ -60,8 +55,7 @@ class Start:
         Raises:
             ConfigError: the trace cannot be written.
         """
-        planned = self.planned
-        if planned is None or not planned.is_recorded:
+        if not planned.is_recorded:
             return
         config, coord = planned.config, planned.layout.coord(rank)
         owner = Owner(
@@ -89,8 +83,3 @@ class Start:
             self.tracing.begin_step()
         if self.timing is not None:
             self.timing.begin_step()
-
-    def next(self) -> Start:
-        """Close all that is open, and return the next start, which keeps a plan that follows from arguments."""
-        self.ending.close()
-        return Start(self.planned if self.planned is not None and self.planned.has_arguments else None)

@@ -39,7 +39,7 @@ def _finalize(
     **kwargs: Any,
 ) -> None:
     """Run `finalize_model_grads`, with the token count and the shared embedding summed outside of it."""
-    session.finish_step()
+    session.pipelines.finish_step()
     with session.recorder.span(Cause.GRADIENTS):
         _finish_gradients(session, host, original, model, num_tokens, *args, **kwargs)
     session.recorder.begin(Cause.OPTIMIZER)

@@ -172,7 +172,7 @@ class _OverChannels:
             stage_group=self.src_grid_broadcast_pg if is_src else self.dest_grid_broadcast_pg,
             platform=self._session.choose_platform(),
             monitor=self._session.ranks.monitor,
-            audit=self._session.open_audit(self.current_rank),
+            audit=self._session.start.open_audit(self._session.config, self.current_rank),
         )
         order = (self.dim_mapping["s"], self.dim_mapping["b"], self.dim_mapping["h"])
         return Bridge(

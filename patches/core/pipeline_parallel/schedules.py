@@ -146,11 +146,11 @@ def _run_stock(
     """Run one step by a function of Megatron; first the ranks compare what is to cross."""
     pipeline = session.running
     if not arguments.get("forward_only", False):
-        session.begin_step()
-        if session.tracing is not None:
+        session.start.begin_step()
+        if session.start.tracing is not None:
             group_size = get_model_config(chunks_of(model)[0]).microbatch_group_size_per_vp_stage
             reason = arguments["num_microbatches"], group_size
-            session.tracing.note_plan(reason, lambda: _stock_plan(pipeline, *reason))
+            session.start.tracing.note_plan(reason, lambda: _stock_plan(pipeline, *reason))
     tensor_format(session, pipeline, get_model_config(chunks_of(model)[0]))
     pipeline.start_step()
     with _told_by_timers(session, model):
@@ -173,7 +173,7 @@ def _told_by_timers(session: Session, model: Any) -> Iterator[None]:
 def _run_planned_step(writes: Writes, backend: PipelineBackend, **arguments: Any) -> list[Any]:
     """Run one step as planned; Megatron's timers wait for what was received, not for what is to be."""
     if not arguments.get("forward_only", False):
-        backend.session.begin_step()
+        backend.session.start.begin_step()
     with waiting_for_computes(writes):
         return run_step(backend, **_with_checked_batches(backend.session, arguments))
 
@@ -257,9 +257,9 @@ class PipelineBackend:
             group_size=config.microbatch_group_size_per_vp_stage,
             batch=call.num_microbatches * call.micro_batch_size * pipeline.plan.replicas.dp_sizes[pipeline.stage],
         )
-        if self.session.tracing is not None and not call.forward_only:
+        if self.session.start.tracing is not None and not call.forward_only:
             costs = self.runner.costs
-            self.session.tracing.note_plan((schedule, costs), lambda: Plan(schedule=schedule, costs=costs))
+            self.session.start.tracing.note_plan((schedule, costs), lambda: Plan(schedule=schedule, costs=costs))
         link_forms = _link_forms(host, groups, call, forms, schedule.placement)
         return StepPlan(
             schedule=schedule,

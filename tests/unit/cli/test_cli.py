@@ -438,6 +438,7 @@ def test_simulate_writes_a_picture_or_a_trace_and_sums_up(output_of: Output, tmp
             "--vtp-magic is unknown; `python -m vtp_plugin run --help`",
         ),
         (("plan", "--vtp-size-list", "1,2", "--sequence-paralel"), "do you mean --sequence-parallel?"),
+        (("plan", "--vtp-size-list", "1,2", "--distributed-bakend"), "do you mean --distributed-backend?"),
         (("plan", "pretrain.py", "--vtp-size-list", "1,2"), "'pretrain.py' belongs to no flag"),
         (("plan", "--vtp-size-list", "1,2", "--world-size", "x"), "argument --world-size: invalid int value: 'x'"),
         (("plan", "--vtp-size-list", "1,2", "--world-size", "0"), "the world size must be a positive integer, got 0"),

@@ -23,6 +23,7 @@ from vtp_plugin.cli.run_flags import MAX_TYPOS, known_flags, num_typos
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.config.vtp_flags import VTP_FLAGS, add_vtp_arguments, read_flags
 from vtp_plugin.errors import LayoutError, refuse
+from vtp_plugin.host.megatron_flags import MEGATRON_FLAGS
 from vtp_plugin.host.rules.checks.batch import check_batches, own_batches
 from vtp_plugin.host.rules.checks.divisibility import check_sizes
 from vtp_plugin.host.rules.checks.layer_file import check_layer_file
@@ -675,6 +676,21 @@ def test_no_flag_of_megatron_is_taken_for_a_misspelt_one(parser: argparse.Argume
     own = {"--world-size", "--json", "--output", "--num-microbatches", "--bridge", "--card-memory"}
     own |= {flag.name for flag in VTP_FLAGS}
     assert set(known_flags()) - own < theirs, "no flag is declared that Megatron does not have"
+
+
+@pytest.mark.needs("flags_of_0_19")
+def test_every_row_of_megatrons_flags_says_what_its_parser_does(parser: argparse.ArgumentParser) -> None:
+    """Whether a flag takes a value, the argument that it comes to, and the default that commands take for granted."""
+    actions = {name: action for action in parser._actions for name in action.option_strings}
+    assert len({flag.name for flag in MEGATRON_FLAGS}) == len(MEGATRON_FLAGS)
+    for flag in MEGATRON_FLAGS:
+        action = actions[flag.name]
+        assert action.dest == (flag.renamed or flag.argument), flag.name
+        assert (action.nargs == 0) == flag.is_switch, flag.name
+        # Megatron sets some only when it validates the arguments.
+        if None not in (flag.default, action.default) and flag.default != argparse.SUPPRESS:
+            theirs = [action.default] if flag.nargs and not isinstance(action.default, list) else action.default
+            assert str(theirs) == str([*flag.default] if flag.nargs else flag.default), flag.name
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,7 @@ lines = [place for status in vtp_plugin.status() for place in status.aliases_out
 for name in ("finalize_model_grads", "Hooks.finalize", "choose", "Hooks.step (default schedule)"):
     assert "script.py:" + name in lines and "other:" + name in lines, lines
 ended = []
-vtp_plugin.api.current_session().ending.callback(ended.append, "the start")  # the script destroys nothing itself
+vtp_plugin.api.current_session().start.ending.callback(ended.append, "the start")  # the script destroys nothing itself
 vtp_plugin.revert()
 assert held() + other.held() == before, held() + other.held()
 assert ended == ["the start"]

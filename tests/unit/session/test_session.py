@@ -33,9 +33,9 @@ def test_a_start_ends_as_a_whole(has_arguments: bool) -> None:
     session.learn(has_arguments=has_arguments)
     own = open_one(session.planned.pipeline(num_chunks=1))
     for name in ("groups", "channels"):
-        session.ending.callback(ended.append, name)
+        session.start.ending.callback(ended.append, name)
     session.pipelines.add(own)
-    session.ending.callback(session.pipelines.close, own)
+    session.start.ending.callback(session.pipelines.close, own)
     assert session.is_running and session.running is own
     session.release()
     assert ended == ["channels", "groups"]
@@ -50,11 +50,11 @@ def test_a_start_ends_as_a_whole(has_arguments: bool) -> None:
 
 def test_the_next_start_begins_clean() -> None:
     session = planned_session()
-    first = session.ending
+    first = session.start.ending
     session.release()
     session.plan(world_size=6, pipeline_size=1, tensor_size=None, cp=1, order="tp-cp-ep-dp-pp")
     assert session.planned.layout.dp_sizes == (2, 2) and session.planned.notes == ()
-    assert session.ending is not first
+    assert session.start.ending is not first
 
 
 def test_a_group_says_which_pipeline_is_meant() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from vtp_plugin.host.megatron_flags import flag_named
 from vtp_plugin.plan.model.gpt_model import GPTModel
 
 
@@ -85,35 +86,40 @@ def settings(model: HFModel) -> tuple[Setting, ...]:
 
 
 def _settings(model: HFModel) -> Iterator[Setting]:
-    yield Setting("--num-layers", "num_layers", model.num_layers)
-    yield Setting("--hidden-size", "hidden_size", model.hidden)
-    yield Setting("--ffn-hidden-size", "ffn_hidden_size", model.ffn)
-    yield Setting("--num-attention-heads", "num_attention_heads", model.heads)
+    yield _setting("--num-layers", model.num_layers)
+    yield _setting("--hidden-size", model.hidden)
+    yield _setting("--ffn-hidden-size", model.ffn)
+    yield _setting("--num-attention-heads", model.heads)
     if model.groups != model.heads:
-        yield _switch("--group-query-attention", "group_query_attention")
-        yield Setting("--num-query-groups", "num_query_groups", model.groups)
-    yield Setting("--kv-channels", "kv_channels", model.kv_channels)
-    yield Setting("--position-embedding-type", "position_embedding_type", "rope")
-    yield Setting("--rotary-base", "rotary_base", model.rotary_base)
-    yield _switch("--use-rope-scaling", "use_rope_scaling", model.rope_factor is not None)
+        yield _switch("--group-query-attention")
+        yield _setting("--num-query-groups", model.groups)
+    yield _setting("--kv-channels", model.kv_channels)
+    yield _setting("--position-embedding-type", "rope")
+    yield _setting("--rotary-base", model.rotary_base)
+    yield _switch("--use-rope-scaling", model.rope_factor is not None)
     if model.rope_factor is not None:
-        yield Setting("--rope-scaling-factor", "rope_scaling_factor", model.rope_factor)
-    yield Setting("--normalization", "normalization", "RMSNorm")
-    yield Setting("--norm-epsilon", "norm_epsilon", model.epsilon)
-    yield _switch("--swiglu", "swiglu")
-    yield Setting("--disable-bias-linear", "add_bias_linear", value=False, is_switch=True)
-    yield _switch("--add-qkv-bias", "add_qkv_bias", model.has_qkv_bias)
-    yield _switch("--qk-layernorm", "qk_layernorm", model.has_query_norm)
-    yield _switch("--untie-embeddings-and-output-weights", "untie_embeddings_and_output_weights", not model.is_tied)
+        yield _setting("--rope-scaling-factor", model.rope_factor)
+    yield _setting("--normalization", "RMSNorm")
+    yield _setting("--norm-epsilon", model.epsilon)
+    yield _switch("--swiglu")
+    yield _setting("--disable-bias-linear", value=False)
+    yield _switch("--add-qkv-bias", model.has_qkv_bias)
+    yield _switch("--qk-layernorm", model.has_query_norm)
+    yield _switch("--untie-embeddings-and-output-weights", not model.is_tied)
     if model.experts is not None:
-        yield Setting("--num-experts", "num_experts", model.experts.number)
-        yield Setting("--moe-router-topk", "moe_router_topk", model.topk)
-        yield Setting("--moe-ffn-hidden-size", "moe_ffn_hidden_size", model.experts.ffn)
-        yield _switch("--moe-router-pre-softmax", "moe_router_pre_softmax", not model.is_topk_normalised)
+        yield _setting("--num-experts", model.experts.number)
+        yield _setting("--moe-router-topk", model.topk)
+        yield _setting("--moe-ffn-hidden-size", model.experts.ffn)
+        yield _switch("--moe-router-pre-softmax", not model.is_topk_normalised)
 
 
-def _switch(flag: str, argument: str, is_given: bool = True) -> Setting:
-    return Setting(flag, argument, is_given, is_switch=True, is_given=is_given)
+def _setting(name: str, value: int | float | str | bool, *, is_given: bool = True) -> Setting:
+    flag = flag_named(name)
+    return Setting(name, flag.argument, value, is_switch=flag.is_switch, is_given=is_given)
+
+
+def _switch(name: str, is_given: bool = True) -> Setting:
+    return _setting(name, is_given, is_given=is_given)
 
 
 def free_flags(model: HFModel) -> tuple[str, ...]:

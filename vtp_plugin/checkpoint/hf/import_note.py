@@ -7,10 +7,12 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final
 
 from vtp_plugin.checkpoint.hf.hf_model import HFModel, Setting, settings
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.host.megatron_flags import MEGATRON_FLAGS
 from vtp_plugin.util.untrusted_files import read_json
 
 NOTE: Final = "vtp_model.json"
@@ -20,10 +22,8 @@ CARRIED: Final = "hugging_face"
 RELEASE: Final = "release"
 """What Megatron calls weights without a step: it loads neither an optimizer nor random states with them."""
 
-# Names since Megatron 0.16.
-_OTHER_NAMES: Final = {"norm_epsilon": "layernorm_epsilon"}
-# What ``load_args_from_checkpoint`` of Megatron 0.12 to 0.19 leaves as it is.
-_NOT_TAKEN: Final = ("norm_epsilon", "qk_layernorm", "use_rope_scaling", "rope_scaling_factor")
+_OTHER_NAMES: Final = MappingProxyType({flag.argument: flag.renamed for flag in MEGATRON_FLAGS if flag.renamed})
+_NOT_TAKEN: Final = tuple(flag.argument for flag in MEGATRON_FLAGS if not flag.is_taken)
 
 
 def dump_note(model: HFModel) -> str:

@@ -7,16 +7,18 @@ beside the script is no installed distribution, and may hide one that is.
 from __future__ import annotations
 
 import importlib.util
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from packaging.version import VERSION_PATTERN, Version
+
 from vtp_plugin.errors import PatchError
 from vtp_plugin.host.versions.known_versions import HOSTS
 from vtp_plugin.host.versions.lookup import family_of
 from vtp_plugin.host.versions.megatron_family import MegatronFamily
-from vtp_plugin.host.versions.ranges import VERSION, order_of
 
 _OLDEST_TORCH = "2.6"
 _TORCH_WAY_OUT = "run: pip install 'torch>=2.6,<3' (for an NPU, the version that your torch_npu names)"
@@ -90,7 +92,7 @@ def problems_of(
     """
     if torch is None:
         yield f"torch is missing; {_TORCH_WAY_OUT}"
-    elif order_of(torch.version) < order_of(_OLDEST_TORCH):
+    elif Version(torch.version) < Version(_OLDEST_TORCH):
         yield f"torch {torch.version} at {torch.folder}; vtp_plugin needs {_OLDEST_TORCH} or newer; {_TORCH_WAY_OUT}"
     if megatron is None:
         yield f"Megatron is missing: there is no megatron.core; {_way_out(python)}"
@@ -142,12 +144,12 @@ def _read_version(file: Path) -> object:
 
 
 def _public(name: str, version: object) -> str:
-    """Return the part of a version that says what is in it.
+    """Return the part of a version that says what is in it; what a fork has put behind it is left out, too.
 
-    >>> _public("megatron.core", "0.19.2+1a2b3c")
-    '0.19.2'
+    >>> _public("megatron.core", "0.19.2+1a2b3c"), _public("megatron.core", "0.19.2-ours")
+    ('0.19.2', '0.19.2')
     """
-    text = str(version).partition("+")[0]
-    if VERSION.match(text) is None:
+    found = re.match(VERSION_PATTERN, str(version), re.VERBOSE | re.IGNORECASE)
+    if found is None:
         raise PatchError(f"{name} says that its version is {version!r}, which is none; install a released one")
-    return text
+    return found[0].partition("+")[0]

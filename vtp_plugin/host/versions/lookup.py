@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from packaging.version import Version
+
 from vtp_plugin.errors import PatchError
 from vtp_plugin.host.versions.capability import Capability
 from vtp_plugin.host.versions.known_versions import CAPABILITIES, FACTS, HOSTS
 from vtp_plugin.host.versions.megatron_family import MegatronFamily
-from vtp_plugin.host.versions.ranges import order_of
 
 
 def host_named(name: str) -> MegatronFamily:
@@ -55,7 +56,7 @@ def lacking(row: Capability, host: MegatronFamily) -> tuple[str, ...]:
     """
     changes = [clause[2:] for ranges in row.missing for clause in ranges.split(",") if clause.startswith(">=")]
     inside = [host.first, *(version for version in changes if host.has(version) and version != host.first)]
-    return tuple(version for version in sorted(inside, key=order_of) if not row.has(version))
+    return tuple(version for version in sorted(inside, key=Version) if not row.has(version))
 
 
 def is_run_with(row: Capability, host: MegatronFamily) -> bool:

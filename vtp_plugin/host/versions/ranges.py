@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-VERSION = re.compile(r"(?P<release>\d+(?:\.\d+)*)[._-]?(?P<pre>a|b|rc|dev)?")
-"""What a version begins with."""
-_CLAUSE = re.compile(r"(?P<bound>>=|<)(?P<version>\d+(?:\.\d+)*)", re.ASCII)
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+_CLAUSE = re.compile(r"(?:>=|<)\d+(?:\.\d+)*", re.ASCII)
 
 
 def check_range(versions: str) -> None:
@@ -30,7 +31,11 @@ def is_in(version: str, *ranges: str) -> bool:
     >>> [is_in(version, "<0.17", ">=0.18,<0.19") for version in ("0.16.1", "0.17.0", "0.18.0", "0.19.2")]
     [True, False, True, False]
     """
-    return any(all(_meets(version, clause) for clause in versions.split(",")) for versions in ranges)
+    try:
+        found = Version(version)
+    except InvalidVersion:
+        raise ValueError(f"{version!r} is not a PEP 440 version") from None
+    return any(SpecifierSet(versions).contains(found, prereleases=True) for versions in ranges)
 
 
 def between(ranges: tuple[str, ...]) -> tuple[str, ...]:
@@ -52,25 +57,3 @@ def _between(ranges: tuple[str, ...]) -> Iterator[str]:
         end = below
     if end:
         yield f">={end}"
-
-
-def _meets(version: str, clause: str) -> bool:
-    bound = clause.lstrip("<>=")
-    return (
-        order_of(version) >= order_of(bound) if clause.startswith(">=") else order_of(version)[0] < order_of(bound)[0]
-    )
-
-
-def order_of(version: str) -> tuple[tuple[int, ...], bool]:
-    """Return what versions are ordered by: numbers without closing zeros, then whether it is a release, or before one.
-
-    Raises:
-        ValueError: it is no version.
-    """
-    match = VERSION.match(version)
-    if match is None:
-        raise ValueError(f"{version!r} is not a PEP 440 version")
-    numbers = [int(number) for number in match["release"].split(".")]
-    while numbers and numbers[-1] == 0:
-        numbers.pop()
-    return tuple(numbers), match["pre"] is None

@@ -20,19 +20,18 @@ from itertools import product
 
 from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.plan.schedule.cost.costs import Costs
-from vtp_plugin.plan.schedule.cost.greedy import dispatch
-from vtp_plugin.plan.schedule.cost.microbatch_route import (
-    MicrobatchRoute,
+from vtp_plugin.plan.schedule.cost.microbatch_route import MicrobatchRoute, make_route
+from vtp_plugin.plan.schedule.cost.step_bounds import ROUNDING, in_flight_needed_on, lower_bound
+from vtp_plugin.plan.schedule.make.generate import require_counts, require_shares
+from vtp_plugin.plan.schedule.make.leg_orders import (
     Orders,
+    dispatch,
     in_flight,
     in_ticks,
-    make_route,
     makespan,
     mirrored,
     to_actions,
 )
-from vtp_plugin.plan.schedule.cost.step_bounds import ROUNDING, in_flight_needed_on, lower_bound
-from vtp_plugin.plan.schedule.make.generate import require_counts, require_shares
 from vtp_plugin.plan.schedule.make.rankings import rankings
 from vtp_plugin.plan.schedule.order.placement import Joint, Placement, u_placement
 from vtp_plugin.plan.schedule.order.schedule import Schedule

@@ -137,7 +137,7 @@ class _Colocated:
             return
         self.gather_pg = group
         order = (self.dim_mapping["s"], self.dim_mapping["b"], self.dim_mapping["h"]) if num_dims == 3 else (0, 1, 2)
-        run, audit = self._session, self._session.open_audit(self.current_rank)
+        run, audit = self._session, self._session.start.open_audit(self._session.config, self.current_rank)
         axes = BatchAxes(num_dims=num_dims, order=order)
         self._vtp = ColocatedBridge(
             spec, group, axes, run.choose_platform(), run.ranks.monitor, audit, has_fixed_shape=self.has_fixed_shape
