@@ -91,9 +91,7 @@ def test_a_u_keeps_the_layers_of_its_edge() -> None:
 
 def test_a_u_whose_edge_has_all_layers_leaves_none_for_the_cloud() -> None:
     given = [Node(name="c", num_cards=4, site="cloud"), Node(name="e", num_cards=2, site="edge")]
-    with pytest.raises(
-        ConfigError, match="--num-layers 3; --vtp-stages 2:3 wants at least 2 stages"
-    ):
+    with pytest.raises(ConfigError, match="--num-layers 3; --vtp-stages 2:3 wants at least 2 stages"):
         fit(given, ask("2:3", sites=("edge", "cloud"), ends=(2, 1), num_layers=3))
 
 
