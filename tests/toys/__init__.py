@@ -97,6 +97,13 @@ TOYS = (
         tests=("tests/unit/host/test_options.py",),
     ),
     Toy(
+        name="companion",
+        recipe="Something more that crosses",
+        does="later stages learn how many kinds of tokens a microbatch has, with --log-throughput",
+        tries=("tests/multiproc/boundaries/test_token_kinds.py::test_counts_cross",),
+        tests=("tests/unit/runtime/test_audit.py",),
+    ),
+    Toy(
         name="family",
         recipe="A Hugging Face family",
         does="Seed-OSS, whose layers are those of Qwen 2 with heads of any size",

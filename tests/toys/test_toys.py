@@ -77,7 +77,8 @@ def test_it_trains_a_step_as_the_uniform_run(toy: Toy, tmp_path: Path) -> None:
 @pytest.mark.parametrize("toy", [name for name in BY_NAME if BY_NAME[name].tries], indirect=True)
 def test_tests_of_the_house_try_it(toy: Toy, tmp_path: Path) -> None:
     """Without its patch there are no such cases."""
-    pytest.importorskip("transformers", "4.57.1", reason="published models need it: vtp-plugin[hf]")
+    if toy.name == "family":
+        pytest.importorskip("transformers", "4.57.1", reason="published models need it: vtp-plugin[hf]")
     done = run_tests(copied(toy, tmp_path), *toy.tries)
     assert done.returncode == 0 and f"{len(toy.tries)} passed" in done.stdout, done.stdout[-8000:]
 
