@@ -9,6 +9,7 @@ import sys
 from collections.abc import Collection
 from pathlib import Path
 
+import packaging
 import pytest
 
 from tests.hang.ranks import Run, Server, run
@@ -179,9 +180,10 @@ def test_an_unsupported_megatron_beside_the_script_is_refused(tmp_path: Path, ve
 
 
 def test_a_missing_megatron_is_refused(tmp_path: Path) -> None:
-    """Without site-packages there is no Megatron, and of torch only what says its version."""
+    """Without site-packages there is no Megatron, of torch what says its version, and what the plugin requires."""
     alone = tmp_path / "alone"
     lay_torch(alone, "2.7.1+cpu")
+    (alone / "packaging").symlink_to(Path(packaging.__file__).parent)
     source = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(alone)!r}]\nimport vtp_plugin\nvtp_plugin.apply()\n"
     done = run_script(tmp_path, source, "-I", "-S")
     assert done.returncode == 1

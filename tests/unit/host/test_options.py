@@ -417,10 +417,10 @@ def test_rows_are_complete_and_distinct() -> None:
         text = rule.reason + rule.way_out
         assert rule.reason and not re.search(r"[;\n]", text) and not rule.reason.endswith("."), rule
         if rule.verdict is Verdict.SUPPORTED:
-            assert re.fullmatch(r"tests/\w+/test_\w+\.py::test_\w+|not run: .+", rule.evidence), rule
+            assert re.fullmatch(r"tests/(\w+/)+test_\w+\.py::test_\w+|not run: .+", rule.evidence), rule
             assert not rule.way_out
         elif not rule.verdict.is_refusal:
-            assert re.fullmatch(r"tests/\w+/test_\w+\.py::test_\w+|not run: .+", rule.evidence) and rule.way_out, rule
+            assert re.fullmatch(r"tests/(\w+/)+test_\w+\.py::test_\w+|not run: .+", rule.evidence) and rule.way_out, rule
         else:
             assert rule.way_out and not rule.evidence, rule
 

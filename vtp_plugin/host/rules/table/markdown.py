@@ -68,4 +68,11 @@ def _next_step(rule: OptionRule) -> str:
 
 def _indented(text: str) -> str:
     indent = " " * 8
-    return textwrap.fill(text, _COLUMNS, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)
+    return textwrap.fill(
+        text,
+        _COLUMNS,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_on_hyphens=False,
+        break_long_words=False,
+    )
