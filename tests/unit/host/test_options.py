@@ -438,7 +438,8 @@ def test_printed_tables_hold_every_row() -> None:
         assert " ".join(" ".join(block).split()).endswith(f"{rule.reason} {shown_by}")
         cells = (f"`{rule.option}`", str(rule.verdict), versions or "all", rule.reason, shown_by.replace("|", r"\|"))
         assert f"| {' | '.join(cells)} |" in markdown
-    assert max(len(line) for block in blocks for line in block) <= 100
+    # The name of a test is never broken.
+    assert all(len(line) <= 100 or len(line.split()) == 1 for block in blocks for line in block)
 
 
 # Sizes
