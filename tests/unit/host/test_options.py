@@ -420,7 +420,8 @@ def test_rows_are_complete_and_distinct() -> None:
             assert re.fullmatch(r"tests/(\w+/)+test_\w+\.py::test_\w+|not run: .+", rule.evidence), rule
             assert not rule.way_out
         elif not rule.verdict.is_refusal:
-            assert re.fullmatch(r"tests/(\w+/)+test_\w+\.py::test_\w+|not run: .+", rule.evidence) and rule.way_out, rule
+            form = r"tests/(\w+/)+test_\w+\.py::test_\w+|not run: .+"
+            assert re.fullmatch(form, rule.evidence) and rule.way_out, rule
         else:
             assert rule.way_out and not rule.evidence, rule
 
