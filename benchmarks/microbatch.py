@@ -125,7 +125,7 @@ def _microbatches(settings: dict[str, Any]) -> Iterator[Callable[[int], None]]:
                     communicator.recv_forward(SHAPE, is_first_stage=False)
                     communicator.send_backward(tensor, is_first_stage=False)
                 if session is not None and index % STEP == 0:
-                    session.finish_step()
+                    session.pipelines.finish_step()
 
         yield run
     finally:

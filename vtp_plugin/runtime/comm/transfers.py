@@ -205,10 +205,17 @@ class Transfers:
         create them in one order; in the first step they could block each other.
         """
         element = torch.zeros(1, dtype=torch.float32, device=self._platform.device())
-        compiled = compile_plan(plan, self._rank)
-        ends = [(dist.isend, one.peer) for one in compiled.sends] + [
-            (dist.irecv, one.peer) for one in compiled.receives
+        # Of a rank at both ends, too: all sends first could let ranks wait for each other in a ring.
+        ends = [
+            (operation, peer)
+            for transfer in plan.transfers
+            for operation, end, peer in (
+                (dist.isend, transfer.src, transfer.dst),
+                (dist.irecv, transfer.dst, transfer.src),
+            )
+            if self._rank == end
         ]
+        compiled = compile_plan(plan, self._rank)
         for operation, peer in ends[:1] if is_batched else ends:
             peers = [peer for _, peer in ends] if is_batched else [peer]
             transmission = Transmission(
