@@ -88,7 +88,7 @@ def test_group_options_are_accepted_by_nccl() -> None:
 def test_a_wait_ends_with_the_stream_not_with_the_host() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     monitor = Monitor(store, rank=0, world_size=1, timeout_s=60)
-    wait = monitor.begin("boundary 0->1, forward, microbatch 0", "rank 1")
+    wait = monitor.position.begin("boundary 0->1, forward, microbatch 0", "rank 1")
     torch.cuda._sleep(2_000_000_000)  # about a second
     event = torch.cuda.Event()
     event.record()

@@ -373,7 +373,7 @@ def test_what_ranks_compile_moves_what_the_plan_says(
         assert compiled.held is not None and compiled.wanted is None and not compiled.receives
         sent[rank] = torch.arange(math.prod(compiled.held)).reshape(compiled.held) + 10**5 * rank
         for one in compiled.sends:
-            pieces = [sent[rank][part].permute(turn).flatten() for part in one.parts]
+            pieces = [sent[rank][part].permute(turn).flatten() for part in one.parts or [()]]
             under_way.setdefault((rank, one.peer), []).append(torch.cat(pieces))
     for rank in plan.dst.ranks:
         compiled = compile_plan(plan, rank, itemsize_bytes=itemsize_bytes, widths=widths, memory_order=order)
@@ -381,7 +381,7 @@ def test_what_ranks_compile_moves_what_the_plan_says(
         got = torch.full([compiled.wanted[dim] for dim in turn], -1).permute([turn.index(dim) for dim in range(3)])
         for one in compiled.receives:
             message = under_way[one.peer, rank].pop(0)
-            targets = [got[part].permute(turn) for part in one.parts]
+            targets = [got[part].permute(turn) for part in one.parts or [()]]
             assert (one.buffer is None) == (len(targets) == 1 and targets[0].is_contiguous())
             buffer = message.view(targets[0].shape if one.buffer is None else one.buffer)
             for target, piece in zip(targets, buffer.split(one.lengths or [len(buffer)]), strict=True):

@@ -136,7 +136,7 @@ class AllRanks:
 
     def passing(self) -> AbstractContextManager[None]:
         """Return the context of one joint operation of all ranks, see ``EarlyExits``."""
-        return contextlib.nullcontext() if self.monitor is None else self.monitor.passing()
+        return contextlib.nullcontext() if self.monitor is None else self.monitor.early_exits.passing()
 
     def agreement(self, name: str, members: Sequence[int] | None = None) -> Agree:
         """Return a function that compares statements over some ranks, each of which calls it at the same point.
@@ -176,8 +176,8 @@ class AllRanks:
         )
 
     def computing(self, name_compute: Callable[[], str]) -> contextlib.AbstractContextManager[None]:
-        """Watch collectives inside computes; see :meth:`~vtp_plugin.runtime.health.monitor.Monitor.computing`."""
-        return contextlib.nullcontext() if self.monitor is None else self.monitor.computing(name_compute)
+        """Watch collectives inside computes; see :meth:`~vtp_plugin.runtime.health.position.Position.computing`."""
+        return contextlib.nullcontext() if self.monitor is None else self.monitor.position.computing(name_compute)
 
     def compare_clocks(self) -> ClockOffset:
         """Measure how far this rank's clock is behind that of rank 0; a collective call."""

@@ -245,7 +245,8 @@ class Trainer:
             self._keep_tied(result)
             session = _Holder.session
             if session is not None and session.is_running and session.running.communicator is not None:
-                result.allocations.append(session.running.communicator.num_allocations)
+                opened = session.running.opened
+                result.allocations.append(sum(channel.transfers.memory.num_allocations for channel in opened))
         if case.checks.wants_weights:
             with self._gathered_weights():
                 result.weights = _weights(self.model)

@@ -160,7 +160,7 @@ def test_a_silent_rank_ends_all_others_within_the_timeout(
 def test_ranks_that_wait_for_each_other_are_named_as_a_circle(world: World, capfd: pytest.CaptureFixture[str]) -> None:
     """Not the first peer alone, which may be as healthy as the rank that waits for it."""
     for rank in range(3):
-        world.monitors[rank].begin(
+        world.monitors[rank].position.begin(
             f"boundary {rank}->{(rank + 1) % 3}, backward, microbatch 0", f"rank {(rank + 1) % 3}"
         )
     world.wait(4)
@@ -171,7 +171,7 @@ def test_ranks_that_wait_for_each_other_are_named_as_a_circle(world: World, capf
 
 
 def test_a_long_wait_ends_all(world: World, capfd: pytest.CaptureFixture[str]) -> None:
-    wait = world.monitors[1].begin(PLACE, "rank 0")
+    wait = world.monitors[1].position.begin(PLACE, "rank 0")
     assert not wait.is_over()
     world.wait(4)
     assert max(world.ended.values()) < 1.1 * TIMEOUT_S
@@ -186,11 +186,11 @@ def test_a_long_wait_ends_all(world: World, capfd: pytest.CaptureFixture[str]) -
 def test_waits_that_end_in_time_are_no_failure(world: World) -> None:
     end_s = time.monotonic() + 1.5 * TIMEOUT_S
     while time.monotonic() < end_s:
-        wait = world.monitors[1].begin(PLACE, "rank 0")
+        wait = world.monitors[1].position.begin(PLACE, "rank 0")
         time.sleep(0.2)
         wait.ended = True
     assert not world.ended
-    assert len(world.monitors[1]._position._waits) == 1
+    assert len(world.monitors[1].position._waits) == 1
 
 
 class Event:
@@ -206,7 +206,7 @@ class Event:
 
 
 def test_a_wait_on_a_device_ends_with_its_event(world: World) -> None:
-    passed = world.monitors[1].begin(PLACE, "rank 0")
+    passed = world.monitors[1].position.begin(PLACE, "rank 0")
     passed.event = Event(True)
     time.sleep(1.2 * TIMEOUT_S)
     assert not world.ended
@@ -214,13 +214,13 @@ def test_a_wait_on_a_device_ends_with_its_event(world: World) -> None:
 
 @pytest.mark.parametrize("state", [False, RuntimeError("device-side assert")])
 def test_a_stream_that_does_not_come_past_ends_all(world: World, state: bool | RuntimeError) -> None:
-    world.monitors[1].begin(PLACE, "rank 0").event = Event(state)
+    world.monitors[1].position.begin(PLACE, "rank 0").event = Event(state)
     assert "this rank waited" in world.monitors[1].describe_position()
     world.wait(4)
 
 
 def test_a_failure_reaches_all_at_once(world: World, capfd: pytest.CaptureFixture[str]) -> None:
-    world.monitors[2].begin(PLACE, "rank 0").ended = True
+    world.monitors[2].position.begin(PLACE, "rank 0").ended = True
     world.monitors[1].post_failure(ConfigError("a reason"))
     begin_s = time.monotonic() - world.begin_s
     world.wait(3, besides=1)
@@ -306,7 +306,7 @@ def test_who_ends_too_early_is_named(
     """Inside what all ranks do together, or before it. Who has done as much as the others may end long before them."""
     for rank, monitor in enumerate(world.monitors):
         for number in range(2 if rank != 1 else num_passes):
-            with suppress(SystemExit), monitor.passing():
+            with suppress(SystemExit), monitor.early_exits.passing():
                 if number == 1 and is_inside:
                     raise SystemExit
     world.monitors[1].stop()
@@ -330,7 +330,7 @@ def test_rank_0_leaves_soon_after_its_own_failure(world: World) -> None:
 
 def test_a_clock_that_stood_still_accuses_nobody(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """All processes of a machine are suspended for an hour, in the middle of a wait."""
-    wait = world.monitors[1].begin(PLACE, "rank 0")
+    wait = world.monitors[1].position.begin(PLACE, "rank 0")
     time.sleep(0.3)
     real = time.monotonic
     monkeypatch.setattr(time, "monotonic", lambda: real() + 3600.0)

@@ -29,7 +29,8 @@ class CompiledMessage:
 
     Attributes:
         peer: Global rank at the other end.
-        parts: Where its boxes lie in the rank's tensor, one behind the other in the message.
+        parts: Where its boxes lie in the rank's tensor, one behind the other in the message; empty if it is the whole
+            tensor.
         buffer: Shape of the dense memory that it is received into first; None if it is one block of the tensor, and in
             messages that are sent.
         lengths: Rows of the buffer that belong to each part.
@@ -167,20 +168,21 @@ class _Compiler:
 
     def _sends(self) -> tuple[CompiledMessage, ...]:
         holding = self.plan.sent_from(self.rank)
+        shape = local_shape(holding, self.widths)
         return tuple(
-            CompiledMessage(peer=one.dst, parts=self._slices(one.boxes, holding))
+            CompiledMessage(peer=one.dst, parts=_parts(self._slices(one.boxes, holding), shape))
             for one in self._messages(self.plan.sends_of(self.rank))
         )
 
     def _receives(self) -> tuple[CompiledMessage, ...]:
         holding = self.plan.lands_in(self.rank)
-        shape = self._in_memory(local_shape(holding, self.widths))
+        shape = local_shape(holding, self.widths)
         found: list[CompiledMessage] = []
         for one in self._messages(self.plan.receives_of(self.rank)):
             parts = self._slices(one.boxes, holding)
             lying = [self._in_memory(part) for part in parts]
-            if len(parts) == 1 and _is_block(lying[0], shape):
-                found.append(CompiledMessage(peer=one.src, parts=parts))
+            if len(parts) == 1 and _is_block(lying[0], self._in_memory(shape)):
+                found.append(CompiledMessage(peer=one.src, parts=_parts(parts, shape)))
                 continue
             # Backends take dense memory only.
             sizes = [tuple(piece.stop - piece.start for piece in part) for part in lying]
@@ -277,6 +279,15 @@ def _others(ranks: Sequence[int], own: int, step: int) -> tuple[int, ...]:
     """List the other ranks round the ring, starting beside this one, so that not all talk to one rank at once."""
     index = ranks.index(own)
     return tuple(ranks[(index + step * distance) % len(ranks)] for distance in range(1, len(ranks)))
+
+
+def _parts(parts: tuple[Slices, ...], shape: Shape) -> tuple[Slices, ...]:
+    """Leave out the slices of a message that is the whole tensor: an index costs more than the rest of its packing.
+
+    >>> _parts(((slice(0, 6), slice(0, 4)),), (6, 4)), _parts(((slice(0, 3), slice(0, 4)),), (6, 4))
+    ((), ((slice(0, 3, None), slice(0, 4, None)),))
+    """
+    return () if parts == (tuple(slice(0, length) for length in shape),) else parts
 
 
 def _is_block(part: Slices, shape: Shape) -> bool:

@@ -166,6 +166,7 @@ class ColocatedBridge:
 
     def _transmission(self, plan: CompiledPlan, dtype: torch.dtype, kind: MessageKind) -> Transmission:
         return Transmission(
+            whole=plan.whole,
             plan=plan,
             dtype=dtype,
             kind=kind,

@@ -129,13 +129,13 @@ class Bridge:
         if not self._posted:
             self.post_forward()
         work = self._posted.popleft()
-        tensor, batch = self._axes.from_plan(work.take()), work.whole
-        assert batch is not None
+        tensor = self._axes.from_plan(work.take())
+        assert work.transmission is not None
         if not self._batches:
             # All gradients are on their way, and the other module goes on: it receives them. Waiting frees their
             # memory; over gloo nothing else tells that a message has left.
             self._opens.wait()
-        self._note(batch)
+        self._note(work.transmission.whole)
         # Also where no gradient goes back: Megatron's schedules ask every input for its gradient.
         return tensor.requires_grad_(torch.is_grad_enabled())
 

@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch.distributed as dist
 
 from vtp_plugin.errors import PlanError
-from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan
 from vtp_plugin.plan.boundary.channel_spec import ChannelSpec
 from vtp_plugin.plan.boundary.check_boundary import require_valid
 from vtp_plugin.plan.boundary.compiled_plan import compile_plan
@@ -91,11 +90,25 @@ class Channel:
         else:
             others = {one.src for one in probe.receives_of(rank)} or {one.src for one in probe.transfers}
         peer = ranks_text(others)
-        # Functions, not methods: a reference cycle would keep a closed channel's groups until the next collection.
+        # Lengths of units differ more often than shapes.
         plan_of = functools.lru_cache(NUM_PLANS)(spec.plan)
-        self.transmission = functools.lru_cache(NUM_PLANS)(
-            functools.partial(_transmission, spec, plan_of, rank, peer, platform.gathers_by_messages)
-        )
+
+        # Not a method: a reference cycle would keep a closed channel's groups until the next collection.
+        @functools.lru_cache(NUM_PLANS)
+        def transmission(whole: Whole, form: TensorFormat) -> Transmission:
+            shape, widths = spec.crossing(whole)
+            plan = plan_of(shape, src_sharded=form.src_sharded, dst_sharded=form.dst_sharded)
+            itemsize_bytes = form.dtype.itemsize if platform.gathers_by_messages else None
+            return Transmission(
+                whole=whole,
+                plan=compile_plan(plan, rank, itemsize_bytes=itemsize_bytes, widths=widths),
+                dtype=form.dtype,
+                kind=spec.kind,
+                peer=peer,
+                is_batched=form.is_batched,
+            )
+
+        self.transmission = transmission
         self.headers = Headers(spec, rank, peer, self.transfers, platform, is_coalesced=is_coalesced)
         self.receives = Receives(self.transfers, self.transmission, self.headers)
         self.num_sent = self.num_received = 0
@@ -112,11 +125,6 @@ class Channel:
     def sends_from_here(self) -> bool:
         """Whether messages leave from this rank itself; another rank of its stage may send them."""
         return bool(self.spec.probe.sends_of(dist.get_rank()))
-
-    @property
-    def num_allocations(self) -> int:
-        """Number of receives so far that needed fresh host memory; constant in a steady state with fixed shapes."""
-        return self.transfers.memory.num_allocations
 
     def whole_shape(self, local: Sequence[int], form: TensorFormat) -> Shape:
         """Return the shape `[S, B, ...]` of the whole tensor, given that of this rank's part."""
@@ -163,34 +171,3 @@ class Channel:
             # The host may be ahead of what it has issued.
             self._platform.module().synchronize()
         close_groups((self._groups.messages, self._groups.pieces))
-
-
-def _transmission(
-    spec: ChannelSpec,
-    plan_of: Callable[..., BoundaryPlan],
-    rank: int,
-    peer: str,
-    is_swapped: bool,
-    whole: Whole,
-    form: TensorFormat,
-) -> Transmission:
-    """Say how a tensor crosses.
-
-    Args:
-        spec: the channel.
-        plan_of: makes the plan of a shape, or remembers it: lengths of units differ more often than shapes.
-        rank: this rank.
-        peer: name of the ranks at the other end.
-        is_swapped: whether an all-gather is made of messages.
-        whole: description of the whole tensor.
-        form: its type and layout.
-    """
-    shape, widths = spec.crossing(whole)
-    plan = plan_of(shape, src_sharded=form.src_sharded, dst_sharded=form.dst_sharded)
-    return Transmission(
-        plan=compile_plan(plan, rank, itemsize_bytes=form.dtype.itemsize if is_swapped else None, widths=widths),
-        dtype=form.dtype,
-        kind=spec.kind,
-        peer=peer,
-        is_batched=form.is_batched,
-    )

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from vtp_plugin.errors import PlanError
 from vtp_plugin.plan.boundary.boundary_plan import CollectiveKind
 from vtp_plugin.plan.boundary.compiled_plan import CompiledCollective, CompiledSwaps
-from vtp_plugin.plan.boundary.endpoint import Shape
 from vtp_plugin.plan.boundary.sharding import even_cuts
 from vtp_plugin.report.trace.causes import Cause
+from vtp_plugin.runtime.comm.host_memory import HostMemory
 from vtp_plugin.runtime.comm.work import Finish, TimedWaits, ranks_text
 
 
@@ -29,7 +29,7 @@ class StageCollectives:
         pieces_group: group of the receiving stage that carries point-to-point messages only. An all-gather is made of
             such messages; None where the backend's all-gather is used.
         waits: times the collectives.
-        empty: allocates a tensor.
+        memory: allocates tensors.
         rank: global rank of this process.
     """
 
@@ -37,7 +37,7 @@ class StageCollectives:
     stage_group: dist.ProcessGroup | None
     pieces_group: dist.ProcessGroup | None
     waits: TimedWaits
-    empty: Callable[[Shape, torch.dtype], torch.Tensor]
+    memory: HostMemory
     rank: int = field(default_factory=dist.get_rank)
     _open_finishes: deque[torch.Tensor] = field(init=False, default_factory=deque)
 
@@ -55,7 +55,7 @@ class StageCollectives:
             raise PlanError(f"{position}: start {start.kind}: only a gather or a sum can come before the transfers")
         ranks, root, parts, whole = start.ranks, start.ranks[0], None, tensor
         if start.joint is not None:
-            whole = self.empty(start.joint, tensor.dtype)
+            whole = self.memory.empty(start.joint, tensor.dtype)
             parts = [whole[part] for (part,) in start.parts]
         part = tensor.contiguous()
         self._run("gather", ranks, position, lambda: dist.gather(part, parts, root, self.stage_group), Cause.PACK)
@@ -149,8 +149,7 @@ class StageCollectives:
         if self.stage_group is None:
             raise PlanError(f"{position}: {kind} among {ranks_text(ranks)}, but this stage has no group")
         peer = f"the members {ranks_text(ranks)} of this stage"
-        with self.waits.timed(position, peer, f"{kind} among {peer}", cause):
-            run()
+        self.waits.run(run, position, peer, f"{kind} among {peer}", cause)
 
 
 @dataclass(frozen=True, slots=True)

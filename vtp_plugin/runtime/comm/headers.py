@@ -39,6 +39,7 @@ class Headers:
         plan = spec.plan_header(self._codec.length)
         self._shape = plan.src.holdings[0].local_shape
         self._transmission = Transmission(
+            whole=plan.src.shape,
             plan=compile_plan(plan, rank),
             dtype=torch.int64,
             kind=self._codec.kind,

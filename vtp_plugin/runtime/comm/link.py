@@ -11,6 +11,7 @@ from vtp_plugin.plan.boundary.header import Whole
 from vtp_plugin.runtime.comm.channel import Channel
 from vtp_plugin.runtime.comm.pending_receives import RecvWork
 from vtp_plugin.runtime.comm.tensor_format import TensorFormat
+from vtp_plugin.runtime.comm.transfers import Transmission
 from vtp_plugin.runtime.comm.work import SendWork
 
 
@@ -32,7 +33,8 @@ class ChannelLink:
         self.channel = channel
         self.form = form
         self.shape = None if form.has_variable_shapes or shape is None else tuple(shape)
-        self._whole = None if self.shape is None else channel.whole_shape(self.shape, form)
+        # Where all tensors have one shape, it is worked out once how they cross.
+        self._known = None if self.shape is None else self._transmission(channel.whole_shape(self.shape, form))
 
     def start_step(self) -> None:
         """Count microbatches from 0 again."""
@@ -48,7 +50,7 @@ class ChannelLink:
             ConfigError: the shape of the tensor is not known.
         """
         channel, form = self.channel, self.form
-        known = None if form.has_variable_shapes else whole or self._whole
+        known = self._known if whole is None or form.has_variable_shapes else self._transmission(whole)
         if known is None and not form.has_variable_shapes:
             raise ConfigError(f"{channel.spec.name}: the shape of what is received is not known; give it")
         position = channel.position(channel.num_received)
@@ -71,9 +73,14 @@ class ChannelLink:
                 f"{channel.spec.name}: the tensor has the shape {list(tensor.shape)}, the next stage waits for "
                 f"{list(self.shape)}; give the step the lengths that the model has, or variable_seq_lengths=True"
             )
-        whole = whole or self._whole or channel.whole_shape(tensor.shape, form)
+        known = self._known
+        if known is None or whole is not None:
+            known = self._transmission(whole or channel.whole_shape(tensor.shape, form))
         position = channel.position(channel.num_sent)
-        header = channel.headers.send(whole, form, position) if form.has_variable_shapes else None
+        header = channel.headers.send(known.whole, form, position) if form.has_variable_shapes else None
         channel.num_sent += 1
-        work = channel.transfers.send(tensor, channel.transmission(whole, form), position)
+        work = channel.transfers.send(tensor, known, position)
         return work if header is None else header.joined_with(work)
+
+    def _transmission(self, whole: Whole) -> Transmission:
+        return self.channel.transmission(whole, self.form)

@@ -24,7 +24,7 @@ class RecvWork:
     Args:
         receives: all receives of the same channel.
         form: type and layout of the tensor.
-        whole: description of the whole tensor; None until its header is read.
+        transmission: how the tensor crosses; None until its header is read.
         position: boundary, direction and number, for error messages.
 
     Attributes:
@@ -32,9 +32,11 @@ class RecvWork:
         is_done: whether the tensor was waited for.
     """
 
-    def __init__(self, receives: Receives, form: TensorFormat, whole: Whole | None, position: str) -> None:
+    def __init__(
+        self, receives: Receives, form: TensorFormat, transmission: Transmission | None, position: str
+    ) -> None:
         self.form = form
-        self.whole = whole
+        self.transmission = transmission
         self.position = position
         self.pending: PendingRecv | None = None
         self.is_done = False
@@ -96,12 +98,12 @@ class Receives:
         self._queue: deque[RecvWork] = deque()
         self._header: PendingRecv | None = None
 
-    def add(self, form: TensorFormat, whole: Whole | None, position: str) -> RecvWork:
+    def add(self, form: TensorFormat, transmission: Transmission | None, position: str) -> RecvWork:
         """Post a receive, or its header if none is under way; the arguments are those of :class:`RecvWork`."""
-        receive = RecvWork(self, form, whole, position)
+        receive = RecvWork(self, form, transmission, position)
         self._queue.append(receive)
-        if whole is not None:
-            self._post(receive, whole)
+        if transmission is not None:
+            self._post(receive, transmission)
         elif self._header is None:
             self._header = self._headers.post(position)
         return receive
@@ -126,9 +128,10 @@ class Receives:
         receive, *later = (receive for receive in self._queue if receive.pending is None)
         if self._header is None:
             raise PlanError(f"{receive.position}: no header is under way")
-        receive.whole = self._headers.read(self._header.wait(), receive.form, receive.position)
-        self._post(receive, receive.whole)
+        whole = self._headers.read(self._header.wait(), receive.form, receive.position)
+        receive.transmission = self._transmission(whole, receive.form)
+        self._post(receive, receive.transmission)
         self._header = self._headers.post(later[0].position) if later else None
 
-    def _post(self, receive: RecvWork, whole: Whole) -> None:
-        receive.note_posted(self._transfers.receive(self._transmission(whole, receive.form), receive.position))
+    def _post(self, receive: RecvWork, transmission: Transmission) -> None:
+        receive.note_posted(self._transfers.receive(transmission, receive.position))

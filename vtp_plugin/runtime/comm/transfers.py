@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan
-from vtp_plugin.plan.boundary.compiled_plan import CompiledPlan, compile_plan
+from vtp_plugin.plan.boundary.compiled_plan import CompiledMessage, CompiledPlan, compile_plan
 from vtp_plugin.plan.boundary.endpoint import Shape
+from vtp_plugin.plan.boundary.header import Whole
 from vtp_plugin.plan.boundary.message_kind import MessageKind
 from vtp_plugin.platform.interface import Platform
 from vtp_plugin.report.trace.causes import Cause
@@ -44,6 +45,7 @@ class Transmission:
     """How tensors of one shape and type cross, as this rank sees it; made once, and used for all of them.
 
     Attributes:
+        whole: description of the whole tensor.
         plan: this rank's part of the plan.
         dtype: type of the tensors.
         kind: kind of their messages.
@@ -51,6 +53,7 @@ class Transmission:
         is_batched: whether the messages of a tensor are coalesced into one call of the backend.
     """
 
+    whole: Whole
     plan: CompiledPlan
     dtype: torch.dtype
     kind: MessageKind
@@ -82,10 +85,8 @@ class Transfers:
         self._waits = waits
         self._audit = audit
         self._rank = dist.get_rank()
-        self.memory = HostMemory()
-        # Not a method: a reference cycle would keep a closed channel's groups until the next garbage collection.
-        self._empty = functools.partial(_empty, platform, self.memory)
-        self._stage = StageCollectives(name, groups.stage, groups.pieces, waits, self._empty)
+        self.memory = HostMemory(platform)
+        self._stage = StageCollectives(name, groups.stage, groups.pieces, waits, self.memory)
 
     def send(self, tensor: torch.Tensor, transmission: Transmission, position: str) -> SendWork:
         """Post the transfers of this rank, after the plan's start inside the stage.
@@ -151,10 +152,7 @@ class Transfers:
         local = tensor.detach()
         if plan.start is not None:
             local = self._stage.start(plan.start, local, position)
-        order = plan.memory_order
-        return [
-            (dist.isend, _packed([_turned(local[part], order) for part in one.parts]), one.peer) for one in plan.sends
-        ]
+        return [(dist.isend, _packed(_pieces(local, one, plan)), one.peer) for one in plan.sends]
 
     def _allocate(self, transmission: Transmission, position: str) -> _Incoming:
         """Allocate memory for what arrives at this rank."""
@@ -164,16 +162,16 @@ class Transfers:
         tensor = self._allocated(plan.wanted, dtype, plan.memory_order)
         joint = None if plan.finish is None else plan.finish.joint
         # An alias: the tensor itself may require a gradient when its memory is filled.
-        memory = tensor.detach() if joint is None else self._empty(joint, dtype)
+        memory = tensor.detach() if joint is None else self.memory.empty(joint, dtype)
         messages: list[_Message] = []
         copies: list[Sequence[tuple[torch.Tensor, torch.Tensor]]] = []
         for one in plan.receives:
-            targets = [_turned(memory[part], plan.memory_order) for part in one.parts]
+            targets = _pieces(memory, one, plan)
             if one.buffer is None:
                 messages.append((dist.irecv, targets[0], one.peer))
                 copies.append(())
                 continue
-            buffer = self._empty(one.buffer, dtype)
+            buffer = self.memory.empty(one.buffer, dtype)
             messages.append((dist.irecv, buffer, one.peer))
             copies.append([*zip(targets, buffer.split(one.lengths), strict=True)])
         return _Incoming(tensor, memory, messages, copies)
@@ -191,8 +189,8 @@ class Transfers:
     def _allocated(self, shape: Shape, dtype: torch.dtype, order: tuple[int, ...] | None) -> torch.Tensor:
         """Return an uninitialised tensor with the dimensions in the plan's order."""
         if order is None:
-            return self._empty(shape, dtype)
-        memory = self._empty(tuple(shape[dim] for dim in order), dtype)
+            return self.memory.empty(shape, dtype)
+        memory = self.memory.empty(tuple(shape[dim] for dim in order), dtype)
         return memory.permute([order.index(dim) for dim in range(len(order))])
 
     def warm_up(self, plan: BoundaryPlan, *, is_batched: bool = False) -> None:
@@ -219,6 +217,7 @@ class Transfers:
         for operation, peer in ends[:1] if is_batched else ends:
             peers = [peer for _, peer in ends] if is_batched else [peer]
             transmission = Transmission(
+                whole=compiled.whole,
                 plan=compiled,
                 dtype=element.dtype,
                 kind=MessageKind.WARM_UP,
@@ -265,17 +264,12 @@ class _Incoming:
     copies: list[Sequence[tuple[torch.Tensor, torch.Tensor]]]
 
 
-def _empty(platform: Platform, memory: HostMemory, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
-    if platform.host_blocking_wait:
-        return memory.empty(shape, dtype)
-    return torch.empty(shape, dtype=dtype, device=platform.device())
-
-
 def _packed(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return the pieces as one dense tensor; a single piece that is dense already is not copied."""
     return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(list(pieces))
 
 
-def _turned(piece: torch.Tensor, order: tuple[int, ...] | None) -> torch.Tensor:
-    """View a piece in the memory order of messages."""
-    return piece if order is None else piece.permute(order)
+def _pieces(tensor: torch.Tensor, message: CompiledMessage, plan: CompiledPlan) -> list[torch.Tensor]:
+    """View the parts of a tensor that a message consists of, in the memory order of messages."""
+    pieces = [tensor[part] for part in message.parts] or [tensor]
+    return pieces if plan.memory_order is None else [piece.permute(plan.memory_order) for piece in pieces]

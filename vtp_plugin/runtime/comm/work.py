@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -48,11 +47,13 @@ class TimedWaits:
     monitor: Monitor | None
     recorder: Recorder
 
-    @contextlib.contextmanager
-    def timed(self, position: str, peer: str, what: str, cause: Cause = Cause.WAIT) -> Iterator[None]:
-        """Keep the time of a block that waits.
+    def run(
+        self, wait_for_others: Callable[[], object], position: str, peer: str, what: str, cause: Cause = Cause.WAIT
+    ) -> None:
+        """Call what waits for other ranks, and keep its time.
 
         Args:
+            wait_for_others: what waits.
             position: boundary, direction and microbatch.
             peer: name of the ranks that are waited for.
             what: name of what is broken if the backend fails.
@@ -61,10 +62,10 @@ class TimedWaits:
         Raises:
             PeerError: the backend failed.
         """
-        wait = self.monitor.begin(position, peer) if self.monitor is not None else None
+        wait = self.monitor.position.begin(position, peer) if self.monitor is not None else None
         try:
             with self.recorder.span(cause, position):
-                yield
+                wait_for_others()
         except RuntimeError as error:
             raise PeerError(
                 f"{position}: {what} broke ({first_line(str(error))})", shared=f"{position}: {what} broke"
@@ -79,10 +80,13 @@ class TimedWaits:
             event.record()
 
     def wait_for(self, works: Sequence[dist.Work], position: str, peer: str) -> None:
-        """Wait for the backend's handles; arguments and error are those of :meth:`timed`."""
-        with self.timed(position, peer, f"connection to {peer}"):
+        """Wait for the backend's handles; arguments and error are those of :meth:`run`."""
+
+        def wait() -> None:
             for work in works:
                 work.wait()
+
+        self.run(wait, position, peer, f"connection to {peer}")
 
 
 class SendWork:

@@ -23,7 +23,6 @@ import os
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 
 import torch.distributed as dist
 
@@ -31,7 +30,7 @@ from vtp_plugin.runtime.health.board import Board
 from vtp_plugin.runtime.health.early_exit import EarlyExits
 from vtp_plugin.runtime.health.joint_work import Together
 from vtp_plugin.runtime.health.liveness_check import LivenessCheck, is_lost_connection
-from vtp_plugin.runtime.health.position import Position, Wait
+from vtp_plugin.runtime.health.position import Position
 from vtp_plugin.runtime.health.redaction import describe_error
 from vtp_plugin.runtime.health.spare_thread import Helper
 from vtp_plugin.runtime.health.store import Topic, open_round, part_of
@@ -84,7 +83,7 @@ class Monitor:
         self._liveness_check = LivenessCheck(self._store, self._board, rank, world_size)
         self.together = Together(self._store, rank, 0.7 * timeout_s, lambda: self._clock_s)
         self._absent: list[int] = []
-        self._early_exits = EarlyExits(rank)
+        self.early_exits = EarlyExits(rank)
         self._helper = Helper()
         self._describe = describe
         self._exit_process = exit_process
@@ -94,7 +93,7 @@ class Monitor:
         self._failing_s: float | None = None
         self._failure: str | None = None
         self._stood_s = 0.0
-        self._position = Position(rank, lambda: self._clock_s)
+        self.position = Position(rank, lambda: self._clock_s)
         self._farewell_lock = threading.Lock()
         self._said_farewell = False
         self._stopping, self._timer_ends = threading.Event(), threading.Event()
@@ -128,32 +127,11 @@ class Monitor:
 
     def _leave_others(self) -> None:
         if self._failing_s is None:
-            self._board.leave(self._early_exits.goodbye())
+            self._board.leave(self.early_exits.goodbye())
         self._store.add(f"life/{self._rank}", DONE)
         self._say_farewell()
         if self._rank == 0:
             self._await_farewells(None if self._failing_s is None else self._linger_s)
-
-    def begin(self, position: str, peer: str) -> Wait:
-        """Start the clock of a wait; set ``ended`` or an ``event`` on the result when the host has passed.
-
-        Args:
-            position: boundary, direction and microbatch.
-            peer: name of the ranks that are waited for.
-        """
-        return self._position.begin(position, peer)
-
-    def computing(self, name_compute: Callable[[], str]) -> AbstractContextManager[None]:
-        """Watch collectives inside computes in a ``with`` block: their waits count as those at boundaries do.
-
-        Args:
-            name_compute: names the compute that is running; empty between two of them.
-        """
-        return self._position.computing(name_compute)
-
-    def passing(self) -> AbstractContextManager[None]:
-        """Return the context of one joint operation, see :class:`~vtp_plugin.runtime.health.early_exit.EarlyExits`."""
-        return self._early_exits.passing()
 
     def post_failure(self, error: BaseException) -> None:
         """Tell the others that this rank fails, so that they need not wait until its silence is noticed.
@@ -173,7 +151,7 @@ class Monitor:
             does = "does" if len(self._absent) == 1 else "do"
             text = f"rank {who} {does} not answer: ended, was killed or stopped (noticed by rank {self._rank})"
             self._failure = text
-        elif is_lost_connection(error) and (early_end := self._early_exits.describe_early_end("lost a connection")):
+        elif is_lost_connection(error) and (early_end := self.early_exits.describe_early_end("lost a connection")):
             self._failure = text = early_end
         self._run_bounded(lambda: self._post(text), 1.0)
         if self._cut_s is not None and self._failure is None:
@@ -181,7 +159,7 @@ class Monitor:
 
     def _find_absent(self, limit_s: float) -> None:
         # A rank that has left told so before its connections closed.
-        self._early_exits.note(self._board.read().leaver, self._clock_s)
+        self.early_exits.note(self._board.read().leaver, self._clock_s)
 
         def has_left(rank: int) -> bool:
             return self._store.add(f"life/{rank}", 0) >= DONE
@@ -204,7 +182,7 @@ class Monitor:
         """Describe where this rank is: its current wait, a collective, or the boundary that it used last."""
         has_stood = self._stood_s > 0.3 * self.timeout_s  # so long that others may have missed it
         stood = f"; it stood still for {self._stood_s:.1f} s before (stopped or suspended)" if has_stood else ""
-        return f"{self.together.position() or self._position.describe()}{stood}"
+        return f"{self.together.position() or self.position.describe()}{stood}"
 
     @property
     def _linger_s(self) -> float:
@@ -230,8 +208,8 @@ class Monitor:
                 if reason := self.together.beat():
                     self._post(reason)
             notices = self._board.read()
-            self._liveness_check.answer(notices.num_calls, self._position.stand)
-            self._early_exits.note(notices.leaver, self._clock_s)
+            self._liveness_check.answer(notices.num_calls, self.position.stand)
+            self.early_exits.note(notices.leaver, self._clock_s)
             if self._failure is None and notices.failure is not None:
                 self._say_farewell()
                 self._failure = notices.failure
@@ -247,7 +225,7 @@ class Monitor:
             self._stood_s = max(self._stood_s, now_s - last_s - 4 * pause_s)
             last_s = now_s
             try:
-                self._position.look()
+                self.position.look()
                 reason = self._reason_to_end()
             except (MemoryError, RuntimeError, ValueError):
                 continue  # out of memory, or a group that the script destroys just now: time goes on
@@ -269,7 +247,7 @@ class Monitor:
         is_cut = self._cut_s is not None and now_s - self._cut_s > min(2.0, 0.1 * self.timeout_s)
         if is_cut or silent_s > self._dead_s + self._beat_interval_s:
             return self._describe_silence(silent_s)
-        if not self._stopping.is_set() and (early_end := self._early_exits.find_early_end(now_s)) is not None:
+        if not self._stopping.is_set() and (early_end := self.early_exits.find_early_end(now_s)) is not None:
             self._run_bounded(lambda: self._post(early_end), 1.0)
             return f"{self._failure or early_end}; {self.describe_position()}"
         return self._find_long_wait(now_s)
@@ -281,7 +259,7 @@ class Monitor:
         return f"{self._keeper} ended or stopped: {silence} it keeps; {self.describe_position()}"
 
     def _find_long_wait(self, now_s: float) -> str | None:
-        wait = self._position.longer_than(0.8 * self.timeout_s)
+        wait = self.position.longer_than(0.8 * self.timeout_s)
         if wait is None:
             return None
         others: list[str] = []
@@ -298,7 +276,7 @@ class Monitor:
         self._find_absent(limit_s)
         return follow(
             self._rank,
-            self._position.stand(),
+            self.position.stand(),
             lambda rank: None if rank in self._absent else self._liveness_check.standing(rank),
         )
 

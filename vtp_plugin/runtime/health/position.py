@@ -64,7 +64,12 @@ class Position:
         self._name_compute: Callable[[], str] | None = None
 
     def begin(self, position: str, peer: str) -> Wait:
-        """Start the clock of a wait; see :meth:`Monitor.begin`."""
+        """Start the clock of a wait; set ``ended`` or an ``event`` on the result when the host has passed.
+
+        Args:
+            position: boundary, direction and microbatch.
+            peer: name of the ranks that are waited for.
+        """
         wait = Wait(position, peer, self._clock_s())
         self._waits = [*self._open, wait]
         self._last_wait = wait
@@ -72,7 +77,11 @@ class Position:
 
     @contextlib.contextmanager
     def computing(self, name_compute: Callable[[], str]) -> Iterator[None]:
-        """Count collectives inside computes as waits; see :meth:`Monitor.computing`."""
+        """Watch collectives inside computes in a ``with`` block: their waits count as those at boundaries do.
+
+        Args:
+            name_compute: names the compute that is running; empty between two of them.
+        """
         self._name_compute = name_compute
         try:
             yield

@@ -109,13 +109,8 @@ class PipelineCommunicator:
         # of their issue, over all communicators, then finds its peer at the same one; receives first would deadlock it.
         self._channels = dict(sorted(channels.items(), key=lambda pair: pair[1].order))
         # A function, not a method: a reference cycle would keep groups of closed channels until the next collection.
-        self._link = functools.lru_cache(NUM_PLANS)(functools.partial(_link, channels))
+        self._link = functools.lru_cache(NUM_PLANS)(lambda name, form, shape: ChannelLink(channels[name], form, shape))
         self._open_sends = OpenSends()
-
-    @property
-    def num_allocations(self) -> int:
-        """Number of receives so far that needed fresh host memory; constant in a steady state with fixed shapes."""
-        return sum(channel.num_allocations for channel in self._channels.values())
 
     def reaches(self, name: str) -> bool:
         """Tell whether there is a neighbour for ``recv_prev``, ``recv_next``, ``send_next`` or ``send_prev``."""
@@ -188,10 +183,6 @@ class PipelineCommunicator:
                 received[name].wait()
         works = {} if wait else {name: posted[name] for name in names}
         return Exchanged(from_prev=arriving.get("recv_prev"), from_next=arriving.get("recv_next"), works=works)
-
-
-def _link(channels: Mapping[str, Channel], name: str, form: TensorFormat, shape: tuple[int, ...] | None) -> ChannelLink:
-    return ChannelLink(channels[name], form, shape)
 
 
 def join_channels(channels: Mapping[ChannelId, Channel], worker: int) -> tuple[PipelineCommunicator, ...]:
