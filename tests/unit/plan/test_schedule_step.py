@@ -19,10 +19,16 @@ from vtp_plugin.plan.schedule.cost.cost_text import combine_reports, format_cost
 from vtp_plugin.plan.schedule.cost.costs import Costs, u_costs
 from vtp_plugin.plan.schedule.cost.simulator import simulate
 from vtp_plugin.plan.schedule.make.limits import check_in_flight, choose_limits
-from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, is_u_shaped, make_schedule
+from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
 from vtp_plugin.plan.schedule.make.u_shape import plan_u_shape
 from vtp_plugin.plan.schedule.order.actions import Op
-from vtp_plugin.plan.schedule.order.placement import Placement, interleaved_placement, plain_placement, u_placement
+from vtp_plugin.plan.schedule.order.placement import (
+    Placement,
+    interleaved_placement,
+    num_rings,
+    plain_placement,
+    u_placement,
+)
 from vtp_plugin.plan.schedule.proof.check_schedule import check, peak_in_flight
 
 # Four digits, as they are printed.
@@ -189,7 +195,7 @@ def test_every_step_runs_for_any_costs(
 
 
 def test_other_placements_have_no_choice() -> None:
-    assert is_u_shaped(u_placement(2)) and not is_u_shaped(plain_placement(2)) and not is_u_shaped(plain_placement(1))
+    assert num_rings(u_placement(2)) == 1 and num_rings(plain_placement(2)) == num_rings(plain_placement(1)) == 0
     step = ScheduleRequest(placement=interleaved_placement(2, 2), num_microbatches=4)
     assert make_schedule(step)[0] == make_schedule(replace(step, in_flight=(1,)))[0]
 

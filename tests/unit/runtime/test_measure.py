@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,12 +19,15 @@ from vtp_plugin.errors import PeerError
 from vtp_plugin.plan.schedule.cost.costs import Costs, uniform_costs
 from vtp_plugin.plan.schedule.cost.simulator import simulate
 from vtp_plugin.plan.schedule.make.generate import one_f_one_b
-from vtp_plugin.plan.schedule.order.actions import Action, Op
-from vtp_plugin.plan.schedule.order.placement import plain_placement
+from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
+from vtp_plugin.plan.schedule.order.actions import Action
+from vtp_plugin.plan.schedule.order.placement import plain_placement, u_placement
 from vtp_plugin.plan.schedule.order.schedule import Schedule
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.runtime.comm.recorder import Recorder, Stopwatch
-from vtp_plugin.runtime.step.measure import Report, TimedCompute, report_computes, share_reports
+from vtp_plugin.runtime.step.executor import Executor, Inputs
+from vtp_plugin.runtime.step.links import LinkId
+from vtp_plugin.runtime.step.measure import Report, report_computes, share_reports
 from vtp_plugin.runtime.step.step_times import StepTimes
 
 
@@ -33,41 +37,60 @@ class Work:
     def __init__(self, spend: Any) -> None:
         self._spend = spend
 
-    def forward(self, action: Action, activation: torch.Tensor | None) -> torch.Tensor:
-        self._spend(10 * (action.vstage + 1) + action.microbatch)
+    def forward(self, action: Action, activation: Inputs) -> torch.Tensor:
+        self._spend(10 * (action.vstage + 1) + action.microbatch**2)
         return torch.zeros(3, 1, 2)
 
     def backward(
         self,
         action: Action,
-        activation: torch.Tensor | None,
+        activation: Inputs,
         output: torch.Tensor,
         gradient: torch.Tensor | None,
         *,
         is_last: bool,
-    ) -> torch.Tensor | None:
-        self._spend(2 * (10 * (action.vstage + 1) + action.microbatch))
-        return None
+    ) -> torch.Tensor:
+        self._spend(2 * (10 * (action.vstage + 1) + action.microbatch**2))
+        return torch.zeros(3, 1, 2)
 
     def release(self, output: torch.Tensor) -> None:
         output.data = torch.empty(1)
 
 
+class Neighbour:
+    """A link whose other end sends at once, and takes at once what it gets."""
+
+    def start_step(self) -> None:
+        pass
+
+    def post(self) -> Neighbour:
+        return self
+
+    def take(self) -> torch.Tensor:
+        return torch.zeros(3, 1, 2)
+
+    def send(self, tensor: torch.Tensor) -> Neighbour:
+        return self
+
+    def wait(self) -> None:
+        pass
+
+
 def compute_all(platform: Any, work: Work) -> Report:
-    """Three microbatches on two virtual stages: the median is the one in the middle."""
-    recorder = Recorder(platform)
-    timed = TimedCompute(work, recorder)
-    timed.forward(Action(op=Op.F, vstage=0, microbatch=100), None)  # nobody listens
+    """Three microbatches on the two virtual stages of an edge: the median is the one in the middle."""
+    recorder, links = Recorder(platform), defaultdict[LinkId, Neighbour](Neighbour)
+
+    def execute(*, forward_only: bool) -> Executor:
+        request = ScheduleRequest(placement=u_placement(3), num_microbatches=3, forward_only=forward_only)
+        executor = Executor(make_schedule(request)[0], 0, links, work, recorder=recorder)
+        executor.run()
+        return executor
+
+    execute(forward_only=False)  # nobody listens
     with recorder.listening() as noted:
-        for op in (Op.F, Op.B):
-            for vstage in (0, 3):
-                for microbatch in (4, 0, 1):
-                    action = Action(op=op, vstage=vstage, microbatch=microbatch)
-                    if op is Op.F:
-                        timed.release(timed.forward(action, None))
-                    else:
-                        timed.backward(action, None, torch.zeros(1), None, is_last=False)
-    assert timed.shapes == {0: (3, 1, 2), 3: (3, 1, 2)}
+        assert not execute(forward_only=True).shapes and not noted  # an evaluation is not measured
+        executor = execute(forward_only=False)
+    assert executor.shapes == {0: (3, 1, 2), 3: (3, 1, 2)}
     assert len(noted) == 12 and not recorder.is_on
     return report_computes(noted, recorder.watch)
 

@@ -6,8 +6,10 @@ for sends. :mod:`vtp_plugin.plan.schedule.order.add_communication` says where th
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -17,6 +19,8 @@ from vtp_plugin.plan.schedule.order.actions import Action, Op
 from vtp_plugin.plan.schedule.order.messages import channel_of, link_of, receives_for, sends_after, started_by
 from vtp_plugin.plan.schedule.order.placement import Placement
 from vtp_plugin.plan.schedule.order.schedule import Schedule
+from vtp_plugin.report.trace.causes import Cause
+from vtp_plugin.runtime.comm.recorder import Recorder
 from vtp_plugin.runtime.step.companion_tensors import Companions
 from vtp_plugin.runtime.step.links import LinkId, Receive, Send, SendsInARow, StageLink
 
@@ -61,6 +65,10 @@ class Executor:
         links: links of this rank.
         compute: computes the forwards and backwards of this stage.
         companions: tensors that cross with activations.
+        recorder: notes how long the forwards and backwards of a training step take; None notes nothing.
+
+    Attributes:
+        shapes: local shape of the first output of a training step, by virtual stage.
     """
 
     def __init__(
@@ -70,6 +78,7 @@ class Executor:
         links: Mapping[LinkId, StageLink],
         compute: Compute,
         companions: Companions | None = None,
+        recorder: Recorder | None = None,
     ) -> None:
         placement = schedule.placement
         if not all(placement.crosses(v) for v in range(placement.num_vstages - 1)):
@@ -80,6 +89,8 @@ class Executor:
         self._links = links
         self._compute = compute
         self._companions = companions or Companions()
+        self._recorder = None if schedule.forward_only else recorder
+        self.shapes: dict[int, tuple[int, ...]] = {}
         self._num_backwards_left = Counter(action.vstage for action in self._actions if action.op is Op.B)
         self._current: Action | None = None
         self._posted: dict[Action, Receive] = {}
@@ -147,9 +158,11 @@ class Executor:
         received = self._take_received(action)
         activation = received if len(received) > 1 else next(iter(received), None)
         self._companions.enter(action)
-        output = self._compute.forward(action, activation)
+        with self._noting(Cause.FORWARD, action):
+            output = self._compute.forward(action, activation)
         self._keep_result(action, output)
         if not self._schedule.forward_only:
+            self.shapes.setdefault(action.vstage, tuple(output.shape))
             self._kept[action.vstage, action.microbatch] = activation, output
 
     def _backward(self, action: Action) -> None:
@@ -157,8 +170,13 @@ class Executor:
         self._num_backwards_left[action.vstage] -= 1
         is_last = self._num_backwards_left[action.vstage] == 0
         (gradient,) = self._take_received(action) or (None,)
-        result = self._compute.backward(action, activation, output, gradient, is_last=is_last)
+        with self._noting(Cause.BACKWARD, action):
+            result = self._compute.backward(action, activation, output, gradient, is_last=is_last)
         self._keep_result(action, result)
+
+    def _noting(self, cause: Cause, action: Action) -> AbstractContextManager[object]:
+        """Note a compute alone: the waits for what it takes are over."""
+        return contextlib.nullcontext() if self._recorder is None else self._recorder.span(cause, action)
 
     def _take_received(self, compute: Action) -> tuple[torch.Tensor | None, ...]:
         return tuple(self._received.pop(receive) for receive in receives_for(self._placement, compute))

@@ -20,10 +20,9 @@ from vtp_plugin.plan.schedule.order.actions import Action
 from vtp_plugin.platform.interface import Platform
 from vtp_plugin.report.trace.causes import Cause
 from vtp_plugin.runtime.comm.link import ChannelLink
-from vtp_plugin.runtime.comm.recorder import Noted, Recorder, Stopwatch
+from vtp_plugin.runtime.comm.recorder import Noted, Stopwatch
 from vtp_plugin.runtime.health.store import Topic, open_round, part_of
 from vtp_plugin.runtime.health.store_posts import PostError, parse_post, read_post
-from vtp_plugin.runtime.step.executor import Compute, Inputs
 from vtp_plugin.runtime.step.links import LinkId
 from vtp_plugin.util.printable import one_line
 from vtp_plugin.util.typed_json import MOST_BYTES
@@ -93,49 +92,6 @@ def _combined(combine: Callable[[Sequence[Posted]], str], reports: Sequence[Post
     except (AttributeError, IndexError, KeyError, TypeError) as error:
         problem = f"of a rank lacks what ranks report ({type(error).__name__}: {error})"
         raise PostError(Topic.REPORTS.key, "RANK", one_line(problem)) from error
-
-
-class TimedCompute:
-    """Lets another object compute and notes how long it takes; see :class:`~vtp_plugin.runtime.step.executor.Compute`.
-
-    Waits for receives do not count: they are issued before a compute begins.
-
-    Attributes:
-        shapes: local shape of the first output, by virtual stage.
-
-    Args:
-        compute: does the computing.
-        recorder: notes the durations.
-    """
-
-    def __init__(self, compute: Compute, recorder: Recorder) -> None:
-        self.shapes: dict[int, tuple[int, ...]] = {}
-        self._compute = compute
-        self._recorder = recorder
-
-    def forward(self, action: Action, activation: Inputs) -> torch.Tensor:
-        """Run a forward."""
-        with self._recorder.span(Cause.FORWARD, action):
-            output = self._compute.forward(action, activation)
-        self.shapes.setdefault(action.vstage, tuple(output.shape))
-        return output
-
-    def backward(
-        self,
-        action: Action,
-        activation: Inputs,
-        output: torch.Tensor,
-        gradient: torch.Tensor | None,
-        *,
-        is_last: bool,
-    ) -> Inputs:
-        """Run a backward."""
-        with self._recorder.span(Cause.BACKWARD, action):
-            return self._compute.backward(action, activation, output, gradient, is_last=is_last)
-
-    def release(self, output: torch.Tensor) -> None:
-        """Free an output's data."""
-        self._compute.release(output)
 
 
 def report_computes(noted: Sequence[Noted], watch: Stopwatch) -> Report:

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from vtp_plugin.config.resolve import ScheduleOptions
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.schedule.cost.cost_text import combine_reports, format_costs, parse_costs
-from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, is_u_shaped, make_schedule
-from vtp_plugin.plan.schedule.order.placement import Placement
+from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
+from vtp_plugin.plan.schedule.order.placement import Placement, num_rings
 from vtp_plugin.plan.schedule.order.schedule import Schedule
 from vtp_plugin.platform.interface import Platform
 from vtp_plugin.report.trace.causes import Cause
@@ -24,7 +24,7 @@ from vtp_plugin.runtime.health.store_posts import PostError
 from vtp_plugin.runtime.step.companion_tensors import Companions
 from vtp_plugin.runtime.step.executor import Compute, Executor
 from vtp_plugin.runtime.step.links import LinkId, StageLink
-from vtp_plugin.runtime.step.measure import Report, TimedCompute, measure_links, report_computes
+from vtp_plugin.runtime.step.measure import Report, measure_links, report_computes
 from vtp_plugin.runtime.step.step_times import MOST_REPLANS, StepTime, StepTimes
 from vtp_plugin.util import log
 from vtp_plugin.util.printable import one_line
@@ -96,7 +96,7 @@ class ScheduleRunner:
         self._num_trained = 0
         self._report: Report | None = None
         self._noted: list[Noted] = []
-        self._num_left = NUM_MEASURED_STEPS if self.costs is None and is_u_shaped(placement) else 0
+        self._num_left = NUM_MEASURED_STEPS if self.costs is None and num_rings(placement) else 0
         self._num_replans = 0
         self._has_stated_costs = options.costs is not None
         self._has_warned = False
@@ -197,10 +197,8 @@ class ScheduleRunner:
             link.start_step()
         known = {name: link for name, link in links.items() if isinstance(link, ChannelLink)}
         self._companions.start_step(is_batched=any(link.form.is_batched for link in known.values()))
-        timed = TimedCompute(compute, self._recorder)
-        is_trained = not schedule.forward_only
-        executor = Executor(schedule, self._worker, links, timed if is_trained else compute, self._companions)
-        if not is_trained:
+        executor = Executor(schedule, self._worker, links, compute, self._companions, self._recorder)
+        if schedule.forward_only:
             with self._ranks.computing(executor.name_compute):
                 executor.run()
             return
@@ -218,7 +216,7 @@ class ScheduleRunner:
             if self._num_left == 0:
                 computes = report_computes(self._noted, self._recorder.watch)
                 with self._recorder.span(Cause.PLAN):
-                    self._report = {**computes, **measure_links(known, timed.shapes, self._platform)}
+                    self._report = {**computes, **measure_links(known, executor.shapes, self._platform)}
                 self._noted = []
         if time is not None:
             self._compare(time)

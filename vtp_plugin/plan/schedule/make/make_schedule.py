@@ -45,11 +45,6 @@ class ScheduleRequest:
     in_flight: tuple[int, ...] | None = None
 
 
-def is_u_shaped(placement: Placement) -> bool:
-    """Whether costs and limits decide on the order; the other placements have one order each."""
-    return num_rings(placement) > 0
-
-
 def make_schedule(request: ScheduleRequest) -> tuple[Schedule, str]:
     """Return the lowered schedule of a step, and in one line what was chosen; a function of the request alone.
 
@@ -88,7 +83,7 @@ def _order(request: ScheduleRequest) -> tuple[Schedule, int, str]:
     placement, num_microbatches = request.placement, request.num_microbatches
     num_stages = placement.num_stages
     num_chunks = placement.num_vstages // num_stages
-    if is_u_shaped(placement):
+    if num_rings(placement):
         return _u_order(request)
     if placement.stages != interleaved_placement(num_stages, num_chunks).stages:
         raise ConfigError(f"no order is known for the placement {placement.stages}")
