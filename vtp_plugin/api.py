@@ -18,7 +18,7 @@ from vtp_plugin.elastic.failure_notes import note_for_next_start
 from vtp_plugin.errors import MissingError, PatchError, VtpError
 from vtp_plugin.host.mindspeed import TOO_LATE, ImportWatch
 from vtp_plugin.host.versions import find_host
-from vtp_plugin.runtime.health.failure_hook import FailureHook, note_for_launcher
+from vtp_plugin.runtime.health.failure_hook import FailureHook
 from vtp_plugin.util.undo import UndoStack
 
 if TYPE_CHECKING:
@@ -329,8 +329,8 @@ def _hook() -> FailureHook:
     if _Holder.hook is None:
         _Holder.hook = FailureHook(
             is_applied=lambda: _Holder.session is not None,
-            get_watch=lambda: None if _Holder.session is None else _Holder.session.ranks.monitor,
-            notes=(note_for_launcher, note_for_next_start),
+            get_monitor=lambda: None if _Holder.session is None else _Holder.session.ranks.monitor,
+            note=note_for_next_start,
         )
     return _Holder.hook
 

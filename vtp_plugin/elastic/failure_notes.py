@@ -9,15 +9,13 @@ from vtp_plugin.errors import VtpError
 from vtp_plugin.runtime.health.redaction import describe_error
 
 
-def note_for_next_start(error: BaseException, position: str, is_consequence: bool) -> None:
+def note_for_next_start(error: BaseException, is_consequence: bool) -> None:
     """Note the error that ends this process for later starts, if this process failed first.
 
     Args:
         error: error that ends this process.
-        position: position of this rank in the run; not used, since later starts do not need it.
         is_consequence: whether another rank failed before.
     """
-    del position
     if is_consequence:
         return
     if isinstance(error, VtpError) and error.is_final:

@@ -120,7 +120,7 @@ class TestMarker:
         is_left: bool,
     ) -> None:
         monkeypatch.setenv(RUN_FOLDER_VARIABLE, str(tmp_path))
-        note_for_next_start(error, "; this rank stood at boundary 0->1", is_consequence)
+        note_for_next_start(error, is_consequence)
         assert (tmp_path / MARKER).exists() is is_left
 
     def test_a_run_that_nobody_restarts_leaves_none(self, tmp_path: Path) -> None:
@@ -362,7 +362,7 @@ class TestFailedStarts:
             for name, value in environment.items():
                 patch.setenv(name, value)
             patch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
-            note_for_next_start(error, "", has_failed_before)
+            note_for_next_start(error, has_failed_before)
 
     def test_equal_ones_end_a_run_once_for_each_start(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         for number in range(MOST_EQUAL - 1):
@@ -427,7 +427,7 @@ class TestFailedStarts:
             monkeypatch.setenv(RUN_FOLDER_VARIABLE, str(folder))
             monkeypatch.setenv(START_VARIABLE, "flags attempt")
             Progress(None, "2", None).note(1, 8, 8)
-            note_for_next_start(error, "", False)  # behind its first step: that is no failed start
+            note_for_next_start(error, False)  # behind its first step: that is no failed start
             assert not (folder / FAILED_STARTS).exists()
         elif what == "a good end":
             forget_failed_starts({RUN_FOLDER_VARIABLE: str(folder), START_VARIABLE: "flags attempt"})

@@ -6,54 +6,40 @@ import contextlib
 import multiprocessing
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from types import TracebackType
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from vtp_plugin.errors import VtpError
 from vtp_plugin.runtime.health.error_file import write_error_file
 from vtp_plugin.runtime.health.redaction import describe_error
 from vtp_plugin.util import log
 
-
-class Watch(Protocol):
-    """Interface of the monitor: the position of this rank in the run, and the way to the other ranks."""
-
-    @property
-    def failure(self) -> str | None:
-        """Description of an earlier failure; None if none is known."""
-        ...
-
-    def describe_position(self) -> str:
-        """Return the position of this rank in the run."""
-        ...
-
-    def post_failure(self, error: BaseException) -> None:
-        """Tell the other ranks."""
-        ...
+if TYPE_CHECKING:
+    from vtp_plugin.runtime.health.monitor import Monitor
 
 
 class FailureHook:
     """The plugin's link in the chain of exception hooks.
 
     An error of the plugin is printed as one line. Any other error goes to the hook that was there before; then one line
-    of the plugin follows if the run was being watched.
+    of the plugin follows if the run was being watched. The launcher gets a line of every error.
 
     Args:
         is_applied: tells whether the plugin is applied.
-        get_watch: returns what reaches the other ranks; None while nothing does.
-        notes: are called with the error, the position that ends its line, and whether another rank failed before.
+        get_monitor: returns what reaches the other ranks; None while nothing does.
+        note: is called with the error, and whether another rank failed before.
     """
 
     def __init__(
         self,
         is_applied: Callable[[], bool],
-        get_watch: Callable[[], Watch | None],
-        notes: Sequence[Callable[[BaseException, str, bool], None]] = (),
+        get_monitor: Callable[[], Monitor | None],
+        note: Callable[[BaseException, bool], None] = lambda error, is_consequence: None,
     ) -> None:
         self._is_applied = is_applied
-        self._get_watch = get_watch
-        self._notes = notes
+        self._get_monitor = get_monitor
+        self._note = note
         self._before: Callable[..., object] | None = None
         self._is_active = False
         self._has_failed = False
@@ -77,7 +63,7 @@ class FailureHook:
         if not self._is_active:
             before(kind, error, trace)
             return
-        monitor = self._get_watch()
+        monitor = self._get_monitor()
         self._has_failed = self._is_applied()
         position = ""
         if monitor is not None:
@@ -92,8 +78,9 @@ class FailureHook:
             text = "this rank failed with the error above"
         if monitor is not None or isinstance(error, VtpError):
             log.error(f"{text}{position}")
-        for note in self._notes:
-            note(error, position, monitor is not None and monitor.failure is not None)
+        is_consequence = monitor is not None and monitor.failure is not None
+        write_error_file(f"{describe_error(error)}{position}", is_consequence=is_consequence)
+        self._note(error, is_consequence)
 
     def announce(self, error: BaseException) -> bool:
         """Tell the other ranks of an end that reaches no exception hook, such as ``sys.exit(1)``.
@@ -101,7 +88,7 @@ class FailureHook:
         Returns:
             Whether another rank failed before.
         """
-        monitor = self._get_watch()
+        monitor = self._get_monitor()
         if not self._is_active or monitor is None:
             return False
         monitor.post_failure(error)
@@ -118,14 +105,3 @@ class FailureHook:
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         os._exit(1)
-
-
-def note_for_launcher(error: BaseException, position: str, is_consequence: bool) -> None:
-    """Write the reason into the file in which the launcher looks for it.
-
-    Args:
-        error: error that ends this process.
-        position: position of this rank in the run, for the end of the line.
-        is_consequence: whether another rank failed before.
-    """
-    write_error_file(f"{describe_error(error)}{position}", is_consequence=is_consequence)
