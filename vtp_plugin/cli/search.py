@@ -20,11 +20,12 @@ from vtp_plugin.config.parse_values import format_value
 from vtp_plugin.errors import ConfigError, LayoutError
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.tune.cluster.read_cluster import read_cluster
-from vtp_plugin.tune.cluster.stage_memory import HeldPart
 from vtp_plugin.tune.fit.as_flags import fitted_flags, stock_flags
 from vtp_plugin.tune.fit.chosen import Chosen
 from vtp_plugin.tune.search.evaluate import Candidate
 from vtp_plugin.tune.search.find_best import SearchResult, find_best
+from vtp_plugin.tune.search.memory_check import held_by
+from vtp_plugin.tune.search.problem import StageType
 from vtp_plugin.util.printable import plain
 
 _LEAST_GAIN = 1.05
@@ -185,7 +186,8 @@ def _row(request: SearchRequest, name: str, candidate: Candidate) -> tuple[str, 
 
 
 def _tokens_per_s(request: SearchRequest, candidate: Candidate) -> float:
-    return request.samples * request.constraints.args.seq_length / candidate.step_s
+    args = request.constraints.args
+    return args.global_batch_size * args.seq_length / candidate.step_s
 
 
 def _price(request: SearchRequest, candidate: Candidate) -> float | None:
@@ -207,11 +209,6 @@ def _busy(candidate: Candidate) -> list[float]:
     placement = candidate.placement
     loads = [sum(both[vstage] for vstage in placement.vstages(stage)) for stage in range(placement.num_stages)]
     return [candidate.split.num_microbatches * load / candidate.step_s for load in loads]
-
-
-def _in_flight(candidate: Candidate) -> list[int]:
-    """Give the most microbatches of which each virtual stage keeps activations."""
-    return [*candidate.order.peaks]
 
 
 def _bottleneck(candidate: Candidate) -> str:
@@ -251,19 +248,8 @@ def _why_nothing(request: SearchRequest, result: SearchResult) -> str:
     largest = max(size for pool in split.pools for size in pool.speeds)
     stages = min(constraints.most_stages, request.problem.num_layers, max(1, cards // (largest * split.cp)))
     layers = math.ceil(request.problem.num_layers / stages)
-    held_bytes = split.held_bytes
-    assert held_bytes is not None
-    needed = held_bytes(
-        HeldPart(
-            tp=largest,
-            num_replicas=split.num_replicas,
-            start=0,
-            end=layers,
-            is_first=True,
-            is_last=stages == 1,
-            in_flight=stages,
-        )
-    )
+    first = StageType((0,), largest)
+    needed = held_by(split, first, (0, layers), stages, is_first=True, is_last=stages == 1)
     have = f"; the largest card has {format_bytes(max(limits))}" if limits else ""
     return (
         f"no layout of {constraints.least_stages} to {constraints.most_stages} stages fits the {cards} cards: "
@@ -290,7 +276,7 @@ def _candidate_as_json(request: SearchRequest, candidate: Candidate) -> dict[str
         "num_chunks": candidate.num_chunks,
         "num_replicas": candidate.split.num_replicas,
         "micro_batch_size": candidate.split.micro_batch_size,
-        "in_flight": _in_flight(candidate),
+        "in_flight": [*candidate.order.peaks],
         "transport": candidate.transport,
         "nodes": candidate.node_names,
         "num_cards": candidate.num_cards,

@@ -46,7 +46,6 @@ class SearchRequest:
         vocab: rows of the vocabulary, as every list pads it.
         megatron: name and version of the Megatron in whose flags layouts are given.
         about_memory: what the memory figures include.
-        samples: number of samples of a step.
         silent: notes on what counts as zero, since the file does not give it.
     """
 
@@ -55,7 +54,6 @@ class SearchRequest:
     vocab: int
     megatron: str
     about_memory: str
-    samples: int
     silent: tuple[str, ...] = ()
 
 
@@ -115,7 +113,6 @@ def read_request(args: argparse.Namespace, cluster: Cluster) -> SearchRequest:
         vocab=model.vocab,
         megatron=_megatron()[1],
         about_memory=f"memory of a rank (weights, gradients, optimizer, {about})",
-        samples=args.global_batch_size,
         silent=tuple(dict.fromkeys(_silent(cluster))),
     )
 

@@ -94,16 +94,7 @@ def _middle_bytes(held: HeldBytes, first: int) -> HeldBytes:
     """Count layers from the cloud's first on, with as few microbatches in flight as are asked for here: two."""
 
     def of_stage(part: HeldPart) -> int:
-        return held(
-            HeldPart(
-                tp=part.tp,
-                num_replicas=part.num_replicas,
-                start=first + part.start,
-                end=first + part.end,
-                is_first=False,
-                is_last=False,
-                in_flight=2,
-            )
-        )
+        start, end = first + part.start, first + part.end
+        return held(part._replace(start=start, end=end, is_first=False, is_last=False, in_flight=2))
 
     return of_stage

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import combinations
 
 from vtp_plugin.tune.cluster.speed import Link, all_reduce_s
-from vtp_plugin.tune.cluster.stage_memory import HeldPart
+from vtp_plugin.tune.search.memory_check import held_by
 from vtp_plugin.tune.search.problem import NodeIndex, StageType
 from vtp_plugin.tune.search.search_space import SearchSpace
 
@@ -37,27 +37,18 @@ def most_held(space: SearchSpace, stage_type: StageType) -> int:
 
 
 def _most_held(space: SearchSpace, stage_type: StageType) -> int:
-    held, limit, num_layers = space.split.held_bytes, space.memory_bytes(stage_type), space.problem.num_layers
-    if held is None or limit is None:
+    split, limit, num_layers = space.split, space.memory_bytes(stage_type), space.problem.num_layers
+    if split.held_bytes is None or limit is None:
         return num_layers
     # Between others a stage has no ends of the model, and keeps two microbatches at least; the last one keeps one.
     positions = ((False, 2), (True, 1))
 
     def fits(number: int) -> bool:
-        parts = (
-            HeldPart(
-                tp=stage_type.tp,
-                num_replicas=space.split.num_replicas,
-                start=start,
-                end=start + number,
-                is_first=False,
-                is_last=is_last,
-                in_flight=in_flight,
-            )
-            for is_last, in_flight in positions
+        return any(
+            held_by(split, stage_type, (start, start + number), peak, is_first=False, is_last=is_last) <= limit
+            for is_last, peak in positions
             for start in range(num_layers - number + 1)
         )
-        return any(held(part) <= limit for part in parts)
 
     return bisect_left(range(1, num_layers + 1), True, key=lambda number: not fits(number))
 
