@@ -103,9 +103,9 @@ def post(communicators: Sequence[PipelineCommunicator], form: TensorFormat, **ex
         ConfigError: replicas send tensors of different shapes, or as that method.
     """
     each = [communicator.exchange(form, wait=False, **exchange) for communicator in communicators]
-    works: Requests = {name: _Joint([one.works[name] for one in each]) for name in each[0].works}
     if len(each) == 1:
         return Posted(from_prev=each[0].from_prev, from_next=each[0].from_next, works={**each[0].works})
+    works: Requests = {name: _Joint([one.works[name] for one in each]) for name in each[0].works}
     means: dict[str, torch.Tensor] = {}
     for name in ("recv_prev", "recv_next"):
         parts = [one.from_prev if name == "recv_prev" else one.from_next for one in each]

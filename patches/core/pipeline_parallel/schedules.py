@@ -73,11 +73,12 @@ def _choose(
     if own is None or not host.is_whole_pipeline(*args, **kwargs):
         return stock
     if own.communicator is None:
-        return functools.partial(_run_passing, session, stock)
-    if own.schedule_runner is None:
-        return functools.partial(_run_passing, session, functools.partial(_run_stock, session, stock))
-    planned = functools.partial(_run_planned_step, writes, PipelineBackend(session=session, host=host))
-    return functools.partial(_run_passing, session, planned)
+        step = stock
+    elif own.schedule_runner is None:
+        step = functools.partial(_run_stock, session, stock)
+    else:
+        step = functools.partial(_run_planned_step, writes, PipelineBackend(session=session, host=host))
+    return functools.partial(_run_passing, session, step)
 
 
 @replaces(
