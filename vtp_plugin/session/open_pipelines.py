@@ -8,7 +8,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,13 +31,6 @@ from vtp_plugin.session.ranks import Agree, AllRanks
 from vtp_plugin.util import log
 
 
-class ModelSizes(Protocol):
-    """Sizes of its stage in a model's configuration."""
-
-    tensor_model_parallel_size: int
-    context_parallel_size: int
-
-
 @dataclass(kw_only=True, eq=False)
 class Pipeline:
     """One pipeline, as it is open on this rank.
@@ -54,6 +46,8 @@ class Pipeline:
         schedule_runner: runs planned schedules of this pipeline alone; None with Megatron's schedules.
         tied_weight: exchange of a shared embedding; None on ranks that hold no copy of it, or with Megatron's own.
         agree: runs a function on all ranks of the pipeline, and returns only if it returns the same on all.
+        form: type and layout of the tensors, from the model's configuration; None before all ranks have compared it, in
+            the first step.
     """
 
     plan: PipelinePlan
@@ -65,7 +59,7 @@ class Pipeline:
     schedule_runner: ScheduleRunner | None = None
     tied_weight: TiedWeight | None = None
     agree: Agree
-    _form: TensorFormat | None = field(default=None, init=False)
+    form: TensorFormat | None = field(default=None, init=False)
     _embedding: weakref.ref[torch.nn.Parameter] | None = field(default=None, init=False)
 
     @property
@@ -83,11 +77,6 @@ class Pipeline:
         """Copies of this rank's weights over those of the stage with the loss; see :class:`PipelinePlan`."""
         return self.plan.gradient_share(self.stage)
 
-    @property
-    def form(self) -> TensorFormat | None:
-        """Type and layout of the tensors, from the model's configuration; None before all ranks have compared it."""
-        return self._form
-
     def require_schedule_runner(self) -> ScheduleRunner:
         """Return the runner of planned schedules.
 
@@ -97,19 +86,6 @@ class Pipeline:
         if self.schedule_runner is None:
             raise PlanError("a planned schedule is asked for in a run of Megatron's own schedules")
         return self.schedule_runner
-
-    def check_model_config(self, config: ModelSizes) -> None:
-        """Refuse a model configuration that was made for another stage's sizes.
-
-        Raises:
-            ConfigError: the configuration has another size than its stage.
-        """
-        self.plan.check_model_config(self.stage, config.tensor_model_parallel_size, config.context_parallel_size)
-
-    @property
-    def has_formats(self) -> bool:
-        """Whether the type and layout of the tensors are known, as they are from the first step on."""
-        return self._form is not None
 
     def agree_on_formats(self, read: Callable[[], tuple[TensorFormat, ...]]) -> tuple[TensorFormat, ...]:
         """Read the type and layout of every ring's tensors; the first call compares them over all ranks, collectively.
@@ -122,7 +98,7 @@ class Pipeline:
         Raises:
             ConfigError: a rank's configuration is wrong, or two differ.
         """
-        if self._form is not None or dist.get_backend() == "fake":
+        if self.form is not None or dist.get_backend() == "fake":
             return read()
         tp_size = self.plan.layout.tp_sizes[self.stage]
         found: list[tuple[TensorFormat, ...]] = []
@@ -136,7 +112,7 @@ class Pipeline:
             }
 
         self.agree(prepare)
-        self._form = found[0][-1]
+        self.form = found[0][-1]
         return found[0]
 
     def remember_embedding(self, weight: torch.nn.Parameter) -> None:

@@ -6,6 +6,7 @@ A run has one, and every module with a grid of its own has one more. Nothing her
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.config.resolve import ScheduleOptions, option_context
@@ -116,24 +117,23 @@ class PipelinePlan:
         here, loss = self.layout.stages[stage], self.layout.stages[self.ends.loss_stage]
         return here.cp * here.dp / (loss.cp * loss.dp)
 
-    def check_model_config(self, stage: int, tensor_model_parallel_size: int, context_parallel_size: int) -> None:
-        """Refuse a model configuration that was made for another stage's sizes.
+    def check_model_config(self, stage: int, config: Any) -> None:
+        """Refuse a model configuration of Megatron's that was made for another stage's sizes.
 
         Raises:
             ConfigError: the configuration has another size than its stage.
         """
-        own_size = self.layout.tp_sizes[stage]
-        if tensor_model_parallel_size != own_size:
+        tp, own_size = config.tensor_model_parallel_size, self.layout.tp_sizes[stage]
+        if tp != own_size:
             raise ConfigError(
-                f"the model's config says tensor_model_parallel_size={tensor_model_parallel_size}, but stage "
-                f"{stage} has {own_size}; build the config with "
-                "parallel_state.get_tensor_model_parallel_world_size()"
+                f"the model's config says tensor_model_parallel_size={tp}, but stage {stage} has {own_size}; build the "
+                "config with parallel_state.get_tensor_model_parallel_world_size()"
             )
-        own_cp = self.layout.cp_sizes[stage]
-        if len(set(self.layout.cp_sizes)) > 1 and context_parallel_size != own_cp:
+        cp, own_cp = config.context_parallel_size, self.layout.cp_sizes[stage]
+        if len(set(self.layout.cp_sizes)) > 1 and cp != own_cp:
             raise ConfigError(
-                f"the model's config says context_parallel_size={context_parallel_size}, but stage {stage} "
-                f"has {own_cp}; build the config with parallel_state.get_context_parallel_world_size()"
+                f"the model's config says context_parallel_size={cp}, but stage {stage} has {own_cp}; build the config "
+                "with parallel_state.get_context_parallel_world_size()"
             )
 
 

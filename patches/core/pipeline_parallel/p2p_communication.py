@@ -52,10 +52,10 @@ def tensor_formats(
         check()
         return tuple(read_format(session, pipeline, config) for config in configs)
 
-    are_known = pipeline.has_formats
+    were_known = pipeline.form is not None
     formats = pipeline.agree_on_formats(read)
     # Of a script without a command line the model says which options are in use.
-    if pipeline.has_formats and not are_known and session.is_planned and not session.has_arguments:
+    if pipeline.form is not None and not were_known and session.is_planned and not session.has_arguments:
         warn_of_options(session.planned, configs[0], rank=dist.get_rank())
     return formats
 
@@ -70,7 +70,7 @@ def read_format(session: Session, pipeline: Pipeline, config: Any) -> TensorForm
             f"stages of tp {plan.sizes}: its channels lead from stage to stage, not from the last one to the "
             "first; leave it out"
         )
-    pipeline.check_model_config(config)
+    plan.check_model_config(pipeline.stage, config)
     refuse(check_config(config, plan.context))
     if config.use_ring_exchange_p2p:
         raise ConfigError("config.use_ring_exchange_p2p; the plugin's channels have no ring exchange; leave it out")

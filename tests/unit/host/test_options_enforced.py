@@ -172,15 +172,15 @@ def planned_session(monkeypatch: pytest.MonkeyPatch, **options: Any) -> Session:
     session.plan(world_size=3, pipeline_size=1, tensor_size=None, cp=1, order="tp-cp-ep-dp-pp")
     plan = session.planned.pipeline(num_chunks=1)
     pipeline = Pipeline(plan=plan, stage_group=None, pipeline_groups=(), agree=lambda state: None)
-    monkeypatch.setattr(Pipeline, "check_model_config", lambda *arguments: None)
+    monkeypatch.setattr(Pipeline, "stage", 0)
     monkeypatch.setattr(pipeline, "agree_on_formats", lambda read: read())
     session.pipelines.add(pipeline)
     return session
 
 
 def model_config(**fields: object) -> SimpleNamespace:
-    names = ("virtual_pipeline_model_parallel_size", "tensor_model_parallel_size", "context_parallel_size")
-    return SimpleNamespace(finalize_model_grads_func=None, **dict.fromkeys(names), **fields)
+    sizes = {"tensor_model_parallel_size": 1, "context_parallel_size": 1, "virtual_pipeline_model_parallel_size": None}
+    return SimpleNamespace(finalize_model_grads_func=None, **sizes, **fields)
 
 
 def in_use(rule: OptionRule) -> dict[str, object]:

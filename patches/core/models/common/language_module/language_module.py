@@ -43,7 +43,7 @@ def _setup(session: Session, host: MegatronHost, original: Callable[[Any], None]
                 f"several stages of a module hold the word embedding, and stages of tp {pipeline.plan.sizes} hold "
                 "different slices of it; set share_embeddings_and_output_weights=False, and mtp_num_layers=None"
             )
-        pipeline.check_model_config(chunk.config)
+        pipeline.plan.check_model_config(pipeline.stage, chunk.config)
     if session.has_arguments:
         refuse(_problems_of_positions(chunk))
     original(chunk)
