@@ -31,6 +31,7 @@ from vtp_plugin.patches.training.choose_checkpoint import (
     check_own_files,
     choose,
     chosen_step,
+    loaded,
     look_at,
     own_file,
     require_manifest,
@@ -79,7 +80,6 @@ def require_common_folder(session: Session, args: Any) -> None:
     if store is None or args.save is None or args.ckpt_format == "torch" or "://" in args.save:
         return
     folder, topic = Path(args.save), part_of(store, Topic.FOLDER)
-
     own = folder / f".vtp-{uuid.uuid4().hex}"
 
     def put() -> dict[str, object]:
@@ -128,10 +128,7 @@ def lock_folders(session: Session, args: Any) -> None:
             session.savings.lock(folder, os.environ, limit_s, token)
         return {}
 
-    if store is None:
-        lock()
-    else:
-        session.ranks.agree("lock of --save", lock)
+    _agree(session, lock, "lock of --save")
 
 
 def _saved_to(args: Any) -> Iterator[Path]:
@@ -190,8 +187,9 @@ def _load(
     is_read = True
     try:
         with naming_broken_files(load_dir, chosen_step(session, load_dir, args)):
-            check_own_files(session, load_dir, args)
-            own = own_file(session, load_dir, args, is_of_rank_0=rank0)
+            checkpoint = loaded(session, load_dir, args)
+            check_own_files(checkpoint)
+            own = own_file(checkpoint, is_of_rank_0=rank0)
             with plain_only(own, str(own)):
                 result = original(load_dir, args, rank0=rank0, **kwargs)
     except SystemExit:
@@ -251,8 +249,9 @@ def _look(session: Session, load_dir: str | None, args: Any, *, rank0: bool) -> 
     from megatron.training.checkpointing import checkpoint_exists
 
     if load_dir is not None:
-        look_at(session, load_dir, args)
-        require_plain_files(session, load_dir, args, own_file(session, load_dir, args, is_of_rank_0=rank0))
+        checkpoint = loaded(session, load_dir, args)
+        look_at(session, load_dir, args, checkpoint)
+        require_plain_files(session, checkpoint, own_file(checkpoint, is_of_rank_0=rank0))
     return {"checkpoint found in --load": checkpoint_exists(load_dir)}
 
 
@@ -272,12 +271,12 @@ def _prepare(wanted: Any, load_dir: str | None, args: Any) -> dict[str, object]:
     return {}
 
 
-def _agree(session: Session, prepare: Callable[[], dict[str, object]]) -> None:
+def _agree(session: Session, prepare: Callable[[], dict[str, object]], name: str = "checkpoint check") -> None:
     """Go on only if the check succeeds with equal results on all ranks."""
     if session.ranks.store is None:
         prepare()
     else:
-        session.ranks.agree("checkpoint check", prepare)
+        session.ranks.agree(name, prepare)
 
 
 def _read_of_rank_0(host: MegatronHost, load_dir: str | None) -> tuple[Any, ...] | None:
@@ -306,15 +305,15 @@ def _judge(
     Raises:
         ConfigError: it cannot be loaded.
     """
-    require_same_model(load_dir, args, result)
+    stored = stored_arguments(result)
+    require_same_model(load_dir, args, stored)
     require_loadable(session, host, load_dir, args, result)
     if session.is_planned:
         open_optimizer(session, host, args, result)
         if result[3] is not None and result[3].name == "GLOBAL":
-            require_padding(session, host, load_dir, args, stored_arguments(result))
+            require_padding(session, host, load_dir, args, stored)
     if not is_read:
         raise _unreadable(host, load_dir)
-    stored = stored_arguments(result)
     if stored is not None and result[1]:
         require_manifest(result[1], stored)
     return {

@@ -27,8 +27,14 @@ from vtp_plugin.util import log
 from vtp_plugin.util.printable import one_line
 
 
-def look_at(session: Session, load_dir: str, args: Any) -> None:
+def look_at(session: Session, load_dir: str, args: Any, checkpoint: Path | None) -> None:
     """Check that the checkpoint that is to be loaded is whole; one rank of each site looks at its files.
+
+    Args:
+        session: the applied plugin.
+        load_dir: folder of checkpoints, the value of ``--load``.
+        args: Megatron's arguments.
+        checkpoint: what :func:`loaded` gives.
 
     Raises:
         ConfigError: a file is broken.
@@ -39,7 +45,6 @@ def look_at(session: Session, load_dir: str, args: Any) -> None:
     is_reporter = args.rank in (session.planned.reporting_ranks.values() if session.is_planned else (0,))
     # What lies elsewhere is read only if it is newer, which Megatron finds out.
     if is_reporter and args.ckpt_format in ("torch", "torch_dist") and args.non_persistent_ckpt_type is None:
-        checkpoint = loaded(session, load_dir, args)
         refuse(check_files(load_dir, args.ckpt_step, _readable_index(session, checkpoint)))
         if checkpoint is not None and not (checkpoint / MANIFEST).exists():
             log.info(f"{checkpoint} has no {MANIFEST}, so nobody can tell whether a byte of it has changed")
@@ -60,42 +65,39 @@ def chosen_step(session: Session, load_dir: str | None, args: Any) -> int | None
     return int(text) if text.isdecimal() else args.ckpt_step
 
 
-def loaded(session: Session, load_dir: str, args: Any) -> Path | None:
-    """Return the checkpoint that Megatron will load from a folder; None if there is none."""
-    folder = Path(load_dir)
-    if "://" in load_dir:
+def loaded(session: Session, load_dir: str | None, args: Any) -> Path | None:
+    """Return the checkpoint that Megatron will load from a folder; None if there is none, or the folder is no path."""
+    if load_dir is None or "://" in load_dir:
         return None
+    folder = Path(load_dir)
     name = str(chosen_step(session, load_dir, args) or read_tracker(folder) or "")
     return of_iteration(folder, name) if name else None
 
 
-def own_file(session: Session, load_dir: str | None, args: Any, *, is_of_rank_0: bool) -> Path | None:
+def own_file(checkpoint: Path | None, *, is_of_rank_0: bool) -> Path | None:
     """Return the file of the old format that Megatron reads on this rank; None if there is none, or another format.
 
     Args:
-        session: the applied plugin.
-        load_dir: folder of checkpoints, the value of ``--load``.
-        args: Megatron's arguments.
+        checkpoint: what :func:`loaded` gives.
         is_of_rank_0: whether it reads the file of rank 0.
     """
     from megatron.training.checkpointing import find_checkpoint_rank_0, get_checkpoint_name
 
-    checkpoint = None if load_dir is None else loaded(session, load_dir, args)
     if checkpoint is None or not any(checkpoint.glob("mp_rank_*")):
         return None
     is_release = not checkpoint.name.startswith("iter_")
     iteration = 0 if is_release else int(checkpoint.name.removeprefix("iter_"))
-    found = (find_checkpoint_rank_0 if is_of_rank_0 else get_checkpoint_name)(load_dir, iteration, is_release)
+    find = find_checkpoint_rank_0 if is_of_rank_0 else get_checkpoint_name
+    found = find(str(checkpoint.parent), iteration, is_release)
     return None if found is None else Path(found)
 
 
-def require_plain_files(session: Session, load_dir: str, args: Any, own: Path | None) -> None:
+def require_plain_files(session: Session, checkpoint: Path | None, own: Path | None) -> None:
     """Look at what this rank is about to unpickle.
 
     Args:
         session: the applied plugin.
-        load_dir: folder of checkpoints, the value of ``--load``.
-        args: Megatron's arguments.
+        checkpoint: what :func:`loaded` gives.
         own: its file of the old format; None for another one.
 
     Raises:
@@ -105,7 +107,7 @@ def require_plain_files(session: Session, load_dir: str, args: Any, own: Path | 
         for file in sorted(own.parent.glob("*.pt")):
             require_plain(file, str(file))
         return
-    if (checkpoint := loaded(session, load_dir, args)) is None:
+    if checkpoint is None:
         return
     require_plain_checkpoint(session, checkpoint)
     found = format_of(checkpoint)
@@ -187,13 +189,12 @@ def _load_it(session: Session, folder: Path, name: str, passed: Sequence[str], a
         log.info(f"loads {of_iteration(folder, name)}, the newest checkpoint that is whole")
 
 
-def check_own_files(session: Session, load_dir: str | None, args: Any) -> None:
+def check_own_files(checkpoint: Path | None) -> None:
     """Compare the files of the old format that this rank reads with their hashes.
 
     Raises:
         ConfigError: one has changed.
     """
-    checkpoint = None if load_dir is None else loaded(session, load_dir, args)
     if checkpoint is None or not any(checkpoint.glob("mp_rank_*")):
         return
     if (manifest := load_manifest(checkpoint)) is None:

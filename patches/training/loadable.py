@@ -30,13 +30,17 @@ def stored_arguments(result: tuple[Any, ...]) -> Any:
 _OF_THE_MODEL = ("num_layers", "hidden_size", "num_attention_heads")
 
 
-def require_same_model(load_dir: str | None, args: Any, result: tuple[Any, ...]) -> None:
+def require_same_model(load_dir: str | None, args: Any, stored: Any) -> None:
     """Refuse a checkpoint of another model before its weights are looked for.
+
+    Args:
+        load_dir: folder of checkpoints, the value of ``--load``.
+        args: Megatron's arguments.
+        stored: those of the run that wrote the checkpoint; None where they are not stored.
 
     Raises:
         ConfigError: it is; the text names what differs.
     """
-    stored = stored_arguments(result)
     if stored is None or args.finetune or (load_dir is not None and read_note(load_dir) is not None):
         # An import is compared flag by flag with its note, later.
         return

@@ -36,9 +36,9 @@ def _load_args(
     from vtp_plugin.patches.training.choose_checkpoint import loaded, own_file, require_plain_files
 
     session.watch_failures()
-    own = own_file(session, folder, args, is_of_rank_0=True)
-    require_plain_files(session, folder, args, own)
     checkpoint = loaded(session, folder, args)
+    own = own_file(checkpoint, is_of_rank_0=True)
+    require_plain_files(session, checkpoint, own)
     file = common_of(session, checkpoint) if own is None and checkpoint is not None else own
     with plain_only(file, f"what all ranks share in {checkpoint}"):
         return original(args, load_arg, *rest, **kwargs)
