@@ -217,7 +217,11 @@ def test_no_way_to_share_layers_is_faster(
         for i, (size, limit) in enumerate(zip(sizes, most, strict=True))
     ]
     wanted = on_own_nodes(
-        sizes, num_layers, num_microbatches, is_alike=is_alike, held_bytes=lambda part: part.end - part.start
+        sizes,
+        num_layers,
+        num_microbatches,
+        layers="ends" if is_alike else "any",
+        held_bytes=lambda part: part.end - part.start,
     )
     one = search(nodes, wanted).get(1)
     # Nodes with as much memory are next to each other.

@@ -15,7 +15,6 @@ import vtp_plugin
 from vtp_plugin.checkpoint.save.folder_lock import LOCK_VARIABLE
 from vtp_plugin.cli.parser import Parser
 from vtp_plugin.cli.run_flags import add_run_flags
-from vtp_plugin.cli.search_request import has_layouts
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.config.vtp_flags import read_flags
 from vtp_plugin.elastic.cards import RankCard, try_card
@@ -25,12 +24,12 @@ from vtp_plugin.elastic.join import Membership, join_run
 from vtp_plugin.elastic.orphans import end_orphans
 from vtp_plugin.elastic.stop_marker import RUN_FOLDER_VARIABLE
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.host.versions import find_host
+from vtp_plugin.host.versions import capability, find_host
 from vtp_plugin.runtime.health.redaction import Redaction
 from vtp_plugin.tune.fit.as_flags import fitted_flags, without
 from vtp_plugin.tune.fit.chosen import Chosen
 from vtp_plugin.tune.fit.constraints import Constraints
-from vtp_plugin.tune.fit.options_of_run import read_constraints
+from vtp_plugin.tune.fit.options_of_run import layer_rule, read_constraints
 from vtp_plugin.util import log
 
 # Of the timeout, for a card to be tried.
@@ -78,7 +77,7 @@ def fit_run(argv: Sequence[str]) -> tuple[list[str], Membership]:
 def _make_judge(args: argparse.Namespace, config: VtpConfig) -> Coordinator:
     def make_ask() -> Constraints:
         assert config.stages is not None
-        return read_constraints(args, config, config.stages, is_alike=not has_layouts(find_host()[1].version))
+        return read_constraints(args, config, config.stages, layer_rule(find_host()[1].version))
 
     def make_words(chosen: Chosen, ask: Constraints) -> tuple[str, ...]:
         return fitted_flags(chosen, ask, num_predicting=args.mtp_num_layers or 0)
@@ -131,4 +130,4 @@ def _warn_of_cyclic(args: argparse.Namespace) -> None:
 
 def _state_flags(argv: Sequence[str]) -> tuple[str, ...]:
     """Leave random states alone where this Megatron ends, with status 0, if a list has no place for them."""
-    return () if has_layouts(find_host()[1].version) or "--no-load-rng" in argv else ("--no-load-rng",)
+    return () if capability("layouts").has(find_host()[1].version) or "--no-load-rng" in argv else ("--no-load-rng",)

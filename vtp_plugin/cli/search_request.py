@@ -13,7 +13,7 @@ from vtp_plugin.config.parse_values import parse_cp_list, parse_ep_list, parse_e
 from vtp_plugin.config.resolve import transport_rules
 from vtp_plugin.config.vtp_flags import read_flags
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.host.versions import HOSTS, capability, find_megatron
+from vtp_plugin.host.versions import HOSTS, find_megatron
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.plan.memory.footprint import Training
 from vtp_plugin.plan.memory.layer_sizes import Microbatch
@@ -23,9 +23,9 @@ from vtp_plugin.tune.cluster.machines import Cluster, Nodes
 from vtp_plugin.tune.cluster.profile_files import check_origins, features
 from vtp_plugin.tune.cluster.shares import Batch
 from vtp_plugin.tune.cluster.stage_memory import StageMemory
-from vtp_plugin.tune.fit.as_flags import vocabulary_flags
+from vtp_plugin.tune.fit.as_flags import vocabulary_multiple
 from vtp_plugin.tune.fit.constraints import Constraints
-from vtp_plugin.tune.fit.options_of_run import read_constraints
+from vtp_plugin.tune.fit.options_of_run import layer_rule, read_constraints
 from vtp_plugin.tune.search.problem import BatchSplit, NodePool, SearchProblem
 
 # Sizes that are one for all stages, by the name of the plugin's list.
@@ -102,7 +102,7 @@ def read_request(args: argparse.Namespace, cluster: Cluster) -> SearchRequest:
         edge_layers=constraints.ends,
         rules=transport_rules(read_flags(args, VtpConfig()), None, is_sharded=args.sequence_parallel),
         chunks=tuple(args.virtual_stages or ()),
-        layers=constraints.layer_rule,
+        layers=constraints.layers,
         tied_bytes=model.vocab * model.hidden * training.gradient_itemsize_bytes if model.is_tied else 0,
     )
     about = "overhead, " + ("estimated activations" if why_not or microbatch.is_estimated else "activations")
@@ -123,11 +123,6 @@ def _megatron() -> tuple[str, str]:
         return installed.version, f"Megatron {installed.version}"
     newest = HOSTS[-1].first
     return newest, f"Megatron {newest} (none is installed here)"
-
-
-def has_layouts(version: str) -> bool:
-    """Whether a Megatron can give every stage layers of its own: 0.12 can only for the first and the last one."""
-    return capability("layouts").has(version)
 
 
 def _silent(cluster: Cluster) -> Iterator[str]:
@@ -186,7 +181,7 @@ def read_any_list(args: argparse.Namespace, command: str) -> tuple[Constraints, 
         args,
         config,
         config.stages or (stages or 1, stages or args.num_layers or 1),
-        is_alike=not config.layerwise_disaggregated and not has_layouts(_megatron()[0]),
+        "any" if config.layerwise_disaggregated else layer_rule(_megatron()[0]),
     )
     _check(args, command)
     return constraints, read_padded_model(args, constraints)
@@ -200,8 +195,7 @@ def read_padded_model(args: argparse.Namespace, constraints: Constraints) -> GPT
         constraints: what the list must satisfy.
     """
     model = model_flags.read_model(args, PipelineLayout.from_sizes((1,), world_size=1))
-    if flags := vocabulary_flags((1,), constraints):
-        multiple = int(flags[-1])
+    if multiple := vocabulary_multiple((1,), constraints):
         model = replace(model, vocab=-(-args.vocab_size // multiple) * multiple)
     return model
 

@@ -33,7 +33,8 @@ def fitted_flags(
     --vtp-size-list 2,1 --vtp-force --make-vocab-size-divisible-by 256 --decoder-first-pipeline-num-layers 3
     """
     argv = ["--vtp-size-list", format_value(chosen.sizes), *["--vtp-force"] * is_forced]
-    argv += vocabulary_flags(chosen.sizes, constraints)
+    if multiple := vocabulary_multiple(chosen.sizes, constraints):
+        argv += ["--make-vocab-size-divisible-by", str(multiple)]
     if any(chosen.sites):
         argv += ["--vtp-sites", ",".join(chosen.sites)]
     if chosen.in_flight:
@@ -54,21 +55,22 @@ def stock_flags(chosen: Chosen) -> tuple[str, ...]:
     return argv + layer_flags(chosen.layers, 0)
 
 
-def vocabulary_flags(sizes: Sequence[int], constraints: Constraints) -> tuple[str, ...]:
-    """Pad the vocabulary as any other list of this model does: its padding enters the loss and the checkpoint.
+def vocabulary_multiple(sizes: Sequence[int], constraints: Constraints) -> int | None:
+    """Return a list's value of ``--make-vocab-size-divisible-by``; None where the vocabulary is padded already.
 
-    Megatron pads it to a multiple of the sizes of the first and the last stage. Here it is a multiple of all sizes that
-    a stage could have, up to 16.
+    Every list of a model pads it alike, since the padding enters the loss and the checkpoint. Megatron pads it to a
+    multiple of the sizes of the first and the last stage. Here it is a multiple of all sizes that a stage could have,
+    up to 16.
 
     Args:
         sizes: tensor-parallel sizes of the stages.
         constraints: what the list had to satisfy.
     """
     if getattr(constraints.args, "padded_vocab_size", None):
-        return ()
+        return None
     ends = math.lcm(sizes[0], sizes[-1])
     divisor = getattr(constraints.args, "make_vocab_size_divisible_by", None) or 128
-    return ("--make-vocab-size-divisible-by", str(divisor * all_sizes(constraints, ends) // ends))
+    return divisor * all_sizes(constraints, ends) // ends
 
 
 def all_sizes(constraints: Constraints, ends: int) -> int:

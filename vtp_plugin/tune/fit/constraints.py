@@ -31,7 +31,7 @@ class Constraints:
         etp: tensor-parallel size of the experts; None for that of each stage.
         order: how ranks are numbered, in Megatron's notation.
         ends: number of layers of the first and of the last part of a U's edge; None without a U.
-        is_alike: whether stages between the first and the last must hold equally many layers, as in Megatron 0.12.
+        layers: how many layers stages may hold.
         held_bytes: called for the bytes that a stage holds; None where that is not known.
         counted_twice: called for the bytes that a stage with several virtual stages holds once; None for nothing.
     """
@@ -46,7 +46,7 @@ class Constraints:
     etp: int | None = None
     order: RankOrder = RankOrder.STAGE_MAJOR
     ends: tuple[int, int] | None = None
-    is_alike: bool = False
+    layers: LayerRule = "any"
     held_bytes: HeldBytes | None = None
     counted_twice: CountedTwice | None = None
 
@@ -66,11 +66,6 @@ class Constraints:
                 "--layerwise-disaggregated-training with --vtp-size-list auto must know which machine is the edge: "
                 "give --vtp-sites edge,cloud to all, and to each machine its --vtp-site"
             )
-
-    @property
-    def layer_rule(self) -> LayerRule:
-        """How many layers stages may hold."""
-        return "ends" if self.is_alike else "any"
 
     @property
     def num_layers(self) -> int:

@@ -33,7 +33,7 @@ def fit_problem(nodes: Sequence[Node], constraints: Constraints) -> SearchProble
         edge=constraints.sites[0] if constraints.ends else "",
         edge_layers=constraints.ends,
         objective="cards",
-        layers=constraints.layer_rule,
+        layers=constraints.layers,
         is_stock=True,
     )
 

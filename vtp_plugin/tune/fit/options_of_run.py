@@ -7,9 +7,11 @@ from typing import Any
 
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import LayoutError, refuse
+from vtp_plugin.host.versions import capability
 from vtp_plugin.plan.layout.pipeline_layout import RankOrder
 from vtp_plugin.tune.fit.chosen import Chosen
 from vtp_plugin.tune.fit.constraints import Constraints
+from vtp_plugin.tune.search.problem import LayerRule
 
 # What says sizes or layers, which are fitted here.
 _FIXED = {
@@ -23,12 +25,16 @@ _FIXED = {
 }
 
 
+def layer_rule(version: str) -> LayerRule:
+    """Return how many layers the stages of a Megatron may hold: in 0.12 the first and the last one alone may differ."""
+    return "any" if capability("layouts").has(version) else "ends"
+
+
 def read_constraints(
     args: Any,
     config: VtpConfig,
     stages: tuple[int, int],
-    *,
-    is_alike: bool = False,
+    layers: LayerRule = "any",
 ) -> Constraints:
     """Read what a list must satisfy.
 
@@ -36,7 +42,7 @@ def read_constraints(
         args: Megatron's parsed arguments.
         config: the plugin's options.
         stages: the fewest and the most pipeline stages.
-        is_alike: whether stages between the first and the last must hold equally many layers.
+        layers: how many layers stages may hold.
 
     Raises:
         ConfigError: an argument says what is to be fitted, or what a fit needs is missing.
@@ -53,8 +59,8 @@ def read_constraints(
     )
     if config.encoder_layer_list is not None:
         raise LayoutError("--vtp-encoder-layer-list with --vtp-stages; an encoder is not fitted; write the lists")
-    layers = config.num_layer_list
-    if config.layerwise_disaggregated and (layers is None or len(layers) < 2):
+    parts = config.num_layer_list
+    if config.layerwise_disaggregated and (parts is None or len(parts) < 2):
         raise LayoutError(
             "--layerwise-disaggregated-training with --vtp-stages needs --num-layer-list for the edge's two parts, "
             "such as 1,3,3,1; the parts between are fitted"
@@ -71,8 +77,8 @@ def read_constraints(
         ep=args.expert_model_parallel_size or 1,
         etp=args.expert_tensor_parallel_size,
         order=RankOrder.REPLICA_MAJOR if is_replica_major else RankOrder.STAGE_MAJOR,
-        ends=(layers[0], layers[-1]) if config.layerwise_disaggregated and layers else None,
-        is_alike=is_alike,
+        ends=(parts[0], parts[-1]) if config.layerwise_disaggregated and parts else None,
+        layers=layers,
     )
 
 
