@@ -26,10 +26,7 @@ from vtp_plugin.elastic.stop_marker import RUN_FOLDER_VARIABLE
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.host.versions import capability, find_host
 from vtp_plugin.runtime.health.redaction import Redaction
-from vtp_plugin.tune.fit.as_flags import fitted_flags, without
-from vtp_plugin.tune.fit.chosen import Chosen
-from vtp_plugin.tune.fit.constraints import Constraints
-from vtp_plugin.tune.fit.options_of_run import layer_rule, read_constraints
+from vtp_plugin.tune.fit.as_flags import without
 from vtp_plugin.util import log
 
 # Of the timeout, for a card to be tried.
@@ -61,9 +58,20 @@ def fit_run(argv: Sequence[str]) -> tuple[list[str], Membership]:
     # What is said before apply() is called has the form of the plugin's other lines.
     uninstall = log.install(config.log_level)
     try:
-        own = _own_card(args, config)
+        redaction = _own_redaction(args, config)
+        own = _own_card(args, config, redaction)
         _warn_of_cyclic(args)
-        seat = join_run(own, _make_judge(args, config), environment=os.environ, timeout_s=config.timeout_s)
+        folder = os.environ.get(RUN_FOLDER_VARIABLE)
+        coordinator = Coordinator(
+            args=args,
+            config=config,
+            folder=Path(folder) if folder else None,
+            forgives=bool(args.vtp_forgive),
+            on_loss=args.vtp_on_loss or "",
+            environment=os.environ,
+            redaction=redaction,
+        )
+        seat = join_run(own, coordinator, environment=os.environ, timeout_s=config.timeout_s)
     finally:
         uninstall()
     if seat.rank is None:
@@ -74,34 +82,13 @@ def fit_run(argv: Sequence[str]) -> tuple[list[str], Membership]:
     return [argv[0], *without(argv[1:], (*_OF_A_FIT, *given)), *seat.argv, *_state_flags(argv)], seat
 
 
-def _make_judge(args: argparse.Namespace, config: VtpConfig) -> Coordinator:
-    def make_ask() -> Constraints:
-        assert config.stages is not None
-        return read_constraints(args, config, config.stages, layer_rule(find_host()[1].version))
-
-    def make_words(chosen: Chosen, ask: Constraints) -> tuple[str, ...]:
-        return fitted_flags(chosen, ask, num_predicting=args.mtp_num_layers or 0)
-
-    folder = os.environ.get(RUN_FOLDER_VARIABLE)
-    return Coordinator(
-        make_constraints=make_ask,
-        make_argv=make_words,
-        folder=Path(folder) if folder else None,
-        forgives=bool(args.vtp_forgive),
-        on_loss=args.vtp_on_loss or "",
-        environment=os.environ,
-        timeout_s=config.timeout_s,
-        redaction=_disclosure(args, config),
-    )
-
-
-def _disclosure(args: argparse.Namespace, config: VtpConfig) -> Redaction:
+def _own_redaction(args: argparse.Namespace, config: VtpConfig) -> Redaction:
     """Say what the others may learn, by this rank's own flags: nobody has compared them yet."""
     is_one_site = not config.has_several_sites and not args.vtp_site
     return Redaction(is_one_site=is_one_site, is_opted_in=config.share_errors, site=args.vtp_site)
 
 
-def _own_card(args: argparse.Namespace, config: VtpConfig) -> RankCard:
+def _own_card(args: argparse.Namespace, config: VtpConfig, redaction: Redaction) -> RankCard:
     local = os.environ.get("LOCAL_RANK", "")
     if not local.isdigit():
         raise ConfigError("--vtp-size-list auto needs the launcher's LOCAL_RANK, which is not set; use torchrun")
@@ -111,7 +98,7 @@ def _own_card(args: argparse.Namespace, config: VtpConfig) -> RankCard:
     kind, why = try_card(config.device, node, int(local), limit_s)
     return RankCard(
         # A name that the user gives is for all; a host's own name stays at its site.
-        node=args.vtp_node or _disclosure(args, config).name(host),
+        node=args.vtp_node or redaction.name(host),
         local_rank=int(local),
         site=args.vtp_site or "",
         kind=kind,

@@ -7,13 +7,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
 
 import torch.distributed as dist
 
+from vtp_plugin.elastic.outcome import Outcome
 from vtp_plugin.errors import LayoutError, PeerError, ShortageError, is_final
 from vtp_plugin.runtime.health.redaction import Redaction, first_line
 from vtp_plugin.runtime.health.store import Topic, part_of
@@ -28,8 +28,6 @@ _FAREWELL_S = 5.0
 _KINDS = (PeerError, ShortageError, LayoutError)
 # Tests simulate bad cards with it.
 FAULT_FILE_VARIABLE = "VTP_FAULT_FILE"
-
-Decided = TypeVar("Decided")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,21 +104,19 @@ class Ended:
 def settle_seats(
     store: dist.Store,
     own: RankCard,
-    decide: Callable[[Sequence[RankCard]], Mapping[str, Any]],
-    kind: type[Decided],
+    decide: Callable[[Sequence[RankCard]], Outcome],
     *,
     rank: int,
     world_size: int,
     timeout_s: float,
     redaction: Redaction,
-) -> Decided:
+) -> Outcome:
     """Post what this rank has, and return what rank 0 decides for all.
 
     Args:
         store: reaches all ranks.
         own: card of this rank.
-        decide: called on rank 0 with the cards of all ranks; returns JSON values.
-        kind: dataclass whose fields all ranks learn.
+        decide: called on rank 0 with the cards of all ranks.
         rank: this rank, as the launcher numbers it.
         world_size: number of ranks that the launcher started.
         timeout_s: how long to wait for the others.
@@ -135,7 +131,7 @@ def settle_seats(
     part.set(str(rank), json.dumps(asdict(replace(own, why=redaction.reason(own.why)))))
     if rank == 0:
         try:
-            found = decide(_cards(part, world_size, timeout_s))
+            outcome = decide(_cards(part, world_size, timeout_s))
         except Exception as error:
             kinds = (one for one in _KINDS if isinstance(error, one))
             text = one_line(redaction.describe(error))
@@ -144,7 +140,7 @@ def settle_seats(
             # This process may own the store's server: it leaves last, or the others never learn why.
             poll(lambda: part.add("read", 0) >= world_size - 1, _FAREWELL_S)
             raise
-        part.set("seats", json.dumps({name: found[name] for name in get_type_hints(kind)}))
+        part.set("seats", json.dumps(asdict(outcome)))
     else:
         lines = WaitingLines(timeout_s, lambda: "rank 0, which fits the list to the cards")
         if not poll(lambda: part.check(["seats"]), timeout_s, pause_s=0.1, lines=lines):
@@ -156,7 +152,7 @@ def settle_seats(
             ended = read_post(Ended, part, "seats", Topic.CARDS.key)
             raised = next((one for one in _KINDS if one.__name__ == ended.kind), PeerError)
             raise raised(ended.error, is_final=ended.is_final and redaction.trusts_coordinator)
-    return read_post(kind, part, "seats", Topic.CARDS.key)
+    return read_post(Outcome, part, "seats", Topic.CARDS.key)
 
 
 def _cards(part: dist.Store, world_size: int, timeout_s: float) -> list[RankCard]:

@@ -6,23 +6,28 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from vtp_plugin.checkpoint.save.folder_lock import LOCK_VARIABLE, FolderLock, patience_s
+from vtp_plugin.config import VtpConfig
 from vtp_plugin.config.parse_values import format_value
 from vtp_plugin.elastic.cards import RankCard
 from vtp_plugin.elastic.failed_cards import leave_out, name_card
+from vtp_plugin.elastic.outcome import Outcome
 from vtp_plugin.elastic.progress import LastStep, read_last, write_last
 from vtp_plugin.errors import LayoutError, VtpError
+from vtp_plugin.host.versions import find_host
 from vtp_plugin.runtime.health.redaction import Redaction
 from vtp_plugin.tune.cluster.machines import Node
+from vtp_plugin.tune.fit.as_flags import fitted_flags
 from vtp_plugin.tune.fit.available_cards import in_order
 from vtp_plugin.tune.fit.chosen import Chosen
 from vtp_plugin.tune.fit.constraints import Constraints
 from vtp_plugin.tune.fit.fit_layout import fit
+from vtp_plugin.tune.fit.options_of_run import layer_rule, read_constraints
 from vtp_plugin.tune.fit.rank_assignment import assign_ranks
 from vtp_plugin.tune.fit.reasons import describe
 from vtp_plugin.util import log
@@ -35,34 +40,29 @@ class Coordinator:
     """Decides, on the launcher's rank 0, which ranks work and in which layout.
 
     Attributes:
-        make_constraints: reads, on every rank, from the rank's own flags what a list must fulfil.
-        make_argv: writes, on every rank, the flags of a fitted list beside the rank's own.
+        args: this rank's own flags.
+        config: the plugin's options among them.
         folder: folder of checkpoints; None where nothing is kept.
         forgives: whether to forget which cards failed.
         on_loss: command that is run when cards are lost; empty for none.
         environment: variables of this process, with the launcher's.
-        timeout_s: how long ranks wait for each other.
         redaction: says what the other ranks may learn from this one.
         lines: reasons for the choice, as text; known once :meth:`decide` was called.
         lock: lock on the folder, once it is taken; it is held as long as this object lives.
     """
 
-    make_constraints: Callable[[], Constraints]
-    make_argv: Callable[[Chosen, Constraints], Sequence[str]]
+    args: Any
+    config: VtpConfig
     folder: Path | None = None
     forgives: bool = False
     on_loss: str = ""
     environment: Mapping[str, str] = field(default_factory=dict[str, str])
-    timeout_s: float = 600.0
     redaction: Redaction = Redaction(is_one_site=True)
-    lines: Sequence[str] = ()
+    lines: list[str] = field(default_factory=list[str])
     lock: FolderLock | None = None
 
-    def decide(self, cards: Sequence[RankCard]) -> Mapping[str, Any]:
+    def decide(self, cards: Sequence[RankCard]) -> Outcome:
         """Fit the list to the cards of all ranks.
-
-        Returns:
-            JSON values: the fields of :class:`~vtp_plugin.elastic.outcome.Outcome`, reasons as lines, and the sizes.
 
         Raises:
             ConfigError: nothing fits, ranks contradict each other, or another run has the folder.
@@ -72,17 +72,17 @@ class Coordinator:
             launch = f"{socket.gethostname()} {os.getppid()}" if self.forgives else ""
             cards = leave_out(cards, self.folder, forgives=launch)
         try:
-            outcome = self._fit(cards, last)
+            outcome, self.lines = self._fit(cards, last)
         except VtpError as error:
             self._alert(str(error))
             raise
-        self.lines = outcome["lines"]
         if last is not None:
-            self._alert(f"{last}; {outcome['lines'][0]}")
-            outcome["lines"].append(str(last))
+            self._alert(f"{last}; {self.lines[0]}")
+            self.lines.append(str(last))
         if self.folder is not None:
-            begin = LastStep(iteration=0, samples=0, at_s=time.time(), sizes=outcome["sizes"])
-            write_last(self.folder, begin if last is None else last.followed(outcome["sizes"]))
+            sizes = format_value(outcome.chosen.sizes)
+            begin = LastStep(iteration=0, samples=0, at_s=time.time(), sizes=sizes)
+            write_last(self.folder, begin if last is None else last.followed(sizes))
         return outcome
 
     def argv(self, chosen: Chosen, num_ranks: int) -> tuple[str, ...]:
@@ -95,46 +95,54 @@ class Coordinator:
         Raises:
             ConfigError: this rank's flags do not fit the list.
         """
-        ask = self.make_constraints()
-        chosen.require(ask, num_ranks)
-        return tuple(self.make_argv(chosen, ask))
+        constraints = self._constraints()
+        chosen.require(constraints, num_ranks)
+        return fitted_flags(chosen, constraints, num_predicting=self.args.mtp_num_layers or 0)
 
     def close(self) -> None:
         """Release the folder for another run."""
         if self.lock is not None:
             self.lock.release()
 
+    def _constraints(self) -> Constraints:
+        """Read from this rank's own flags what a list must satisfy.
+
+        Not before the card of this rank is posted: rank 0 would wait for one that a wrong flag has ended.
+        """
+        assert self.config.stages is not None
+        return read_constraints(self.args, self.config, self.config.stages, layer_rule(find_host()[1].version))
+
     def _take_folder(self) -> LastStep | None:
         """Lock the folder, and read how far the last attempt came."""
         if self.folder is None:
             log.warning("no --save: nobody remembers cards that fail, what was lost, or what no restart cures")
             return None
-        limit_s = patience_s(self.timeout_s)
+        limit_s = patience_s(self.config.timeout_s)
         self.lock = FolderLock(self.folder, self.environment, limit_s, token=self.environment.get(LOCK_VARIABLE))
         return read_last(self.folder)
 
-    def _fit(self, cards: Sequence[RankCard], last: LastStep | None) -> dict[str, Any]:
-        ask = self.make_constraints()
+    def _fit(self, cards: Sequence[RankCard], last: LastStep | None) -> tuple[Outcome, list[str]]:
+        """Fit the list; return also why it is this one, as lines."""
+        constraints = self._constraints()
         try:
             nodes, numbers = group_by_node(cards)
-            in_order(nodes, ask.sites)
+            in_order(nodes, constraints.sites)  # for its checks alone, which are about what ranks have posted
         except VtpError as error:
             # What another site posts may be wrong: it must not stop this one for good.
             error.is_final = error.is_final and self.redaction.trusts_coordinator
             raise
-        layouts = fit(nodes, ask)
+        layouts = fit(nodes, constraints)
         best = layouts[0]
-        layout = ask.layout(best.sizes, best.num_replicas)
+        layout = constraints.layout(best.sizes, best.num_replicas)
         assert layout is not None
         bad = [f"bad card: {name_card(card)} is {card.why}" for card in cards if card.why]
-        return {
-            "seats": assign_ranks(best.node_names, layout, numbers),
-            "why": {number: self.redaction.reason(card.why) for number, card in enumerate(cards) if card.why},
-            "chosen": asdict(Chosen.of(best)),
-            "lines": [*describe(layouts, ask), *bad],
-            "sizes": format_value(best.sizes),
-            "last": None if last is None else asdict(last),
-        }
+        outcome = Outcome(
+            seats=assign_ranks(best.node_names, layout, numbers),
+            chosen=Chosen.of(best),
+            why={number: self.redaction.reason(card.why) for number, card in enumerate(cards) if card.why},
+            last=last,
+        )
+        return outcome, [*describe(layouts, constraints), *bad]
 
     def _alert(self, text: str) -> None:
         """Run the user's command; the run goes on whether it succeeds or not."""

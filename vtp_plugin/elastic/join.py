@@ -16,7 +16,6 @@ from vtp_plugin.elastic.coordinator import Coordinator
 from vtp_plugin.elastic.failed_cards import CARD_VARIABLE, name_card
 from vtp_plugin.elastic.failed_starts import forget_failed_starts
 from vtp_plugin.elastic.launchers import SHARE_VARIABLE
-from vtp_plugin.elastic.outcome import Outcome
 from vtp_plugin.elastic.progress import hand_on, note_end
 from vtp_plugin.elastic.spare_rank import SpareRank
 from vtp_plugin.errors import ConfigError, ShortageError
@@ -118,7 +117,6 @@ def join_run(
             store,
             own,
             coordinator.decide,
-            Outcome,
             rank=rank,
             world_size=world_size,
             timeout_s=timeout_s,

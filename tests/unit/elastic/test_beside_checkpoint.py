@@ -19,6 +19,8 @@ from tests.rules.import_rules import ROOT
 from tests.support.pace import pace
 from tests.support.pool import free_port
 from vtp_plugin.checkpoint.save.folder_lock import FolderLock
+from vtp_plugin.config import VtpConfig
+from vtp_plugin.config.parse_values import format_value
 from vtp_plugin.elastic.cards import RankCard
 from vtp_plugin.elastic.coordinator import Coordinator
 from vtp_plugin.elastic.failed_cards import CARD_VARIABLE, leave_out, note_error
@@ -27,7 +29,6 @@ from vtp_plugin.elastic.failure_notes import note_for_next_start
 from vtp_plugin.elastic.progress import PROGRESS, LastStep, Progress, hand_on, note_end, read_last, write_last
 from vtp_plugin.elastic.stop_marker import MARKER, RUN_FOLDER_VARIABLE, leave_marker, require_unmarked
 from vtp_plugin.errors import ConfigError, LayoutError, PeerError, ShortageError
-from vtp_plugin.tune.fit.constraints import Constraints
 
 
 def cards(*why: str) -> list[RankCard]:
@@ -221,19 +222,17 @@ class TestProgress:
 
     def test_attempts_without_a_step_are_told_too(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         """Three attempts: one that makes seven steps, and two that end before their first one."""
-        model = SimpleNamespace(num_layers=4, micro_batch_size=1, global_batch_size=8)
-        make_constraints = lambda: Constraints(args=model, least_stages=1, most_stages=1, num_replicas=1)  # noqa: E731
+        sizes = {"context_parallel_size": 1, "expert_model_parallel_size": 1, "expert_tensor_parallel_size": None}
+        args = SimpleNamespace(num_layers=4, micro_batch_size=1, global_batch_size=8, **sizes)
+        config = VtpConfig(size_list="auto", stages=(1, 1), data_parallel_size=1)
 
         def begin(*why: str) -> list[str]:
-            alert = 'echo "$VTP_LOSS"'
-            coordinator = Coordinator(
-                make_constraints=make_constraints, make_argv=lambda fitted, ask: (), folder=tmp_path, on_loss=alert
-            )
+            coordinator = Coordinator(args=args, config=config, folder=tmp_path, on_loss='echo "$VTP_LOSS"')
             outcome = coordinator.decide(cards(*why))
             coordinator.close()
-            hand_on(outcome["sizes"], outcome["last"], environment)
-            told, lines = capfd.readouterr().out, outcome["lines"]
-            assert told == (f"{lines[-1]}; {lines[0]}\n" if outcome["last"] else "")
+            hand_on(format_value(outcome.chosen.sizes), outcome.last and asdict(outcome.last), environment)
+            told, lines = capfd.readouterr().out, coordinator.lines
+            assert told == (f"{lines[-1]}; {lines[0]}\n" if outcome.last else "")
             return lines[1:]
 
         environment = {RUN_FOLDER_VARIABLE: str(tmp_path), "RANK": "0"}

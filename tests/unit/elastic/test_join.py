@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
+from vtp_plugin.config import VtpConfig
 from vtp_plugin.elastic import cards as cards_module
 from vtp_plugin.elastic.cards import FAULT_FILE_VARIABLE, RankCard, settle_seats, try_card
 from vtp_plugin.elastic.coordinator import Coordinator, group_by_node
 from vtp_plugin.elastic.join import join_run
+from vtp_plugin.elastic.outcome import Outcome
 from vtp_plugin.elastic.spare_rank import SpareRank
 from vtp_plugin.errors import ConfigError, LayoutError, PeerError, ShortageError
 from vtp_plugin.runtime.health.board import Board
 from vtp_plugin.runtime.health.redaction import Redaction
 from vtp_plugin.runtime.health.store import Round, Topic, connect_again, part_of
 from vtp_plugin.tune.fit.as_flags import layer_flags, without
+from vtp_plugin.tune.fit.chosen import Chosen
 
 ONE_SITE = Redaction(is_one_site=True)
 
@@ -64,11 +66,11 @@ def test_ranks_that_contradict_each_other_are_refused(cards: list[RankCard], tex
         group_by_node(cards)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Local:
-    """What is decided in these tests."""
+def not_asked(*_: Any) -> Any:
+    raise AssertionError
 
-    local: tuple[int, ...]
+
+CHOSEN = Chosen(sizes=(2,), layers=(4,), num_replicas=1)
 
 
 def settle(decide: Any, redaction: Redaction = ONE_SITE, cards: Any = None) -> list[Any]:
@@ -79,7 +81,7 @@ def settle(decide: Any, redaction: Redaction = ONE_SITE, cards: Any = None) -> l
     def rank(number: int) -> None:
         place: Any = {"rank": number, "world_size": 2, "timeout_s": 20.0, "redaction": redaction}
         try:
-            found[number] = settle_seats(store, own[number], decide, Local, **place)
+            found[number] = settle_seats(store, own[number], decide, **place)
         except Exception as error:
             found[number] = error
 
@@ -92,8 +94,10 @@ def settle(decide: Any, redaction: Redaction = ONE_SITE, cards: Any = None) -> l
 
 
 def test_one_rank_decides_for_all() -> None:
-    decide = lambda cards: {"local": [one.local_rank for one in cards], "lines": ["for rank 0 alone"]}  # noqa: E731
-    assert settle(decide) == [Local(local=(0, 1))] * 2
+    def decide(cards: Any) -> Outcome:
+        return Outcome(seats={one.local_rank: 1 - one.local_rank for one in cards}, chosen=CHOSEN)
+
+    assert settle(decide) == [Outcome(seats={0: 1, 1: 0}, chosen=CHOSEN)] * 2
 
 
 def test_all_ranks_end_with_one_line() -> None:
@@ -118,17 +122,13 @@ def test_a_rank_that_does_not_come_is_named(rank: int, text: str, monkeypatch: p
     monkeypatch.setattr(cards_module, "_FAREWELL_S", 0.1)
     with pytest.raises(PeerError, match=text):
         place: Any = {"rank": rank, "world_size": 2, "timeout_s": 0.5, "redaction": ONE_SITE}
-        settle_seats(dist.HashStore(), card("a", rank), lambda cards: {}, Local, **place)
-
-
-def not_asked(*_: Any) -> Any:
-    raise AssertionError
+        settle_seats(dist.HashStore(), card("a", rank), not_asked, **place)
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK"])
 def test_a_seat_needs_what_a_launcher_says(name: str) -> None:
     place = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
-    coordinator = Coordinator(make_constraints=not_asked, make_argv=not_asked)
+    coordinator = Coordinator(args=None, config=VtpConfig())
     with pytest.raises(ConfigError, match=f"needs the launcher's {name}, which is not set; use torchrun"):
         join_run(card("a", 0), coordinator, environment={**place, name: ""}, timeout_s=1.0)
 

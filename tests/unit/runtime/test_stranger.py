@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from tests.support.hosts import PYTHON_PATH, ROOT
 from tests.support.pace import pace
+from vtp_plugin.config import VtpConfig
 from vtp_plugin.elastic.cards import RankCard, settle_seats
 from vtp_plugin.elastic.coordinator import Coordinator
 from vtp_plugin.elastic.outcome import Outcome
@@ -293,10 +294,14 @@ def card(local_rank: int, **changes: str) -> RankCard:
     return RankCard(node="a", local_rank=local_rank, **values)
 
 
+def not_asked(cards: object) -> Any:
+    raise AssertionError
+
+
 def fit(store: dist.Store, decide: Any, cards: list[RankCard], redactions: Mapping[int, Redaction]) -> list[Any]:
     def action(rank: int) -> object:
         place: Any = {"rank": rank, "world_size": 2, "timeout_s": 20.0, "redaction": redactions[rank]}
-        return settle_seats(store, cards[rank], decide, Outcome, **place)
+        return settle_seats(store, cards[rank], decide, **place)
 
     return on_ranks(action)
 
@@ -323,9 +328,9 @@ def test_a_fit_tells_the_other_site_the_type_of_an_error(raised: Exception, reda
 
 @pytest.mark.parametrize("is_one_site", [True, False])
 def test_cards_of_the_other_site_do_not_stop_this_one_for_good(is_one_site: bool) -> None:
-    ask = lambda: Constraints(args=MODEL, least_stages=1, most_stages=1)  # noqa: E731
     redaction = Redaction(is_one_site=is_one_site, site="edge")
-    coordinator = Coordinator(make_constraints=ask, make_argv=lambda chosen, ask: (), redaction=redaction)
+    args = SimpleNamespace(**vars(MODEL), **ALONE)
+    coordinator = Coordinator(args=args, config=VtpConfig(size_list="auto", stages=(1, 1)), redaction=redaction)
     for said, text in (
         ({"versions": "2"}, "versions differ between nodes"),
         ({"kind": "cuda"}, "kinds of cards are mixed"),
@@ -354,7 +359,7 @@ def test_seats_that_rank_0_did_not_give_are_one_line(post: Any) -> None:
     part_of(store, Topic.CARDS).set("seats", post)
     place: Any = {"rank": 1, "world_size": 2, "timeout_s": 20.0, "redaction": ONE_SITE[1]}
     with pytest.raises(PeerError, match="the post cards/seats in the store ") as caught:
-        settle_seats(store, card(1), lambda cards: {}, Outcome, **place)
+        settle_seats(store, card(1), not_asked, **place)
     assert len(str(caught.value)) < 500
 
 
@@ -365,11 +370,12 @@ def test_a_card_that_no_rank_has_ends_the_fit_on_rank_0(post: Any, monkeypatch: 
     part_of(store, Topic.CARDS).set("1", post)
     place: Any = {"rank": 0, "world_size": 2, "timeout_s": 20.0, "redaction": ONE_SITE[0]}
     with pytest.raises(PeerError, match="the post cards/1 in the store "):
-        settle_seats(store, card(0), lambda cards: {}, Outcome, **place)
+        settle_seats(store, card(0), not_asked, **place)
     assert "the post cards/1 in the store" in part_of(store, Topic.CARDS).get("seats").decode()
 
 
 MODEL = SimpleNamespace(num_layers=4, micro_batch_size=1, global_batch_size=8, num_attention_heads=12)
+ALONE = {"context_parallel_size": 1, "expert_model_parallel_size": 1, "expert_tensor_parallel_size": None}
 GOOD = Chosen(sizes=(2, 1), layers=(3, 1), num_replicas=1)
 BAD_LISTS: dict[str, Mapping[str, Any]] = {
     "1 stages, not 2 to 2": {"sizes": (3,), "layers": (4,)},
