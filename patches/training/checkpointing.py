@@ -16,8 +16,9 @@ from typing import Any
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 
-from vtp_plugin.checkpoint.format.archive import DamagedError, Extent, load_object
+from vtp_plugin.checkpoint.format.archive import load_object
 from vtp_plugin.checkpoint.format.checkpoint_files import naming_broken_files
+from vtp_plugin.checkpoint.format.entries import DamagedError, Extent
 from vtp_plugin.checkpoint.hf.import_note import check_note
 from vtp_plugin.checkpoint.load.stored_optimizer import Request
 from vtp_plugin.checkpoint.save.atomic_dir import make_folder

@@ -10,8 +10,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vtp_plugin.checkpoint.format.archive import Extent
 from vtp_plugin.checkpoint.format.check_map import check_map
+from vtp_plugin.checkpoint.format.entries import Extent
 from vtp_plugin.checkpoint.format.index import StoredTensor
 from vtp_plugin.checkpoint.format.infer_map import infer_map
 from vtp_plugin.checkpoint.format.shard_map import Bucket, StoredRange

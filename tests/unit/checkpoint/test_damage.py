@@ -19,9 +19,9 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from tests.support.checkpoints import by_bucket, make_model
 from tests.unit.checkpoint.test_show_and_verify import Run, run  # noqa: F401
-from vtp_plugin.checkpoint.format.archive import Extent
 from vtp_plugin.checkpoint.format.checkpoint_files import TRACKER, iterations
 from vtp_plugin.checkpoint.format.digest import ALGORITHMS, Hashing, hash_bytes
+from vtp_plugin.checkpoint.format.entries import Extent
 from vtp_plugin.checkpoint.format.manifest import MANIFEST, Manifest, dump_manifest, load_manifest, make_manifest
 from vtp_plugin.checkpoint.save import piece_checks
 from vtp_plugin.checkpoint.save.atomic_dir import clear, discard, partial_of, put_in_place, whole_folder, write_whole

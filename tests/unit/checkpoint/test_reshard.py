@@ -32,8 +32,9 @@ from tests.support.checkpoints import (
     run_action,
 )
 from tests.support.hosts import PYTHON_PATH
-from vtp_plugin.checkpoint.format.archive import Extent, load_object
+from vtp_plugin.checkpoint.format.archive import load_object
 from vtp_plugin.checkpoint.format.contents import Contents
+from vtp_plugin.checkpoint.format.entries import Extent
 from vtp_plugin.checkpoint.format.map_file import MAP
 from vtp_plugin.checkpoint.format.optimizer_formats import BY_BLOCK, BY_BUCKET_OLDER, BY_RANK, IN_MODEL_SPACE, PLAIN
 from vtp_plugin.checkpoint.save.atomic_dir import clear

@@ -18,7 +18,8 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from tests.rules.import_rules import ROOT
 from tests.support.checkpoints import EXPERTS, NORM, QKV, Writer, by_block, by_bucket, by_name, make_model, run_action
-from vtp_plugin.checkpoint.format.archive import Extent, load_object
+from vtp_plugin.checkpoint.format.archive import load_object
+from vtp_plugin.checkpoint.format.entries import Extent
 from vtp_plugin.checkpoint.format.map_file import MAP
 
 Run = Callable[..., tuple[int, list[str]]]

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from vtp_plugin.checkpoint.format.entries import DamagedError, Extent, bytes_of, entry_name, opened, place_of
-from vtp_plugin.checkpoint.format.safe_pickle import PickledObject, Reference, load_safely
-from vtp_plugin.checkpoint.format.safe_pickle import called_names as names_called
+from vtp_plugin.checkpoint.format.safe_pickle import PickledObject, Reference, load_safely, names_called
 from vtp_plugin.checkpoint.format.shard_map import row_major
 from vtp_plugin.util.untrusted_files import count
 

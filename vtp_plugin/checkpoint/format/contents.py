@@ -11,9 +11,10 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final
 
-from vtp_plugin.checkpoint.format.archive import DamagedError, Extent, load_object, tensors_inside
+from vtp_plugin.checkpoint.format.archive import load_object, tensors_inside
 from vtp_plugin.checkpoint.format.check_map import check_map
 from vtp_plugin.checkpoint.format.checkpoint_files import COMMON_FILE
+from vtp_plugin.checkpoint.format.entries import DamagedError, Extent
 from vtp_plugin.checkpoint.format.fill import Stored, boxes_between
 from vtp_plugin.checkpoint.format.index import Index, StoredTensor, read_index
 from vtp_plugin.checkpoint.format.infer_map import infer_map

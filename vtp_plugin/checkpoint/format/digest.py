@@ -13,7 +13,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Final, Protocol
 
-from vtp_plugin.checkpoint.format.archive import Extent
+from vtp_plugin.checkpoint.format.entries import Extent
 from vtp_plugin.util.untrusted_files import open_file
 
 try:

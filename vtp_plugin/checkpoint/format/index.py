@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from vtp_plugin.checkpoint.format.archive import Extent
+from vtp_plugin.checkpoint.format.entries import Extent
 from vtp_plugin.checkpoint.format.safe_pickle import ForbiddenError, PickledObject, load_safely
 from vtp_plugin.checkpoint.format.untrusted import UntrustedError
 from vtp_plugin.errors import ConfigError

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from vtp_plugin.checkpoint.format.archive import Extent
 from vtp_plugin.checkpoint.format.digest import ALGORITHMS, Hashing, algorithm_of, digest_of
+from vtp_plugin.checkpoint.format.entries import Extent
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.util.untrusted_files import MAX_INDEX_BYTES, PathError, count, inside, parse_json, problem_of, read_text
 

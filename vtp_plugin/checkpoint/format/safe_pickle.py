@@ -236,10 +236,10 @@ def load_safely(data: bytes, is_allowed: Callable[[str, str], bool] = lambda mod
     return _Unpickler(data, is_allowed).load()
 
 
-def called_names(data: bytes) -> frozenset[str]:
+def names_called(data: bytes) -> frozenset[str]:
     r"""Say which classes and functions a pickle calls; of others it only makes objects, and fills them.
 
-    >>> called_names(b"cos\nsystem\n(S'rm -rf /'\ntR.")
+    >>> names_called(b"cos\nsystem\n(S'rm -rf /'\ntR.")
     frozenset({'os.system'})
     """
     reader = _Unpickler(data, lambda module, name: True)

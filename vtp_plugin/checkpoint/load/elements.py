@@ -11,8 +11,9 @@ from typing import BinaryIO
 
 import torch
 
-from vtp_plugin.checkpoint.format.archive import DamagedError, Extent, Payload, find_payload, itemsize
+from vtp_plugin.checkpoint.format.archive import Payload, find_payload, itemsize
 from vtp_plugin.checkpoint.format.contents import Part
+from vtp_plugin.checkpoint.format.entries import DamagedError, Extent
 from vtp_plugin.checkpoint.format.fill import boxes_between
 from vtp_plugin.checkpoint.save.atomic_dir import PART_BYTES
 from vtp_plugin.errors import ConfigError

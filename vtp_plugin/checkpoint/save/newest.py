@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from vtp_plugin.checkpoint.format.archive import DamagedError, Extent, load_object
+from vtp_plugin.checkpoint.format.archive import load_object
 from vtp_plugin.checkpoint.format.checkpoint_files import broken_beside, is_read_in_pieces, iterations, read_tracker
 from vtp_plugin.checkpoint.format.contents import Contents
+from vtp_plugin.checkpoint.format.entries import DamagedError, Extent
 from vtp_plugin.checkpoint.format.manifest import MANIFEST, Manifest, load_manifest, problems_of_pieces
 from vtp_plugin.errors import ConfigError
 

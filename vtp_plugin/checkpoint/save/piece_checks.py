@@ -9,9 +9,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
-from vtp_plugin.checkpoint.format.archive import Extent
 from vtp_plugin.checkpoint.format.checkpoint_files import way_out
 from vtp_plugin.checkpoint.format.digest import Hashing, algorithm_of, hash_bytes
+from vtp_plugin.checkpoint.format.entries import Extent
 from vtp_plugin.checkpoint.format.manifest import Manifest, problem_unless
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.util.untrusted_files import open_file

@@ -18,10 +18,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from vtp_plugin.checkpoint.format.archive import Extent
 from vtp_plugin.checkpoint.format.checkpoint_files import TRACKER, iterations, read_tracker
 from vtp_plugin.checkpoint.format.contents import Contents
 from vtp_plugin.checkpoint.format.digest import digest_of
+from vtp_plugin.checkpoint.format.entries import Extent
 from vtp_plugin.checkpoint.format.manifest import dump_manifest, files_of, make_manifest
 from vtp_plugin.checkpoint.format.optimizer_formats import IN_BUCKETS
 from vtp_plugin.checkpoint.save.atomic_dir import (

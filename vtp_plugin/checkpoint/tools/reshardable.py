@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final, cast
 
-from vtp_plugin.checkpoint.format.archive import Extent, load_object, read_archive
+from vtp_plugin.checkpoint.format.archive import load_object, read_archive
 from vtp_plugin.checkpoint.format.checkpoint_files import COMMON_FILE
 from vtp_plugin.checkpoint.format.contents import WEIGHT, Contents, kind_of
-from vtp_plugin.checkpoint.format.entries import write_archive
+from vtp_plugin.checkpoint.format.entries import Extent, write_archive
 from vtp_plugin.checkpoint.format.optimizer_formats import (
     BY_BLOCK,
     BY_BUCKET,

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
-from vtp_plugin.checkpoint.format.archive import DamagedError, Extent, check_archive, find_payload
+from vtp_plugin.checkpoint.format.archive import check_archive, find_payload
 from vtp_plugin.checkpoint.format.checkpoint_files import COMMON_FILE, problem_of_config
 from vtp_plugin.checkpoint.format.contents import Contents
+from vtp_plugin.checkpoint.format.entries import DamagedError, Extent
 from vtp_plugin.checkpoint.format.index import Index, StoredTensor, read_index
 from vtp_plugin.checkpoint.format.manifest import (
     Manifest,

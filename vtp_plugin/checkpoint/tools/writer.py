@@ -26,8 +26,9 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from vtp_plugin.checkpoint.format.archive import Extent, check_archive, itemsize
+from vtp_plugin.checkpoint.format.archive import check_archive, itemsize
 from vtp_plugin.checkpoint.format.checkpoint_files import COMMON_FILE
+from vtp_plugin.checkpoint.format.entries import Extent
 from vtp_plugin.checkpoint.format.index import INDEX, ORIGINAL
 from vtp_plugin.checkpoint.load.elements import SLAB_BYTES, copy_bytes, typed
 from vtp_plugin.checkpoint.save.atomic_dir import InParts, partial_of, whole_folder

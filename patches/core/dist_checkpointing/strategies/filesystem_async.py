@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-from vtp_plugin.checkpoint.format.archive import Extent
 from vtp_plugin.checkpoint.format.digest import Hashing
+from vtp_plugin.checkpoint.format.entries import Extent
 from vtp_plugin.checkpoint.save.atomic_dir import InParts
 from vtp_plugin.host.patching import replaces
 from vtp_plugin.patches.patch_set import Moment

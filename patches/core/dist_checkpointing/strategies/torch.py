@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vtp_plugin.checkpoint.format.archive import Extent
+from vtp_plugin.checkpoint.format.entries import Extent
 from vtp_plugin.checkpoint.format.manifest import load_manifest
 from vtp_plugin.checkpoint.format.untrusted import refused
 from vtp_plugin.checkpoint.save.piece_checks import PieceChecks
