@@ -135,8 +135,8 @@ def problems(
         yield from _problems_of_a_u(args)
     if is_split and len(set(layout.dp_sizes)) > 1:
         yield (
-            "--vtp-dp-mode split with MindSpeed-MM; the pictures of a microbatch lie in one tensor, which cannot be cut "
-            "by samples; leave it out, then every microbatch goes to one replica"
+            "--vtp-dp-mode split with MindSpeed-MM; the pictures of a microbatch lie in one tensor, which cannot be "
+            "cut by samples; leave it out, then every microbatch goes to one replica"
         )
 
 

@@ -56,7 +56,14 @@ def test_every_forward_reads_what_was_sent_with_its_activation(
     num_microbatches: int,
 ) -> None:
     """Of two microbatches two replicas have one each: the first forward of a step is then also its last."""
-    kwargs = {"sizes": sizes, "placement": placement, "num_microbatches": num_microbatches, "src": src, "dst": dst, "dp": dp}
+    kwargs = {
+        "sizes": sizes,
+        "placement": placement,
+        "num_microbatches": num_microbatches,
+        "src": src,
+        "dst": dst,
+        "dp": dp,
+    }
     world_size = sum(size * num for size, num in zip(sizes, dp or (1,) * len(sizes), strict=True))
     for worker, passes in pool.run(world_size, JOB, kwargs):
         stage = placement.stage_of(worker)
