@@ -104,7 +104,8 @@ def check(session: Session, args: argparse.Namespace) -> None:
     """
     layout, is_u_shaped = session.planned.layout, session.config.layerwise_disaggregated
     refuse(known_mm.problems_of_model(args.mm.model))
-    refuse(problems(args, layout, is_u_shaped=is_u_shaped), LayoutError)
+    is_split = session.planned.replicas.is_split
+    refuse(problems(args, layout, is_u_shaped=is_u_shaped, is_split=is_split), LayoutError)
     if not is_u_shaped or layout.stage_of(args.rank) == 0:
         refuse(problems_of_files(args))
     session.learn(check_batch=require_one_kind)
@@ -112,13 +113,16 @@ def check(session: Session, args: argparse.Namespace) -> None:
         log.warning(f"{'; '.join(changed)}; compare your first steps with a run of one size")
 
 
-def problems(args: argparse.Namespace, layout: PipelineLayout, *, is_u_shaped: bool) -> Iterator[str]:
+def problems(
+    args: argparse.Namespace, layout: PipelineLayout, *, is_u_shaped: bool, is_split: bool = False
+) -> Iterator[str]:
     """Say what of the JSON of the model does not fit the stages.
 
     Args:
         args: after :func:`read_model`.
         layout: who is where.
         is_u_shaped: the run is.
+        is_split: replicas of a wide stage share the samples of a narrow one's microbatch.
     """
     text = getattr(args.mm.model, "text_decoder", None)
     if text is None or layout.num_stages == 1:
@@ -128,7 +132,12 @@ def problems(args: argparse.Namespace, layout: PipelineLayout, *, is_u_shaped: b
     wrong = tuple(lists.problems(layout.num_stages, num_rows=2 if is_u_shaped else chunks))
     yield from wrong or _problems_of_layers(args, lists, layout, is_u_shaped=is_u_shaped)
     if is_u_shaped:
-        yield from _problems_of_a_u(args, layout, text)
+        yield from _problems_of_a_u(args)
+    if is_split and len(set(layout.dp_sizes)) > 1:
+        yield (
+            "--vtp-dp-mode split with MindSpeed-MM; the pictures of a microbatch lie in one tensor, which cannot be "
+            "cut by samples; leave it out, then every microbatch goes to one replica"
+        )
 
 
 def _problems_of_layers(
@@ -144,7 +153,7 @@ def _problems_of_layers(
         yield from lists.problems_of_heads(layout.tp_sizes, vision.num_attention_heads)
 
 
-def _problems_of_a_u(args: argparse.Namespace, layout: PipelineLayout, text: Any) -> Iterator[str]:
+def _problems_of_a_u(args: argparse.Namespace) -> Iterator[str]:
     if flag := packing_flag(args):
         yield (
             f"{flag} in a U-shape with MindSpeed-MM; of a microbatch either positions or the lengths of packed samples "
@@ -154,11 +163,6 @@ def _problems_of_a_u(args: argparse.Namespace, layout: PipelineLayout, text: Any
         yield (
             "--variable-seq-lengths in a U-shape with MindSpeed-MM; positions cross in one form; pad all samples to "
             "--seq-length, and leave it out"
-        )
-    if len(set(layout.dp_sizes)) > 1:
-        yield (
-            f"--vtp-dp-list {','.join(map(str, layout.dp_sizes))} in a U-shape with MindSpeed-MM; its positions were "
-            "not sent to other numbers of replicas; give all stages one"
         )
 
 

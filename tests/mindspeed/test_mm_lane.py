@@ -175,6 +175,33 @@ def test_a_u_equals_the_oracle(
     assert crossed == {*floats, ("positions", "int32")}, crossed
 
 
+@pytest.mark.parametrize(
+    ("sizes", "dp_sizes", "is_u", "extra"),
+    [
+        ("1,1", (1, 2), True, ()),
+        ("1,2", (1, 2), True, OF_THE_ORACLE),
+        ("1,2", (2, 1), True, ()),
+        ("1,2", (1, 2), False, OF_THE_ORACLE),
+    ],
+    ids=["U 1,1", "U 1,2", "U with a wide edge", "plain"],
+)
+def test_stages_of_other_numbers_of_replicas_equal_the_oracle(
+    sizes: str, dp_sizes: tuple[int, ...], is_u: bool, extra: tuple[str, ...]
+) -> None:
+    """Every microbatch goes to one replica, so the oracle has as many as read the data."""
+    vision, text = ([[2, 0], [0, 0]], [[1, 2], [1, 0]]) if is_u else ([2, 0], [2, 2])
+    ranks = sum(int(tp) * dp for tp, dp in zip(sizes.split(","), dp_sizes, strict=True))
+    words = (*DEVICE, "--vtp-size-list", sizes, "--vtp-dp-list", ",".join(map(str, dp_sizes)), *extra)
+    found = trained(ranks, vision, text, *words, *((U_SHAPE,) if is_u else ()), is_run=True, dp=dp_sizes[0])
+    assert_equal(found, oracle(*extra, dp=dp_sizes[0]))
+
+
+def test_replicas_that_would_share_a_microbatch_are_refused() -> None:
+    words = (*DEVICE, "--vtp-size-list", "1,1", "--vtp-dp-list", "1,2", "--vtp-dp-mode", "split", U_SHAPE)
+    code, output = start(3, [[2, 0], [0, 0]], [[1, 2], [1, 0]], *words, is_run=True)
+    assert code != 0 and "cannot be cut by samples" in output, output[-4000:]
+
+
 def test_a_u_with_a_frozen_vision_tower_equals_its_oracle() -> None:
     code, output = start_u("1,2", [[2, 0], [0, 0]], [[1, 2], [1, 0]], is_frozen=True)
     assert code == 0, output[-6000:]

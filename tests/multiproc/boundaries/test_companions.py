@@ -21,6 +21,7 @@ CASES = [
     pytest.param((1, 2), interleaved_placement(2, 2), 1, frozenset({0}), None, id="interleaved, round the ring"),
     pytest.param((1, 2), u_placement(2, num_rings=2), 0, None, None, id="U of two rings"),
     pytest.param((2, 1), plain_placement(2, num_replicas=(1, 2)), 0, None, (1, 2), id="two replicas"),
+    pytest.param((2, 1), u_placement(2, num_replicas=(1, 2)), 0, None, (1, 2), id="U with two replicas in the cloud"),
 ]
 
 
@@ -44,6 +45,7 @@ def expected(
 
 
 @pytest.mark.parametrize(("sizes", "placement", "src", "dst", "dp"), CASES)
+@pytest.mark.parametrize("num_microbatches", [4, 2])
 def test_every_forward_reads_what_was_sent_with_its_activation(
     pool: Pool,
     sizes: tuple[int, ...],
@@ -51,12 +53,21 @@ def test_every_forward_reads_what_was_sent_with_its_activation(
     src: int,
     dst: frozenset[int] | None,
     dp: tuple[int, ...] | None,
+    num_microbatches: int,
 ) -> None:
-    kwargs = {"sizes": sizes, "placement": placement, "num_microbatches": 4, "src": src, "dst": dst, "dp": dp}
+    """Of two microbatches two replicas have one each: the first forward of a step is then also its last."""
+    kwargs = {
+        "sizes": sizes,
+        "placement": placement,
+        "num_microbatches": num_microbatches,
+        "src": src,
+        "dst": dst,
+        "dp": dp,
+    }
     world_size = sum(size * num for size, num in zip(sizes, dp or (1,) * len(sizes), strict=True))
     for worker, passes in pool.run(world_size, JOB, kwargs):
         stage = placement.stage_of(worker)
-        forwards = [(v, n) for v in placement.vstages(stage) for n in placement.microbatches(worker, 4)]
+        forwards = [(v, n) for v in placement.vstages(stage) for n in placement.microbatches(worker, num_microbatches)]
         for noted in passes:
             assert sorted((vstage, microbatch) for vstage, microbatch, _ in noted) == forwards
             for vstage, microbatch, batch in noted:

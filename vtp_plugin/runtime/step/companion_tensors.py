@@ -83,6 +83,8 @@ class Companions:
         Args:
             is_batched: whether messages are coalesced into one call of the backend, as those of the activations are.
         """
+        # Or the first forward would forget what has come for it, where it was the last one of the step before, too.
+        self._now = -1, -1
         for crossing in self._crossings:
             crossing.start_step(is_batched=is_batched)
 
