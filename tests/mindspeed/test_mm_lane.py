@@ -180,7 +180,7 @@ def test_a_u_equals_the_oracle(
     [
         ("1,1", (1, 2), True, ()),
         ("1,2", (1, 2), True, OF_THE_ORACLE),
-        ("1,2", (2, 1), True, ()),
+        ("1,1", (2, 1), True, ()),
         ("1,2", (1, 2), False, OF_THE_ORACLE),
     ],
     ids=["U 1,1", "U 1,2", "U with a wide edge", "plain"],
