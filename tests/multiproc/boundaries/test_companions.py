@@ -45,7 +45,7 @@ def expected(
 
 
 @pytest.mark.parametrize(("sizes", "placement", "src", "dst", "dp"), CASES)
-@pytest.mark.parametrize("num_microbatches", [4, 2])
+@pytest.mark.parametrize(("num_microbatches", "varies"), [(4, False), (2, False), (4, True)])
 def test_every_forward_reads_what_was_sent_with_its_activation(
     pool: Pool,
     sizes: tuple[int, ...],
@@ -54,8 +54,12 @@ def test_every_forward_reads_what_was_sent_with_its_activation(
     dst: frozenset[int] | None,
     dp: tuple[int, ...] | None,
     num_microbatches: int,
+    varies: bool,
 ) -> None:
-    """Of two microbatches two replicas have one each: the first forward of a step is then also its last."""
+    """Of two microbatches two replicas have one each: the first forward of a step is then also its last.
+
+    With lengths of their own a header goes before the second companion and before the activation, not the first.
+    """
     kwargs = {
         "sizes": sizes,
         "placement": placement,
@@ -63,6 +67,7 @@ def test_every_forward_reads_what_was_sent_with_its_activation(
         "src": src,
         "dst": dst,
         "dp": dp,
+        "varies": varies,
     }
     world_size = sum(size * num for size, num in zip(sizes, dp or (1,) * len(sizes), strict=True))
     for worker, passes in pool.run(world_size, JOB, kwargs):

@@ -29,28 +29,47 @@ Noted = tuple[int, int, dict[str, int]]
 
 
 class Reading:
-    """Reads a batch in every forward, and notes it."""
+    """Reads a batch in every forward, and notes it; its outputs may have lengths of their own."""
 
-    def __init__(self, placement: Placement, iterators: Sequence[Any]) -> None:
+    def __init__(self, placement: Placement, iterators: Sequence[Any], *, varies: bool) -> None:
         self.noted: list[Noted] = []
         self._placement = placement
         self._iterators = iterators
+        self._varies = varies
 
     def forward(self, action: Action, activation: torch.Tensor | None) -> torch.Tensor:
         iterator = self._iterators[self._placement.chunk(action.vstage)]
         self.noted.append((action.vstage, action.microbatch, dict(next(iterator)) if iterator else {}))
-        return torch.ones(SHAPE)
+        return torch.ones(SHAPE[0] + (action.microbatch % 3 if self._varies else 0), *SHAPE[1:])
 
-    def backward(self, action: Action, *tensors: torch.Tensor | None, is_last: bool) -> torch.Tensor | None:
-        return torch.ones(SHAPE) if action.vstage else None
+    def backward(
+        self, action: Action, activation: torch.Tensor | None, *tensors: torch.Tensor | None, is_last: bool
+    ) -> torch.Tensor | None:
+        return None if activation is None else torch.ones_like(activation)
 
     def release(self, output: torch.Tensor) -> None:
         """Keep the data."""
 
 
-def companions(src: int, dst: frozenset[int] | None) -> tuple[Companion, ...]:
-    """Declare two: the number of a batch from `src` to `dst`, and minus that number from stage 0 to all others."""
+def length_of(number: int, *, varies: bool) -> int:
+    """Give the length of what belongs to a batch."""
+    return 1 + number % 3 if varies else 2
+
+
+def companions(src: int, dst: frozenset[int] | None, *, varies: bool) -> tuple[Companion, ...]:
+    """Declare two: the number of a batch from `src` to `dst`, and minus that number from stage 0 to all others.
+
+    Args:
+        src: stage that reads the first one.
+        dst: stages that want it.
+        varies: the second one has a length that follows from its number.
+    """
     words = {"unit": "batch", "says": "its number", "way_out": "read one"}
+
+    def second(made: torch.Tensor) -> dict[str, int]:
+        assert made.shape == (length_of(-int(made[0, 0, 0]), varies=varies), 1, 4), made.shape
+        return {"second": int(made[0, 0, 0])}
+
     return (
         Companion(
             kind=MessageKind.LENGTHS,
@@ -63,9 +82,11 @@ def companions(src: int, dst: frozenset[int] | None) -> tuple[Companion, ...]:
         ),
         Companion(
             kind=MessageKind.POSITIONS,
-            shape=(2, 1, 4),
-            read=lambda batch: torch.full((8,), -batch["number"], dtype=torch.int32),
-            give=lambda made: {"second": int(made[0, 0, 0])},
+            shape=(None, None, 4) if varies else (2, 1, 4),
+            read=lambda batch: torch.full(
+                (length_of(batch["number"], varies=varies), 1, 4), -batch["number"], dtype=torch.int32
+            ),
+            give=second,
             **words,
         ),
     )
@@ -78,6 +99,8 @@ def run(
     src: int,
     dst: frozenset[int] | None,
     dp: tuple[int, ...] | None = None,
+    *,
+    varies: bool = False,
 ) -> tuple[int, list[list[Noted]]]:
     """Run a training step and an evaluation; return the rank's worker, and what it noted in each."""
     init_gloo()
@@ -101,9 +124,9 @@ def run(
     )
     channels = own_channels(boundaries, opened)
     worker = placement.worker(own.stage, own.dp_rank)
-    joined = join_companions(placement, worker, channels, companions(src, dst), platform)
+    joined = join_companions(placement, worker, channels, companions(src, dst, varies=varies), platform)
     runner = ScheduleRunner(placement, worker, World(), platform, ScheduleOptions(), joined)
-    form = LinkForm(form=TensorFormat(dtype=torch.float32), shape=SHAPE)
+    form = LinkForm(form=TensorFormat(dtype=torch.float32, has_variable_shapes=varies), shape=SHAPE)
     seen: list[list[Noted]] = []
     for forward_only in (False, True):
         own_microbatches = placement.microbatches(worker, num_microbatches)
@@ -114,7 +137,7 @@ def run(
         schedule = runner.schedule(
             num_microbatches // dp_sizes[own.stage], forward_only=forward_only, group_size=layout.num_stages
         )
-        reading = Reading(placement, runner.iterators(given))
+        reading = Reading(placement, runner.iterators(given), varies=varies)
         runner.run(schedule, bind_links(placement, channels, [form] * (placement.num_vstages - 1)), reading)
         seen.append(reading.noted)
     return worker, seen

@@ -22,7 +22,7 @@ Whole = tuple[int, ...]
 """What describes a whole tensor: of a pipeline its shape `[S, B, H]`; of a bridge its rows, its depth and the length of
 every unit of the batch, 0 for units that neither come to this rank nor leave it."""
 
-TYPES = ("torch.float32", "torch.bfloat16", "torch.float16", "torch.float64")
+TYPES = ("torch.float32", "torch.bfloat16", "torch.float16", "torch.float64", "torch.int32")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -51,6 +51,7 @@ class Channel:
         recorder: notes how long each part takes; None if nobody listens.
         is_coalesced: whether headers and the warm-up are coalesced, so that one communicator of the backend carries
             all.
+        beside: another channel over the same groups; receives of both are posted in one order.
 
     Attributes:
         transfers: posts this rank's messages.
@@ -72,6 +73,7 @@ class Channel:
         recorder: Recorder | None = None,
         *,
         is_coalesced: bool = False,
+        beside: Channel | None = None,
     ) -> None:
         self.spec = spec
         self.order = order
@@ -110,7 +112,9 @@ class Channel:
 
         self.transmission = transmission
         self.headers = Headers(spec, rank, peer, self.transfers, platform, is_coalesced=is_coalesced)
-        self.receives = Receives(self.transfers, self.transmission, self.headers)
+        self.receives = Receives(
+            self.transfers, self.transmission, self.headers, beside=None if beside is None else beside.receives
+        )
         self.num_sent = self.num_received = 0
 
     def start_step(self) -> None:
@@ -139,7 +143,9 @@ class Channel:
     def _own_endpoint(self, form: TensorFormat) -> tuple[Endpoint, bool]:
         return (self.spec.src, form.src_sharded) if self._is_src else (self.spec.dst, form.dst_sharded)
 
-    def crossed_by(self, strategy: str, *, unit: str | None = None, kind: MessageKind | None = None) -> Channel:
+    def crossed_by(
+        self, strategy: str, *, unit: str | None = None, kind: MessageKind | None = None, is_beside: bool = False
+    ) -> Channel:
         """Return a channel over the same groups that uses another strategy.
 
         Args:
@@ -148,6 +154,7 @@ class Channel:
                 than the row before.
             unit: what messages are counted in, for error messages; default is this channel's.
             kind: kind of its messages; default is this channel's.
+            is_beside: both are used in one step, so that their receives are posted in one order.
 
         Raises:
             PlanError: the channel's group lacks a rank that the strategy needs.
@@ -159,7 +166,8 @@ class Channel:
             raise PlanError(f"{spec.name}: {strategy} needs the ranks {spec.participants}, which have no group")
         require_valid(spec.probe)
         require_valid(spec.plan_header(HeaderCodec().length))
-        return Channel(spec, self.order, self._groups, self._platform, self._monitor, self._audit, self._recorder)
+        known = self._groups, self._platform, self._monitor, self._audit, self._recorder
+        return Channel(spec, self.order, *known, is_coalesced=self.is_coalesced, beside=self if is_beside else None)
 
     def warm_up(self) -> None:
         """Let the backend connect, see :meth:`~vtp_plugin.runtime.comm.transfers.Transfers.warm_up`."""

@@ -28,6 +28,7 @@ class RecvWork:
         position: boundary, direction and number, for error messages.
 
     Attributes:
+        receives: all receives of the same channel.
         pending: what is posted; None before that, and once it was waited for.
         is_done: whether the tensor was waited for.
     """
@@ -40,13 +41,13 @@ class RecvWork:
         self.position = position
         self.pending: PendingRecv | None = None
         self.is_done = False
-        self._receives = receives
+        self.receives = receives
         self._tensor: torch.Tensor | None = None
 
     @property
     def tensor(self) -> torch.Tensor:
         """The tensor, to be read before :meth:`wait` fills it; with variable shapes this waits for its header."""
-        self._receives.read_headers(self)
+        self.receives.read_headers(self)
         if self._tensor is None:
             raise PlanError(f"{self.position}: the tensor was handed out already; read it before wait(), or use take()")
         return self._tensor
@@ -60,7 +61,7 @@ class RecvWork:
             PeerError: the connection to the sender, or to a member of this rank's stage, broke.
             ConfigError: a header does not fit what this rank expects.
         """
-        self._receives.finish(self)
+        self.receives.finish(self)
         # Megatron keeps handles longer than tensors: the memory must become free as soon as nobody else needs it.
         self._tensor = None
 
@@ -79,59 +80,100 @@ class RecvWork:
 class Receives:
     """The receives of one channel, the oldest first.
 
-    With variable shapes one header is under way at a time: when it has come, its tensor is posted, and right behind it
-    the next header, so that both endpoints use the channel in one order. Finishes inside the stage run in the order
-    of posting.
+    Channels over the same groups stand in one line (`beside`): what comes over one connection is posted in the order in
+    which it was sent. With variable shapes one header is under way at a time: when it has come, its tensor is posted,
+    and right behind it what follows, so that both endpoints use the connection in one order. Finishes inside the stage
+    run in the order of posting.
 
     Args:
         transfers: posts the messages of the channel.
         transmission: gives how a whole tensor crosses.
         headers: the headers of the channel.
+        beside: receives of another channel over the same groups; None starts a line.
     """
 
     def __init__(
-        self, transfers: Transfers, transmission: Callable[[Whole, TensorFormat], Transmission], headers: Headers
+        self,
+        transfers: Transfers,
+        transmission: Callable[[Whole, TensorFormat], Transmission],
+        headers: Headers,
+        beside: Receives | None = None,
     ) -> None:
         self._transfers = transfers
         self._transmission = transmission
         self._headers = headers
-        self._queue: deque[RecvWork] = deque()
-        self._header: PendingRecv | None = None
+        self._line = _Line() if beside is None else beside._line
 
     def add(self, form: TensorFormat, transmission: Transmission | None, position: str) -> RecvWork:
         """Post a receive, or its header if none is under way; the arguments are those of :class:`RecvWork`."""
         receive = RecvWork(self, form, transmission, position)
-        self._queue.append(receive)
-        if transmission is not None:
-            self._post(receive, transmission)
-        elif self._header is None:
-            self._header = self._headers.post(position)
+        self._line.waiting.append(receive)
+        self._line.unposted.append(receive)
+        self._line.advance()
         return receive
 
     def read_headers(self, receive: RecvWork) -> None:
         """Read headers until a receive is posted."""
         while receive.pending is None and not receive.is_done:
-            self._take_header()
+            self._line.take_header(receive.position)
 
     def finish(self, receive: RecvWork) -> None:
         """Wait for tensors, the oldest first, until a receive is done."""
+        waiting = self._line.waiting
         while not receive.is_done:
-            oldest = self._queue[0]
+            oldest = waiting[0]
             self.read_headers(oldest)
-            self._queue.popleft()
+            waiting.popleft()
             pending, oldest.pending, oldest.is_done = oldest.pending, None, True
             assert pending is not None
             pending.wait()
 
-    def _take_header(self) -> None:
-        """Wait for the header under way, then post its tensor and the next header."""
-        receive, *later = (receive for receive in self._queue if receive.pending is None)
-        if self._header is None:
-            raise PlanError(f"{receive.position}: no header is under way")
-        whole = self._headers.read(self._header.wait(), receive.form, receive.position)
-        receive.transmission = self._transmission(whole, receive.form)
-        self._post(receive, receive.transmission)
-        self._header = self._headers.post(later[0].position) if later else None
+    def post_header(self, receive: RecvWork) -> PendingRecv:
+        """Post the receive of a header."""
+        return self._headers.post(receive.position)
 
-    def _post(self, receive: RecvWork, transmission: Transmission) -> None:
+    def read_header(self, receive: RecvWork, header: PendingRecv) -> Transmission:
+        """Wait for a header, and return how the tensor crosses that it announces.
+
+        Raises:
+            ConfigError: this rank expects another tensor.
+        """
+        whole = self._headers.read(header.wait(), receive.form, receive.position)
+        return self._transmission(whole, receive.form)
+
+    def post(self, receive: RecvWork, transmission: Transmission) -> None:
+        """Post the receive of a tensor whose shape is known."""
         receive.note_posted(self._transfers.receive(transmission, receive.position))
+
+
+class _Line:
+    """Receives over the same groups, the oldest first; of these, those that are not posted yet."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[RecvWork] = deque()
+        self.unposted: deque[RecvWork] = deque()
+        self._header: PendingRecv | None = None
+
+    def advance(self) -> None:
+        """Post what is not posted, up to the first tensor whose shape is not known: of that one the header."""
+        while self.unposted:
+            receive = self.unposted[0]
+            if receive.transmission is None:
+                if self._header is None:
+                    self._header = receive.receives.post_header(receive)
+                return
+            self.unposted.popleft()
+            receive.receives.post(receive, receive.transmission)
+
+    def take_header(self, position: str) -> None:
+        """Wait for the header under way, then post its tensor and what follows.
+
+        Args:
+            position: what is waited for, for the error if there is none.
+        """
+        header, self._header = self._header, None
+        if header is None:
+            raise PlanError(f"{position}: no header is under way")
+        receive = self.unposted[0]
+        receive.transmission = receive.receives.read_header(receive, header)
+        self.advance()

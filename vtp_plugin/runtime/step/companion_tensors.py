@@ -41,27 +41,53 @@ class Companion:
     Attributes:
         kind: kind of message; its row of :data:`~vtp_plugin.plan.boundary.message_kind.MESSAGE_FORMS` says which
             tensors pass.
-        shape: shape of every companion.
+        shape: shape of every companion. If its first lengths are None they vary, and a header goes before each.
         read: makes the companion from what the script's iterator gives.
         give: makes what the script's forward step reads at the stages that want the companion; entries of a batch.
         unit: name of what the script reads for a microbatch, such as ``"row"``, for errors.
         says: what later stages would not know without the companion, for errors.
         way_out: advice for the error about a forward that reads several batches.
         dtype: type of every companion.
+        most_tokens: largest `S * B` of a shape that varies; None sets no limit.
         src: stage that reads it from its batch.
         dst: stages that want it; None for all others.
     """
 
     kind: MessageKind
-    shape: tuple[int, int, int]
+    shape: tuple[int | None, int | None, int]
     read: Callable[[Any], torch.Tensor]
     give: Callable[[torch.Tensor], Mapping[str, Any]]
     unit: str
     says: str
     way_out: str
     dtype: torch.dtype = torch.int32
+    most_tokens: int | None = None
     src: int = 0
     dst: frozenset[int] | None = None
+
+    def form(self, *, is_batched: bool) -> TensorFormat:
+        """Say how it crosses.
+
+        Args:
+            is_batched: whether messages are coalesced into one call of the backend.
+        """
+        return TensorFormat(
+            dtype=self.dtype,
+            has_variable_shapes=None in self.shape,
+            width=self.shape[-1],
+            most_tokens=self.most_tokens,
+            is_batched=is_batched,
+            requires_grad=False,
+        )
+
+    @property
+    def least_shape(self) -> list[int]:
+        """Its shape, with 1 for lengths that vary."""
+        return [length or 1 for length in self.shape]
+
+    def shaped(self, made: torch.Tensor) -> torch.Tensor:
+        """Give what was read its shape, unless it has one of its own."""
+        return made if None in self.shape else made.view(self.least_shape)
 
 
 class Companions:
@@ -172,7 +198,9 @@ class _Crossing:
         self.is_src = stage == companion.src
         self.is_wanted = not self.is_src and (companion.dst is None or stage in companion.dst)
         self._channels = {
-            name: channel.crossed_by("rank0", unit=f"{companion.kind} of microbatch", kind=companion.kind)
+            name: channel.crossed_by(
+                "rank0", unit=f"{companion.kind} of microbatch", kind=companion.kind, is_beside=True
+            )
             for name, channel in channels.items()
             if name.direction is Direction.FORWARD and self._carriers.intersection(vstages_over(placement, name))
         }
@@ -181,10 +209,9 @@ class _Crossing:
         self._held: dict[tuple[int, int], torch.Tensor] = {}
 
     def start_step(self, *, is_batched: bool) -> None:
-        form = TensorFormat(dtype=self._companion.dtype, is_batched=is_batched, requires_grad=False)
-        self._links = {
-            name: ChannelLink(channel, form, self._companion.shape) for name, channel in self._channels.items()
-        }
+        form = self._companion.form(is_batched=is_batched)
+        shape = self._companion.least_shape
+        self._links = {name: ChannelLink(channel, form, shape) for name, channel in self._channels.items()}
         for link in self._links.values():
             link.start_step()
         self._held.clear()
@@ -209,7 +236,7 @@ class _Crossing:
         if now in self._held:
             unit, way_out = self._companion.unit, self._companion.way_out
             raise ConfigError(f"a forward step that reads two {unit}s; a microbatch is one {unit}; {way_out}")
-        made = self._companion.read(batch).view(self._companion.shape)
+        made = self._companion.shaped(self._companion.read(batch))
         self._held[now] = made.to(self._platform.device(), non_blocking=True)
 
     def given(self, now: tuple[int, int], batch: Any) -> Any:
@@ -240,5 +267,5 @@ class _Crossing:
                     f"{send}: the script's forward step has read no {unit}, so later stages would not know {says}; "
                     f"read one {unit} in every forward of stage {self._companion.src}"
                 )
-            held = torch.zeros(self._companion.shape, dtype=self._companion.dtype, device=self._platform.device())
+            held = torch.zeros(self._companion.least_shape, dtype=self._companion.dtype, device=self._platform.device())
         yield link.send(held)
