@@ -78,6 +78,7 @@ MODULES: Final[Mapping[Moment, tuple[str, ...]]] = {
         "core.dist_checkpointing.strategies.fully_parallel",
         "training.models.dist_utils",
         "training.training",
+        "training.builders_world",
         "training.utils.common_utils",
         "core.timers",
         "training.global_vars",

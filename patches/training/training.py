@@ -15,8 +15,9 @@ import torch
 import torch.distributed as dist
 
 from vtp_plugin.elastic.progress import Progress
-from vtp_plugin.host.patching import replaces
+from vtp_plugin.host.patching import Writes, replaces
 from vtp_plugin.patches.patch_set import Moment
+from vtp_plugin.patches.training.builders_world import among_builders
 from vtp_plugin.report.trace.causes import Cause
 from vtp_plugin.report.trace.stage_times import StageTimes
 from vtp_plugin.session import Session
@@ -220,10 +221,12 @@ def _log_on_site(session: Session, options: Any, iteration: int, *, is_first: bo
     "calls the script's provider, which opens data, on every rank",
     remove_when="the number of calls is the same on all ranks, and only ranks that read data call the provider",
 )
-def _build_iterators(session: Session, original: Callable[..., Any], provider: Callable[..., Any]) -> Any:
+def _build_iterators(
+    session: Session, writes: Writes, original: Callable[..., Any], provider: Callable[..., Any]
+) -> Any:
     """Run `build_train_valid_test_data_iterators` as often as the edge does; only there with the script's provider."""
     if session.planned.own.stage == 0:
-        return original(provider)
+        return original(among_builders(writes, provider))
     pipeline = session.running.require_schedule_runner()
     # Every call talks to all ranks. The edge makes one for each of its chunks.
     for _ in range(len(pipeline.placement.vstages(0)) - pipeline.num_chunks):

@@ -47,6 +47,7 @@ from tests.multiproc.cases.script_cases import EXAMPLE, ScriptRun, Step
 from tests.multiproc.hooks import leak_watch
 from tests.multiproc.hooks.adapted_layers import add_adapters
 from tests.multiproc.hooks.audit_hooks import AUDIT_HOOKS
+from tests.multiproc.hooks.building_hooks import BUILDING_HOOKS
 from tests.multiproc.hooks.delays import plant_delays, slow_rank
 from tests.multiproc.hooks.gathered_attention import GatheredAttention, chunk_positions
 from tests.multiproc.hooks.gradient_probe import note_gradients
@@ -609,6 +610,7 @@ HOOKS: dict[str, Callable[[dict[str, Any]], Callable[[], None] | None]] = {
     "interrupt": leak_watch.interrupt,
     "start_again": start_again,
     **AUDIT_HOOKS,
+    **BUILDING_HOOKS,
     **KILL_HOOKS,
     **STILL_HOOKS,
 }
