@@ -22,6 +22,8 @@ _BELOW_EXCHANGE = (
 """What exchanges tensors between stages: ours runs instead."""
 _SCHEDULES = (f"{_SCHEDULE}.get_forward_backward_func",)
 """What a planned schedule goes past. Of the functions below it, MindSpeed-LLM always wraps one, for its --stage."""
+_LENGTHS = "mindspeed.core.pipeline_parallel.variable_seq_length."
+"""What --variable-seq-lengths puts there: shapes cross before tensors. Ours lies around it, and sends headers."""
 _OWN_U_SHAPE = "mindspeed_llm.core.layerwise_disaggregated_training"
 
 
@@ -68,6 +70,8 @@ class MindSpeed:
         """
         for name in (*_BELOW_EXCHANGE, *(_SCHEDULES if is_planned else ())):
             for home in self._homes(name):
+                if home.startswith(_LENGTHS):
+                    continue
                 if home.startswith(_OWN_U_SHAPE):
                     yield (
                         "MindSpeed-LLM's own --layerwise-disaggregated-training is in place, since its adaptor reads "

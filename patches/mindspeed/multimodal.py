@@ -10,12 +10,14 @@ import argparse
 import functools
 import importlib
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from vtp_plugin.config.resolve import most_tokens
 from vtp_plugin.errors import ConfigError, LayoutError, refuse
 from vtp_plugin.host.rules.checks.layer_counts import check_counts, check_places
 from vtp_plugin.host.rules.checks.packed import packing_flag
@@ -38,6 +40,8 @@ _SIZES = (
 )
 _SWITCH = "layerwise_disaggregated_training"
 _POSITIONS = "mindspeed_mm.models.vision.vlm_attentionmask_for_llm"
+# Its collator pads a batch to a multiple of it.
+_MULTIPLE = 8
 
 
 def is_multimodal(args: object) -> bool:
@@ -108,7 +112,7 @@ def check(session: Session, args: argparse.Namespace) -> None:
     refuse(problems(args, layout, is_u_shaped=is_u_shaped, is_split=is_split), LayoutError)
     if not is_u_shaped or layout.stage_of(args.rank) == 0:
         refuse(problems_of_files(args))
-    session.learn(check_batch=require_one_kind)
+    session.learn(check_batch=functools.partial(require_batch, args) if layout.num_stages > 1 else require_one_kind)
     if args.rank == 0 and (changed := tuple(known_mm.changes_of_versions())):
         log.warning(f"{'; '.join(changed)}; compare your first steps with a run of one size")
 
@@ -131,6 +135,7 @@ def problems(
     yield from problems_of_converted(getattr(args, "load", None), layout, is_u_shaped=is_u_shaped)
     wrong = tuple(lists.problems(layout.num_stages, num_rows=2 if is_u_shaped else chunks))
     yield from wrong or _problems_of_layers(args, lists, layout, is_u_shaped=is_u_shaped)
+    yield from _problems_of_sequences(args, layout)
     if is_u_shaped:
         yield from _problems_of_a_u(args)
     if is_split and len(set(layout.dp_sizes)) > 1:
@@ -153,16 +158,30 @@ def _problems_of_layers(
         yield from lists.problems_of_heads(layout.tp_sizes, vision.num_attention_heads)
 
 
+def _problems_of_sequences(args: argparse.Namespace, layout: PipelineLayout) -> Iterator[str]:
+    """Say which stage's ranks cannot share the sequences of a batch."""
+    if not getattr(args, "sequence_parallel", False):
+        return
+    if (size := layout.tp_sizes[0]) > 1:
+        yield (
+            f"--sequence-parallel with stage 0 of {size} ranks; where pictures are put into the text, MindSpeed-MM "
+            "adds up the embedding's gradient once for each of them, also without the plugin; leave out "
+            "--sequence-parallel, or give stage 0 one rank"
+        )
+    for stage, size in enumerate(layout.tp_sizes if _has_own_lengths(args) else ()):
+        if _MULTIPLE % size:
+            yield (
+                f"--variable-seq-lengths and --sequence-parallel with stage {stage} of {size} ranks, which share a "
+                f"sequence; MindSpeed-MM pads a batch to a multiple of {_MULTIPLE}, and {size} does not divide it; "
+                "leave out --sequence-parallel, or take another size"
+            )
+
+
 def _problems_of_a_u(args: argparse.Namespace) -> Iterator[str]:
     if flag := packing_flag(args):
         yield (
             f"{flag} in a U-shape with MindSpeed-MM; of a microbatch either positions or the lengths of packed samples "
             "cross; leave it out"
-        )
-    if args.variable_seq_lengths:
-        yield (
-            "--variable-seq-lengths in a U-shape with MindSpeed-MM; positions cross in one form; pad all samples to "
-            "--seq-length, and leave it out"
         )
 
 
@@ -184,7 +203,8 @@ def positions(args: argparse.Namespace) -> Companion:
     """
     return Companion(
         kind=MessageKind.POSITIONS,
-        shape=(args.seq_length, args.micro_batch_size, 4),
+        shape=(None, None, 4) if _has_own_lengths(args) else (args.seq_length, args.micro_batch_size, 4),
+        most_tokens=most_tokens(args),
         read=functools.partial(_read, args),
         give=_batch,
         unit="batch",
@@ -195,13 +215,8 @@ def positions(args: argparse.Namespace) -> Companion:
 
 def _read(args: argparse.Namespace, batch: Mapping[str, Any]) -> torch.Tensor:
     """Compute the positions by MindSpeed-MM's own function, of the batch that only the edge has."""
+    require_batch(args, batch)
     ids, mask = batch["input_ids"], batch.get("attention_mask")
-    if tuple(ids.shape) != (shape := (args.micro_batch_size, args.seq_length)):
-        raise LayoutError(
-            f"a batch of {tuple(ids.shape)} tokens; in a U-shape it has {shape}, --micro-batch-size and --seq-length; "
-            "pad all samples to --seq-length, and drop the last batch if it is smaller"
-        )
-    require_one_kind(batch)
     grids = batch.get("video_grid_thw" if "video_grid_thw" in batch else "image_grid_thw")
     _, places = importlib.import_module(_POSITIONS).prepare_positionsids_mask_for_llm(
         config=args,
@@ -241,6 +256,33 @@ def problems_of_files(args: argparse.Namespace) -> Iterator[str]:
         )
 
 
+def require_batch(args: argparse.Namespace, batch: Mapping[str, Any]) -> None:
+    """Refuse a batch that stages could not pass on, before one of them takes memory for it.
+
+    Args:
+        args: arguments of the run.
+        batch: what MindSpeed-MM's loader gives.
+
+    Raises:
+        ConfigError: it has pictures and videos.
+        LayoutError: it has another form than tensors between stages, or more tokens than any may have.
+    """
+    require_one_kind(batch)
+    shape, expected = tuple(batch["input_ids"].shape), (args.micro_batch_size, args.seq_length)
+    if not _has_own_lengths(args) and shape != expected:
+        raise LayoutError(
+            f"a batch of {shape} tokens; between stages all have {expected}, --micro-batch-size and --seq-length; add "
+            "--variable-seq-lengths, for batches of their own lengths, or pad all samples to --seq-length and drop the "
+            "last batch if it is smaller"
+        )
+    most = most_tokens(args)
+    if most is not None and math.prod(shape) > most:
+        raise LayoutError(
+            f"a batch of {shape} tokens; {most} at most, by --micro-batch-size and what the arguments say of lengths; "
+            "raise --seq-length"
+        )
+
+
 def require_one_kind(batch: Mapping[str, Any]) -> None:
     """Refuse a batch of which MindSpeed-MM would read one half.
 
@@ -251,6 +293,11 @@ def require_one_kind(batch: Mapping[str, Any]) -> None:
         raise ConfigError(
             "a batch with pictures and videos; MindSpeed-MM reads either; put them into different batches"
         )
+
+
+def _has_own_lengths(args: argparse.Namespace) -> bool:
+    """Tell whether batches have lengths of their own; MindSpeed declares the flag."""
+    return getattr(args, "variable_seq_lengths", False)
 
 
 def _lists(args: argparse.Namespace) -> LayerLists:

@@ -70,19 +70,41 @@ def test_a_batch_of_another_form_is_refused(seen: dict[str, Any]) -> None:
         companion.read({name: values[:1] for name, values in BATCH.items()})
 
 
+def test_batches_of_their_own_lengths_cross_as_they_are(seen: dict[str, Any]) -> None:
+    args: Any = SimpleNamespace(seq_length=64, micro_batch_size=2, variable_seq_lengths=True)
+    companion = multimodal.positions(args)
+    sent = companion.shaped(companion.read(BATCH))
+    assert companion.shape == (None, None, 4) and tuple(sent.shape) == (5, 2, 4)
+    form = companion.form(is_batched=False)
+    assert form.has_variable_shapes and (form.width, form.most_tokens) == (4, 16 * 64 * 2)
+
+
+def test_a_batch_beyond_the_bound_is_refused_before_positions_are_computed(seen: dict[str, Any]) -> None:
+    args: Any = SimpleNamespace(seq_length=5, micro_batch_size=2, variable_seq_lengths=True)
+    ids = torch.zeros(1, dtype=torch.long).expand(2, 16 * 5 + 1)
+    with pytest.raises(LayoutError, match=r"a batch of \(2, 81\) tokens; 160 at most, .*; raise --seq-length"):
+        multimodal.positions(args).read({"input_ids": ids})
+    assert not seen
+
+
+def test_other_lengths_without_the_flag_are_refused() -> None:
+    with pytest.raises(LayoutError, match=r"a batch of \(2, 7\) tokens; .* \(2, 5\), .*; add --variable-seq-lengths"):
+        multimodal.require_batch(ARGS, {"input_ids": torch.zeros(2, 7)})  # pyright: ignore[reportArgumentType]
+
+
 @pytest.mark.parametrize("tensor", [torch.zeros(5, 2, 4), torch.zeros(5, 2, 3, dtype=torch.int32)])
 def test_other_forms_do_not_leave_as_positions(tensor: torch.Tensor) -> None:
     with pytest.raises(ConfigError, match="is no positions"):
         require_allowed(MessageKind.POSITIONS, tensor)
 
 
-def plain(text: Sequence[int]) -> list[str]:
+def plain(text: Sequence[int], *, tp_sizes: tuple[int, int] = (1, 2), **options: bool) -> list[str]:
     """Say what of a plain pipeline of two stages does not fit."""
     decoder = SimpleNamespace(pipeline_num_layers=text)
     tower = SimpleNamespace(pipeline_num_layers=[2, 0], num_attention_heads=4)
     model = SimpleNamespace(text_decoder=decoder, image_encoder=SimpleNamespace(vision_encoder=tower))
-    args: Any = SimpleNamespace(mm=SimpleNamespace(model=model), virtual_pipeline_model_parallel_size=None)
-    layout: Any = SimpleNamespace(num_stages=2, tp_sizes=(1, 2), dp_sizes=(1, 1))
+    args: Any = SimpleNamespace(mm=SimpleNamespace(model=model), virtual_pipeline_model_parallel_size=None, **options)
+    layout: Any = SimpleNamespace(num_stages=2, tp_sizes=tp_sizes, dp_sizes=(1, 1))
     return list(multimodal.problems(args, layout, is_u_shaped=False))
 
 
@@ -90,6 +112,22 @@ def test_a_text_decoder_that_begins_behind_stage_0_is_refused() -> None:
     assert not plain([1, 3])
     (line,) = plain([0, 4])
     assert "begins behind stage 0" in line and "give stage 0 all of the vision encoder" in line
+
+
+@pytest.mark.parametrize("size", [2, 3, 4, 6, 8, 12])
+def test_ranks_that_cannot_share_every_length_are_refused(size: int) -> None:
+    """MindSpeed-MM pads a batch to a multiple of 8."""
+    found = plain([1, 3], tp_sizes=(1, size), variable_seq_lengths=True, sequence_parallel=True)
+    assert len(found) == (size in (3, 6, 12))
+    assert all(f"with stage 1 of {size} ranks" in line and "leave out --sequence-parallel" in line for line in found)
+    for varies, is_parallel in ((True, False), (False, True)):
+        assert not plain([1, 3], tp_sizes=(1, size), variable_seq_lengths=varies, sequence_parallel=is_parallel)
+
+
+def test_sequences_shared_where_pictures_enter_are_refused() -> None:
+    """Seen with MindSpeed-MM alone: two ranks of one stage find norms of 10.67 where one finds 8.89."""
+    (line,) = plain([1, 3], tp_sizes=(2, 1), sequence_parallel=True)
+    assert line.startswith("--sequence-parallel with stage 0 of 2 ranks; ") and "give stage 0 one rank" in line
 
 
 @pytest.mark.parametrize("is_packed", [True, False])

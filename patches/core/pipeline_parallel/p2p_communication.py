@@ -12,14 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from vtp_plugin.config.resolve import most_tokens
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.host.rules.table.check_options import check_config
 from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.session import Pipeline, Session
 from vtp_plugin.session.notices import warn_of_options
-
-# Than the arguments say, such as with pictures in a text.
-_TIMES_LONGER = 16
 
 
 def tensor_format(session: Session, pipeline: Pipeline, config: Any) -> TensorFormat:
@@ -95,18 +93,10 @@ def read_format(session: Session, pipeline: Pipeline, config: Any) -> TensorForm
 
 
 def _most_tokens() -> int | None:
-    """Say how many tokens a microbatch may have; None where the arguments do not say it."""
+    """Say how many tokens a microbatch may have."""
     from megatron.training import get_args
 
-    args = get_args()
-    length, size = (
-        max(getattr(args, name, None) or 0 for name in names)
-        for names in (
-            ("seq_length", "decoder_seq_length", "max_position_embeddings"),
-            ("micro_batch_size", "eval_micro_batch_size"),
-        )
-    )
-    return _TIMES_LONGER * length * size or None
+    return most_tokens(get_args())
 
 
 def exchange(

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.mindspeed.mm import samples
+from tests.mindspeed.mm import own_data, samples
 
 VISION_LAYERS, TEXT_LAYERS = 2, 4
 FLAGS = shlex.split(f"""
@@ -32,6 +32,7 @@ def write_files(
     is_frozen: bool = False,
     is_tied: bool = False,
     is_recomputed: bool = False,
+    has_own_data: bool = False,
 ) -> list[str]:
     """Write the JSON files and return the flags that name them.
 
@@ -44,6 +45,7 @@ def write_files(
         is_frozen: the vision tower is not trained.
         is_tied: the head's weight is the word embedding's, as in the model of 3 billion parameters.
         is_recomputed: every layer computes its activations again in the backward pass.
+        has_own_data: MindSpeed-MM's own data pipeline reads pictures and texts, in the place of made samples.
     """
     model = _model(list(vision), list(text), is_bf16)
     model["image_encoder"]["vision_encoder"]["freeze"] = is_frozen
@@ -51,12 +53,18 @@ def write_files(
     if is_recomputed:
         for part in (model["image_encoder"]["vision_encoder"], model["text_decoder"]):
             part |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+    if has_own_data:
+        model["image_encoder"]["vision_encoder"] |= {
+            "patch_size": own_data.PATCH,
+            "window_attn_size": 4 * own_data.PATCH,
+        }
     if has_switch:
         model["patch"] = {"layerwise_disaggregated_training": True}
     tree = Path(os.environ["VTP_MINDSPEED_MM"])
     tool = json.loads((tree / "mindspeed_mm" / "tools" / "tools.json").read_text())
     tool["profile"]["profile_type"] = "dynamic"  # the other kind asks torch_npu's profiler even when it is off
-    for name, content in {"model": model, "data": _DATA, "tool": tool}.items():
+    data = own_data.write() if has_own_data else _DATA
+    for name, content in {"model": model, "data": data, "tool": tool}.items():
         (folder / f"{name}.json").write_text(json.dumps(content, indent=1))
     return [word for name in ("model", "data", "tool") for word in (f"--mm-{name}", str(folder / f"{name}.json"))]
 

@@ -157,9 +157,10 @@ def main() -> None:
     if not is_cpu_mapping_installed():
         CpuPlatform("this script").install()
     install_operators()
+    has_own_data = bool(os.environ.get("VTP_TEST_OWN_DATA"))
     AfterImport(
         {
-            "mindspeed_mm.data": give_made_samples,
+            **({} if has_own_data else {"mindspeed_mm.data": give_made_samples}),
             POSITIONS: find_small_ids,
             "mindspeed_mm.models.common.mm_gpt_model": allow_fp32,
             "mindspeed_mm.models.vlm_model": start_from_one_set_of_weights,

@@ -85,6 +85,11 @@ MINDSPEED_RULES: tuple[OptionRule, ...] = (
         case("--num-layer-list of MindSpeed-LLM", on, "num_layer_list"),
     ),
     *supported(
+        "the plugin's channels send the shape before each tensor; MindSpeed's own exchange of shapes is not called",
+        "tests/mindspeed/test_mm_own_data.py::test_a_pipeline_of_own_lengths_equals_one_rank",
+        case("--variable-seq-lengths"),
+    ),
+    *supported(
         "it sets options of Megatron's groups inside a stage",
         _NOT_RUN,
         case("--hccl-group-buffer", on),
