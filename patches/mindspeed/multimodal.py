@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from vtp_plugin.config.resolve import most_tokens
 from vtp_plugin.errors import ConfigError, LayoutError, refuse
+from vtp_plugin.host.rules.checks.batch import most_tokens
 from vtp_plugin.host.rules.checks.layer_counts import check_counts, check_places
 from vtp_plugin.host.rules.checks.packed import packing_flag
 from vtp_plugin.patches.mindspeed import known_mm

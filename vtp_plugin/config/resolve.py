@@ -18,8 +18,6 @@ from vtp_plugin.plan.schedule.cost.costs import Costs
 from vtp_plugin.plan.schedule.make.limits import by_stage, check_in_flight
 from vtp_plugin.plan.schedule.order.placement import Placement, plain_placement, u_placement
 
-# Than the arguments say, such as with pictures in a text.
-_TIMES_LONGER = 16
 _ORDERS = {"tp-cp-ep-dp-pp": RankOrder.STAGE_MAJOR, "tp-cp-ep-pp-dp": RankOrder.REPLICA_MAJOR}
 
 
@@ -179,26 +177,6 @@ def crossing_bytes(options: Any, cp_sizes: Sequence[int]) -> int | None:
         return None
     itemsize_bytes = 2 if options.fp16 or options.bf16 else 4
     return options.seq_length // max(cp_sizes) * options.micro_batch_size * options.hidden_size * itemsize_bytes
-
-
-def most_tokens(options: Any) -> int | None:
-    """Say how many tokens a microbatch may have, where samples have lengths of their own; None if that is not known.
-
-    Args:
-        options: Megatron's arguments.
-
-    >>> from types import SimpleNamespace
-    >>> most_tokens(SimpleNamespace(seq_length=12, max_position_embeddings=None, micro_batch_size=2))
-    384
-    """
-    length, size = (
-        max(getattr(options, name, None) or 0 for name in names)
-        for names in (
-            ("seq_length", "decoder_seq_length", "max_position_embeddings"),
-            ("micro_batch_size", "eval_micro_batch_size"),
-        )
-    )
-    return _TIMES_LONGER * length * size or None
 
 
 def transport_rules(config: VtpConfig, tensor_bytes: int | None, *, is_sharded: bool = False) -> TransportRules:

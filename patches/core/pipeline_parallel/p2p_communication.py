@@ -12,8 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vtp_plugin.config.resolve import most_tokens
 from vtp_plugin.errors import ConfigError, refuse
+from vtp_plugin.host.rules.checks.batch import most_tokens
 from vtp_plugin.host.rules.table.check_options import check_config
 from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.session import Pipeline, Session

@@ -26,6 +26,7 @@ CALLED_BY_OTHERS = {
     "filter": "of a logging handler",
     "find_class": "of an unpickler",
     "get_gtp_ranks": "of Megatron's rank generator",
+    "group_count": "of torch's world",
     "persistent_id": "of a pickler",
     "persistent_load": "of an unpickler",
     "readable": "of a file",

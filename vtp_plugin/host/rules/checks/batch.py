@@ -9,6 +9,9 @@ from typing import Any
 from vtp_plugin.host.versions import capability
 from vtp_plugin.plan.layout.replica_map import ReplicaMap
 
+# Than the arguments say, such as with pictures in a text.
+_TIMES_LONGER = 16
+
 
 def check_batches(args: object, replicas: ReplicaMap, version: str = "") -> tuple[str, ...]:
     """Find batches of training, ramp-up or evaluation that a stage cannot cut into whole microbatches.
@@ -106,3 +109,23 @@ def _batches(args: object, version: str) -> Iterator[tuple[str, int, int]]:
     eval_batch = getattr(args, "eval_global_batch_size", None) or batch
     if eval_batch and (eval_batch, eval_size) != (batch, size):
         yield "--eval-global-batch-size", eval_batch, eval_size
+
+
+def most_tokens(options: Any) -> int | None:
+    """Say how many tokens a microbatch may have, where samples have lengths of their own; None if that is not known.
+
+    Args:
+        options: Megatron's arguments.
+
+    >>> from types import SimpleNamespace
+    >>> most_tokens(SimpleNamespace(seq_length=12, max_position_embeddings=None, micro_batch_size=2))
+    384
+    """
+    length, size = (
+        max(getattr(options, name, None) or 0 for name in names)
+        for names in (
+            ("seq_length", "decoder_seq_length", "max_position_embeddings"),
+            ("micro_batch_size", "eval_micro_batch_size"),
+        )
+    )
+    return _TIMES_LONGER * length * size or None
