@@ -38,7 +38,7 @@ class _BuildersWorld(distributed_c10d._World):
         self.default_pg = builders
 
     @property
-    def group_count(self) -> int:
+    def group_count(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Refuse to number a new group: the other ranks of the world would number theirs differently.
 
         Raises:
@@ -62,12 +62,12 @@ def among_builders(writes: Writes, provider: Callable[..., Any]) -> Callable[...
 
     @functools.wraps(provider)
     def build(*args: Any, **kwargs: Any) -> Any:
-        find = (
-            parallel_state.get_tensor_and_data_parallel_group if is_on_all else parallel_state.get_data_parallel_group
-        )
+        find: Callable[..., Any] = parallel_state.get_data_parallel_group
+        if is_on_all:
+            find = parallel_state.get_tensor_and_data_parallel_group
         world = _BuildersWorld(distributed_c10d._world, find(with_context_parallel=True))
         with writes[_WORLD].during(world):
             return provider(*args, **kwargs)
 
-    build.is_distributed = is_on_all  # pyright: ignore[reportAttributeAccessIssue]
+    build.is_distributed = is_on_all
     return build
