@@ -213,9 +213,10 @@ def _prepare(
     if has_lists and session.planned.is_active:
         multimodal.check(session, args)
     if config.layerwise_disaggregated:
-        layers = _read_layers(session, host, args)
+        layers = _read_layers(session, host, args, has_lists=has_lists)
         if has_lists:
-            session.learn(companion=multimodal.positions(args))
+            for companion in multimodal.companions(args):
+                session.learn(companion=companion)
         else:
             written_layers = host.written_layers(args, layers, config.num_rings)
         if host.mindspeed is not None:
@@ -281,8 +282,14 @@ def _read_flags(session: Session, host: MegatronHost, args: argparse.Namespace) 
         )
 
 
-def _read_layers(session: Session, host: MegatronHost, args: argparse.Namespace) -> tuple[int, ...]:
+def _read_layers(session: Session, host: MegatronHost, args: argparse.Namespace, *, has_lists: bool) -> tuple[int, ...]:
     """Read the layers of a U-shaped pipeline: the edge's first part, every cloud stage, the edge's last part.
+
+    Args:
+        session: the applied plugin.
+        host: the family of the Megatron that runs.
+        args: Megatron's arguments.
+        has_lists: MindSpeed-MM's lists say the layers.
 
     Raises:
         ConfigError: the parts do not fit, or an option does not work with them.
@@ -291,14 +298,19 @@ def _read_layers(session: Session, host: MegatronHost, args: argparse.Namespace)
     refuse(
         (
             *check_u_layers(layers, text, session.config.encoder_layer_list),
-            *host.refusals(RING_RULES, args, session.planned.option_context),
+            *(() if has_lists else host.refusals(RING_RULES, args, session.planned.option_context)),
         )
     )
     option = "--num-layer-list"
     if layers is None:
         layers, option = host.layers_of_layout(text), "--pipeline-model-parallel-layout"
-    num_stages = session.planned.layout.num_stages
-    check_layers(layers, num_stages=num_stages, num_layers=args.num_layers, option=option)
+    check_layers(
+        layers,
+        num_stages=session.planned.layout.num_stages,
+        num_layers=args.num_layers,
+        option=option,
+        least_on_edge=session.config.least_on_edge,
+    )
     return layers
 
 

@@ -18,6 +18,7 @@ class MessageKind(TextEnum):
     SHAPE_HEADER = "shape header"
     LENGTHS = "lengths"
     POSITIONS = "positions"
+    GRIDS = "grids"
     BRIDGE_HEADER = "bridge header"
     TIED_EMBEDDING = "tied embedding"
     PROBE = "probe"
@@ -83,6 +84,13 @@ MESSAGE_FORMS: Mapping[MessageKind, MessageForm] = MappingProxyType(
             shape=(None, None, 4),
             says="int32, `[S, B, 4]`: of every token its place in time, height and width, and whether it is "
             "padding; only in a U-shaped pipeline of MindSpeed-MM, from the edge into the cloud",
+        ),
+        MessageKind.GRIDS: MessageForm(
+            dtype="int32",
+            shape=(None, 1, 3),
+            says="int32, `[S B, 1, 3]`: of every picture or video its frames, and the rows and columns of its patches, "
+            "then zeros; only in a U-shaped pipeline of MindSpeed-MM with two rings, in the first of them, from the "
+            "edge into the cloud",
         ),
         MessageKind.BRIDGE_HEADER: MessageForm(
             dtype="int64",

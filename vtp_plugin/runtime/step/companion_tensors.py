@@ -50,6 +50,7 @@ class Companion:
         dtype: type of every companion.
         src: stage that reads it from its batch.
         dst: stages that want it; None for all others.
+        chunks: chunks of stage `src` that read it; None for all. In a U of two rings each begins one.
     """
 
     kind: MessageKind
@@ -62,6 +63,7 @@ class Companion:
     dtype: torch.dtype = torch.int32
     src: int = 0
     dst: frozenset[int] | None = None
+    chunks: frozenset[int] | None = None
 
 
 class Companions:
@@ -168,7 +170,7 @@ class _Crossing:
         self._placement = placement
         self._companion = companion
         self._platform = platform
-        self._carriers = carriers(placement, companion.src, companion.dst)
+        self._carriers = carriers(placement, companion.src, companion.dst, companion.chunks)
         self.is_src = stage == companion.src
         self.is_wanted = not self.is_src and (companion.dst is None or stage in companion.dst)
         self._channels = {
