@@ -48,7 +48,9 @@ def learn_first_ring(session: Session, vision: Any) -> None:
         vision: what the JSON file says of the vision encoder.
     """
     is_counted = known_mm.counts_layers_wrong()
-    session.learn(first_ring=FirstRing(width=vision.hidden_size, is_counted=is_counted))
+    # Where its JSON does not say it, MindSpeed-MM freezes the encoder, too.
+    is_trained = not getattr(vision, "freeze", True)
+    session.learn(first_ring=FirstRing(width=vision.hidden_size, is_trained=is_trained, is_counted=is_counted))
     full = getattr(vision, "fullatt_block_indexes", None)
     if is_counted and full and getattr(vision, "window_attn_size", None):
         before = first_layer(read_rows(vision.pipeline_num_layers), stage=0, chunk=1)

@@ -16,8 +16,9 @@ from tests.mindspeed.test_mm_lane import OWN_CHUNKS, assert_equal, needs_trees, 
 
 pytestmark = [pytest.mark.full, needs_trees]
 VISION, TEXT = [[1, 3], [1, 0], [0, 0]], [[0, 0], [1, 2], [1, 0]]
-NUM_VISION = 5
+NUM_VISION, VISION_WIDTH = 5, 32
 ENDS = [[1, 1, 2], [1, 0, 0], [0, 0, 0]], [[0, 0, 0], [0, 2, 2], [0, 0, 0]]
+COSTS = ("--vtp-costs", "forward_ms=1,1,1,1,1")
 
 
 def audited(folder: Path) -> list[dict[str, Any]]:
@@ -46,6 +47,22 @@ def test_two_rings_equal_the_oracle(
     floats = {(kind, "float32") for kind in ("activation", "gradient", "warm-up")}
     whole = {("positions", "int32"), ("grids", "int32"), ("shape header", "int64")}
     assert {(record["cargo"], record["dtype"]) for record in audited(tmp_path)} == floats | whole
+
+
+@pytest.mark.parametrize("is_projector_frozen", [True, False], ids=["and its projector", "alone"])
+def test_a_frozen_tower_gets_no_gradient(tmp_path: Path, is_projector_frozen: bool) -> None:
+    """As MindSpeed-MM's JSON has it; nor does it keep activations for a backward that nobody needs."""
+    audit = ("--vtp-audit", str(tmp_path / "audit.jsonl"))
+    frozen = {"is_frozen": True, "is_projector_frozen": is_projector_frozen}
+    code, output = start_u("1,2", VISION, TEXT, *audit, *COSTS, **frozen)
+    assert code == 0, output[-6000:]
+    assert_equal(numbers(output), oracle(vision=NUM_VISION, **frozen))
+    assert "kept activations by chunk 0+" in output
+    widths = {
+        kind: {one["shape"][-1] for one in audited(tmp_path) if one["cargo"] == kind}
+        for kind in ("activation", "gradient")
+    }
+    assert VISION_WIDTH in widths["activation"] and VISION_WIDTH not in widths["gradient"]
 
 
 def test_tied_embeddings_on_two_chunks_equal_their_oracle() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -165,6 +165,9 @@ class PlannedRun:
             expert_spans=expert_spans(layout, replicas),
             is_loss_summed=capability("loss_summed_over_replicas").has(find_host()[1].version),
         )
+        if self.first_ring is not None and not self.first_ring.is_trained:
+            # It ends where the edge's second chunk begins.
+            placement = replace(placement, num_frozen=num_stages)
         if self.is_recorded and (num_stages == 1 or not self.is_active):
             option = "--vtp-timing" if config.trace is None else f"--vtp-trace {config.trace}"
             sizes = ",".join(map(str, layout.tp_sizes))

@@ -65,7 +65,9 @@ def tensor_formats(
 
 def _of_first_ring(form: TensorFormat, ring: FirstRing | None) -> TensorFormat:
     """Say how tensors cross in the first of two rings, where its chunks have the language model's configuration."""
-    return form if ring is None else dataclasses.replace(form, width=ring.width, has_variable_shapes=True)
+    if ring is None:
+        return form
+    return dataclasses.replace(form, width=ring.width, has_variable_shapes=True, requires_grad=ring.is_trained)
 
 
 def read_format(session: Session, pipeline: Pipeline, config: Any) -> TensorFormat:

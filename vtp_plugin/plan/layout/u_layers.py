@@ -14,10 +14,12 @@ class FirstRing:
 
     Attributes:
         width: hidden size of the encoder.
+        is_trained: some weight of the encoder is trained; else no gradient crosses.
         is_counted: the plugin counts the encoder's layers before a chunk; else the script does so.
     """
 
     width: int
+    is_trained: bool = True
     is_counted: bool = False
 
 
