@@ -129,6 +129,17 @@ def check(session: Session, args: argparse.Namespace) -> None:
         log.warning(f"{'; '.join(changed)}; compare your first steps with a run of one size")
 
 
+def problems_of_rows(args: argparse.Namespace, num_stages: int) -> Iterator[str]:
+    """Say which rows of a U have not a number for every stage.
+
+    Args:
+        args: after :func:`read_model`.
+        num_stages: pipeline stages.
+    """
+    lists = _lists(args)
+    yield from lists.problems(num_stages, num_rows=len(lists.text))
+
+
 def problems(
     args: argparse.Namespace, layout: PipelineLayout, *, is_u_shaped: bool, is_split: bool = False
 ) -> Iterator[str]:
