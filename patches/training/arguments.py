@@ -27,7 +27,7 @@ from vtp_plugin.host.rules.table.versions import EXPERT_RULES
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.mindspeed import known_mm, multimodal
 from vtp_plugin.patches.patch_set import Moment
-from vtp_plugin.patches.training.edge_layers import read_layers
+from vtp_plugin.patches.training.layers_of_u import read_layers
 from vtp_plugin.runtime.health.meeting_store import open_store
 from vtp_plugin.runtime.step.packed_rows import packed_rows
 from vtp_plugin.session import Session
