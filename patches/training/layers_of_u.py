@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 from vtp_plugin.errors import refuse
 from vtp_plugin.host.rules.checks.edge_layers import check_u_layers
@@ -24,7 +25,8 @@ def read_layers(session: Session, host: MegatronHost, args: argparse.Namespace, 
     Raises:
         ConfigError: the parts do not fit, or an option does not work with them.
     """
-    layers, text = session.config.num_layer_list, getattr(args, "pipeline_model_parallel_layout", None)
+    layers = session.config.num_layer_list
+    text: Any = getattr(args, "pipeline_model_parallel_layout", None)
     refuse(
         (
             *check_u_layers(layers, text, session.config.encoder_layer_list),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -57,7 +58,7 @@ def test_a_frozen_encoder_has_no_backward_and_gets_no_gradient(num_replicas: tup
     num_stages = len(num_replicas) or 2
     costs = u_costs(num_stages, latency=1, num_rings=2)
     for num_microbatches, forward_only in itertools.product((2, 6), (False, True)):
-        options = {"num_rings": 2, "num_replicas": num_replicas, "forward_only": forward_only}
+        options: dict[str, Any] = {"num_rings": 2, "num_replicas": num_replicas, "forward_only": forward_only}
         frozen = plan_u_shape(num_stages, num_microbatches, costs, num_frozen=num_stages, **options)
         trained = plan_u_shape(num_stages, num_microbatches, costs, **options)
         assert (frozen.makespan == trained.makespan) if forward_only else (frozen.makespan < trained.makespan)

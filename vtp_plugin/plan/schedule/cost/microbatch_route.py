@@ -152,7 +152,7 @@ def make_route(placement: Placement, costs: Costs, *, forward_only: bool = False
     # By leg, the link v between v and v + 1 on which its message goes; -1 if nothing follows.
     links = [*range(num_vstages - 1), -1]
     if not forward_only:
-        trained = [*filter(placement.is_trained, reversed(vstages))]
+        trained = [v for v in reversed(vstages) if placement.is_trained(v)]
         vstages, durations = vstages + trained, durations + tuple(costs.backward[v] for v in trained)
         joint += [placement.joint[v][1] for v in trained]
         links += [*(v - 1 for v in trained[:-1]), -1]
