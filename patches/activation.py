@@ -45,6 +45,7 @@ def activate(session: Session, host: MegatronHost) -> None:
         if host.mindspeed is not None:
             refuse(host.mindspeed.problems(is_planned=session.config.has_planned_schedule))
         moments += list_moments(session.config)
+        moments += (Moment.MM_RINGS,) if session.is_planned and session.planned.first_ring is not None else ()
     if wants_bridges:
         _require_bridges(host)
         moments += (Moment.BRIDGES,)

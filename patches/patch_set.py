@@ -15,3 +15,4 @@ class Moment(TextEnum):
     LIST = "With a list of sizes"
     BRIDGES = "With `--vtp-bridges`"
     U_SHAPE = "With `--layerwise-disaggregated-training`"
+    MM_RINGS = "In a U of MindSpeed-MM with vision layers in the cloud"

@@ -83,6 +83,7 @@ MODULES: Final[Mapping[Moment, tuple[str, ...]]] = {
         "core.timers",
         "training.global_vars",
     ),
+    Moment.MM_RINGS: ("mindspeed.vision_chunks",),
 }
 """The modules that declare records for a moment. They are imported then: a patch imports the Megatron module that it
 belongs to, and a run loads only what it uses."""

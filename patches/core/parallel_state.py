@@ -257,7 +257,7 @@ def _plan(session: Session, host: MegatronHost, options: dict[str, Any], world_s
         raise ConfigError(
             f"Megatron's parallel_state is already initialized; call {way_out} before initialize_model_parallel"
         )
-    refuse(host.refusals_of_call(options, session.config.num_rings))
+    refuse(host.refusals_of_call(options, 0 if session.has_arguments else session.config.num_rings))  # or seen before
     tensor_size = int(options["tensor_model_parallel_size"])
     if session.has_arguments:
         refuse(check_call(session.planned.layout, session.planned.own.stage, options))

@@ -23,6 +23,10 @@ WRITTEN_FOR: Final[Mapping[str, str]] = {
 _LDT = "mindspeed_mm.patchs.layerwise_disaggregated_training"
 _POSITIONS = "mindspeed_mm.models.vision.vlm_attentionmask_for_llm"
 _VLM = "mindspeed_mm.models.vlm_model:VLMModel"
+LAYER_COUNT: Final = (
+    "mindspeed_mm.models.vision.vision_encoders.vision_transformer_block:Qwen2VLVisionTransformerBlock.forward"
+)
+"""Counts the vision layers before a chunk; see :func:`counts_layers_wrong`."""
 _MANAGER = "mindspeed.patch_utils:MindSpeedPatchesManager"
 _FEATURES = "mindspeed.features_manager.features_manager:MindSpeedFeaturesManager"
 TARGETS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -53,6 +57,7 @@ TARGETS: Final[Mapping[str, tuple[str, ...]]] = {
         f"{_VLM}.set_input_tensor",
         f"{_VLM}.forward",
         f"{_VLM}.process_multimodal_embeddings",
+        LAYER_COUNT,
         "mindspeed_mm.models.common.mm_gpt_model:MMGPTModel",
     ),
     "mindspeed": (
@@ -120,6 +125,13 @@ def changes_of_versions() -> Iterator[str]:
         if (root := _root(package)) is not None:
             found = pins_in(root, TARGETS[package])
             yield from changed_targets(read_pins(PINS), known, found)
+
+
+def counts_layers_wrong() -> bool:
+    """Tell whether MindSpeed-MM counts the vision layers before a chunk as in the version that the plugin mends."""
+    root = _root("mindspeed_mm")
+    known = read_pins(PINS)[WRITTEN_FOR["mindspeed_mm"]]
+    return root is not None and pins_in(root, [LAYER_COUNT]).get(LAYER_COUNT) == known[LAYER_COUNT]
 
 
 def _root(package: str) -> Path | None:

@@ -7,11 +7,12 @@ own function, since the plugin's checks come first.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import importlib
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,18 @@ from vtp_plugin.errors import ConfigError, LayoutError, refuse
 from vtp_plugin.host.rules.checks.batch import most_tokens
 from vtp_plugin.host.rules.checks.layer_counts import check_counts, check_places
 from vtp_plugin.host.rules.checks.packed import packing_flag
-from vtp_plugin.patches.mindspeed import known_mm
+from vtp_plugin.patches.mindspeed import known_mm, two_rings
 from vtp_plugin.patches.mindspeed.converted import problems_of_converted
 from vtp_plugin.plan.boundary.message_kind import MessageKind
-from vtp_plugin.plan.layout.layer_lists import LIST_NAME, LayerLists, Rows, one_ring, read_rows, ring_layers
+from vtp_plugin.plan.layout.layer_lists import (
+    LIST_NAME,
+    LayerLists,
+    Rows,
+    encoder_layers,
+    read_rows,
+    ring_layers,
+    rows_of_u,
+)
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.runtime.step.companion_tensors import Companion
 from vtp_plugin.session import Session
@@ -57,7 +66,7 @@ def read_model(args: argparse.Namespace, *, is_u_shaped: bool) -> None:
         is_u_shaped: ``apply()`` was asked for a U.
 
     Raises:
-        ConfigError: the lists of layers are not of a U with one ring, or the model is another one.
+        ConfigError: the lists of layers are not of a U, or the model is another one.
     """
     importlib.import_module("mindspeed_mm.configs.config").merge_mm_args(args)
     text = getattr(args.mm.model, "text_decoder", None)
@@ -74,11 +83,16 @@ def read_model(args: argparse.Namespace, *, is_u_shaped: bool) -> None:
     if is_u_shaped or getattr(args, _SWITCH, False):
         given = _lists(args)
         _require_rows(given, args.virtual_pipeline_model_parallel_size)
-        lists = one_ring(given)
+        lists = rows_of_u(given)
         args.mm.model.image_encoder.vision_encoder.pipeline_num_layers = [list(row) for row in lists.vision]
         text.pipeline_num_layers = [list(row) for row in lists.text]
-        args.num_layer_list = ",".join(map(str, ring_layers(lists)))
+        args.num_layer_list, encoder = _written(ring_layers(lists)), encoder_layers(lists)
+        args.vtp_encoder_layer_list = None if encoder is None else _written(encoder)
         args.virtual_pipeline_model_parallel_size = None  # it follows from the U
+
+
+def _written(layers: Iterable[int]) -> str:
+    return ",".join(map(str, layers))
 
 
 def has_switch(model: Any) -> bool:
@@ -113,8 +127,21 @@ def check(session: Session, args: argparse.Namespace) -> None:
     if not is_u_shaped or layout.stage_of(args.rank) == 0:
         refuse(problems_of_files(args))
     session.learn(check_batch=functools.partial(require_batch, args) if layout.num_stages > 1 else require_one_kind)
+    if is_u_shaped and session.config.num_rings > 1:
+        two_rings.learn_first_ring(session, args.mm.model.image_encoder.vision_encoder)
     if args.rank == 0 and (changed := tuple(known_mm.changes_of_versions())):
         log.warning(f"{'; '.join(changed)}; compare your first steps with a run of one size")
+
+
+def problems_of_rows(args: argparse.Namespace, num_stages: int) -> Iterator[str]:
+    """Say which rows of a U have not a number for every stage.
+
+    Args:
+        args: after :func:`read_model`.
+        num_stages: pipeline stages.
+    """
+    lists = _lists(args)
+    yield from lists.problems(num_stages, num_rows=len(lists.text))
 
 
 def problems(
@@ -133,7 +160,8 @@ def problems(
         return
     lists, chunks = _lists(args), args.virtual_pipeline_model_parallel_size or 1
     yield from problems_of_converted(getattr(args, "load", None), layout, is_u_shaped=is_u_shaped)
-    wrong = tuple(lists.problems(layout.num_stages, num_rows=2 if is_u_shaped else chunks))
+    has_two_rings = is_u_shaped and encoder_layers(lists) is not None
+    wrong = tuple(lists.problems(layout.num_stages, num_rows=len(lists.text) if is_u_shaped else chunks))
     yield from wrong or _problems_of_layers(args, lists, layout, is_u_shaped=is_u_shaped)
     yield from _problems_of_sequences(args, layout)
     if is_u_shaped:
@@ -143,6 +171,8 @@ def problems(
             "--vtp-dp-mode split with MindSpeed-MM; the pictures of a microbatch lie in one tensor, which cannot be "
             "cut by samples; leave it out, then every microbatch goes to one replica"
         )
+    if has_two_rings:
+        yield from two_rings.problems(args)
 
 
 def _problems_of_layers(
@@ -153,7 +183,8 @@ def _problems_of_layers(
     vision = getattr(getattr(args.mm.model, "image_encoder", None), "vision_encoder", None)
     counts = (None if part is None else getattr(part, "num_layers", None) for part in (vision, text))
     yield from check_counts(lists, *counts)
-    yield from check_places(lists, is_u_shaped=is_u_shaped)
+    if not is_u_shaped or encoder_layers(lists) is None:  # of two rings `rows_of_u` has looked
+        yield from check_places(lists, is_u_shaped=is_u_shaped)
     if vision is not None:
         yield from lists.problems_of_heads(layout.tp_sizes, vision.num_attention_heads)
 
@@ -191,8 +222,21 @@ def stated_model(args: argparse.Namespace) -> str:
 
 
 def write_chunks(args: argparse.Namespace) -> None:
-    """Say that every stage of a U has two chunks, as its lists do; MindSpeed-MM checks that, and builds them."""
-    args.virtual_pipeline_model_parallel_size = 2
+    """Say how many chunks every stage of a U has: one for each row. MindSpeed-MM checks that, and builds them."""
+    args.virtual_pipeline_model_parallel_size = len(args.mm.model.text_decoder.pipeline_num_layers)
+
+
+def companions(args: argparse.Namespace) -> Iterator[Companion]:
+    """Say what crosses beside activations: of two rings something else in each.
+
+    Args:
+        args: after :func:`read_model`.
+    """
+    if encoder_layers(_lists(args)) is None:
+        yield positions(args)
+        return
+    yield two_rings.grids(args)
+    yield dataclasses.replace(positions(args), chunks=frozenset({1}))
 
 
 def positions(args: argparse.Namespace) -> Companion:
@@ -217,13 +261,12 @@ def _read(args: argparse.Namespace, batch: Mapping[str, Any]) -> torch.Tensor:
     """Compute the positions by MindSpeed-MM's own function, of the batch that only the edge has."""
     require_batch(args, batch)
     ids, mask = batch["input_ids"], batch.get("attention_mask")
-    grids = batch.get("video_grid_thw" if "video_grid_thw" in batch else "image_grid_thw")
     _, places = importlib.import_module(_POSITIONS).prepare_positionsids_mask_for_llm(
         config=args,
         input_ids=ids,
         attention_mask=mask,
         position_ids=batch.get("position_ids"),
-        image_grid_thw=grids,
+        image_grid_thw=two_rings.sizes_of_pictures(batch),
         **{name: value for name, value in batch.items() if name == "second_per_grid_ts"},
     )
     is_token = torch.ones_like(ids) if mask is None else mask

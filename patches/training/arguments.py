@@ -19,16 +19,15 @@ from vtp_plugin.config.vtp_flags import VTP_FLAGS, add_vtp_arguments, check_with
 from vtp_plugin.errors import ConfigError, LayoutError, VtpError, refuse
 from vtp_plugin.host.patching import replaces
 from vtp_plugin.host.rules.checks.batch import describe_batches, final_batch, own_batches
-from vtp_plugin.host.rules.checks.edge_layers import check_u_layers
 from vtp_plugin.host.rules.checks.packed import packing_flag
 from vtp_plugin.host.rules.checks.sites import check_site, shared_arguments
 from vtp_plugin.host.rules.run_checks import check_run
 from vtp_plugin.host.rules.table.rows import RULES
-from vtp_plugin.host.rules.table.versions import EXPERT_RULES, RING_RULES
+from vtp_plugin.host.rules.table.versions import EXPERT_RULES
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.mindspeed import known_mm, multimodal
 from vtp_plugin.patches.patch_set import Moment
-from vtp_plugin.plan.layout.u_layers import check_layers
+from vtp_plugin.patches.training.layers_of_u import read_layers
 from vtp_plugin.runtime.health.meeting_store import open_store
 from vtp_plugin.runtime.step.packed_rows import packed_rows
 from vtp_plugin.session import Session
@@ -213,9 +212,10 @@ def _prepare(
     if has_lists and session.planned.is_active:
         multimodal.check(session, args)
     if config.layerwise_disaggregated:
-        layers = _read_layers(session, host, args)
+        layers = read_layers(session, host, args, has_lists=has_lists)
         if has_lists:
-            session.learn(companion=multimodal.positions(args))
+            for companion in multimodal.companions(args):
+                session.learn(companion=companion)
         else:
             written_layers = host.written_layers(args, layers, config.num_rings)
         if host.mindspeed is not None:
@@ -269,37 +269,21 @@ def _validate_uniform(
 def _read_flags(session: Session, host: MegatronHost, args: argparse.Namespace) -> None:
     """Add the flags to what ``apply()`` was given."""
     given = session.config
-    if host.mindspeed is not None and multimodal.is_multimodal(args) and asks_for_stages(session, args):
+    has_lists = host.mindspeed is not None and multimodal.is_multimodal(args) and asks_for_stages(session, args)
+    if has_lists:
         refuse(known_mm.problems_of_versions(host.version))
         multimodal.read_model(args, is_u_shaped=given.layerwise_disaggregated)
     session.ask(read_flags(args, given, host.declared_flags))
+    sizes = session.config.size_list
+    if has_lists and session.config.layerwise_disaggregated and isinstance(sizes, tuple):
+        # Else the plan would name a flag that nobody has given.
+        refuse(multimodal.problems_of_rows(args, len(sizes)), LayoutError)
     # With a list in apply() the patches are applied already, and those of the U-shape are not among them.
     if session.applied.has_list and session.config.layerwise_disaggregated and not given.layerwise_disaggregated:
         raise LayoutError(
             "apply() was given the list of sizes, the command line says --layerwise-disaggregated-training; give both "
             "in one place"
         )
-
-
-def _read_layers(session: Session, host: MegatronHost, args: argparse.Namespace) -> tuple[int, ...]:
-    """Read the layers of a U-shaped pipeline: the edge's first part, every cloud stage, the edge's last part.
-
-    Raises:
-        ConfigError: the parts do not fit, or an option does not work with them.
-    """
-    layers, text = session.config.num_layer_list, getattr(args, "pipeline_model_parallel_layout", None)
-    refuse(
-        (
-            *check_u_layers(layers, text, session.config.encoder_layer_list),
-            *host.refusals(RING_RULES, args, session.planned.option_context),
-        )
-    )
-    option = "--num-layer-list"
-    if layers is None:
-        layers, option = host.layers_of_layout(text), "--pipeline-model-parallel-layout"
-    num_stages = session.planned.layout.num_stages
-    check_layers(layers, num_stages=num_stages, num_layers=args.num_layers, option=option)
-    return layers
 
 
 def _set_own_sizes(session: Session, host: MegatronHost, args: argparse.Namespace) -> None:

@@ -227,9 +227,8 @@ def _build_iterators(
     """Run `build_train_valid_test_data_iterators` as often as the edge does; only there with the script's provider."""
     if session.planned.own.stage == 0:
         return original(among_builders(writes, provider))
-    pipeline = session.running.require_schedule_runner()
-    # Every call talks to all ranks. The edge makes one for each of its chunks.
-    for _ in range(len(pipeline.placement.vstages(0)) - pipeline.num_chunks):
+    # Every call talks to all ranks.
+    for _ in range(session.running.extra_data_calls()):
         original(_no_data)
     return original(_no_data)
 

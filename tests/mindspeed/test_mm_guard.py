@@ -246,6 +246,13 @@ def test_what_has_changed_is_named(trees: Callable[..., Path], package: str) -> 
         assert not list(known_mm.problems_of_versions("0.12.1"))
 
 
+def test_layers_are_counted_only_where_it_counts_them_as_it_was_seen_to(trees: Callable[..., Path]) -> None:
+    """Once MindSpeed-MM has changed that function, the mend is off."""
+    assert known_mm.counts_layers_wrong()
+    trees("mindspeed_mm", known_mm.LAYER_COUNT, "return 2")
+    assert not known_mm.counts_layers_wrong()
+
+
 @pytest.mark.parametrize("package", known_mm.TARGETS)
 def test_a_version_without_what_is_needed_is_refused(trees: Callable[..., Path], package: str) -> None:
     name = known_mm.TARGETS[package][0]

@@ -20,6 +20,7 @@ from tests.support.hosts import ROOT
 
 pytestmark = own_script.pytestmark
 VISION, TEXT = [[VISION_LAYERS, 0], [0, 0]], [[1, 2], [1, 0]]
+TWO_RINGS = [[1, 1], [1, 0], [0, 0]], [[0, 0], [0, 3], [1, 0]]
 SLICE = samples.SEQUENCE * 2 * 64 // 2  # of an activation [S, B, H], half
 STEPS = 2
 Started = tuple[int, str]
@@ -49,7 +50,13 @@ def assert_one_line(code: int, output: str, words: str, *, at_least: int = 1) ->
     assert len(re.findall(words, output)) >= at_least, output[-4000:]
 
 
-def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> tuple[list[dict[str, Any]], str]:
+def planted(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    how: str,
+    vision: Sequence[Any] = VISION,
+    text: Sequence[Any] = TEXT,
+) -> tuple[list[dict[str, Any]], str]:
     """Train two steps of a U on planted samples, watched; return what was seen on each rank, and the output."""
     monkeypatch.setenv("VTP_TEST_SAMPLES", "planted")
     monkeypatch.setenv("VTP_TEST_WATCH", how)
@@ -59,8 +66,8 @@ def planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> tuple[
         model["text_decoder"]["vocab_size"] = int(size)
 
     audit = ("--vtp-audit", str(tmp_path / "audit.jsonl"))
-    words = (*model_file(tmp_path, change), "--vocab-size", size, "--train-iters", str(STEPS), *audit)
-    code, output = own_script.start_u("1,2", VISION, TEXT, *words)
+    words = (*model_file(tmp_path, change, vision, text), "--vocab-size", size, "--train-iters", str(STEPS), *audit)
+    code, output = own_script.start_u("1,2", vision, text, *words)
     assert code == 0, output[-6000:]
     found = [json.loads(line) for line in re.findall(r"watched: (\{.*\})", output)]
     return sorted(found, key=lambda each: each["rank"]), output
@@ -90,6 +97,21 @@ def test_no_sample_leaves_the_edge(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     crossed = [line for line in lines if line.get("cargo") == "positions" and line["way"] == "sent"]
     assert len(crossed) == microbatches
     assert {tuple(line["shape"]) for line in crossed} == {(samples.SEQUENCE, 2, 4)}
+
+
+def test_no_sample_leaves_the_edge_of_two_rings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Activations of both rings, sizes of pictures in the first, positions in the second; the edge's other calls."""
+    (edge, *cloud), _ = planted(tmp_path, monkeypatch, "watch", *TWO_RINGS)
+    assert edge["samples"] >= 2 * 2 * STEPS and edge["findings"] == []
+    assert [rank["samples"] for rank in cloud] == [0, 0], "a cloud rank has read samples"
+    assert {kind for kind, _ in edge["sent"]} == {"float32", "int32", "int64"}
+    assert {count for kind, count in edge["sent"] if kind == "int64"} == {4}
+    least, most = edge["positions"]
+    assert least >= 0 and most < 4 * samples.SEQUENCE
+    lines = [json.loads(line) for line in (tmp_path / "audit.rank0.jsonl").read_text().splitlines()]
+    sent = [line["cargo"] for line in lines if "cargo" in line and line["way"] == "sent"]
+    assert set(sent) == {"activation", "gradient", "positions", "grids", "shape header", "warm-up"}
+    assert sent.count("positions") == sent.count("grids") == 2 * STEPS
 
 
 def test_planted_leaks_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,6 +179,18 @@ def oracle_of(kind: str, *extra: str) -> own_script.Numbers:
     if kind not in _ORACLES:
         _ORACLES[kind] = own_script.trained(1, [VISION_LAYERS], [TEXT_LAYERS], *extra)
     return _ORACLES[kind]
+
+
+def test_videos_alone_train_in_two_rings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VTP_TEST_SAMPLES", "videos")
+
+    def change(model: Any) -> None:
+        model["img_context_token_id"] = samples.VIDEO
+
+    code, output = own_script.start_u("1,2", *TWO_RINGS, *model_file(tmp_path, change, *TWO_RINGS))
+    assert code == 0, output[-6000:]
+    alone = model_file(tmp_path, change, [3], [TEXT_LAYERS])
+    own_script.assert_equal(own_script.numbers(output), own_script.trained(1, [3], [TEXT_LAYERS], *alone))
 
 
 @pytest.mark.parametrize("is_u_shaped", [True, False], ids=["U", "plain"])

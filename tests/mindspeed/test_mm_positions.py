@@ -15,7 +15,7 @@ from vtp_plugin.plan.boundary.message_kind import MessageKind
 from vtp_plugin.runtime.comm.audit import require_allowed
 
 pytest.importorskip("megatron.core")
-from vtp_plugin.patches.mindspeed import multimodal
+from vtp_plugin.patches.mindspeed import multimodal, two_rings
 
 ARGS = SimpleNamespace(seq_length=5, micro_batch_size=2)
 SECRET = 417
@@ -90,6 +90,46 @@ def test_a_batch_beyond_the_bound_is_refused_before_positions_are_computed(seen:
 def test_other_lengths_without_the_flag_are_refused() -> None:
     with pytest.raises(LayoutError, match=r"a batch of \(2, 7\) tokens; .* \(2, 5\), .*; add --variable-seq-lengths"):
         multimodal.require_batch(ARGS, {"input_ids": torch.zeros(2, 7)})  # pyright: ignore[reportArgumentType]
+
+
+TWO_RINGS = [[1, 1], [1, 0], [0, 0]], [[0, 0], [0, 2], [0, 0]]
+
+
+def of_two_rings(vision: Any = TWO_RINGS[0], text: Any = TWO_RINGS[1]) -> Any:
+    """Arguments of a U with vision layers in the cloud."""
+    tower = SimpleNamespace(pipeline_num_layers=vision)
+    decoder = SimpleNamespace(pipeline_num_layers=text)
+    model = SimpleNamespace(text_decoder=decoder, image_encoder=SimpleNamespace(vision_encoder=tower))
+    return SimpleNamespace(mm=SimpleNamespace(model=model), **vars(ARGS))
+
+
+def test_in_each_of_two_rings_something_else_crosses(seen: dict[str, Any]) -> None:
+    grids, positions = multimodal.companions(of_two_rings())
+    assert (grids.kind, grids.chunks) == (MessageKind.GRIDS, frozenset({0}))
+    assert (positions.kind, positions.chunks) == (MessageKind.POSITIONS, frozenset({1}))
+    (alone,) = multimodal.companions(of_two_rings([[2, 0], [0, 0]], [[1, 1], [1, 0]]))
+    assert (alone.kind, alone.chunks) == (MessageKind.POSITIONS, None)
+
+
+@pytest.mark.parametrize("kind", ["image", "video"])
+def test_sizes_of_pictures_arrive_and_no_pixel(kind: str) -> None:
+    companion = two_rings.grids(ARGS)  # pyright: ignore[reportArgumentType]
+    sizes = torch.tensor([[1, 2, 2], [2, 4, 6]])
+    sent = companion.read({**{name: BATCH[name] for name in ("input_ids", "pixel_values")}, f"{kind}_grid_thw": sizes})
+    require_allowed(MessageKind.GRIDS, sent)
+    assert not bool((sent == SECRET).any())
+    given = companion.give(sent)
+    assert torch.equal(given["image_grid_thw"], sizes)
+    assert given["pixel_values"].shape == (4 + 48, 1) and not given["pixel_values"].any()
+    assert given["input_ids"] is None and given.keys() == {"input_ids", "pixel_values", "image_grid_thw"}
+
+
+@pytest.mark.parametrize("sizes", [None, torch.zeros(0, 3), torch.ones(11, 3)], ids=["none", "no", "more than tokens"])
+def test_a_batch_without_a_picture_is_refused(sizes: Any) -> None:
+    companion = two_rings.grids(ARGS)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match="has one at least, and at most as many as tokens") as refused:
+        companion.read({"input_ids": BATCH["input_ids"], "image_grid_thw": sizes})
+    assert "\n" not in str(refused.value)
 
 
 @pytest.mark.parametrize("tensor", [torch.zeros(5, 2, 4), torch.zeros(5, 2, 3, dtype=torch.int32)])

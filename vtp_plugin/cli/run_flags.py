@@ -264,8 +264,13 @@ def _check(args: argparse.Namespace, config: VtpConfig, layout: PipelineLayout, 
     """Refuse what a run would refuse at its start."""
     replicas.check(stage_boundaries(config, layout.num_stages))
     if config.num_layer_list is not None:
-        layers, num_layers = config.num_layer_list, args.num_layers or None
-        check_layers(layers, num_stages=layout.num_stages, num_layers=num_layers, option="--num-layer-list")
+        check_layers(
+            config.num_layer_list,
+            num_stages=layout.num_stages,
+            num_layers=args.num_layers or None,
+            option="--num-layer-list",
+            least_on_edge=config.least_on_edge,
+        )
     if config.encoder_layer_list is not None:
         check_two_rings(config.encoder_layer_list, layout.cp_sizes, layout.dp_sizes)
     refuse(check_run(args, option_context(config, layout), replicas))

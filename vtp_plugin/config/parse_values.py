@@ -146,14 +146,15 @@ def parse_in_flight(value: str | int | Sequence[int]) -> tuple[int, ...]:
 def parse_layer_list(value: str | Sequence[int], *, flag: str = "--num-layer-list") -> tuple[int, ...]:
     """Read numbers of layers of a U-shaped pipeline: the edge's first part, every cloud stage, the edge's last part.
 
-    >>> parse_layer_list("1,3,3,1")
-    (1, 3, 3, 1)
+    >>> parse_layer_list("1,3,3,1"), parse_layer_list("0,3,0")
+    ((1, 3, 3, 1), (0, 3, 0))
 
     Raises:
-        ConfigError: an entry is not a positive whole number.
+        ConfigError: an entry is no whole number, or that of a cloud stage is 0. Whether the edge's may be is up to the
+            model (:func:`~vtp_plugin.plan.layout.u_layers.check_layers`).
     """
     entries = _entries(value)
-    if not all(entry.isdecimal() and int(entry) > 0 for entry in entries):
+    if not all(entry.isdecimal() for entry in entries) or not all(map(int, entries[1:-1])):
         raise LayoutError(
             f"{flag} {','.join(entries)!r}: every entry is the number of layers of one part, at least 1; "
             "write the edge's first part, every cloud stage, the edge's last part, such as 1,3,3,1"

@@ -166,6 +166,11 @@ class StageFields:
         return 0 if not self.layerwise_disaggregated else 1 if self.encoder_layer_list is None else 2
 
     @property
+    def least_on_edge(self) -> int:
+        """Least number of language layers of the edge's parts: in two rings they may be embedding and head alone."""
+        return 0 if self.num_rings > 1 else 1
+
+    @property
     def has_unequal_dp(self) -> bool:
         """Whether stages have different numbers of replicas."""
         return self.dp_list is not None and len(set(self.dp_list)) > 1

@@ -60,6 +60,7 @@ class Pipeline:
     tied_weight: TiedWeight | None = None
     agree: Agree
     form: TensorFormat | None = field(default=None, init=False)
+    _num_data_calls: int = field(default=0, init=False)
     _embedding: weakref.ref[torch.nn.Parameter] | None = field(default=None, init=False)
 
     @property
@@ -86,6 +87,16 @@ class Pipeline:
         if self.schedule_runner is None:
             raise PlanError("a planned schedule is asked for in a run of Megatron's own schedules")
         return self.schedule_runner
+
+    def extra_data_calls(self) -> int:
+        """Return how many calls this rank makes besides its own one, where all ranks build what a chunk reads.
+
+        The edge of a U makes one call for each of its chunks. A rank with fewer makes the others with its first one.
+        """
+        runner = self.require_schedule_runner()
+        is_first = self._num_data_calls % runner.num_chunks == 0
+        self._num_data_calls += 1
+        return len(runner.placement.vstages(0)) - runner.num_chunks if is_first else 0
 
     def agree_on_formats(self, read: Callable[[], tuple[TensorFormat, ...]]) -> tuple[TensorFormat, ...]:
         """Read the type and layout of every ring's tensors; the first call compares them over all ranks, collectively.

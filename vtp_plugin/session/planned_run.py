@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed as dist
@@ -28,7 +28,7 @@ from vtp_plugin.plan.layout.describe import describe_layout
 from vtp_plugin.plan.layout.pipeline_layout import Coord, PipelineLayout
 from vtp_plugin.plan.layout.replica_map import ReplicaMap
 from vtp_plugin.plan.layout.share import expert_spans
-from vtp_plugin.plan.layout.u_layers import check_layers, check_two_rings
+from vtp_plugin.plan.layout.u_layers import FirstRing, check_layers, check_two_rings
 from vtp_plugin.plan.schedule.order.placement import place_workers
 from vtp_plugin.platform.interface import Platform
 from vtp_plugin.runtime.step.companion_tensors import Companion
@@ -50,6 +50,8 @@ class PlannedRun:
         log_interval_steps: number of training steps from one line about real and planned times to the next.
         has_packed_rows: whether a microbatch is a row of packed samples.
         companions: kinds of tensors that later stages need beside activations.
+        first_ring: what crosses in the first of two rings, where MindSpeed-MM's JSON says it; else chunks of the model
+            do.
         check_batch: raises an error if the script must not read such a batch; None allows any.
         notes: lines at the end of the start-up summary.
         has_arguments: whether the plan follows from arguments that megatron.training has validated, and lasts as long
@@ -64,6 +66,7 @@ class PlannedRun:
     log_interval_steps: int = 100
     has_packed_rows: bool = False
     companions: tuple[Companion, ...] = ()
+    first_ring: FirstRing | None = None
     check_batch: Callable[[Any], None] | None = None
     notes: tuple[str, ...] = ()
     has_arguments: bool = False
@@ -75,8 +78,13 @@ class PlannedRun:
             ConfigError: replicas do not divide, or layers, limits, costs or the transport do not fit the pipeline.
         """
         if self.config.num_layer_list is not None:
-            layers, num_stages = self.config.num_layer_list, self.layout.num_stages
-            check_layers(layers, num_stages=num_stages, num_layers=None, option="--num-layer-list")
+            check_layers(
+                self.config.num_layer_list,
+                num_stages=self.layout.num_stages,
+                num_layers=None,
+                option="--num-layer-list",
+                least_on_edge=self.config.least_on_edge,
+            )
         if self.config.encoder_layer_list is not None:
             check_two_rings(self.config.encoder_layer_list, self.layout.cp_sizes, self.layout.dp_sizes)
         self.replicas.check(self.boundaries)
@@ -157,6 +165,9 @@ class PlannedRun:
             expert_spans=expert_spans(layout, replicas),
             is_loss_summed=capability("loss_summed_over_replicas").has(find_host()[1].version),
         )
+        if self.first_ring is not None and not self.first_ring.is_trained:
+            # It ends where the edge's second chunk begins.
+            placement = replace(placement, num_frozen=num_stages)
         if self.is_recorded and (num_stages == 1 or not self.is_active):
             option = "--vtp-timing" if config.trace is None else f"--vtp-trace {config.trace}"
             sizes = ",".join(map(str, layout.tp_sizes))

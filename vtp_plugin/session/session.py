@@ -23,6 +23,7 @@ from vtp_plugin.elastic.progress import Progress
 from vtp_plugin.errors import PatchError, PlanError
 from vtp_plugin.host.patching import Writes
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
+from vtp_plugin.plan.layout.u_layers import FirstRing
 from vtp_plugin.platform import detect
 from vtp_plugin.platform.interface import Platform
 from vtp_plugin.runtime.comm.recorder import Recorder
@@ -162,6 +163,7 @@ class Session:
         check_batch: Callable[[Any], None] | None = None,
         has_arguments: bool | None = None,
         companion: Companion | None = None,
+        first_ring: FirstRing | None = None,
         note: str | None = None,
     ) -> None:
         """Add what the model's options say to the plan: attributes of ``PlannedRun``, a companion, a note."""
@@ -172,6 +174,7 @@ class Session:
             "has_packed_rows": has_packed_rows,
             "check_batch": check_batch,
             "has_arguments": has_arguments,
+            "first_ring": first_ring,
         }
         changes: dict[str, object] = {name: value for name, value in known.items() if value is not None}
         if companion is not None:

@@ -138,8 +138,8 @@ def _tied_gradient(chunk: Any) -> torch.Tensor | None:
     if not copies_embedding(module):
         return None
     weight = module.shared_embedding_or_output_weight()
-    if not weight.requires_grad:
-        # A frozen weight has no bucket: fine-tuning of adapters alone.
+    if weight is None or not weight.requires_grad:
+        # A frozen weight has no bucket: fine-tuning of adapters alone. A chunk of vision layers has no such weight.
         return None
     _complete_gradient(chunk, weight)
     return weight.main_grad

@@ -5,6 +5,7 @@ The host says by which of its functions.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.host.rules.checks.batch import most_tokens
 from vtp_plugin.host.rules.table.check_options import check_config
+from vtp_plugin.plan.layout.u_layers import FirstRing
 from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.session import Pipeline, Session
 from vtp_plugin.session.notices import warn_of_options
@@ -48,7 +50,8 @@ def tensor_formats(
     def read() -> tuple[TensorFormat, ...]:
         # Inside the comparison: if one rank refuses here, the others learn why and do not wait for it.
         check()
-        return tuple(read_format(session, pipeline, config) for config in configs)
+        first, *others = (read_format(session, pipeline, config) for config in configs)
+        return (_of_first_ring(first, session.planned.first_ring) if others else first, *others)
 
     were_known = pipeline.form is not None
     formats = pipeline.agree_on_formats(read)
@@ -56,6 +59,13 @@ def tensor_formats(
     if pipeline.form is not None and not were_known and session.is_planned and not session.has_arguments:
         warn_of_options(session.planned, configs[0], rank=dist.get_rank())
     return formats
+
+
+def _of_first_ring(form: TensorFormat, ring: FirstRing | None) -> TensorFormat:
+    """Say how tensors cross in the first of two rings, where its chunks have the language model's configuration."""
+    if ring is None:
+        return form
+    return dataclasses.replace(form, width=ring.width, has_variable_shapes=True, requires_grad=ring.is_trained)
 
 
 def read_format(session: Session, pipeline: Pipeline, config: Any) -> TensorFormat:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.mindspeed.mm import own_data, samples
+from vtp_plugin.plan.layout.layer_lists import num_layers, read_rows
 
 VISION_LAYERS, TEXT_LAYERS = 2, 4
 FLAGS = shlex.split(f"""
@@ -30,6 +31,7 @@ def write_files(
     is_bf16: bool = False,
     has_switch: bool = False,
     is_frozen: bool = False,
+    is_projector_frozen: bool = False,
     is_tied: bool = False,
     is_recomputed: bool = False,
     has_own_data: bool = False,
@@ -38,17 +40,19 @@ def write_files(
 
     Args:
         folder: where to.
-        vision: layers of the vision tower, per stage; or a row for every chunk.
+        vision: layers of the vision tower, per stage; or a row for every chunk. The last one has full attention.
         text: layers of the language model, per stage.
         is_bf16: in bf16, as MindSpeed-MM's own files, else in fp32.
         has_switch: ask for MindSpeed-MM's own layerwise-disaggregated training.
         is_frozen: the vision tower is not trained.
+        is_projector_frozen: nor is what makes language embeddings of its outputs.
         is_tied: the head's weight is the word embedding's, as in the model of 3 billion parameters.
         is_recomputed: every layer computes its activations again in the backward pass.
         has_own_data: MindSpeed-MM's own data pipeline reads pictures and texts, in the place of made samples.
     """
     model = _model(list(vision), list(text), is_bf16)
     model["image_encoder"]["vision_encoder"]["freeze"] = is_frozen
+    model["image_encoder"]["vision_projector"]["freeze"] = is_projector_frozen
     model["text_decoder"]["untie_embeddings_and_output_weights"] = not is_tied
     if is_recomputed:
         for part in (model["image_encoder"]["vision_encoder"], model["text_decoder"]):
@@ -69,14 +73,16 @@ def write_files(
     return [word for name in ("model", "data", "tool") for word in (f"--mm-{name}", str(folder / f"{name}.json"))]
 
 
-def _model(vision: list[int], text: list[int], is_bf16: bool) -> dict[str, Any]:
+def _model(vision: list[Any], text: list[Any], is_bf16: bool) -> dict[str, Any]:
     precision = {"bf16": is_bf16, "params_dtype": "bf16" if is_bf16 else "fp32"}
+    seeing = num_layers(read_rows(vision))
+    full = {"num_layers": seeing, "fullatt_block_indexes": sorted({1, seeing - 1})}
     return {
         "model_id": "qwen2_5vl",
         "img_context_token_id": samples.PICTURE,
         "vision_start_token_id": samples.VISION_START,
         "image_encoder": {
-            "vision_encoder": {**_VISION, **precision, "pipeline_num_layers": vision},
+            "vision_encoder": {**_VISION, **precision, **full, "pipeline_num_layers": vision},
             "vision_projector": {**_PROJECTOR, **precision},
         },
         "text_decoder": {**_TEXT, **precision, "pipeline_num_layers": text},
@@ -87,7 +93,6 @@ def _model(vision: list[int], text: list[int], is_bf16: bool) -> dict[str, Any]:
 
 _VISION = {
     "model_id": "qwen2vit",
-    "num_layers": VISION_LAYERS,
     "hidden_size": 32,
     "ffn_hidden_size": 48,
     "llm_hidden_size": 32,
@@ -109,7 +114,6 @@ _VISION = {
     "intermediate_size": 48,
     "tokens_per_second": 2,
     "window_attn_size": 8,
-    "fullatt_block_indexes": [1],
     "attention_mask_type": "general",
 }
 _PROJECTOR = {

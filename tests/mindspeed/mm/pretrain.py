@@ -135,6 +135,21 @@ def forget_positions() -> None:
     multimodal._batch = batch
 
 
+def leave_layers_uncounted() -> None:
+    """Let MindSpeed-MM count the vision layers before a chunk, as it does without the plugin."""
+    from vtp_plugin.patches.mindspeed import known_mm
+
+    known_mm.counts_layers_wrong = lambda: False
+
+
+def mix_up_pictures() -> None:
+    """Send the cloud the sizes of a microbatch's pictures in another order."""
+    from vtp_plugin.patches.mindspeed import two_rings
+
+    read = two_rings._read
+    two_rings._read = lambda most, batch: read(most, {"image_grid_thw": batch["image_grid_thw"].flip(0)})
+
+
 def finalize_first_chunk_only(module: Any) -> None:
     """Leave the gradients of the edge's last chunk as they are, as MindSpeed-MM's own feature does in the cloud."""
     wrap = module.finalize_model_grads_wrapper
@@ -143,6 +158,14 @@ def finalize_first_chunk_only(module: Any) -> None:
         return wrap(lambda model, num_tokens=None: finalize(model[:1], num_tokens))
 
     module.finalize_model_grads_wrapper = wrap_for_one
+
+
+CONTROLS = {
+    "ZERO_IDS": forget_positions,
+    "UNCOUNTED": leave_layers_uncounted,
+    "MIXED_UP": mix_up_pictures,
+}
+"""What a control changes in the plugin, by the end of the variable that asks for it."""
 
 
 def change_training(module: Any) -> None:
@@ -168,8 +191,9 @@ def main() -> None:
         },
         around={POSITIONS: npu_is_a_device},
     )
-    if os.environ.get("VTP_TEST_ZERO_IDS"):
-        forget_positions()
+    for name, change in CONTROLS.items():
+        if os.environ.get(f"VTP_TEST_{name}"):
+            change()
     script = Path(os.environ["VTP_MINDSPEED_MM"]) / "pretrain_vlm.py"
     sys.argv[0] = str(script)
     sys.path[0] = str(script.parent)

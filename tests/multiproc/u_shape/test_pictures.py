@@ -79,12 +79,20 @@ def test_with_the_encoder_on_the_edge_it_trains_as_on_one_rank(picture_runs: Pic
 
 
 def two_rings(
-    *sizes: int, encoder: tuple[int, ...] = (), setup: dict[str, Any] | None = None, **fields: Any
+    *sizes: int,
+    encoder: tuple[int, ...] = (),
+    language: tuple[int, ...] = (),
+    setup: dict[str, Any] | None = None,
+    **fields: Any,
 ) -> PictureCase:
     """The encoder's middle layers in the cloud, too."""
     parts = {2: (1, 2, 1), 3: (1, 1, 1, 1)}[len(sizes)]
     return PictureCase(
-        sizes=sizes, encoder=encoder or parts, language=parts, setup=tuple((setup or {}).items()), **fields
+        sizes=sizes,
+        encoder=encoder or parts,
+        language=language or parts,
+        setup=tuple((setup or {}).items()),
+        **fields,
     )
 
 
@@ -93,6 +101,7 @@ TWO_RINGS = [
     two_rings(1, 2, dp=2, num_microbatches=3, sites=("edge", "cloud")),
     two_rings(1, 2, setup={"some_without": True}, num_microbatches=6),
     two_rings(1, 1, num_microbatches=1),
+    two_rings(1, 2, language=(0, 4, 0)),
     two_rings(1, 2, 1, num_microbatches=2, transport="rank0", in_flight=(2, 1, 1)),
     two_rings(2, 3, setup={"sequence_parallel": True}, encoder=(2, 1, 1)),
     two_rings(2, 1, setup={"sequence_parallel": True, "some_without": True, "is_tied": True}, num_microbatches=7),

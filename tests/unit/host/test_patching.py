@@ -594,6 +594,8 @@ BAD_RECORDS = {
     "missing module": (record("toyhost.nothing:f"), "No module named 'toyhost.nothing'"),
     "broken module": (record("toyhost.broken:f"), "No module named 'package_that_nobody_has'"),
     "outside the host": (record("toyhostile:setup"), "not part of toyhost"),
+    "a function of what is built on it": (record("mindspeed_mm.training:pretrain"), "not part of toyhost"),
+    "a method outside the host": (record("toyhostile:Grid.setup"), "not part of toyhost"),
     "constant": (record("toyhost.state:LIMIT"), "it is a int"),
     "build raises": (record(TARGETS["other"], raising), "no such thing"),
     "build returns nothing": (record(TARGETS["other"], lambda f: None), "NoneType instead of a plain function"),

@@ -1,4 +1,4 @@
-"""MindSpeed-MM's lists of layers: what of them is a U with one ring, and what does not fit the stages."""
+"""MindSpeed-MM's lists of layers: what of them is a U with one ring or two, and what does not fit the stages."""
 
 from __future__ import annotations
 
@@ -9,30 +9,79 @@ import pytest
 
 from tests.support.hosts import ROOT
 from vtp_plugin.errors import LayoutError
-from vtp_plugin.plan.layout.layer_lists import LayerLists, Rows, num_layers, one_ring, read_rows, ring_layers
+from vtp_plugin.plan.layout.layer_lists import (
+    LayerLists,
+    Rows,
+    encoder_layers,
+    num_layers,
+    read_rows,
+    ring_layers,
+    rows_of_u,
+)
 
 
 def test_its_three_rows_become_two_where_the_vision_tower_is_on_the_edge() -> None:
     two = LayerLists(((3, 0, 0), (0, 0, 0)), ((1, 16, 16), (2, 0, 0)))
-    assert one_ring(two) == two and ring_layers(two) == (1, 16, 16, 2)
-    assert one_ring(LayerLists(((2, 0, 0), (1, 0, 0), (0, 0, 0)), ((0, 0, 0), (1, 16, 16), (2, 0, 0)))) == two
+    assert rows_of_u(two) == two and ring_layers(two) == (1, 16, 16, 2) and encoder_layers(two) is None
+    assert rows_of_u(LayerLists(((2, 0, 0), (1, 0, 0), (0, 0, 0)), ((0, 0, 0), (1, 16, 16), (2, 0, 0)))) == two
+
+
+@pytest.mark.parametrize(
+    ("vision", "text", "encoder", "language"),
+    [
+        # The example of its own documents, on fewer stages.
+        (((3, 7), (1, 0), (0, 0)), ((0, 0), (0, 16), (0, 0)), (3, 7, 1), (0, 16, 0)),
+        (((1, 2, 3), (4, 0, 0), (0, 0, 0)), ((0, 0, 0), (5, 6, 7), (8, 0, 0)), (1, 2, 3, 4), (5, 6, 7, 8)),
+    ],
+)
+def test_three_rows_with_vision_layers_in_the_cloud_are_two_rings(
+    vision: Rows, text: Rows, encoder: tuple[int, ...], language: tuple[int, ...]
+) -> None:
+    lists = LayerLists(vision, text)
+    assert rows_of_u(lists) == lists
+    assert (encoder_layers(lists), ring_layers(lists)) == (encoder, language)
 
 
 @pytest.mark.parametrize(
     ("vision", "text", "words"),
     [
-        # The example of its own documents: two rings.
-        (((3, 7), (1, 0), (0, 0)), ((0, 0), (0, 16), (0, 0)), "goes round twice"),
+        (((3, 7), (1, 0)), ((0, 16), (0, 0)), "goes round twice"),
+        (((3, 7), (1, 0), (0, 0)), ((0, 16), (1, 0)), "goes round twice"),
+        (((3, 7), (1, 0), (0, 0)), ((0, 0, 0), (0, 8, 8), (0, 0, 0)), "three rows of one length"),
+        (((3, 7), (1, 1), (0, 0)), ((0, 0), (0, 16), (0, 0)), "the second one its last layers on the edge"),
+        (((3, 7), (1, 0), (1, 0)), ((0, 0), (0, 16), (0, 0)), "the second one its last layers on the edge"),
+        (((0, 7), (1, 0), (0, 0)), ((0, 0), (0, 16), (0, 0)), "has layers on every stage"),
+        (((3, 7, 0), (1, 0, 0), (0, 0, 0)), ((0, 0, 0), (0, 8, 8), (0, 0, 0)), "has layers on every stage"),
+        (((3, 7), (0, 0), (0, 0)), ((0, 0), (0, 16), (0, 0)), "has layers on every stage"),
+        (((3, 7), (1, 0), (0, 0)), ((1, 0), (0, 16), (0, 0)), "the edge's in the second and third row may be none"),
+        (((3, 7), (1, 0), (0, 0)), ((0, 0), (0, 16), (0, 1)), "the edge's in the second and third row may be none"),
+        (((3, 7), (1, 0), (0, 0)), ((0, 0), (16, 0), (0, 0)), "has layers on every cloud stage"),
         (((3, 0),), ((1, 2),), "change the JSON"),
         (((3, 0), (0, 0)), ((1, 2), (1, 1)), "change the JSON"),
         (((3, 0), (1, 0)), ((1, 2), (1, 0)), "change the JSON"),
         (((3, 0), (0, 0), (0, 0)), ((0, 4), (1, 2), (1, 0)), "change the JSON"),
     ],
-    ids=["two rings", "one row", "a layer in the cloud's second chunk", "vision in the last chunk", "four chunks"],
+    ids=[
+        "two rings in two rows",
+        "rows of one only",
+        "rows of two lengths",
+        "vision in the cloud's second chunk",
+        "vision in the last chunk of two rings",
+        "no vision layer first",
+        "a cloud stage without vision layers",
+        "no vision layer last",
+        "text before the vision's end",
+        "text in the cloud's third chunk",
+        "a cloud stage without text layers",
+        "one row",
+        "a layer in the cloud's second chunk",
+        "vision in the last chunk",
+        "four chunks",
+    ],
 )
 def test_what_is_no_ring_is_refused(vision: Rows, text: Rows, words: str) -> None:
     with pytest.raises(LayoutError, match=words) as refused:
-        one_ring(LayerLists(vision, text))
+        rows_of_u(LayerLists(vision, text))
     assert "\n" not in str(refused.value) and "pipeline_num_layers" in str(refused.value)
 
 
@@ -54,15 +103,15 @@ def test_only_stages_with_vision_layers_share_its_heads() -> None:
 
 
 def test_the_guide_turns_the_example_of_its_documents_into_one_ring() -> None:
-    """The lists of ``docs/ascend.md``: MindSpeed-MM's are refused, ours have as many layers and fit the sizes."""
+    """The lists of ``docs/ascend.md``: MindSpeed-MM's are two rings, ours one; both fit the sizes and the model."""
     text = (ROOT / "docs" / "ascend.md").read_text()
     rows = re.findall(r"\| `pipeline_num_layers` of `\w+` \| `(.*)` \| `(.*)` \|\n", text)
     theirs, ours = (LayerLists(*(read_rows(json.loads(cell)) for cell in cells)) for cells in zip(*rows, strict=True))
-    with pytest.raises(LayoutError, match="goes round twice"):
-        one_ring(theirs)
     (given,) = set(re.findall(r"`--layerwise-disaggregated-training --vtp-size-list ([\d,]+)`", text))
     sizes = tuple(map(int, given.split(",")))
-    assert one_ring(ours) == ours and not [*ours.problems(len(sizes), num_rows=2), *ours.problems_of_heads(sizes, 16)]
-    for lists in (theirs, ours):
+    assert (encoder_layers(theirs), encoder_layers(ours)) == ((3, 7, 7, 7, 7, 1), None)
+    for lists, rows in ((theirs, 3), (ours, 2)):
+        assert rows_of_u(lists) == lists
+        assert not [*lists.problems(len(sizes), num_rows=rows), *lists.problems_of_heads(sizes, 16)]
         assert (num_layers(lists.vision), num_layers(lists.text)) == (32, 64)
     assert sum(sizes) == 2 + 32

@@ -22,6 +22,7 @@ def test_bad_list_is_refused(text: str) -> None:
         ((1, 1), 1, 2, "at least two stages"),
         ((1, 1, 1), 3, 3, "3 parts"),
         ((1, 0, 1), 2, 2, "without layers"),
+        ((0, 1, 1), 2, 2, "without layers"),
         ((1, 2, 1), 2, 5, "--num-layers is 5"),
     ],
 )
@@ -30,6 +31,12 @@ def test_parts_that_do_not_fit_are_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         check_layers(layers, num_stages=num_stages, num_layers=num_layers, option="--num-layer-list")
+
+
+def test_of_two_rings_the_edges_parts_may_be_embedding_and_head_alone() -> None:
+    check_layers((0, 2, 0), num_stages=2, num_layers=2, option="--num-layer-list", least_on_edge=0)
+    with pytest.raises(ConfigError, match="without layers"):
+        check_layers((0, 0, 1), num_stages=2, num_layers=1, option="--num-layer-list", least_on_edge=0)
 
 
 @pytest.mark.parametrize("layers", [(1, 1, 1), (2, 3, 1, 4), (1, 2, 3, 4, 5)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,12 +15,14 @@ from vtp_plugin.cli.main import main
 from vtp_plugin.config import VtpConfig, read_keywords
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.host.rules.checks.edge_layers import check_u_layers
+from vtp_plugin.plan.schedule.cost.compiled import CompiledSchedule
 from vtp_plugin.plan.schedule.cost.cost_text import combine_reports, format_costs, parse_costs
 from vtp_plugin.plan.schedule.cost.costs import u_costs
 from vtp_plugin.plan.schedule.cost.microbatch_route import make_route
 from vtp_plugin.plan.schedule.cost.step_bounds import lower_bound
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
 from vtp_plugin.plan.schedule.make.u_shape import plan_u_shape
+from vtp_plugin.plan.schedule.order.actions import Op
 from vtp_plugin.plan.schedule.order.add_communication import lower
 from vtp_plugin.plan.schedule.order.placement import u_placement
 from vtp_plugin.plan.schedule.proof.check_schedule import check
@@ -47,6 +50,27 @@ def test_every_number_of_microbatches_works(num_stages: int) -> None:
             assert check(schedule, limits=plan.in_flight) == ()
         oracle.Machine(lower(plan.schedule), seed=num_microbatches).run()
         assert plan.lower_bound <= plan.makespan == oracle.makespan(plan.schedule, costs)
+
+
+@pytest.mark.parametrize("num_replicas", [(), (1, 2), (2, 1, 1)])
+def test_a_frozen_encoder_has_no_backward_and_gets_no_gradient(num_replicas: tuple[int, ...]) -> None:
+    """Its chunks are those of the first ring."""
+    num_stages = len(num_replicas) or 2
+    costs = u_costs(num_stages, latency=1, num_rings=2)
+    for num_microbatches, forward_only in itertools.product((2, 6), (False, True)):
+        options: dict[str, Any] = {"num_rings": 2, "num_replicas": num_replicas, "forward_only": forward_only}
+        frozen = plan_u_shape(num_stages, num_microbatches, costs, num_frozen=num_stages, **options)
+        trained = plan_u_shape(num_stages, num_microbatches, costs, **options)
+        assert (frozen.makespan == trained.makespan) if forward_only else (frozen.makespan < trained.makespan)
+        lowered = lower(frozen.schedule, lookahead=2)
+        for schedule in (frozen.schedule, lowered):
+            assert check(schedule, limits=frozen.in_flight) == ()
+        backward = {action.vstage for order in lowered.orders for action in order if action.op is Op.B}
+        sent = {action.vstage for order in lowered.orders for action in order if action.op is Op.SEND_B}
+        last = range(num_stages, 2 * num_stages + 1)
+        assert (backward, sent) == ((set(), set()) if forward_only else ({*last}, {*last[1:]}))
+        assert frozen.lower_bound <= frozen.makespan
+        assert CompiledSchedule(lowered).activations[:num_stages] == (0,) * num_stages
 
 
 def test_the_plan_nears_the_bound() -> None:

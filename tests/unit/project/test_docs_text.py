@@ -30,6 +30,7 @@ KEY = re.compile(r"\b([a-z]+_(?:ms|kib)|mbit)=")
 FOREIGN_FLAGS = {
     "--cfg",
     "--dport",
+    "--encoder-dp-balance",
     "--mm-data",
     "--mm-model",
     "--mm-tool",

@@ -52,15 +52,24 @@ def _pairs(old: Any, new: Any) -> tuple[tuple[object, object], ...]:
 
 @dataclass(frozen=True, slots=True)
 class PatchedPackage:
-    """The package that is patched: the prefix of its module names, its version, and its parts that may be absent."""
+    """The package that is patched: the prefix of its module names, its version, and its parts that may be absent.
+
+    Besides, packages that are built on it.
+    """
 
     prefix: str
     version: str
     optional_packages: tuple[str, ...] = ()
+    built_on_it: tuple[str, ...] = ()
 
     def owns(self, module: str) -> bool:
         """Tell whether a module belongs to the host."""
         return _is_in(module, self.prefix)
+
+    def may_patch(self, record: Record) -> bool:
+        """Tell whether a target belongs to the host, or is a method of what is built on it: no alias is looked for."""
+        is_method = "." in record.target.partition(":")[2]
+        return self.owns(record.module) or (is_method and any(_is_in(record.module, one) for one in self.built_on_it))
 
     def absent_package(self, module: str, error: Exception) -> str:
         """Name the optional package of a module if an import error only says that it is not installed; else "".

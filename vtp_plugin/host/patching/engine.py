@@ -23,15 +23,17 @@ def apply_records(
     host_version: str,
     host_prefix: str = "megatron",
     optional_packages: tuple[str, ...] = ("megatron.training", "megatron.legacy"),
+    built_on_it: tuple[str, ...] = ("mindspeed_mm",),
 ) -> AppliedPatches:
     """Apply the records that fit the version of the host: all of them or, on any failure, none.
 
     Args:
         records: The records, in the order in which they are set. Of writes the target is looked up only.
         host_version: PEP 440 version of the host package.
-        host_prefix: Name of the host package. Only what it and its submodules define may be patched; aliases are
-            searched for, and replaced, in all loaded modules except those of this package.
+        host_prefix: Name of the host package. Only what it and its submodules define may be patched, and what is built
+            on it; aliases are searched for, and replaced, in all loaded modules except those of this package.
         optional_packages: Parts of the host that need not be installed: records for them are skipped then.
+        built_on_it: Packages besides, methods of whose classes may be patched.
 
     Returns:
         The handle to report and to undo.
@@ -40,7 +42,7 @@ def apply_records(
         PatchError: A target does not exist or cannot be replaced, is the target of two records, is patched already,
             or its replacement could not be built or set. Nothing of the host is changed then.
     """
-    host = PatchedPackage(host_prefix, host_version, optional_packages)
+    host = PatchedPackage(host_prefix, host_version, optional_packages, built_on_it)
     records = tuple(records)
     skipped = _skip(records, host)
     found = [(record, _lookup(record, host)) for record in records if id(record) not in skipped]
@@ -66,7 +68,7 @@ def _skip(records: Sequence[Record], host: PatchedPackage) -> dict[int, str]:
         if not fits:
             skipped[id(record)] = f"not for {host.prefix} {host.version}"
             continue
-        if isinstance(record, PatchRecord) and not host.owns(record.module):
+        if isinstance(record, PatchRecord) and not host.may_patch(record):
             host.fail(
                 record, f"the target is not part of {host.prefix}, and nothing else may be patched; fix the record"
             )

@@ -15,6 +15,7 @@ class MessageKind(TextEnum):
 
     ACTIVATION = "activation"
     GRADIENT = "gradient"
+    GRIDS = "grids"
     SHAPE_HEADER = "shape header"
     LENGTHS = "lengths"
     POSITIONS = "positions"
@@ -66,6 +67,13 @@ MESSAGE_FORMS: Mapping[MessageKind, MessageForm] = MappingProxyType(
             shape=_ROW_BY_ROW, says="output of a stage's layers: floating point, `[S, B, H]` or a slice of it"
         ),
         MessageKind.GRADIENT: MessageForm(shape=_ROW_BY_ROW, says="gradient of such an output: the same form"),
+        MessageKind.GRIDS: MessageForm(
+            dtype="int32",
+            shape=(None, 1, 3),
+            says="int32, `[S B, 1, 3]`: of every picture or video its frames, and the rows and columns of its patches, "
+            "then zeros; only in a U-shaped pipeline of MindSpeed-MM with two rings, in the first of them, from the "
+            "edge into the cloud",
+        ),
         MessageKind.SHAPE_HEADER: MessageForm(
             dtype="int64",
             num_elements=4,

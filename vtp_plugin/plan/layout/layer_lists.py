@@ -1,6 +1,7 @@
 """The layers of a model with a vision tower, in MindSpeed-MM's lists: a row for every chunk of the stages.
 
-``pipeline_num_layers`` of the vision tower and of the language model are such lists; a flat one is one row.
+``pipeline_num_layers`` of the vision tower and of the language model are such lists; a flat one is one row. A U with
+one ring has two rows, one with two rings three.
 """
 
 from __future__ import annotations
@@ -9,11 +10,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vtp_plugin.errors import ConfigError, LayoutError
+from vtp_plugin.errors import ConfigError, LayoutError, refuse
 
 LIST_NAME = "pipeline_num_layers"
 """The entry of a JSON file that holds a list."""
 _EXAMPLE = "for two stages [[2,0],[0,0]] and [[1,2],[1,0]]"
+_EXAMPLE_OF_TWO = "for two stages [[1,2],[1,0],[0,0]] and [[0,0],[1,2],[1,0]]"
 Rows = tuple[tuple[int, ...], ...]
 
 
@@ -113,6 +115,24 @@ def num_layers(rows: Rows) -> int:
     return sum(map(sum, rows))
 
 
+def rows_of_u(lists: LayerLists) -> LayerLists:
+    """Give the lists of a U as it is built: a row for each of the edge's chunks, two or three.
+
+    >>> rows_of_u(LayerLists(((3, 0), (1, 0), (0, 0)), ((0, 0), (1, 16), (2, 0))))
+    LayerLists(vision=((4, 0), (0, 0)), text=((1, 16), (2, 0)))
+    >>> theirs = LayerLists(((3, 7), (1, 0), (0, 0)), ((0, 0), (0, 16), (0, 0)))
+    >>> rows_of_u(theirs) == theirs, encoder_layers(theirs), ring_layers(theirs)
+    (True, (3, 7, 1), (0, 16, 0))
+
+    Raises:
+        LayoutError: a chunk has layers that such a U has not, or lacks those that it must have.
+    """
+    if not any(number for row in lists.vision for number in row[1:]):
+        return one_ring(lists)
+    refuse(_problems_of_two_rings(lists), LayoutError)
+    return lists
+
+
 def one_ring(lists: LayerLists) -> LayerLists:
     """Give the lists of a U with one ring, of two chunks a stage, also where MindSpeed-MM writes it with three.
 
@@ -123,14 +143,8 @@ def one_ring(lists: LayerLists) -> LayerLists:
     LayerLists(vision=((4, 0), (0, 0)), text=((1, 16), (2, 0)))
 
     Raises:
-        ConfigError: vision layers lie in the cloud, or a chunk has layers that such a U has not.
+        LayoutError: a chunk has layers that such a U has not.
     """
-    if any(number for row in lists.vision for number in row[1:]):
-        raise LayoutError(
-            f"{LIST_NAME} {show_rows(lists.vision)} of vision_encoder: with vision layers in the cloud a microbatch "
-            "goes round twice, which is run on Megatron 0.19 and megatron-core alone; keep them on the edge, such as "
-            f"{_EXAMPLE}"
-        )
     vision, text = lists.vision, lists.text
     is_of_three = len(vision) == len(text) == 3 and not any(text[0][1:])
     if is_of_three:
@@ -138,22 +152,55 @@ def one_ring(lists: LayerLists) -> LayerLists:
         text = ((text[0][0] + text[1][0], *text[1][1:]), text[2])
     if len(vision) != 2 or len(text) != 2 or any(text[1][1:]) or any(vision[1]):
         raise LayoutError(
-            f"{LIST_NAME} {show_rows(lists.vision)} of vision_encoder and {show_rows(lists.text)} of text_decoder; a U "
-            "has the vision tower and the first layers in the edge's first chunk, the last layers in its last one, and "
-            f"one chunk on every cloud stage, {_EXAMPLE}; change the JSON of the model"
+            f"{_shown(lists)}; a U has the vision tower and the first layers in the edge's first chunk, the last "
+            f"layers in its last one, and one chunk on every cloud stage, {_EXAMPLE}; change the JSON of the model"
         )
     return LayerLists(vision, text)
+
+
+def _problems_of_two_rings(lists: LayerLists) -> Iterator[str]:
+    """Say which rule lists with vision layers in the cloud break; the first one."""
+    vision, text = lists.vision, lists.text
+    if len(vision) != 3 or len(text) != 3 or len({*map(len, (*vision, *text))}) > 1:
+        rule = "with vision layers in the cloud a microbatch goes round twice; that takes three rows of one length each"
+    elif any(vision[1][1:]) or any(vision[2]) or not all((*vision[0], vision[1][0])):
+        rule = (
+            "the first row of the vision encoder has layers on every stage, the second one its last layers on the edge"
+        )
+    elif any(text[0]) or any(text[2][1:]) or not all(text[1][1:]):
+        rule = (
+            "the second row of the text decoder has layers on every cloud stage; the edge's in the second and third "
+            "row may be none, all other numbers are"
+        )
+    else:
+        return
+    yield f"{_shown(lists)}; {rule}, {_EXAMPLE_OF_TWO}; change the JSON of the model"
+
+
+def _shown(lists: LayerLists) -> str:
+    return f"{LIST_NAME} {show_rows(lists.vision)} of vision_encoder and {show_rows(lists.text)} of text_decoder"
 
 
 def ring_layers(lists: LayerLists) -> tuple[int, ...]:
     """Return the language model's layers of the edge's first part, every cloud stage, the edge's last part.
 
+    Args:
+        lists: of :func:`rows_of_u`.
+
     >>> ring_layers(LayerLists(((2, 0), (0, 0)), ((1, 2), (1, 0))))
     (1, 2, 1)
-
-    Raises:
-        ConfigError: there is no such list.
     """
-    if len(lists.text) != 2:
-        raise ConfigError(f"{LIST_NAME} {show_rows(lists.text)} of text_decoder is not of a U, {_EXAMPLE}")
-    return (*lists.text[0], lists.text[1][0])
+    *_, there, back = lists.text
+    return (*there, back[0])
+
+
+def encoder_layers(lists: LayerLists) -> tuple[int, ...] | None:
+    """Return the vision tower's layers of the same parts, where it has a ring of its own; else None.
+
+    Args:
+        lists: of :func:`rows_of_u`.
+
+    >>> encoder_layers(LayerLists(((2, 0), (0, 0)), ((1, 2), (1, 0)))) is None
+    True
+    """
+    return (*lists.vision[0], lists.vision[1][0]) if len(lists.vision) == 3 else None

@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from vtp_plugin.errors import ConfigError, LayoutError
 
 
-def check_layers(layers: Sequence[int], *, num_stages: int, num_layers: int | None, option: str) -> None:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstRing:
+    """What crosses in the first of two rings, where that is known before there is a model: activations of an encoder.
+
+    Attributes:
+        width: hidden size of the encoder.
+        is_trained: some weight of the encoder is trained; else no gradient crosses.
+        is_counted: the plugin counts the encoder's layers before a chunk; else the script does so.
+    """
+
+    width: int
+    is_trained: bool = True
+    is_counted: bool = False
+
+
+def check_layers(
+    layers: Sequence[int], *, num_stages: int, num_layers: int | None, option: str, least_on_edge: int = 1
+) -> None:
     """Refuse parts that do not fit the stages or the model.
 
     Args:
@@ -15,6 +33,7 @@ def check_layers(layers: Sequence[int], *, num_stages: int, num_layers: int | No
         num_stages: number of pipeline stages, the edge included.
         num_layers: number of layers of the model; None if it is not known yet.
         option: flag that gave the layers, for error messages.
+        least_on_edge: least number of layers of the edge's parts; 0 where these may be embedding and head alone.
 
     Raises:
         ConfigError: there is no cloud, the number of parts is not P + 1, a part is empty, or the sum is wrong.
@@ -27,7 +46,7 @@ def check_layers(layers: Sequence[int], *, num_stages: int, num_layers: int | No
             f"{option} has {len(layers)} parts ({shown}), {num_stages} stages need {num_stages + 1}: the edge's first "
             "part, every cloud stage, the edge's last part"
         )
-    if min(layers) < 1:
+    if min(layers[1:-1]) < 1 or min(layers[0], layers[-1]) < least_on_edge:
         raise ConfigError(f"{option} has a part without layers ({shown}); give every part at least one")
     if num_layers is not None and sum(layers) != num_layers:
         raise ConfigError(f"{option} has {sum(layers)} layers ({shown}), --num-layers is {num_layers}; make both equal")

@@ -51,6 +51,7 @@ class Companion:
         most_tokens: largest `S * B` of a shape that varies; None sets no limit.
         src: stage that reads it from its batch.
         dst: stages that want it; None for all others.
+        chunks: chunks of stage `src` that read it; None for all. In a U of two rings each begins one.
     """
 
     kind: MessageKind
@@ -64,6 +65,7 @@ class Companion:
     most_tokens: int | None = None
     src: int = 0
     dst: frozenset[int] | None = None
+    chunks: frozenset[int] | None = None
 
     def form(self, *, is_batched: bool) -> TensorFormat:
         """Say how it crosses.
@@ -194,7 +196,7 @@ class _Crossing:
         self._placement = placement
         self._companion = companion
         self._platform = platform
-        self._carriers = carriers(placement, companion.src, companion.dst)
+        self._carriers = carriers(placement, companion.src, companion.dst, companion.chunks)
         self.is_src = stage == companion.src
         self.is_wanted = not self.is_src and (companion.dst is None or stage in companion.dst)
         self._channels = {

@@ -148,7 +148,7 @@ class Executor:
         before = self._companions.send(action)
         work = self._link(action).send(tensor)
         self._sends[action] = SendsInARow(*before, work) if before else work
-        if action.op is Op.SEND_F and not self._schedule.forward_only:
+        if action.op is Op.SEND_F and self._has_backward(action.vstage):
             self._compute.release(tensor)
 
     def _wait_for_send(self, action: Action) -> None:
@@ -163,7 +163,10 @@ class Executor:
         self._keep_result(action, output)
         if not self._schedule.forward_only:
             self.shapes.setdefault(action.vstage, tuple(output.shape))
-            self._kept[action.vstage, action.microbatch] = activation, output
+        if self._has_backward(action.vstage):
+            # What came from virtual stages that train nothing gets no gradient.
+            wanted = activation if self._placement.is_trained(action.vstage - 1) else None
+            self._kept[action.vstage, action.microbatch] = wanted, output
 
     def _backward(self, action: Action) -> None:
         activation, output = self._kept.pop((action.vstage, action.microbatch))
@@ -177,6 +180,9 @@ class Executor:
     def _noting(self, cause: Cause, action: Action) -> AbstractContextManager[object]:
         """Note a compute alone: the waits for what it takes are over."""
         return contextlib.nullcontext() if self._recorder is None else self._recorder.span(cause, action)
+
+    def _has_backward(self, vstage: int) -> bool:
+        return not self._schedule.forward_only and self._placement.is_trained(vstage)
 
     def _take_received(self, compute: Action) -> tuple[torch.Tensor | None, ...]:
         return tuple(self._received.pop(receive) for receive in receives_for(self._placement, compute))

@@ -1,6 +1,7 @@
 """The route of a microbatch through the pipeline as numbers, for bounds and for the planner of a U.
 
 The route has *legs*: leg q < V is the forward of virtual stage q, leg q >= V the backward of virtual stage 2V - 1 - q.
+It ends before the backward of virtual stages that train nothing.
 Microbatches pass each leg one after another (channels are first-in-first-out), so the order of a worker is a list of
 legs: the n-th occurrence of a leg is the n-th microbatch of the worker.
 """
@@ -151,9 +152,10 @@ def make_route(placement: Placement, costs: Costs, *, forward_only: bool = False
     # By leg, the link v between v and v + 1 on which its message goes; -1 if nothing follows.
     links = [*range(num_vstages - 1), -1]
     if not forward_only:
-        vstages, durations = vstages + vstages[::-1], durations + costs.backward[::-1]
-        joint += [backward for _, backward in reversed(placement.joint)]
-        links += [*reversed(range(num_vstages - 1)), -1]
+        trained = [v for v in reversed(vstages) if placement.is_trained(v)]
+        vstages, durations = vstages + trained, durations + tuple(costs.backward[v] for v in trained)
+        joint += [placement.joint[v][1] for v in trained]
+        links += [*(v - 1 for v in trained[:-1]), -1]
     is_used = [*map(placement.crosses, links)]
     latency = [costs.latency[link] if used else 0.0 for link, used in zip(links, is_used, strict=True)]
     occupancy = [costs.transfer_time(link) if used else 0.0 for link, used in zip(links, is_used, strict=True)]

@@ -212,7 +212,7 @@ def to_actions(placement: Placement, orders: Orders) -> tuple[Actions, ...]:
     ['0F0', '0B0', '0F1', '0B1']
     """
     vstages = range(placement.num_vstages)
-    legs = [*((Op.F, v) for v in vstages), *((Op.B, v) for v in reversed(vstages))]
+    legs = [*((Op.F, v) for v in vstages), *((Op.B, v) for v in reversed(vstages) if placement.is_trained(v))]
     result: list[Actions] = []
     for worker, order in enumerate(orders):
         stage, replica = placement.stage_and_replica(worker)

@@ -121,6 +121,7 @@ def _u_order(request: ScheduleRequest) -> tuple[Schedule, int, str]:
         num_rings=rings,
         num_replicas=placement.num_replicas,
         joint=placement.joint,
+        num_frozen=placement.num_frozen,
         limits=placement.by_worker(limits),
         forward_only=request.forward_only,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
+from itertools import pairwise, product
 
 from vtp_plugin.plan.schedule.cost.microbatch_route import MicrobatchRoute
 
@@ -42,21 +42,30 @@ def rankings(route: MicrobatchRoute) -> Iterator[tuple[list[tuple[int, ...]], st
     ([(0, 2, 7, 4, 9, 5), (8, 6, 3, 1)], 'edge F1>F2>B2>F3>B1>B3, cloud B first')
     """
     edge_legs = route.legs(0)
-    is_forward_only = route.stages.count(1) == len(edge_legs) - 1
-    kinds, edge_rankings = _edge_rankings(len(edge_legs), is_forward_only)
+    # The edge ends the model and begins to go back; of a route without backwards that is where it ends.
+    turn = next((q for q, pair in enumerate(pairwise(route.stages)) if pair == (0, 0)), route.num_legs - 1)
+    num_forward = sum(q <= turn for q in edge_legs)
+    is_forward_only = num_forward == len(edge_legs)
+    kinds, edge_rankings = _edge_rankings(num_forward, len(edge_legs) - num_forward)
     for edge, cloud in product(edge_rankings, ("",) if is_forward_only else ("B", "F")):
         cloud_rankings = [route.legs(stage)[:: -1 if cloud == "B" else 1] for stage in range(1, route.num_stages)]
         name = f"edge {'>'.join(edge)}" + (f", cloud {cloud} first" if cloud else "")
         yield [tuple(edge_legs[kinds.index(kind)] for kind in edge), *cloud_rankings], name
 
 
-def _edge_rankings(num_legs: int, is_forward_only: bool) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
-    """Return the names of the edge's legs, in the order of the route, and the rankings to try."""
-    num_parts = num_legs if is_forward_only else num_legs // 2
-    kinds = _EDGE_LEGS if num_parts == 2 else tuple(f"F{i + 1}" for i in range(num_parts))
-    if num_parts > 2:
-        kinds += tuple(f"B{i}" for i in range(num_parts, 0, -1))
-    if is_forward_only:
-        return kinds, (kinds[num_parts - 1 :: -1], kinds[:num_parts])
-    # For more rings no portfolio was looked for.
-    return kinds, {2: _EDGE_RANKINGS, 3: _TWO_RING_RANKINGS}.get(num_parts, (kinds, kinds[::-1]))
+def _edge_rankings(num_forward: int, num_backward: int) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
+    """Return the names of the edge's legs, in the order of the route, and the rankings to try.
+
+    Parts that train nothing have no backward; with time reversed they have no forward.
+    """
+    num_parts = max(num_forward, num_backward)
+    forwards = tuple(f"F{i + 1}" for i in range(num_parts))[num_parts - num_forward :]
+    if not num_backward:
+        names = forwards if num_parts > 2 else _EDGE_LEGS[:num_parts]
+        return names, (names[::-1], names)
+    if num_parts == num_forward == num_backward == 2:
+        return _EDGE_LEGS, _EDGE_RANKINGS
+    kinds = (*forwards, *(f"B{i}" for i in range(num_parts, num_parts - num_backward, -1)))
+    if num_parts != 3:  # no portfolio was looked for
+        return kinds, (kinds, kinds[::-1])
+    return kinds, tuple(tuple(kind for kind in ranking if kind in kinds) for ranking in _TWO_RING_RANKINGS)

@@ -15,7 +15,7 @@ import math
 import operator
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 from vtp_plugin.errors import ConfigError, PlanError
@@ -129,6 +129,7 @@ def plan_u_shape(
     num_rings: int = 1,
     num_replicas: tuple[int, ...] = (),
     joint: Joint = (),
+    num_frozen: int = 0,
     limits: Sequence[int] | None = None,
     forward_only: bool = False,
 ) -> UOrder:
@@ -148,6 +149,7 @@ def plan_u_shape(
         num_rings: How often a microbatch passes the cloud, R.
         num_replicas: Replicas of every stage; one each by default.
         joint: Which replicas wait for each other in which computes; none by default. See :attr:`Placement.joint`.
+        num_frozen: Virtual stages that train nothing. See :attr:`Placement.num_frozen`.
         limits: Most microbatches in flight on each worker: it holds an activation of each, from the start of its first
             forward to the end of its last backward. No limit by default.
         forward_only: No backward pass; a limit then counts from the start of FS to the end of FE on the edge.
@@ -161,7 +163,8 @@ def plan_u_shape(
     >>> plan.makespan, plan.lower_bound, plan_u_shape(3, 16, u_costs(3, latency=2.0)).reference_makespan
     (109.0, 109.0, 129.0)
     """
-    placement = u_placement(num_stages, num_rings=num_rings, num_replicas=num_replicas, joint=joint)
+    alone = u_placement(num_stages, num_rings=num_rings, num_replicas=num_replicas, joint=joint)
+    placement = replace(alone, num_frozen=num_frozen)
     require_counts(num_stages, num_microbatches)
     require_shares(placement, num_microbatches)
     limits = (num_microbatches,) * placement.num_workers if limits is None else tuple(limits)

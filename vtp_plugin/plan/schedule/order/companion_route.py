@@ -8,16 +8,19 @@ from vtp_plugin.errors import PlanError
 from vtp_plugin.plan.schedule.order.placement import Placement
 
 
-def carriers(placement: Placement, src: int, dst: Collection[int] | None = None) -> frozenset[int]:
+def carriers(
+    placement: Placement, src: int, dst: Collection[int] | None = None, chunks: Collection[int] | None = None
+) -> frozenset[int]:
     """Return the virtual stages with whose output a companion crosses.
 
     It is read where stage `src` holds a virtual stage, and goes on with every activation up to the last stage that
-    wants it. Where the model comes back to `src`, that stage reads anew.
+    wants it. Where the model comes back to `src`, that stage reads anew, or the companion ends there.
 
     Args:
         placement: which stage holds which virtual stage; a chain.
         src: stage that reads the companion from its batch.
         dst: stages that want it; None for all others.
+        chunks: chunks of stage `src` that read it, such as the one before the second of two rings; None for all.
 
     Raises:
         PlanError: the virtual stages are no chain, or a stage does not exist.
@@ -28,6 +31,8 @@ def carriers(placement: Placement, src: int, dst: Collection[int] | None = None)
     [[0, 1, 2], [0, 1], [0, 2]]
     >>> sorted(carriers(plain_placement(4), 1, {2})), sorted(carriers(interleaved_placement(3, 2), 1, {0}))
     ([1], [1, 2])
+    >>> [sorted(carriers(u_placement(3, num_rings=2), 0, chunks={chunk})) for chunk in (0, 1)]
+    [[0, 1], [3, 4]]
     """
     stages = placement.stages
     if not placement.is_chain or not {src, *(dst or ())} <= set(stages):
@@ -38,7 +43,7 @@ def carriers(placement: Placement, src: int, dst: Collection[int] | None = None)
     behind: list[int] = []
     for vstage, after in enumerate(stages[1:]):
         if stages[vstage] == src:
-            behind = [vstage]
+            behind = [vstage] if chunks is None or placement.chunk(vstage) in chunks else []
         elif behind:
             behind.append(vstage)
         if behind and after != src and (dst is None or after in dst):

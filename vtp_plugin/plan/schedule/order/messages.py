@@ -165,7 +165,7 @@ def _at_inputs(placement: Placement, op: Op, compute: Action) -> tuple[Action, .
     return tuple(
         Action(op=op, vstage=v, microbatch=compute.microbatch, source=before if len(inputs) > 1 else -1)
         for before in inputs
-        if placement.crosses(before)
+        if placement.crosses(before) and (op is not Op.SEND_B or placement.is_trained(before))
     )
 
 

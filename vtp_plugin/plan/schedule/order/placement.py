@@ -34,8 +34,9 @@ class Placement:
         num_replicas: Replicas of every stage; one each by default, and then worker i is stage i.
         joint: Numbers of neighbouring replicas that run a forward, and a backward, jointly, by virtual stage; by
             default each runs alone, (1, 1). Replicas 0 to n - 1 are the first such group, n to 2n - 1 the second.
-        successors: `successors[v]` is the virtual stage that takes the output of v, a later one; one entry for each but
-            the last, which has the loss. By default a chain: v + 1.
+        successors: `successors[v]`, a later virtual stage, takes the output of v; the last has none. By default v + 1.
+        num_frozen: Number of virtual stages, the first ones, that train nothing: they have no backward, and no gradient
+            comes back to them.
 
     Raises:
         ConfigError: There is no virtual stage, a stage number is left out, the list of replicas has another length than
@@ -59,6 +60,7 @@ class Placement:
     num_replicas: tuple[int, ...] = ()
     successors: tuple[int, ...] = ()
     joint: tuple[tuple[int, int], ...] = ()
+    num_frozen: int = 0
     _first_workers: tuple[int, ...] = field(init=False, repr=False, compare=False)
     _predecessors: tuple[tuple[int, ...], ...] = field(init=False, repr=False, compare=False)
 
@@ -129,6 +131,10 @@ class Placement:
     def is_chain(self) -> bool:
         """Whether every virtual stage follows on the one before it."""
         return self.successors == tuple(range(1, self.num_vstages))
+
+    def is_trained(self, vstage: int) -> bool:
+        """Whether a virtual stage has a backward."""
+        return vstage >= self.num_frozen
 
     def predecessors(self, vstage: int) -> tuple[int, ...]:
         """List the virtual stages whose outputs a virtual stage takes; none if it takes only samples."""

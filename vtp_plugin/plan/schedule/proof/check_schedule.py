@@ -98,9 +98,9 @@ def peak_activations(schedule: Schedule, vstage: int) -> int:
     >>> [peak_activations(reference_u_shape(3, 8), vstage) for vstage in range(4)]
     [4, 3, 2, 1]
     """
-    if schedule.forward_only:
-        return 0
     placement = schedule.placement
+    if schedule.forward_only or not placement.is_trained(vstage):
+        return 0
     workers = {placement.worker_of(vstage, microbatch) for microbatch in range(schedule.num_microbatches)}
     orders = [[action.op for action in schedule.orders[worker] if action.vstage == vstage] for worker in workers]
     return max(max(accumulate((op is Op.F) - (op is Op.B) for op in ops), default=0) for ops in orders)
@@ -132,6 +132,7 @@ def _compute_problems(schedule: Schedule) -> Iterator[str]:
             Action(op=op, vstage=vstage, microbatch=microbatch)
             for vstage in placement.vstages(placement.stage_of(worker))
             for op in ops
+            if op is Op.F or placement.is_trained(vstage)
             for microbatch in placement.microbatches(worker, schedule.num_microbatches)
         )
         yield from _count_problems(placement.label(worker), found, wanted)
