@@ -33,6 +33,7 @@ Nodes = list[tuple[NodePool, int]]
 Stage = tuple[int, tuple[int, ...]]
 Stages = list[Stage]
 TRANSPORTS = ("auto", "rank0", "sliced", "divided")
+MISSED = (43, 396)
 
 
 def random_question(seed: int, given_layers: int = 0) -> tuple[SearchProblem, list[int]]:
@@ -387,9 +388,14 @@ def all_costs(
     return found
 
 
-def check(seed: int, num_layers: int = 0) -> float:
+def asked(seed: int, num_layers: int = 0) -> tuple[SearchProblem, list[int]]:
+    """What is asked with a seed, by the benchmark of the search, too."""
     problem, cards = random_question(seed, num_layers)
-    problem = replace(problem, layers="ends" if seed % 3 == 2 else "any")
+    return replace(problem, layers="ends" if seed % 3 == 2 else "any"), cards
+
+
+def check(seed: int, num_layers: int = 0) -> float:
+    problem, cards = asked(seed, num_layers)
     found, least = find_best(problem), brute(problem, cards)
     assert found.is_complete
     # Of more layers brute force takes long.
@@ -440,7 +446,7 @@ def test_a_dozen_clusters(seed: int) -> None:
     check(seed)
 
 
-@pytest.mark.parametrize("seed", [43, 396])
+@pytest.mark.parametrize("seed", MISSED)
 def test_the_best_layers_are_not_those_with_the_least_bound(seed: int) -> None:
     """These were missed by 2.7 and by 1.4 % when a beginning was dropped for good where another was no worse."""
     check(seed, num_layers=6)
