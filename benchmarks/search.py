@@ -110,7 +110,7 @@ def small() -> Iterator[Asked]:
     """Yield what the tests ask."""
     for seed in range(320):
         yield Asked("any order", str(seed), test_search_properties.asked(seed)[0])
-    for seed in test_search_properties.MISSED:
+    for seed in (43, 396):
         yield Asked("missed before 07f7fba", str(seed), test_search_properties.asked(seed, num_layers=6)[0])
     for seed in range(100):
         yield Asked("interleaved", str(seed), test_search_interleaved.asked(seed)[0])

@@ -33,7 +33,6 @@ Nodes = list[tuple[NodePool, int]]
 Stage = tuple[int, tuple[int, ...]]
 Stages = list[Stage]
 TRANSPORTS = ("auto", "rank0", "sliced", "divided")
-MISSED = (43, 396)
 
 
 def random_question(seed: int, given_layers: int = 0) -> tuple[SearchProblem, list[int]]:
@@ -446,7 +445,7 @@ def test_a_dozen_clusters(seed: int) -> None:
     check(seed)
 
 
-@pytest.mark.parametrize("seed", MISSED)
+@pytest.mark.parametrize("seed", [43, 396])
 def test_the_best_layers_are_not_those_with_the_least_bound(seed: int) -> None:
     """These were missed by 2.7 and by 1.4 % when a beginning was dropped for good where another was no worse."""
     check(seed, num_layers=6)

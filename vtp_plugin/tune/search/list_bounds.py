@@ -94,8 +94,8 @@ def steps_demanded(space: SearchSpace, stage_types: Sequence[StageType], below_s
         (m - 1) t + u L + sum of (2 t_i - t - u t_i / c_i)
 
     where a stage adds least if t_i is t, or one layer. As a function of t all this is concave: it is least for the
-    longest t, or for the shortest, and in one of both it must be below the step so far. Of a few prices the one is taken
-    with which all cards together add most at best.
+    longest t, or for the shortest, and in one of both it must be below the step so far. Of a few prices that one is
+    taken with which all cards together add most at best.
 
     Args:
         space: the search space, whose split has more microbatches than there are stages.
