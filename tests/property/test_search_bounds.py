@@ -9,12 +9,10 @@ import random
 import pytest
 
 from vtp_plugin.tune.cluster.speed import Link, Speed
-from vtp_plugin.tune.search.enumerate_lists import SearchRound, StageCounts, enumerate_lists
+from vtp_plugin.tune.search.enumerate_lists import StageCounts, enumerate_lists
 from vtp_plugin.tune.search.layer_split import split_layers
 from vtp_plugin.tune.search.problem import BatchSplit, NodePool, SearchProblem
 from vtp_plugin.tune.search.search_space import SearchSpace
-
-REACH = SearchRound(99, is_mixing=True)
 
 
 def random_question(seed: int) -> SearchProblem:
@@ -68,13 +66,13 @@ def least(space: SearchSpace, row: StageCounts) -> float:
 def test_no_list_is_left_out_that_may_be_quicker(seed: int) -> None:
     problem = random_question(seed)
     space = SearchSpace.of(problem, *problem.splits)
-    every = {row: least(space, row) for row in enumerate_lists(space, REACH, lambda: math.inf)}
+    every = {row: least(space, row) for row in enumerate_lists(space, lambda: math.inf)}
     assert every
     for row, least_s in every.items():
         assert row.bound_s <= least_s * (1 + 1e-9), row
     # What is asked for is shorter than all, than some, or than none.
     for below_s in sorted(every.values())[:: max(1, len(every) // 8)]:
-        kept = {row.counts for row in enumerate_lists(space, REACH, lambda limit=below_s: limit)}
+        kept = {row.counts for row in enumerate_lists(space, lambda limit=below_s: limit)}
         assert {row.counts for row, least_s in every.items() if least_s < below_s * (1 - 1e-9)} <= kept
 
 
@@ -86,8 +84,8 @@ def test_a_bound_leaves_out_most_lists() -> None:
     split = BatchSplit(num_replicas=1, num_microbatches=16, micro_batch_size=1, pools=(pool,))
     problem = SearchProblem(num_layers=12, splits=(split,), least_stages=1, most_stages=8)
     space = SearchSpace.of(problem, split)
-    shortest = min(least(space, row) for row in enumerate_lists(space, REACH, lambda: 110.0))
-    every = [*enumerate_lists(space, REACH, lambda: math.inf)]
-    left = [*enumerate_lists(space, REACH, lambda: shortest * 1.01)]
+    shortest = min(least(space, row) for row in enumerate_lists(space, lambda: 110.0))
+    every = [*enumerate_lists(space, lambda: math.inf)]
+    left = [*enumerate_lists(space, lambda: shortest * 1.01)]
     assert [[(stage_type.tp, count) for stage_type, count in row.counts] for row in left] == [[(2, 4)]]
     assert len(every) == 24

@@ -118,14 +118,19 @@ def joined(
     return summed(problem, split, there, size, places, 0, len(order))
 
 
-def check(seed: int) -> bool:
-    """Whether the best is interleaved; every other seed has one replica and size 1, so that stages are many."""
+def asked(seed: int) -> tuple[SearchProblem, list[int]]:
+    """What is asked with a seed: every other one has one replica and size 1, so that stages are many."""
     problem, cards = random_question(seed, (4, 4, 6)[seed % 3])
     splits = problem.splits
     if seed % 2:
         pools = (replace(p, speeds={1: one} if (one := p.speeds.get(1)) else {}) for p in splits[0].pools)
         splits = (replace(splits[0], pools=tuple(pools)),)
-    problem = replace(problem, chunks=CHUNKS, splits=splits)
+    return replace(problem, chunks=CHUNKS, splits=splits), cards
+
+
+def check(seed: int) -> bool:
+    """Whether the best is interleaved."""
+    problem, cards = asked(seed)
     found, least = find_best(problem), min(brute(problem, cards), brute_interleaved(problem, cards))
     assert found.is_complete
     if not found.best:

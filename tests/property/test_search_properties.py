@@ -387,9 +387,14 @@ def all_costs(
     return found
 
 
-def check(seed: int, num_layers: int = 0) -> float:
+def asked(seed: int, num_layers: int = 0) -> tuple[SearchProblem, list[int]]:
+    """What is asked with a seed, by the benchmark of the search, too."""
     problem, cards = random_question(seed, num_layers)
-    problem = replace(problem, layers="ends" if seed % 3 == 2 else "any")
+    return replace(problem, layers="ends" if seed % 3 == 2 else "any"), cards
+
+
+def check(seed: int, num_layers: int = 0) -> float:
+    problem, cards = asked(seed, num_layers)
     found, least = find_best(problem), brute(problem, cards)
     assert found.is_complete
     # Of more layers brute force takes long.

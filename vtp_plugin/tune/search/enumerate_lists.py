@@ -31,20 +31,6 @@ class StageCounts(NamedTuple):
     bound_s: float
 
 
-class SearchRound(NamedTuple):
-    """Which lists a round of the search looks at.
-
-    Attributes:
-        most_sizes: number of different tensor-parallel sizes in one pool at most.
-        takes_all: whether a list has either no stage of a type or as many as there are cards for.
-        is_mixing: whether stages of each size may have replicas in several pools, all in the same way.
-    """
-
-    most_sizes: int
-    takes_all: bool = False
-    is_mixing: bool = False
-
-
 def stage_types_of(split: BatchSplit, *, is_mixing: bool) -> tuple[StageType, ...]:
     """List the stage types that a split allows, those of one pool together, the largest first.
 
@@ -79,19 +65,20 @@ def stage_types_of(split: BatchSplit, *, is_mixing: bool) -> tuple[StageType, ..
 
 
 def enumerate_lists(
-    space: SearchSpace, search_round: SearchRound, below_s: Callable[[], float]
+    space: SearchSpace, below_s: Callable[[], float], *, is_quick: bool = False
 ) -> Iterator[StageCounts]:
     """Yield the lists that the cards allow and whose step may be short enough.
 
-    With the objective ``cards`` they come in the order of that objective.
+    Stages of each size may have replicas in several pools, all in the same way. With the objective ``cards`` the lists
+    come in the order of that objective.
 
     Args:
         space: the search space.
-        search_round: which lists this round looks at.
         below_s: called for the seconds that a step must be shorter than; when the search takes too long, it raises an
             error of its own, which ends the enumeration.
+        is_quick: whether only lists count that have one size in each pool, and there as many stages as possible.
     """
-    enumeration = _Enumeration(space, search_round, below_s)
+    enumeration = _Enumeration(space, below_s, is_quick=is_quick)
     for goal in _goals(space, enumeration.stage_types) if space.problem.objective == "cards" else (None,):
         yield from enumeration.extend(goal, 0, enumeration.num_cards, 0, enumeration.start, ())
 
@@ -99,10 +86,10 @@ def enumerate_lists(
 class _Enumeration:
     """Enumerates how many stages of each type there may be; the arguments are those of :func:`enumerate_lists`."""
 
-    def __init__(self, space: SearchSpace, search_round: SearchRound, below_s: Callable[[], float]) -> None:
-        self.space, self.search_round, self.below_s = space, search_round, below_s
+    def __init__(self, space: SearchSpace, below_s: Callable[[], float], *, is_quick: bool) -> None:
+        self.space, self.below_s, self.is_quick = space, below_s, is_quick
         self.problem, self.split = problem, split = space.problem, space.split
-        self.stage_types = stage_types_of(split, is_mixing=search_round.is_mixing)
+        self.stage_types = stage_types_of(split, is_mixing=not is_quick)
         self.most_layers = most_layers(space, self.stage_types, below_s())
         self.most_stages = min(problem.most_stages, problem.num_layers)
         self.num_cards = [sum(pool.cards_per_node) for pool in split.pools]
@@ -179,22 +166,13 @@ class _Enumeration:
                 most = number // each
         if most < 1:
             return (0,)
-        stage_type = self.stage_types[first]
-        if self.is_mixed[first]:
-            # Sorted by their pools, stages of a size have replicas in several of them in one way at most.
-            if any(
-                other_type.tp == stage_type.tp and len(set(other_type.replica_pools)) > 1 for other_type, _ in chosen
-            ):
-                return (0,)
-        elif (
-            len(
-                {other_type.tp for other_type, _ in chosen if other_type.replica_pools == stage_type.replica_pools}
-                | {stage_type.tp}
-            )
-            > self.search_round.most_sizes
-        ):
+        own = self.stage_types[first]
+        if self.is_quick:
+            return (0,) if any(other.replica_pools == own.replica_pools for other, _ in chosen) else (most, 0)
+        # Sorted by their pools, stages of a size have replicas in several of them in one way at most.
+        if self.is_mixed[first] and any(other.tp == own.tp and len(other.pools) > 1 for other, _ in chosen):
             return (0,)
-        return (most, 0) if self.search_round.takes_all else range(most, -1, -1)
+        return range(most, -1, -1)
 
     def _may_do(self, first: int, rest: Sequence[int], sums: Sequence[Sequence[float]]) -> bool:
         """Whether the cards that are left may be enough for all requirements."""

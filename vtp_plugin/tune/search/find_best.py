@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
-from vtp_plugin.tune.search.enumerate_lists import SearchRound, StageCounts, enumerate_lists
+from vtp_plugin.tune.search.enumerate_lists import StageCounts, enumerate_lists
 from vtp_plugin.tune.search.evaluate import Candidate, evaluate
 from vtp_plugin.tune.search.fixed_edge import beside_edges
 from vtp_plugin.tune.search.interleave import interleaved_lists
@@ -22,14 +22,6 @@ from vtp_plugin.tune.search.stock_megatron import in_megatron
 
 # A layout that cannot beat the best one by this share is not looked at.
 _SHARE = 0.002
-# Different sizes in one pool, round after round: most of what is good comes early, and bounds the rest.
-_ROUNDS = (
-    SearchRound(1, takes_all=True),
-    SearchRound(1),
-    SearchRound(2),
-    SearchRound(2, is_mixing=True),
-    SearchRound(99, is_mixing=True),
-)
 # When layers are split once more, so many beginnings that hold equally many layers are kept.
 _MOST_ALIKE = 8
 # Shares of the time limit for stock Megatron, with equally many layers and with any layers; the rest is for all lists.
@@ -172,6 +164,7 @@ class _Search:
         for split in problem.splits:
             space = SearchSpace.of(problem, split)
             self.spaces += [space] if problem.edge_layers is None else beside_edges(space, problem.edge_layers)
+        self.tried: set[tuple[int, tuple[tuple[StageType, int], ...]]] = set()
         self.unfinished: list[_Unfinished] = []
 
     @property
@@ -180,9 +173,11 @@ class _Search:
         return self.best[0].step_s * (1 - _SHARE) if self.best else math.inf
 
     def try_quickest(self) -> None:
-        """Try all lists, round after round, then what their bounds leave open."""
+        """Try all lists, then what their bounds leave open."""
         try:
-            self._try_rounds()
+            # A few lists first: what is good among them bounds the others.
+            for is_quick in (True, False):
+                self._try_lists(is_quick=is_quick)
             self._try_again()
             self._try_interleaved()
         except (_TimeOverError, KeyboardInterrupt) as end:
@@ -191,38 +186,29 @@ class _Search:
 
     def try_fullest(self) -> None:
         """Try the lists in the order of the objective, with the largest edge of a U first, until one fits."""
-        search_round = SearchRound(99, is_mixing=True)
         for space in sorted(self.spaces, key=lambda space: 0 if space.edge is None else -space.edge.stage_type.tp):
-            for row in enumerate_lists(space, search_round, lambda: math.inf):
+            for row in enumerate_lists(space, lambda: math.inf):
                 self._try_list(space, row)
                 if self.best:
                     return
 
-    def _try_rounds(self) -> None:
-        """Try all lists, round after round."""
-        seen: set[tuple[int, StageCounts]] = set()
-        for number, search_round in enumerate(_ROUNDS):
-            found = [*self._rows(search_round, seen)]
-            seen.update(found)
-            # The shortest bound first: what is good comes early, and shows that the others are no better.
-            for index, (space, row) in enumerate(sorted(found, key=lambda one: self._bound_s(*one))):
-                self._say((number + index / len(found)) / len(_ROUNDS))
-                if self._bound_s(space, row) >= self.below_s:
-                    break
+    def _try_lists(self, *, is_quick: bool) -> None:
+        """Try the lists that may be quick enough, the shortest bound first: what is good comes early."""
+        found = sorted(self._lists(is_quick=is_quick), key=lambda one: one[0])
+        for index, (bound_s, space, row) in enumerate(found):
+            self._say(0.0 if is_quick else index / len(found))
+            if bound_s >= self.below_s:
+                break
+            if (space, row.counts) not in self.tried:
+                self.tried.add((space, row.counts))
                 self._try_list(self.spaces[space], row)
 
-    def _bound_s(self, index: int, row: StageCounts) -> float:
-        space = self.spaces[index]
-        return max(space.before_s + row.bound_s, space.least_s)
-
-    def _rows(self, search_round: SearchRound, seen: set[tuple[int, StageCounts]]) -> Iterator[tuple[int, StageCounts]]:
+    def _lists(self, *, is_quick: bool) -> Iterator[tuple[float, int, StageCounts]]:
+        """Yield a bound on the step of a list, the index of its space, and the list."""
         for index, space in enumerate(self.spaces):
-            if space.least_s >= self.below_s:
-                continue
-            below_s = partial(self._timely_below_s, space)
-            for row in enumerate_lists(space, search_round, below_s):
-                if (index, row) not in seen:
-                    yield index, row
+            if space.least_s < self.below_s:
+                for row in enumerate_lists(space, partial(self._timely_below_s, space), is_quick=is_quick):
+                    yield max(space.before_s + row.bound_s, space.least_s), index, row
 
     def _timely_below_s(self, space: SearchSpace) -> float:
         self._check_time()

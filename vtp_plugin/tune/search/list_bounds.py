@@ -14,8 +14,8 @@ from vtp_plugin.tune.search.stage_cost import most_held
 ROUNDING = 1e-9
 # Longer than any time.
 _LONG_S = 1e9
-# Steps of a search by thirds: the price is then known to seven digits.
-_PRICE_TRIES = 40
+# Prices of a layer that are tried; any gives a bound.
+_NUM_PRICES = 16
 
 Demand = list[tuple[list[float], float]]
 """Sums over the stages of a list, of which at least one must not exceed its limit: what a stage of each type adds, and
@@ -94,8 +94,8 @@ def steps_demanded(space: SearchSpace, stage_types: Sequence[StageType], below_s
         (m - 1) t + u L + sum of (2 t_i - t - u t_i / c_i)
 
     where a stage adds least if t_i is t, or one layer. As a function of t all this is concave: it is least for the
-    longest t, or for the shortest, and in one of both it must be below the step so far. The price is the one with which
-    all cards together add most at best.
+    longest t, or for the shortest, and in one of both it must be below the step so far. Of a few prices that one is
+    taken with which all cards together add most at best.
 
     Args:
         space: the search space, whose split has more microbatches than there are stages.
@@ -122,11 +122,8 @@ def steps_demanded(space: SearchSpace, stage_types: Sequence[StageType], below_s
     def least_s(price: float) -> float:
         return min(least_of_cards(split, stage_types, of_type) - most for of_type, most in demand(price))
 
-    low, high = 0.0, 2 * num_microbatches * longest / space.problem.num_layers
-    for _ in range(_PRICE_TRIES):
-        third = (high - low) / 3
-        low, high = (low + third, high) if least_s(low + third) < least_s(high - third) else (low, high - third)
-    return demand(low)
+    highest = 2 * num_microbatches * longest / space.problem.num_layers
+    return demand(max((highest * part / _NUM_PRICES for part in range(_NUM_PRICES)), key=least_s))
 
 
 def least_of_cards(split: BatchSplit, stage_types: Sequence[StageType], of_type: Sequence[float]) -> float:
