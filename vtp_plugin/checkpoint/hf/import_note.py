@@ -152,7 +152,7 @@ def check_note(load_dir: str, args: Any) -> Iterator[str]:
     if (note := read_note(load_dir)) is None:
         return
     rule = f"{load_dir} was imported as a model of the family {note.family}"
-    for problem, way_out in contradictions(note.settings, vars(args)):
+    for problem, way_out in contradictions(note.settings, {**vars(args), **_entries(args)}):
         yield f"{problem}; {rule}; {way_out}"
     padded = getattr(args, "padded_vocab_size", None)
     if padded is None and not getattr(args, "pad_vocab_size", True):
@@ -164,6 +164,20 @@ def check_note(load_dir: str, args: Any) -> Iterator[str]:
             f"{padding_flag(note.vocab, math.lcm(sizes[0], sizes[-1]))}, and neither --padded-vocab-size nor "
             "--no-pad-vocab-size"
         )
+
+
+def _entries(args: Any) -> dict[str, Any]:
+    """Return the entries of MindSpeed-MM's JSON file of the model, by their paths; none in another run."""
+    model = getattr(getattr(args, "mm", None), "model", None)
+    return {} if model is None else dict(_flat(model.to_dict()))
+
+
+def _flat(entries: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in entries.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{path}{name}.")
+        else:
+            yield path + name, value
 
 
 def padding_flag(num_words: int, multiple: int) -> str:
