@@ -17,7 +17,12 @@ SIZES: Mapping[str, Any] = {
     | {"rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}, "rope_theta": 50000.0},
 }
 """Layers of both parts divide by no number of stages; heads, groups and words do by 2 and 3."""
-WORDS = {"image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62, "vision_end_token_id": 63}
+WORDS: dict[str, Any] = {
+    "image_token_id": 60,
+    "video_token_id": 61,
+    "vision_start_token_id": 62,
+    "vision_end_token_id": 63,
+}
 # The rows of lists that MindSpeed-MM's document has, in small, and others.
 LISTS = {
     "as documented": ([[1, 2, 1], [1, 0, 0], [0, 0, 0]], [[0, 0, 0], [0, 2, 2], [0, 0, 0]]),

@@ -327,6 +327,32 @@ def test_another_model_is_not_exported(tmp_path: Path, capsys: pytest.CaptureFix
     assert code == 2 and "image_encoder.encoder.blocks.layers" in line and "describes another model" in line
 
 
+class Entries:
+    """Stands for MindSpeed-MM's, whose attributes are the entries of a JSON file."""
+
+    def __init__(self, **entries: object) -> None:
+        vars(self).update(entries)
+
+
+def test_what_the_run_read_of_its_json_is_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], published: Path
+) -> None:
+    """The argument for groups is changed by Megatron; 12 heads of 8 in 6 groups have the shapes of 4 of 24 in 2."""
+    run_json(capsys, "import", "--hf", published, "--to", tmp_path / "middle")
+    file = tmp_path / "middle" / "release" / "common.pt"
+    common = torch.load(file, weights_only=False)
+    vars(common["args"]).update(
+        num_query_groups=12, mm=Entries(model=Entries(text_decoder=Entries(num_query_groups=6)))
+    )
+    torch.save(common, file)
+    run_json(capsys, "export", "--from", tmp_path / "middle", "--hf", tmp_path / "back")
+    common["args"].mm.model.text_decoder.num_query_groups = 2
+    torch.save(common, file)
+    capsys.readouterr()
+    code, (line,) = run_action(capsys, "export", "--from", tmp_path / "middle", "--hf", tmp_path / "no")
+    assert code == 2 and "text_decoder.num_query_groups is 2, and 6 is expected" in line
+
+
 def test_the_writer_cuts_a_gated_layer_as_it_should() -> None:
     """Each rank has a part of both halves."""
     name = "image_encoder.encoder.blocks.layers.0.mlp.linear_fc1.bias"

@@ -43,7 +43,7 @@ class Fields:
         self, config: Mapping[str, Any], defaults: Mapping[str, Any], file: Path, *, has_sections: bool = False
     ) -> None:
         # The base of positions stands in one of three places, so its default comes last.
-        self._rope_theta = defaults.get("rope_theta")
+        self._rope_theta: Any = defaults.get("rope_theta")
         self._has_sections = has_sections
         self._fields = {**{name: value for name, value in defaults.items() if name != "rope_theta"}, **config}
         self._file = file
@@ -95,7 +95,7 @@ class Fields:
             channels: number of a head's channels.
         """
         places = (self.mapping(name) for name in ("rope_parameters", "rope_scaling"))
-        found = next((each["mrope_section"] for each in places if "mrope_section" in each), None)
+        found: Any = next((each["mrope_section"] for each in places if "mrope_section" in each), None)
         is_right = isinstance(found, list) and len(found) == 3 and all(type(each) is int and each > 0 for each in found)
         if not is_right or 2 * sum(found) != channels:
             raise self._wrong("mrope_section", found, f"three whole numbers above 0, {channels // 2} together")

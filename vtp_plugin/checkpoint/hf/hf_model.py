@@ -102,11 +102,12 @@ def _entries(model: HFModel, vision: VisionPart) -> Iterator[Setting]:
         "hidden_size": model.hidden,
         "ffn_hidden_size": model.ffn,
         "num_attention_heads": model.heads,
-        "num_query_groups": model.groups,
     }
     for name, value in sizes.items():
         yield Setting(f"text_decoder.{name}", name, value)
     others = {
+        # Its argument is changed by Megatron, which counts the operations of a step.
+        "num_query_groups": model.groups,
         "layernorm_epsilon": model.epsilon,
         "rope_theta": float(model.rotary_base),
         "untie_embeddings_and_output_weights": not model.is_tied,

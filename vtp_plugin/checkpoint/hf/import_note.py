@@ -152,7 +152,7 @@ def check_note(load_dir: str, args: Any) -> Iterator[str]:
     if (note := read_note(load_dir)) is None:
         return
     rule = f"{load_dir} was imported as a model of the family {note.family}"
-    for problem, way_out in contradictions(note.settings, {**vars(args), **_entries(args)}):
+    for problem, way_out in contradictions(note.settings, {**vars(args), **flat_entries(_json_model(args))}):
         yield f"{problem}; {rule}; {way_out}"
     padded = getattr(args, "padded_vocab_size", None)
     if padded is None and not getattr(args, "pad_vocab_size", True):
@@ -166,18 +166,22 @@ def check_note(load_dir: str, args: Any) -> Iterator[str]:
         )
 
 
-def _entries(args: Any) -> dict[str, Any]:
-    """Return the entries of MindSpeed-MM's JSON file of the model, by their paths; none in another run."""
+def _json_model(args: Any) -> Mapping[str, Any]:
+    """Return what MindSpeed-MM's JSON file of the model says; nothing in another run."""
     model = getattr(getattr(args, "mm", None), "model", None)
-    return {} if model is None else dict(_flat(model.to_dict()))
+    return {} if model is None else model.to_dict()
 
 
-def _flat(entries: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+def flat_entries(entries: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Return the entries of a JSON file by their paths.
+
+    >>> flat_entries({"a": {"b": 1}, "c": [2]})
+    {'a.b': 1, 'c': [2]}
+    """
+    found: dict[str, Any] = {}
     for name, value in entries.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{path}{name}.")
-        else:
-            yield path + name, value
+        found |= flat_entries(value, f"{path}{name}.") if isinstance(value, Mapping) else {path + name: value}
+    return found
 
 
 def padding_flag(num_words: int, multiple: int) -> str:

@@ -14,10 +14,11 @@ import torch
 
 from vtp_plugin.checkpoint.format.archive import itemsize
 from vtp_plugin.checkpoint.format.contents import Contents, Part, Whole
+from vtp_plugin.checkpoint.format.safe_pickle import PickledObject
 from vtp_plugin.checkpoint.format.shard_map import Strided
 from vtp_plugin.checkpoint.hf.all_families import rows_of
 from vtp_plugin.checkpoint.hf.hf_model import HFModel, settings
-from vtp_plugin.checkpoint.hf.import_note import CARRIED, contradictions
+from vtp_plugin.checkpoint.hf.import_note import CARRIED, contradictions, flat_entries
 from vtp_plugin.checkpoint.hf.read_config import read_config, read_model
 from vtp_plugin.checkpoint.hf.side_files import CONFIG, carried_files, copy_carried
 from vtp_plugin.checkpoint.hf.tensor_rows import Tensor, TensorShare, hf_shapes, megatron_tensors
@@ -126,9 +127,8 @@ def plan_export(contents: Contents, like: Path, target: Path) -> Export:
     require_new(target)
     model = read_model(read_config(like), like / CONFIG)
     carried_files(like)
-    given = (
-        f"{problem}; {like / CONFIG} says so" for problem, _ in contradictions(settings(model), contents.arguments)
-    )
+    told = {**contents.arguments, **flat_entries(_json_model(contents))}
+    given = (f"{problem}; {like / CONFIG} says so" for problem, _ in contradictions(settings(model), told))
     refuse(f"{contents.folder}: {problem}; give the config of this model with --like" for problem in given)
     weights, problems = contents.weights(), list[str]()
     words = next(key for row in rows_of(model) if row.parameter is WORD_EMBEDDING for key in row.megatron_keys)
@@ -157,6 +157,18 @@ def plan_export(contents: Contents, like: Path, target: Path) -> Export:
     tensors = [NewTensor(name, places[name][0][1].dtype, shape) for name, shape in sorted(shapes.items())]
     is_unproved = rows > model.vocab and not _words_of_run(contents, like)[1]
     return Export(contents, model, like, plan_files(tensors), places, rows - model.vocab if is_unproved else 0)
+
+
+def _json_model(contents: Contents) -> Mapping[str, Any]:
+    """Return what MindSpeed-MM's JSON file of the run's model said; nothing of another run."""
+
+    def plain(value: Any) -> Any:
+        value = value.state if isinstance(value, PickledObject) else value
+        return {str(name): plain(each) for name, each in value.items()} if isinstance(value, Mapping) else value
+
+    read = plain(contents.arguments.get("mm"))
+    model = read.get("model") if isinstance(read, Mapping) else None
+    return model if isinstance(model, Mapping) else {}
 
 
 def _words_of_run(contents: Contents, like: Path) -> tuple[list[tuple[int, str]], bool]:

@@ -110,9 +110,8 @@ def _other_head(found: MMTrees, rows: Sequence[TensorRow], model: HFModel, eleme
     row = next(row for row in rows if row.parameter is WORD_EMBEDDING)
     (words,), dtype = _names(row, model), _dtypes(found, row, model)[0]
     if {part.dtype for part in found.tensors[name]} == {dtype}:
-        head = replace(row, parameter=OUTPUT)
-        parts = [[*_parts(found, each, model)] for each in (row, head)]
-        if are_equal(elements, *parts, row.shapes(model)[0], dtype):
+        ours, theirs = ([*_parts(found, each, model)] for each in (row, replace(row, parameter=OUTPUT)))
+        if are_equal(elements, ours, theirs, row.shapes(model)[0], dtype):
             return
     yield f"{name} differs from {words}, and {CONFIG} ties them"
 
