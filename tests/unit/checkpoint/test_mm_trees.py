@@ -287,6 +287,7 @@ def test_flags_that_do_not_go_together(
     [
         ({"vision_config": {"hidden_act": "gelu"}}, 'vision_config: hidden_act is "gelu"; only "silu"'),
         ({"vision_config": {"deepstack": 3}}, "vision_config: deepstack is 3, and no field of qwen2_5_vl"),
+        ({"vision_config": {"num_heads": 7}}, "hidden_size of vision_config is 96, and num_heads 7; all heads have"),
         ({"vision_config": {"out_hidden_size": 48}}, "out_hidden_size of vision_config is 48, and hidden_size 96"),
         ({"text_config": {"rope_scaling": {"type": "mrope"}, "rope_parameters": None}}, "mrope_section is missing"),
         ({"new_field": 1}, "new_field is 1, and no field of qwen2_5_vl that is known"),
@@ -305,6 +306,7 @@ def test_fields_that_change_what_is_computed(
     with pytest.raises(ValueError, match=message) as error:
         read_model(config, tmp_path / "config.json")
     assert "\n" not in str(error.value) and str(error.value).count(";") >= 2
+    read_model(read_config(published), tmp_path / "config.json")  # as it was published
 
 
 def test_a_flat_config_is_the_same_model(tmp_path: Path, published: Path) -> None:
