@@ -16,7 +16,7 @@ from vtp_plugin.config import DpModeName, LogLevelName, ScheduleName, TransportN
 from vtp_plugin.config.parse_values import DeviceName
 from vtp_plugin.elastic.failure_notes import note_for_next_start
 from vtp_plugin.errors import MissingError, PatchError, VtpError
-from vtp_plugin.host.mindspeed import TOO_LATE, ImportWatch
+from vtp_plugin.host.mindspeed import TOO_LATE, UNKNOWN, ImportWatch
 from vtp_plugin.host.versions import find_host
 from vtp_plugin.runtime.health.failure_hook import FailureHook
 from vtp_plugin.util.undo import UndoStack
@@ -203,7 +203,7 @@ def _apply(request: VtpConfig) -> None:
     asked = merge(request, {"device": peek_device(sys.argv)}) if host.needs_device_first else request
     session = Session(asked, platform=_Holder.platform, watch_failures=_hook().install)
     if host.mindspeed is None:
-        _Holder.watch = ImportWatch(before_adaptor=_refuse_adaptor)
+        _Holder.watch = ImportWatch(before_adaptor=_refuse_adaptor, before_unknown=_refuse_unknown_adaptor)
     if host.needs_device_first:
         session.choose_platform()
     # Held before anything can fail: revert() can then clean up what that leaves.
@@ -339,3 +339,10 @@ def _refuse_adaptor() -> None:
     """End a run that imports MindSpeed's adaptor after ``apply()``: it needs a Megatron that nobody has loaded."""
     report_failures()
     raise PatchError(TOO_LATE)
+
+
+def _refuse_unknown_adaptor() -> None:
+    """End a run whose stages are planned and imports an unknown adaptor; of one that came before, the plan says so."""
+    if _Holder.session is not None and _Holder.session.is_active:
+        report_failures()
+        raise PatchError(UNKNOWN)

@@ -15,8 +15,8 @@ from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 _HEAD = "text_decoder.output_layer."
 _CHUNK = "model"
 _WAY_OUT = (
-    "convert with hf_to_mm for one pipeline stage, let MindSpeed-MM's own script store it with --ckpt-convert-format "
-    "torch_dist, and load that (docs/ascend.md)"
+    "make a checkpoint of it with python -m vtp_plugin checkpoint import --mm {folders} --like MODEL --to NEW, and "
+    "load that with --ckpt-format torch_dist (docs/ascend.md)"
 )
 
 
@@ -35,13 +35,14 @@ def problems_of_converted(load: str | None, layout: PipelineLayout, *, is_u_shap
     if _is_of_its_u(file, stored):
         yield (
             f"{file} is of MindSpeed-MM's hf_to_mm_ldt, which writes a tree for each side of its own U, in its own "
-            f"chunks; no layout of the plugin has these; {_WAY_OUT}"
+            f"chunks; no layout of the plugin has these; {_WAY_OUT.format(folders='EDGE CLOUD')}"
         )
     elif is_u_shaped or len(set(layout.tp_sizes)) > 1:
         sizes = ",".join(map(str, layout.tp_sizes))
         yield (
             f"{file} is of MindSpeed-MM's hf_to_mm, which writes a file for each rank of a uniform run; "
-            f"--vtp-size-list {sizes}{' in a U-shape' if is_u_shaped else ''} has other ranks; {_WAY_OUT}"
+            f"--vtp-size-list {sizes}{' in a U-shape' if is_u_shaped else ''} has other ranks; "
+            f"{_WAY_OUT.format(folders=load)}"
         )
 
 

@@ -11,7 +11,7 @@ import pytest
 from tests.mindspeed.launcher import launch
 from tests.multiproc.cases import script_cases
 from tests.multiproc.cases.script_cases import arguments, num_ranks
-from tests.support.hosts import PYTHON_PATH
+from tests.support.hosts import PYTHON_PATH, ROOT
 from tests.support.pool import Pool, start_python
 
 pytestmark = pytest.mark.needs("scripts_here")
@@ -139,3 +139,19 @@ def test_adaptor_after_apply_ends_the_run(script_pool: Pool, tmp_path: Path) -> 
     assert_one_line(code, output)
     assert "MindSpeed's adaptor is imported after vtp_plugin.apply()" in output
     assert "import mindspeed.megatron_adaptor" in output
+
+
+@pytest.mark.parametrize("form", ["run", "two lines"])
+def test_an_adaptor_of_which_nothing_is_known_is_named(script_pool: Pool, tmp_path: Path, form: str) -> None:
+    """MegatronAdaptor, below MindSpeed's branches for Megatron 0.17 and 0.18: imported before ``apply()``, or after."""
+    (tmp_path / "megatron_adaptor.py").write_text("import megatron.core\n")
+    script = tmp_path / "script.py"
+    ours = "" if form == "run" else "import vtp_plugin; vtp_plugin.apply()\n"
+    example = repr(str(ROOT / "examples" / "pretrain_gpt.py"))
+    script.write_text(
+        f"import sys, runpy\nsys.path.insert(0, {str(tmp_path)!r})\n{ours}import megatron_adaptor\n"
+        f"runpy.run_path({example}, run_name='__main__')\n"
+    )
+    code, output = start(script_pool, script, "1,2", form=form)
+    assert_one_line(code, output)
+    assert output.count("megatron_adaptor patches Megatron") >= 3, output[-6000:]

@@ -48,7 +48,7 @@ def test_trees_of_its_own_u_are_refused(
 ) -> None:
     write(tmp_path, rank, chunks)
     (line,) = found(tmp_path, *sizes, is_u_shaped=is_u_shaped)
-    assert "hf_to_mm_ldt" in line and "convert with hf_to_mm for one pipeline stage" in line and "\n" not in line
+    assert "hf_to_mm_ldt" in line and "checkpoint import --mm EDGE CLOUD --like MODEL" in line and "\n" not in line
 
 
 def test_files_of_a_uniform_run_are_refused_where_ranks_are_others(tmp_path: Path) -> None:
@@ -56,7 +56,9 @@ def test_files_of_a_uniform_run_are_refused_where_ranks_are_others(tmp_path: Pat
     assert found(tmp_path, 1) == []
     for is_u_shaped, sizes in ((False, (1, 2)), (True, (1, 1))):
         (line,) = found(tmp_path, *sizes, is_u_shaped=is_u_shaped)
-        assert "hf_to_mm," in line and "ldt" not in line and "\n" not in line
+        assert (
+            "hf_to_mm," in line and "ldt" not in line and f"import --mm {tmp_path} --like" in line and "\n" not in line
+        )
 
 
 @pytest.mark.parametrize("last", [_HEAD, _LAYER])

@@ -202,8 +202,16 @@ def test_a_converted_model_trains_in_any_layout(tmp_path: Path, layout: str) -> 
 @pytest.mark.parametrize(
     ("command", "layout", "words"),
     [
-        ("hf_to_mm_ldt", "U 1,2", "is of MindSpeed-MM's hf_to_mm_ldt, .*; no layout of the plugin has these; convert"),
-        ("hf_to_mm", "1,2", "is of MindSpeed-MM's hf_to_mm, .*; --vtp-size-list 1,2 has other ranks; convert"),
+        (
+            "hf_to_mm_ldt",
+            "U 1,2",
+            "is of MindSpeed-MM's hf_to_mm_ldt, .*; no layout of the plugin has these; make a checkpoint",
+        ),
+        (
+            "hf_to_mm",
+            "1,2",
+            "is of MindSpeed-MM's hf_to_mm, .*; --vtp-size-list 1,2 has other ranks; make a checkpoint",
+        ),
     ],
 )
 def test_converted_files_that_fit_no_rank_are_one_line(tmp_path: Path, command: str, layout: str, words: str) -> None:

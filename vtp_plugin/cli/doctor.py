@@ -21,7 +21,7 @@ from vtp_plugin.api import choose_device
 from vtp_plugin.cli.parser import print_json
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import VtpError
-from vtp_plugin.host.mindspeed import has_mindspeed, import_adaptor
+from vtp_plugin.host.mindspeed import UNKNOWN, UNKNOWN_ADAPTOR, has_mindspeed, import_adaptor
 from vtp_plugin.host.versions import family_of, find_megatron, find_torch, problems_of
 from vtp_plugin.util.log import wrap
 
@@ -146,6 +146,8 @@ class _Report:
 
     def _try_mindspeed(self, device: DeviceName) -> None:
         """Import MindSpeed's adaptor, as a script of its does, so that the patches lie around those of MindSpeed."""
+        if importlib.util.find_spec(UNKNOWN_ADAPTOR) is not None:
+            self.warnings.append(UNKNOWN)
         if not has_mindspeed():
             return
         choose_device(device)

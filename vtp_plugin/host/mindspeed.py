@@ -11,12 +11,19 @@ import importlib
 import importlib.util
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 from typing import Any, Final
 
+UNKNOWN_ADAPTOR: Final = "megatron_adaptor"
+"""The module of MegatronAdaptor, a package below MindSpeed's branches for Megatron 0.17 and 0.18."""
+UNKNOWN: Final = (
+    f"{UNKNOWN_ADAPTOR} patches Megatron (MegatronAdaptor, with which MindSpeed's branches core_r0.17.0 and "
+    "core_r0.18.0 begin); the plugin does not know what it replaces, and stages of unequal size may go past that; use "
+    "MindSpeed for Megatron 0.12 or 0.16 (docs/ascend.md), or one size for all stages"
+)
 _ADAPTOR: Final = re.compile(r"mindspeed(_\w+)?(\.\w+)*\.megatron_adaptor(_v2)?")
 TOO_LATE: Final = (
     "MindSpeed's adaptor is imported after vtp_plugin.apply(), which has loaded Megatron already; the order that "
@@ -39,6 +46,16 @@ def is_adaptor(module: str) -> bool:
 def loaded_adaptor() -> str:
     """Return the name of the adaptor that this process has imported, or is importing; empty if there is none."""
     return next((name for name in tuple(sys.modules) if is_adaptor(name)), "")
+
+
+def problems_of_unknown_adaptor() -> Iterator[str]:
+    """Say where an adaptor has patched Megatron of which the plugin knows nothing.
+
+    Yields:
+        A line ``value; rule; way out``.
+    """
+    if UNKNOWN_ADAPTOR in sys.modules:
+        yield UNKNOWN
 
 
 def has_mindspeed() -> bool:
@@ -64,6 +81,7 @@ class ImportWatch(MetaPathFinder):
     Args:
         on_megatron: called before Megatron is imported by anybody else than MindSpeed.
         before_adaptor: called before the adaptor is imported.
+        before_unknown: called before :data:`UNKNOWN_ADAPTOR` is imported.
         after_adaptor: called once it has been imported, and whatever of MindSpeed imports it.
     """
 
@@ -72,10 +90,12 @@ class ImportWatch(MetaPathFinder):
         *,
         on_megatron: Callable[[], None] | None = None,
         before_adaptor: Callable[[], None] | None = None,
+        before_unknown: Callable[[], None] | None = None,
         after_adaptor: Callable[[], None] | None = None,
     ) -> None:
         self._on_megatron = on_megatron
         self._before_adaptor = before_adaptor
+        self._before_unknown = before_unknown
         self._after_adaptor = after_adaptor
         self._depth = 0  # modules of MindSpeed that are being imported, one in another
         sys.meta_path.insert(0, self)
@@ -94,6 +114,8 @@ class ImportWatch(MetaPathFinder):
         is_used = package == "megatron" and "." in fullname and self._depth == 0
         if is_used and self._on_megatron is not None:
             self._on_megatron()
+        if fullname == UNKNOWN_ADAPTOR and self._before_unknown is not None:
+            self._before_unknown()
         if package != "mindspeed" and not package.startswith("mindspeed_"):
             return None
         if is_adaptor(fullname) and self._before_adaptor is not None:

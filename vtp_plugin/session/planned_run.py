@@ -19,7 +19,8 @@ from vtp_plugin.config.resolve import (
     stage_sites,
     transport_rules,
 )
-from vtp_plugin.errors import ConfigError
+from vtp_plugin.errors import ConfigError, refuse
+from vtp_plugin.host.mindspeed import problems_of_unknown_adaptor
 from vtp_plugin.host.rules.context import OptionContext
 from vtp_plugin.host.versions import capability, find_host
 from vtp_plugin.plan.boundary.pipeline_boundaries import pipeline_boundaries
@@ -75,8 +76,11 @@ class PlannedRun:
         """Refuse stages that do not fit together.
 
         Raises:
-            ConfigError: replicas do not divide, or layers, limits, costs or the transport do not fit the pipeline.
+            ConfigError: replicas do not divide, or layers, limits, costs or the transport do not fit the pipeline; or
+                what has patched this Megatron is unknown.
         """
+        if self.is_active:
+            refuse(problems_of_unknown_adaptor())
         if self.config.num_layer_list is not None:
             check_layers(
                 self.config.num_layer_list,

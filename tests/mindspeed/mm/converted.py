@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from tests.mindspeed.mm import samples
+
 
 def write_hugging_face(folder: Path, model: Mapping[str, Any]) -> None:
     """Write the model of a JSON file of MindSpeed-MM as Hugging Face does, with weights of its own.
@@ -29,7 +31,8 @@ def write_hugging_face(folder: Path, model: Mapping[str, Any]) -> None:
             "num_hidden_layers": text["num_layers"],
             "num_key_value_heads": text["num_query_groups"],
             "rope_scaling": {"type": "mrope", "mrope_section": text["mrope_section"]},
-            **{name: text[name] for name in ("vocab_size", "hidden_size", "num_attention_heads")},
+            "rms_norm_eps": text["layernorm_epsilon"],
+            **{name: text[name] for name in ("vocab_size", "hidden_size", "num_attention_heads", "rope_theta")},
         },
         vision_config={
             "depth": vision["num_layers"],
@@ -37,8 +40,12 @@ def write_hugging_face(folder: Path, model: Mapping[str, Any]) -> None:
             "num_heads": vision["num_attention_heads"],
             "out_hidden_size": image["vision_projector"]["hidden_size"],
             "window_size": vision["window_attn_size"],
+            "tokens_per_second": vision["tokens_per_second"],
             **{name: vision[name] for name in ("hidden_size", "patch_size", "fullatt_block_indexes")},
         },
+        image_token_id=model["img_context_token_id"],
+        video_token_id=samples.VIDEO,
+        vision_start_token_id=model["vision_start_token_id"],
         tie_word_embeddings=False,
     )
     torch.manual_seed(7)
@@ -83,6 +90,6 @@ def convert(
         capture_output=True,
         text=True,
         cwd=tree,
-        env={**os.environ, "PYTHONPATH": tree, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([tree, *sys.path]), "OMP_NUM_THREADS": "1"},
     )
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]

@@ -32,6 +32,10 @@ BASE: dict[str, Any] = {
 OWN: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
     "mixtral": {"sliding_window": None, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen2_5_vl": {
+        "vision_config": {"hidden_size": 32, "num_heads": 4, "out_hidden_size": 64},
+        "rope_scaling": {"type": "mrope", "mrope_section": [2, 3, 3]},
+    },
     "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True},
 }
 SCALING = {

@@ -445,6 +445,9 @@ ELSEWHERE = {
     "{}; {}; {}": "multiproc/checkpoint/test_hf_runs.py::test_flags_that_contradict_an_import",
     "rope_scaling_factor=args.rope_scaling_factor": "multiproc/checkpoint/test_hf_runs.py::"
     "test_a_script_that_forgets_the_factor_computes_what_was_published_or_nothing",
+    "all heads have one size": "unit/checkpoint/test_mm_trees.py::test_fields_that_change_what_is_computed",
+    "a picture's tokens are as wide": "unit/checkpoint/test_mm_trees.py::test_fields_that_change_what_is_computed",
+    "correct the wrong one": "unit/checkpoint/test_mm_trees.py::test_fields_that_change_what_is_computed",
     "it says which model was imported; import it again": "unit/checkpoint/test_hf_ways_out.py::test_a_damaged_note",
 }
 OFFLINE = ("import_hf", "export_hf", "safetensors_files")

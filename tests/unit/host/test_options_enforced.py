@@ -117,6 +117,8 @@ def asked_for(parser: argparse.ArgumentParser, rule: OptionRule) -> tuple[list[s
     """Give the flags that ask for a rule's option, what stands among the arguments without flags, and the value."""
     if rule in MINDSPEED_RULES and rule.option == "--context-parallel-size":
         return ["--context-parallel-size", "2"], MINDSPEED, "2"
+    if rule.option == "--swap-layer-input in an interleaved pipeline":
+        return ["--num-layers-per-virtual-pipeline-stage", "1"], {**MINDSPEED, rule.attribute: True}, True
     if rule.option in SPELLINGS:
         return SPELLINGS[rule.option], {}, True
     flag, *value = rule.option.split()

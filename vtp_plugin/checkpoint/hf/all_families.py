@@ -9,6 +9,7 @@ from vtp_plugin.checkpoint.hf.families.llama import LLAMA
 from vtp_plugin.checkpoint.hf.families.mistral import MISTRAL
 from vtp_plugin.checkpoint.hf.families.mixtral import MIXTRAL
 from vtp_plugin.checkpoint.hf.families.qwen2 import QWEN2
+from vtp_plugin.checkpoint.hf.families.qwen2_5_vl import QWEN2_5_VL
 from vtp_plugin.checkpoint.hf.families.qwen3 import QWEN3
 from vtp_plugin.checkpoint.hf.families.qwen3_moe import QWEN3_MOE
 from vtp_plugin.checkpoint.hf.hf_model import HFModel
@@ -17,7 +18,9 @@ from vtp_plugin.plan.model.gpt_parameters import OUTPUT
 
 FUSED_NAME: Final = ".mlp.experts.gate_up_proj"
 """How the name of a tensor ends that holds all experts of a layer."""
-FAMILIES: Final = {family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN3, QWEN3_MOE, MIXTRAL)}
+FAMILIES: Final = {
+    family.model_type: family for family in (LLAMA, MISTRAL, QWEN2, QWEN2_5_VL, QWEN3, QWEN3_MOE, MIXTRAL)
+}
 """By ``model_type``."""
 
 

@@ -36,11 +36,15 @@ class Fields:
         config: the config.
         defaults: values of the fields that it leaves out.
         file: path of the config, for errors.
+        has_sections: whether positions are times, heights and widths, each with a section of the channels.
     """
 
-    def __init__(self, config: Mapping[str, Any], defaults: Mapping[str, Any], file: Path) -> None:
+    def __init__(
+        self, config: Mapping[str, Any], defaults: Mapping[str, Any], file: Path, *, has_sections: bool = False
+    ) -> None:
         # The base of positions stands in one of three places, so its default comes last.
-        self._rope_theta = defaults["rope_theta"]
+        self._rope_theta: Any = defaults.get("rope_theta")
+        self._has_sections = has_sections
         self._fields = {**{name: value for name, value in defaults.items() if name != "rope_theta"}, **config}
         self._file = file
 
@@ -75,6 +79,27 @@ class Fields:
             "a list of texts",
             lambda value: isinstance(value, list) and all(isinstance(each, str) for each in value),
         )
+
+    def numbers(self, name: str) -> tuple[int, ...]:
+        """Read a list of whole numbers that are not negative."""
+        kind = "a list of whole numbers"
+        found = self._read(name, None, kind, lambda value: isinstance(value, list | tuple))
+        if not all(type(each) is int and each >= 0 for each in found):
+            raise self._wrong(name, found, kind)
+        return tuple(found)
+
+    def sections(self, channels: int) -> tuple[int, ...]:
+        """Read the sections of a head's channels whose positions are times, heights and widths.
+
+        Args:
+            channels: number of a head's channels.
+        """
+        places = (self.mapping(name) for name in ("rope_parameters", "rope_scaling"))
+        found: Any = next((each["mrope_section"] for each in places if "mrope_section" in each), None)
+        is_right = isinstance(found, list) and len(found) == 3 and all(type(each) is int and each > 0 for each in found)
+        if not is_right or 2 * sum(found) != channels:
+            raise self._wrong("mrope_section", found, f"three whole numbers above 0, {channels // 2} together")
+        return tuple(found)
 
     def _read(self, name: str, default: Any, kind: str, is_right: Callable[[Any], bool]) -> Any:
         value = self._fields.get(name)
@@ -114,6 +139,9 @@ class Fields:
         left = {key: value for key, value in scaling.items() if key != "rope_theta"}
         kind = left.pop("rope_type", left.pop("type", "default"))
         left.pop("type", None)
+        if self._has_sections:
+            left.pop("mrope_section", None)
+            kind = "default" if kind == "mrope" else kind
         if left.pop("partial_rotary_factor", 1.0) == 1.0:
             if kind == "default" and not left:
                 return None

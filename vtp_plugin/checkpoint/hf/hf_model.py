@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from vtp_plugin.checkpoint.hf.vision_part import VisionPart
 from vtp_plugin.host.megatron_flags import flag_named
 from vtp_plugin.plan.model.gpt_model import GPTModel
 
@@ -12,6 +13,8 @@ from vtp_plugin.plan.model.gpt_model import GPTModel
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HFModel(GPTModel):
     """A GPT that was published, with what flags say of it besides sizes; its words are counted without padding.
+
+    One that sees pictures is what MindSpeed-MM builds, of the entries of a JSON file instead of flags.
 
     Attributes:
         family: name of the family, the ``model_type`` of its config.
@@ -22,6 +25,7 @@ class HFModel(GPTModel):
         topk: number of experts of a token.
         is_topk_normalised: whether the weights of a token's experts add up to 1.
         dropout: dropout of attention.
+        vision: the part that sees pictures; None without one.
         num_predicting: none has multi-token prediction.
         num_positions: positions are rotations.
         is_gated: all are.
@@ -40,6 +44,7 @@ class HFModel(GPTModel):
     topk: int = 0
     is_topk_normalised: bool = True
     dropout: float = 0.0
+    vision: VisionPart | None = None
     num_predicting: int = 0
     num_positions: int = 0
     is_gated: bool = True
@@ -52,11 +57,11 @@ class HFModel(GPTModel):
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """A flag of Megatron with its value.
+    """A flag of Megatron with its value, or an entry of MindSpeed-MM's JSON file of a model.
 
     Attributes:
-        flag: name of the flag.
-        argument: name of the argument that Megatron's parser makes of it.
+        flag: name of the flag, or path of the entry.
+        argument: name of the argument that is made of it; of an entry of which none is made, its path.
         value: value of that argument.
         is_switch: whether the flag takes no value.
         is_given: whether it must be given; else it must be left out.
@@ -64,9 +69,14 @@ class Setting:
 
     flag: str
     argument: str
-    value: int | float | str | bool
+    value: int | float | str | bool | list[int]
     is_switch: bool = False
     is_given: bool = True
+
+    @property
+    def is_argument(self) -> bool:
+        """Whether an argument is made of it."""
+        return self.argument != self.flag
 
     @property
     def text(self) -> str:
@@ -82,7 +92,28 @@ def settings(model: HFModel) -> tuple[Setting, ...]:
     >>> [each.text for each in settings(model) if each.is_given][:3]
     ['--num-layers 2', '--hidden-size 64', '--ffn-hidden-size 96']
     """
-    return tuple(_settings(model))
+    return tuple(_settings(model) if model.vision is None else _entries(model, model.vision))
+
+
+def _entries(model: HFModel, vision: VisionPart) -> Iterator[Setting]:
+    # MindSpeed-MM makes arguments of these.
+    sizes = {
+        "num_layers": model.num_layers,
+        "hidden_size": model.hidden,
+        "ffn_hidden_size": model.ffn,
+        "num_attention_heads": model.heads,
+    }
+    for name, value in sizes.items():
+        yield Setting(f"text_decoder.{name}", name, value)
+    others = {
+        # Its argument is changed by Megatron, which counts the operations of a step.
+        "num_query_groups": model.groups,
+        "layernorm_epsilon": model.epsilon,
+        "rope_theta": float(model.rotary_base),
+        "untie_embeddings_and_output_weights": not model.is_tied,
+    }
+    for path, value in (*((f"text_decoder.{name}", value) for name, value in others.items()), *vision.entries()):
+        yield Setting(path, path, value)
 
 
 def _settings(model: HFModel) -> Iterator[Setting]:

@@ -152,7 +152,7 @@ def check_note(load_dir: str, args: Any) -> Iterator[str]:
     if (note := read_note(load_dir)) is None:
         return
     rule = f"{load_dir} was imported as a model of the family {note.family}"
-    for problem, way_out in contradictions(note.settings, vars(args)):
+    for problem, way_out in contradictions(note.settings, {**vars(args), **flat_entries(_json_model(args))}):
         yield f"{problem}; {rule}; {way_out}"
     padded = getattr(args, "padded_vocab_size", None)
     if padded is None and not getattr(args, "pad_vocab_size", True):
@@ -164,6 +164,24 @@ def check_note(load_dir: str, args: Any) -> Iterator[str]:
             f"{padding_flag(note.vocab, math.lcm(sizes[0], sizes[-1]))}, and neither --padded-vocab-size nor "
             "--no-pad-vocab-size"
         )
+
+
+def _json_model(args: Any) -> Mapping[str, Any]:
+    """Return what MindSpeed-MM's JSON file of the model says; nothing in another run."""
+    model = getattr(getattr(args, "mm", None), "model", None)
+    return {} if model is None else model.to_dict()
+
+
+def flat_entries(entries: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Return the entries of a JSON file by their paths.
+
+    >>> flat_entries({"a": {"b": 1}, "c": [2]})
+    {'a.b': 1, 'c': [2]}
+    """
+    found: dict[str, Any] = {}
+    for name, value in entries.items():
+        found |= flat_entries(value, f"{path}{name}.") if isinstance(value, Mapping) else {path + name: value}
+    return found
 
 
 def padding_flag(num_words: int, multiple: int) -> str:

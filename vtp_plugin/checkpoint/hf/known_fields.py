@@ -106,7 +106,16 @@ def known_fields(family: Family) -> dict[str, str]:
     fixed = {name: f"must be {shown(values)}" for name, values in fixed_fields(family).items()}
     experts = {} if family.experts is None else dict.fromkeys(sorted(family.experts.names), "experts")
     prefixes = {f"{prefix}*": reason for prefix, reason in HARMLESS_PREFIXES.items()}
-    return {**HARMLESS, **prefixes, **family.harmless, **experts, **READ, **fixed}
+    return {**HARMLESS, **prefixes, **family.harmless, **experts, **READ, **fixed, **_of_pictures(family)}
+
+
+def _of_pictures(family: Family) -> dict[str, str]:
+    if (vision := family.vision) is None:
+        return {}
+    fixed = {name: f"must be {shown(values)}" for name, values in vision.fixed.items()}
+    own = {**vision.harmless, **vision.read, **fixed}
+    sections = {"rope_scaling": "mrope_section of text_decoder, and no scaling"}
+    return {**sections, **vision.beside, **{f"vision_config: {name}": meaning for name, meaning in own.items()}}
 
 
 def is_known(name: str, known: Mapping[str, str]) -> bool:

@@ -30,6 +30,27 @@ class ExpertFields:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VisionFields:
+    """What the fields of a family's ``vision_config`` mean.
+
+    Attributes:
+        defaults: what transformers takes for a field that a config leaves out.
+        read: fields that are carried over, and what becomes of them.
+        fixed: fields that change what is computed, with the values that MindSpeed-MM computes.
+        harmless: fields of it alone that change nothing, with the reason.
+        beside: fields beside it that are of pictures, and what becomes of them.
+        defaults_beside: what transformers takes for these.
+    """
+
+    defaults: Mapping[str, Any]
+    read: Mapping[str, str]
+    fixed: Mapping[str, tuple[Any, ...]]
+    harmless: Mapping[str, str]
+    beside: Mapping[str, str]
+    defaults_beside: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """Models that one class of transformers computes.
 
@@ -44,6 +65,7 @@ class Family:
         has_qkv_bias: queries, keys and values have biases.
         has_query_norm: queries and keys have norms of their own.
         experts: where the config speaks of experts; None of a dense family.
+        vision: where the config speaks of pictures; None of a family that sees none.
         fused: rows that replace those with the same Megatron keys, where all experts of a layer lie in one tensor.
     """
 
@@ -56,4 +78,5 @@ class Family:
     has_qkv_bias: bool = False
     has_query_norm: bool = False
     experts: ExpertFields | None = None
+    vision: VisionFields | None = None
     fused: tuple[TensorRow, ...] = ()

@@ -12,6 +12,7 @@ from vtp_plugin.checkpoint.hf.field_readers import Fields, short
 from vtp_plugin.checkpoint.hf.hf_model import HFModel
 from vtp_plugin.checkpoint.hf.known_fields import LISTS, fixed_fields, is_known, known_fields, shown
 from vtp_plugin.checkpoint.hf.model_family import Family
+from vtp_plugin.checkpoint.hf.read_vision import read_vision, text_fields, vision_family
 from vtp_plugin.checkpoint.hf.side_files import CONFIG, file_of
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.plan.model.gpt_model import Experts
@@ -78,8 +79,13 @@ def read_model(config: Mapping[str, Any], file: Path) -> HFModel:
         ConfigError: the family or a field is unknown, or has a value that Megatron does not compute.
     """
     family = family_of(config, file)
-    fields = Fields(config, family.defaults, file)
-    refuse(f"{file}: {problem}" for problem in _problems(config, family, fields))
+    vision, own = family.vision, config
+    if vision is not None:
+        own = text_fields(config, vision, file)
+        seen = Fields(config, {}, file).mapping("vision_config")
+        refuse(f"{file}: vision_config: {problem}" for problem in _problems(seen, vision_family(family, vision)))
+    fields = Fields(own, family.defaults, file, has_sections=vision is not None)
+    refuse(f"{file}: {problem}" for problem in (*_problems(own, family), *_problems_of_class(family, fields)))
     heads, hidden = fields.number("num_attention_heads"), fields.number("hidden_size")
     base, factor = fields.positions()
     experts = family.experts
@@ -107,6 +113,9 @@ def read_model(config: Mapping[str, Any], file: Path) -> HFModel:
         topk=0 if experts is None else fields.number("num_experts_per_tok"),
         is_topk_normalised=experts is None or experts.normalised is None or fields.truth(experts.normalised),
         dropout=fields.real("attention_dropout", 0.0),
+        vision=None
+        if vision is None
+        else read_vision(config, vision, file, channels=fields.number("head_dim", hidden // heads), hidden=hidden),
     )
     if (count := made.num_layers * max(made.num_experts, made.groups)) > _MAX_PARTS:
         raise ConfigError(
@@ -124,7 +133,7 @@ def read_model(config: Mapping[str, Any], file: Path) -> HFModel:
     return replace(made, experts=replace(made.experts, layers=(True,) * made.num_layers))
 
 
-def _problems(config: Mapping[str, Any], family: Family, fields: Fields) -> Iterator[str]:
+def _problems(config: Mapping[str, Any], family: Family) -> Iterator[str]:
     """Say which fields are unknown or have a value that Megatron does not compute."""
     known = known_fields(family)
     for name in sorted(name for name in config if not is_known(name, known)):
@@ -138,6 +147,10 @@ def _problems(config: Mapping[str, Any], family: Family, fields: Fields) -> Iter
             yield (
                 f"{name} is {short(value)}; only {shown(values)} is computed as transformers does; take another model"
             )
+
+
+def _problems_of_class(family: Family, fields: Fields) -> Iterator[str]:
+    """Say which class a config is of, if it is another one."""
     found = fields.texts("architectures", [family.architecture])
     if found and family.architecture not in found:
         yield (

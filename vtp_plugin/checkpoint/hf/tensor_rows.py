@@ -6,11 +6,13 @@ directions.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import product
+from typing import Final
 
 from vtp_plugin.checkpoint.hf.hf_model import HFModel
+from vtp_plugin.plan.model.gpt_model import GPTModel
 from vtp_plugin.plan.model.gpt_parameters import LAYERS, ParameterRow
 from vtp_plugin.util.index_boxes import Box, whole_box
 
@@ -19,27 +21,53 @@ _STATELESS = ("word_embeddings", "router")
 _ATTENTION = "self_attention.core_attention"
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A module of a model that has layers of its own, or no layers.
+
+    Attributes:
+        module: its name with a full stop; empty for the whole model.
+        layers: name of its layers in it.
+        sizes: gives its sizes in a model.
+    """
+
+    module: str
+    layers: str
+    sizes: Callable[[HFModel], GPTModel]
+
+    def key_of_layer(self, key: str, layer: int) -> str:
+        """Return the key of a single layer's tensor for that of all layers."""
+        return key.replace(f"{self.module}{self.layers}.", f"{self.module}{self.layers}.{layer}.", 1)
+
+
+WHOLE: Final = Place("", LAYERS, lambda model: model)
+"""A GPT that is all of the model."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorRow:
     """Hugging Face tensors, and the parameter of Megatron's that they make.
 
     Attributes:
         hf_names: names of the Hugging Face tensors, with ``{layer}`` and ``{expert}``: one for each part of the
-            parameter's rows, or one for all of them.
+            parameter's rows, or one for all of them, one behind another.
         parameter: the parameter; it says the shapes, and how the parts lie in it.
+        place: the module that has the parameter.
         has_own_name: whether it is stored under the name that it has in the model, too, since Megatron's kinds of
             layers differ in that.
     """
 
     hf_names: tuple[str, ...]
     parameter: ParameterRow
+    place: Place = WHOLE
     has_own_name: bool = False
 
     @property
     def megatron_keys(self) -> tuple[str, ...]:
         """Key of the Megatron tensor in a checkpoint, and a second one where kinds of layers differ in it."""
         names = (self.parameter.key, *([self.parameter.name] if self.has_own_name else []))
-        return tuple(f"{LAYERS}.{name}" for name in names) if self.is_of_layers else names
+        module = self.place.module + (f"{self.place.layers}." if self.is_of_layers else "")
+        return tuple(module + name for name in names)
 
     @property
     def is_of_layers(self) -> bool:
@@ -53,15 +81,28 @@ class TensorRow:
 
     def leads(self, model: HFModel) -> list[int]:
         """Return the lengths of the dimensions that only the Megatron tensor has."""
-        return [model.num_layers] * self.is_of_layers + [model.num_experts] * self.is_of_experts
+        sizes = self.place.sizes(model)
+        return [sizes.num_layers] * self.is_of_layers + [sizes.num_experts] * self.is_of_experts
 
     def shapes(self, model: HFModel) -> list[tuple[int, ...]]:
         """Return the shapes of the Hugging Face tensors, each of one layer, and one expert if it has its own."""
-        lengths = self.parameter.rows(model)
+        sizes = self.place.sizes(model)
+        lengths = self.parameter.rows(sizes)
         parts = lengths if len(self.hf_names) > 1 else (sum(lengths),)
         holds_all_experts = self.parameter.is_routed and not self.is_of_experts
-        lead = (model.num_experts,) if holds_all_experts else ()
-        return [(*lead, part, *self.parameter.rest(model)) for part in parts]
+        lead = (sizes.num_experts,) if holds_all_experts else ()
+        return [(*lead, part, *self.parameter.rest(sizes)) for part in parts]
+
+    def parts(self, model: HFModel) -> list[tuple[int, int, int]]:
+        """Return the parts of the parameter's rows: which tensor has one, at which of its rows it begins, and how many.
+
+        Rows that lie one behind another on both sides are one part.
+        """
+        shapes = self.shapes(model)
+        if len(shapes) > 1 or not self.parameter.is_by_group:
+            return [(index, 0, shape[0]) for index, shape in enumerate(shapes)]
+        lengths = self.parameter.rows(self.place.sizes(model))
+        return [(0, sum(lengths[:index]), length) for index, length in enumerate(lengths)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,16 +173,16 @@ def megatron_tensors(rows: tuple[TensorRow, ...], model: HFModel) -> Iterator[Te
     for row in rows:
         shapes = row.shapes(model)
         num_rows, rest = sum(shape[0] for shape in shapes), shapes[0][1:]
-        num_groups = model.groups if row.parameter.is_by_group and len(shapes) > 1 else 1
+        num_groups = row.place.sizes(model).groups if row.parameter.is_by_group else 1
         shares: list[TensorShare] = []
         for layer, expert in _leads(row, model):
             lead = [(at, at + 1) for at in [layer] * row.is_of_layers + [expert] * row.is_of_experts]
             at = 0
-            for i, part in product(range(num_groups), range(len(shapes))):
-                count = shapes[part][0] // num_groups
-                name = row.hf_names[part].format(layer=layer, expert=expert)
+            for i, (index, first, length) in product(range(num_groups), row.parts(model)):
+                count = length // num_groups
+                name = row.hf_names[index].format(layer=layer, expert=expert)
                 box = (*lead, (at, at + count), *whole_box(rest))
-                shares.append(TensorShare(name, i * count, box, len(lead)))
+                shares.append(TensorShare(name, first + i * count, box, len(lead)))
                 at += count
         yield Tensor(row, (*row.leads(model), num_rows, *rest), tuple(shares))
 
@@ -160,7 +201,9 @@ def empty_states(rows: tuple[TensorRow, ...], model: HFModel) -> Iterator[str]:
      'decoder.layers.self_attention.linear_proj._extra_state/shard_1_2']
     """
     keys = [(key, row.leads(model) or [1]) for row in rows for key in row.megatron_keys]
-    for key, counts in (*keys, (f"{LAYERS}.{_ATTENTION}.weight", [model.num_layers])):
+    places = dict.fromkeys(row.place for row in rows if row.is_of_layers)
+    attention = [(f"{each.module}{each.layers}.{_ATTENTION}.weight", [each.sizes(model).num_layers]) for each in places]
+    for key, counts in (*keys, *attention):
         module, _, name = key.rpartition(".")
         if name == "weight" and not module.endswith(_STATELESS):
             for at in product(*map(range, counts)):
@@ -170,5 +213,6 @@ def empty_states(rows: tuple[TensorRow, ...], model: HFModel) -> Iterator[str]:
 
 def _leads(row: TensorRow, model: HFModel) -> Iterator[tuple[int, int]]:
     """Yield layer and expert of every tensor that a row names; 0 where it names none."""
-    layers = range(model.num_layers if row.is_of_layers else 1)
-    yield from product(layers, range(model.num_experts if row.is_of_experts else 1))
+    sizes = row.place.sizes(model)
+    layers = range(sizes.num_layers if row.is_of_layers else 1)
+    yield from product(layers, range(sizes.num_experts if row.is_of_experts else 1))

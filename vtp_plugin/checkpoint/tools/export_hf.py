@@ -8,16 +8,17 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 from vtp_plugin.checkpoint.format.archive import itemsize
 from vtp_plugin.checkpoint.format.contents import Contents, Part, Whole
+from vtp_plugin.checkpoint.format.safe_pickle import PickledObject
 from vtp_plugin.checkpoint.format.shard_map import Strided
 from vtp_plugin.checkpoint.hf.all_families import rows_of
 from vtp_plugin.checkpoint.hf.hf_model import HFModel, settings
-from vtp_plugin.checkpoint.hf.import_note import CARRIED, contradictions
+from vtp_plugin.checkpoint.hf.import_note import CARRIED, contradictions, flat_entries
 from vtp_plugin.checkpoint.hf.read_config import read_config, read_model
 from vtp_plugin.checkpoint.hf.side_files import CONFIG, carried_files, copy_carried
 from vtp_plugin.checkpoint.hf.tensor_rows import Tensor, TensorShare, hf_shapes, megatron_tensors
@@ -36,7 +37,7 @@ from vtp_plugin.checkpoint.tools.safetensors_files import (
 from vtp_plugin.checkpoint.tools.staging import require_new, written_beside
 from vtp_plugin.checkpoint.tools.writer import are_equal, cut_pieces, read_box
 from vtp_plugin.errors import ConfigError, refuse
-from vtp_plugin.plan.model.gpt_parameters import LAYERS, WORD_EMBEDDING
+from vtp_plugin.plan.model.gpt_parameters import WORD_EMBEDDING
 from vtp_plugin.util.untrusted_files import read_json
 
 # Tokenizers that do not look at --vocab-size.
@@ -44,6 +45,8 @@ _OWN_WORDS: Final = (
     *("HuggingFaceTokenizer", "SFTTokenizer", "MultimodalTokenizer", "GPT2BPETokenizer", "Llama2Tokenizer"),
     *("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "BertWordPieceLowerCase", "BertWordPieceCase"),
 )
+# Of a config that has one for each part of a model.
+_PARTS: Final = ("text_config", "vision_config")
 _MAX_NAMED: Final = 3
 
 
@@ -124,12 +127,12 @@ def plan_export(contents: Contents, like: Path, target: Path) -> Export:
     require_new(target)
     model = read_model(read_config(like), like / CONFIG)
     carried_files(like)
-    given = (
-        f"{problem}; {like / CONFIG} says so" for problem, _ in contradictions(settings(model), contents.arguments)
-    )
+    told = {**contents.arguments, **flat_entries(_json_model(contents))}
+    given = (f"{problem}; {like / CONFIG} says so" for problem, _ in contradictions(settings(model), told))
     refuse(f"{contents.folder}: {problem}; give the config of this model with --like" for problem in given)
     weights, problems = contents.weights(), list[str]()
-    rows = next((each.shape[0] for key, each in weights.items() if key == WORD_EMBEDDING.key and each.shape), 0)
+    words = next(key for row in rows_of(model) if row.parameter is WORD_EMBEDDING for key in row.megatron_keys)
+    rows = next((each.shape[0] for key, each in weights.items() if key == words and each.shape), 0)
     refuse(_words_cut_off(contents, rows, model, like))
     refuse(_both_names(contents, weights, model))
     refuse(
@@ -154,6 +157,18 @@ def plan_export(contents: Contents, like: Path, target: Path) -> Export:
     tensors = [NewTensor(name, places[name][0][1].dtype, shape) for name, shape in sorted(shapes.items())]
     is_unproved = rows > model.vocab and not _words_of_run(contents, like)[1]
     return Export(contents, model, like, plan_files(tensors), places, rows - model.vocab if is_unproved else 0)
+
+
+def _json_model(contents: Contents) -> Mapping[str, Any]:
+    """Return what MindSpeed-MM's JSON file of the run's model said; nothing of another run."""
+
+    def plain(value: Any) -> Any:
+        value = value.state if isinstance(value, PickledObject) else value
+        return {str(name): plain(each) for name, each in value.items()} if isinstance(value, Mapping) else value
+
+    read = plain(contents.arguments.get("mm"))
+    model = read.get("model") if isinstance(read, Mapping) else None
+    return model if isinstance(model, Mapping) else {}
 
 
 def _words_of_run(contents: Contents, like: Path) -> tuple[list[tuple[int, str]], bool]:
@@ -209,7 +224,7 @@ def _find(
     num_lead = tensor.shares[0].num_lead
     for layer, key in found:
         whole = weights[key]
-        shape = whole.shape if layer is None else (model.num_layers, *whole.shape)
+        shape = whole.shape if layer is None else (tensor.shape[0], *whole.shape)
         if not _fits(shape, tensor):
             problems.append(f"{key} has the shape {whole.shape}, and {tensor.shape} is expected")
             return None
@@ -234,7 +249,8 @@ def _keys(weights: Mapping[str, Whole], tensor: Tensor, model: HFModel) -> list[
         if key in weights:
             return [(None, key)]
         # Where kinds of layers differ, Megatron stores each layer on its own.
-        single = [key.replace(f"{LAYERS}.", f"{LAYERS}.{layer}.", 1) for layer in range(model.num_layers)]
+        num_layers = tensor.row.place.sizes(model).num_layers
+        single = [tensor.row.place.key_of_layer(key, layer) for layer in range(num_layers)]
         if all(each in weights for each in single):
             return [*enumerate(single)]
     return []
@@ -305,7 +321,14 @@ def _bytes_of(elements: torch.Tensor) -> memoryview:
 
 def _set_dtype(config: Path, dtype: str) -> None:
     """Let a config name the type that the weights have; it stays as it is where it does."""
-    fields = read_json(config)
-    names = [name for name in ("dtype", "torch_dtype") if fields.get(name) is not None] or ["torch_dtype"]
-    if any(fields.get(name) != dtype for name in names):
-        config.write_text(json.dumps({**fields, **dict.fromkeys(names, dtype)}, indent=2) + "\n")
+    before = read_json(config)
+    parts = {name: before[name] for name in _PARTS if isinstance(before.get(name), dict)}
+    after = {**before, **{name: {**part, **_named(part, dtype)} for name, part in parts.items()}}
+    after |= _named(before, dtype) or {"torch_dtype": dtype}
+    if after != before:
+        config.write_text(json.dumps(after, indent=2) + "\n")
+
+
+def _named(fields: Mapping[str, Any], dtype: str) -> dict[str, str]:
+    """Return the fields of a config that name a type, with this one."""
+    return {name: dtype for name in ("dtype", "torch_dtype") if fields.get(name) is not None}

@@ -1,4 +1,4 @@
-"""Imports a Hugging Face model as a checkpoint of weights that every layout loads, without Megatron."""
+"""Imports a published model as a checkpoint of weights that every layout loads, without Megatron."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ from vtp_plugin.checkpoint.save.atomic_dir import make_folder, partial_of, remov
 from vtp_plugin.checkpoint.save.folder_lock import LOCK
 from vtp_plugin.checkpoint.tools.safetensors_files import Shards
 from vtp_plugin.checkpoint.tools.staging import holding, require_new, writing_to
-from vtp_plugin.checkpoint.tools.writer import Ending, NewPiece, PieceWriter, are_equal, cut_pieces
+from vtp_plugin.checkpoint.tools.writer import Ending, NewPiece, PiecePart, PieceWriter, Source, are_equal, cut_pieces
 from vtp_plugin.errors import refuse
 from vtp_plugin.util.index_boxes import Box, intersect, whole_box
 from vtp_plugin.util.untrusted_files import read_bytes
@@ -56,16 +56,18 @@ class Import:
     """A planned import.
 
     Attributes:
-        folder: folder of the published model.
+        folder: folder of the published model, with its config.
         model: the model that it is.
-        shards: the tensors of its files.
+        source: the reader of the weights.
+        files: the files that hold them.
         pieces: the pieces of the new checkpoint.
         passed: fields of its config that are ignored, since they change nothing.
     """
 
     folder: Path
     model: HFModel
-    shards: Shards
+    source: Source
+    files: tuple[Path, ...]
     pieces: tuple[NewPiece, ...]
     passed: tuple[str, ...]
 
@@ -85,10 +87,7 @@ def plan_import(folder: Path, target: Path) -> Import:
     Raises:
         ConfigError: the model is unknown or damaged, or not what its config says; or the target holds something.
     """
-    require_new(target, but_for=(partial_of(Path(RELEASE)).name, CARRIED, LOCK))
-    config = read_config(folder)
-    model = read_model(config, folder / CONFIG)
-    carried_files(folder)
+    model, passed = begin_import(folder, target)
     shards = Shards(folder)
     shards.rename(respelt(shards.names, model))
     rows = rows_in_file(model, shards.names)
@@ -97,9 +96,31 @@ def plan_import(folder: Path, target: Path) -> Import:
     tensors = [*megatron_tensors(rows, model)]
     refuse(_mixed(shards, tensors))
     refuse(problem for name in left_out for problem in _not_copied(shards, model, name))
-    pieces = (piece for tensor in tensors for piece in _pieces(tensor, shards))
-    passed = tuple(passed_over(config, FAMILIES[model.family]))
-    return Import(folder, model, shards, (*pieces, _nothing(model)), passed)
+    pieces = (
+        piece for each in tensors for piece in cut_tensor(each, shards.dtype_of(each.shares[0].name), each.shares)
+    )
+    files = tuple(sorted(folder.glob("*.safetensors")))
+    return Import(folder, model, shards, files, (*pieces, no_states(model)), passed)
+
+
+def begin_import(folder: Path, target: Path) -> tuple[HFModel, tuple[str, ...]]:
+    """Check all that an import needs besides weights.
+
+    Args:
+        folder: folder of the published model.
+        target: folder for the new checkpoint.
+
+    Returns:
+        The model, and the fields of its config that change nothing.
+
+    Raises:
+        ConfigError: the model is unknown, or the target holds something.
+    """
+    require_new(target, but_for=(partial_of(Path(RELEASE)).name, CARRIED, LOCK))
+    config = read_config(folder)
+    model = read_model(config, folder / CONFIG)
+    carried_files(folder)
+    return model, tuple(passed_over(config, FAMILIES[model.family]))
 
 
 def _problems(shards: Shards, rows: tuple[TensorRow, ...], model: HFModel, left_out: Sequence[str]) -> Iterator[str]:
@@ -172,20 +193,25 @@ def _mixed(shards: Shards, tensors: list[Tensor]) -> Iterator[str]:
             )
 
 
-def _pieces(tensor: Tensor, shards: Shards) -> Iterator[NewPiece]:
-    """Cut a Megatron tensor into pieces, layer by layer and expert by expert."""
-    first = tensor.shares[0]
-    dtype, num_lead = shards.dtype_of(first.name), first.num_lead
+def cut_tensor(tensor: Tensor, dtype: str, parts: Sequence[PiecePart]) -> Iterator[NewPiece]:
+    """Cut a Megatron tensor into pieces, layer by layer and expert by expert.
+
+    Args:
+        tensor: the tensor.
+        dtype: type of its elements.
+        parts: the parts that it is made of, layer by layer.
+    """
+    num_lead = tensor.shares[0].num_lead
     key, *aliases = tensor.row.megatron_keys
-    for lead, group in groupby(tensor.shares, key=lambda share: share.box[: share.num_lead]):
-        shares = [*group]
+    for lead, group in groupby(parts, key=lambda part: part.box[:num_lead]):
+        of_lead = [*group]
         whole: Box = (*lead, *whole_box(tensor.shape[num_lead:]))
         for box in cut_pieces(whole, itemsize(dtype)):
-            parts = tuple(share for share in shares if intersect(share.box, box) is not None)
-            yield NewPiece(key, dtype, tensor.shape, box, parts=parts, aliases=tuple(aliases))
+            inside = tuple(part for part in of_lead if intersect(part.box, box) is not None)
+            yield NewPiece(key, dtype, tensor.shape, box, parts=inside, aliases=tuple(aliases))
 
 
-def _nothing(model: HFModel) -> NewPiece:
+def no_states(model: HFModel) -> NewPiece:
     """Return what all layers store besides weights: the same bytes under all their keys."""
     first, *others = empty_states(rows_of(model), model)
     return NewPiece(first, None, (), (), data=_saved([None]), aliases=tuple(others))
@@ -211,7 +237,7 @@ def write_import(plan: Import, target: Path, on_written: Callable[[int], None]) 
         ConfigError: the folder holds something, or cannot be written, or the process was told to stop.
     """
     release, carried = target / RELEASE, target / CARRIED
-    writer = PieceWriter(plan.pieces, plan.shards, release, _identity(plan))
+    writer = PieceWriter(plan.pieces, plan.source, release, _identity(plan))
     # The tracker first, since it names what goes.
     undo = remover(target, target / TRACKER, partial_of(release), release, carried)
     with holding(target):
@@ -225,7 +251,7 @@ def write_import(plan: Import, target: Path, on_written: Callable[[int], None]) 
 
 
 def _ending(plan: Import) -> Ending:
-    arguments = {each.argument: each.value for each in settings(plan.model)}
+    arguments = {each.argument: each.value for each in settings(plan.model) if each.is_argument}
     # Older Megatrons ask which layout wrote it, and pass over the random states that are not there.
     layout = dict.fromkeys(("tensor_model_parallel_size", "pipeline_model_parallel_size", "data_parallel_size"), 1)
     # What --use-checkpoint-args takes besides.
@@ -244,6 +270,6 @@ def _ending(plan: Import) -> Ending:
 def _identity(plan: Import) -> str:
     """Return what tells a model from others: its config, and names, lengths and times of its files."""
     told = hashlib.sha256(read_bytes(file_of(plan.folder, CONFIG)))
-    for file in sorted(plan.folder.glob("*.safetensors")):
+    for file in plan.files:
         told.update(f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}".encode())
     return told.hexdigest()

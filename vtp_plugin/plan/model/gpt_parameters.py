@@ -42,7 +42,7 @@ class ParameterRow:
         stored_as: its name in a checkpoint, where layers and experts are dimensions; empty where it is the same.
         parts: sizes of what lies one behind another in its first dimension, by the names of :class:`GPTModel` or of
             sizes that follow from it; empty if memory is not planned with it, and only its place is known.
-        width: its second dimension, likewise; empty of a vector.
+        width: its second dimension, likewise, or several more; empty of a vector.
         cut: the dimension of which each tensor-parallel rank has a part; None if each rank has all.
         cut_name: what an error calls that dimension; the name of the module where it is empty.
         is_by_group: each query group has rows of all parts in turn, and they are cut together; else each part is cut.
@@ -55,7 +55,7 @@ class ParameterRow:
     name: str
     stored_as: str = ""
     parts: tuple[str, ...] = ()
-    width: str = ""
+    width: str | tuple[str, ...] = ""
     cut: Cut | None = None
     cut_name: str = ""
     is_by_group: bool = False
@@ -85,7 +85,8 @@ class ParameterRow:
 
     def rest(self, model: GPTModel) -> tuple[int, ...]:
         """Return its shape behind the first dimension."""
-        return (_size(model, self.width),) if self.width else ()
+        names = self.width if isinstance(self.width, tuple) else (self.width,) if self.width else ()
+        return tuple(_size(model, name) for name in names)
 
 
 def _latent(model: GPTModel) -> Latent:

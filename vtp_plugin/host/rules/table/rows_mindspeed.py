@@ -11,6 +11,14 @@ from vtp_plugin.host.rules.table.rule import OptionRule, case, given, on, refuse
 
 _LANE = "tests/mindspeed/test_lane.py::test_layout"
 _NOT_RUN = "not run: needs an NPU"
+_CHUNKS = (
+    *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
+    "virtual_pipeline_model_parallel_size",  # of MindSpeed-MM
+)
+_OVERTAKEN = (
+    "it fetches a layer's input back while the next layer of the rank computes gradients, once for each microbatch, "
+    "and from one chunk to the next microbatches overtake each other"
+)
 
 
 def _is_mindspeed(args: object) -> bool:
@@ -24,6 +32,11 @@ def _resets_mask(args: object, context: OptionContext) -> bool:
 
 def _splits_sequences(args: object, context: OptionContext) -> bool:
     return _is_mindspeed(args) and max(context.cp_sizes, default=1) > 1
+
+
+def _swaps_in_chunks(args: object, context: OptionContext) -> bool:
+    chunks = (getattr(args, name, None) for name in _CHUNKS)
+    return bool(getattr(args, "swap_layer_input", False)) and any(chunks)
 
 
 MINDSPEED_RULES: tuple[OptionRule, ...] = (
@@ -69,6 +82,19 @@ MINDSPEED_RULES: tuple[OptionRule, ...] = (
         way_out="leave it out: train all weights",
     ),
     *refused(
+        "it keeps a second, whole model on every rank, and takes the loss from outputs that only the last stage has",
+        case("--qad-enable"),
+    ),
+    *refused(
+        _OVERTAKEN,
+        OptionRule(
+            option="--swap-layer-input in an interleaved pipeline",
+            attribute="swap_layer_input",
+            applies=_swaps_in_chunks,
+        ),
+    ),
+    *refused_u_shaped(_OVERTAKEN, case("--swap-layer-input")),
+    *refused(
         "it makes files of weights for one tensor-parallel size, and only rank 0 says which",
         case("--enable-hf2mg-convert"),
         case("--enable-mg2hf-convert"),
@@ -102,6 +128,7 @@ MINDSPEED_RULES: tuple[OptionRule, ...] = (
         case("--use-ascend-mc2"),
         case("--use-ascend-coc"),
         case("--swap-attention"),
+        case("--swap-layer-input"),
         case("--swap-optimizer"),
         case("--smart-swap"),
         case("--reuse-fp32-param"),
