@@ -11,18 +11,16 @@ import dataclasses
 import functools
 import importlib
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from vtp_plugin.errors import ConfigError, LayoutError, refuse
+from vtp_plugin.errors import LayoutError, refuse
 from vtp_plugin.host.rules.checks.batch import most_tokens
 from vtp_plugin.host.rules.checks.layer_counts import check_counts, check_places
 from vtp_plugin.host.rules.checks.packed import packing_flag
-from vtp_plugin.patches.mindspeed import known_mm, two_rings
+from vtp_plugin.patches.mindspeed import known_mm, mm_data, two_rings
 from vtp_plugin.patches.mindspeed.converted import problems_of_converted
 from vtp_plugin.plan.boundary.message_kind import MessageKind
 from vtp_plugin.plan.layout.layer_lists import (
@@ -125,8 +123,12 @@ def check(session: Session, args: argparse.Namespace) -> None:
     is_split = session.planned.replicas.is_split
     refuse(problems(args, layout, is_u_shaped=is_u_shaped, is_split=is_split), LayoutError)
     if not is_u_shaped or layout.stage_of(args.rank) == 0:
-        refuse(problems_of_files(args))
-    session.learn(check_batch=functools.partial(require_batch, args) if layout.num_stages > 1 else require_one_kind)
+        refuse(mm_data.problems_of_files(args))
+    session.learn(
+        check_batch=functools.partial(mm_data.require_batch, args)
+        if layout.num_stages > 1
+        else mm_data.require_one_kind
+    )
     if is_u_shaped and session.config.num_rings > 1:
         two_rings.learn_first_ring(session, args.mm.model.image_encoder.vision_encoder)
     if args.rank == 0 and (changed := tuple(known_mm.changes_of_versions())):
@@ -199,7 +201,7 @@ def _problems_of_sequences(args: argparse.Namespace, layout: PipelineLayout) -> 
             "adds up the embedding's gradient once for each of them, also without the plugin; leave out "
             "--sequence-parallel, or give stage 0 one rank"
         )
-    for stage, size in enumerate(layout.tp_sizes if _has_own_lengths(args) else ()):
+    for stage, size in enumerate(layout.tp_sizes if mm_data.has_own_lengths(args) else ()):
         if _MULTIPLE % size:
             yield (
                 f"--variable-seq-lengths and --sequence-parallel with stage {stage} of {size} ranks, which share a "
@@ -247,7 +249,7 @@ def positions(args: argparse.Namespace) -> Companion:
     """
     return Companion(
         kind=MessageKind.POSITIONS,
-        shape=(None, None, 4) if _has_own_lengths(args) else (args.seq_length, args.micro_batch_size, 4),
+        shape=(None, None, 4) if mm_data.has_own_lengths(args) else (args.seq_length, args.micro_batch_size, 4),
         most_tokens=most_tokens(args),
         read=functools.partial(_read, args),
         give=_batch,
@@ -259,7 +261,7 @@ def positions(args: argparse.Namespace) -> Companion:
 
 def _read(args: argparse.Namespace, batch: Mapping[str, Any]) -> torch.Tensor:
     """Compute the positions by MindSpeed-MM's own function, of the batch that only the edge has."""
-    require_batch(args, batch)
+    mm_data.require_batch(args, batch)
     ids, mask = batch["input_ids"], batch.get("attention_mask")
     _, places = importlib.import_module(_POSITIONS).prepare_positionsids_mask_for_llm(
         config=args,
@@ -278,69 +280,6 @@ def _batch(rows: torch.Tensor) -> dict[str, torch.Tensor]:
     by_row = rows.long().permute(2, 1, 0)
     mask = by_row[3].contiguous()
     return {"input_ids": torch.zeros_like(mask), "attention_mask": mask, "position_ids": by_row[:3].contiguous()}
-
-
-def problems_of_files(args: argparse.Namespace) -> Iterator[str]:
-    """Say what a rank that reads data will not find: the tokenizer, before others wait for this rank.
-
-    Args:
-        args: after :func:`read_model`.
-    """
-    data = getattr(args.mm, "data", None)
-    if data is None:
-        yield "no --mm-data on a rank that reads data (in a U-shape the edge, else all); give its JSON file"
-        return
-    path = getattr(getattr(data.dataset_param, "preprocess_parameters", None), "model_name_or_path", None)
-    # Else it may be the name of a model in a cache.
-    if isinstance(path, str) and path.startswith((".", "/", "~")) and not Path(path).expanduser().exists():
-        yield (
-            f"model_name_or_path {path} of --mm-data {args.mm_data} is not there; a rank that reads data needs the "
-            "tokenizer and the processor in it; correct the JSON file"
-        )
-
-
-def require_batch(args: argparse.Namespace, batch: Mapping[str, Any]) -> None:
-    """Refuse a batch that stages could not pass on, before one of them takes memory for it.
-
-    Args:
-        args: arguments of the run.
-        batch: what MindSpeed-MM's loader gives.
-
-    Raises:
-        ConfigError: it has pictures and videos.
-        LayoutError: it has another form than tensors between stages, or more tokens than any may have.
-    """
-    require_one_kind(batch)
-    shape, expected = tuple(batch["input_ids"].shape), (args.micro_batch_size, args.seq_length)
-    if not _has_own_lengths(args) and shape != expected:
-        raise LayoutError(
-            f"a batch of {shape} tokens; between stages all have {expected}, --micro-batch-size and --seq-length; add "
-            "--variable-seq-lengths, for batches of their own lengths, or pad all samples to --seq-length and drop the "
-            "last batch if it is smaller"
-        )
-    most = most_tokens(args)
-    if most is not None and math.prod(shape) > most:
-        raise LayoutError(
-            f"a batch of {shape} tokens; {most} at most, by --micro-batch-size and what the arguments say of lengths; "
-            "raise --seq-length"
-        )
-
-
-def require_one_kind(batch: Mapping[str, Any]) -> None:
-    """Refuse a batch of which MindSpeed-MM would read one half.
-
-    Raises:
-        ConfigError: it has pictures and videos.
-    """
-    if batch.get("video_grid_thw") is not None and batch.get("image_grid_thw") is not None:
-        raise ConfigError(
-            "a batch with pictures and videos; MindSpeed-MM reads either; put them into different batches"
-        )
-
-
-def _has_own_lengths(args: argparse.Namespace) -> bool:
-    """Tell whether batches have lengths of their own; MindSpeed declares the flag."""
-    return getattr(args, "variable_seq_lengths", False)
 
 
 def _lists(args: argparse.Namespace) -> LayerLists:
