@@ -30,6 +30,7 @@ _OWN = {
     "tests/support/hostile_files.py": "a checkpoint that the test has made",
     "tests/multiproc/jobs/script_job.py": "results of a process that the test has started",
     "tests/multiproc/hooks/leak_watch.py": "what a rank of the test hands to torch",
+    "tests/unit/checkpoint/test_mm_trees.py": "trees and a checkpoint that the test has made",
     "tests/unit/checkpoint/test_traps.py": "an index that the test has made",
     "tests/unit/checkpoint/test_plain_values.py": "shows what torch makes of it",
     "tests/unit/checkpoint/test_show_and_verify.py": "an index that the test has made",
