@@ -162,7 +162,6 @@ def problems(
         return
     lists, chunks = _lists(args), args.virtual_pipeline_model_parallel_size or 1
     yield from problems_of_converted(getattr(args, "load", None), layout, is_u_shaped=is_u_shaped)
-    has_two_rings = is_u_shaped and encoder_layers(lists) is not None
     wrong = tuple(lists.problems(layout.num_stages, num_rows=len(lists.text) if is_u_shaped else chunks))
     yield from wrong or _problems_of_layers(args, lists, layout, is_u_shaped=is_u_shaped)
     yield from _problems_of_sequences(args, layout)
@@ -173,7 +172,7 @@ def problems(
             "--vtp-dp-mode split with MindSpeed-MM; the pictures of a microbatch lie in one tensor, which cannot be "
             "cut by samples; leave it out, then every microbatch goes to one replica"
         )
-    if has_two_rings:
+    if is_u_shaped and encoder_layers(lists) is not None:
         yield from two_rings.problems(args)
 
 
