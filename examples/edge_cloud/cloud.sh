@@ -9,4 +9,4 @@ CLOUD_DIR="${CLOUD_DIR:-out/cloud}"
 mkdir -p "$CLOUD_DIR"
 cd "$CLOUD_DIR"
 
-launch "${NODE_RANK:-1}" "${PROCESSES:-2}" cloud --save checkpoint --load checkpoint "$@"
+launch "${NODE_RANK:-1}" "${PROCESSES:-2}" cloud "$SCRIPT" "${SHARED[@]}" --save checkpoint --load checkpoint "$@"

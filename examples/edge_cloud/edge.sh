@@ -11,6 +11,6 @@ mkdir -p "$EDGE_DIR"
 cd "$EDGE_DIR"
 [ -e data/text.idx ] || "$PYTHON" "$(dirname "$HERE")/make_dataset.py" data/text --max-bytes 1000000
 
-launch 0 "${PROCESSES:-1}" edge \
+launch 0 "${PROCESSES:-1}" edge "$SCRIPT" "${SHARED[@]}" \
     --data-path data/text --split 80,10,10 --tokenizer-type NullTokenizer --vocab-size 256 --num-workers 0 \
     --save checkpoint --load checkpoint --tensorboard-dir tensorboard --vtp-audit audit.jsonl "$@"

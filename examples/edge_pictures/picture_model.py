@@ -47,7 +47,8 @@ class Setup:
         sizes: tensor-parallel size of every stage.
         encoder_layers: of every part of the encoder's ring; a single number keeps the encoder on the edge.
         language_layers: of every part of the language model; a single number trains all on one stage.
-        num_microbatches: of a step, on every replica.
+        num_replicas: of every stage; none where all have one number of them.
+        num_microbatches: of a step, on every replica of the edge.
         sequence_parallel: on stages of more than one rank.
         is_tied: word embedding and head share their weight.
         some_without: every third sample has no picture, so what crosses has other shapes.
@@ -60,6 +61,7 @@ class Setup:
     sizes: tuple[int, ...] = (1,)
     encoder_layers: tuple[int, ...] = (3,)
     language_layers: tuple[int, ...] = (4,)
+    num_replicas: tuple[int, ...] = ()
     num_microbatches: int = 4
     sequence_parallel: bool = False
     is_tied: bool = False
@@ -73,6 +75,12 @@ class Setup:
     def num_rings(self) -> int:
         """How often what crosses goes round: 0 on one stage."""
         return (len(self.language_layers) > 1) + (len(self.encoder_layers) > 1)
+
+    def microbatches_of(self, stage: int) -> int:
+        """Count the microbatches of a step that a replica of a stage handles: all stages have as many in sum."""
+        if not self.num_replicas:
+            return self.num_microbatches
+        return self.num_microbatches * self.num_replicas[0] // self.num_replicas[stage]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -338,6 +346,7 @@ class Training:
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
         self.num_read = 0
+        self.num_microbatches = setup.microbatches_of(parallel_state.get_pipeline_model_parallel_rank())
         chunks = make_chunks(setup)
         draw_weights(chunks)
         for chunk in chunks:
@@ -373,9 +382,9 @@ class Training:
     def batches(self, step: int) -> Iterator[dict[str, torch.Tensor]]:
         """Yield the microbatches of this replica; every chunk of the edge that needs data reads all of them."""
         num_replicas = parallel_state.get_data_parallel_world_size()
-        for number in range(self.setup.num_microbatches):
+        for number in range(self.num_microbatches):
             self.num_read += 1
-            index = (step * self.setup.num_microbatches + number) * num_replicas
+            index = (step * self.num_microbatches + number) * num_replicas
             yield draw_batch(self.setup, index + parallel_state.get_data_parallel_rank())
 
     def forward_step(self, iterator: Iterator[dict[str, torch.Tensor]], chunk: Any) -> tuple[torch.Tensor, Any]:
@@ -398,7 +407,7 @@ class Training:
             forward_step_func=self.forward_step,
             data_iterator=[self.batches(step) for _ in self.chunks],
             model=self.chunks,
-            num_microbatches=self.setup.num_microbatches,
+            num_microbatches=self.num_microbatches,
             micro_batch_size=MICRO_BATCH_SIZE,
             forward_only=forward_only,
             **(lengths if self.setup.num_rings > 1 else {"seq_length": SEQ_LENGTH}),

@@ -16,7 +16,7 @@ _HEAD = "text_decoder.output_layer."
 _CHUNK = "model"
 _WAY_OUT = (
     "make a checkpoint of it with python -m vtp_plugin checkpoint import --mm {folders} --like MODEL --to NEW, and "
-    "load that with --ckpt-format torch_dist (docs/ascend.md)"
+    "load that with --ckpt-format torch_dist (docs/mindspeed-mm.md)"
 )
 
 

@@ -84,7 +84,10 @@ def problems_of_model(model: Any) -> Iterator[str]:
         model: what the file says.
     """
     whole, text = getattr(model, "model_id", None), getattr(model, "text_decoder", None)
-    reason = "of MindSpeed-MM's models only Qwen2.5-VL was tried on stages of unequal size"
+    reason = (
+        "of MindSpeed-MM's models only Qwen2.5-VL was tried on stages of unequal size; InternVL, GLM-4.5V and Qwen3-VL "
+        "it trains without a pipeline, on FSDP2"
+    )
     if text is None:
         yield f"model_id {whole} of --mm-model, without a text_decoder; {reason}; {_ONE_SIZE}"
         return

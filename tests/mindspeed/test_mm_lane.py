@@ -63,15 +63,20 @@ def start(
     """
     files = write_files(Path(tempfile.mkdtemp()), vision, text, is_bf16="--bf16" in extra, **model)
     words = [*FLAGS, *files, "--global-batch-size", str(4 * dp), *extra]
+    known = environment(has_own_data=model.get("has_own_data", False))
+    return launch(SCRIPT, words, num_ranks=ranks, is_run=is_run, environment=known, timeout_s=TIMEOUT_S)
+
+
+def environment(*, has_own_data: bool) -> dict[str, str]:
+    """Give the variables by which the script finds the trees, the stand-ins, and its data or made samples."""
     # MindSpeed calls make, which asks python3-config where the headers of this Python lie.
     tools = [str(Path(sys.executable).parent), sysconfig.get_path("scripts"), f"{sys.base_prefix}/bin"]
-    environment = {
+    return {
         "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests" / "npu_stub"), *reversed(TREES.values())]),
         "PATH": os.pathsep.join([*tools, os.environ["PATH"]]),
         "CUDA_DEVICE_MAX_CONNECTIONS": "1",
-        **({"VTP_TEST_OWN_DATA": "1", "HF_HUB_OFFLINE": "1"} if model.get("has_own_data") else {}),
+        **({"VTP_TEST_OWN_DATA": "1", "HF_HUB_OFFLINE": "1"} if has_own_data else {}),
     }
-    return launch(SCRIPT, words, num_ranks=ranks, is_run=is_run, environment=environment, timeout_s=TIMEOUT_S)
 
 
 def trained(*arguments: object, **options: object) -> Numbers:

@@ -12,7 +12,18 @@ from typing import Any
 
 import pytest
 
-from tests.mindspeed.test_mm_lane import OWN_CHUNKS, assert_equal, needs_trees, numbers, oracle, start_u
+from tests.mindspeed.test_mm_lane import (
+    DEVICE,
+    OF_THE_ORACLE,
+    OWN_CHUNKS,
+    U_SHAPE,
+    assert_equal,
+    needs_trees,
+    numbers,
+    oracle,
+    start_u,
+    trained,
+)
 
 pytestmark = [pytest.mark.full, needs_trees]
 VISION, TEXT = [[1, 3], [1, 0], [0, 0]], [[0, 0], [1, 2], [1, 0]]
@@ -47,6 +58,26 @@ def test_two_rings_equal_the_oracle(
     floats = {(kind, "float32") for kind in ("activation", "gradient", "warm-up")}
     whole = {("positions", "int32"), ("grids", "int32"), ("shape header", "int64")}
     assert {(record["cargo"], record["dtype"]) for record in audited(tmp_path)} == floats | whole
+
+
+@pytest.mark.parametrize(
+    ("sizes", "dp_sizes", "extra", "is_frozen"),
+    [
+        ("1,1", (1, 2), (), False),
+        ("1,2", (1, 2), OF_THE_ORACLE, False),
+        ("1,1", (2, 1), (), True),
+    ],
+    ids=["1,1 1,2", "1,2 1,2 distributed optimizer", "frozen 2,1"],
+)
+def test_unequal_replicas_equal_the_oracle(
+    sizes: str, dp_sizes: tuple[int, ...], extra: tuple[str, ...], is_frozen: bool
+) -> None:
+    """As MindSpeed-MM's example has them: every microbatch goes to one replica."""
+    ranks = sum(int(tp) * dp for tp, dp in zip(sizes.split(","), dp_sizes, strict=True))
+    words = (*DEVICE, "--vtp-size-list", sizes, "--vtp-dp-list", ",".join(map(str, dp_sizes)), U_SHAPE, *extra)
+    frozen = {"is_frozen": is_frozen, "is_projector_frozen": is_frozen}
+    found = trained(ranks, VISION, TEXT, *words, is_run=True, dp=dp_sizes[0], **frozen)
+    assert_equal(found, oracle(*extra, dp=dp_sizes[0], vision=NUM_VISION, **frozen))
 
 
 @pytest.mark.parametrize("is_projector_frozen", [True, False], ids=["and its projector", "alone"])

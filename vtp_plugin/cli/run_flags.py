@@ -272,7 +272,7 @@ def _check(args: argparse.Namespace, config: VtpConfig, layout: PipelineLayout, 
             least_on_edge=config.least_on_edge,
         )
     if config.encoder_layer_list is not None:
-        check_two_rings(config.encoder_layer_list, layout.cp_sizes, layout.dp_sizes)
+        check_two_rings(config.encoder_layer_list, layout.cp_sizes, is_split=replicas.is_split)
     refuse(check_run(args, option_context(config, layout), replicas))
 
 

@@ -24,6 +24,7 @@ class PictureCase:
     Attributes:
         sizes, encoder, language: of the stages; layers of the parts of both.
         dp: replicas of every stage.
+        dp_list: replicas of every stage where they differ.
         setup: other fields of ``Setup``.
         transport, sites, in_flight: of the plugin.
         is_alone: without the plugin, on one rank that runs the microbatches of all replicas.
@@ -34,6 +35,7 @@ class PictureCase:
     encoder: tuple[int, ...]
     language: tuple[int, ...]
     dp: int = 1
+    dp_list: tuple[int, ...] = ()
     num_microbatches: int = 4
     setup: tuple[tuple[str, Any], ...] = ()
     transport: str = "auto"
@@ -44,7 +46,7 @@ class PictureCase:
 
     @property
     def world_size(self) -> int:
-        return sum(self.sizes) * self.dp
+        return sum(size * dp for size, dp in zip(self.sizes, self.dp_list or (self.dp,) * len(self.sizes), strict=True))
 
     def alone(self) -> PictureCase:
         """Give the run on one rank that computes the same."""
@@ -55,7 +57,7 @@ class PictureCase:
             sizes=(1,),
             encoder=(sum(self.encoder),),
             language=(sum(self.language),),
-            num_microbatches=self.num_microbatches * self.dp,
+            num_microbatches=self.num_microbatches * (self.dp_list or (self.dp,))[0],
             setup=kept,
             is_alone=True,
         )
@@ -63,8 +65,8 @@ class PictureCase:
     def __str__(self) -> str:
         lists = "_".join(",".join(map(str, one)) for one in (self.sizes, self.encoder, self.language))
         words = [f"{name}={value}" for name, value in self.setup]
-        default = replace(self, dp=1, num_microbatches=4, transport="auto", sites=(), in_flight=None)
-        for name in ("dp", "num_microbatches", "transport", "sites", "in_flight"):
+        default = replace(self, dp=1, dp_list=(), num_microbatches=4, transport="auto", sites=(), in_flight=None)
+        for name in ("dp", "dp_list", "num_microbatches", "transport", "sites", "in_flight"):
             if getattr(self, name) != getattr(default, name):
                 words.append(f"{name}={getattr(self, name)}")
         return " ".join([lists, *words])

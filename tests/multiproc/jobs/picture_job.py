@@ -39,6 +39,7 @@ def setup_of(case: PictureCase) -> Setup:
         sizes=case.sizes,
         encoder_layers=case.encoder,
         language_layers=case.language,
+        num_replicas=case.dp_list,
         num_microbatches=case.num_microbatches,
         **dict(case.setup),
     )
@@ -53,6 +54,7 @@ def _applied(case: PictureCase, **options: Any) -> Iterator[None]:
     two_rings: dict[str, Any] = {"encoder_layer_list": case.encoder} if len(case.encoder) > 1 else {}
     vtp_plugin.apply(
         vtp_size_list=list(case.sizes),
+        vtp_dp_list=list(case.dp_list) or None,
         device="cpu",
         layerwise_disaggregated=True,
         transport=case.transport,

@@ -69,7 +69,7 @@ def check_case(picture_runs: PictureRuns, case: PictureCase) -> None:
         assert run.evaluations.tolist() == pytest.approx(run.losses.tolist(), rel=1e-6)
     # Every chunk of the edge that needs data reads all; the cloud reads nothing.
     assert [rank.num_read > 0 for rank in run.ranks] == [
-        rank < case.sizes[0] * case.dp for rank in range(case.world_size)
+        rank < case.sizes[0] * (case.dp_list or (case.dp,))[0] for rank in range(case.world_size)
     ]
 
 
@@ -108,6 +108,10 @@ TWO_RINGS = [
     two_rings(1, 1, 1, setup={"recompute": True}, in_flight=(1, 1, 1)),
     two_rings(1, 2, dp=2, setup={"optimizer": "adam", "distributed_optimizer": True}),
     two_rings(1, 2, setup={"is_frozen": True}),
+    two_rings(1, 1, dp_list=(1, 2)),
+    two_rings(1, 2, 1, dp_list=(1, 2, 2), setup={"optimizer": "adam", "distributed_optimizer": True}),
+    two_rings(2, 1, dp_list=(1, 3), num_microbatches=6, setup={"some_without": True, "is_tied": True}),
+    two_rings(1, 2, dp_list=(2, 1), num_microbatches=3, setup={"is_frozen": True}, sites=("edge", "cloud")),
     two_rings(1, 1, 2, setup={"is_frozen": True, "optimizer": "adam", "distributed_optimizer": True}),
 ]
 

@@ -103,15 +103,15 @@ def test_only_stages_with_vision_layers_share_its_heads() -> None:
 
 
 def test_the_guide_turns_the_example_of_its_documents_into_one_ring() -> None:
-    """The lists of ``docs/ascend.md``: MindSpeed-MM's are two rings, ours one; both fit the sizes and the model."""
-    text = (ROOT / "docs" / "ascend.md").read_text()
+    """The lists of ``docs/mindspeed-mm.md``: its own two rings, and one ring; both fit the sizes and the model."""
+    text = (ROOT / "docs" / "mindspeed-mm.md").read_text()
     rows = re.findall(r"\| `pipeline_num_layers` of `\w+` \| `(.*)` \| `(.*)` \|\n", text)
-    theirs, ours = (LayerLists(*(read_rows(json.loads(cell)) for cell in cells)) for cells in zip(*rows, strict=True))
-    (given,) = set(re.findall(r"`--layerwise-disaggregated-training --vtp-size-list ([\d,]+)`", text))
-    sizes = tuple(map(int, given.split(",")))
-    assert (encoder_layers(theirs), encoder_layers(ours)) == ((3, 7, 7, 7, 7, 1), None)
-    for lists, rows in ((theirs, 3), (ours, 2)):
+    both, ours = (LayerLists(*(read_rows(json.loads(cell)) for cell in cells)) for cells in zip(*rows, strict=True))
+    ((given, replicas),) = re.findall(r"`--vtp-size-list ([\d,]+) --vtp-dp-list ([\d,]+)`", text)
+    sizes, dp_sizes = (tuple(map(int, each.split(","))) for each in (given, replicas))
+    assert (encoder_layers(both), encoder_layers(ours)) == ((3, 7, 7, 7, 7, 1), None)
+    for lists, rows in ((both, 3), (ours, 2)):
         assert rows_of_u(lists) == lists
         assert not [*lists.problems(len(sizes), num_rows=rows), *lists.problems_of_heads(sizes, 16)]
         assert (num_layers(lists.vision), num_layers(lists.text)) == (32, 64)
-    assert sum(sizes) == 2 + 32
+    assert sum(size * dp for size, dp in zip(sizes, dp_sizes, strict=True)) == 2 + 32

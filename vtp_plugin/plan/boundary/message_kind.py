@@ -77,8 +77,7 @@ MESSAGE_FORMS: Mapping[MessageKind, MessageForm] = MappingProxyType(
         MessageKind.SHAPE_HEADER: MessageForm(
             dtype="int64",
             num_elements=4,
-            says="four int64: S, B, H and the number of a type; only with variable sequence lengths, and a "
-            "few when the links are measured",
+            says="four int64: S, B, H and the number of a type; only with variable sequence lengths",
         ),
         MessageKind.LENGTHS: MessageForm(
             dtype="int32",

@@ -52,17 +52,16 @@ def check_layers(
         raise ConfigError(f"{option} has {sum(layers)} layers ({shown}), --num-layers is {num_layers}; make both equal")
 
 
-def check_two_rings(layers: Sequence[int], cp_sizes: Sequence[int], dp_sizes: Sequence[int]) -> None:
+def check_two_rings(layers: Sequence[int], cp_sizes: Sequence[int], *, is_split: bool) -> None:
     """Refuse layers of an encoder that do not fit the stages, and what was not run with two rings.
 
     Args:
         layers: number of layers of every part of the encoder.
         cp_sizes: context-parallel size of every stage.
-        dp_sizes: data-parallel size of every stage.
+        is_split: replicas of a wide stage share the samples of a narrow one's microbatch.
 
     Raises:
-        ConfigError: not one number of layers for each part, a stage has context parallelism, or stages have different
-            numbers of replicas.
+        ConfigError: not one number of layers for each part, a stage has context parallelism, or microbatches are split.
     """
     check_layers(layers, num_stages=len(cp_sizes), num_layers=None, option="--vtp-encoder-layer-list")
     if max(cp_sizes) > 1:
@@ -70,10 +69,10 @@ def check_two_rings(layers: Sequence[int], cp_sizes: Sequence[int], dp_sizes: Se
             f"--vtp-encoder-layer-list with context-parallel sizes {','.join(map(str, cp_sizes))}: two rings were run "
             "without context parallelism only; leave one of them out"
         )
-    if len(set(dp_sizes)) > 1:
+    if is_split:
         raise LayoutError(
-            f"--vtp-encoder-layer-list with data-parallel sizes {','.join(map(str, dp_sizes))}: two rings were run "
-            "with one number of replicas only; give all stages one"
+            "--vtp-encoder-layer-list with --vtp-dp-mode split: what crosses in the first ring has a row for each "
+            "patch, and cannot be cut by samples; use multiplex"
         )
 
 
