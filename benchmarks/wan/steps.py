@@ -54,6 +54,7 @@ class Job:
         schedules: Lowered, by name; a step of each is run in turn.
         num_steps: Measured steps of each; one more comes before.
         shape: `[S, B, H]` of an activation on the widest stage, float32.
+        shapes: Those of the outputs, by virtual stage, where they differ; empty if they do not.
         dp_sizes: Replicas of every stage; empty for one each.
         split: Names of the schedules whose narrow stages run larger microbatches, cut at the boundaries.
     """
@@ -64,6 +65,7 @@ class Job:
     schedules: Mapping[str, Schedule]
     num_steps: int
     shape: tuple[int, int, int]
+    shapes: tuple[tuple[int, int, int], ...] = ()
     dp_sizes: tuple[int, ...] = ()
     split: tuple[str, ...] = ()
 
@@ -89,10 +91,11 @@ class Job:
             return self.costs
         return split_costs(replace(self.schedules[name].placement, num_replicas=self.dp_sizes), self.costs)
 
-    def local_shape(self, name: str, stage: int) -> tuple[int, int, int]:
-        """Give the shape of an activation on one replica of a stage."""
-        length, batch, width = self.shape
-        return length, self.replicas(name).micro_batch(stage, batch), width
+    def local_shapes(self, name: str, stage: int) -> list[tuple[int, int, int]]:
+        """Give the shapes of the outputs on one replica of a stage, by virtual stage."""
+        replicas = self.replicas(name)
+        shapes = self.shapes or (self.shape,) * self.schedules[name].placement.num_vstages
+        return [(length, replicas.micro_batch(stage, batch), width) for length, batch, width in shapes]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,20 +122,20 @@ class Sleeper:
 
     Args:
         costs: Durations in seconds.
-        shape: shape of every activation.
+        shapes: shape of every virtual stage's output.
     """
 
-    def __init__(self, costs: Costs, shape: Sequence[int]) -> None:
+    def __init__(self, costs: Costs, shapes: Sequence[Sequence[int]]) -> None:
         self.peaks: Counter[int] = Counter()
         self.busy_s = 0.0
         self._costs = costs
-        self._shape = shape
+        self._shapes = shapes
         self._live: Counter[int] = Counter()
 
     def forward(self, action: Action, activation: torch.Tensor | None) -> torch.Tensor:
         """Sleep for a forward; somebody keeps the output until its backward, or not."""
         self._sleep(self._costs.forward[action.vstage])
-        output = torch.zeros(*self._shape)
+        output = torch.zeros(*self._shapes[action.vstage])
         self._live[action.vstage] += 1
         self.peaks[action.vstage] = max(self.peaks[action.vstage], self._live[action.vstage])
         weakref.finalize(output, self._live.subtract, (action.vstage,))
@@ -149,7 +152,7 @@ class Sleeper:
     ) -> torch.Tensor | None:
         """Sleep for a backward."""
         self._sleep(self._costs.backward[action.vstage])
-        return torch.zeros(*self._shape) if action.vstage else None
+        return torch.zeros(*self._shapes[action.vstage - 1]) if action.vstage else None
 
     def release(self, output: torch.Tensor) -> None:
         """Keep everything: memory is counted, not saved."""
@@ -237,10 +240,10 @@ def _rank_main(rank: int, job: Job, link: WanLink | None, address: str, clock: C
         if mode not in channels:
             channels[mode] = _open_channels(job, name, platform)
             stage = job.layout.stage_of(rank)
-            shape = job.local_shape(name, stage)
-            outputs = dict.fromkeys(schedule.placement.vstages(stage), shape)
+            shapes = job.local_shapes(name, stage)
+            outputs = {vstage: shapes[vstage] for vstage in schedule.placement.vstages(stage)}
             # This also warms the connections up: whole tensors, five times each way.
-            links = measure_links(_links(schedule, channels[mode], shape), outputs, platform)
+            links = measure_links(_links(schedule, channels[mode], shapes), outputs, platform)
     writer.send((*_run_steps(job, rank, channels, clock), links))
     dist.barrier()
     dist.destroy_process_group()
@@ -256,10 +259,10 @@ def _run_steps(
     peaks: dict[str, Counter[int]] = {}
     for num_step in range(1 + job.num_steps):
         for name, schedule in job.schedules.items():
-            replicas, shape = job.replicas(name), job.local_shape(name, coord.stage)
+            replicas, shapes = job.replicas(name), job.local_shapes(name, coord.stage)
             worker = replicas.worker(coord.stage, coord.dp_rank)
-            sleeper = Sleeper(job.costs_of(name), shape)
-            own_links = _links(schedule, channels[replicas.mode], shape)
+            sleeper = Sleeper(job.costs_of(name), shapes)
+            own_links = _links(schedule, channels[replicas.mode], shapes)
             executor = Executor(schedule, worker, own_links, sleeper)
             step_s = clock.time(rank, executor.run)
             peaks[name] = sleeper.peaks
@@ -270,9 +273,9 @@ def _run_steps(
 
 
 def _links(
-    schedule: Schedule, channels: Mapping[ChannelId, Channel], shape: tuple[int, ...]
+    schedule: Schedule, channels: Mapping[ChannelId, Channel], shapes: Sequence[tuple[int, ...]]
 ) -> dict[LinkId, ChannelLink]:
-    link_forms = [LinkForm(form=_FORM, shape=shape)] * (schedule.placement.num_vstages - 1)
+    link_forms = [LinkForm(form=_FORM, shape=shape) for shape in shapes[: schedule.placement.num_vstages - 1]]
     return bind_links(schedule.placement, channels, link_forms)
 
 

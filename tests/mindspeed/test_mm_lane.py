@@ -214,9 +214,13 @@ def test_a_u_with_a_frozen_vision_tower_equals_its_oracle() -> None:
     assert_equal(numbers(output), oracle(is_frozen=True))
 
 
-def test_positions_of_zero_ids_fail_by_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: in the cloud of MindSpeed-MM's own feature, positions are those of ids that are all zero."""
-    monkeypatch.setenv("VTP_TEST_ZERO_IDS", "1")
+@pytest.mark.parametrize("name", ["ZERO_IDS", "AHEAD"])
+def test_what_is_wrong_on_purpose_fails_by_far(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """The controls: positions of ids that are all zero, as in the cloud of MindSpeed-MM's feature; a batch too many.
+
+    With it the edge's last chunk has the labels of the batch behind its own.
+    """
+    monkeypatch.setenv(f"VTP_TEST_{name}", "1")
     code, output = start_u("1,2", [[2, 0], [0, 0]], [[1, 2], [1, 0]])
     assert code == 0, output[-6000:]
     found, expected = numbers(output)["norms"][0], oracle()["norms"][0]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.mindspeed import test_mm_lane as own_script
-from tests.mindspeed.mm import samples
+from tests.mindspeed.mm import own_data, samples
 from tests.mindspeed.mm.model import TEXT_LAYERS, VISION_LAYERS, write_files
 from tests.support.hosts import ROOT
 
@@ -112,6 +112,19 @@ def test_no_sample_leaves_the_edge_of_two_rings(tmp_path: Path, monkeypatch: pyt
     sent = [line["cargo"] for line in lines if "cargo" in line and line["way"] == "sent"]
     assert set(sent) == {"activation", "gradient", "positions", "grids", "shape header", "warm-up"}
     assert sent.count("positions") == sent.count("grids") == 2 * STEPS
+
+
+@pytest.mark.parametrize("how", ["watch", "leak"])
+def test_no_picture_of_its_own_data_leaves_the_edge_of_two_rings(monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    """By MindSpeed-MM's loader, from JPEGs, in batches of their own lengths; the control ships a row of pixels."""
+    monkeypatch.setenv("VTP_TEST_WATCH", how)
+    words = ("--seq-length", str(own_data.SEQUENCE), "--variable-seq-lengths", "--train-iters", str(STEPS))
+    code, output = own_script.start_u("1,2", *TWO_RINGS, *words, has_own_data=True)
+    assert code == 0, output[-6000:]
+    edge, *cloud = sorted(map(json.loads, re.findall(r"watched: (\{.*\})", output)), key=lambda each: each["rank"])
+    assert edge["samples"] >= 2 * 2 * STEPS and [rank["samples"] for rank in cloud] == [0, 0]
+    assert edge["findings"] == ([["send", "pixels"]] if how == "leak" else [])
+    assert {kind for kind, _ in edge["sent"]} == {"float32", "int32", "int64", *(["float64"] if how == "leak" else [])}
 
 
 def test_planted_leaks_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

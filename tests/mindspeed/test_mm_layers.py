@@ -73,6 +73,18 @@ def test_in_bf16_stages_of_unequal_size_differ_as_uniform_runs_do(is_tied: bool)
     code, output = start_u("1,2", [[2, 0], [0, 0]], [[1, 2], [1, 0]], "--bf16", is_tied=is_tied)
     assert code == 0, output[-6000:]
     for found in (trained(3, [2, 0], [2, 2], *pipeline, is_run=True, is_tied=is_tied), numbers(output)):
-        off = _off(found, one)
-        print(f"off by {off}, uniform runs by {usual}")
-        assert all(off[name] < 2 * usual[name] for name in usual), (off, usual)
+        assert_no_further(_off(found, one), usual)
+
+
+def test_in_bf16_two_rings_differ_as_uniform_runs_do() -> None:
+    one = oracle("--bf16", vision=3)
+    usual = _off(trained(2, [3], [TEXT_LAYERS], "--bf16", "--tensor-model-parallel-size", "2"), one)
+    code, output = start_u("1,2", [[1, 1], [1, 0], [0, 0]], [[0, 0], [1, 2], [1, 0]], "--bf16")
+    assert code == 0, output[-6000:]
+    assert_no_further(_off(numbers(output), one), usual)
+
+
+def assert_no_further(off: dict[str, float], usual: dict[str, float]) -> None:
+    """Compare what a run is off by with what two uniform runs differ by."""
+    print(f"off by {off}, uniform runs by {usual}")
+    assert all(off[name] < 2 * usual[name] for name in usual), (off, usual)

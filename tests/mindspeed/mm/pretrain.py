@@ -21,20 +21,29 @@ from vtp_plugin.platform.find_device import is_cpu_mapping_installed
 DIGITS = 7
 NORM_AT = 7  # among the arguments of training_log() after the losses
 POSITIONS = "mindspeed_mm.models.vision.vlm_attentionmask_for_llm"
+HAS_OWN_DATA = bool(os.environ.get("VTP_TEST_OWN_DATA"))
 IDS_IN_ITS_CODE = {151655: samples.PICTURE, 151656: samples.VIDEO}
 
 
-def give_made_samples(data: Any) -> None:
-    """Replace the data set, which needs a tokenizer and a processor of pictures."""
+def change_data(data: Any) -> None:
+    """Replace the data set, which needs a tokenizer and a processor of pictures; where these are there, nothing."""
+    if HAS_OWN_DATA:
+        return
     from megatron.core import mpu
     from megatron.training import get_args
 
     def build_dataset(param: Any) -> samples.MadeSamples:
         return samples.MadeSamples()
 
+    made: list[samples.Loader] = []
+
     def build_dataloader(dataset: samples.MadeSamples, **kwargs: Any) -> samples.Loader:
         replica, replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
-        return samples.Loader(dataset, get_args().micro_batch_size, replica, replicas, kwargs["consumed_samples"])
+        size, consumed = get_args().micro_batch_size, kwargs["consumed_samples"]
+        # A control: a chunk behind the first one has called for a batch too many.
+        ahead = size * replicas if made and os.environ.get("VTP_TEST_AHEAD") else 0
+        made.append(samples.Loader(dataset, size, replica, replicas, consumed + ahead))
+        return made[-1]
 
     data.build_mm_dataset, data.build_mm_dataloader = build_dataset, build_dataloader
 
@@ -180,10 +189,9 @@ def main() -> None:
     if not is_cpu_mapping_installed():
         CpuPlatform("this script").install()
     install_operators()
-    has_own_data = bool(os.environ.get("VTP_TEST_OWN_DATA"))
     AfterImport(
         {
-            **({} if has_own_data else {"mindspeed_mm.data": give_made_samples}),
+            "mindspeed_mm.data": change_data,
             POSITIONS: find_small_ids,
             "mindspeed_mm.models.common.mm_gpt_model": allow_fp32,
             "mindspeed_mm.models.vlm_model": start_from_one_set_of_weights,

@@ -80,6 +80,18 @@ def test_parts_are_timed_and_searched_with(words: list[str], tmp_path: Path) -> 
         assert one["source"] == ("measured" if {*one["sizes"]} == {1} else "fitted"), one
 
 
+@pytest.mark.needs("scripts_here")
+def test_lengths_are_timed_one_by_one(tmp_path: Path) -> None:
+    path = tmp_path / "here.toml"
+    asked = ["--tp-sizes", "1", "--seq-lengths", "24,48", "--rounds", "1"]
+    start_python("-m", "vtp_plugin", "profile", *MODEL, *RUN, *asked, "--out", str(path))
+    _, times = read_profile(path)
+    assert {(time.part, time.seq_length) for time in times if time.part != "update"} == {
+        (part, length) for part in ("dense", "embedding", "head") for length in (24, 48)
+    }
+    assert all(time.forward_s > 0 for time in times)
+
+
 def test_links_are_timed_between_the_places_that_ranks_name(pool: Pool) -> None:
     places = [("a", "edge"), ("b", "cloud"), ("b", "cloud"), ("c", "cloud")]
     told = pool.run(4, "tests.multiproc.jobs.profile_job:time_places", {"places": places})
