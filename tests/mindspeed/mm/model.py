@@ -28,6 +28,7 @@ def write_files(
     vision: Sequence[Any],
     text: Sequence[Any],
     *,
+    num_text: int = TEXT_LAYERS,
     is_bf16: bool = False,
     has_switch: bool = False,
     is_frozen: bool = False,
@@ -42,6 +43,7 @@ def write_files(
         folder: where to.
         vision: layers of the vision tower, per stage; or a row for every chunk. The last one has full attention.
         text: layers of the language model, per stage.
+        num_text: how many it has in sum; lists may be wrong on purpose.
         is_bf16: in bf16, as MindSpeed-MM's own files, else in fp32.
         has_switch: ask for MindSpeed-MM's own layerwise-disaggregated training.
         is_frozen: the vision tower is not trained.
@@ -51,6 +53,7 @@ def write_files(
         has_own_data: MindSpeed-MM's own data pipeline reads pictures and texts, in the place of made samples.
     """
     model = _model(list(vision), list(text), is_bf16)
+    model["text_decoder"]["num_layers"] = num_text
     model["image_encoder"]["vision_encoder"]["freeze"] = is_frozen
     model["image_encoder"]["vision_projector"]["freeze"] = is_projector_frozen
     model["text_decoder"]["untie_embeddings_and_output_weights"] = not is_tied
@@ -132,7 +135,6 @@ _PROJECTOR = {
 }
 _TEXT = {
     "model_id": "qwen2_5_lm",
-    "num_layers": TEXT_LAYERS,
     "hidden_size": 64,
     "ffn_hidden_size": 96,
     "num_attention_heads": 4,
