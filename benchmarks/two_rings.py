@@ -12,8 +12,8 @@ cards and four cloud stages of eight. A microbatch is one sample of 1,024 tokens
 
 Steps as in benchmarks/u_shape_wan.py: the executor, the channels, gloo and TCP are real, the line is emulated, compute
 is sleep. t = 40 ms is the forward of 16 language layers on eight cards; the others follow from their multiplications. L
-is the one-way latency, in t. Messages are as large as 10 Gbit/s would carry them at 13 ms, the time of such a forward at
-150 TFLOPS. A step has 16 microbatches; the median of five counts.
+is the one-way latency, in t. Messages are as large as 10 Gbit/s would carry them at 13 ms, the time of such a forward
+at 150 TFLOPS. A step has 16 microbatches; the median of five counts.
 """
 
 from __future__ import annotations
