@@ -90,9 +90,7 @@ class PlannedRun:
                 least_on_edge=self.config.least_on_edge,
             )
         if self.config.encoder_layer_list is not None:
-            check_two_rings(
-                self.config.encoder_layer_list, self.layout.cp_sizes, is_split=self.replicas.is_split
-            )
+            check_two_rings(self.config.encoder_layer_list, self.layout.cp_sizes, is_split=self.replicas.is_split)
         self.replicas.check(self.boundaries)
         read_schedule_options(self.config, self.layout.num_stages, 0)  # the size of an activation is not known yet
         for upstream, downstream in self.boundaries:
