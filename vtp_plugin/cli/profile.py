@@ -64,26 +64,32 @@ def run(options: argparse.Namespace) -> None:
         _links(options)
         return
     check_unknown(options.unknown)
-    if options.micro_batch_sizes:
-        options.micro_batch_size = options.micro_batch_sizes[0]
-    if options.seq_lengths:
-        options.seq_length = max(options.seq_lengths)
-    # No batch is run; what divides it does not matter.
-    options.global_batch_size = options.micro_batch_size
-    ask, model = read_any_list(options, "profile")
+    case = _case(options)
+    ask, model = read_any_list(case, "profile")
     if options.rounds < 1:
         raise ConfigError(f"--rounds {options.rounds}; give at least one")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("profile times one card alone; start it without a launcher, or with --links")
-    if not options.tp_sizes:
-        powers = [1 << number for number in range(_MOST_CARDS.bit_length())]
-        options.tp_sizes = [size for size in powers if not ask.problems_of_size(size)]
-    for size in options.tp_sizes:
+    powers = [1 << number for number in range(_MOST_CARDS.bit_length())]
+    sizes = options.tp_sizes or [size for size in powers if not ask.problems_of_size(size)]
+    for size in sizes:
         if problems := ask.problems_of_size(size):
             raise ConfigError(f"--tp-sizes {size}: {problems[0]}")
-    model_of = features_of(options, model)
+    model_of = features_of(case, model)
     with _device(options) as session:
-        write_file(options.out, _times(options, model, model_of, session), flag="--out")
+        write_file(options.out, _times(options, sizes, model, model_of, session), flag="--out")
+
+
+def _case(options: argparse.Namespace) -> argparse.Namespace:
+    """Give the flags of the longest microbatch that is timed, for what is checked before."""
+    micro_batch_size = (options.micro_batch_sizes or [options.micro_batch_size])[0]
+    told = {
+        "micro_batch_size": micro_batch_size,
+        "seq_length": max(options.seq_lengths) if options.seq_lengths else options.seq_length,
+        # No batch is run; what divides it does not matter.
+        "global_batch_size": micro_batch_size,
+    }
+    return argparse.Namespace(**{**vars(options), **told})
 
 
 @contextmanager
@@ -101,7 +107,13 @@ def _device(options: argparse.Namespace) -> Iterator[Session]:
         vtp_plugin.revert()
 
 
-def _times(options: argparse.Namespace, model: GPTModel, model_of: Mapping[str, object], session: Session) -> str:
+def _times(
+    options: argparse.Namespace,
+    sizes: Sequence[int],
+    model: GPTModel,
+    model_of: Mapping[str, object],
+    session: Session,
+) -> str:
     # It needs torch, which other commands do without.
     from vtp_plugin.patches.profile_parts import ProfileRequest, num_cases, time_parts
 
@@ -110,7 +122,7 @@ def _times(options: argparse.Namespace, model: GPTModel, model_of: Mapping[str, 
     kinds: list[Part] = ["dense"] if not all(layers) or not layers else []
     argv = ProfileRequest(
         words=_megatron_argv(options.argv),
-        sizes=options.tp_sizes,
+        sizes=sizes,
         vocabulary=model.vocab,
         micro_batch_sizes=options.micro_batch_sizes or [options.micro_batch_size],
         seq_lengths=options.seq_lengths or [options.seq_length],

@@ -169,7 +169,7 @@ def read_run(args: argparse.Namespace, *, takes_all_costs: bool = False) -> Run:
 def _read_list(args: argparse.Namespace) -> tuple[VtpConfig, Candidate | None, tuple[str, ...]]:
     """Read the plugin's flags with a list of sizes, or fit one to ``--have``."""
     if args.have is not None and args.vtp_size_list is None:
-        args.vtp_size_list = "auto"
+        args = argparse.Namespace(**{**vars(args), "vtp_size_list": "auto"})
     config = read_flags(args, VtpConfig())
     if args.have is not None:
         return fit_to_cards(args, config)
