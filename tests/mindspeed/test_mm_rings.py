@@ -80,6 +80,12 @@ def test_unequal_replicas_equal_the_oracle(
     assert_equal(found, oracle(*extra, dp=dp_sizes[0], vision=NUM_VISION, **frozen))
 
 
+def test_two_replicas_of_three_stages_equal_the_oracle() -> None:
+    code, output = start_u("1,1,1", *ENDS, *OF_THE_ORACLE, dp=2)
+    assert code == 0, output[-6000:]
+    assert_equal(numbers(output), oracle(*OF_THE_ORACLE, dp=2, vision=NUM_VISION))
+
+
 @pytest.mark.parametrize("is_projector_frozen", [True, False], ids=["and its projector", "alone"])
 def test_a_frozen_tower_gets_no_gradient(tmp_path: Path, is_projector_frozen: bool) -> None:
     """As MindSpeed-MM's JSON has it; nor does it keep activations for a backward that nobody needs."""
