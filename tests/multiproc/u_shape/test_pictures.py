@@ -98,6 +98,7 @@ def two_rings(
 
 TWO_RINGS = [
     two_rings(1, 2, 2, setup={"sequence_parallel": True, "is_tied": True}, is_evaluated=True),
+    two_rings(1, 1, dp_list=(1, 2)),
     two_rings(1, 2, dp=2, num_microbatches=3, sites=("edge", "cloud")),
     two_rings(1, 2, setup={"some_without": True}, num_microbatches=6),
     two_rings(1, 1, num_microbatches=1),
@@ -108,7 +109,6 @@ TWO_RINGS = [
     two_rings(1, 1, 1, setup={"recompute": True}, in_flight=(1, 1, 1)),
     two_rings(1, 2, dp=2, setup={"optimizer": "adam", "distributed_optimizer": True}),
     two_rings(1, 2, setup={"is_frozen": True}),
-    two_rings(1, 1, dp_list=(1, 2)),
     two_rings(1, 2, 1, dp_list=(1, 2, 2), setup={"optimizer": "adam", "distributed_optimizer": True}),
     two_rings(2, 1, dp_list=(1, 3), num_microbatches=6, setup={"some_without": True, "is_tied": True}),
     two_rings(1, 2, dp_list=(2, 1), num_microbatches=3, setup={"is_frozen": True}, sites=("edge", "cloud")),
@@ -117,7 +117,7 @@ TWO_RINGS = [
 
 
 @pytest.mark.needs("two_rings")
-@pytest.mark.parametrize("case", defaults_first(TWO_RINGS, 1), ids=str)
+@pytest.mark.parametrize("case", defaults_first(TWO_RINGS, 2), ids=str)
 def test_with_layers_of_the_encoder_in_the_cloud_it_trains_as_on_one_rank(
     picture_runs: PictureRuns, case: PictureCase
 ) -> None:
