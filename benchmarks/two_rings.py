@@ -42,10 +42,8 @@ HEAD = TOKENS * TEXT * WORDS
 T_S = 0.04
 UNIT_S = T_S / (16 * TEXT_LAYER / 8)  # for a multiplication on a card
 MBIT = 1000.0
-SHAPES = (
-    (256, 1, 768),
-    (256, 1, 3072),
-)  # float32, of the first and the last ring: a third of the bytes, at three times the time
+# Float32, of the first and the last ring: a third of the bytes, at three times the time.
+SHAPES = (256, 1, 768), (256, 1, 3072)
 NUM_STAGES, NUM_MICROBATCHES, NUM_STEPS = 5, 16, 5
 LATENCIES = (0.0, 1.0, 2.0)
 
@@ -128,7 +126,7 @@ def bytes_table() -> list[str]:
     """Say what crosses between the sites for each microbatch, both ways together.
 
     >>> print(bytes_table()[2])
-    two rings                       5.24          41.94       29.02  47.21
+    two rings                       5.24          41.94       28.74  47.21
     """
     first, last = 2 * PATCHES * VISION / 1e6, 2 * TOKENS * TEXT / 1e6
     lines = ["MB a microbatch          first ring   language ring   beside KB    sum", ""]

@@ -196,10 +196,17 @@ def test_stages_of_other_numbers_of_replicas_equal_the_oracle(
 ) -> None:
     """Every microbatch goes to one replica, so the oracle has as many as read the data."""
     vision, text = ([[2, 0], [0, 0]], [[1, 2], [1, 0]]) if is_u else ([2, 0], [2, 2])
+    found = trained_by(sizes, dp_sizes, vision, text, *extra, *((U_SHAPE,) if is_u else ()))
+    assert_equal(found, oracle(*extra, dp=dp_sizes[0]))
+
+
+def trained_by(
+    sizes: str, dp_sizes: Sequence[int], vision: Sequence[Any], text: Sequence[Any], *extra: str, **model: bool
+) -> Numbers:
+    """Train stages of so many replicas; the first stage reads the data."""
     ranks = sum(int(tp) * dp for tp, dp in zip(sizes.split(","), dp_sizes, strict=True))
     words = (*DEVICE, "--vtp-size-list", sizes, "--vtp-dp-list", ",".join(map(str, dp_sizes)), *extra)
-    found = trained(ranks, vision, text, *words, *((U_SHAPE,) if is_u else ()), is_run=True, dp=dp_sizes[0])
-    assert_equal(found, oracle(*extra, dp=dp_sizes[0]))
+    return trained(ranks, vision, text, *words, is_run=True, dp=dp_sizes[0], **model)
 
 
 def test_replicas_that_would_share_a_microbatch_are_refused() -> None:

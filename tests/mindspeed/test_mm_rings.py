@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 
 from tests.mindspeed.test_mm_lane import (
-    DEVICE,
     OF_THE_ORACLE,
     OWN_CHUNKS,
     U_SHAPE,
@@ -22,7 +21,7 @@ from tests.mindspeed.test_mm_lane import (
     numbers,
     oracle,
     start_u,
-    trained,
+    trained_by,
 )
 
 pytestmark = [pytest.mark.full, needs_trees]
@@ -73,10 +72,8 @@ def test_unequal_replicas_equal_the_oracle(
     sizes: str, dp_sizes: tuple[int, ...], extra: tuple[str, ...], is_frozen: bool
 ) -> None:
     """As MindSpeed-MM's example has them: every microbatch goes to one replica."""
-    ranks = sum(int(tp) * dp for tp, dp in zip(sizes.split(","), dp_sizes, strict=True))
-    words = (*DEVICE, "--vtp-size-list", sizes, "--vtp-dp-list", ",".join(map(str, dp_sizes)), U_SHAPE, *extra)
     frozen = {"is_frozen": is_frozen, "is_projector_frozen": is_frozen}
-    found = trained(ranks, VISION, TEXT, *words, is_run=True, dp=dp_sizes[0], **frozen)
+    found = trained_by(sizes, dp_sizes, VISION, TEXT, U_SHAPE, *extra, **frozen)
     assert_equal(found, oracle(*extra, dp=dp_sizes[0], vision=NUM_VISION, **frozen))
 
 

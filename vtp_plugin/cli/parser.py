@@ -98,3 +98,8 @@ def check_ending(path: Path | None, endings: Mapping[str, str], *, flag: str = "
 def print_json(command: str, result: Mapping[str, object]) -> None:
     """Print a result as one JSON object, with the command and the plugin's version."""
     print(json.dumps({"command": command, "vtp_plugin": vtp_plugin.__version__, **result}, indent=2))
+
+
+def with_values(args: argparse.Namespace, **values: Any) -> argparse.Namespace:
+    """Give parsed arguments with other values for some; what was parsed stays as it is."""
+    return argparse.Namespace(**{**vars(args), **values})

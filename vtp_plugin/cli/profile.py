@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import vtp_plugin
 from vtp_plugin.api import choose_device, current_session
-from vtp_plugin.cli.parser import read_sizes, write_file
+from vtp_plugin.cli.parser import read_sizes, with_values, write_file
 from vtp_plugin.cli.progress_bar import progress
 from vtp_plugin.cli.run_flags import add_run_flags, check_unknown
 from vtp_plugin.cli.search_request import features_of, read_any_list
@@ -83,13 +83,12 @@ def run(options: argparse.Namespace) -> None:
 def _case(options: argparse.Namespace) -> argparse.Namespace:
     """Give the flags of the longest microbatch that is timed, for what is checked before."""
     micro_batch_size = (options.micro_batch_sizes or [options.micro_batch_size])[0]
-    told = {
-        "micro_batch_size": micro_batch_size,
-        "seq_length": max(options.seq_lengths) if options.seq_lengths else options.seq_length,
-        # No batch is run; what divides it does not matter.
-        "global_batch_size": micro_batch_size,
-    }
-    return argparse.Namespace(**{**vars(options), **told})
+    return with_values(
+        options,
+        micro_batch_size=micro_batch_size,
+        seq_length=max(options.seq_lengths) if options.seq_lengths else options.seq_length,
+        global_batch_size=micro_batch_size,  # no batch is run; what divides it does not matter
+    )
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from vtp_plugin.cli import activation_flags, model_flags
 from vtp_plugin.cli.fit_flags import add_have_flags, fit_to_cards
+from vtp_plugin.cli.parser import with_values
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.config.resolve import (
     ScheduleOptions,
@@ -169,7 +170,7 @@ def read_run(args: argparse.Namespace, *, takes_all_costs: bool = False) -> Run:
 def _read_list(args: argparse.Namespace) -> tuple[VtpConfig, Candidate | None, tuple[str, ...]]:
     """Read the plugin's flags with a list of sizes, or fit one to ``--have``."""
     if args.have is not None and args.vtp_size_list is None:
-        args = argparse.Namespace(**{**vars(args), "vtp_size_list": "auto"})
+        args = with_values(args, vtp_size_list="auto")
     config = read_flags(args, VtpConfig())
     if args.have is not None:
         return fit_to_cards(args, config)

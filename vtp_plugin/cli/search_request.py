@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from vtp_plugin.cli import activation_flags, model_flags
+from vtp_plugin.cli.parser import with_values
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.config.parse_values import parse_cp_list, parse_ep_list, parse_etp_list
 from vtp_plugin.config.resolve import transport_rules
@@ -68,7 +68,7 @@ def read_request(args: argparse.Namespace, cluster: Cluster) -> SearchRequest:
         ConfigError: a flag that the times follow from is missing, or says what is searched.
     """
     sizes = args.micro_batch_sizes or [args.micro_batch_size]
-    named = _with(args, vtp_sites=_sites(args, cluster), micro_batch_size=args.micro_batch_size or sizes[0])
+    named = with_values(args, vtp_sites=_sites(args, cluster), micro_batch_size=args.micro_batch_size or sizes[0])
     constraints, model = read_any_list(named, "search")
     args = constraints.args
     if unknown := set(constraints.sites) - {group.site for group in cluster.nodes}:
@@ -134,11 +134,6 @@ def _silent(cluster: Cluster) -> Iterator[str]:
             )
 
 
-def _with(args: argparse.Namespace, **values: Any) -> argparse.Namespace:
-    """Give parsed arguments with other values for some; what was parsed stays as it is."""
-    return argparse.Namespace(**{**vars(args), **values})
-
-
 def _sites(args: argparse.Namespace, cluster: Cluster) -> str | None:
     """Give the sites, as a user writes them: in a U the site with the name edge is the edge, where none was named."""
     if not args.layerwise_disaggregated_training or args.vtp_sites is not None:
@@ -171,7 +166,7 @@ def read_any_list(args: argparse.Namespace, command: str) -> tuple[Constraints, 
     if args.vtp_size_list not in (None, "auto"):
         raise ConfigError(f"--vtp-size-list {args.vtp_size_list} with {command}, which is for all lists; leave it out")
     stages, sizes = _read_lists(args)
-    args = _with(args, vtp_size_list="auto", **sizes)
+    args = with_values(args, vtp_size_list="auto", **sizes)
     config = read_flags(args, VtpConfig())
     if stages is not None and config.stages not in (None, (stages, stages)):
         raise ConfigError(

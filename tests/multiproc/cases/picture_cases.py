@@ -45,8 +45,12 @@ class PictureCase:
     is_evaluated: bool = False
 
     @property
+    def dp_sizes(self) -> tuple[int, ...]:
+        return self.dp_list or (self.dp,) * len(self.sizes)
+
+    @property
     def world_size(self) -> int:
-        return sum(size * dp for size, dp in zip(self.sizes, self.dp_list or (self.dp,) * len(self.sizes), strict=True))
+        return sum(size * dp for size, dp in zip(self.sizes, self.dp_sizes, strict=True))
 
     def alone(self) -> PictureCase:
         """Give the run on one rank that computes the same."""
@@ -57,7 +61,7 @@ class PictureCase:
             sizes=(1,),
             encoder=(sum(self.encoder),),
             language=(sum(self.language),),
-            num_microbatches=self.num_microbatches * (self.dp_list or (self.dp,))[0],
+            num_microbatches=self.num_microbatches * self.dp_sizes[0],
             setup=kept,
             is_alone=True,
         )

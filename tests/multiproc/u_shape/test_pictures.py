@@ -69,7 +69,7 @@ def check_case(picture_runs: PictureRuns, case: PictureCase) -> None:
         assert run.evaluations.tolist() == pytest.approx(run.losses.tolist(), rel=1e-6)
     # Every chunk of the edge that needs data reads all; the cloud reads nothing.
     assert [rank.num_read > 0 for rank in run.ranks] == [
-        rank < case.sizes[0] * (case.dp_list or (case.dp,))[0] for rank in range(case.world_size)
+        rank < case.sizes[0] * case.dp_sizes[0] for rank in range(case.world_size)
     ]
 
 

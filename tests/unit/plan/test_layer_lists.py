@@ -108,6 +108,7 @@ def test_the_guide_turns_the_example_of_its_documents_into_one_ring() -> None:
     rows = re.findall(r"\| `pipeline_num_layers` of `\w+` \| `(.*)` \| `(.*)` \|\n", text)
     both, ours = (LayerLists(*(read_rows(json.loads(cell)) for cell in cells)) for cells in zip(*rows, strict=True))
     ((given, replicas),) = re.findall(r"`--vtp-size-list ([\d,]+) --vtp-dp-list ([\d,]+)`", text)
+    assert {given} == set(re.findall(r"`--layerwise-disaggregated-training --vtp-size-list ([\d,]+)`", text))
     sizes, dp_sizes = (tuple(map(int, each.split(","))) for each in (given, replicas))
     assert (encoder_layers(both), encoder_layers(ours)) == ((3, 7, 7, 7, 7, 1), None)
     for lists, rows in ((both, 3), (ours, 2)):

@@ -36,6 +36,8 @@ FOREIGN_FLAGS = {
     "--mm-tool",
     *("--nodes", "--ntasks-per-node", "--requeue", "--open-mode", "--no-kill"),  # of Slurm
     "--variable-seq-lengths",
+    "--context-parallel-algo",
+    "--log-tps",
     "--virtual-pipeline-model-parallel-size",
     *(rule.option for rule in MINDSPEED_RULES),
 }
