@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 
@@ -31,6 +31,27 @@ WAYS = (
     ("extending", "How to add"),
 )
 MEGATRONS = {"forward_step"}
+# What documents and messages do not say, and the word of the field that they say in its place. Flags, keys and names of
+# files stay as they are, and so does code in documents.
+FIELD_WORDS = {
+    r"\b(go|goes|going|gone|went) on\b": "continue; of a run from a checkpoint: resume",
+    r"\banew\b": "again; of a run: restart from scratch",
+    r"\ba hand\b": "automatically",
+    r"\b(computed?|computes|computing)( (it|them|all|that))? again\b": "recompute",
+    r"\bcards?\b": "GPU where it is one, else device",
+    r"\b(gradient|gradients'|replicas?'?) sums?\b": "gradient all-reduce, reduce-scatter",
+    r"\bsums? (of|over) (the |its |their |all )?(gradients|replicas|experts)\b": "gradient all-reduce, reduce-scatter",
+    r"\bswap(s|ped)? (their |its |the )?parts\b": "all-gather",
+    r"\brefus(e|es|ed|al|als|ing)\b": "not supported; of a wrong value or a file: reject",
+    r"\b(any|another|fitted|uniform|unequal|equal|new|old|every|each|which|that) lists?\b": "layout, or TP sizes",
+    r"\blists? (that fit|fits?|(is|are|was|were) (fitted|loaded)|loads?)\b": "layout, or TP sizes",
+    r"\bhosts?\b(?! (memory|name))": "Megatron version; of a machine: node",
+    r"\bcargo\b": "payload",
+    r"\bplanted\b": "injected",
+    r"\bleft out of\b": "excluded from",
+    r"\bwriter rank\b": "the rank that writes logs",
+    r"\bstretch(es)?\b": "span",
+}
 
 
 def texts() -> Iterator[tuple[Path, str]]:
@@ -39,6 +60,43 @@ def texts() -> Iterator[tuple[Path, str]]:
     for path in (*files, ROOT / "README.md", ROOT / "CONTRIBUTING.md"):
         if path != Path(__file__) and path.is_file():
             yield path, path.read_text(encoding="utf-8")
+
+
+def documents() -> Iterator[tuple[str, str]]:
+    """Yield the prose of every document that users read, without code and without the targets of links."""
+    for path in sorted((*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("examples/**/*.md"))):
+        if path.name != "CHANGELOG.md":  # history
+            text = re.sub(r"^(```|~~~).*?^\1|^    .*?$", "", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+            yield str(path.relative_to(ROOT)), re.sub(r"`[^`]*`|\]\([^)]*\)", "", text)
+
+
+def messages() -> Iterator[tuple[str, str]]:
+    """Yield the texts that the product prints: strings with a space that are not docstrings."""
+    for module, source in sources():
+        tree = ast.parse(source)
+        docstrings = {
+            node.value
+            for parent in ast.walk(tree)
+            if isinstance(parent, ast.Module | ast.ClassDef | ast.FunctionDef)
+            for node in parent.body
+            if isinstance(node, ast.Expr)
+        }
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.Constant) or node in docstrings or not isinstance(node.value, str):
+                continue
+            if " " in node.value:
+                yield f"{module}:{node.lineno}", re.sub(r"`[^`]*`", "", node.value)
+
+
+@pytest.mark.parametrize("texts", [documents, messages], ids=lambda texts: texts.__name__)
+def test_words_are_those_of_the_field(texts: Callable[[], Iterator[tuple[str, str]]]) -> None:
+    wrong = [
+        f"{where}: {found[0]!r}: {instead}"
+        for where, text in texts()
+        for own, instead in FIELD_WORDS.items()
+        for found in re.finditer(own, re.sub(r"\s+", " ", text), re.IGNORECASE)
+    ]
+    assert wrong == [], f"{len(wrong)} private words"
 
 
 def section(page: str, heading: str) -> str:
