@@ -4,7 +4,7 @@
     python -m benchmarks.u_shape_wan --quick          a small grid; nothing is written
     python -m benchmarks.u_shape_wan --from docs/u-shape-wan.json --output docs    the same files from old figures
 
-This shows what latency between edge and cloud costs a U-shaped pipeline, and how well the simulator predicts it.
+This page shows what latency between edge and cloud costs a U-shaped pipeline, and how well the simulator predicts it.
 
 The benchmark needs root and /dev/net/tun; without them it says why it cannot run, and ends. It takes seven to ten
 minutes.
