@@ -145,7 +145,7 @@ def main() -> None:
 def _print_row(pair: Pair, size_bytes: int, mbit: float, times_s: Mapping[str, float], goodput: float) -> None:
     floor_s = size_bytes * pair.busiest_share() / goodput
     ours_s, bare_s, stock_s = times_s["ours"], times_s["bare"], times_s.get("stock")
-    stock = ("refused", "-") if stock_s is None else (f"{1e3 * stock_s:.0f}", f"{stock_s / ours_s:.2f}")
+    stock = ("not supported", "-") if stock_s is None else (f"{1e3 * stock_s:.0f}", f"{stock_s / ours_s:.2f}")
     milliseconds = " | ".join(f"{1e3 * seconds:.0f}" for seconds in (ours_s, bare_s, floor_s))
     print(
         f"| {pair} | {size_bytes / MIB:g} | {mbit:g} | {stock[0]} | {milliseconds} | "

@@ -55,7 +55,7 @@ def main() -> None:
     options = parser.parse_args()
     clusters = [read_cards(text) for text in options.cards] if options.cards else [*CLUSTERS]
     artifact = read_artifact(options.sailor)
-    print("| cards | plan of | samples/s, our simulator | Sailor's simulator | processor s | plan |")
+    print("| GPUs | plan of | samples/s, our simulator | Sailor's simulator | CPU s | plan |")
     print("|---|---|---|---|---|---|")
     with Theirs.of(options.sailor, artifact) as theirs:
         for counts in clusters:

@@ -295,7 +295,7 @@ def _measure(
 
 
 def _table(results: Results) -> Iterator[str]:
-    yield "| cluster | layout | list | layers | replicas | predicted ms | measured ms | predicted / measured |"
+    yield "| cluster | layout | TP sizes | layers | replicas | predicted ms | measured ms | predicted / measured |"
     yield "|---|---|---|---|---|---|---|---|"
     pairs: list[str] = []
     for number, case in enumerate(CASES, start=1):

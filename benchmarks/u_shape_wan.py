@@ -4,22 +4,26 @@
     python -m benchmarks.u_shape_wan --quick          a small grid; nothing is written
     python -m benchmarks.u_shape_wan --from docs/u-shape-wan.json --output docs    the same files from old figures
 
-It needs root and /dev/net/tun; elsewhere it says why it cannot run, and ends. It takes seven to ten minutes.
+This page shows what latency between edge and cloud costs a U-shaped pipeline, and how well the simulator predicts it.
+
+The benchmark needs root and /dev/net/tun; without them it says why it cannot run, and ends. It takes seven to ten
+minutes.
 
 The executor, the channels, gloo, TCP and the line between the sites are real; the line's latency and bandwidth are
 emulated (``benchmarks/wan``). Compute is sleep, so two cores are enough. t_f = 40 ms is the forward of one of the
-edge's two parts for one microbatch. The forward of a cloud stage takes 2 t_f, and a backward takes twice its forward,
-so every stage works 6 t_f for a microbatch. P is the number of stages, m the number of microbatches. L is the one-way
+edge's two parts for one microbatch. The forward of a cloud stage takes 2 t_f, and a backward twice its forward,
+so every stage computes 6 t_f per microbatch. P is the number of stages, m the number of microbatches. L is the one-way
 latency between the sites, in t_f. A message has 256 KiB. The line carries 1 Gbit/s each way. Connections are warmed up,
 and do not fall back to a slow start after a pause (``tcp_slow_start_after_idle = 0``).
 
-"ours" is the order that a run plans by default: it may keep two microbatches more in flight than the busiest stage
+"ours" is the order that a run plans by default. It may have two microbatches more in flight than the busiest stage
 needs. "reference" is the order of MindSpeed's layerwise disaggregated training, run by our executor, which posts its
-receives as early as helps it. It has its own number of microbatches in flight (P + 1 on the edge).
+receives as early as it is useful. It has its own number of microbatches in flight (P + 1 on the edge).
 
-The two orders take turns, step by step. The lines of one P are measured at once: processes that sleep do not disturb
-each other much. A step lasts from the common start until the last stage is through; the median counts. "simulated" is
-the same schedule in the simulator, where a message leaves only when its receiver is ready, as in gloo.
+The two orders take turns, step by step. All rows of one P are measured at the same time: processes that sleep hardly
+disturb each other. A step lasts from the common start until the last stage is done; the median counts. "simulated" is
+the same schedule in the simulator, where a message leaves only when its receiver is ready, as in gloo. "kept" says
+whether the stages kept as many activations as planned.
 """
 
 from __future__ import annotations

@@ -3,22 +3,24 @@
     python -m benchmarks.unequal_dp_real --output docs    prints the table; writes docs/unequal-dp-measured.md
     python -m benchmarks.unequal_dp_real --quick          two cases, few steps; nothing is written
 
-It takes three minutes. The edge has one replica. Each of the P - 1 cloud stages has k. Every replica is one process.
+This page compares the two modes of unequal data parallelism, multiplex and split, in real steps and in the simulator.
+The benchmark takes three minutes. The edge has one replica. Each of the P - 1 cloud stages has k. Every replica is one
+process.
 The executor, the channels and gloo are real. Compute is sleep, so two cores are enough. t_f is 40 ms.
 
-As in ``benchmarks/unequal_dp.py``, the edge works 6 t_f for a microbatch: 2 t_f forward, 4 t_f backward. A cloud stage
-works k times as long, so all stages are equally busy. A step has 8 microbatches for every cloud replica, and both modes
+As in ``benchmarks/unequal_dp.py``, the edge computes 6 t_f per microbatch: 2 t_f forward, 4 t_f backward. A cloud stage
+takes k times as long, so all stages are equally busy. A step has 8 microbatches for every cloud replica, and both modes
 see the same samples. "1f1b" is a plain pipeline, "u" the U-shape. Both run the schedule that a run gets by default.
 
 At L = 0 everything goes over loopback. With L above 0, messages from and to the edge cross the emulated line of
-``benchmarks/wan``, with a one-way latency of L t_f. These cases need root and are left out without it. A message of one
+``benchmarks/wan``, with a one-way latency of L t_f. These cases need root and are skipped without it. A message of one
 microbatch has 16 KiB.
 
-All cases run at once. In each case the two modes take turns, step by step. A step lasts from the common start until the
-last process is through; medians count. "Simulated" is the same schedule in the simulator, where a message leaves only
-when its receiver is ready, as in gloo. "Edge use" is the share of the step in which the edge computes. "Kept" is the
-largest number of activations that the edge kept at a time, in microbatches of a cloud replica; in the U for its first
-and its last part.
+All cases run at the same time. In each case the two modes take turns, step by step. A step lasts from the common start
+until the last process is done; medians count. "Simulated" is the same schedule in the simulator, where a message leaves
+only when its receiver is ready, as in gloo. "Edge use" is the share of the step in which the edge computes. "Kept" is
+the largest number of activations that the edge kept at a time, in microbatches of a cloud replica; in the U for its
+first and its last part.
 """
 
 from __future__ import annotations

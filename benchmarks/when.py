@@ -2,8 +2,8 @@
 
     python -m benchmarks.when --out docs/when.json --picture docs/when.svg
 
-Two nodes of new cards and two of old ones, the old ones up to eight times slower, with up to eight times less memory;
-nodes of 8, 6 or 4 cards and mixed ones; quick links, slow ones, and two sites; a model whose layers and heads divide
+Two nodes of new GPUs and two of old ones, the old ones up to eight times slower, with up to eight times less memory;
+nodes of 8, 6 or 4 GPUs and mixed ones; fast links, slow ones, and two sites; a model whose layers and heads divide
 well, and one whose do not. Each cluster is asked with ``search`` for its best layout, which is compared with the best
 one that stock Megatron can run by itself: one size, any layers. Nothing is measured here; ``benchmarks/reality.py``
 trains clusters that were chosen from this grid. What stands in the file is not asked again.
@@ -179,8 +179,8 @@ def _table(rows: Mapping[str, Any]) -> Iterator[str]:
     for cell in cells():
         if cell.key not in rows or (gain := gain_of(rows[cell.key])) is None:
             continue
-        names = ("all", cell.links, cell.model, f"nodes of {cell.nodes}", f"old cards {cell.slower} times slower")
-        for name in (*names, f"old cards with 1/{cell.smaller} of the memory"):
+        names = ("all", cell.links, cell.model, f"nodes of {cell.nodes}", f"old GPUs {cell.slower} times slower")
+        for name in (*names, f"old GPUs with 1/{cell.smaller} of the memory"):
             groups.setdefault(name, []).append((gain, len({*rows[cell.key]["best"]["sizes"]}) > 1))
     for name, gains in groups.items():
         finite = sorted(gain for gain, _ in gains if LEAST_GAIN <= gain < float("inf"))
@@ -202,7 +202,7 @@ def draw(rows: Mapping[str, Any]) -> str:
     width, height = len(SLOWER) * _SIDE, len(NODES) * len(SMALLER) * _SIDE
     panels = [*product(MODELS, LINKS)]
     body = [svg.text(16, 26, title, "title")]
-    body.append(svg.text(16, 46, "Across: old cards 1, 2, 4, 8 times slower. Down: with as much memory, and with 1/8."))
+    body.append(svg.text(16, 46, "Across: old GPUs 1, 2, 4, 8 times slower. Down: with as much memory, and with 1/8."))
     for number, (model, links) in enumerate(panels):
         left = _LEFT + number * (width + _GAP)
         if number % len(LINKS) == 0:
