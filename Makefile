@@ -13,7 +13,7 @@ STAMP := $(VENV)/.env-ready
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TESTS) --numprocesses=$(WORKERS) --dist=loadfile \
 	--no-loadscope-reorder --durations=15
 
-# Tests start many processes; where nothing compiled may be kept, each compiles the plugin anew.
+# Tests start many processes; without compiled files each would compile the plugin again.
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
@@ -22,16 +22,16 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-env: $(STAMP) ## make .venv, or .venv-0.12 with HOST=0.12, with all that is needed (PYTHON=/path chooses the interpreter)
+env: $(STAMP) ## make .venv, or .venv-0.12 with HOST=0.12, with everything needed (PYTHON=/path chooses the interpreter)
 
 $(STAMP): pyproject.toml scripts/make_env.sh
 	@PYTHON="$(PYTHON)" bash scripts/make_env.sh $(HOST) $(VENV) $(STAMP)
 
-# What the smoke test is taken from: one of the first two trains, by megatron.training where the host has it.
+# What the smoke test is taken from: one of the first two trains, by megatron.training where this Megatron has it.
 SMOKE := tests/multiproc/training/test_training.py tests/multiproc/layouts/test_host_grid.py \
 	tests/unit/project/test_imports.py tests/unit/project/test_doctests.py
 
-smoke: $(STAMP) ## the first thing to run, under a minute: ruff, import rules, examples, and 1,2 trained as the uniform run
+smoke: $(STAMP) ## run this first, under a minute: ruff, import rules, examples, and 1,2 trained and compared with the uniform run
 	if [ -x $(BIN)/ruff ]; then $(BIN)/ruff check -q . && $(BIN)/ruff format -q --check .; fi
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 0 -m smoke --durations=3 $(SMOKE)
 
@@ -41,24 +41,24 @@ check: $(STAMP) ## ruff (lint and format), pyright, import rules
 	$(BIN)/pyright
 	$(BIN)/python -m pytest -q tests/unit/project/test_imports.py
 
-test: $(STAMP) ## the tests that every change runs (about 25 minutes on 2 cores); with HOST=0.12, those that this host can run
+test: $(STAMP) ## the tests that every change runs (about 25 minutes on 2 cores); with HOST=0.12, those that this Megatron can run
 	$(PYTEST) -m "not full"
 
 test-unit: $(STAMP) ## the tests that start no pool of ranks, for another Python: make test-unit PYTHON=python3.13 VENV=.venv-3.13
 	$(MAKE) test TESTS="tests/unit tests/property tests/ordering"
 
-test-full: $(STAMP) ## all tests, the whole grids included (up to 75 minutes)
+test-full: $(STAMP) ## all tests, whole grids included (up to 75 minutes)
 	$(PYTEST)
 
-# What a full machine can break: limits of time, and the order of lines.
+# What a busy machine can break: time limits, and the order of lines.
 BUSY := env OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not full" tests/hang tests/multiproc/options/test_bad_input.py \
 	tests/multiproc/options/test_training_bad_input.py
 
-test-busy: $(STAMP) ## the default tests beside 6 busy processes, those of hangs and bad input 3 times beside 20
+test-busy: $(STAMP) ## the default tests beside 6 busy processes; tests of hangs and bad input 3 times beside 20
 	bash scripts/busy.sh 6 env $(PYTEST) -m "not full"
 	for round in 1 2 3; do bash scripts/busy.sh 20 $(BUSY) || exit 1; done
 
-test-mm: ## MindSpeed-MM's own script on CPU; its trees by VTP_MINDSPEED_MM, VTP_MINDSPEED, VTP_MEGATRON_LM, VENV=/its/environment
+test-mm: ## MindSpeed-MM's own script on CPU; set VTP_MINDSPEED_MM, VTP_MINDSPEED, VTP_MEGATRON_LM to its trees, VENV=/its/environment
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 --timeout 1000 --durations=0 tests/mindspeed/test_mm_*.py
 
 test-device: $(STAMP) ## the tests for a GPU, then training scripts on it; ranks may share it, see docs/gpus.md
@@ -67,7 +67,7 @@ test-device: $(STAMP) ## the tests for a GPU, then training scripts on it; ranks
 		tests/multiproc/u_shape/test_u_training.py tests/multiproc/layouts/test_unequal_dp_training.py
 
 # Said also where a test fails: a process that coverage slows down may be late.
-coverage: $(STAMP) ## the tests of `make test`, or TESTS=FILES, and which share of each package's lines they run
+coverage: $(STAMP) ## run `make test`, or TESTS=FILES, and print which share of each package's lines was run
 	$(BIN)/python -m coverage erase
 	$(subst -m pytest,-m coverage run -m pytest,$(PYTEST)) -m "not full"; tested=$$?; mkdir -p out && \
 	$(BIN)/python -m coverage combine --quiet && $(BIN)/python -m coverage json --quiet -o out/coverage.json && \

@@ -93,7 +93,7 @@ find_python() {
 
 fail_without_python() {
     {
-        echo "make env: no usable Python found; host $host (megatron-core $host) needs $wanted, with venv. Looked for:"
+        echo "make env: no usable Python found; HOST=$host (megatron-core $host) needs $wanted, with venv. Looked for:"
         printf '  %s\n' "${looked_for[@]}"
         echo "Install one, or name one: make env HOST=$host PYTHON=/path/to/python3.${pythons[0]}"
     } >&2

@@ -53,7 +53,7 @@ def test_without_a_python_that_fits_it_says_what_is_needed(tmp_path: Path, host:
     first, *looked, last = done.stderr.splitlines()
     wanted = " or ".join(f"Python {host.pythons[0]}" if i == 0 else text for i, text in enumerate(host.pythons))
     assert first == (
-        f"make env: no usable Python found; host {host.name} (megatron-core {host.name}) needs {wanted}, with venv. "
+        f"make env: no usable Python found; HOST={host.name} (megatron-core {host.name}) needs {wanted}, with venv. "
         "Looked for:"
     )
     assert "  python3: is Python 3.9.9" in looked and f"  python{host.pythons[0]}: not found" in looked

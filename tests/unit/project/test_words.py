@@ -27,7 +27,7 @@ WAYS = (
     ("internals", "The path of one microbatch"),
     ("internals", "The path of one gradient"),
     ("internals", "When a rank dies"),
-    ("internals", "When cards are lost"),
+    ("internals", "When devices are lost"),
     ("extending", "How to add"),
 )
 MEGATRONS = {"forward_step"}
