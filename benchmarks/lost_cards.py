@@ -52,7 +52,7 @@ _FAULTS_PER_RUN = 4
 _EVERY_APART = 5
 _LIMIT_S = 300.0
 NOTICED = re.compile(r"does not answer|failed|ended or stopped|connection broke|ended, which kept the store")
-_BEGUN, STEP = "this attempt has", r"iteration +\d+/"
+_BEGUN, _ENDED, STEP = "this attempt has", r"\] the attempt with TP sizes \S+ ended ", r"iteration +\d+/"
 # It keeps these of every start.
 _OF_TORCHRUN = re.compile(
     r"torch\.rendezvous\.run(\.\d+/(MASTER_ADDR|MASTER_PORT|torchelastic/(role_info|assigned_ranks)/\d+))?"
@@ -220,7 +220,7 @@ def _is_ahead(cluster: Cluster) -> bool | None:
 
 def _require_told(text: str) -> None:
     """Every attempt but the first one says how the one before has ended."""
-    attempts, told = (len(re.findall(pattern, text)) for pattern in (_BEGUN, r"\] the attempt in \S+ ended "))
+    attempts, told = (len(re.findall(pattern, text)) for pattern in (_BEGUN, _ENDED))
     assert told >= attempts - 1, f"{attempts} attempts, but {told} lines say how one has ended"
 
 

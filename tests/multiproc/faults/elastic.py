@@ -170,7 +170,7 @@ class Cluster:
         text = launchers.filled(command, [*map(shlex.quote, words)], self.folder / "ck", changed)
         words = ["bash", "-c", text]
         words = [*(self.network.inside(name) if self.network else ()), *words]
-        env = launchers.environment(CARDS=num_cards, NODES=self.nodes, NODE=[*self.agents, name].index(name))
+        env = launchers.environment(DEVICES=num_cards, NODES=self.nodes, NODE=[*self.agents, name].index(name))
         env |= {"FIRST": "127.0.0.1", "PORT": str(self.port), "KEEPER": self._rendezvous, PAUSE: str(self.pause_s)}
         env["TMPDIR"] = str((self.folder / "tmp").resolve())
         env |= {FAULT_FILE_VARIABLE: str(self.faults), NODE: name}

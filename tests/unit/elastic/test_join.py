@@ -42,7 +42,7 @@ def test_a_fault_file_plays_bad_cards(tmp_path: Path, monkeypatch: pytest.Monkey
     assert try_card("cpu", "b", 1, 20.0) == ("cpu", "")
     faults.write_text("a 0\n")  # a line that ends the try stands for a card that takes its process with it
     kind, why = try_card("cpu", "a", 0, 20.0)
-    assert kind == "" and why.startswith("erring: the try ended with 1 (IndexError")
+    assert kind == "" and why.startswith("erring: its test ended with 1 (IndexError")
 
 
 def test_ranks_of_a_machine_are_a_node_by_local_rank() -> None:

@@ -317,7 +317,7 @@ def test_a_fit_tells_the_other_site_the_type_of_an_error(raised: Exception, reda
     def decide(cards: object) -> Any:
         raise raised
 
-    cards = [card(0, why=f"erring: the try ended with 1 ({SECRET})"), card(1)]
+    cards = [card(0, why=f"erring: its test ended with 1 ({SECRET})"), card(1)]
     found = fit(store, decide, cards, redactions)
     posted = b" ".join(part_of(store, Topic.CARDS).get(key) for key in ("0", "1", "seats")).decode()
     is_hidden = redactions is BETWEEN

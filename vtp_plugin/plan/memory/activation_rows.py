@@ -236,7 +236,7 @@ ROWS: Mapping[str, tuple[KeptRow, ...]] = {
         KeptRow("core_attention", "probabilities and their mask; of flash attention the sums of the rows", _CORE,
             lambda s: s.length**2 + _scores(s), lambda s: s.positions * s.heads * FULL_BYTES,
             when=lambda s: not _is_again(s)),
-        KeptRow("core_attention", "which mask it is, to compute it again", _CORE, lambda s: INDEX_BYTES,
+        KeptRow("core_attention", "which mask it is, to recompute it", _CORE, lambda s: INDEX_BYTES,
             when=_is_again),
         KeptRow("core_attention", "dropped probabilities, and their mask", _CORE,
             lambda s: _scores(s) + _scores(s) // s.batch.itemsize_bytes, lambda s: 0,
@@ -264,7 +264,7 @@ ROWS: Mapping[str, tuple[KeptRow, ...]] = {
             when=_shared_ffn),
     ),
     "chunk": (
-        KeptRow("layers computed again", "inputs", "transformer/transformer_block.py",
+        KeptRow("recomputed layers", "inputs", "transformer/transformer_block.py",
             lambda s: s.num_again * _hidden(s)),
         KeptRow("rotary_pos_emb", "angles", _ROPE, lambda s: s.length * _rotated(s) * FULL_BYTES, when=_has_angles),
     ),
