@@ -37,11 +37,11 @@ INTRO = f"""\
 # Models of today, as presets
 
 Small versions of public configurations, each trained through `megatron.training`, with flags alone, on four layouts. A
-layout goes on from the `torch_dist` checkpoint that a uniform run left after {NUM_SAVED} steps, optimizer included
+layout resumes from the `torch_dist` checkpoint that a uniform run left after {NUM_SAVED} steps, optimizer included
 (`{UNIFORM.sizes}`, {UNIFORM.dp} replicas). A number is the largest relative difference from the uniform run, over the
 losses and gradient norms of the next {NUM_STEPS} steps, in fp32 on CPUs.
 `tests/multiproc/training/test_presets.py` allows 1e-5.
-"Refused" stands where the model's heads do not fit the sizes, with the flag that the refusal names.
+"Not supported" stands where the model's heads do not fit the sizes, with the flag that the error names.
 
 """
 BEHIND = f"""
@@ -76,7 +76,7 @@ def measure(pool: Pool, names: Iterable[str]) -> Iterator[tuple[str, dict[str, s
             for title, layout in LAYOUTS.items():
                 if title in preset.not_run:
                     check_refused(pool, preset, layout, preset.not_run[title])
-                    cells[title] = f"refused: `{preset.not_run[title]}`"
+                    cells[title] = f"not supported: `{preset.not_run[title]}`"
                 else:
                     runs = go_on(pool, preset, layout, Path(folder))
                     cells[title] = f"{largest_difference(runs, reference):.1e}"

@@ -64,7 +64,7 @@ def _skip(records: Sequence[Record], host: PatchedPackage) -> dict[int, str]:
         try:
             fits = record.fits(host.version)
         except ValueError as error:
-            host.fail(record, "the host's version is not a PEP 440 version; install a released package", error)
+            host.fail(record, "Megatron's version is not a PEP 440 version; install a released package", error)
         if not fits:
             skipped[id(record)] = f"not for {host.prefix} {host.version}"
             continue
