@@ -90,9 +90,9 @@ def _add_diff(actions: Any) -> None:
 def _add_reshard(actions: Any) -> None:
     reshard = actions.add_parser(
         "reshard",
-        help="write a checkpoint again, so that any uniform Megatron of its version loads it with its optimizer",
-        description="Write a checkpoint again with its optimizer stored by parameter; what is stored so already is "
-        "copied. If it was stopped, the same command goes on with it.",
+        help="convert a checkpoint, so that any uniform Megatron of its version loads it with its optimizer",
+        description="Write a copy of a checkpoint with its optimizer stored by parameter; what is stored so already is "
+        "copied as it is. If it was stopped, the same command resumes it.",
         epilog="Keys of --json: folder, form, num_pieces, num_bytes, num_bytes_found (written by an earlier attempt), "
         "experts (which layouts load their optimizer; null without experts).",
     )
