@@ -257,7 +257,7 @@ def strike(cluster: Cluster, watcher: Watcher, fault: Fault) -> dict[str, Any]:
         if not ended and not any(Path(f"/proc/{pid}").exists() for pid in ranks):
             ended.append(time.time())
         # A step that is logged behind the list of a later attempt.
-        lists = [(at, line) for at, line in watcher.lines if "fitted: --vtp-size-list" in line and at > at_s]
+        lists = [(at, line) for at, line in watcher.lines if "chosen: --vtp-size-list" in line and at > at_s]
         step = watcher.first(STEP, lists[-1][0]) if lists else None
         return True if step is not None else None
 
@@ -268,7 +268,7 @@ def strike(cluster: Cluster, watcher: Watcher, fault: Fault) -> dict[str, Any]:
     moments = {
         "noticing": watcher.first(NOTICED, at_s),
         "ending": ended[0] if ended else None,
-        "starting": watcher.first("fitted: --vtp-size-list", at_s),
+        "starting": watcher.first("chosen: --vtp-size-list", at_s),
         "loading": watcher.first("successfully loaded checkpoint", started),
         "first step": watcher.first(STEP, started),
     }
@@ -289,7 +289,7 @@ def _bring_back(cluster: Cluster, watcher: Watcher, node: str) -> bool:
     whole = expected_list(())[0]
 
     def is_whole() -> bool | None:
-        fitted = watcher.first(rf"fitted: --vtp-size-list {whole}, ", begin_s)
+        fitted = watcher.first(rf"chosen: --vtp-size-list {whole}, ", begin_s)
         return fitted and watcher.first(STEP, fitted) and True
 
     return bool(wait_until(cluster, watcher, is_whole))

@@ -97,8 +97,8 @@ def failing(folder: Path) -> list[str]:
 def require_stopped(folder: Path, reason: str) -> None:
     """The marker says why, how often, and how to go on."""
     said, way_out = (folder / "ck" / MARKER).read_text().splitlines()
-    assert said == f"{reason}; {MOST_EQUAL} starts ended so before a first step"
-    assert way_out == "No later start goes on while this file is here: mend that, then remove it."
+    assert said == f"{reason}; {MOST_EQUAL} starts ended like this before their first step"
+    assert way_out == "No later start continues while this file is here: fix that, then remove it."
     assert not (folder / "ck" / FAILED_STARTS).exists()
 
 
@@ -114,7 +114,7 @@ def test_the_loop_of_the_shell_ends(tmp_path: Path) -> None:
     loop = filled(LOOP, words, folder)
     assert wait(shell(loop, tmp_path, {"DEVICES": 1, "PORT": free_port()})) == 0, (tmp_path / "log").read_text()[-3000:]
     require_stopped(tmp_path, MISSING)
-    assert f"{MISSING}; {MOST_EQUAL} starts ended so before a first step; no restart cures this" in re.sub(
+    assert f"{MISSING}; {MOST_EQUAL} starts ended like this before their first step; no restart cures this" in re.sub(
         r"\n\[vtp rank 0\] +", " ", (tmp_path / "log").read_text()
     )
     (tmp_path / "tokenizer.model").write_text("all is well")
@@ -142,7 +142,7 @@ def test_what_megatron_does_not_find_ends_the_loop(tmp_path: Path, extra: Sequen
     loop = filled(LOOP, [*words, "--save", str(folder), "--load", str(folder)], folder)
     assert wait(shell(loop, tmp_path, {"DEVICES": 2, "PORT": free_port()}), 400.0) == 0
     said, _ = (folder / MARKER).read_text().splitlines()
-    assert re.fullmatch(rf"{reason}.*; {MOST_EQUAL} starts ended so before a first step", said), said
+    assert re.fullmatch(rf"{reason}.*; {MOST_EQUAL} starts ended like this before their first step", said), said
 
 
 @pytest.mark.full
@@ -208,4 +208,4 @@ def test_two_machines_train(tmp_path: Path, command: str) -> None:
         assert [wait(agent, 300.0) for agent in agents] == [0, 0], (tmp_path / "a").read_text()[-3000:]
     printed = (tmp_path / "a").read_text() + (tmp_path / "b").read_text()
     assert [found[1] for found in STEP.finditer(printed)] == ["1", "2", "3"]
-    assert "fitted: --vtp-size-list 1,1" in printed
+    assert "chosen: --vtp-size-list 1,1" in printed

@@ -39,7 +39,7 @@ MODEL = shlex.split(
 STEP = re.compile(r"iteration +(\d+)/.*?consumed samples: +(\d+).*?lm loss: (\S+)")
 # Of a Megatron-LM tree, if one is named: NVIDIA's, as it is.
 SCRIPT = f"{TREE}/pretrain_gpt.py" if TREE else "examples/pretrain_gpt.py"
-_LIST = re.compile(r"fitted: --vtp-size-list (\S+), layers")
+_LIST = re.compile(r"chosen: --vtp-size-list (\S+), layers")
 _LIMIT_S = 240.0
 
 

@@ -90,8 +90,8 @@ DONE: dict[str, tuple[str, ...]] = {
         "multiproc/u_shape/test_u_training.py::test_sites_keep_their_parts_of_a_checkpoint",
     ),
     "is of another model ({}); give the flags": (f"{_MOVED}::test_the_optimizer_goes_on_in_another_layout",),
-    "which this Megatron reads no more": (f"{_AGAIN}::test_blocks_of_older_megatrons_go_on",),
-    "in a form that only that list can load": (f"{_AGAIN}::test_uniform_megatron_goes_on",),
+    "which this Megatron no longer reads": (f"{_AGAIN}::test_blocks_of_older_megatrons_go_on",),
+    "in a form that only that layout can load": (f"{_AGAIN}::test_uniform_megatron_goes_on",),
     "leave it out, or copy the checkpoints into a folder": (f"{_RUNS}::test_a_step_is_chosen_in_one_way",),
     "leave one of them out": (f"{_RUNS}::test_a_step_is_chosen_in_one_way",),
     "a uniform run with tensor-parallel size 1 pads the same": (

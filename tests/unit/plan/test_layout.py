@@ -244,7 +244,7 @@ def test_stages_of_different_cp_and_dp_sizes() -> None:
         ([1, "2"], 4, 1, "got '2'"),
         ([1, 1], 4, 0, "context-parallel size of stage 0"),
         ([1, 1], 4, [1, 0], "context-parallel size of stage 1 must be a positive integer, got 0"),
-        ([1, 1], 4, [1, 2, 1], "3 context-parallel sizes 1,2,1 meet 2 stages of tp sizes 1,1: give one size per stage"),
+        ([1, 1], 4, [1, 2, 1], "3 context-parallel sizes 1,2,1; there are 2 stages \\(TP sizes 1,1\\); give one size per"),
         ([2, 1], 5, [1, 2], r"sum\(tp \* cp\) = 2 \* 1 \+ 1 \* 2 = 4 ranks per replica.*start 4 or 8 processes"),
         ([1, 1], 0, 1, "world size"),
     ],
@@ -269,9 +269,9 @@ def test_data_parallel_sizes_of_stages() -> None:
         (
             6,
             [1, 2],
-            r"tp \* cp \* dp over the stages is 1 \* 1 \* 1 \+ 2 \* 1 \* 2 = 5 ranks, the world size is 6: start 5",
+            r"need 5 processes \(tp \* cp \* dp of each: 1 \* 1 \* 1 \+ 2 \* 1 \* 2\); this run has 6; start 5",
         ),
-        (5, [1, 2, 2], "3 data-parallel sizes 1,2,2 meet 2 stages of tp sizes 1,2: give one size per stage"),
+        (5, [1, 2, 2], "3 data-parallel sizes 1,2,2; there are 2 stages \\(TP sizes 1,2\\); give one size per stage"),
         (5, [1, 0], "the data-parallel size of stage 1 must be a positive integer, got 0"),
     ],
 )
@@ -289,7 +289,7 @@ def test_expert_sizes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"tp 2 \* ep 1 = 2 do not divide .* = 3 ranks"):
         PipelineLayout.from_sizes([3, 3], world_size=6, etp=2)
     replica_major = PipelineLayout.from_sizes([1, 2], world_size=12, order=RankOrder.REPLICA_MAJOR)
-    with pytest.raises(ConfigError, match="expert dp size 2"):
+    with pytest.raises(ConfigError, match="has 2 copies of its experts"):
         LayoutRankGenerator(replica_major.with_experts(2), expert=True)
     with pytest.raises(ConfigError, match="gtp_remat size 2"):
         LayoutRankGenerator(layout).get_gtp_ranks(2)
@@ -300,7 +300,7 @@ def test_expert_sizes_that_do_not_fit_are_refused() -> None:
 
 
 def test_experts_that_do_not_fill_their_stage_are_refused() -> None:
-    with pytest.raises(LayoutError, match=r"tp \* ep \* dp = 1 \* 2 \* 1 of stage 1 do not fill its 4 ranks"):
+    with pytest.raises(LayoutError, match=r"stage 1 has 4 ranks; its experts' sizes tp \* ep \* dp = 1 \* 2 \* 1 must"):
         PipelineLayout((StageGrid(1, 1, 2), StageGrid(2, 1, 2)), experts=(ExpertGrid(1, 2, 1), ExpertGrid(1, 2, 1)))
 
 
@@ -341,7 +341,7 @@ def test_describe_shows_stages_and_stays_short() -> None:
     assert lines[0].split() == ["stage", "tp", "cp", "dp", "ranks", "leaders"]
     assert lines[2].split()[:4] == ["1", "4", "1", "1000"]
     assert "1-4,6-9" in lines[2] and "(4000 ranks)" in lines[2]
-    assert lines[-1] == "world size 5000, rank order tp-cp-pp-dp, writer rank 4999"
+    assert lines[-1] == "world size 5000, rank order tp-cp-pp-dp; rank 4999 writes the log"
     assert all(len(line) < 140 and line == line.rstrip() for line in lines)
     assert format_ranks([]) == ""
 

@@ -333,7 +333,7 @@ def test_cards_of_the_other_site_do_not_stop_this_one_for_good(is_one_site: bool
     coordinator = Coordinator(args=args, config=VtpConfig(size_list="auto", stages=(1, 1)), redaction=redaction)
     for said, text in (
         ({"versions": "2"}, "versions differ between nodes"),
-        ({"kind": "cuda"}, "kinds of cards are mixed"),
+        ({"kind": "cuda"}, "kinds of devices are mixed"),
     ):
         with pytest.raises(ConfigError, match=text) as caught:
             coordinator.decide([card(0), replace(card(1), node="b", **cast(Any, said))])
@@ -379,7 +379,7 @@ ALONE = {"context_parallel_size": 1, "expert_model_parallel_size": 1, "expert_te
 GOOD = Chosen(sizes=(2, 1), layers=(3, 1), num_replicas=1)
 BAD_LISTS: dict[str, Mapping[str, Any]] = {
     "1 stages, not 2 to 2": {"sizes": (3,), "layers": (4,)},
-    "it needs 3 ranks, and 2 have a seat": {"num_ranks": 2},
+    "3 ranks are needed, and 2 take part": {"num_ranks": 2},
     "it needs 0 ranks": {"num_replicas": 0, "num_ranks": 0},
     "it needs -3 ranks": {"num_replicas": -1, "num_ranks": -3},
     r"its layers are not --num-layers 4": {"layers": (1, 1)},
