@@ -14,7 +14,7 @@ from vtp_plugin.errors import ConfigError
 MARKER = "vtp_stopped.txt"
 """The name of the file."""
 RUN_FOLDER_VARIABLE = "VTP_RUN_FOLDER"
-"""Set in the ranks of a run that is restarted without a hand: the folder of its checkpoints."""
+"""Set in the ranks of a run that is restarted automatically: the folder of its checkpoints."""
 
 
 def run_folder(argv: Sequence[str]) -> Path | None:

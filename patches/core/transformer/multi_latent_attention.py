@@ -93,9 +93,9 @@ def _init(session: Session, original: Callable[..., None], layer: Any, config: A
     id="latent-attention-refused",
     when=Moment.STAGES,
     unneeded=dict.fromkeys(
-        capability("latent_attention").versions, "`latent-attention-grad` and `latent-attention-grad/fused` mend it"
+        capability("latent_attention").versions, "`latent-attention-grad` and `latent-attention-grad/fused` correct it"
     ),
-    why="its gradient depends on the size of the stage, and was mended in Megatron 0.19 only",
+    why="its gradient depends on the size of the stage, and is corrected for Megatron 0.19 only",
     remove_when="latent attention was run with this Megatron",
 )
 def _refuse(

@@ -77,7 +77,7 @@ DONE: dict[str, tuple[str, ...]] = {
     ),
     "this version knows {}; take a newer vtp_plugin": (f"{_RUNS}::test_weights_load_without_the_map",),
     "holds different optimizers on different stages": (f"{_AGAIN}::test_uniform_megatron_goes_on",),
-    "mend that, and start again from the one before": (
+    "fix that, and resume from the one before": (
         "multiproc/elastic/test_killed.py::test_a_disk_that_fails_leaves_the_checkpoint_before",
     ),
     "no start could load it": (
@@ -109,7 +109,7 @@ DONE: dict[str, tuple[str, ...]] = {
     "; without it this checkpoint cannot be loaded": (
         "multiproc/checkpoint/test_training_broken_files.py::test_an_older_checkpoint_is_loaded_instead",
     ),
-    "without it nobody can tell whether a byte has changed": (
+    "without it changed bytes cannot be detected": (
         "multiproc/checkpoint/test_training_broken_files.py::test_an_older_checkpoint_is_loaded_instead",
     ),
 }

@@ -375,7 +375,7 @@ class TestFailedStarts:
         )
         with pytest.raises(ConfigError, match=rf"^{re.escape(said)}; no restart cures this; fix it, then remove "):
             require_unmarked(tmp_path)
-        assert f"mend it, then remove {tmp_path / MARKER}\n" in capfd.readouterr().err
+        assert f"fix it, then remove {tmp_path / MARKER}\n" in capfd.readouterr().err
         # The way out: counting begins anew.
         (tmp_path / MARKER).unlink()
         assert [*tmp_path.iterdir()] == []

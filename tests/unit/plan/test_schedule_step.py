@@ -88,7 +88,7 @@ def test_one_number_counts_between_edge_and_cloud() -> None:
         ("forward_ms=4,8,-1", "forward_ms=4,8,-1: no time"),
         ("forward_ms=4,8,inf", "forward_ms=4,8,inf: no time"),
         ("forward_ms=4,8,nan", "forward_ms=4,8,nan: no time"),
-        ("forward_ms=4,8,4 mbit=0", "mbit=0: no time, size or rate"),
+        ("forward_ms=4,8,4 mbit=0", "mbit=0: every entry must be above 0"),
         ("forward_ms=4,8,4 mbit=100", "give message_kib="),
         ("forward_ms=4,8,4 forward_ms=4,8,4", "each at most once"),
         ("forward=4,8,4", "'forward=4,8,4' is not one of forward_ms="),

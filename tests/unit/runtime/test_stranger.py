@@ -435,7 +435,7 @@ def test_no_flag_of_a_rank_comes_out_of_the_store(store: dist.TCPStore, tmp_path
     assert "evil" not in done.stdout and "share-errors" not in done.stdout, done.stdout
     if shape == "flags":
         assert done.returncode != 0 and not done.stdout
-        assert "the post cards/seats in the store has 'lines', which nobody knows" in done.stderr, done.stderr
+        assert "the post cards/seats in the store has 'lines', which is unknown" in done.stderr, done.stderr
     else:
         assert "0 ['--num-layers', '2'" in done.stdout and "'--load', 'own'" in done.stdout, done
         assert "'--vtp-size-list', '1', '--vtp-force', '--make-vocab-size-divisible-by'" in done.stdout

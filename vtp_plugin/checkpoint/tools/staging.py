@@ -38,7 +38,7 @@ def writing_to(target: Path, undo: Callable[[], None] | None = None) -> Iterator
 
     Args:
         target: the folder.
-        undo: removes what was written; None where the next attempt goes on with it.
+        undo: removes what was written; None where the next attempt resumes it.
 
     Raises:
         ConfigError: it cannot be written, or the process was told to stop.

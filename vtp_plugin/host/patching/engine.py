@@ -155,7 +155,7 @@ def _build(record: PatchRecord, target: Target, host: PatchedPackage) -> Patch:
 
 
 def rebuild(applied: AppliedPatches, patch: Patch, below: Any) -> Any:
-    """Build a replacement anew, around what another package has put in the place of the original since.
+    """Rebuild a replacement, around what another package has put in the place of the original since.
 
     Args:
         applied: the set that the patch belongs to.

@@ -199,7 +199,7 @@ def _shared_ffn(s: Sizes) -> int:
 
 
 def _has_angles(s: Sizes) -> bool:
-    """Whether the layers of a chunk share the angles: they are computed again, or rotate in one kernel."""
+    """Whether the layers of a chunk share the angles: they are recomputed, or rotate in one kernel."""
     again = s.num_again or (s.batch.recompute.method == "uniform" and s.num_layers)
     is_kept = again if s.model.latent is None and s.batch.has_rope else 0
     return bool(is_kept or (s.batch.has_fused_rope and s.num_layers))
@@ -247,7 +247,7 @@ ROWS: Mapping[str, tuple[KeptRow, ...]] = {
             lambda s: s.inputs(s.positions * s.context) if _is_copied(s) else 0),
         KeptRow("self_attn_bda and mlp_bda", "masks of dropout", "fusions/fused_bias_dropout.py",
             lambda s: 2 * s.slices * s.model.hidden, when=lambda s: s.batch.has_hidden_dropout),
-        # Without experts Transformer Engine's norm is a part of the linear layer, and computed again with it.
+        # Without experts Transformer Engine's norm is a part of the linear layer, and recomputed with it.
         KeptRow("pre_mlp_layernorm", "input and scales", _NORMS, _norm,
             lambda s: _hidden(s) if _has_dense_again(s) else _norm(s)),
         KeptRow("linear_fc1", "input", _LINEAR, _hidden, lambda s: 0 if _has_dense_again(s) else _hidden_inputs(s),

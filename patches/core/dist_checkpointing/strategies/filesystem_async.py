@@ -52,7 +52,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def write_hashed(function: Callable[..., None], rank_process: int, *args: Any, **kwargs: Any) -> None:
-    """Write files as Megatron does, with the hash of each piece; a process that was started anew calls it, too."""
+    """Write files as Megatron does, with the hash of each piece; a newly started process calls it, too."""
     write = _hashing(filesystem_async._write_item)
     watched = ending_with_writers(rank_process) if _FORKS else contextlib.nullcontext()
     with watched, UndoStack().during(Name(filesystem_async, "_write_item"), write):
