@@ -105,7 +105,7 @@ def require_loadable(
 def written_again(load_dir: str | None, form: str = "") -> str:
     """Name the command that writes a checkpoint again, in a form that more runs can load."""
     source = shlex.quote(str(load_dir))
-    return f"convert it with python -m vtp_plugin checkpoint reshard {form}--from {source} --to DIR"
+    return f"write it again with python -m vtp_plugin checkpoint reshard {form}--from {source} --to DIR"
 
 
 def _loads_optimizer(args: Any, result: tuple[Any, ...]) -> bool:

@@ -24,11 +24,12 @@ _UNTRAINED = "which are untrained and count in the softmax, so the loss rises"
 
 
 def vocabulary_notes(session: Session, args: argparse.Namespace) -> tuple[str, ...]:
-    """Say how a uniform run, and every layout that this run may resume in later, get the same padded vocabulary."""
+    """Say how a uniform run gets the same padded vocabulary, and how all lists do to which this run may go on later."""
     layout = session.planned.layout
     multiple = args.make_vocab_size_divisible_by * layout.vocab_multiple()
     notes = [
-        f"vocabulary padded to a multiple of {multiple}; to pad alike, a run with TP size 1 needs {_DIVISOR} {multiple}"
+        f"padded vocabulary: a multiple of {multiple}; a uniform run with tensor-parallel size 1 pads the same with "
+        f"{_DIVISOR} {multiple}"
     ]
     begins = args.save is not None and not (args.load is not None and (Path(args.load) / TRACKER).exists())
     if begins and session.is_active and not getattr(args, "padded_vocab_size", None):

@@ -155,13 +155,13 @@ def _summary(files: Sequence[RankFile], steps: Sequence[TracedStep]) -> Iterator
     source = "medians of this trace" if steps[-1].are_measured else "of the run"
     yield f"costs of the plan ({source}): {format_costs(steps[-1].costs)}"
     yield _clocks(files)
-    yield f"at least {100 * known[least]:.1f} % of every rank's time has a known cause (least: rank {least})"
+    yield f"causes explain {100 * known[least]:.1f} % of the steps at least (rank {least})"
 
 
 def _clocks(files: Sequence[RankFile]) -> str:
     errors_s = {file.owner.rank: _clock_error_s(file) for file in files}
     worst = max(errors_s, key=lambda rank: errors_s[rank])
-    return f"clocks are aligned to within {1e3 * errors_s[worst]:.3f} ms (rank {worst})"
+    return f"clocks are compared to within {1e3 * errors_s[worst]:.3f} ms (rank {worst})"
 
 
 def _clock_error_s(file: RankFile) -> float:
@@ -179,12 +179,12 @@ def _table(files: Sequence[RankFile], found: Sequence[Difference]) -> Iterator[s
 def _verdict(slower: Sequence[Difference]) -> str:
     """Name what took longer, whoever had to wait for it."""
     if not slower:
-        return "nothing was slow on its own: all that took longer than planned waited, or is below 2 % of a step"
+        return "nothing took longer than planned by itself, by 2 % of the step or more"
     named = (
         f"rank {one.rank} {one.cause} {1e3 * one.more_s:+.1f} ms" + (f" ({one.where})" if one.where else "")
         for one in slower[:_NUM_SHOWN]
     )
-    return "slow on its own (not because it waited), more than planned in a step: " + "; ".join(named)
+    return "longer than planned by itself, in a step: " + "; ".join(named)
 
 
 def _as_json(

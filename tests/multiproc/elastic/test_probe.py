@@ -95,7 +95,7 @@ def test_a_script_tries_and_says_so(script_pool: Pool) -> None:
     )
     assert len(re.findall(pattern, runs[0].output)) == 1, runs[0].output
     by_hand = train(script_pool, "1,2", [*WIDE, "--vtp-transport-threshold", "1MiB"])
-    assert "are below 1024 KiB, --vtp-transport-threshold" in " ".join(by_hand[0].output.split())
+    assert "are fewer than 1048576, as --vtp-transport-threshold says" in " ".join(by_hand[0].output.split())
     assert "tried with" not in by_hand[0].output
     assert losses(runs) == losses(by_hand)
 

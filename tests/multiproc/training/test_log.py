@@ -33,7 +33,7 @@ def test_each_site_of_a_u_sees_that_the_plugin_is_active_and_its_iterations(scri
     found = ACTIVE.findall(edge + leader + other)
     assert [rank for rank, _ in found] == ["0", "1"], "one rank of each site says it once"
     assert found[0][1] == found[1][1], "the sites agreed on one thing"
-    assert "rank 0 writes the log" in edge and "lm loss" in edge
+    assert "writer rank 0" in edge and "lm loss" in edge
     assert not own_lines(other)
     iterations = re.findall(r"^\[vtp rank 1\] (iteration \d+/4 \| .*)$", leader, re.MULTILINE)
     assert len(iterations) == 4, leader

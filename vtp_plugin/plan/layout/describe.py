@@ -20,7 +20,7 @@ def describe_layout(layout: PipelineLayout, *, writer_rank: int | None = None) -
     stage  tp  cp  dp  ranks  leaders
         0   1   1   2  0-1    0-1
         1   2   1   2  2-5    2,4
-    world size 6, rank order tp-cp-dp-pp; rank 5 writes the log
+    world size 6, rank order tp-cp-dp-pp, writer rank 5
 
     Sizes of experts stand there where they are others than those of the stage:
 
@@ -28,7 +28,7 @@ def describe_layout(layout: PipelineLayout, *, writer_rank: int | None = None) -
     stage  tp  cp  dp  etp  ep  edp  ranks  leaders
         0   1   1   1    1   1    1  0      0
         1   2   1   1    1   2    1  1-2    1
-    world size 3, rank order tp-cp-dp-pp; rank 2 writes the log
+    world size 3, rank order tp-cp-dp-pp, writer rank 2
     """
     rows = [["stage", *size_names(layout), "ranks", "leaders"]]
     for stage, grid in enumerate(layout.stages):
@@ -39,8 +39,7 @@ def describe_layout(layout: PipelineLayout, *, writer_rank: int | None = None) -
     columns = [f"{{:>{width}}}" for width in widths[:-2]] + [f"{{:<{widths[-2]}}}", "{}"]
     lines = ["  ".join(columns).format(*row) for row in rows]
     writer_rank = layout.writer_rank if writer_rank is None else writer_rank
-    total = f"world size {layout.world_size}, rank order {layout.order}; rank {writer_rank} writes the log"
-    return "\n".join([*lines, total])
+    return "\n".join([*lines, f"world size {layout.world_size}, rank order {layout.order}, writer rank {writer_rank}"])
 
 
 def size_names(layout: PipelineLayout) -> tuple[str, ...]:
