@@ -77,7 +77,7 @@ def test_three_do_not_divide(tmp_path: Path) -> None:
         assert list(dict.fromkeys(step.sizes for step in cluster.steps())) == ["4,4", "4,2,1"]
         require_same(cluster, "--vtp-size-list 4,4 --make-vocab-size-divisible-by 128 --sequence-parallel")
         text = cluster.log("a").read_text() + cluster.log("b").read_text()
-        assert re.search(r"b has 3 devices, but no stage can have TP size 3, .* --num-query-groups 4", text)
+        assert re.search(r"b has 3 devices, but no stage can have tensor-parallel size 3: --num-query-groups 4", text)
 
 
 @pytest.mark.full

@@ -51,7 +51,7 @@ def test_six_cards_become_two_stages_with_layers_two_to_one() -> None:
     fitted, *rivals = fit(nodes(6), wanted)
     spare = [number for _, number in fitted.spare_cards]
     assert (fitted.sizes, fitted.layers, spare) == ((4, 2), (8, 4), [0])
-    assert "n0 has 6 devices, but no stage can have TP size 6, which must divide --num-attention-heads 64" in lines(
+    assert "n0 has 6 devices, but no stage can have tensor-parallel size 6: --num-attention-heads 64" in lines(
         (fitted, *rivals), wanted
     )
 
@@ -192,7 +192,7 @@ def test_plan_shows_what_is_fitted(capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", "--have", "8,6,8", "--vtp-stages", "4:4", "--vtp-data-parallel-size", "1", *FLAGS])
     text = capsys.readouterr().out
     assert text.startswith("chosen: --vtp-size-list 8,4,2,8, layers ") and "uses 22 of 22 devices" in text
-    assert "node 1 has 6 devices, but no stage can have TP size 6" in text
+    assert "node 1 has 6 devices, but no stage can have tensor-parallel size 6" in text
     main(["plan", "--json", "--have", "edge:1,cloud:4", "--vtp-stages", "2", "--vtp-sites", "edge,cloud", *FLAGS])
     plan = json.loads(capsys.readouterr().out)
     assert plan["fit"]["sizes"] == [stage["tp"] for stage in plan["stages"]] == [1, 4]

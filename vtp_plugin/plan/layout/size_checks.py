@@ -98,16 +98,14 @@ def expert_copies(
     >>> expert_copies((1, 1), (1, 2), ((1, 1, 2), (2, 1, 2)))
     (2, 2)
     """
-    copies, ones = [], ",".join("1" * len(stages))
+    copies = []
     for stage, (etp, ep, (tp, cp, dp)) in enumerate(zip(etp_sizes, ep_sizes, stages, strict=True)):
         size = tp * cp * dp
         if size % (etp * ep):
-            ways = [] if size % etp else [f"give it an expert-parallel size that divides {size // etp}"]
-            if etp > 1:
-                ways.append(f"give experts a smaller TP size, such as --vtp-etp-list {ones}")
+            way_out = f"an ep size that divides {cp * dp}" if etp == tp else f"sizes whose product divides {size}"
             raise LayoutError(
-                f"stage {stage} has {size} ranks (tp {tp} * cp {cp} * dp {dp}); its experts' sizes etp {etp} * ep {ep} "
-                f"= {etp * ep} must divide that; {', or '.join(ways)}"
+                f"expert sizes tp {etp} * ep {ep} = {etp * ep} do not divide the tp * cp * dp = {tp} * {cp} * {dp} = "
+                f"{size} ranks of stage {stage}: choose {way_out}"
             )
         copies.append(size // (etp * ep))
     return tuple(copies)

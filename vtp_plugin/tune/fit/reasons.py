@@ -49,18 +49,7 @@ def _whole_nodes(fitted: Candidate, constraints: Constraints) -> Iterator[str]:
         if rest:
             yield f"{who}, no multiple of --context-parallel-size {constraints.cp}; {rest} of them stay idle"
         elif problems := constraints.problems_of_size(size):
-            yield f"{who}, but no stage can have TP size {size}{_without_way_out(problems[0])}"
-
-
-def _without_way_out(problem: str) -> str:
-    """Shorten why a size does not fit: the way out, other sizes of the model, is none for whoever has lost devices.
-
-    >>> _without_way_out("--num-attention-heads 32; stage 0 has tensor-parallel size 6, which must divide it; use 30")
-    ', which must divide --num-attention-heads 32'
-    """
-    value, rule, *_ = problem.split("; ")
-    _, _, why = rule.partition(", ")
-    return f", {why[:-2]}{value}" if why.endswith(" it") else f": {problem.replace('stage 0', 'it')}"
+            yield f"{who}, but no stage can have tensor-parallel size {size}: {problems[0].replace('stage 0', 'it')}"
 
 
 def _spares(fitted: Candidate, constraints: Constraints) -> Iterator[str]:
