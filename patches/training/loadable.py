@@ -90,7 +90,7 @@ def require_loadable(
         return
     if getattr(args, "num_experts", None) and cuts_experts_apart(*there) != cuts_experts_apart(*here):
         raise ConfigError(
-            f"checkpoint {load_dir} was saved by {wrote}, this run has {runs}, and in only one of them experts have an "
+            f"checkpoint {load_dir} was saved by {wrote}, this run has {runs}, and only in one of them experts have an "
             "optimizer of their own (they have one where a stage's ep is above 1 or its etp is not its tp); load only "
             "the weights with --no-load-optim"
         )

@@ -200,7 +200,7 @@ def test_a_flipped_bit_of_the_optimizer_is_refused_by_name(pool: Pool, written: 
     ("extra", "words"),
     [
         pytest.param(["--ffn-hidden-size", "384"], ["the optimizer's ", "and this run's has"], id="shape"),
-        pytest.param(["--make-vocab-size-divisible-by", "32"], ["goes on with the same number only"], id="vocabulary"),
+        pytest.param(["--make-vocab-size-divisible-by", "32"], ["loads with the same number only"], id="vocabulary"),
     ],
 )
 def test_another_model_is_refused(pool: Pool, written: Writer, extra: list[str], words: list[str]) -> None:

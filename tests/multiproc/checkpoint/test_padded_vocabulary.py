@@ -103,7 +103,7 @@ def test_stages_that_cannot_cut_the_vocabulary_add_words(pool: Pool, saved_runs:
     main(["checkpoint", "reshard", "--from", str(folder), "--to", str(again)])
     runs = resume(pool, again, "3,1", flags)
     change = f"{here - there} words are new" if here > there else f"{there - here} words are dropped"
-    assert change in _text(runs) and f"first and the last size divide {there}" in _text(runs)
+    assert change in _text(runs) and f"first and the last divide {there}" in _text(runs)
     other = [size for size in ("2,1", "1,1") if there % int(size[0]) == 0][0]
     keeps = _flags(_text(_load(pool, again, "4,1", flags)), "to keep the loss, give")
     assert_same_training(resume(pool, again, other, [*flags, *keeps]), whole, first=2, tolerance=resume_tolerance())

@@ -230,7 +230,7 @@ def test_too_few_cards_wait_for_a_machine(tmp_path: Path) -> None:
     with Cluster(tmp_path, flags, max_restarts=0) as cluster:
         cluster.start("a", 1)
         deadline_s, said = time.monotonic() + 60.0 * pace(), ""
-        while "for more cards: a machine that comes back" not in said and time.monotonic() < deadline_s:
+        while "for more devices: a machine that comes back" not in said and time.monotonic() < deadline_s:
             time.sleep(0.2)
             said = re.sub(r"\n\[vtp rank 0\] +", " ", cluster.log("a").read_text())
         assert "1 devices; 1 replica of at least 2 stages (--vtp-stages 2:2)" in said, cluster.tail()

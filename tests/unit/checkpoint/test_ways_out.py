@@ -98,7 +98,7 @@ DONE: dict[str, tuple[str, ...]] = {
         "multiproc/training/test_training.py::test_vocabulary_hint_is_true",
     ),
     "start with {} {}, now": (f"{_PADDED}::test_the_first_start_says_what_all_lists_share",),
-    "goes on with the same number only": (
+    "loads with the same number only": (
         f"{_PADDED}::test_the_same_padding_keeps_the_loss",
         f"{_PADDED}::test_stages_that_cannot_cut_the_vocabulary_add_words",
     ),

@@ -456,7 +456,7 @@ def test_simulate_writes_a_picture_or_a_trace_and_sums_up(output_of: Output, tmp
         (("plan", "--vtp-size-list", "1,2", "--num-layer-list", "1,2,1"), "--num-layer-list is for --layerwise-disag"),
         (("plan", *U, "--num-layer-list", "1,2,1"), "--num-layer-list has 3 parts (1,2,1), 3 stages need 4"),
         (("plan", *U, "--num-virtual-stages-per-pipeline-rank", "2"), "2 with --layerwise-disaggregated-training; "),
-        (("plan", "--vtp-size-list", "1,2", "--vtp-in-flight", "2"), "add --vtp-schedule planned, without interl"),
+        (("plan", "--vtp-size-list", "1,2", "--vtp-in-flight", "2"), "add --vtp-schedule planned and leave interl"),
         (("plan", "--vtp-size-list", "1,2", "--vtp-costs", "forward_ms=1,1"), "is used by U-shaped pipelines only"),
         (
             ("plan", "--vtp-size-list", "1,2", "--vtp-cp-list", "1,2", "--vtp-transport", "rank0"),

@@ -94,7 +94,7 @@ class TestMarker:
         leave_marker("nothing fits; bring a card", environment)
         leave_marker("another line", environment)
         with pytest.raises(
-            ConfigError, match=r"^nothing fits; bring a card; no restart cures this: .* remove .*new/vtp_"
+            ConfigError, match=r"^nothing fits; bring a card; no restart cures this; .* remove .*new/vtp_"
         ):
             require_unmarked(tmp_path / "new")
         assert [path.name for path in (tmp_path / "new").iterdir()] == [MARKER]

@@ -234,7 +234,7 @@ def test_plan_counts_the_memory_of_fitted_layers(capsys: pytest.CaptureFixture[s
         ("--have 8 --vtp-size-list auto --vtp-cp-list 1,1", "vtp_cp_list 1,1 with vtp_size_list 'auto'; write"),
         (
             "--have 8 --layerwise-disaggregated-training --num-layer-list 1,2,1",
-            "must know which machine is the edge: give --vtp-sites edge,cloud to all",
+            "nothing says which machine is the edge; give --vtp-sites edge,cloud to all",
         ),
         (
             "--have 8 --layerwise-disaggregated-training --num-layer-list 1,2,1 --vtp-encoder-layer-list 1,2,1",
