@@ -46,7 +46,7 @@ PICKLE: Final = (
 """What a user of elastic torchrun must know."""
 _NAMES = (
     "run ... stands for -m vtp_plugin run SCRIPT FLAGS --vtp-size-list auto --vtp-stages MIN:MAX",
-    "$DEVICES: devices of a machine; $NODES: machines; $NODE: the number of this one; $FIRST: address of the first one; "
+    "$DEVICES: devices of a machine; $NODES: machines; $NODE: number of this one; $FIRST: address of the first one; "
     "$PORT: a port that is free there, such as 29500; $KEEPER: address and port of the rendezvous, as 10.8.0.1:29400",
 )
 

@@ -96,9 +96,7 @@ def test_stages_that_cannot_cut_the_vocabulary_add_words(pool: Pool, saved_runs:
     runs = _load(pool, folder, "3,1", flags)
     there, here = _said(runs[0].output)
     assert there % 3 and not here % 3
-    assert_refused(
-        runs, f"use TP sizes of which the first and the last divide {there}", f"--from {folder} --to DIR"
-    )
+    assert_refused(runs, f"use TP sizes of which the first and the last divide {there}", f"--from {folder} --to DIR")
     again = tmp_path / "again"
     main(["checkpoint", "reshard", "--from", str(folder), "--to", str(again)])
     runs = resume(pool, again, "3,1", flags)

@@ -118,7 +118,10 @@ def test_cp_list() -> None:
         (lambda: parse_cp_list("1,0"), "vtp_cp_list '1,0' has the entry '0', .* one context-parallel size per"),
         (lambda: parse_cp_list([]), "vtp_cp_list is empty"),
         (lambda: VtpConfig(size_list=(1, 4), cp_list=(1,)), "vtp_cp_list 1 has 1 entries, the size list has 2 stages"),
-        (lambda: VtpConfig(size_list="auto", cp_list=(1, 2)), "vtp_cp_list 1,2 with vtp_size_list 'auto'; write the TP size"),
+        (
+            lambda: VtpConfig(size_list="auto", cp_list=(1, 2)),
+            "vtp_cp_list 1,2 with vtp_size_list 'auto'; write the TP size",
+        ),
         (
             lambda: choose_cp_sizes((1, 2), 4, num_stages=2),
             "--context-parallel-size 4 contradicts --vtp-cp-list 1,2; .* the largest size of the list, 2",

@@ -370,8 +370,8 @@ class TestFailedStarts:
         assert not (tmp_path / MARKER).exists() and "is tried" not in capfd.readouterr().err
         self.fail(tmp_path, self.ERROR, attempt="b")
         said = (
-            "FileNotFoundError: [Errno 2] No such file or directory: 'tok.model'; 5 starts ended like this before their "
-            "first step"
+            "FileNotFoundError: [Errno 2] No such file or directory: 'tok.model'; 5 starts ended like this before "
+            "their first step"
         )
         with pytest.raises(ConfigError, match=rf"^{re.escape(said)}; no restart cures this; fix it, then remove "):
             require_unmarked(tmp_path)

@@ -244,7 +244,12 @@ def test_stages_of_different_cp_and_dp_sizes() -> None:
         ([1, "2"], 4, 1, "got '2'"),
         ([1, 1], 4, 0, "context-parallel size of stage 0"),
         ([1, 1], 4, [1, 0], "context-parallel size of stage 1 must be a positive integer, got 0"),
-        ([1, 1], 4, [1, 2, 1], "3 context-parallel sizes 1,2,1; there are 2 stages \\(TP sizes 1,1\\); give one size per"),
+        (
+            [1, 1],
+            4,
+            [1, 2, 1],
+            "3 context-parallel sizes 1,2,1; there are 2 stages \\(TP sizes 1,1\\); give one size per",
+        ),
         ([2, 1], 5, [1, 2], r"2,1 with --vtp-cp-list 1,2 needs 4 processes, or a multiple of 4; .*; start 4 or 8, or"),
         ([1, 1], 0, 1, "world size"),
     ],

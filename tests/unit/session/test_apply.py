@@ -236,9 +236,15 @@ def test_a_failed_apply_is_not_taken_for_a_good_one(
 @pytest.mark.parametrize(
     ("keywords", "text"),
     [
-        ({"vtp_size_list": "auto", "stages": "1:2"}, "--vtp-stages in apply.*; the layout must be chosen before .* run"),
+        (
+            {"vtp_size_list": "auto", "stages": "1:2"},
+            "--vtp-stages in apply.*; the layout must be chosen before .* run",
+        ),
         ({"vtp_size_list": "auto", "stages": [2, 1]}, "vtp_stages 2:1 begins above its end; write the fewest"),
-        ({"vtp_size_list": [1, 2], "stages": "1:2"}, "--vtp-stages 1:2 needs --vtp-size-list auto; give both, or leave"),
+        (
+            {"vtp_size_list": [1, 2], "stages": "1:2"},
+            "--vtp-stages 1:2 needs --vtp-size-list auto; give both, or leave",
+        ),
         ({"stages": "1:2"}, "--vtp-stages 1:2 needs --vtp-size-list auto; give both, or leave"),
     ],
 )

@@ -255,7 +255,10 @@ SMALL: dict[str, Any] = {
         ({"cards": {"old": {"memory": "32GiB"}}}, "cards.old has neither `profile`, nor `times`, nor `teraflops`"),
         ({"cards": {"old": {"teraflops": 1, "memroy": "1GiB"}}}, "unknown key cards.old.memroy"),
         ({"cards": {"old": {"teraflops": "fast"}}}, "cards.old.teraflops must be a number from 0 on, not 'fast'"),
-        ({"links": {}}, r"no link between the devices of old 0; give latency_us and gbyte_per_s in \[links.inside.old\]"),
+        (
+            {"links": {}},
+            r"no link between the devices of old 0; give latency_us and gbyte_per_s in \[links.inside.old\]",
+        ),
         ({"nodes": [{"cards": "old", "cards_per_node": 1, "count": 2}]}, r"no link between the nodes of the cluster"),
         (
             {"nodes": [{"cards": "old", "cards_per_node": 1, "site": site} for site in ("edge", "cloud")]},

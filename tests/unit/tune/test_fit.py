@@ -129,7 +129,7 @@ def test_memory_moves_layers_away_from_a_small_card() -> None:
         (
             (2, 1),
             {"stages": "2:2", "held_bytes": lambda part: 3 * (part.end - part.start), "memory": 17},
-            "2\\+1 devices; no layout within --vtp-stages 2:2 fits the model's memory; even 64 more would not be enough",
+            "2\\+1 devices; no layout within --vtp-stages 2:2 fits the model's memory; even 64 more would not be",
         ),
     ],
 )

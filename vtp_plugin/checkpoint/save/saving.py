@@ -199,9 +199,7 @@ def naming_what_failed(folder: Path) -> Iterator[None]:
         raise
     except BaseException as error:  # torch's CheckpointException is no Exception
         if problem := _problem_of_writing(folder):
-            line = (
-                f"a checkpoint in {folder} cannot be written: {problem}; fix that, and resume from the one before"
-            )
+            line = f"a checkpoint in {folder} cannot be written: {problem}; fix that, and resume from the one before"
             raise ConfigError(line) from error
         raise
 

@@ -137,7 +137,7 @@ def write_profile(origin: Origin, times: Iterable[Time]) -> str:
     <BLANKLINE>
     """
     lines = [
-        "# Written by `python -m vtp_plugin profile`; name it in a cluster's file: `[cards.NAME] profile = \"FILE\"`."
+        '# Written by `python -m vtp_plugin profile`; name it in a cluster\'s file: `[cards.NAME] profile = "FILE"`.'
     ]
     lines += _rows({"format": _FORMAT, "device": origin.device, "megatron": origin.megatron})
     lines += ["", "[model]", *_rows(origin.model)]
@@ -215,8 +215,7 @@ def write_links(links: Links) -> str:
     <BLANKLINE>
     """
     lines = [
-        "# Written by `python -m vtp_plugin profile --links`; name it in a cluster's file: "
-        '`[links] profile = "FILE"`.'
+        '# Written by `python -m vtp_plugin profile --links`; name it in a cluster\'s file: `[links] profile = "FILE"`.'
     ]
     tables = [*_tables("inside", links.inside), *_tables("between", links.between)]
     tables += _tables("across", {" ".join(sites): link for sites, link in links.across.items()})
