@@ -657,9 +657,9 @@ class TestTransportRules:
         assert TransportRules(transport="sliced", sites=sites).choose(layout, 0, 1) == ("sliced", "asked for")
         for rules, obstacle in (
             (TransportRules(sites=sites), "it crosses sites"),
-            (TransportRules(transport="rank0"), "--vtp-transport rank0 was given"),
+            (TransportRules(transport="rank0"), "--vtp-transport is rank0"),
         ):
-            with pytest.raises(ConfigError, match=f"0->1 joins context-parallel sizes 1 and 2, .* {obstacle}; use"):
+            with pytest.raises(ConfigError, match=f"0->1 joins context-parallel sizes 1 and 2, .* {obstacle}; .*; use"):
                 rules.choose(layout, 0, 1)
 
     def test_replicas_are_joined_where_context_parallelism_differs(self) -> None:

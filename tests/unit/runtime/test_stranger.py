@@ -380,8 +380,8 @@ GOOD = Chosen(sizes=(2, 1), layers=(3, 1), num_replicas=1)
 BAD_LISTS: dict[str, Mapping[str, Any]] = {
     "1 stages, not 2 to 2": {"sizes": (3,), "layers": (4,)},
     "3 ranks are needed, and 2 take part": {"num_ranks": 2},
-    "it needs 0 ranks": {"num_replicas": 0, "num_ranks": 0},
-    "it needs -3 ranks": {"num_replicas": -1, "num_ranks": -3},
+    "0 ranks are needed": {"num_replicas": 0, "num_ranks": 0},
+    "-3 ranks are needed": {"num_replicas": -1, "num_ranks": -3},
     r"its layers are not --num-layers 4": {"layers": (1, 1)},
     "its layers are not": {"layers": (5, -1)},
     "3 parts of layers for 2 stages": {"layers": (1, 2, 1)},

@@ -247,7 +247,7 @@ SMALL: dict[str, Any] = {
     [
         (
             {"nodes": [{"cards": "new", "cards_per_node": 4}]},
-            r"nodes\[0\].cards is 'new', known kinds are old",
+            r"nodes\[0\].cards is 'new'; known kinds are old; use one",
         ),
         ({"nodes": [{"cards": "old"}]}, r"nodes\[0\].cards_per_node is missing"),
         ({"nodes": [{"cards": "old", "cards_per_node": 0}]}, "must be a whole number from 1 on, not 0"),

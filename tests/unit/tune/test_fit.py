@@ -117,12 +117,12 @@ def test_memory_moves_layers_away_from_a_small_card() -> None:
         (
             (4,),
             {"stages": "1:1", "global_batch_size": 15, "micro_batch_size": 2},
-            "--global-batch-size 15; 1 replica of --micro-batch-size 2 take 2 samples, .* use 14 or 16",
+            "--global-batch-size 15; 2 .1 replica times --micro-batch-size 2. must .* use 14 or 16",
         ),
         (
             (2, 2),
             {"stages": "1:1", "num_replicas": 3},
-            "--global-batch-size 16; 3 replicas of --micro-batch-size 1 take 3 samples, .* use 15 or 18",
+            "--global-batch-size 16; 3 .3 replicas times --micro-batch-size 1. must .* use 15 or 18",
         ),
         ((8,), {"stages": "1:1", "seq_length": 6, "cp": 2}, "--seq-length 6 .*so 4 must divide it; use 4 or 8"),
         ((2,), {"stages": "1:1", "num_replicas": 4}, "2 devices; 4 replicas of at least 1 stages .* add 2"),
@@ -139,7 +139,7 @@ def test_what_does_not_fit_is_refused_with_what_would(cards: tuple[int, ...], ch
     with pytest.raises(ConfigError, match=text) as found:
         fit(nodes(*cards, memory_bytes=memory), ask(given.pop("stages"), **given))
     # No later start may be kept from going on with more cards.
-    assert isinstance(found.value, ShortageError) is ("bring" in text) is not found.value.is_final
+    assert isinstance(found.value, ShortageError) is ("; add " in text) is not found.value.is_final
 
 
 def test_a_site_without_cards_is_a_shortage_unless_it_is_the_edge_of_a_u() -> None:
