@@ -448,7 +448,7 @@ def _patches() -> str:
 
     def cells(record: Record) -> tuple[str, ...]:
         last = (_versions(record), record.remove_when, former.get(record.id, "-"))
-        return (record.id, _target(record), record.why, *last)
+        return (f"`{record.id}`", _target(record), record.why, *last)
 
     tables = (_table(COLUMNS, [*map(cells, records)]) for records in sections.values())
     return "".join(f"\n## {title}\n\n{table}\n" for title, table in zip(sections, tables, strict=True))
