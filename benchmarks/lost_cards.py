@@ -52,7 +52,7 @@ _FAULTS_PER_RUN = 4
 _EVERY_APART = 5
 _LIMIT_S = 300.0
 NOTICED = re.compile(r"does not answer|failed|ended or stopped|connection broke|ended, which kept the store")
-_BEGUN, STEP = "this attempt has", r"iteration +\d+/"
+_BEGUN, _ENDED, STEP = "this attempt has", r"\] the attempt with TP sizes \S+ ended ", r"iteration +\d+/"
 # It keeps these of every start.
 _OF_TORCHRUN = re.compile(
     r"torch\.rendezvous\.run(\.\d+/(MASTER_ADDR|MASTER_PORT|torchelastic/(role_info|assigned_ranks)/\d+))?"
@@ -220,7 +220,7 @@ def _is_ahead(cluster: Cluster) -> bool | None:
 
 def _require_told(text: str) -> None:
     """Every attempt but the first one says how the one before has ended."""
-    attempts, told = (len(re.findall(pattern, text)) for pattern in (_BEGUN, r"\] the attempt in \S+ ended "))
+    attempts, told = (len(re.findall(pattern, text)) for pattern in (_BEGUN, _ENDED))
     assert told >= attempts - 1, f"{attempts} attempts, but {told} lines say how one has ended"
 
 
@@ -257,7 +257,7 @@ def strike(cluster: Cluster, watcher: Watcher, fault: Fault) -> dict[str, Any]:
         if not ended and not any(Path(f"/proc/{pid}").exists() for pid in ranks):
             ended.append(time.time())
         # A step that is logged behind the list of a later attempt.
-        lists = [(at, line) for at, line in watcher.lines if "fitted: --vtp-size-list" in line and at > at_s]
+        lists = [(at, line) for at, line in watcher.lines if "chosen: --vtp-size-list" in line and at > at_s]
         step = watcher.first(STEP, lists[-1][0]) if lists else None
         return True if step is not None else None
 
@@ -268,7 +268,7 @@ def strike(cluster: Cluster, watcher: Watcher, fault: Fault) -> dict[str, Any]:
     moments = {
         "noticing": watcher.first(NOTICED, at_s),
         "ending": ended[0] if ended else None,
-        "starting": watcher.first("fitted: --vtp-size-list", at_s),
+        "starting": watcher.first("chosen: --vtp-size-list", at_s),
         "loading": watcher.first("successfully loaded checkpoint", started),
         "first step": watcher.first(STEP, started),
     }
@@ -289,7 +289,7 @@ def _bring_back(cluster: Cluster, watcher: Watcher, node: str) -> bool:
     whole = expected_list(())[0]
 
     def is_whole() -> bool | None:
-        fitted = watcher.first(rf"fitted: --vtp-size-list {whole}, ", begin_s)
+        fitted = watcher.first(rf"chosen: --vtp-size-list {whole}, ", begin_s)
         return fitted and watcher.first(STEP, fitted) and True
 
     return bool(wait_until(cluster, watcher, is_whole))

@@ -24,29 +24,29 @@ COLUMNS = ("Id", "Target", "Why there", "Versions", "Remove when", "Was")
 OPTIONS_INTRO = """\
 # Megatron's options with stages of unequal size
 
-Options that meet the stages' sizes: supported, with the test that shows it, or refused at start-up, with the reason and
-the way out. `python -m vtp_plugin doctor --verbose` prints the same table. [every-option.md](every-option.md) has a
-verdict for all others.
+Options that depend on the stages' sizes: supported, with the test that shows it, or not supported, with the reason and
+the way out. A run with one that is not supported stops at start-up. `python -m vtp_plugin doctor --verbose` prints the
+same table. [every-option.md](every-option.md) has a verdict for all others.
 """
 ASCEND_INTRO = """\
 # MindSpeed's options with stages of unequal size
 
-What MindSpeed and MindSpeed-LLM add to [Megatron's options](megatron-options.md): supported, or refused at start-up,
-with the reason and the way out. Options that are not listed stay inside a rank or a stage, as far as their code says.
+What MindSpeed and MindSpeed-LLM add to [Megatron's options](megatron-options.md): supported, or not supported, with the
+reason and the way out. Options that are not listed stay inside a rank or a stage, as far as their code says.
 """
 SITES_INTRO = """\
 # Arguments that may differ
 
-At start-up every rank states its arguments, and a run in which two differ ends before it begins. These are left out of
-the statement (`vtp_plugin/host/rules/checks/sites.py`), and so are these of the plugin's own (`vtp_plugin/config`):
+At start-up every rank states its arguments, and a run in which two differ ends before it begins. These are not compared
+(`vtp_plugin/host/rules/checks/sites.py`), and neither are these of the plugin's own (`vtp_plugin/config`):
 """
 VERSIONS_INTRO = """\
 # Versions of Megatron
 
 What was run with which family of versions, on CPUs and over gloo (`vtp_plugin/host/versions/known_versions.py`). 0.15
 belongs to 0.16. With 0.19 it was torch 2.14.1, before that 2.15, with 0.18 and 0.17 torch 2.15 (CUDA builds without a
-driver), with 0.16 torch 2.6, with 0.12 torch 2.7.1. `apply()` warns of what was not run. What is refused ends the run
-at its start, with the way out.
+driver), with 0.16 torch 2.6, with 0.12 torch 2.7.1. `apply()` warns of what was not run. What is not supported stops
+the run at start-up, with the way out.
 """
 PATCHES_INTRO = """\
 # Patches
@@ -56,11 +56,11 @@ all, and `vtp_plugin.revert()` puts the identical originals back. The patches of
 `patches/core/x.py`, those of `megatron.training.x` in `patches/training/x.py`. `python -m vtp_plugin doctor` tries all
 of them on the installed versions. Versions are those of megatron-core. *Was*: the id that logs of older runs show.
 
-A *write* is a name, or a dictionary, that patches assign to while a run goes on. It must exist when the set is applied,
+A *write* is a name, or a dictionary, that patches assign to during a run. It must exist when the set is applied,
 `vtp_plugin.status()` says whether it is written, and `revert()` puts back what was there; Megatron's
 `destroy_model_parallel()` does so for those with `parallel-state`. Nothing else in Megatron or torch is written to
 (`tests/unit/project/test_writes.py`), except `torch.cuda` on the CPU platform: `vtp_plugin/platform/cpu_device.py` and
-`cpu_tensors.py` map it onto the host, and `revert()` undoes that too.
+`cpu_tensors.py` map it onto the CPU, and `revert()` undoes that too.
 """
 
 
@@ -79,7 +79,7 @@ Words of the form `name=number` or `name=number,number,...`, such as
 QUERIES = """\
 ## In code
 
-While a run goes on, `vtp_plugin` answers:
+During a run, `vtp_plugin` answers:
 
 | function | answer |
 | --- | --- |
@@ -448,7 +448,7 @@ def _patches() -> str:
 
     def cells(record: Record) -> tuple[str, ...]:
         last = (_versions(record), record.remove_when, former.get(record.id, "-"))
-        return (record.id, _target(record), record.why, *last)
+        return (f"`{record.id}`", _target(record), record.why, *last)
 
     tables = (_table(COLUMNS, [*map(cells, records)]) for records in sections.values())
     return "".join(f"\n## {title}\n\n{table}\n" for title, table in zip(sections, tables, strict=True))

@@ -98,7 +98,7 @@ def _checked(targets: str | Sequence[str]) -> str | list[str]:
         re.compile(targets)
     except re.error as error:
         raise ConfigError(
-            f"adapters for {targets!r}; it is no regular expression ({error}); mend it, or give a list of names"
+            f"adapters for {targets!r}; it is no regular expression ({error}); correct it, or give a list of names"
         ) from None
     return targets
 

@@ -273,7 +273,7 @@ def open_session() -> Session:
     if session is None or session.running.communicator is None:
         raise MissingError(
             "the plugin's channels are not open; call vtp_plugin.apply() with vtp_size_list, then "
-            "initialize_model_parallel() (a uniform list needs force=True)"
+            "initialize_model_parallel() (if all sizes are equal, also with force=True)"
         )
     return session
 

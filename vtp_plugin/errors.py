@@ -82,7 +82,7 @@ class PatchError(VtpError, RuntimeError):
 
 
 class PlanError(VtpError, AssertionError):
-    """A plan or an order breaks a rule that the plugin must keep: a bug, with which no run may start or go on.
+    """A plan or an order breaks a rule that the plugin must keep: a bug, with which no run may start or continue.
 
     Args:
         problem: the rule that is broken, with the values.

@@ -105,7 +105,7 @@ def _is_last(session: Session, host: MegatronHost, original: Callable[..., bool]
     f"{_MODULE}:initialize_model_parallel",
     id="parallel-state",
     when=Moment.LIST,
-    why="the one place where all groups are made; it runs unchanged on our rank lists, so a uniform list gives exactly "
+    why="the one place where all groups are made; it runs unchanged on our rank lists, so equal sizes give exactly "
     "Megatron's groups, in Megatron's order",
     remove_when="Megatron takes a list of tensor-parallel sizes",
 )

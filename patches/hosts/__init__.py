@@ -37,8 +37,8 @@ def problems_of_import(megatron: Package, *, has_cuda: bool, environment: Mappin
     if megatron.version.startswith("0.15.") and not has_cuda and not environment.get("TORCH_CUDA_ARCH_LIST"):
         yield (
             f"megatron-core {megatron.version} at {megatron.folder} builds a CUDA library while it is imported, and "
-            "torch sees no GPU to build it for; start with python -m vtp_plugin run, set TORCH_CUDA_ARCH_LIST=9.0 (it "
-            "goes on without the library where it cannot build it), or use Megatron 0.16"
+            "torch sees no GPU to build it for; start with python -m vtp_plugin run, set TORCH_CUDA_ARCH_LIST=9.0 (if "
+            "the build fails, Megatron works without the library), or use Megatron 0.16"
         )
 
 

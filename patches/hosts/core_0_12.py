@@ -191,7 +191,7 @@ def _num_layers(session: Session, host: Megatron012, original: Callable[[Any], i
     "megatron.core.transformer.transformer_layer:get_transformer_layer_offset",
     id="layers-of-chunk/offset",
     when=Moment.LIST,
-    why=f"{_CHUNKS}; and it takes all stages for alike, of which lists of MindSpeed-MM say different numbers",
+    why=f"{_CHUNKS}; and it takes all stages for alike, but MindSpeed-MM's layer lists give them different numbers",
     remove_when=_GONE,
 )
 def _layer_offset(session: Session, host: Megatron012, original: Callable[[Any], int], config: Any) -> int:

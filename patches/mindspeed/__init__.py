@@ -31,7 +31,7 @@ class MindSpeed:
     """What this process has loaded of MindSpeed.
 
     Our replacements are registered with its patch manager, as wrappers of a feature that comes last. When MindSpeed
-    puts its patches in place anew (``apply_patches()``, ``repatch()``), ours are put around them again.
+    puts its patches in place again (``apply_patches()``, ``repatch()``), ours are put around them again.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class MindSpeed:
                     return
                 yield (
                     f"{home} of MindSpeed replaces {name}, which a run with --vtp-size-list"
-                    f"{' and a planned schedule' if name in _SCHEDULES else ''} goes past; leave out the flag that "
+                    f"{' and a planned schedule' if name in _SCHEDULES else ''} does not use; leave out the flag that "
                     "switches it on"
                 )
 

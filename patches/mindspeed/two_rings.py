@@ -57,7 +57,7 @@ def learn_first_ring(session: Session, vision: Any) -> None:
         session.learn(
             note=f"vision layers {','.join(map(str, full))} have full attention, as fullatt_block_indexes says; "
             f"MindSpeed-MM counts none of the {before} layers before the edge's second chunk, and would take others; "
-            "that is mended here"
+            "that is corrected here"
         )
 
 

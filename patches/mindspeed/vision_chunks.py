@@ -24,7 +24,7 @@ _VLM = "mindspeed_mm.models.vlm_model"
     when=Moment.MM_RINGS,
     why="of the rows before its own it counts only the stages before its own: none for the edge's second chunk, whose "
     "layers of full attention then see windows only",
-    remove_when="MindSpeed-MM counts all layers of these rows; until then only its pinned version is mended",
+    remove_when="MindSpeed-MM counts all layers of these rows; until then only its pinned version is corrected",
 )
 def _attend(session: Session, original: Callable[..., Any], block: Any, *args: Any, **kwargs: Any) -> Any:
     """Run `Qwen2VLVisionTransformerBlock.forward`, its numbers of layers moved by what it counts too little."""

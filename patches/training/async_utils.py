@@ -20,7 +20,7 @@ from vtp_plugin.session import Session
     unneeded={
         "<0.17": "it starts the process without arguments; on CPUs 0.12 saves in the background without that process"
     },
-    why="a process that starts anew divides by the number of CUDA devices, 0, and ends; the training then waits for "
+    why="a newly started process divides by the number of CUDA devices, 0, and ends; the training then waits for "
     "it for ever. A fork knows the stand-in device",
     remove_when="with `cpu-rng-tracker`",
     aliases=("megatron.training.initialize:init_persistent_async_worker",),

@@ -33,7 +33,7 @@ _FORMATS = ("torch", "torch_dist")
     aliases=("megatron.training.training:save_checkpoint",),
 )
 def _save(session: Session, original: Callable[..., None], iteration: int, *args: Any, **kwargs: Any) -> None:
-    """Run `save_checkpoint`, which writes beside; then, unless that goes on in the background, publish it."""
+    """Run `save_checkpoint`, which writes beside; then, unless that continues in the background, publish it."""
     # Not at the top: on megatron-core alone there is no megatron.training, and this module is imported all the same.
     from megatron.training.global_vars import get_args
 

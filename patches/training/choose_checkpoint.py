@@ -47,7 +47,7 @@ def look_at(session: Session, load_dir: str, args: Any, checkpoint: Path | None)
     if is_reporter and args.ckpt_format in ("torch", "torch_dist") and args.non_persistent_ckpt_type is None:
         refuse(check_files(load_dir, args.ckpt_step, _readable_index(session, checkpoint)))
         if checkpoint is not None and not (checkpoint / MANIFEST).exists():
-            log.info(f"{checkpoint} has no {MANIFEST}, so nobody can tell whether a byte of it has changed")
+            log.info(f"{checkpoint} has no {MANIFEST}, so changed bytes cannot be detected")
 
 
 def _readable_index(session: Session, checkpoint: Path | None) -> Index | None:
@@ -144,7 +144,7 @@ def choose(session: Session, load_dir: str, args: Any) -> None:
             return
         passed.append(problem)
     if names:
-        raise ConfigError(f"{load_dir} holds no checkpoint that is whole: {'; '.join(passed)}; load another folder")
+        raise ConfigError(f"{load_dir} holds no intact checkpoint: {'; '.join(passed)}; load another folder")
 
 
 def _problem_here(checkpoint: Path, args: Any) -> str | None:
@@ -181,12 +181,12 @@ def _agreed(session: Session, problem: str | None) -> str:
 def _load_it(session: Session, folder: Path, name: str, passed: Sequence[str], args: Any) -> None:
     """Let Megatron find a checkpoint in the place of what the tracker names."""
     for problem in passed:
-        log.info(f"passed over: {problem}")
+        log.info(f"skipped: {problem}")
     if passed or read_tracker(folder) != name:
         stand_in = session.savings.scratch(f"{TRACKER}.loaded")
         stand_in.write_text(name)
         session.savings.trackers[os.fspath(folder)] = stand_in
-        log.info(f"loads {of_iteration(folder, name)}, the newest checkpoint that is whole")
+        log.info(f"loads {of_iteration(folder, name)}, the newest intact checkpoint")
 
 
 def check_own_files(checkpoint: Path | None) -> None:
@@ -215,4 +215,4 @@ def require_manifest(name: str, stored: Any) -> None:
     checkpoint = Path(name) if Path(name).is_dir() else Path(name).parents[1]
     problem = problem_without_manifest(checkpoint, vars(stored))
     if problem is not None:
-        raise ConfigError(f"{problem}; without it nobody can tell whether a byte has changed; {way_out(checkpoint)}")
+        raise ConfigError(f"{problem}; without it changed bytes cannot be detected; {way_out(checkpoint)}")

@@ -27,7 +27,7 @@ _TOKENIZER = Written(
     id="tokenizer-on-edge/global",
     target=f"{_MODULE}:_GLOBAL_TOKENIZER",
     when=Moment.U_SHAPE,
-    why="the replaced function keeps the tokenizer there; on the cloud it holds a stand-in that refuses to be used",
+    why="the replaced function keeps the tokenizer there; on the cloud it holds a stand-in that raises when it is used",
     remove_when="with `tokenizer-on-edge`",
 )
 

@@ -14,7 +14,7 @@ from vtp_plugin.platform.cpu import CpuPlatform
     "megatron.training.initialize:_warmup_jit_function",
     id="jit-warmup",
     when=Moment.CPU,
-    why="it applies dropout on the device; on CPU that moved the host's generator by an amount that depends on the "
+    why="it applies dropout on the device; on CPU that moved the CPU's generator by an amount that depends on the "
     "tensor-parallel size, and weights differed between layouts",
     remove_when="with `cpu-rng-tracker`",
 )

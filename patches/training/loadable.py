@@ -63,7 +63,7 @@ def require_loadable(
     """Check that this run's stages can load a checkpoint.
 
     Raises:
-        ConfigError: another list wrote the checkpoint, in a form that only that list can load.
+        ConfigError: another layout wrote the checkpoint, in a form that only that one can load.
     """
     state, _, _, kind = result
     stored = stored_arguments(result)
@@ -72,7 +72,7 @@ def require_loadable(
     form = host.lost_form(state) if args.use_distributed_optimizer and _loads_optimizer(args, result) else None
     if form is not None:
         raise ConfigError(
-            f"checkpoint {load_dir} holds the distributed optimizer as {form}, which this Megatron reads no more; "
+            f"checkpoint {load_dir} holds the distributed optimizer as {form}, which this Megatron no longer reads; "
             f"{written_again(load_dir, f'--form {IN_MODEL_SPACE} ')}, or load only the weights with --no-load-optim"
         )
     layout = session.planned.layout
@@ -83,21 +83,21 @@ def require_loadable(
     wrote, runs = _shown(there), _shown(here)
     if kind is not None and kind.name == "LEGACY":
         raise ConfigError(
-            f"checkpoint {load_dir} was saved with --ckpt-format torch by {wrote}, and only that list can load it, not "
-            f"{runs}; save it with --ckpt-format torch_dist"
+            f"checkpoint {load_dir} was saved with --ckpt-format torch by {wrote}, and only that layout can load it, "
+            f"not {runs}; save it with --ckpt-format torch_dist"
         )
     if not _loads_optimizer(args, result):
         return
     if getattr(args, "num_experts", None) and cuts_experts_apart(*there) != cuts_experts_apart(*here):
         raise ConfigError(
-            f"checkpoint {load_dir} was saved by {wrote}, {runs} is asked for, and only in one of them experts have an "
-            "optimizer of their own, which they have where a stage's ep is above 1 or its etp is not its tp; load only "
+            f"checkpoint {load_dir} was saved by {wrote}, this run has {runs}, and only in one of them experts have an "
+            "optimizer of their own (they have one where a stage's ep is above 1 or its etp is not its tp); load only "
             "the weights with --no-load-optim"
         )
     if args.use_distributed_optimizer and not host.is_reshardable(state) and _folder_by_bucket(host, result) is None:
         raise ConfigError(
-            f"checkpoint {load_dir} holds a distributed optimizer of {wrote} in a form that only that list can load, "
-            f"not {runs}; save it {host.for_any_list}, {written_again(load_dir)}, or load only the weights with "
+            f"checkpoint {load_dir} holds a distributed optimizer of {wrote} in a form that only that layout can "
+            f"load, not {runs}; save it {host.for_any_list}, {written_again(load_dir)}, or load only the weights with "
             "--no-load-optim"
         )
 

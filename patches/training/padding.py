@@ -20,7 +20,7 @@ from vtp_plugin.tune.fit.constraints import Constraints
 from vtp_plugin.util import log
 
 _DIVISOR = "--make-vocab-size-divisible-by"
-_UNTRAINED = "which nobody has trained and the softmax counts, so the loss rises"
+_UNTRAINED = "which are untrained and count in the softmax, so the loss rises"
 
 
 def vocabulary_notes(session: Session, args: argparse.Namespace) -> tuple[str, ...]:
@@ -45,9 +45,9 @@ def _note_of_others(layout: PipelineLayout, args: argparse.Namespace) -> list[st
         return []
     factor = others // math.gcd(divisor * ends, others)
     return [
-        f"lists whose sizes do not divide {divisor * ends} cannot go on with what this run saves at the same loss; for "
-        f"all sizes that this model can have, up to 16, start with {_DIVISOR} {divisor * factor}, now: later it cannot "
-        "be changed"
+        f"checkpoints of this run resume at the same loss only with TP sizes that divide {divisor * ends}; for all "
+        f"sizes that this model can have, up to 16, start with {_DIVISOR} {divisor * factor} now: it cannot be changed "
+        "later"
     ]
 
 
@@ -62,7 +62,7 @@ def require_padding(session: Session, host: MegatronHost, load_dir: str | None, 
         stored: those of the run that wrote it.
 
     Raises:
-        ConfigError: the optimizer is stored by bucket, so that only the same padded vocabulary goes on.
+        ConfigError: the optimizer is stored by bucket, so that only the same padded vocabulary can resume.
     """
     there, here = getattr(stored, "padded_vocab_size", None), getattr(args, "padded_vocab_size", None)
     if there is None or here is None or there == here or load_dir is None or read_note(load_dir) is not None:
@@ -70,14 +70,14 @@ def require_padding(session: Session, host: MegatronHost, load_dir: str | None, 
     ends = session.planned.layout.vocab_multiple()
     # Fits keep to the flag that newer Megatrons have.
     flag = f"--padded-vocab-size {there}" if is_in(host.version, ">=0.15") else f"{_DIVISOR} {there // ends}"
-    other = f"a list of which the first and the last size divide {there}"
-    keeps = f"give {flag}" if there % ends == 0 else f"take {other}"
+    other = f"use TP sizes of which the first and the last divide {there}"
+    keeps = f"give {flag}" if there % ends == 0 else other
     said = f"checkpoint {load_dir} has a padded vocabulary of {there} words, and this run one of {here}"
-    new = f"{here - there} words are new, {_UNTRAINED}" if here > there else f"{there - here} words are left out"
+    new = f"{here - there} words are new, {_UNTRAINED}" if here > there else f"{there - here} words are dropped"
     if session.loading.stored_optimizer is not None:
         raise ConfigError(
-            f"{said}; an optimizer that is stored by bucket goes on with the same number only; {keeps}, or "
-            f"{written_again(load_dir)} (of which this run takes what it has: {new})"
+            f"{said}; an optimizer that is stored by bucket loads with the same number only; {keeps}, or "
+            f"{written_again(load_dir)} (then {new})"
         )
     if args.rank in session.planned.reporting_ranks.values():
         log.warning(f"{said}: in the word embedding and the output layer {new}; to keep the loss, {keeps}")

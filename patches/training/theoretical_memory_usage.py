@@ -21,7 +21,7 @@ from vtp_plugin.session import Session
 )
 def _compute(session: Session, original: Callable[..., float], args: Any, *rest: Any, **kwargs: Any) -> float:
     """Run `compute_weight_and_optimizer_memory` on the world that there would be if all stages were like this one."""
-    # A copy: everything else must go on seeing the real world.
+    # A copy: everything else must keep seeing the real world.
     seen = copy.copy(args)
     seen.world_size = session.planned.layout.uniform_world_size(args.rank)
     return original(seen, *rest, **kwargs)

@@ -32,7 +32,7 @@ class Judgement(TextEnum):
     NONE = "no number"
     SAID = "said"
     DEPENDS = "depends"
-    REFUSED = "with what is refused"
+    REFUSED = "with what is not supported"
     IGNORED = "ignored"
     ENDS = "ends"
     DEVICE = "device"
@@ -40,15 +40,15 @@ class Judgement(TextEnum):
 
 
 MEANINGS: Mapping[Judgement, str] = {
-    Judgement.SAME: "a number may change with it, and is the same on all lists",
+    Judgement.SAME: "a number may change with it, and is the same in all layouts",
     Judgement.MENDED: "a number would depend on the sizes, and a record of [patches.md](patches.md) makes it the same",
     Judgement.NONE: "it changes no number of the training",
     Judgement.SAID: "a number depends on the sizes, and the start of a run or a page says so",
     Judgement.DEPENDS: "a number depends on the sizes, and the run says nothing: a defect",
-    Judgement.REFUSED: "it has an effect only beside an option that is refused, or warned of, where the sizes matter",
+    Judgement.REFUSED: "it has an effect only beside an option that is not supported, or warned of, where sizes matter",
     Judgement.IGNORED: "it has no effect on such a run",
     Judgement.ENDS: "Megatron itself ends with it, with any sizes",
-    Judgement.DEVICE: "the same on all lists as far as the source says; only a run on a GPU can show it",
+    Judgement.DEVICE: "the same in all layouts as far as the source says; only a run on a GPU can show it",
 }
 
 

@@ -132,6 +132,10 @@ def _of_the_table(known: Mapping[str, Mapping[str, Option]], every: set[str]) ->
                 found.setdefault(str(rule.verdict), []).append(_show(f"{option} {value}".strip(), known))
     for verdict, options in found.items():
         sizes = (
-            "-" if verdict == "supported" else "nothing is computed" if verdict.startswith("refused") else "see there"
+            "-"
+            if verdict == "supported"
+            else "nothing is computed"
+            if verdict.startswith("not supported")
+            else "see there"
         )
         yield verdict, sizes, ", ".join(dict.fromkeys(options))

@@ -281,7 +281,7 @@ def reason_to_skip(need: str, host: str) -> str:
         KeyError: nothing is called so.
 
     >>> reason_to_skip("two_rings", "0.18")
-    'host 0.18: an encoder in a U (`--vtp-encoder-layer-list`): refused'
+    'Megatron 0.18: an encoder in a U (`--vtp-encoder-layer-list`): not supported'
     >>> reason_to_skip("two_rings", "0.19"), reason_to_skip("padded_vocabulary", "0.19")
     ('', '')
     """
@@ -291,7 +291,7 @@ def reason_to_skip(need: str, host: str) -> str:
         row = capability(need)
         versions, reason = row.versions, f"{row.what}: {row.said_of(host_named(host).first) if host else ''}"
     has_it = not host or is_in(host_named(host).first, *versions)
-    return "" if has_it else f"host {host}: {reason}"
+    return "" if has_it else f"Megatron {host}: {reason}"
 
 
 def left_out(items: Iterable[Any], host: str) -> Iterator[tuple[Any, str]]:

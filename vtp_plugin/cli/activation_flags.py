@@ -119,7 +119,7 @@ def _eight_bits(args: argparse.Namespace) -> Literal["", "tensor", "block"]:
 
 
 def _again(args: argparse.Namespace) -> Sequence[str]:
-    """Give the modules that are computed again one by one."""
+    """Give the modules that are recomputed one by one."""
     if args.recompute_granularity != "selective" and not args.recompute_activations:
         return ()
     return args.recompute_modules

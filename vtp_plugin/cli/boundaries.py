@@ -197,12 +197,11 @@ def _collective_lines(collective: Collective, when: str) -> Iterator[str]:
     for group in collective.groups[:1]:
         root, others = group[0], format_ranks(group[1:])
         text = {
-            CollectiveKind.SUM: f"ranks {format_ranks(group)} add up what they have",
+            CollectiveKind.SUM: f"ranks {format_ranks(group)} reduce-scatter their values",
             CollectiveKind.GATHER: f"rank {root} gathers the slices of ranks {others}",
-            CollectiveKind.BROADCAST: f"rank {root} hands the whole on to ranks {others} (broadcast)",
-            CollectiveKind.SCATTER: f"rank {root} hands their slices to ranks {others} (scatter)",
-            CollectiveKind.ALL_GATHER: f"ranks {format_ranks(group)} swap their parts, so that each has the whole "
-            "(all-gather)",
+            CollectiveKind.BROADCAST: f"rank {root} broadcasts the whole tensor to ranks {others}",
+            CollectiveKind.SCATTER: f"rank {root} scatters slices to ranks {others}",
+            CollectiveKind.ALL_GATHER: f"ranks {format_ranks(group)} all-gather the whole tensor from their parts",
         }[collective.kind]
         more = f"; {len(collective.groups) - 1} more groups alike" if len(collective.groups) > 1 else ""
         yield f"{when} {text}{more}"

@@ -61,11 +61,11 @@ def _add_show(actions: Any) -> None:
 def _add_verify(actions: Any) -> None:
     verify = actions.add_parser(
         "verify",
-        help="read all of a checkpoint, and say what is broken",
-        description="Read all of a checkpoint: are all files there and whole, does every piece have the hash of its "
-        "manifest, is every element stored once, does the map fit? Without a manifest: can each piece be read, do the "
-        "check sums that torch.save writes hold?",
-        epilog="Exit code 0: all is whole; 1: something is broken; 2: there is no manifest, and no index.\n"
+        help="read all of a checkpoint, and say what is damaged",
+        description="Read all of a checkpoint: are all files there and complete, does every piece have the hash of its "
+        "manifest, is every element stored once, does the map fit? Without a manifest: can each piece be read, are the "
+        "checksums that torch.save writes right?",
+        epilog="Exit code 0: all is intact; 1: something is damaged; 2: there is no manifest, and no index.\n"
         "Keys of --json: folder, problems.",
     )
     verify.add_argument("folder", type=Path, metavar="DIR", help=_FOLDER)
@@ -90,9 +90,9 @@ def _add_diff(actions: Any) -> None:
 def _add_reshard(actions: Any) -> None:
     reshard = actions.add_parser(
         "reshard",
-        help="write a checkpoint again, so that any uniform Megatron of its version loads it with its optimizer",
-        description="Write a checkpoint again with its optimizer stored by parameter; what is stored so already is "
-        "copied. If it was stopped, the same command goes on with it.",
+        help="convert a checkpoint, so that any uniform Megatron of its version loads it with its optimizer",
+        description="Write a copy of a checkpoint with its optimizer stored by parameter; what is stored so already is "
+        "copied as it is. If it was stopped, the same command resumes it.",
         epilog="Keys of --json: folder, form, num_pieces, num_bytes, num_bytes_found (written by an earlier attempt), "
         "experts (which layouts load their optimizer; null without experts).",
     )
@@ -142,7 +142,7 @@ def _verify(options: argparse.Namespace) -> None:
         print_json("checkpoint verify", {"folder": str(work.folder), "problems": problems})
     elif not problems:
         how = "" if work.manifest is not None else f"; it has no {MANIFEST}, so sums of torch.save were compared"
-        print(f"{work.folder} is whole: {format_bytes(work.num_bytes)} were read{how}")
+        print(f"{work.folder} is intact: {format_bytes(work.num_bytes)} were read{how}")
     sys.exit(1 if problems else 0)
 
 

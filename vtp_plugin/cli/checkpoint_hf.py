@@ -37,7 +37,7 @@ def add_import(actions: Any, end: Callable[[Any, Callable[[argparse.Namespace], 
         help="make a checkpoint of a model as it is published on Hugging Face, or converted by MindSpeed-MM",
         description="Make a checkpoint of weights, which every layout loads, of a model as it is published on Hugging "
         "Face, or of the trees that MindSpeed-MM's converters write, and print the flags with which Megatron builds "
-        "it. If it was killed, the same command goes on.",
+        "it. If it was killed, the same command resumes it.",
         epilog=f"Which models, and what of their config: {_GUIDE}.\nKeys of --json: folder, family, num_bytes, flags "
         "(that must be given), free_flags, vocab_flag (for a tokenizer with fewer words), passed (fields of the config "
         "that change nothing), entries (of MindSpeed-MM's --mm-model, by their paths; null for other models).",

@@ -28,7 +28,7 @@ _SIZES = {
 _MOVES = {
     IN_MODEL_SPACE: "any layout loads it",
     BY_BLOCK: "any layout of Megatron 0.12 to 0.15 loads it",
-    BY_RANK: "only the layout that wrote it loads it; reshard writes it for others",
+    BY_RANK: "only the layout that wrote it loads it; checkpoint reshard converts it for others",
     PLAIN: "any layout loads it",
 }
 

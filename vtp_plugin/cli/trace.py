@@ -45,8 +45,8 @@ _COLOURS: dict[str, str] = {
 _NUM_SHOWN = 10
 _RUN, _PLAN = 0, 1
 _TEXT = """\
-Join the files of --vtp-trace of all ranks, put them on one clock, and set beside them the simulated step of the same
-costs: those that the run measured or was given, or else medians of the trace itself. The file has two processes, run
+Join the files that all ranks wrote with --vtp-trace, align their clocks, and compare with a simulated step of the same
+costs: those that the run measured or was given, or else medians of the trace itself. The file shows two processes, run
 and plan, with a row for each rank."""
 _KEYS = """\
 Keys of --json, times in ms: steps (their numbers), step_ms (median, of the slowest rank), planned_ms, costs,

@@ -96,9 +96,9 @@ def plan_layout(
     dp = layout.stages[0].dp
     if config.data_parallel_size not in (None, dp):
         raise LayoutError(
-            f"--vtp-data-parallel-size {config.data_parallel_size} contradicts the world: {world_size} ranks "
-            f"/ {world_size // dp} ranks a replica (sum of tp * cp over the stages) = {dp} replicas; change one of "
-            "them"
+            f"--vtp-data-parallel-size {config.data_parallel_size}; this run has {world_size} ranks, a replica needs "
+            f"{world_size // dp}, so there are {dp} replicas; give {dp}, or start "
+            f"{config.data_parallel_size * (world_size // dp)} processes"
         )
     return layout
 
@@ -118,8 +118,7 @@ def check_call(layout: PipelineLayout, stage: int, options: Mapping[str, Any]) -
     >>> check_call(layout, 1, call)
     ()
     >>> print(*check_call(layout, 1, {**call, "context_parallel_size": 2}))
-    initialize_model_parallel(context_parallel_size=2); the validated arguments say 1; give what they say, or validate \
-others first
+    initialize_model_parallel(context_parallel_size=2); Megatron's validated arguments say 1; give the same in both
     """
     orders = {order: name for name, order in _ORDERS.items()}
     own_sizes = {
@@ -134,8 +133,8 @@ others first
     }
     fitting["order"] = (orders[layout.order],)
     return tuple(
-        f"initialize_model_parallel({name}={options[name]}); the validated arguments say {values[0]}; give what they "
-        "say, or validate others first"
+        f"initialize_model_parallel({name}={options[name]}); Megatron's validated arguments say {values[0]}; give the "
+        "same in both"
         for name, values in fitting.items()
         if options[name] not in values
     )
@@ -316,7 +315,7 @@ def read_schedule_options(
         num_stages: number of pipeline stages.
         message_bytes: size of an activation, if known.
         num_chunks: model chunks of every stage.
-        fixed: placement of a pipeline whose order is fixed, to read costs for it, too; by default they are refused.
+        fixed: placement of a pipeline whose order is fixed, to read costs for it, too; by default they are rejected.
         report_interval_steps: training steps from one comparison of planned and real times to the next.
 
     Raises:
@@ -324,15 +323,14 @@ def read_schedule_options(
     """
     if config.costs is not None and fixed is None and not config.layerwise_disaggregated:
         raise LayoutError(
-            "--vtp-costs chooses the order of a U-shaped pipeline; others do not follow from costs: leave it out, or "
-            "add --layerwise-disaggregated-training"
+            "--vtp-costs is used by U-shaped pipelines only; leave it out, or add --layerwise-disaggregated-training"
         )
     in_flight = config.in_flight
     if in_flight is not None:
         if not config.has_planned_schedule or (num_chunks > 1 and not config.layerwise_disaggregated):
             raise LayoutError(
-                f"--vtp-in-flight {','.join(map(str, in_flight))}: Megatron's own orders and interleaved ones hold "
-                "what they need; add --vtp-schedule planned, without interleaving, or leave it out"
+                f"--vtp-in-flight {','.join(map(str, in_flight))}; it is used by planned schedules without "
+                "interleaving only; add --vtp-schedule planned and leave interleaving out, or leave --vtp-in-flight out"
             )
         check_in_flight(in_flight, num_stages)
         if not config.layerwise_disaggregated:

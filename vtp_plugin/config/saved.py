@@ -19,21 +19,21 @@ class Saved:
     load_newest_valid: bool = option(
         same("load_newest_valid"),
         False,
-        "if the checkpoint in --load is broken, load the newest one before it that is not, and say what was passed "
-        "over and why; all of it is read first, and once more to load it. Without this a broken one is refused",
+        "if the checkpoint in --load is damaged, load the newest older one that is intact, and log what was skipped "
+        "and why. Each one is read whole to check it, then again to load it. Without this a damaged one is rejected",
     )
     keep_checkpoints: int | None = option(
         same("keep_checkpoints"),
         None,
-        "when a checkpoint is saved, remove all but this many of the newest that are whole; default: keep all",
+        "after each save keep only this many of the newest intact checkpoints, and delete others; default: keep all",
         "N",
         type=int,
     )
 
     def check_saved(self) -> None:
-        """Refuse to keep none."""
+        """Reject a number that keeps none."""
         if self.keep_checkpoints is not None and self.keep_checkpoints < 1:
             raise LayoutError(
-                f"keep checkpoints {self.keep_checkpoints}; the newest one is always kept; give 1 or more, or leave it "
-                "out to keep all"
+                f"--vtp-keep-checkpoints {self.keep_checkpoints}; the newest one is always kept; give 1 or more, or "
+                "leave it out to keep all"
             )

@@ -29,10 +29,10 @@ class ScheduleFields:
     in_flight: tuple[int, ...] | None = option(
         same("vtp_in_flight", none=""),
         None,
-        "most microbatches in flight on each stage of a U-shape or of a plain planned order, or one number for all. A "
-        "stage keeps that many activations of each of its chunks. Default of a U: the number that keeps the busiest "
-        "stage busy, plus two; of a plain order: those of 1F1B, of which more hide slow links. Modules in a planned "
-        "order: on each stage of all modules, encoders first, to let an encoder run ahead",
+        "with --vtp-schedule planned (not interleaved) or a U-shape: most microbatches in flight on each stage, or one "
+        "number for all. A stage keeps that many activations of each of its chunks. Default of a U-shape: as many as "
+        "keep the busiest stage busy, plus two; else as in 1F1B (more of them hide slow links). With several modules: "
+        "one number for each stage of all modules, encoders first; more let an encoder run ahead",
         "8,4,4",
         parse=parse_in_flight,
     )
@@ -48,15 +48,15 @@ class ScheduleFields:
     replan_share: float = option(
         same("vtp_replan_share"),
         0.25,
-        "U-shaped pipeline: a run that measured its costs measures them again and plans a new order, at most three "
-        "times, if a step is longer or shorter than planned by more than this share; default 0.25, inf for never",
+        "U-shaped pipeline: without --vtp-costs, measure again and plan a new order, at most three times, if a step is "
+        "longer or shorter than planned by more than this share; default 0.25 (a quarter), inf for never",
         "0.25",
         type=float,
     )
 
     def check_schedule(self) -> None:
-        """Refuse a share that no step can differ by."""
+        """Reject a share that no step can differ by."""
         if not self.replan_share > 0:
             raise LayoutError(
-                f"replan share {self.replan_share} must be positive, such as 0.25 for a quarter; inf never plans anew"
+                f"--vtp-replan-share {self.replan_share} must be positive, such as 0.25 for a quarter, or inf for never"
             )

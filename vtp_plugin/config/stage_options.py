@@ -32,7 +32,7 @@ class StageFields:
         same("vtp_size_list", at_start=True),
         None,
         "tensor-parallel size of every pipeline stage, first stage first; or 'auto': node k of the launcher is stage "
-        "k, or with --vtp-stages a list that fits the cards that are there",
+        "k, or with --vtp-stages a layout that fits the devices that are there",
         "1,4,4",
         keyword="vtp_size_list",
         parse=parse_size_list,
@@ -40,8 +40,8 @@ class StageFields:
     stages: tuple[int, int] | None = option(
         same("vtp_stages", at_start=True, separator=":", none=""),
         None,
-        "with '--vtp-size-list auto': the fewest and the most pipeline stages; sizes, layers and replicas are fitted "
-        "to the cards that are there. --vtp-sites then names every site once, in the order of the pipeline",
+        "with '--vtp-size-list auto': the fewest and the most pipeline stages; TP sizes, layers and replicas are "
+        "chosen for the devices that are there. --vtp-sites then names every site once, in the order of the pipeline",
         "MIN:MAX",
         parse=parse_stages,
     )
@@ -118,11 +118,10 @@ class StageFields:
     )
 
     def check_stages(self) -> None:
-        """Refuse lists that do not fit each other."""
+        """Reject lists that do not fit each other."""
         if self.stages is not None and self.size_list != "auto":
             raise LayoutError(
-                f"vtp_stages {':'.join(map(str, self.stages))} is for a list that is fitted to what is there; give "
-                "--vtp-size-list auto, or leave it out"
+                f"--vtp-stages {':'.join(map(str, self.stages))} needs --vtp-size-list auto; give both, or leave it out"
             )
         self._check_list("cp_list", self.cp_list, "context-parallel")
         self._check_list("dp_list", self.dp_list, "data-parallel")
@@ -141,11 +140,12 @@ class StageFields:
             raise LayoutError(f"data-parallel size {self.data_parallel_size} must be at least 1; leave it out for 1")
 
     def refuse_to_fit(self) -> None:
-        """Refuse a list that is to be fitted once the script runs."""
+        """Reject a layout that is to be chosen once the script runs."""
         if self.stages is not None:
             raise LayoutError(
-                "--vtp-stages: a list is fitted before the script starts, since it changes RANK, WORLD_SIZE and flags "
-                "that the script may have read; start it with python -m vtp_plugin run, and leave both out of apply()"
+                "--vtp-stages in apply(); the layout must be chosen before the script starts, since that changes RANK, "
+                "WORLD_SIZE and flags, which the script may have read; start with python -m vtp_plugin run, and leave "
+                "--vtp-stages and 'auto' out of apply()"
             )
 
     def _check_list(self, name: str, sizes: tuple[int, ...] | None, what: str) -> None:
@@ -153,7 +153,7 @@ class StageFields:
             return
         shown = format_value(sizes)
         if self.size_list == "auto":
-            raise LayoutError(f"vtp_{name} {shown} needs a list of stages; write vtp_size_list out instead of 'auto'")
+            raise LayoutError(f"vtp_{name} {shown} with vtp_size_list 'auto'; write the TP size of every stage instead")
         if isinstance(self.size_list, tuple) and len(sizes) != len(self.size_list):
             raise LayoutError(
                 f"vtp_{name} {shown} has {len(sizes)} entries, the size list has {len(self.size_list)} stages; "

@@ -49,16 +49,16 @@ class TransportFields:
     bridges: bool | Literal["extended"] = option(
         same("vtp_bridges", at_start=True),
         False,
-        "put the plugin's bridges between modules (MIMO) in the place of Megatron's, also without a list; 'extended' "
-        "lets the colocated one take what Megatron's refuses",
+        "use the plugin's bridges between modules (MIMO) instead of Megatron's, also without --vtp-size-list; "
+        "'extended' also lets the colocated one do what Megatron's does not support",
         "extended",
         **{"nargs": "?", "const": True, "parse": parse_bridges},
     )
 
     def check_transport(self) -> None:
-        """Refuse a threshold for a transport that has none."""
+        """Reject a threshold for a transport that has none."""
         if self.transport_threshold_bytes is not None and self.transport != "auto":
             raise LayoutError(
-                f"a transport threshold of {self.transport_threshold_bytes} bytes is for the transport auto, not for "
-                f"{self.transport}; give one of them"
+                f"--vtp-transport-threshold {self.transport_threshold_bytes} with --vtp-transport {self.transport}; it "
+                "is used by auto only; leave one of them out"
             )

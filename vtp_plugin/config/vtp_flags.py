@@ -28,15 +28,15 @@ VTP_FLAGS: tuple[Flag, ...] = (
     Flag(
         name="--vtp-forgive",
         group=FlagGroup.FAILURE,
-        help="with --vtp-stages: forget which cards failed; without it a card that failed twice is left out of every "
-        "later start. Once for each start of the launcher, not again when it restarts the ranks",
+        help="with --vtp-stages: use devices again that are excluded because they failed; without it a device that "
+        "failed twice stays excluded. It acts once for each start of the launcher, not when that restarts the ranks",
     ),
     Flag(
         name="--vtp-on-loss",
         group=FlagGroup.FAILURE,
         metavar="COMMAND",
-        help="with --vtp-stages: a command for the shell of rank 0's machine, run when an attempt follows one that "
-        "was lost, or when nothing fits; VTP_LOSS holds the line that says what happened. It has 10 seconds",
+        help="with --vtp-stages: a shell command that rank 0's machine runs when the run restarts after a loss, or "
+        "when no layout fits any more; VTP_LOSS holds the line that says what happened. It has 10 seconds",
     ),
     Flag(
         name="--vtp-site",

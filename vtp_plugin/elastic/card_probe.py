@@ -39,7 +39,7 @@ def probe(device: str, node: str, local_rank: int, fault_file: str) -> dict[str,
     there = whole.to(f"{kind}:{local_rank}")
     # Small whole numbers: any order of sums is exact.
     is_right = torch.equal((there @ there).cpu(), whole @ whole)
-    return {"kind": kind, "why": "" if is_right else "erring: a product of matrices is wrong"}
+    return {"kind": kind, "why": "" if is_right else "erring: a matrix product is wrong"}
 
 
 def _accelerator(device: str) -> Any:

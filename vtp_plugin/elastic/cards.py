@@ -78,11 +78,11 @@ def try_card(device: str, node: str, local_rank: int, limit_s: float) -> tuple[s
         return "", f"hanging: no answer within {limit_s:g} s"
     if done.returncode != 0:
         lines = done.stderr.strip().splitlines()
-        return "", f"erring: the try ended with {done.returncode} ({first_line(lines[-1]) if lines else 'no message'})"
+        return "", f"erring: its test ended with {done.returncode} ({first_line(lines[-1]) if lines else 'no message'})"
     try:
         found = read_typed(_Found, "".join(done.stdout.splitlines()[-1:]))
     except ShapeError as error:
-        return "", f"erring: what the try printed {error}"
+        return "", f"erring: what its test printed {error}"
     return found.kind, found.why
 
 
@@ -142,10 +142,10 @@ def settle_seats(
             raise
         part.set("seats", json.dumps(asdict(outcome)))
     else:
-        lines = WaitingLines(timeout_s, lambda: "rank 0, which fits the list to the cards")
+        lines = WaitingLines(timeout_s, lambda: "rank 0, which chooses the layout")
         if not poll(lambda: part.check(["seats"]), timeout_s, pause_s=0.1, lines=lines):
             raise PeerError(
-                f"{WAITED} {timeout_s:.1f} s for rank 0 to fit the list: no answer; look for a rank 0 that ended"
+                f"{WAITED} {timeout_s:.1f} s for rank 0 to choose the layout: no answer; look for a rank 0 that ended"
             )
         part.add("read", 1)
         if "error" in read_post(dict[str, object], part, "seats", Topic.CARDS.key):
@@ -169,6 +169,6 @@ def _cards(part: dist.Store, world_size: int, timeout_s: float) -> list[RankCard
     lines = WaitingLines(limit_s, lambda: f"rank {some_ranks(missing())}")
     if not poll(lambda: part.check(keys), limit_s, pause_s=0.1, lines=lines):
         waited = f"{WAITED} {time.monotonic() - begin_s:.1f} s"
-        text = f"{waited} for the card of rank {some_ranks(missing())}: no answer"
+        text = f"{waited} for the device of rank {some_ranks(missing())}: no answer"
         raise PeerError(text, shared=text)
     return [read_post(RankCard, part, key, Topic.CARDS.key) for key in keys]

@@ -115,7 +115,7 @@ class Coordinator:
     def _take_folder(self) -> LastStep | None:
         """Lock the folder, and read how far the last attempt came."""
         if self.folder is None:
-            log.warning("no --save: nobody remembers cards that fail, what was lost, or what no restart cures")
+            log.warning("no --save: failed devices, lost steps and errors that no restart cures are not remembered")
             return None
         limit_s = patience_s(self.config.timeout_s)
         self.lock = FolderLock(self.folder, self.environment, limit_s, token=self.environment.get(LOCK_VARIABLE))
@@ -135,7 +135,7 @@ class Coordinator:
         best = layouts[0]
         layout = constraints.layout(best.sizes, best.num_replicas)
         assert layout is not None
-        bad = [f"bad card: {name_card(card)} is {card.why}" for card in cards if card.why]
+        bad = [f"excluded device: {name_card(card)} is {card.why}" for card in cards if card.why]
         outcome = Outcome(
             seats=assign_ranks(best.node_names, layout, numbers),
             chosen=Chosen.of(best),
@@ -145,7 +145,7 @@ class Coordinator:
         return outcome, [*describe(layouts, constraints), *bad]
 
     def _alert(self, text: str) -> None:
-        """Run the user's command; the run goes on whether it succeeds or not."""
+        """Run the user's command; the run continues whether it succeeds or not."""
         if not self.on_loss:
             return
         try:
@@ -161,7 +161,7 @@ class Coordinator:
         except (OSError, subprocess.TimeoutExpired) as error:
             problem = str(error)
         if problem:
-            log.warning(f"--vtp-on-loss {self.on_loss}: {problem}; the run goes on")
+            log.warning(f"--vtp-on-loss {self.on_loss}: {problem}; the run continues")
 
 
 def group_by_node(cards: Sequence[RankCard]) -> tuple[list[Node], dict[str, list[int]]]:
@@ -179,14 +179,14 @@ def group_by_node(cards: Sequence[RankCard]) -> tuple[list[Node], dict[str, list
     for name in dict.fromkeys(card.node for card in cards):
         own = [(card.local_rank, number) for number, card in enumerate(cards) if card.node == name]
         if len({place for place, _ in own}) < len(own):
-            raise LayoutError(f"two ranks on {name} have one local rank; give each agent its --vtp-node name")
+            raise LayoutError(f"two ranks on {name} have the same local rank; give each agent its own --vtp-node")
         sites = {card.site for card in cards if card.node == name}
         if len(sites) > 1:
             raise LayoutError(f"ranks on {name} name the sites {', '.join(sorted(sites))}; give one --vtp-site there")
         good = [number for _, number in sorted(own) if not cards[number].why]
         kinds = {cards[number].kind for number in good}
         if len(kinds) > 1:
-            raise LayoutError(f"kinds of cards are mixed on {name}: {', '.join(sorted(kinds))}; give --vtp-device")
+            raise LayoutError(f"kinds of devices are mixed on {name}: {', '.join(sorted(kinds))}; give --vtp-device")
         nodes.append(Node(name=name, num_cards=len(good), site=sites.pop(), kind="".join(kinds)))
         numbers[name] = good
     return nodes, numbers

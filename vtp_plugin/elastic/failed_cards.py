@@ -63,8 +63,8 @@ def leave_out(cards: Sequence[RankCard], folder: Path, *, forgives: str = "") ->
         elif name in remembered:
             entry["is bad"] = False
             if entry["failures"] >= _MOST_FAILURES:
-                why = f"left out: it failed {entry['failures']} times, the last time as {entry['why']}"
-                card = replace(card, why=f"{why}; --vtp-forgive takes it back")
+                why = f"excluded: it failed {entry['failures']} times, the last time as {entry['why']}"
+                card = replace(card, why=f"{why}; --vtp-forgive uses it again")
         found.append(card)
     _write(path, known)
     return found
@@ -108,7 +108,7 @@ def _read(path: Path) -> dict[str, Any]:
     except FileNotFoundError:
         return {}
     except (OSError, ValueError) as error:
-        log.warning(f"{path} cannot be read ({error}); what it says of cards that failed is not known")
+        log.warning(f"{path} cannot be read ({error}); which devices failed is not known")
         return {}
     return found if isinstance(found, dict) else {}
 
@@ -120,4 +120,4 @@ def _write(path: Path, known: dict[str, Any]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_whole(path, json.dumps(known, indent=1))
     except OSError as error:
-        log.warning(f"{path} cannot be written ({error.strerror}); cards that failed are not remembered")
+        log.warning(f"{path} cannot be written ({error.strerror}); failed devices are not remembered")

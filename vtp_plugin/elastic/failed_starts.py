@@ -86,11 +86,11 @@ def note_failed_start(error: BaseException, environment: Mapping[str, str] = os.
     put_beside(path, json.dumps({"flags": flags, "reasons": dict([*reasons.items()][-_MOST_REASONS:])}))
     if count < MOST_EQUAL:
         return
-    leave_marker(f"{reason}; {count} starts ended so before a first step", environment)
+    leave_marker(f"{reason}; {count} starts ended like this before their first step", environment)
     with contextlib.suppress(OSError):
         path.unlink()
     log.error(
-        f"{count} starts ended so before a first step, and no other one is tried: mend it, then remove "
+        f"{count} starts ended like this before their first step, and no other one is tried; fix it, then remove "
         f"{path.with_name(MARKER)}"
     )
 

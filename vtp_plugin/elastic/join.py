@@ -81,9 +81,9 @@ def join_run(
     environment: MutableMapping[str, str],
     timeout_s: float,
 ) -> Membership:
-    """Post the card of this rank, learn which list is fitted, and take this process's rank in that run.
+    """Post the device of this rank, learn which layout is chosen, and take this process's rank in that run.
 
-    Afterwards ``RANK`` and ``WORLD_SIZE`` are those of the fitted run, without gaps. ``LOCAL_RANK`` stays the index of
+    Afterwards ``RANK`` and ``WORLD_SIZE`` are those of that run, without gaps. ``LOCAL_RANK`` stays the index of
     the device. The store stays where it is: torch takes it for the launcher's from now on, whoever is rank 0.
 
     Args:
@@ -106,8 +106,8 @@ def join_run(
         if rank == 0 and environment.get("GROUP_WORLD_SIZE", "1") != "1":
             _say(
                 logging.WARNING,
-                "the loss of the first machine, whose launcher keeps the store, will end the run on all; elastic "
-                f"torchrun goes on with {SHARE_VARIABLE}=1 on every machine, see docs/lost-cards.md",
+                "if the first machine is lost, whose launcher keeps the store, the run ends on all machines; with "
+                f"{SHARE_VARIABLE}=1 on every machine elastic torchrun survives that, see docs/lost-cards.md",
             )
         store = open_own_store(store, rank, environment, timeout_s)
     environment[LOCK_VARIABLE] = name_run(store)
@@ -132,7 +132,7 @@ def join_run(
         rank=seats.get(rank),
         world_size=len(seats),
         argv=coordinator.argv(outcome.chosen, len(seats)),
-        why=f"its card is {why}" if why else "the list that fits does without its card",
+        why=f"its device is {why}" if why else "the chosen layout does not need its device",
         spare_rank=spare_rank,
         coordinator=coordinator,
     )
@@ -152,7 +152,7 @@ def join_run(
 
 def _say_beginning(coordinator: Coordinator, num_ranks: int, num_working: int) -> None:
     begin = datetime.datetime.now().isoformat(sep=" ", timespec="microseconds")
-    _say(logging.INFO, f"[{begin}] this attempt has {num_ranks} ranks, of which {num_working} work")
+    _say(logging.INFO, f"[{begin}] this attempt has {num_ranks} ranks and uses {num_working} of them")
     for line in coordinator.lines:
         _say(logging.INFO, line)
 
@@ -165,7 +165,10 @@ def _await_cards(error: ShortageError, limit_s: float) -> None:
         limit_s: how long to wait.
     """
     launcher = os.getppid()
-    _say(logging.WARNING, f"{error}; waits {limit_s:.0f} s for more cards: a machine that comes back restarts the run")
+    _say(
+        logging.WARNING,
+        f"{error}; waits {limit_s:.0f} s for more devices: a machine that comes back restarts the run",
+    )
     poll(lambda: os.getppid() != launcher, limit_s, pause_s=_LOOK_S)
 
 

@@ -1,4 +1,4 @@
-"""How to start a run that survives lost cards: a command for each launcher, as in docs/lost-cards.md."""
+"""How to start a run that survives lost devices: a command for each launcher, as in docs/lost-cards.md."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Final
 SHARE_VARIABLE: Final = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """With the value 1 torchrun gives ranks a store of their own, which one of them keeps."""
 STATIC: Final = "static torchrun, on each machine"
-LOOP: Final = "one machine, in a loop of the shell"
+LOOP: Final = "one machine, in a shell loop"
 SLURM: Final = "Slurm"
 KEEPER: Final = "elastic torchrun, first on a machine that trains nothing"
 ELASTIC: Final = "elastic torchrun, then on each machine that trains"
 COMMANDS: Mapping[str, tuple[str, ...]] = {
     STATIC: (
-        "torchrun --nnodes $NODES --node-rank $NODE --nproc-per-node $CARDS \\",
+        "torchrun --nnodes $NODES --node-rank $NODE --nproc-per-node $DEVICES \\",
         "    --master-addr $FIRST --master-port $PORT --max-restarts 100 run ...",
     ),
     LOOP: (
-        "until torchrun --nproc-per-node $CARDS --master-port $PORT --max-restarts 3 run ...; do",
+        "until torchrun --nproc-per-node $DEVICES --master-port $PORT --max-restarts 3 run ...; do",
         "    [ -e CHECKPOINTS/vtp_stopped.txt ] && break",
         "    sleep 10",
         "done",
@@ -26,15 +26,15 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
     SLURM: (
         "#SBATCH --nodes=3 --ntasks-per-node=1 --requeue --open-mode=append",
         "[ -e CHECKPOINTS/vtp_stopped.txt ] && exit 0",
-        "export CARDS=8 PORT=29500",
+        "export DEVICES=8 PORT=29500",
         'export FIRST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-        "srun bash -c 'torchrun --nnodes $SLURM_NNODES --node-rank $SLURM_NODEID --nproc-per-node $CARDS \\",
+        "srun bash -c 'torchrun --nnodes $SLURM_NNODES --node-rank $SLURM_NODEID --nproc-per-node $DEVICES \\",
         "    --master-addr $FIRST --master-port $PORT --max-restarts 100 run ...' || scontrol requeue $SLURM_JOB_ID",
     ),
     KEEPER: ("python -m vtp_plugin rendezvous $KEEPER",),
     ELASTIC: (
         f"export {SHARE_VARIABLE}=1",
-        "torchrun --nnodes 2:3 --nproc-per-node $CARDS --max-restarts 100 --rdzv-backend c10d \\",
+        "torchrun --nnodes 2:3 --nproc-per-node $DEVICES --max-restarts 100 --rdzv-backend c10d \\",
         "    --rdzv-endpoint $KEEPER --rdzv-id run1 --rdzv-conf is_host=0 run ...",
     ),
 }
@@ -46,7 +46,7 @@ PICKLE: Final = (
 """What a user of elastic torchrun must know."""
 _NAMES = (
     "run ... stands for -m vtp_plugin run SCRIPT FLAGS --vtp-size-list auto --vtp-stages MIN:MAX",
-    "$CARDS: cards of a machine; $NODES: machines; $NODE: the number of this one; $FIRST: address of the first one; "
+    "$DEVICES: devices of a machine; $NODES: machines; $NODE: number of this one; $FIRST: address of the first one; "
     "$PORT: a port that is free there, such as 29500; $KEEPER: address and port of the rendezvous, as 10.8.0.1:29400",
 )
 

@@ -50,16 +50,16 @@ class LastStep:
 
         >>> last = LastStep(iteration=7, samples=56, at_s=100.0, sizes="2,2")
         >>> print(last)
-        the attempt in 2,2 ended after step 7
+        the attempt with TP sizes 2,2 ended after step 7
         >>> print(last.followed("2,1"))
-        the attempt in 2,1 ended before its first step
+        the attempt with TP sizes 2,1 ended before its first step
         """
         return replace(self, later=sizes, num_later=self.num_later + 1)
 
     def __str__(self) -> str:
         """Describe how the newest attempt ended, if it did."""
         when = f"after step {self.iteration}" if self.iteration and not self.later else "before its first step"
-        return f"the attempt in {self.later or self.sizes} ended {when}"
+        return f"the attempt with TP sizes {self.later or self.sizes} ended {when}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +67,8 @@ class Lost:
     """What the end of an attempt cost, known once the next one has finished a step.
 
     Attributes:
-        steps: number of steps that were finished before and are computed again.
-        samples: number of samples that are computed again.
+        steps: number of steps that were finished before and are repeated.
+        samples: number of samples of these steps.
         seconds: time from the last finished step of the previous attempt to the first one of the next.
         text: description of the loss, for the log.
     """
@@ -94,20 +94,20 @@ def find_lost(last: LastStep, iteration: int, samples: int, batch_size: int, now
     >>> lost.steps, lost.samples, lost.seconds
     (3, 24, 30.0)
     >>> lost.text
-    'lost with the attempt in 2,2: 3 steps and 24 samples are computed again, 30.0 s between step 7 and step 5'
+    'lost with TP sizes 2,2: 3 steps and 24 samples are repeated, 30.0 s between step 7 and step 5'
     >>> find_lost(last.followed("2,1"), 5, 40, 8, 130.0).text.partition(":")[0]
-    'lost with the attempt in 2,2 and with 1 in 2,1 before its first step'
+    'lost with TP sizes 2,2 and once more with 2,1 before its first step'
     """
     steps = max(0, last.iteration - iteration + 1)
     twice = max(0, last.samples - samples + batch_size)
     seconds = max(0.0, now_s - last.at_s)
-    more = f" and with {last.num_later} in {last.later} before its first step" if last.num_later == 1 else ""
+    more = f" and once more with {last.later} before its first step" if last.num_later == 1 else ""
     if last.num_later > 1:
-        more = f" and with {last.num_later} before their first steps, the last one in {last.later}"
+        more = f" and {last.num_later} times more before a first step, the last time with {last.later}"
     start = f"step {last.iteration}" if last.iteration else "its start"
     text = (
-        f"lost with the attempt in {last.sizes}{more}: {steps} step{'s'[: steps != 1]} and {twice} samples are "
-        f"computed again, {seconds:.1f} s between {start} and step {iteration}"
+        f"lost with TP sizes {last.sizes}{more}: {steps} step{'s'[: steps != 1]} and {twice} samples are repeated, "
+        f"{seconds:.1f} s between {start} and step {iteration}"
     )
     return Lost(steps=steps, samples=twice, seconds=seconds, text=text)
 

@@ -14,7 +14,7 @@ from vtp_plugin.errors import ConfigError
 MARKER = "vtp_stopped.txt"
 """The name of the file."""
 RUN_FOLDER_VARIABLE = "VTP_RUN_FOLDER"
-"""Set in the ranks of a run that is restarted without a hand: the folder of its checkpoints."""
+"""Set in the ranks of a run that is restarted automatically: the folder of its checkpoints."""
 
 
 def run_folder(argv: Sequence[str]) -> Path | None:
@@ -41,7 +41,7 @@ def run_folder(argv: Sequence[str]) -> Path | None:
 
 
 def require_unmarked(folder: Path | None) -> None:
-    """Go on unless an earlier start of the run left the marker.
+    """Raise if an earlier start of the run left the marker.
 
     Raises:
         ConfigError: there is a marker; the text says how the earlier start ended, and where the marker is.
@@ -51,7 +51,7 @@ def require_unmarked(folder: Path | None) -> None:
     path = folder / MARKER
     with contextlib.suppress(OSError):
         text = path.read_text(encoding="utf-8").strip().partition("\n")[0]
-        raise ConfigError(f"{text}; no restart cures this: mend it, then remove {path}")
+        raise ConfigError(f"{text}; no restart cures this; fix it, then remove {path}")
 
 
 def leave_marker(text: str, environment: Mapping[str, str] = os.environ) -> None:
@@ -64,7 +64,7 @@ def leave_marker(text: str, environment: Mapping[str, str] = os.environ) -> None
     name = environment.get(RUN_FOLDER_VARIABLE)
     if not name:
         return
-    way_out = "No later start goes on while this file is here: mend that, then remove it."
+    way_out = "No later start continues while this file is here: fix that, then remove it."
     put_beside(Path(name) / MARKER, f"{text}\n{way_out}\n", replaces=False)
 
 

@@ -87,8 +87,8 @@ def _import(name: str) -> ModuleType | None:
     except Exception as error:
         problem = error
     raise ConfigError(
-        f"importing {name} fails with {problem!r}; it comes before the plugin's functions take its place; mend it, or "
-        "take it off the path"
+        f"importing {name} fails with {problem!r}; the plugin's functions can replace only a module that imports; "
+        "fix it, or take it off the path"
     ) from problem
 
 

@@ -157,7 +157,7 @@ MODEL_FLAGS: tuple[MegatronFlag, ...] = (
     _number("--moe-router-topk", "experts of a token, default 2", 2),
     _number("--moe-router-num-groups", "of experts, of which a token uses --moe-router-group-topk"),
     _number("--moe-router-group-topk", "groups of a token"),
-    _number("--recompute-num-layers", "of a group, or how many are computed again"),
+    _number("--recompute-num-layers", "of a group, or how many are recomputed"),
     _switch("--moe-grouped-gemm", "the experts' products are computed together, and keep as much"),
     _switch(
         "--no-rope-fusion",

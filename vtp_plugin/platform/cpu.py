@@ -109,6 +109,6 @@ def refusal(accelerator: str) -> str:
     """Return the error text for a CPU run beside a working accelerator ("cuda" or "npu")."""
     variable = "ASCEND_RT_VISIBLE_DEVICES" if accelerator == "npu" else "CUDA_VISIBLE_DEVICES"
     return (
-        f"platform cpu: refuses to replace a working accelerator ({accelerator}); "
-        f'hide it with {variable}="" or ask for platform {accelerator}'
+        f"platform cpu: this machine has a working accelerator ({accelerator}), which the CPU cannot stand in for; "
+        f'hide it with {variable}="", or use --vtp-device {accelerator}'
     )

@@ -89,6 +89,6 @@ class Loading:
 
 
 def _identity(checkpoint: Path) -> tuple[int, int, int, int]:
-    """Return what tells the index of a checkpoint from others, and from itself when it is written anew."""
+    """Return what tells the index of a checkpoint from others, and from itself when it is rewritten."""
     found = (checkpoint / INDEX).stat()
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns

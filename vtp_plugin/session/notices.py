@@ -31,8 +31,8 @@ def warn_of_unreached(session: Session) -> None:
     if places:
         rest = f" and {len(places) - 8} more" if len(places) > 8 else ""
         log.warning(
-            f"taken from Megatron before vtp_plugin.apply() and not replaced: {', '.join(places[:8])}{rest}; what uses "
-            "these goes past the plugin: move vtp_plugin.apply() above the lines that take them"
+            f"imported from Megatron before vtp_plugin.apply() and not replaced: {', '.join(places[:8])}{rest}; code "
+            "that uses these bypasses the plugin; move vtp_plugin.apply() above the lines that import them"
         )
 
 

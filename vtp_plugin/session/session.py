@@ -262,7 +262,7 @@ class Session:
             self.pipelines.close(module)
 
     def close(self) -> None:
-        """End this start once all is sent, with ``destroy_model_parallel``; the next start plans anew."""
+        """End this start once all is sent, with ``destroy_model_parallel``; the next start plans again."""
         self.pipelines.finish_step()
         self.release()
 
@@ -304,6 +304,6 @@ class Session:
         for applied in self.applied:
             if line := applied.taken_before(value):
                 raise PatchError(
-                    f"{name} was taken from Megatron before vtp_plugin.apply() and would give wrong gradients; "
+                    f"{name} was imported from Megatron before vtp_plugin.apply() and would give wrong gradients; "
                     f"{line}: move vtp_plugin.apply() above that line"
                 )

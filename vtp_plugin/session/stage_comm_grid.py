@@ -1,7 +1,7 @@
 """A grid whose stages differ in size, bound to torch.distributed and to the plugin's channels.
 
 Stages may differ in all three sizes. Where their numbers of replicas differ, the batch of a microbatch is cut among the
-replicas of every stage anew, as at a bridge: each has its even share of the samples.
+replicas of every stage again, as at a bridge: each has its even share of the samples.
 """
 
 from __future__ import annotations

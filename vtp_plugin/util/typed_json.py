@@ -120,7 +120,7 @@ def _instance(kind: Any, value: dict[str, Any], place: str) -> Any:
     missing = dataclasses.MISSING
     needed = [n for n, one in fields.items() if one.default is missing and one.default_factory is missing]
     if unknown := sorted(set(value) - set(fields)):
-        raise ShapeError(f"has {one_line(unknown[0], _MOST_SHOWN)!r}{_where(place)}, which nobody knows")
+        raise ShapeError(f"has {one_line(unknown[0], _MOST_SHOWN)!r}{_where(place)}, which is unknown")
     if lacking := [name for name in needed if name not in value]:
         raise ShapeError(f"has no {lacking[0]!r}{_where(place)}")
     return kind(**{name: _typed(kinds[name], one, _at(place, name)) for name, one in value.items()})

@@ -16,8 +16,8 @@ _MODULE = "megatron.core.distributed.param_and_grad_buffer"
 
 
 _WHY = (
-    "the method looks this name up when it starts a gather; the sum of gradients does so too and must stay as it is, "
-    "so the name is set only while the method runs"
+    "the method looks this name up when it starts a gather; the gradient reduce-scatter does so too and must stay "
+    "as it is, so the name is set only while the method runs"
 )
 _COALESCING = Written(
     id="gloo-param-gather/coalescing",

@@ -1,4 +1,4 @@
-"""`bucket-map`: the distributed optimizer's state is stored with a map, and goes on in another layout."""
+"""`bucket-map`: the distributed optimizer's state is stored with a map, and loads into another layout."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _CLASS = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
     id="bucket-map/older-request",
     when=Moment.LIST,
     why="it stores each parameter's state on one regular grid of blocks, which stages of unequal size have not, or "
-    "without saying where it lies; by bucket, with a map, any list can load it",
+    "without saying where it lies; by bucket, with a map, any layout can load it",
     remove_when="Megatron 0.12 is no longer supported",
     unneeded={">=0.15": "bucket-map/request"},
 )

@@ -19,7 +19,7 @@ _MODULE = "megatron.core.transformer.multi_latent_attention"
 
 _LATENT: Final[Mapping[str, Any]] = {
     "when": Moment.STAGES,
-    "unneeded": {"<0.19": "it has no such method; `latent-attention-refused` refuses latent attention"},
+    "unneeded": {"<0.19": "it has no such method; `latent-attention-refused` ends a run with latent attention"},
     "why": "the positional part of the keys is one for all heads; in the backward pass each rank keeps what came "
     "from its own heads, and nobody adds the others, so stages of several ranks would train with other gradients "
     "than stages of one",
@@ -69,7 +69,7 @@ def _project(
 
 _NORM: Final[Mapping[str, Any]] = {
     "when": Moment.STAGES,
-    "unneeded": {"<0.19": "`latent-attention-refused` refuses latent attention"},
+    "unneeded": {"<0.19": "`latent-attention-refused` ends a run with latent attention"},
     "why": "`finalize_model_grads` adds up over the ranks of a stage what is called `q_layernorm`, which in other "
     "attention sees heads of its rank only; here, without sequence parallelism, each rank has the whole of it",
     "remove_when": "Megatron knows the norms to be summed by a mark, not by their names",
@@ -93,9 +93,9 @@ def _init(session: Session, original: Callable[..., None], layer: Any, config: A
     id="latent-attention-refused",
     when=Moment.STAGES,
     unneeded=dict.fromkeys(
-        capability("latent_attention").versions, "`latent-attention-grad` and `latent-attention-grad/fused` mend it"
+        capability("latent_attention").versions, "`latent-attention-grad` and `latent-attention-grad/fused` correct it"
     ),
-    why="its gradient depends on the size of the stage, and was mended in Megatron 0.19 only",
+    why="its gradient depends on the size of the stage, and is corrected for Megatron 0.19 only",
     remove_when="latent attention was run with this Megatron",
 )
 def _refuse(

@@ -14,8 +14,8 @@ from vtp_plugin.patches.patch_set import Moment
     "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
     id="cpu-norm",
     when=Moment.CPU,
-    why="it refuses sequence parallelism, and the other norms need a GPU; a norm acts on single rows, so it only "
-    "lacks the mark by which Megatron sums the weights' gradients over the stage",
+    why="it does not support sequence parallelism, and the other norms need a GPU; a norm acts on single rows, so it "
+    "only lacks the mark by which Megatron sums the weights' gradients over the stage",
     remove_when="WrappedTorchNorm supports sequence parallelism",
 )
 def _new(original: Callable[..., Any], cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:

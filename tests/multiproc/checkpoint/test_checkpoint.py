@@ -204,7 +204,7 @@ def test_an_optimizer_of_one_object_for_each_rank_is_refused(pool: Pool, written
     command = arguments("2,1", dp=2, extra=[*extra, "--load", str(folder)])
     assert_refused(
         launch(pool, num_ranks("2,1", 2), {"arguments": command}),
-        f"checkpoint {folder} holds a distributed optimizer of --vtp-size-list 2,2 in a form that only that list",
+        f"checkpoint {folder} holds a distributed optimizer of --vtp-size-list 2,2 in a form that only that layout",
         "save it without --no-ckpt-fully-parallel-save, write it again with "
         f"python -m vtp_plugin checkpoint reshard --from {folder} --to DIR",
     )

@@ -200,7 +200,7 @@ def test_a_flipped_bit_of_the_optimizer_is_refused_by_name(pool: Pool, written: 
     ("extra", "words"),
     [
         pytest.param(["--ffn-hidden-size", "384"], ["the optimizer's ", "and this run's has"], id="shape"),
-        pytest.param(["--make-vocab-size-divisible-by", "32"], ["goes on with the same number only"], id="vocabulary"),
+        pytest.param(["--make-vocab-size-divisible-by", "32"], ["loads with the same number only"], id="vocabulary"),
     ],
 )
 def test_another_model_is_refused(pool: Pool, written: Writer, extra: list[str], words: list[str]) -> None:
@@ -224,7 +224,7 @@ def test_blocks_of_older_megatrons_are_refused_by_name(pool: Pool, tmp_path: Pat
     train(pool, "1,2", [*DISTRIBUTED, *saving, "--train-iters", "2"], hooks=["claim_blocks"])
     command = arguments(sizes, extra=[*DISTRIBUTED, "--load", str(tmp_path)])
     way_out = f"python -m vtp_plugin checkpoint reshard --form fully_reshardable --from {tmp_path}"
-    words = f"holds the distributed optimizer as {BY_BLOCK}, which this Megatron reads no more", way_out
+    words = f"holds the distributed optimizer as {BY_BLOCK}, which this Megatron no longer reads", way_out
     assert_refused(launch(pool, num_ranks(sizes), {"arguments": command}), *words)
 
 

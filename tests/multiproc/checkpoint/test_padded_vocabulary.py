@@ -79,7 +79,7 @@ def test_the_same_padding_keeps_the_loss(pool: Pool, saved_runs: SavedRuns, form
     else:
         runs = resume(pool, folder, "4,1", flags)
         there, here = _said(_text(runs))
-        assert f"{here - there} words are new, which nobody has trained" in _text(runs)
+        assert f"{here - there} words are new, which are untrained" in _text(runs)
         assert abs(losses(runs)[0] / losses(whole)[2] - 1) > 1e-3, "the words that are new are in the loss"
         keeps = "to keep the loss, give"
     assert here > there
@@ -96,14 +96,12 @@ def test_stages_that_cannot_cut_the_vocabulary_add_words(pool: Pool, saved_runs:
     runs = _load(pool, folder, "3,1", flags)
     there, here = _said(runs[0].output)
     assert there % 3 and not here % 3
-    assert_refused(
-        runs, f"take a list of which the first and the last size divide {there}", f"--from {folder} --to DIR"
-    )
+    assert_refused(runs, f"use TP sizes of which the first and the last divide {there}", f"--from {folder} --to DIR")
     again = tmp_path / "again"
     main(["checkpoint", "reshard", "--from", str(folder), "--to", str(again)])
     runs = resume(pool, again, "3,1", flags)
-    change = f"{here - there} words are new" if here > there else f"{there - here} words are left out"
-    assert change in _text(runs) and f"first and the last size divide {there}" in _text(runs)
+    change = f"{here - there} words are new" if here > there else f"{there - here} words are dropped"
+    assert change in _text(runs) and f"first and the last divide {there}" in _text(runs)
     other = [size for size in ("2,1", "1,1") if there % int(size[0]) == 0][0]
     keeps = _flags(_text(_load(pool, again, "4,1", flags)), "to keep the loss, give")
     assert_same_training(resume(pool, again, other, [*flags, *keeps]), whole, first=2, tolerance=resume_tolerance())

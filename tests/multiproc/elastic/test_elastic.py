@@ -55,7 +55,7 @@ def test_a_card_then_an_agent_are_lost(tmp_path: Path, optimizer: str) -> None:
         cluster.faults.write_text("b 1 absent\n")
         os.kill(cluster.rank("b", 1), signal.SIGKILL)
         cluster.wait_for("2,1", 6)
-        assert "this rank is spare (b, local rank 1): its card is absent" in cluster.log("b").read_text()
+        assert "this rank is spare (b, local rank 1): its device is absent" in cluster.log("b").read_text()
         cluster.lose("b")
         assert cluster.finish("a") == 0, cluster.tail()
         assert list(dict.fromkeys(step.sizes for step in cluster.steps())) == ["2,2", "2,1", "2"]
@@ -77,7 +77,7 @@ def test_three_do_not_divide(tmp_path: Path) -> None:
         assert list(dict.fromkeys(step.sizes for step in cluster.steps())) == ["4,4", "4,2,1"]
         require_same(cluster, "--vtp-size-list 4,4 --make-vocab-size-divisible-by 128 --sequence-parallel")
         text = cluster.log("a").read_text() + cluster.log("b").read_text()
-        assert re.search(r"b has 3 cards, but no stage can have tensor-parallel size 3: --num-query-groups 4", text)
+        assert re.search(r"b has 3 devices, but no stage can have tensor-parallel size 3: --num-query-groups 4", text)
 
 
 @pytest.mark.full
@@ -128,7 +128,7 @@ def test_an_agent_comes_back(tmp_path: Path) -> None:
         assert cluster.finish("a") == cluster.finish("b") == 0, cluster.tail()
         require_same(cluster, "--vtp-size-list 2,2 --make-vocab-size-divisible-by 768")
         text = cluster.log("a").read_text() + cluster.log("b").read_text()
-        pattern = r"lost with the attempt in (\S+): (\d+) steps? and (\d+) samples are computed again"
+        pattern = r"lost with TP sizes (\S+): (\d+) steps? and (\d+) samples are repeated"
         lost = sorted(re.findall(pattern, text))
         assert [sizes for sizes, _, _ in lost] == ["2", "2,2"]
         board = EventAccumulator(str(tmp_path / "board"))
@@ -137,7 +137,8 @@ def test_an_agent_comes_back(tmp_path: Path) -> None:
             written = [scalar.value for scalar in board.Scalars(f"vtp lost/{name}")]
             assert sorted(written) == sorted(float(entry[number]) for entry in lost)
         assert all(8 * int(steps) == int(samples) for _, steps, samples in lost)
-        assert re.fullmatch(r"the attempt in 2,2 ended .*\n(.*\n)*the attempt in 2 ended .*\n", alerts.read_text())
+        said = r"the attempt with TP sizes 2,2 ended .*\n(.*\n)*the attempt with TP sizes 2 ended .*\n"
+        assert re.fullmatch(said, alerts.read_text())
         require_samples(read_log(tmp_path / "faults.jsonl"))
     deadline_s = time.monotonic() + 10.0 * pace()
     while _orphans(tmp_path) and time.monotonic() < deadline_s:
@@ -170,7 +171,7 @@ def test_replicas(
         os.kill(cluster.rank("b", num_cards - 1), signal.SIGKILL)
         assert cluster.finish("a") == cluster.finish("b") == 0, cluster.tail()
         text = cluster.log("a").read_text() + cluster.log("b").read_text()
-        found = re.findall(r"fitted: --vtp-size-list (\S+), layers \S+, (\d) replica", text)
+        found = re.findall(r"chosen: --vtp-size-list (\S+), layers \S+, (\d) replica", text)
         assert found == [*zip(lists, replicas, strict=True)]
         require_same(cluster, f"--vtp-size-list {lists[0]} --make-vocab-size-divisible-by 768 {first}", num_replicas=2)
 
@@ -189,7 +190,7 @@ def test_a_u_shape_loses_cloud_then_edge(tmp_path: Path) -> None:
         cluster.wait_for("1,1", 5)
         cluster.lose("e")
         assert cluster.finish("c") != 0
-        line = "site edge has no card left: the edge holds the data and both ends of the model"
+        line = "site edge has no device left; the edge holds the data and both ends of the model"
         assert line in cluster.log("c").read_text()
         assert line in (tmp_path / "ck" / MARKER).read_text()
         steps = [step for step in cluster.steps() if step.iteration <= NUM_STEPS]
@@ -229,10 +230,10 @@ def test_too_few_cards_wait_for_a_machine(tmp_path: Path) -> None:
     with Cluster(tmp_path, flags, max_restarts=0) as cluster:
         cluster.start("a", 1)
         deadline_s, said = time.monotonic() + 60.0 * pace(), ""
-        while "for more cards: a machine that comes back" not in said and time.monotonic() < deadline_s:
+        while "for more devices: a machine that comes back" not in said and time.monotonic() < deadline_s:
             time.sleep(0.2)
             said = re.sub(r"\n\[vtp rank 0\] +", " ", cluster.log("a").read_text())
-        assert "cards 1; 1 replica of at least 2 stages (--vtp-stages 2:2)" in said, cluster.tail()
+        assert "1 devices; 1 replica of at least 2 stages (--vtp-stages 2:2)" in said, cluster.tail()
         cluster.start("b", 1)
         assert cluster.finish("a") == cluster.finish("b") == 0, cluster.tail()
         assert {(step.sizes, step.attempt) for step in cluster.steps()} == {("1,1", 1)}

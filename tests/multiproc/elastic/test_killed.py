@@ -181,7 +181,7 @@ def _spoil_and_load(pool: Pool, known: Known, tmp_path: Path, form: str, name: s
     assert all(run.exit_code not in (0, None) and not run.steps for run in refused)
     assert all(str(file) in (error_line(run.output) or "") for run in refused), [run.output[-3000:] for run in refused]
     runs = succeeded(launch(pool, NUM_RANKS, {"arguments": [*words, "--vtp-load-newest-valid"]}))
-    assert f"passed over: {file}" in runs[0].output.replace("\n", " ").replace("[vtp rank 0]", "").replace("  ", " ")
+    assert f"skipped: {file}" in runs[0].output.replace("\n", " ").replace("[vtp rank 0]", "").replace("  ", " ")
     assert losses(runs) == whole[2:]
 
 

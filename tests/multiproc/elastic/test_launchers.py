@@ -97,8 +97,8 @@ def failing(folder: Path) -> list[str]:
 def require_stopped(folder: Path, reason: str) -> None:
     """The marker says why, how often, and how to go on."""
     said, way_out = (folder / "ck" / MARKER).read_text().splitlines()
-    assert said == f"{reason}; {MOST_EQUAL} starts ended so before a first step"
-    assert way_out == "No later start goes on while this file is here: mend that, then remove it."
+    assert said == f"{reason}; {MOST_EQUAL} starts ended like this before their first step"
+    assert way_out == "No later start continues while this file is here: fix that, then remove it."
     assert not (folder / "ck" / FAILED_STARTS).exists()
 
 
@@ -112,14 +112,14 @@ def test_the_loop_of_the_shell_ends(tmp_path: Path) -> None:
     file["reasons"][found[0]][0] = MOST_EQUAL - 1
     (folder / FAILED_STARTS).write_text(json.dumps(file))
     loop = filled(LOOP, words, folder)
-    assert wait(shell(loop, tmp_path, {"CARDS": 1, "PORT": free_port()})) == 0, (tmp_path / "log").read_text()[-3000:]
+    assert wait(shell(loop, tmp_path, {"DEVICES": 1, "PORT": free_port()})) == 0, (tmp_path / "log").read_text()[-3000:]
     require_stopped(tmp_path, MISSING)
-    assert f"{MISSING}; {MOST_EQUAL} starts ended so before a first step; no restart cures this" in re.sub(
+    assert f"{MISSING}; {MOST_EQUAL} starts ended like this before their first step; no restart cures this" in re.sub(
         r"\n\[vtp rank 0\] +", " ", (tmp_path / "log").read_text()
     )
     (tmp_path / "tokenizer.model").write_text("all is well")
     (folder / MARKER).unlink()
-    assert wait(shell(loop, tmp_path, {"CARDS": 1, "PORT": free_port()}, "second")) == 0
+    assert wait(shell(loop, tmp_path, {"DEVICES": 1, "PORT": free_port()}, "second")) == 0
     assert "all is well" in (tmp_path / "second").read_text() and not (folder / MARKER).exists()
 
 
@@ -140,9 +140,9 @@ def test_what_megatron_does_not_find_ends_the_loop(tmp_path: Path, extra: Sequen
     words = [example_script(), *model, *FIT, *extra, "--train-iters", "4"]
     folder = tmp_path / "ck"
     loop = filled(LOOP, [*words, "--save", str(folder), "--load", str(folder)], folder)
-    assert wait(shell(loop, tmp_path, {"CARDS": 2, "PORT": free_port()}), 400.0) == 0
+    assert wait(shell(loop, tmp_path, {"DEVICES": 2, "PORT": free_port()}), 400.0) == 0
     said, _ = (folder / MARKER).read_text().splitlines()
-    assert re.fullmatch(rf"{reason}.*; {MOST_EQUAL} starts ended so before a first step", said), said
+    assert re.fullmatch(rf"{reason}.*; {MOST_EQUAL} starts ended like this before their first step", said), said
 
 
 @pytest.mark.full
@@ -152,7 +152,7 @@ def test_a_spare_rank_holds_the_folder_of_a_run_of_one(tmp_path: Path) -> None:
     folder, faults = tmp_path / "ck", tmp_path / "faults"
     faults.write_text("a 0 absent\n")
     words = [example_script(), *MODEL, *FIT, "--train-iters", "4", "--vtp-node", "a", "--save", str(folder)]
-    variables = {"CARDS": 2, "PORT": free_port(), FAULT_FILE_VARIABLE: faults}
+    variables = {"DEVICES": 2, "PORT": free_port(), FAULT_FILE_VARIABLE: faults}
     assert wait(shell(filled(LOOP, words, folder), tmp_path, variables)) == 0, (tmp_path / "log").read_text()[-3000:]
     assert (folder / "latest_checkpointed_iteration.txt").read_text() == "4"
     assert not (folder / FAILED_STARTS).exists()
@@ -180,7 +180,7 @@ def test_the_job_of_slurm_ends(tmp_path: Path) -> None:
         (programs / name).write_text(text)
         (programs / name).chmod(0o755)
     job = filled(
-        SLURM, words, folder, {"CARDS=8 PORT=29500": f"CARDS=1 PORT={free_port()}", "restarts 100": "restarts 1"}
+        SLURM, words, folder, {"DEVICES=8 PORT=29500": f"DEVICES=1 PORT={free_port()}", "restarts 100": "restarts 1"}
     )
     variables = {"SLURM_JOB_NODELIST": "one", "SLURM_JOB_ID": 7, "QUEUE": queue}
     for number in range(1, 5):
@@ -197,7 +197,7 @@ def test_two_machines_train(tmp_path: Path, command: str) -> None:
     """Each starts the printed command. Elastic torchrun waits half a minute for a third one."""
     port, agents = free_port(), []
     address = f"127.0.0.1:{port}"
-    variables = {"NODES": 2, "CARDS": 1, "FIRST": "127.0.0.1", "PORT": port, "KEEPER": address}
+    variables = {"NODES": 2, "DEVICES": 1, "FIRST": "127.0.0.1", "PORT": port, "KEEPER": address}
     variables |= {"PET_LOCAL_ADDR": "127.0.0.1"}  # two agents on one machine
     with keeper(address) if command == ELASTIC else contextlib.nullcontext():
         for number, name in enumerate("ab"):
@@ -208,4 +208,4 @@ def test_two_machines_train(tmp_path: Path, command: str) -> None:
         assert [wait(agent, 300.0) for agent in agents] == [0, 0], (tmp_path / "a").read_text()[-3000:]
     printed = (tmp_path / "a").read_text() + (tmp_path / "b").read_text()
     assert [found[1] for found in STEP.finditer(printed)] == ["1", "2", "3"]
-    assert "fitted: --vtp-size-list 1,1" in printed
+    assert "chosen: --vtp-size-list 1,1" in printed

@@ -39,7 +39,7 @@ MODEL = shlex.split(
 STEP = re.compile(r"iteration +(\d+)/.*?consumed samples: +(\d+).*?lm loss: (\S+)")
 # Of a Megatron-LM tree, if one is named: NVIDIA's, as it is.
 SCRIPT = f"{TREE}/pretrain_gpt.py" if TREE else "examples/pretrain_gpt.py"
-_LIST = re.compile(r"fitted: --vtp-size-list (\S+), layers")
+_LIST = re.compile(r"chosen: --vtp-size-list (\S+), layers")
 _LIMIT_S = 240.0
 
 
@@ -170,7 +170,7 @@ class Cluster:
         text = launchers.filled(command, [*map(shlex.quote, words)], self.folder / "ck", changed)
         words = ["bash", "-c", text]
         words = [*(self.network.inside(name) if self.network else ()), *words]
-        env = launchers.environment(CARDS=num_cards, NODES=self.nodes, NODE=[*self.agents, name].index(name))
+        env = launchers.environment(DEVICES=num_cards, NODES=self.nodes, NODE=[*self.agents, name].index(name))
         env |= {"FIRST": "127.0.0.1", "PORT": str(self.port), "KEEPER": self._rendezvous, PAUSE: str(self.pause_s)}
         env["TMPDIR"] = str((self.folder / "tmp").resolve())
         env |= {FAULT_FILE_VARIABLE: str(self.faults), NODE: name}

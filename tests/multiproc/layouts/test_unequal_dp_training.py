@@ -207,7 +207,7 @@ def test_u_shape_continues_a_sequential_run(pool: Pool, tmp_path: Path, mode: st
         pytest.param(
             "1,2",
             ["--vtp-dp-list", "2,2"],
-            ["1 * 1 * 2 + 1 * 1 * 2 = 4 ranks, the world size is 3: start 4 processes"],
+            ["need 4 processes (tp * cp * dp of each: 1 * 1 * 2 + 1 * 1 * 2); this run has 3; start 4"],
             id="world",
             marks=pytest.mark.full,
         ),

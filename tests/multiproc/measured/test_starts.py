@@ -123,7 +123,7 @@ def test_a_later_start_refuses_what_the_first_refuses(pool: Pool, runs: Runs) ->
     words = (
         "5 contradicts --vtp-size-list 1,2",
         "3 contradicts",
-        "does not divide the world size 3",
+        "this run has 3; start",
         "'pp-dp-cp-tp'",
         "expert",
     )
@@ -138,6 +138,6 @@ def test_a_script_that_starts_again_keeps_to_its_arguments(script_pool: Pool) ->
     for run in runs:
         values = ("context_parallel_size=2", "pipeline_model_parallel_size=5", "order=tp-cp-ep-pp-dp")
         assert all(
-            f"({value}); the validated arguments say" in line
+            f"({value}); Megatron's validated arguments say" in line
             for value, line in zip(values, run.facts["said"], strict=True)
         )

@@ -105,7 +105,7 @@ def test_stages_that_would_send_another_type_are_refused(rank_server: Server, tm
 
 
 STALE = (
-    r"config\.finalize_model_grads_func was taken from Megatron before vtp_plugin\.apply\(\) and would give wrong "
+    r"config\.finalize_model_grads_func was imported from Megatron before vtp_plugin\.apply\(\) and would give wrong "
     r"gradients; victim\.py or a module that it imports: from megatron\.core\.distributed import finalize_model_grads: "
     r"move vtp_plugin\.apply\(\) above that line"
 )
@@ -137,7 +137,7 @@ def test_what_one_rank_finds_ends_all(rank_server: Server, tmp_path: Path, case:
         assert "trained" not in whole.ranks[0].text()
         if "--takes=original" in arguments:
             text = " ".join(whole.ranks[2].text().split())
-            assert "warning: taken from Megatron before vtp_plugin.apply() and not replaced" in text
+            assert "warning: imported from Megatron before vtp_plugin.apply() and not replaced" in text
             assert "kept[0] (finalize_model_grads)" in text
 
 

@@ -86,7 +86,7 @@ def _refuse(
         pytest.param(
             "1,2",
             ["--vtp-data-parallel-size", "2"],
-            ["--vtp-data-parallel-size 2 contradicts the world"],
+            ["--vtp-data-parallel-size 2; this run has"],
             id="replicas",
         ),
         pytest.param("1,2", ["--vtp-device", "cuda"], ["platform cuda: no such device here"], id="device"),

@@ -68,7 +68,7 @@ def test_damage_of_every_file_is_named(run: Run, tmp_path: Path, name: str, dama
     checkpoint = _save(tmp_path, 2)
     assert problem_of(checkpoint) is None
     code, (line,) = run("verify", checkpoint)
-    assert code == 0 and line.startswith(f"{checkpoint} is whole") and MANIFEST not in line
+    assert code == 0 and line.startswith(f"{checkpoint} is intact") and MANIFEST not in line
     DAMAGES[damage](checkpoint / name)
     if (name, damage) == (MANIFEST, "missing"):  # arguments, which these have not, say that there was one
         assert problem_of(checkpoint) is None

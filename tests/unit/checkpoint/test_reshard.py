@@ -188,7 +188,7 @@ def test_what_stops_it_is_one_line_and_the_same_command_goes_on(run: Run, tmp_pa
         happens_in_writes(patch, happen)
         code, (line,) = run("reshard", "--from", a, "--to", tmp_path / "b")
     why = "cannot be written: No space left on device" if number is None else "was not written to its end: stopped"
-    assert code == 2 and why in line and line.count(";") == 1 and line.endswith("it goes on"), line
+    assert code == 2 and why in line and line.count(";") == 1 and line.endswith("it resumes"), line
     assert run("reshard", "--from", a, "--to", tmp_path / "b")[0] == 0
     whole, found = (_bytes_of(tmp_path / name / "iter_0000003") for name in ("whole", "b"))
     assert whole == found
@@ -263,7 +263,7 @@ def test_it_is_refused_where_it_makes_no_sense(run: Run, tmp_path: Path) -> None
         _stop_at(patch, 3, is_torn=False)
         run("reshard", "--from", a, "--to", tmp_path / "half")
     other = by_bucket(tmp_path / "other", make_model(1), ranks=4)
-    assert "holds a part of another checkpoint; only what was begun from" in refusal(other, tmp_path / "half")
+    assert "holds a part of another checkpoint; only one of" in refusal(other, tmp_path / "half")
     assert run("reshard", "--from", a, "--to", tmp_path / "half")[0] == 0
     assert "holds a checkpoint; none is overwritten" in refusal(a, tmp_path / "half")
     (a / MAP).unlink()

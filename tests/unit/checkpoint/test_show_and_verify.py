@@ -69,7 +69,7 @@ def test_weights_alone_can_be_shown(run: Run, tmp_path: Path) -> None:
 def test_a_whole_checkpoint_is_whole(run: Run, tmp_path: Path, write: Callable[..., Path], is_older: bool) -> None:
     folder = write(tmp_path / "a", make_model(), is_older=is_older)
     code, (line,) = run("verify", folder)
-    assert code == 0 and line.startswith(f"{folder} is whole: ") and " were read" in line
+    assert code == 0 and line.startswith(f"{folder} is intact: ") and " were read" in line
 
 
 def test_neither_torch_nor_megatron_is_needed(tmp_path: Path) -> None:

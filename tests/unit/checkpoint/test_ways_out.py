@@ -77,7 +77,7 @@ DONE: dict[str, tuple[str, ...]] = {
     ),
     "this version knows {}; take a newer vtp_plugin": (f"{_RUNS}::test_weights_load_without_the_map",),
     "holds different optimizers on different stages": (f"{_AGAIN}::test_uniform_megatron_goes_on",),
-    "mend that, and start again from the one before": (
+    "fix that, and resume from the one before": (
         "multiproc/elastic/test_killed.py::test_a_disk_that_fails_leaves_the_checkpoint_before",
     ),
     "no start could load it": (
@@ -90,15 +90,15 @@ DONE: dict[str, tuple[str, ...]] = {
         "multiproc/u_shape/test_u_training.py::test_sites_keep_their_parts_of_a_checkpoint",
     ),
     "is of another model ({}); give the flags": (f"{_MOVED}::test_the_optimizer_goes_on_in_another_layout",),
-    "which this Megatron reads no more": (f"{_AGAIN}::test_blocks_of_older_megatrons_go_on",),
-    "in a form that only that list can load": (f"{_AGAIN}::test_uniform_megatron_goes_on",),
+    "which this Megatron no longer reads": (f"{_AGAIN}::test_blocks_of_older_megatrons_go_on",),
+    "in a form that only that layout can load": (f"{_AGAIN}::test_uniform_megatron_goes_on",),
     "leave it out, or copy the checkpoints into a folder": (f"{_RUNS}::test_a_step_is_chosen_in_one_way",),
     "leave one of them out": (f"{_RUNS}::test_a_step_is_chosen_in_one_way",),
     "a uniform run with tensor-parallel size 1 pads the same": (
         "multiproc/training/test_training.py::test_vocabulary_hint_is_true",
     ),
     "start with {} {}, now": (f"{_PADDED}::test_the_first_start_says_what_all_lists_share",),
-    "goes on with the same number only": (
+    "loads with the same number only": (
         f"{_PADDED}::test_the_same_padding_keeps_the_loss",
         f"{_PADDED}::test_stages_that_cannot_cut_the_vocabulary_add_words",
     ),
@@ -109,7 +109,7 @@ DONE: dict[str, tuple[str, ...]] = {
     "; without it this checkpoint cannot be loaded": (
         "multiproc/checkpoint/test_training_broken_files.py::test_an_older_checkpoint_is_loaded_instead",
     ),
-    "without it nobody can tell whether a byte has changed": (
+    "without it changed bytes cannot be detected": (
         "multiproc/checkpoint/test_training_broken_files.py::test_an_older_checkpoint_is_loaded_instead",
     ),
 }

@@ -36,14 +36,14 @@ def test_the_text_says_what_crosses_every_link(capsys: pytest.CaptureFixture[str
         "  rank 0 -> rank 3: 1/4 of the tensor, S[256:512], units[0:1], 384 KiB\n"
         "  rank 1 -> rank 3: 1/4 of the tensor, S[256:512], units[1:2], 384 KiB\n"
         "  together 1.5 MiB for each microbatch over 4 links\n"
-        "  then ranks 2-3 swap their parts, so that each has the whole (all-gather)\n"
+        "  then ranks 2-3 all-gather the whole tensor from their parts\n"
         "  gradients come back: the same parts over the same links\n"
     )
 
 
 def test_context_parallel_ranks_add_up_their_gradients_first(capsys: pytest.CaptureFixture[str]) -> None:
     text = output_of(capsys, "plan", "--bridge", "vision=1,1,2", "language=1,1,1,2")
-    assert "gradients come back: first ranks 2-3 add up what they have" in text
+    assert "gradients come back: first ranks 2-3 reduce-scatter their values" in text
     assert "rank 0 -> rank 2: 1/4 of the tensor, S[0:1/2], units[0:1/2]" in text and "give --seq-length" in text
 
 

@@ -134,9 +134,9 @@ def test_plan_says_who_sends_which_part_to_whom(output_of: Output) -> None:
         "  2 replicas cross alike; here replica dp 0 cp 0\n"
         "  rank 0 -> rank 2: 1/2 of the tensor, S[0:1/2]\n"
         "  rank 0 -> rank 3: 1/2 of the tensor, S[1/2:1]\n"
-        "  then ranks 2-3 swap their parts, so that each has the whole (all-gather)\n"
+        "  then ranks 2-3 all-gather the whole tensor from their parts\n"
         "  gradients come back: the same parts over the same links\n"
-        "boundary 1->2: sliced (both stages have one size: rank to rank)\n"
+        "boundary 1->2: sliced (both stages have the same size: rank to rank)\n"
         "  2 replicas cross alike; here replica dp 0 cp 0\n"
         "  rank 2 -> rank 6: the whole tensor\n"
         "  rank 3 -> rank 7: the whole tensor\n"
@@ -229,7 +229,7 @@ def test_plan_takes_the_flags_of_a_run_and_shows_bytes(output_of: Output) -> Non
     assert lines[1].split()[:3] == ["0", "edge", "1"] and "writer rank 0" in lines[4]
     # 2048 * 1 * 4096 * 2 bytes.
     assert "  rank 0 -> rank 1: the whole tensor, 16 MiB" in lines
-    assert "  then rank 1 hands the whole on to ranks 2 (broadcast)" in lines
+    assert "  then rank 1 broadcasts the whole tensor to ranks 2" in lines
     assert "boundary 2->0: rank0 (crosses from site cloud to site edge)" in lines
     assert any("on HCCL only" in line and line.endswith("0->1 16 MiB, 1->2 16 MiB, 2->0 16 MiB") for line in lines)
     # An activation down and a gradient down; the same up.
@@ -442,7 +442,7 @@ def test_simulate_writes_a_picture_or_a_trace_and_sums_up(output_of: Output, tmp
         (("plan", "pretrain.py", "--vtp-size-list", "1,2"), "'pretrain.py' belongs to no flag"),
         (("plan", "--vtp-size-list", "1,2", "--world-size", "x"), "argument --world-size: invalid int value: 'x'"),
         (("plan", "--vtp-size-list", "1,2", "--world-size", "0"), "the world size must be a positive integer, got 0"),
-        (("plan", "--vtp-size-list", "1,2", "--world-size", "4"), "which does not divide the world size 4"),
+        (("plan", "--vtp-size-list", "1,2", "--world-size", "4"), "this run has 4; start"),
         (("plan", "--vtp-size-list", "1,2", "--tensor-model-parallel-size", "4"), "contradicts --vtp-size-list 1,2"),
         (("plan", "--vtp-size-list", "1,2", "--pipeline-model-parallel-size", "3"), "contradicts --vtp-size-list 1,2"),
         (("plan", "--vtp-size-list", "1,2", "--vtp-transport", "tcp"), "transport 'tcp' is unknown"),
@@ -456,11 +456,11 @@ def test_simulate_writes_a_picture_or_a_trace_and_sums_up(output_of: Output, tmp
         (("plan", "--vtp-size-list", "1,2", "--num-layer-list", "1,2,1"), "--num-layer-list is for --layerwise-disag"),
         (("plan", *U, "--num-layer-list", "1,2,1"), "--num-layer-list has 3 parts (1,2,1), 3 stages need 4"),
         (("plan", *U, "--num-virtual-stages-per-pipeline-rank", "2"), "2 with --layerwise-disaggregated-training; "),
-        (("plan", "--vtp-size-list", "1,2", "--vtp-in-flight", "2"), "add --vtp-schedule planned, without interl"),
-        (("plan", "--vtp-size-list", "1,2", "--vtp-costs", "forward_ms=1,1"), "chooses the order of a U-shaped pip"),
+        (("plan", "--vtp-size-list", "1,2", "--vtp-in-flight", "2"), "add --vtp-schedule planned and leave interl"),
+        (("plan", "--vtp-size-list", "1,2", "--vtp-costs", "forward_ms=1,1"), "is used by U-shaped pipelines only"),
         (
             ("plan", "--vtp-size-list", "1,2", "--vtp-cp-list", "1,2", "--vtp-transport", "rank0"),
-            "boundary 0->1 joins context-parallel sizes 1 and 2, which only slices can cross",
+            "boundary 0->1 joins context-parallel sizes 1 and 2, and ",
         ),
         (("draw", "--vtp-size-list", "1,-2", "--output", "x.svg"), "'-2', which is not a positive whole number"),
         (("draw", "--vtp-size-list", "1,2", "--output", "absent/x.svg"), "--output absent/x.svg cannot be written"),

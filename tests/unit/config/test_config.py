@@ -118,7 +118,10 @@ def test_cp_list() -> None:
         (lambda: parse_cp_list("1,0"), "vtp_cp_list '1,0' has the entry '0', .* one context-parallel size per"),
         (lambda: parse_cp_list([]), "vtp_cp_list is empty"),
         (lambda: VtpConfig(size_list=(1, 4), cp_list=(1,)), "vtp_cp_list 1 has 1 entries, the size list has 2 stages"),
-        (lambda: VtpConfig(size_list="auto", cp_list=(1, 2)), "write vtp_size_list out instead of 'auto'"),
+        (
+            lambda: VtpConfig(size_list="auto", cp_list=(1, 2)),
+            "vtp_cp_list 1,2 with vtp_size_list 'auto'; write the TP size",
+        ),
         (
             lambda: choose_cp_sizes((1, 2), 4, num_stages=2),
             "--context-parallel-size 4 contradicts --vtp-cp-list 1,2; .* the largest size of the list, 2",
@@ -143,7 +146,7 @@ def test_dp_list() -> None:
     [
         (lambda: parse_dp_list("1,x"), "vtp_dp_list '1,x' has the entry 'x', .* one data-parallel size per"),
         (lambda: VtpConfig(size_list=(1, 4), dp_list=(1,)), "vtp_dp_list 1 has 1 entries, .* one data-parallel size"),
-        (lambda: VtpConfig(size_list="auto", dp_list=(1, 2)), "vtp_dp_list 1,2 needs a list of stages"),
+        (lambda: VtpConfig(size_list="auto", dp_list=(1, 2)), "vtp_dp_list 1,2 with vtp_size_list 'auto'"),
         (lambda: VtpConfig(dp_list=(1, 2), data_parallel_size=2), "data-parallel size 2 and vtp_dp_list 1,2 say the"),
         (lambda: VtpConfig(dp_mode="both"), "dp mode 'both' is unknown; use one of multiplex, split"),  # type: ignore[arg-type]
     ],
@@ -154,7 +157,7 @@ def test_bad_dp_list(make: Callable[[], object], message: str) -> None:
 
 
 def test_a_threshold_is_for_auto() -> None:
-    with pytest.raises(ConfigError, match="a transport threshold of 1000 bytes is for the transport auto"):
+    with pytest.raises(ConfigError, match="--vtp-transport-threshold 1000 with --vtp-transport "):
         VtpConfig(transport="sliced", transport_threshold_bytes=1000)
     with pytest.raises(ConfigError, match="'1 kB' is not a number of bytes; write 262144, 256KiB or 4MiB"):
         parse_bytes("1 kB")

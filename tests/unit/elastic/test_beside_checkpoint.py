@@ -48,7 +48,7 @@ class TestCards:
         leave_out(cards("", "absent"), tmp_path)
         first, second = leave_out(good, tmp_path)
         assert first == good[0]
-        assert second.why == "left out: it failed 2 times, the last time as absent; --vtp-forgive takes it back"
+        assert second.why == "excluded: it failed 2 times, the last time as absent; --vtp-forgive uses it again"
         # Once for each start of the launcher: it restarts the ranks with the same flags.
         assert leave_out(good, tmp_path, forgives="host 1") == good
         leave_out(cards("", "absent"), tmp_path, forgives="host 1")
@@ -76,7 +76,7 @@ class TestCards:
         note_error(fault, environment)
         first, second = leave_out(cards("", ""), tmp_path)
         assert (
-            first.why.startswith("left out: it failed 2 times, the last time as CUDA error: an illegal")
+            first.why.startswith("excluded: it failed 2 times, the last time as CUDA error: an illegal")
             and not second.why
         )
         assert [path.name for path in tmp_path.iterdir()] == ["vtp_cards.json"]
@@ -94,7 +94,7 @@ class TestMarker:
         leave_marker("nothing fits; bring a card", environment)
         leave_marker("another line", environment)
         with pytest.raises(
-            ConfigError, match=r"^nothing fits; bring a card; no restart cures this: .* remove .*new/vtp_"
+            ConfigError, match=r"^nothing fits; bring a card; no restart cures this; .* remove .*new/vtp_"
         ):
             require_unmarked(tmp_path / "new")
         assert [path.name for path in (tmp_path / "new").iterdir()] == [MARKER]
@@ -239,15 +239,15 @@ class TestProgress:
         assert begin("", "") == []
         first = Progress.of_process(environment)
         assert first is not None and first.note(7, 56, 8) is None
-        assert begin("", "absent")[-1] == "the attempt in 2 ended after step 7"
-        assert begin("", "")[-1] == "the attempt in 1 ended before its first step"
-        assert begin("absent", "")[-1] == "the attempt in 2 ended before its first step"
+        assert begin("", "absent")[-1] == "the attempt with TP sizes 2 ended after step 7"
+        assert begin("", "")[-1] == "the attempt with TP sizes 1 ended before its first step"
+        assert begin("absent", "")[-1] == "the attempt with TP sizes 2 ended before its first step"
         fourth = Progress.of_process(environment)
         lost = fourth and fourth.note(5, 40, 8)
         assert lost is not None and lost.text.startswith(
-            "lost with the attempt in 2 and with 2 before their first steps, the last one in 2: 3 steps and 24 samples"
+            "lost with TP sizes 2 and 2 times more before a first step, the last time with 2: 3 steps and 24 samples"
         )
-        assert begin("", "")[-1] == "the attempt in 1 ended after step 5"
+        assert begin("", "")[-1] == "the attempt with TP sizes 1 ended after step 5"
 
     def test_only_one_rank_writes(self, tmp_path: Path) -> None:
         environment = {RUN_FOLDER_VARIABLE: str(tmp_path), "RANK": "1"}
@@ -370,11 +370,12 @@ class TestFailedStarts:
         assert not (tmp_path / MARKER).exists() and "is tried" not in capfd.readouterr().err
         self.fail(tmp_path, self.ERROR, attempt="b")
         said = (
-            "FileNotFoundError: [Errno 2] No such file or directory: 'tok.model'; 5 starts ended so before a first step"
+            "FileNotFoundError: [Errno 2] No such file or directory: 'tok.model'; 5 starts ended like this before "
+            "their first step"
         )
-        with pytest.raises(ConfigError, match=rf"^{re.escape(said)}; no restart cures this: mend it, then remove "):
+        with pytest.raises(ConfigError, match=rf"^{re.escape(said)}; no restart cures this; fix it, then remove "):
             require_unmarked(tmp_path)
-        assert f"mend it, then remove {tmp_path / MARKER}\n" in capfd.readouterr().err
+        assert f"fix it, then remove {tmp_path / MARKER}\n" in capfd.readouterr().err
         # The way out: counting begins anew.
         (tmp_path / MARKER).unlink()
         assert [*tmp_path.iterdir()] == []

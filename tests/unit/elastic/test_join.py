@@ -42,7 +42,7 @@ def test_a_fault_file_plays_bad_cards(tmp_path: Path, monkeypatch: pytest.Monkey
     assert try_card("cpu", "b", 1, 20.0) == ("cpu", "")
     faults.write_text("a 0\n")  # a line that ends the try stands for a card that takes its process with it
     kind, why = try_card("cpu", "a", 0, 20.0)
-    assert kind == "" and why.startswith("erring: the try ended with 1 (IndexError")
+    assert kind == "" and why.startswith("erring: its test ended with 1 (IndexError")
 
 
 def test_ranks_of_a_machine_are_a_node_by_local_rank() -> None:
@@ -55,10 +55,10 @@ def test_ranks_of_a_machine_are_a_node_by_local_rank() -> None:
 @pytest.mark.parametrize(
     ("cards", "text"),
     [
-        ([card("a", 0), card("a", 0)], "two ranks on a have one local rank"),
+        ([card("a", 0), card("a", 0)], "two ranks on a have the same local rank"),
         ([card("a", 0), card("b", 0, versions="2")], "versions differ between nodes: 1 on a and 2 on b"),
         ([card("a", 0, site="edge"), card("a", 1)], "ranks on a name the sites , edge"),
-        ([card("a", 0), card("a", 1, kind="cuda")], "kinds of cards are mixed on a: cpu, cuda"),
+        ([card("a", 0), card("a", 1, kind="cuda")], "kinds of devices are mixed on a: cpu, cuda"),
     ],
 )
 def test_ranks_that_contradict_each_other_are_refused(cards: list[RankCard], text: str) -> None:
@@ -114,8 +114,8 @@ def test_all_ranks_end_with_one_line() -> None:
 @pytest.mark.parametrize(
     ("rank", "text"),
     [
-        (0, r"start-up: waited 0\.\d s for the card of rank 1: no answer$"),
-        (1, r"start-up: waited 0\.5 s for rank 0 to fit the list: no answer; look for a rank 0 that ended$"),
+        (0, r"start-up: waited 0\.\d s for the device of rank 1: no answer$"),
+        (1, r"start-up: waited 0\.5 s for rank 0 to choose the layout: no answer; look for a rank 0 that ended$"),
     ],
 )
 def test_a_rank_that_does_not_come_is_named(rank: int, text: str, monkeypatch: pytest.MonkeyPatch) -> None:

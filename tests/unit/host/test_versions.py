@@ -174,7 +174,8 @@ def items(name: str, **options: object) -> list[Item]:
 def test_marks_leave_out_what_a_host_has_not(options: dict[str, object], cases: list[str]) -> None:
     found = list(left_out(items("two_rings", **options), "0.18"))
     assert [item.callspec.id for item, _ in found] == cases
-    assert {reason for _, reason in found} == {"host 0.18: an encoder in a U (`--vtp-encoder-layer-list`): refused"}
+    reason = "Megatron 0.18: an encoder in a U (`--vtp-encoder-layer-list`): not supported"
+    assert {reason for _, reason in found} == {reason}
     assert not list(left_out(items("two_rings", **options), "0.19")) and not unfitting(items("two_rings", **options))
 
 

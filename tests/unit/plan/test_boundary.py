@@ -657,9 +657,9 @@ class TestTransportRules:
         assert TransportRules(transport="sliced", sites=sites).choose(layout, 0, 1) == ("sliced", "asked for")
         for rules, obstacle in (
             (TransportRules(sites=sites), "it crosses sites"),
-            (TransportRules(transport="rank0"), "--vtp-transport rank0 was given"),
+            (TransportRules(transport="rank0"), "--vtp-transport is rank0"),
         ):
-            with pytest.raises(ConfigError, match=f"0->1 joins context-parallel sizes 1 and 2, .* {obstacle}; use"):
+            with pytest.raises(ConfigError, match=f"0->1 joins context-parallel sizes 1 and 2, .* {obstacle}; .*; use"):
                 rules.choose(layout, 0, 1)
 
     def test_replicas_are_joined_where_context_parallelism_differs(self) -> None:
@@ -756,7 +756,7 @@ class TestTransportRules:
         ("upstream", "downstream", "expected"),
         [
             (0, 1, ("rank0", "crosses from site edge to site cloud")),
-            (1, 2, ("sliced", "both stages have one size: rank to rank")),
+            (1, 2, ("sliced", "both stages have the same size: rank to rank")),
             (2, 0, ("rank0", "crosses from site cloud to site edge")),
         ],
     )
@@ -794,8 +794,8 @@ class TestTransportRules:
 
     def test_equal_stages_may_be_cut_where_their_ranks_hold_copies(self) -> None:
         large = rules_module.SLICED_FROM_BYTES
-        whole = "sliced", "both stages have one size: rank to rank"
-        tried = "divided", "both stages have one size; a run tries rank to rank (sliced) as well at its start"
+        whole = "sliced", "both stages have the same size: rank to rank"
+        tried = "divided", "both stages have the same size; a run tries rank to rank (sliced) as well at its start"
         for known, layout, expected in (
             ({}, self.LAYOUT, tried),
             ({}, PipelineLayout((StageGrid(1), StageGrid(2), StageGrid(2, dp=2))), tried),

@@ -235,8 +235,8 @@ def test_stages_of_different_cp_and_dp_sizes() -> None:
 @pytest.mark.parametrize(
     ("sizes", "world_size", "cp", "message"),
     [
-        ([1, 2], 4, 1, r"sum\(tp\) \* cp = 3 \* 1 = 3 ranks per replica.*world size 4: start 3 or 6 processes"),
-        ([2, 2], 3, 2, r"= 8 ranks per replica.*start 8 processes"),
+        ([1, 2], 4, 1, r"^--vtp-size-list 1,2 needs 3 processes, or a multiple of 3; this run has 4; start 3 or 6, or"),
+        ([2, 2], 3, 2, r"2,2 with --context-parallel-size 2 needs 8 processes, or a multiple of 8; .*; start 8, or"),
         ([], 4, 1, "empty"),
         ([1, 0], 4, 1, "tp size of stage 1 must be a positive integer, got 0"),
         ([1, -2], 4, 1, "got -2"),
@@ -244,8 +244,13 @@ def test_stages_of_different_cp_and_dp_sizes() -> None:
         ([1, "2"], 4, 1, "got '2'"),
         ([1, 1], 4, 0, "context-parallel size of stage 0"),
         ([1, 1], 4, [1, 0], "context-parallel size of stage 1 must be a positive integer, got 0"),
-        ([1, 1], 4, [1, 2, 1], "3 context-parallel sizes 1,2,1 meet 2 stages of tp sizes 1,1: give one size per stage"),
-        ([2, 1], 5, [1, 2], r"sum\(tp \* cp\) = 2 \* 1 \+ 1 \* 2 = 4 ranks per replica.*start 4 or 8 processes"),
+        (
+            [1, 1],
+            4,
+            [1, 2, 1],
+            "3 context-parallel sizes 1,2,1; there are 2 stages \\(TP sizes 1,1\\); give one size per",
+        ),
+        ([2, 1], 5, [1, 2], r"2,1 with --vtp-cp-list 1,2 needs 4 processes, or a multiple of 4; .*; start 4 or 8, or"),
         ([1, 1], 0, 1, "world size"),
     ],
 )
@@ -269,9 +274,9 @@ def test_data_parallel_sizes_of_stages() -> None:
         (
             6,
             [1, 2],
-            r"tp \* cp \* dp over the stages is 1 \* 1 \* 1 \+ 2 \* 1 \* 2 = 5 ranks, the world size is 6: start 5",
+            r"need 5 processes \(tp \* cp \* dp of each: 1 \* 1 \* 1 \+ 2 \* 1 \* 2\); this run has 6; start 5",
         ),
-        (5, [1, 2, 2], "3 data-parallel sizes 1,2,2 meet 2 stages of tp sizes 1,2: give one size per stage"),
+        (5, [1, 2, 2], "3 data-parallel sizes 1,2,2; there are 2 stages \\(TP sizes 1,2\\); give one size per stage"),
         (5, [1, 0], "the data-parallel size of stage 1 must be a positive integer, got 0"),
     ],
 )
@@ -289,7 +294,7 @@ def test_expert_sizes_that_do_not_fit_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"tp 2 \* ep 1 = 2 do not divide .* = 3 ranks"):
         PipelineLayout.from_sizes([3, 3], world_size=6, etp=2)
     replica_major = PipelineLayout.from_sizes([1, 2], world_size=12, order=RankOrder.REPLICA_MAJOR)
-    with pytest.raises(ConfigError, match="expert dp size 2"):
+    with pytest.raises(ConfigError, match="has 2 copies of its experts"):
         LayoutRankGenerator(replica_major.with_experts(2), expert=True)
     with pytest.raises(ConfigError, match="gtp_remat size 2"):
         LayoutRankGenerator(layout).get_gtp_ranks(2)
@@ -300,7 +305,7 @@ def test_expert_sizes_that_do_not_fit_are_refused() -> None:
 
 
 def test_experts_that_do_not_fill_their_stage_are_refused() -> None:
-    with pytest.raises(LayoutError, match=r"tp \* ep \* dp = 1 \* 2 \* 1 of stage 1 do not fill its 4 ranks"):
+    with pytest.raises(LayoutError, match=r"stage 1 has 4 ranks; its experts' sizes tp \* ep \* dp = 1 \* 2 \* 1 must"):
         PipelineLayout((StageGrid(1, 1, 2), StageGrid(2, 1, 2)), experts=(ExpertGrid(1, 2, 1), ExpertGrid(1, 2, 1)))
 
 

@@ -133,7 +133,7 @@ def test_plan_and_draw_show_the_rings(capsys: pytest.CaptureFixture[str], tmp_pa
         main(["plan", *FLAGS.replace("1,2,1", "1,1").split()])
     assert "--vtp-encoder-layer-list has 2 parts" in capsys.readouterr().err
     for words, reason in [
-        ("--context-parallel-size 2", "two rings were run without context parallelism"),
+        ("--context-parallel-size 2", "two rings were tested without context parallelism"),
         ("--vtp-dp-list 1,2 --vtp-dp-mode split", "cannot be cut by samples; use multiplex"),
     ]:
         with pytest.raises(SystemExit):

@@ -38,14 +38,14 @@ FIELD_WORDS = {
     r"\banew\b": "again; of a run: restart from scratch",
     r"\ba hand\b": "automatically",
     r"\b(computed?|computes|computing)( (it|them|all|that))? again\b": "recompute",
-    r"\bcards?\b": "GPU where it is one, else device",
+    r"(?<!lost-)\bcards?\b": "GPU where it is one, else device",
     r"\b(gradient|gradients'|replicas?'?) sums?\b": "gradient all-reduce, reduce-scatter",
     r"\bsums? (of|over) (the |its |their |all )?(gradients|replicas|experts)\b": "gradient all-reduce, reduce-scatter",
     r"\bswap(s|ped)? (their |its |the )?parts\b": "all-gather",
     r"\brefus(e|es|ed|al|als|ing)\b": "not supported; of a wrong value or a file: reject",
     r"\b(any|another|fitted|uniform|unequal|equal|new|old|every|each|which|that) lists?\b": "layout, or TP sizes",
     r"\blists? (that fit|fits?|(is|are|was|were) (fitted|loaded)|loads?)\b": "layout, or TP sizes",
-    r"\bhosts?\b(?! (memory|name))": "Megatron version; of a machine: node",
+    r"\bhosts?\b(?! (memory|name)|:PORT)": "Megatron version; of a machine: node",
     r"\bcargo\b": "payload",
     r"\bplanted\b": "injected",
     r"\bleft out of\b": "excluded from",
@@ -71,9 +71,15 @@ def documents() -> Iterator[tuple[str, str]]:
 
 
 def messages() -> Iterator[tuple[str, str]]:
-    """Yield the texts that the product prints: strings with a space that are not docstrings."""
+    """Yield the texts that the product prints: strings with a space that are neither docstrings nor patterns."""
     for module, source in sources():
         tree = ast.parse(source)
+        patterns = {
+            argument
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "re.compile"
+            for argument in node.args
+        }
         docstrings = {
             node.value
             for parent in ast.walk(tree)
@@ -82,7 +88,7 @@ def messages() -> Iterator[tuple[str, str]]:
             if isinstance(node, ast.Expr)
         }
         for node in ast.walk(tree):
-            if not isinstance(node, ast.Constant) or node in docstrings or not isinstance(node.value, str):
+            if not isinstance(node, ast.Constant) or node in docstrings | patterns or not isinstance(node.value, str):
                 continue
             if " " in node.value:
                 yield f"{module}:{node.lineno}", re.sub(r"`[^`]*`", "", node.value)

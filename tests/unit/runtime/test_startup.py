@@ -362,13 +362,13 @@ class TestNodeSizes:
     def test_not_set(self, server: Server, name: str) -> None:
         env = self.env(0, 1)
         del env[name]
-        with pytest.raises(ConfigError, match=f"needs the launcher's {name}, which is not set; use torchrun or write"):
+        with pytest.raises(ConfigError, match=f"needs the launcher's {name}, which is not set; use torchrun, or give"):
             gather_node_sizes(server.client(0), env, divisor=1, timeout_s=1.0)
 
     def test_not_dividing(self, server: Server) -> None:
         first, second = self.gather(server, [self.env(0, 3), self.env(1, 4)], divisor=2)
         assert isinstance(first, ConfigError) and "node 0 has 3 ranks, not a multiple of" in str(first)
-        assert isinstance(second, ConfigError) and "the ranks of node 0 do not divide" in str(second)
+        assert isinstance(second, ConfigError) and "the number of ranks of node 0 does not fit" in str(second)
 
     def test_a_node_is_missing(self, server: Server) -> None:
         (error,) = self.gather(server, [self.env(0, 2, num_nodes=3)], timeout_s=1.0)

@@ -317,7 +317,7 @@ def test_a_fit_tells_the_other_site_the_type_of_an_error(raised: Exception, reda
     def decide(cards: object) -> Any:
         raise raised
 
-    cards = [card(0, why=f"erring: the try ended with 1 ({SECRET})"), card(1)]
+    cards = [card(0, why=f"erring: its test ended with 1 ({SECRET})"), card(1)]
     found = fit(store, decide, cards, redactions)
     posted = b" ".join(part_of(store, Topic.CARDS).get(key) for key in ("0", "1", "seats")).decode()
     is_hidden = redactions is BETWEEN
@@ -333,7 +333,7 @@ def test_cards_of_the_other_site_do_not_stop_this_one_for_good(is_one_site: bool
     coordinator = Coordinator(args=args, config=VtpConfig(size_list="auto", stages=(1, 1)), redaction=redaction)
     for said, text in (
         ({"versions": "2"}, "versions differ between nodes"),
-        ({"kind": "cuda"}, "kinds of cards are mixed"),
+        ({"kind": "cuda"}, "kinds of devices are mixed"),
     ):
         with pytest.raises(ConfigError, match=text) as caught:
             coordinator.decide([card(0), replace(card(1), node="b", **cast(Any, said))])
@@ -379,9 +379,9 @@ ALONE = {"context_parallel_size": 1, "expert_model_parallel_size": 1, "expert_te
 GOOD = Chosen(sizes=(2, 1), layers=(3, 1), num_replicas=1)
 BAD_LISTS: dict[str, Mapping[str, Any]] = {
     "1 stages, not 2 to 2": {"sizes": (3,), "layers": (4,)},
-    "it needs 3 ranks, and 2 have a seat": {"num_ranks": 2},
-    "it needs 0 ranks": {"num_replicas": 0, "num_ranks": 0},
-    "it needs -3 ranks": {"num_replicas": -1, "num_ranks": -3},
+    "3 ranks are needed, and 2 take part": {"num_ranks": 2},
+    "0 ranks are needed": {"num_replicas": 0, "num_ranks": 0},
+    "-3 ranks are needed": {"num_replicas": -1, "num_ranks": -3},
     r"its layers are not --num-layers 4": {"layers": (1, 1)},
     "its layers are not": {"layers": (5, -1)},
     "3 parts of layers for 2 stages": {"layers": (1, 2, 1)},
@@ -435,7 +435,7 @@ def test_no_flag_of_a_rank_comes_out_of_the_store(store: dist.TCPStore, tmp_path
     assert "evil" not in done.stdout and "share-errors" not in done.stdout, done.stdout
     if shape == "flags":
         assert done.returncode != 0 and not done.stdout
-        assert "the post cards/seats in the store has 'lines', which nobody knows" in done.stderr, done.stderr
+        assert "the post cards/seats in the store has 'lines', which is unknown" in done.stderr, done.stderr
     else:
         assert "0 ['--num-layers', '2'" in done.stdout and "'--load', 'own'" in done.stdout, done
         assert "'--vtp-size-list', '1', '--vtp-force', '--make-vocab-size-divisible-by'" in done.stdout

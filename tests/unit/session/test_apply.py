@@ -236,10 +236,16 @@ def test_a_failed_apply_is_not_taken_for_a_good_one(
 @pytest.mark.parametrize(
     ("keywords", "text"),
     [
-        ({"vtp_size_list": "auto", "stages": "1:2"}, "--vtp-stages: a list is fitted before the script starts, .* run"),
+        (
+            {"vtp_size_list": "auto", "stages": "1:2"},
+            "--vtp-stages in apply.*; the layout must be chosen before .* run",
+        ),
         ({"vtp_size_list": "auto", "stages": [2, 1]}, "vtp_stages 2:1 begins above its end; write the fewest"),
-        ({"vtp_size_list": [1, 2], "stages": "1:2"}, "vtp_stages 1:2 is for a list that is fitted .* auto, or leave"),
-        ({"stages": "1:2"}, "vtp_stages 1:2 is for a list that is fitted .* auto, or leave"),
+        (
+            {"vtp_size_list": [1, 2], "stages": "1:2"},
+            "--vtp-stages 1:2 needs --vtp-size-list auto; give both, or leave",
+        ),
+        ({"stages": "1:2"}, "--vtp-stages 1:2 needs --vtp-size-list auto; give both, or leave"),
     ],
 )
 def test_a_script_cannot_have_a_list_fitted(keywords: dict[str, Any], text: str) -> None:
@@ -260,5 +266,5 @@ def test_a_script_that_was_not_run_by_the_plugin_cannot_have_a_list_fitted(tmp_p
     words = ["auto" if word == "1" and before == "--vtp-size-list" else word for before, word in pairwise(("", *FLAGS))]
     done = run_python(tmp_path, "script.py", *words, "--vtp-stages", "1:2", "--vtp-device", "cpu")
     assert done.returncode == 1, done.stderr[-3000:]
-    line = "[vtp rank 0] error: --vtp-stages: a list is fitted before the script starts"
+    line = "[vtp rank 0] error: --vtp-stages in apply(); the layout must be chosen before the script starts"
     assert done.stderr.splitlines()[-1].startswith(line) and "Traceback" not in done.stderr

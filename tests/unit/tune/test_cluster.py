@@ -247,15 +247,18 @@ SMALL: dict[str, Any] = {
     [
         (
             {"nodes": [{"cards": "new", "cards_per_node": 4}]},
-            r"nodes\[0\].cards is 'new', which is none of the cards old",
+            r"nodes\[0\].cards is 'new'; known kinds are old; use one",
         ),
         ({"nodes": [{"cards": "old"}]}, r"nodes\[0\].cards_per_node is missing"),
         ({"nodes": [{"cards": "old", "cards_per_node": 0}]}, "must be a whole number from 1 on, not 0"),
         ({"nodes": []}, "no nodes; give"),
-        ({"cards": {"old": {"memory": "32GiB"}}}, "cards.old has neither a profile, nor times, nor teraflops"),
+        ({"cards": {"old": {"memory": "32GiB"}}}, "cards.old has neither `profile`, nor `times`, nor `teraflops`"),
         ({"cards": {"old": {"teraflops": 1, "memroy": "1GiB"}}}, "unknown key cards.old.memroy"),
         ({"cards": {"old": {"teraflops": "fast"}}}, "cards.old.teraflops must be a number from 0 on, not 'fast'"),
-        ({"links": {}}, r"no link between the cards of old 0; give latency_us and gbyte_per_s in \[links.inside.old\]"),
+        (
+            {"links": {}},
+            r"no link between the devices of old 0; give latency_us and gbyte_per_s in \[links.inside.old\]",
+        ),
         ({"nodes": [{"cards": "old", "cards_per_node": 1, "count": 2}]}, r"no link between the nodes of the cluster"),
         (
             {"nodes": [{"cards": "old", "cards_per_node": 1, "site": site} for site in ("edge", "cloud")]},
@@ -300,7 +303,7 @@ def test_links_between_nodes_are_by_kind_of_card_or_by_site() -> None:
     ]
     assert rate == [25, 10, 2]
     nodes = [{"cards": "old", "cards_per_node": 1, "site": "old"}]
-    with pytest.raises(ConfigError, match=r"\[links.between.old\] may be of the cards or of the site old"):
+    with pytest.raises(ConfigError, match=r"\[links.between.old\] may mean the kind of device or the site old"):
         parse_cluster(Table({**SMALL, "nodes": nodes, "links": links}, "the file"), Path())
 
 

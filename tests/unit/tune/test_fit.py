@@ -51,7 +51,7 @@ def test_six_cards_become_two_stages_with_layers_two_to_one() -> None:
     fitted, *rivals = fit(nodes(6), wanted)
     spare = [number for _, number in fitted.spare_cards]
     assert (fitted.sizes, fitted.layers, spare) == ((4, 2), (8, 4), [0])
-    assert "n0 has 6 cards, but no stage can have tensor-parallel size 6: --num-attention-heads 64" in lines(
+    assert "n0 has 6 devices, but no stage can have tensor-parallel size 6: --num-attention-heads 64" in lines(
         (fitted, *rivals), wanted
     )
 
@@ -85,13 +85,13 @@ def test_a_u_keeps_the_layers_of_its_edge() -> None:
     wanted = ask("2:3", sites=("edge", "cloud"), ends=(2, 1), num_replicas=1)
     fitted, *_ = fit([*cloud, Node(name="e", num_cards=2, site="edge")], wanted)
     assert (fitted.sizes, fitted.layers) == ((2, 4, 2), (2, 6, 3, 1))
-    with pytest.raises(ConfigError, match="site edge has no card left: the edge holds the data"):
+    with pytest.raises(ConfigError, match="site edge has no device left; the edge holds the data"):
         fit([*cloud, Node(name="e", num_cards=0, site="edge")], wanted)
 
 
 def test_a_u_whose_edge_has_all_layers_leaves_none_for_the_cloud() -> None:
     given = [Node(name="c", num_cards=4, site="cloud"), Node(name="e", num_cards=2, site="edge")]
-    with pytest.raises(ConfigError, match="--num-layers 3; --vtp-stages 2:3 wants at least 2 stages"):
+    with pytest.raises(ConfigError, match="--num-layers 3 with --vtp-stages 2:3; every stage needs a layer"):
         fit(given, ask("2:3", sites=("edge", "cloud"), ends=(2, 1), num_layers=3))
 
 
@@ -111,25 +111,25 @@ def test_memory_moves_layers_away_from_a_small_card() -> None:
 @pytest.mark.parametrize(
     ("cards", "changes", "text"),
     [
-        ((1, 1), {"stages": "3:4"}, "cards 1\\+1; 1 replica of at least 3 stages .* need 3 cards; bring 1 back"),
-        ((), {"stages": "1:1"}, "cards 0; 1 replica of at least 1 stages .* need 1 cards; bring 1 back"),
-        ((4,), {"stages": "2:2", "num_layers": 1}, "--num-layers 1; --vtp-stages 2:2 wants at least 2 stages"),
+        ((1, 1), {"stages": "3:4"}, "1\\+1 devices; 1 replica of at least 3 stages .* need 3; add 1"),
+        ((), {"stages": "1:1"}, "0 devices; 1 replica of at least 1 stages .* need 1; add 1"),
+        ((4,), {"stages": "2:2", "num_layers": 1}, "--num-layers 1 with --vtp-stages 2:2; every stage needs a layer"),
         (
             (4,),
             {"stages": "1:1", "global_batch_size": 15, "micro_batch_size": 2},
-            "--global-batch-size 15; 1 replica of --micro-batch-size 2 take 2 samples, .* use 14 or 16",
+            "--global-batch-size 15; 2 .1 replica times --micro-batch-size 2. must .* use 14 or 16",
         ),
         (
             (2, 2),
             {"stages": "1:1", "num_replicas": 3},
-            "--global-batch-size 16; 3 replicas of --micro-batch-size 1 take 3 samples, .* use 15 or 18",
+            "--global-batch-size 16; 3 .3 replicas times --micro-batch-size 1. must .* use 15 or 18",
         ),
         ((8,), {"stages": "1:1", "seq_length": 6, "cp": 2}, "--seq-length 6 .*so 4 must divide it; use 4 or 8"),
-        ((2,), {"stages": "1:1", "num_replicas": 4}, "cards 2; 4 replicas of at least 1 stages .* bring 2 back"),
+        ((2,), {"stages": "1:1", "num_replicas": 4}, "2 devices; 4 replicas of at least 1 stages .* add 2"),
         (
             (2, 1),
             {"stages": "2:2", "held_bytes": lambda part: 3 * (part.end - part.start), "memory": 17},
-            "cards 2\\+1; no list within --vtp-stages 2:2 fits the model's memory; 64 more would not do either",
+            "2\\+1 devices; no layout within --vtp-stages 2:2 fits the model's memory; even 64 more would not be",
         ),
     ],
 )
@@ -139,7 +139,7 @@ def test_what_does_not_fit_is_refused_with_what_would(cards: tuple[int, ...], ch
     with pytest.raises(ConfigError, match=text) as found:
         fit(nodes(*cards, memory_bytes=memory), ask(given.pop("stages"), **given))
     # No later start may be kept from going on with more cards.
-    assert isinstance(found.value, ShortageError) is ("bring" in text) is not found.value.is_final
+    assert isinstance(found.value, ShortageError) is ("; add " in text) is not found.value.is_final
 
 
 def test_a_site_without_cards_is_a_shortage_unless_it_is_the_edge_of_a_u() -> None:
@@ -148,9 +148,9 @@ def test_a_site_without_cards_is_a_shortage_unless_it_is_the_edge_of_a_u() -> No
     plain = ask("2:2", sites=("edge", "cloud"))
     u_shaped = replace(plain, ends=(2, 1))
     for given, wanted in (((no_edge, cloud), plain), ((edge, no_cloud), plain), ((edge, no_cloud), u_shaped)):
-        with pytest.raises(ShortageError, match="has no card left: it has at least one stage; bring one back"):
+        with pytest.raises(ShortageError, match="has no device left; it has at least one stage; bring one back"):
             fit(given, wanted)
-    with pytest.raises(ConfigError, match="site edge has no card left") as found:
+    with pytest.raises(ConfigError, match="site edge has no device left") as found:
         fit((no_edge, cloud), u_shaped)
     assert found.value.is_final
 
@@ -161,12 +161,12 @@ def test_the_nearest_number_of_cards_is_named() -> None:
     def held(part: HeldPart) -> Any:
         return (part.end - part.start) / part.tp
 
-    with pytest.raises(ShortageError, match="1 more on n1 would do"):
+    with pytest.raises(ShortageError, match="add 1 on n1"):
         fit(nodes(1, 1, memory_bytes=4), ask("2:2", num_replicas=1, held_bytes=held))
 
 
 def test_nodes_are_told_apart() -> None:
-    with pytest.raises(ConfigError, match="kinds of cards are mixed: cuda on a, npu on b; a run has one kind"):
+    with pytest.raises(ConfigError, match="kinds of devices are mixed: cuda on a, npu on b; a run has one kind"):
         in_order([Node(name="a", num_cards=1, kind="cuda"), Node(name="b", num_cards=1, kind="npu")], ())
     with pytest.raises(ConfigError, match="2 nodes are called a"):
         in_order([Node(name="a", num_cards=1), Node(name="a", num_cards=1)], ())
@@ -178,7 +178,7 @@ def test_spare_cards_are_explained() -> None:
     """Three cards do not divide a sequence of 8,192: a third stage would take the last one."""
     wanted = ask("2:2", num_replicas=1)
     text = lines(fit(nodes(4, 3), wanted), wanted)
-    assert "spare cards: 1 of n1; --vtp-stages 2:3 would use 7 cards, as --vtp-size-list 4,2,1" in text
+    assert "spare devices: 1 of n1; --vtp-stages 2:3 would use 7 devices, as --vtp-size-list 4,2,1" in text
 
 
 FLAGS = shlex.split(
@@ -191,8 +191,8 @@ FLAGS = shlex.split(
 def test_plan_shows_what_is_fitted(capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", "--have", "8,6,8", "--vtp-stages", "4:4", "--vtp-data-parallel-size", "1", *FLAGS])
     text = capsys.readouterr().out
-    assert text.startswith("fitted: --vtp-size-list 8,4,2,8, layers ") and "22 of 22 cards work" in text
-    assert "node 1 has 6 cards, but no stage can have tensor-parallel size 6" in text
+    assert text.startswith("chosen: --vtp-size-list 8,4,2,8, layers ") and "uses 22 of 22 devices" in text
+    assert "node 1 has 6 devices, but no stage can have tensor-parallel size 6" in text
     main(["plan", "--json", "--have", "edge:1,cloud:4", "--vtp-stages", "2", "--vtp-sites", "edge,cloud", *FLAGS])
     plan = json.loads(capsys.readouterr().out)
     assert plan["fit"]["sizes"] == [stage["tp"] for stage in plan["stages"]] == [1, 4]
@@ -228,17 +228,17 @@ def test_plan_counts_the_memory_of_fitted_layers(capsys: pytest.CaptureFixture[s
         ("--have 8 --vtp-size-list 4,4", "say the same thing twice"),
         ("--have 8 --tensor-model-parallel-size 8", "--tensor-model-parallel-size 8 with --vtp-size-list auto"),
         ("--vtp-size-list 4,4 --card-memory 80GiB", "--card-memory is for --have"),
-        ("--vtp-size-list 4,4 --vtp-stages 2:3", "vtp_stages 2:3 is for a list that is fitted"),
+        ("--vtp-size-list 4,4 --vtp-stages 2:3", "--vtp-stages 2:3 needs --vtp-size-list auto"),
         ("--have 8 --vtp-stages 3:2", "vtp_stages 3:2 begins above its end"),
         ("--have 8 --vtp-stages some", "vtp_stages 'some' is no range of stages"),
-        ("--have 8 --vtp-size-list auto --vtp-cp-list 1,1", "vtp_cp_list 1,1 needs a list of stages; write"),
+        ("--have 8 --vtp-size-list auto --vtp-cp-list 1,1", "vtp_cp_list 1,1 with vtp_size_list 'auto'; write"),
         (
             "--have 8 --layerwise-disaggregated-training --num-layer-list 1,2,1",
-            "must know which machine is the edge: give --vtp-sites edge,cloud to all",
+            "nothing says which machine is the edge; give --vtp-sites edge,cloud to all",
         ),
         (
             "--have 8 --layerwise-disaggregated-training --num-layer-list 1,2,1 --vtp-encoder-layer-list 1,2,1",
-            "--vtp-encoder-layer-list with --vtp-stages; an encoder is not fitted; write the lists",
+            "--vtp-encoder-layer-list with --vtp-stages; the layers of an encoder cannot be chosen",
         ),
         ("--have 8 --layerwise-disaggregated-training", "needs --num-layer-list for the edge's two parts"),
     ],

@@ -97,6 +97,28 @@ def test_sums_that_were_measured_go_before_those_that_follow_from_links() -> Non
     assert ring.forward_s[0] == pytest.approx(3.0 + 2 * 2 * (5e-6 + tensor / 2 / 2e9))
 
 
+def test_measured_all_reduces_have_an_old_name(folder: Path) -> None:
+    """``all_reduce`` was called ``sums``: a file may say either, in a table of links once."""
+    path = folder / "links.toml"
+    text = path.read_text()
+    assert "[all_reduce.2]" in text and "[sums" not in text
+    wanted = read_cluster(folder / "cluster.toml").links
+    path.write_text(text.replace("[all_reduce", "[sums"))
+    assert read_cluster(folder / "cluster.toml").links == wanted
+    assert wanted.sum_of("old", 2) == Link(latency_s=0.5, bytes_per_s=8.0)
+
+    # The cluster's own file goes before the profile's, whatever either calls it.
+    with (folder / "cluster.toml").open("a") as file:
+        file.write("[links.all_reduce.2]\nlatency_us = 7\ngbyte_per_s = 1\n")
+    of_all = read_cluster(folder / "cluster.toml").links.sum_of("new", 2)
+    assert of_all is not None and of_all.latency_s == pytest.approx(7e-6)
+    with (folder / "cluster.toml").open("a") as file:
+        file.write("[links.sums.4]\nlatency_us = 7\ngbyte_per_s = 1\n")
+    text = r"cluster.toml: \[links.sums\] is the old name of \[links.all_reduce\]; give one of them$"
+    with pytest.raises(ConfigError, match=text):
+        read_cluster(folder / "cluster.toml")
+
+
 @pytest.mark.parametrize(
     ("change", "text"),
     [
@@ -122,7 +144,7 @@ def test_times_of_several_versions_are_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (("format = 1", "format = 2"), "new.toml: format 2 of another version of the plugin, which reads 1"),
+        (("format = 1", "format = 2"), "new.toml: format 2 is another version's, this vtp_plugin reads 1"),
         (('part = "head"', 'part = "tail"'), "part is 'tail'; it is one of dense, experts, embedding, head, update"),
         (("tp = 1", "tp = 0"), "tp must be a whole number from 1 on, not 0"),
         (("recomputed = true", "recomputed = 1"), "recomputed must be true or false, not 1"),

@@ -85,7 +85,7 @@ def test_a_text_is_cut_before_it_is_copied() -> None:
         (dict[int, int], '{"-1": 1}', "has the key '-1', which is no number"),
         (dict[str, dict[str, float]], '{"a": {"b": []}}', "has [] at [a][b], which is no float"),
         (Bound, '{"most": 1}', "has no 'why'"),
-        (Bound, '{"most": 1, "why": "x", "__class__": 1}', "has '__class__', which nobody knows"),
+        (Bound, '{"most": 1, "why": "x", "__class__": 1}', "has '__class__', which is unknown"),
         (Bound, '{"most": null, "why": "x"}', "has null at [most], which is no int"),
         (str, "x" * 200, "which is no JSON"),
         (str, "[" * 10_000, "which is no JSON (it is nested too deep)"),

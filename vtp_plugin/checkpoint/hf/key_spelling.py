@@ -48,7 +48,7 @@ def _unnested(name: str) -> str:
 
 
 def is_frequencies(name: str) -> bool:
-    """Tell whether a tensor has the frequencies of positions, which transformers computes anew from the config."""
+    """Tell whether a tensor has the frequencies of positions, which transformers recomputes from the config."""
     return name.endswith(_FREQUENCIES)
 
 

@@ -105,7 +105,7 @@ class StoredOptimizer:
                     if MetadataIndex(f"{copy.piece.key}.{state}", (copy.piece.offset,)) not in self._places:
                         raise ConfigError(
                             f"{self.folder}: {state} of {want.shard.name} is not stored, and this run's optimizer has "
-                            "it; the same --optimizer must go on; load only the weights with --no-load-optim"
+                            "it; use the same --optimizer, or load only the weights with --no-load-optim"
                         )
         return copies
 

@@ -183,7 +183,7 @@ def remover(target: Path, *parts: Path) -> Callable[[], None]:
 def whole_folder(final: Path, *, is_checkpoint: bool = True) -> Iterator[Path]:
     """Give a folder to write into; it appears when the block ends well.
 
-    What an earlier attempt has left there is found there again: remove it, or go on with it.
+    What an earlier attempt has left there is found there again: remove it, or resume it.
 
     Args:
         final: where the folder will be, such as ``DIR/iter_0000100``; what is there is replaced at the end.

@@ -90,7 +90,7 @@ class Saving:
         final: folder where the checkpoint will be.
         is_by_rank: whether every rank may have a folder of its own, as in the format ``torch``.
         own: this rank's folder in :attr:`partial`, where each rank has one.
-        is_in_background: whether Megatron goes on writing when its function has returned.
+        is_in_background: whether Megatron keeps writing when its function has returned.
         digests: hashes of the pieces that were hashed while they were written.
         afterwards: callbacks to run once others can see the checkpoint.
     """
@@ -199,9 +199,7 @@ def naming_what_failed(folder: Path) -> Iterator[None]:
         raise
     except BaseException as error:  # torch's CheckpointException is no Exception
         if problem := _problem_of_writing(folder):
-            line = (
-                f"a checkpoint in {folder} cannot be written: {problem}; mend that, and start again from the one before"
-            )
+            line = f"a checkpoint in {folder} cannot be written: {problem}; fix that, and resume from the one before"
             raise ConfigError(line) from error
         raise
 
@@ -238,7 +236,7 @@ class Savings:
     Attributes:
         current: the one that Megatron's function is at, before it returns.
         trackers: files that stand for the trackers of folders, by the folder.
-        copies_tensors: whether a process that shares the tensors of this one writes them while the run goes on.
+        copies_tensors: whether a process that shares the tensors of this one writes them while the run continues.
     """
 
     def __init__(self) -> None:

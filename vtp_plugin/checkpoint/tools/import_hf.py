@@ -226,7 +226,7 @@ def _saved(value: Any) -> bytes:
 def write_import(plan: Import, target: Path, on_written: Callable[[int], None]) -> None:
     """Write the checkpoint. It appears as a whole.
 
-    If the process is killed, the next attempt goes on; if it is told to stop, it removes what it has written.
+    If the process is killed, the next attempt resumes; if it is told to stop, it removes what it has written.
 
     Args:
         plan: the planned import.

@@ -38,15 +38,15 @@ def writing_to(target: Path, undo: Callable[[], None] | None = None) -> Iterator
 
     Args:
         target: the folder.
-        undo: removes what was written; None where the next attempt goes on with it.
+        undo: removes what was written; None where the next attempt resumes it.
 
     Raises:
         ConfigError: it cannot be written, or the process was told to stop.
     """
     left = (
-        "nothing half-written is left; start the command again" if undo else "start the command again, and it goes on"
+        "nothing half-written is left; start the command again" if undo else "start the command again, and it resumes"
     )
-    room = "make room, or give another folder" if undo else "make room, and start the command again: it goes on"
+    room = "make room, or give another folder" if undo else "make room, and start the command again: it resumes"
     with _stopped_once() as signals:
         try:
             yield

@@ -220,8 +220,8 @@ class PieceWriter:
         lines = self._lines()
         if not lines or _read_line(lines[0]) != self._head:
             raise ConfigError(
-                f"{self._target} holds a part of another checkpoint; only what was begun from {self._source.folder} "
-                "goes on; remove it, or give another folder with --to"
+                f"{self._target} holds a part of another checkpoint; only one of {self._source.folder} can be resumed; "
+                "remove it, or give another folder with --to"
             )
         for piece, line in zip(self.pieces, lines[1:], strict=False):
             place = self._whole(piece, _read_line(line))

@@ -100,7 +100,7 @@ class AppliedPatches:
         undo: their assignments.
         places: what holds a replacement, each with its patch: the targets, and what else was found.
         active: whether the replacements are in force: :meth:`revert` has not run yet.
-        rebuilt: replacements that were built anew, around what another package has put below them.
+        rebuilt: replacements that were rebuilt, around what another package has put below them.
     """
 
     host: PatchedPackage

@@ -64,7 +64,7 @@ def _skip(records: Sequence[Record], host: PatchedPackage) -> dict[int, str]:
         try:
             fits = record.fits(host.version)
         except ValueError as error:
-            host.fail(record, "the host's version is not a PEP 440 version; install a released package", error)
+            host.fail(record, "Megatron's version is not a PEP 440 version; install a released package", error)
         if not fits:
             skipped[id(record)] = f"not for {host.prefix} {host.version}"
             continue
@@ -155,7 +155,7 @@ def _build(record: PatchRecord, target: Target, host: PatchedPackage) -> Patch:
 
 
 def rebuild(applied: AppliedPatches, patch: Patch, below: Any) -> Any:
-    """Build a replacement anew, around what another package has put in the place of the original since.
+    """Rebuild a replacement, around what another package has put in the place of the original since.
 
     Args:
         applied: the set that the patch belongs to.

@@ -135,7 +135,7 @@ def wrap_with(replacement: Callable[..., Any], *state: Any) -> Callable[[Callabl
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WriteRecord(Record):
-    """One name that patches assign to while a run goes on; only this name, not what else holds the same object.
+    """One name that patches assign to during a run; only this name, not what else holds the same object.
 
     Attributes:
         target: A variable, also a constant; or a dictionary or class, of which single entries or attributes are

@@ -22,7 +22,7 @@ class Capability:
         absent: The ranges of versions that have no such thing, so that there is nothing to run.
         notes: Remarks about some versions, by ranges.
         untried: Name in the warning of ``apply()`` where no version of a family ran it; empty for no warning, as where
-            the run is refused.
+            the run stops.
         untried_in_part: Name in the warning where only some versions of a family ran it, after the first that did not.
 
     Raises:
@@ -56,7 +56,7 @@ class Capability:
         return between(self.versions)
 
     def said_of(self, version: str) -> str:
-        """Say what was done with it where a version lacks it: ``not in it``, ``not run``, or why it is refused."""
+        """Say what was done with it where a version lacks it: ``not in it``, ``not run``, or ``not supported``."""
         return "not in it" if self.is_absent(version) else self.note(version) or "not run"
 
     def note(self, version: str) -> str:

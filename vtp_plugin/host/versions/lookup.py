@@ -24,7 +24,7 @@ def host_named(name: str) -> MegatronFamily:
     for host in HOSTS:
         if host.name == name:
             return host
-    raise PatchError(f"host {name!r}; hosts are {', '.join(host.name for host in HOSTS)}; choose one of them")
+    raise PatchError(f"Megatron version {name!r}; known are {', '.join(host.name for host in HOSTS)}; use one of them")
 
 
 def family_of(version: str) -> MegatronFamily | None:

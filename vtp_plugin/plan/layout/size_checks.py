@@ -31,8 +31,8 @@ def check_list(what: str, sizes: Sequence[int], tp_sizes: Sequence[int]) -> None
     """
     if len(sizes) != len(tp_sizes):
         raise LayoutError(
-            f"{len(sizes)} {what} sizes {','.join(map(str, sizes))} meet {len(tp_sizes)} stages of tp sizes "
-            f"{','.join(map(str, tp_sizes))}: give one size per stage"
+            f"{len(sizes)} {what} sizes {','.join(map(str, sizes))}; there are {len(tp_sizes)} stages (TP sizes "
+            f"{','.join(map(str, tp_sizes))}); give one size per stage"
         )
     for index, size in enumerate(sizes):
         check_positive(f"the {what} size of stage {index}", size)
@@ -50,16 +50,16 @@ def equal_dp(tp_sizes: Sequence[int], cp_sizes: Sequence[int], world_size: int) 
     size = sum(tp * cp for tp, cp in zip(tp_sizes, cp_sizes, strict=True))
     if world_size % size == 0:
         return world_size // size
-    if len(set(cp_sizes)) == 1:
-        shown, sums = str(cp_sizes[0]), f"sum(tp) * cp = {sum(tp_sizes)} * {cp_sizes[0]}"
-    else:
-        products = " + ".join(f"{tp} * {cp}" for tp, cp in zip(tp_sizes, cp_sizes, strict=True))
-        shown, sums = ",".join(map(str, cp_sizes)), f"sum(tp * cp) = {products}"
+    asked = f"--vtp-size-list {','.join(map(str, tp_sizes))}"
+    if len(set(cp_sizes)) > 1:
+        asked += f" with --vtp-cp-list {','.join(map(str, cp_sizes))}"
+    elif cp_sizes[0] > 1:
+        asked += f" with --context-parallel-size {cp_sizes[0]}"
     below = world_size // size * size
     worlds = f"{below} or {below + size}" if below else f"{size}"
     raise LayoutError(
-        f"tp sizes {','.join(map(str, tp_sizes))} with context parallelism {shown} take {sums} = {size} ranks per "
-        f"replica, which does not divide the world size {world_size}: start {worlds} processes, or change the sizes"
+        f"{asked} needs {size} processes, or a multiple of {size}; this run has {world_size}; start {worlds}, or "
+        "change the sizes"
     )
 
 
@@ -77,8 +77,8 @@ def check_world(stages: Sequence[tuple[int, int, int]], world_size: int) -> None
     if size != world_size:
         products = " + ".join(f"{tp} * {cp} * {dp}" for tp, cp, dp in stages)
         raise LayoutError(
-            f"tp * cp * dp over the stages is {products} = {size} ranks, the world size is {world_size}: start {size} "
-            "processes, or change the sizes"
+            f"these stages need {size} processes (tp * cp * dp of each: {products}); this run has {world_size}; start "
+            f"{size}, or change the sizes"
         )
 
 
@@ -125,8 +125,8 @@ def check_experts(experts: Sequence[tuple[int, int, int]], stages: Sequence[tupl
         if math.prod(expert) != math.prod(dense):
             shown = " * ".join(map(str, expert))
             raise LayoutError(
-                f"the expert sizes tp * ep * dp = {shown} of stage {stage} do not fill its {math.prod(dense)} ranks; "
-                "make the product equal"
+                f"stage {stage} has {math.prod(dense)} ranks; its experts' sizes tp * ep * dp = {shown} must have that "
+                "product; change one of them"
             )
 
 
@@ -156,7 +156,7 @@ def check_replica_major(experts: Sequence[tuple[int, int, int]], stages: Sequenc
     for stage, ((etp, ep, expert_dp), (tp, cp, dp)) in enumerate(zip(experts, stages, strict=True)):
         if expert_dp != dp:
             raise LayoutError(
-                f"rank order tp-cp-pp-dp needs the expert dp size {expert_dp} (= {tp * cp * dp} / {etp * ep}) to equal "
-                f"the dp size {dp}, as in Megatron: set expert tp * ep to {tp * cp} on stage {stage}, or use the order "
-                "tp-cp-dp-pp"
+                f"stage {stage} has {expert_dp} copies of its experts ({tp * cp * dp} ranks / (etp * ep = {etp * ep})) "
+                f"and {dp} replicas; with the rank order tp-cp-pp-dp Megatron needs equally many; set etp * ep to "
+                f"{tp * cp} there, or use the order tp-cp-dp-pp"
             )

@@ -66,8 +66,8 @@ def check_two_rings(layers: Sequence[int], cp_sizes: Sequence[int], *, is_split:
     check_layers(layers, num_stages=len(cp_sizes), num_layers=None, option="--vtp-encoder-layer-list")
     if max(cp_sizes) > 1:
         raise LayoutError(
-            f"--vtp-encoder-layer-list with context-parallel sizes {','.join(map(str, cp_sizes))}: two rings were run "
-            "without context parallelism only; leave one of them out"
+            f"--vtp-encoder-layer-list with context-parallel sizes {','.join(map(str, cp_sizes))}: two rings were "
+            "tested without context parallelism only; leave one of them out"
         )
     if is_split:
         raise LayoutError(

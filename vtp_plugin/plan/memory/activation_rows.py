@@ -199,7 +199,7 @@ def _shared_ffn(s: Sizes) -> int:
 
 
 def _has_angles(s: Sizes) -> bool:
-    """Whether the layers of a chunk share the angles: they are computed again, or rotate in one kernel."""
+    """Whether the layers of a chunk share the angles: they are recomputed, or rotate in one kernel."""
     again = s.num_again or (s.batch.recompute.method == "uniform" and s.num_layers)
     is_kept = again if s.model.latent is None and s.batch.has_rope else 0
     return bool(is_kept or (s.batch.has_fused_rope and s.num_layers))
@@ -236,7 +236,7 @@ ROWS: Mapping[str, tuple[KeptRow, ...]] = {
         KeptRow("core_attention", "probabilities and their mask; of flash attention the sums of the rows", _CORE,
             lambda s: s.length**2 + _scores(s), lambda s: s.positions * s.heads * FULL_BYTES,
             when=lambda s: not _is_again(s)),
-        KeptRow("core_attention", "which mask it is, to compute it again", _CORE, lambda s: INDEX_BYTES,
+        KeptRow("core_attention", "which mask it is, to recompute it", _CORE, lambda s: INDEX_BYTES,
             when=_is_again),
         KeptRow("core_attention", "dropped probabilities, and their mask", _CORE,
             lambda s: _scores(s) + _scores(s) // s.batch.itemsize_bytes, lambda s: 0,
@@ -247,7 +247,7 @@ ROWS: Mapping[str, tuple[KeptRow, ...]] = {
             lambda s: s.inputs(s.positions * s.context) if _is_copied(s) else 0),
         KeptRow("self_attn_bda and mlp_bda", "masks of dropout", "fusions/fused_bias_dropout.py",
             lambda s: 2 * s.slices * s.model.hidden, when=lambda s: s.batch.has_hidden_dropout),
-        # Without experts Transformer Engine's norm is a part of the linear layer, and computed again with it.
+        # Without experts Transformer Engine's norm is a part of the linear layer, and recomputed with it.
         KeptRow("pre_mlp_layernorm", "input and scales", _NORMS, _norm,
             lambda s: _hidden(s) if _has_dense_again(s) else _norm(s)),
         KeptRow("linear_fc1", "input", _LINEAR, _hidden, lambda s: 0 if _has_dense_again(s) else _hidden_inputs(s),
@@ -264,7 +264,7 @@ ROWS: Mapping[str, tuple[KeptRow, ...]] = {
             when=_shared_ffn),
     ),
     "chunk": (
-        KeptRow("layers computed again", "inputs", "transformer/transformer_block.py",
+        KeptRow("recomputed layers", "inputs", "transformer/transformer_block.py",
             lambda s: s.num_again * _hidden(s)),
         KeptRow("rotary_pos_emb", "angles", _ROPE, lambda s: s.length * _rotated(s) * FULL_BYTES, when=_has_angles),
     ),

@@ -36,7 +36,7 @@ class Routing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recompute:
-    """Activation recomputation: what is computed again in the backward pass, and not kept for it.
+    """Activation recomputation: what is recomputed in the backward pass, and not kept for it.
 
     Attributes:
         core_attention: the probabilities of the attention.
@@ -75,7 +75,7 @@ class Microbatch:
         size: number of sequences.
         itemsize_bytes: bytes of one element of the tensors between the layers.
         is_sharded: whether a rank has its slice of the sequence between the layers (sequence parallelism).
-        has_rope: positions are rotations, in every layer anew.
+        has_rope: positions are rotations, in every layer by itself.
         is_fused: a gated feed-forward layer keeps its input and its output only.
         is_engine: layers are Transformer Engine's, with flash attention; else Megatron's local ones.
         has_fused_rope: Transformer Engine's layers rotate in one kernel, which keeps the angles only.
@@ -84,7 +84,7 @@ class Microbatch:
         eight_bits: Transformer Engine's linear layers compute with 8 bits: with one scale for a tensor, or for a block.
         has_own_output: context parallelism gives the attention's output in a copy (a2a and all_gather; not p2p).
         routing: how tokens find their experts; None without experts.
-        recompute: what is computed again.
+        recompute: what is recomputed.
     """
 
     length: int
@@ -116,7 +116,7 @@ class Sizes:
         model, batch, tp, etp: whose sizes these are; tensor-parallel sizes of the stage, and of its experts.
         cp: context-parallel size of the stage.
         has_experts: the layer has some.
-        num_again: inputs that layers which are computed again keep in this chunk.
+        num_again: inputs that recomputed layers keep in this chunk.
         num_layers: number of layers of the chunk, with those of multi-token prediction.
         length, positions, slices: tokens on the rank: of one sequence; of all sequences; and between the layers.
         heads, groups: attention heads and query groups of the rank; each rank has at least one group, cut out of the

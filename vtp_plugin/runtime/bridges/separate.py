@@ -132,7 +132,7 @@ class Bridge:
         tensor = self._axes.from_plan(work.take())
         assert work.transmission is not None
         if not self._batches:
-            # All gradients are on their way, and the other module goes on: it receives them. Waiting frees their
+            # All gradients are on their way, and the other module receives them. Waiting frees their
             # memory; over gloo nothing else tells that a message has left.
             self._opens.wait()
         self._note(work.transmission.whole)

@@ -163,7 +163,7 @@ class _AtEnd:
 
 
 class _Swapping:
-    """An all-gather by messages: each portion goes on to the other ranks of the stage as soon as it has come.
+    """An all-gather by messages: each portion is passed to the other ranks of the stage as soon as it has come.
 
     The receives are posted before anyone waits, so that no sender ever blocks.
     """

@@ -37,7 +37,8 @@ def gather_node_sizes(
     for name in names:
         if not environment.get(name, "").isdigit():
             raise LayoutError(
-                f"--vtp-size-list auto needs the launcher's {name}, which is not set; use torchrun or write the list"
+                f"--vtp-size-list auto needs the launcher's {name}, which is not set; use torchrun, or give the TP "
+                "size of every stage"
             )
     node, num_nodes, num_local = (int(environment[name]) for name in names)
     nodes = part_of(store, Topic.NODES)
@@ -45,7 +46,7 @@ def gather_node_sizes(
     if num_local % divisor:
         raise LayoutError(
             f"--vtp-size-list auto: node {node} has {num_local} ranks, not a multiple of data- times context-parallel "
-            f"size {divisor}; start another number of ranks there or write the list"
+            f"size {divisor}; start another number of ranks there, or give the TP size of every stage"
         )
     keys = [str(i) for i in range(num_nodes)]
     if not poll(lambda: nodes.check(keys), timeout_s):
@@ -55,5 +56,7 @@ def gather_node_sizes(
         )
     sizes = tuple(read_number(nodes, key, Topic.NODES.key, 0, _MOST_RANKS) for key in keys)
     if 0 in sizes:
-        raise LayoutError(f"--vtp-size-list auto: the ranks of node {sizes.index(0)} do not divide; see its message")
+        raise LayoutError(
+            f"--vtp-size-list auto: the number of ranks of node {sizes.index(0)} does not fit; see its message"
+        )
     return sizes

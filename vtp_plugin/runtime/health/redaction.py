@@ -102,7 +102,7 @@ class Redaction:
     def reason(self, why: str) -> str:
         """Return why a card is bad; between sites only the kind of failure, which stands before a colon.
 
-        >>> Redaction(site="edge").reason("erring: the try ended with 1 (/home/me/x.py)")
+        >>> Redaction(site="edge").reason("erring: its test ended with 1 (/home/me/x.py)")
         'erring (why stays at its site; --vtp-share-errors there shows it here)'
         """
         kind, colon, _ = why.partition(":")

@@ -33,6 +33,6 @@ class Helper:
     def _work(self) -> None:
         while (task := self._tasks.get()) is not None:
             action, done = task
-            with contextlib.suppress(Exception):  # whoever asked goes on without it
+            with contextlib.suppress(Exception):  # whoever asked continues without it
                 action()
             done.release()

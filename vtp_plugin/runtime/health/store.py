@@ -47,15 +47,15 @@ class Topic(Enum):
     ATTEMPTS = (
         "attempts",
         "Where the launcher keeps the store: how often ranks have met in it, how many they were, a random name of each "
-        "process, the numbers of ranks that are missing, and the port at which the ranks of a fitted run meet.",
+        "process, the numbers of ranks that are missing, and the port at which ranks meet with --vtp-stages.",
     )
     NODES = ("nodes", "How many ranks each node of the launcher has.")
     CARDS = (
         "cards",
-        "Where a list is fitted to the cards: of every rank the name of its machine (between sites a digest, or what "
-        "--vtp-node says) and its site, the kind of its card, whether it works and versions; who gets which rank, the "
-        "list, from which each rank works out its own flags, and how far the attempt before came; an error (between "
-        "sites as for the checks); how many ranks have ended.",
+        "With --vtp-stages: of every rank the name of its machine (between sites a digest, or what --vtp-node says), "
+        "its site, the kind of its device, whether it works and versions; who gets which rank, the chosen layout, from "
+        "which each rank works out its own flags, and how far the attempt before came; an error (between sites as for "
+        "the checks); how many ranks have ended.",
     )
     FOLDER = (
         "folder",

@@ -83,7 +83,7 @@ class BlockedCollective:
 def find_collective() -> BlockedCollective | None:
     """Look through the stacks of all threads for a collective that blocks the host; None if there is none.
 
-    On a device the host goes on while the device waits, and then nothing is found.
+    On a device the CPU continues while the device waits, and then nothing is found.
     """
     for frame in sys._current_frames().values():
         for one in outwards(frame):

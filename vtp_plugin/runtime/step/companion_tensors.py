@@ -178,7 +178,7 @@ def join_companions(
     """
     stage = placement.stage_of(worker)
     crossings = [_Crossing(placement, stage, channels, companion, platform) for companion in companions]
-    # In a U the edge alone has data. Elsewhere each stage that reads a batch goes on reading it.
+    # In a U the edge alone has data. Elsewhere each stage that reads a batch keeps reading it.
     return Companions(crossings, has_data=stage == 0 or not num_rings(placement))
 
 
@@ -248,7 +248,7 @@ class _Crossing:
         return {**batch, **self._companion.give(self._held[now])}
 
     def leave(self, forward: tuple[int, int]) -> None:
-        """Forget the companion of a forward that has run, if it does not go on."""
+        """Forget the companion of a forward that has run, if it goes no further."""
         if forward[0] not in self._carriers:
             self._held.pop(forward, None)
 

@@ -59,7 +59,7 @@ class ScheduleRunner:
     every chunk keeps the order of its backwards.
 
     From then on the time of the steps is compared with the time that the schedule promises. If they are too far apart,
-    measured costs are measured again and the order is planned anew, a few times at most; for stated costs there is a
+    measured costs are measured again and the order is replanned, a few times at most; for stated costs there is a
     warning.
 
     Args:

@@ -88,7 +88,7 @@ class Tracing:
         digest = hashlib.sha256(f"{plan.schedule.digest} {plan.costs}".encode()).hexdigest()[:16]
         if self._owner.rank == 0 and digest not in self._plans:
             self._file.write(plan_line(digest, plan))
-        # A run plans anew a few times at most.
+        # A run replans a few times at most.
         self._plans.add(digest)
         return digest
 

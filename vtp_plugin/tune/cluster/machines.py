@@ -154,7 +154,7 @@ class Links:
             of two kinds the slower one counts.
         across: links between sites, by two names in order.
         sums: cost of an all-reduce among cards of a node, as a link, by kind of card (``""`` for all others) and number
-            of cards; where it was not measured, it follows from ``inside``.
+            of cards; where it was not measured, it follows from ``inside``. Files call it ``all_reduce``.
     """
 
     inside: Mapping[str, Link] = field(default_factory=dict)
@@ -220,7 +220,7 @@ class Cluster:
         links = self.links
         for group in self.nodes:
             if group.num_cards > 1 and not {group.card.name, ""} & set(links.inside):
-                self._refuse(f"cards of {group.name}", f"[links.inside.{group.card.name}] or [links.inside]")
+                self._refuse(f"devices of {group.name}", f"[links.inside.{group.card.name}] or [links.inside]")
             several = [other for other in self.nodes if other.site == group.site]
             names = {group.card.name, group.site, ""}
             if sum(other.num_nodes for other in several) > 1 and not names & set(links.between):
@@ -228,7 +228,7 @@ class Cluster:
         sites = sorted({group.site for group in self.nodes})
         if both := sorted({group.card.name for group in self.nodes} & set(sites) & set(links.between)):
             raise LayoutError(
-                f"[links.between.{both[0]}] may be of the cards or of the site {both[0]}; give one of them another name"
+                f"[links.between.{both[0]}] may mean the kind of device or the site {both[0]}; rename one of them"
             )
         for number, one in enumerate(sites):
             for other in sites[number + 1 :]:

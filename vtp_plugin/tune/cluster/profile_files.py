@@ -16,6 +16,8 @@ from vtp_plugin.tune.cluster.toml_table import Table, read_file
 
 _FORMAT = 1
 _OF_A_LINK = {"latency_us", "gbyte_per_s", "at_once", "source"}
+_ALL_REDUCE, _SUMS = "all_reduce", "sums"
+"""Key of the measured all-reduces, and its old name, which files may still have."""
 
 
 def features(model: GPTModel, *, itemsize_bytes: int, topk: int) -> dict[str, object]:
@@ -43,7 +45,7 @@ def features(model: GPTModel, *, itemsize_bytes: int, topk: int) -> dict[str, ob
 
 
 def check_origins(origins: Iterable[Origin], wanted: Mapping[str, object]) -> None:
-    """Refuse times of another model, or of several versions of Megatron.
+    """Reject times of another model, or of several versions of Megatron.
 
     Args:
         origins: origins of all times of a cluster.
@@ -66,7 +68,7 @@ def check_origins(origins: Iterable[Origin], wanted: Mapping[str, object]) -> No
         if origin.megatron != first.megatron:
             raise ConfigError(
                 f"{origin.name} was measured with Megatron {origin.megatron}, {first.name} with {first.megatron}; "
-                "profile all cards with the one of the run"
+                "profile all devices with the one of the run"
             )
 
 
@@ -82,7 +84,7 @@ def read_profile(path: Path) -> tuple[Origin, tuple[Time, ...]]:
 def _read(top: Table, name: str) -> tuple[Origin, tuple[Time, ...]]:
     number = top.count("format")
     if number != _FORMAT:
-        raise ConfigError(f"format {number} of another version of the plugin, which reads {_FORMAT}; profile again")
+        raise ConfigError(f"format {number} is another version's, this vtp_plugin reads {_FORMAT}; profile again")
     model = top.table("model")
     origin = Origin(
         name=name,
@@ -117,7 +119,7 @@ def write_profile(origin: Origin, times: Iterable[Time]) -> str:
 
     >>> time = Time(part="head", tp=1, micro_batch_size=2, seq_length=8, forward_s=0.25, backward_s=0.5)
     >>> print(write_profile(Origin(name="", device="a card", megatron="0.19.0", model={"hidden": 8}), [time]))
-    # Written by `python -m vtp_plugin profile`; a cluster's file names it: [cards.NAME] profile = "FILE".
+    # Written by `python -m vtp_plugin profile`; name it in a cluster's file: `[cards.NAME] profile = "FILE"`.
     format = 1
     device = "a card"
     megatron = "0.19.0"
@@ -134,7 +136,9 @@ def write_profile(origin: Origin, times: Iterable[Time]) -> str:
     backward_ms = 500.0
     <BLANKLINE>
     """
-    lines = ['# Written by `python -m vtp_plugin profile`; a cluster\'s file names it: [cards.NAME] profile = "FILE".']
+    lines = [
+        '# Written by `python -m vtp_plugin profile`; name it in a cluster\'s file: `[cards.NAME] profile = "FILE"`.'
+    ]
     lines += _rows({"format": _FORMAT, "device": origin.device, "megatron": origin.megatron})
     lines += ["", "[model]", *_rows(origin.model)]
     for time in times:
@@ -156,7 +160,10 @@ def read_links(table: Table) -> Links:
         if len(sites) != 2:
             raise ConfigError(f'{table.path("across")}."{name}" must name two sites, such as "edge cloud"')
         across[sites[0], sites[1]] = _link(table.table("across").table(name))
-    sums = table.table("sums", is_optional=True)
+    given = [key for key in (_ALL_REDUCE, _SUMS) if key in table]
+    if len(given) > 1:
+        raise ConfigError(f"[{table.path(_SUMS)}] is the old name of [{table.path(_ALL_REDUCE)}]; give one of them")
+    sums = table.table(given[0] if given else _ALL_REDUCE, is_optional=True)
     kinds = {"": sums} | {kind: sums.table(kind) for kind in sums if not kind.isdecimal()}
     return Links(
         inside=_by_name(table, "inside"),
@@ -195,25 +202,25 @@ def write_links(links: Links) -> str:
 
     >>> line, sums = Link(latency_s=0.02, bytes_per_s=1e8, at_once=1), {2: Link(latency_s=2e-5, bytes_per_s=1e9)}
     >>> print(write_links(Links(across={("cloud", "edge"): line}, sums={"": sums})))
-    # Written by `python -m vtp_plugin profile --links`; a cluster's file names it: [links] profile = "FILE".
+    # Written by `python -m vtp_plugin profile --links`; name it in a cluster's file: `[links] profile = "FILE"`.
     <BLANKLINE>
     [across."cloud edge"]
     latency_us = 20000.0
     gbyte_per_s = 0.1
     at_once = 1
     <BLANKLINE>
-    [sums.2]
+    [all_reduce.2]
     latency_us = 20.0
     gbyte_per_s = 1.0
     <BLANKLINE>
     """
     lines = [
-        '# Written by `python -m vtp_plugin profile --links`; a cluster\'s file names it: [links] profile = "FILE".'
+        '# Written by `python -m vtp_plugin profile --links`; name it in a cluster\'s file: `[links] profile = "FILE"`.'
     ]
     tables = [*_tables("inside", links.inside), *_tables("between", links.between)]
     tables += _tables("across", {" ".join(sites): link for sites, link in links.across.items()})
     for kind, each in links.sums.items():
-        of_kind = f"sums.{json.dumps(kind)}" if kind else "sums"
+        of_kind = f"{_ALL_REDUCE}.{json.dumps(kind)}" if kind else _ALL_REDUCE
         tables += [(f"{of_kind}.{number}", link) for number, link in each.items()]
     for name, link in tables:
         row: dict[str, object] = {"latency_us": _rounded(1e6 * link.latency_s)}

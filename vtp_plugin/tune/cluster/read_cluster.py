@@ -47,7 +47,7 @@ def parse_cluster(top: Table, folder: Path) -> Cluster:
     nodes = tuple(_nodes(number, table, cards) for number, table in enumerate(top.tables("nodes")))
     cluster = Cluster(nodes=nodes, links=_links(top.table("links"), folder))
     if not nodes:
-        raise ConfigError("no nodes; give [[nodes]] with cards, cards_per_node and count")
+        raise ConfigError("no nodes; give [[nodes]] with `cards`, `cards_per_node` and `count`")
     return cluster
 
 
@@ -68,14 +68,14 @@ def _card(name: str, table: Table, folder: Path) -> Card:
     table.text("source", "")  # for people
     table.done()
     if card.flops_per_s is None and not card.times:
-        raise ConfigError(f"cards.{name} has neither a profile, nor times, nor teraflops of a data sheet")
+        raise ConfigError(f"cards.{name} has neither `profile`, nor `times`, nor `teraflops`; give one of them")
     return card
 
 
 def _nodes(number: int, table: Table, cards: Mapping[str, Card]) -> Nodes:
     kind = table.text("cards")
     if kind not in cards:
-        raise ConfigError(f"{table.name}.cards is {kind!r}, which is none of the cards {', '.join(cards)}")
+        raise ConfigError(f"{table.path('cards')} is {kind!r}; known kinds are {', '.join(cards)}; use one of them")
     nodes = Nodes(
         name=table.text("name", f"{kind} {number}"),
         card=cards[kind],

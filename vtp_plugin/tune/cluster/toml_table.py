@@ -1,4 +1,4 @@
-"""TOML tables that know which of their keys were read, so that unknown keys are refused."""
+"""TOML tables that know which of their keys were read, so that unknown keys are rejected."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def read_file(path: Path, read: Callable[[Table], Read]) -> Read:
         read: turns the file's outermost table into the result.
 
     Raises:
-        ConfigError: it cannot be read, is no TOML, or ``read`` refuses it.
+        ConfigError: it cannot be read, is no TOML, or ``read`` rejects it.
     """
     try:
         top = Table(read_toml(path), TOP)
@@ -39,7 +39,7 @@ TOP = "the file"
 
 
 class Table:
-    """A table that knows which of its keys were read, so that unknown ones are refused."""
+    """A table that knows which of its keys were read, so that unknown ones are rejected."""
 
     def __init__(self, data: object, name: str) -> None:
         if not isinstance(data, Mapping):
@@ -118,6 +118,6 @@ class Table:
         return self._take(key)
 
     def done(self) -> None:
-        """Refuse keys that were not read."""
+        """Reject keys that were not read."""
         if self.left:
-            raise ConfigError(f"unknown key {self.path(sorted(self.left)[0])}; known here: see docs/search.md")
+            raise ConfigError(f"unknown key {self.path(sorted(self.left)[0])}; use one of those in docs/search.md")

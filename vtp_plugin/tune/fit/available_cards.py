@@ -26,8 +26,8 @@ def read_have(text: str) -> tuple[Node, ...]:
         site, _, number = entry.strip().rpartition(":")
         if not number.isdecimal():
             raise LayoutError(
-                f"--have {text!r} has the entry {entry!r}, which is no number of cards; write the cards of every node, "
-                "such as 8,6,8, or with sites edge:1,cloud:8"
+                f"--have {text!r} has the entry {entry!r}, which is no number of devices; write the devices of every "
+                "node, such as 8,6,8, or with sites edge:1,cloud:8"
             )
         nodes.append(Node(name=f"node {index}", num_cards=int(number), site=site))
     return tuple(nodes)
@@ -57,7 +57,7 @@ def in_order(nodes: Iterable[Node], sites: Sequence[str]) -> tuple[Node, ...]:
         one = {kind: next(node.name for node in found if node.kind == kind and node.num_cards) for kind in kinds}
         shown = ", ".join(f"{kind} on {name}" for kind, name in one.items())
         raise LayoutError(
-            f"kinds of cards are mixed: {shown}; a run has one kind: give --vtp-device, or leave some out"
+            f"kinds of devices are mixed: {shown}; a run has one kind; give --vtp-device, or leave some out"
         )
     names = [node.name for node in found]
     for name in names:

@@ -1,4 +1,4 @@
-"""The list that rank 0 has chosen for all ranks; each rank checks it against its own flags before it uses it."""
+"""The layout that rank 0 has chosen for all ranks; each rank checks it against its own flags before it uses it."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ class Chosen:
         """
         for problem in self._problems(constraints, num_ranks):
             raise LayoutError(
-                f"the list that rank 0 chose, {format_value(self.sizes)} with layers {format_value(self.layers)} and "
-                f"{self.num_replicas} replicas: {problem}, as this rank's own flags say; start every rank with the "
-                "same command line, and let nobody else reach MASTER_PORT",
+                f"rank 0 chose TP sizes {format_value(self.sizes)}, layers {format_value(self.layers)} and "
+                f"{self.num_replicas} replicas, which do not fit this rank's own flags: {problem}; start every rank "
+                "with the same command line, and let nobody else reach MASTER_PORT",
                 is_final=False,
             )
 
@@ -65,7 +65,7 @@ class Chosen:
         # Before sizes are tried: that takes time for each.
         needed = sum(self.sizes) * constraints.cp * self.num_replicas
         if min((*self.sizes, self.num_replicas), default=0) < 1 or needed != num_ranks:
-            yield f"it needs {needed} ranks, and {num_ranks} have a seat"
+            yield f"{needed} ranks are needed, and {num_ranks} take part"
         yield from (problem for size in dict.fromkeys(self.sizes) for problem in constraints.problems_of_size(size))
         if constraints.num_replicas not in (None, self.num_replicas):
             yield f"--vtp-data-parallel-size is {constraints.num_replicas}"

@@ -58,12 +58,12 @@ class Constraints:
         }
         if missing := [flag for flag, value in flags.items() if not value]:
             raise LayoutError(
-                f"{', '.join(missing)} missing; a list is fitted to layers and batches, which must not change with the "
-                "cards: give them"
+                f"{', '.join(missing)} missing; the layout is chosen for them, and they must not change when devices "
+                "are lost; give them"
             )
         if self.ends is not None and len(self.sites) < 2:
             raise LayoutError(
-                "--layerwise-disaggregated-training with --vtp-size-list auto must know which machine is the edge: "
+                "--layerwise-disaggregated-training with --vtp-size-list auto; nothing says which machine is the edge; "
                 "give --vtp-sites edge,cloud to all, and to each machine its --vtp-site"
             )
 

@@ -1,4 +1,4 @@
-"""Fits a list of sizes, its layers and its replicas to the cards that are there."""
+"""Chooses TP sizes, layers and replicas for the devices that are there."""
 
 from __future__ import annotations
 
@@ -56,4 +56,4 @@ def _require_sites(nodes: Sequence[Node], constraints: Constraints) -> None:
             is_edge = constraints.ends is not None and site == constraints.sites[0]
             what = "the edge holds the data and both ends of the model" if is_edge else "it has at least one stage"
             kind = LayoutError if is_edge else ShortageError
-            raise kind(f"site {site} has no card left: {what}; bring one back, or leave the site out")
+            raise kind(f"site {site} has no device left; {what}; bring one back, or leave the site out")

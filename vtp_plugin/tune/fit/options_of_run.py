@@ -51,19 +51,22 @@ def read_constraints(
     refuse(
         (
             f"--{name.replace('_', '-')} {found[name]} with --vtp-size-list auto --vtp-stages; sizes and layers are "
-            "fitted to the cards; leave it out"
+            "chosen for the devices that are there; leave it out"
             for name, unset in _FIXED.items()
             if found[name] not in (None, unset)
         ),
         LayoutError,
     )
     if config.encoder_layer_list is not None:
-        raise LayoutError("--vtp-encoder-layer-list with --vtp-stages; an encoder is not fitted; write the lists")
+        raise LayoutError(
+            "--vtp-encoder-layer-list with --vtp-stages; the layers of an encoder cannot be chosen automatically; give "
+            "the TP size of every stage instead of auto"
+        )
     parts = config.num_layer_list
     if config.layerwise_disaggregated and (parts is None or len(parts) < 2):
         raise LayoutError(
             "--layerwise-disaggregated-training with --vtp-stages needs --num-layer-list for the edge's two parts, "
-            "such as 1,3,3,1; the parts between are fitted"
+            "such as 1,3,3,1; the parts between are chosen"
         )
     least, most = stages
     is_replica_major = getattr(args, "use_tp_pp_dp_mapping", False)

@@ -1,4 +1,4 @@
-"""Explains the fitted list: what would have been better, and why that was not possible."""
+"""Explains the chosen layout: what would have been better, and why that was not possible."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def describe(layouts: Sequence[Candidate], constraints: Constraints) -> tuple[st
     fitted, *others = layouts
     num_cards = sum(node.num_cards for node, _ in fitted.spare_cards)
     return (
-        f"fitted: --vtp-size-list {format_value(fitted.sizes)}, layers {format_value(fitted.layers)}, "
-        f"{_replicas(fitted.num_replicas)}; {fitted.num_cards} of {num_cards} cards work",
+        f"chosen: --vtp-size-list {format_value(fitted.sizes)}, layers {format_value(fitted.layers)}, "
+        f"{_replicas(fitted.num_replicas)}; uses {fitted.num_cards} of {num_cards} devices",
         *_whole_nodes(fitted, constraints),
         *_spares(fitted, constraints),
         *_rivals(fitted, others),
@@ -44,16 +44,16 @@ def _whole_nodes(fitted: Candidate, constraints: Constraints) -> Iterator[str]:
     nodes = [node for node, _ in fitted.spare_cards]
     for number in sorted({node.num_cards for node in nodes if node.num_cards}, reverse=True):
         names = [node.name for node in nodes if node.num_cards == number]
-        who = f"{names[0]} has {number} cards" if len(names) == 1 else f"{len(names)} nodes have {number} cards"
+        who = f"{names[0]} has {number} devices" if len(names) == 1 else f"{len(names)} nodes have {number} devices"
         size, rest = divmod(number, constraints.cp)
         if rest:
-            yield f"{who}, no multiple of --context-parallel-size {constraints.cp}; {rest} of them cannot work"
+            yield f"{who}, no multiple of --context-parallel-size {constraints.cp}; {rest} of them stay idle"
         elif problems := constraints.problems_of_size(size):
             yield f"{who}, but no stage can have tensor-parallel size {size}: {problems[0].replace('stage 0', 'it')}"
 
 
 def _spares(fitted: Candidate, constraints: Constraints) -> Iterator[str]:
-    """Say which cards are spare, and whether more stages would use them."""
+    """Say which devices are spare, and whether more stages would use them."""
     spare = {node.name: number for node, number in fitted.spare_cards if number}
     if not spare:
         return
@@ -66,13 +66,12 @@ def _spares(fitted: Candidate, constraints: Constraints) -> Iterator[str]:
         better = find_best(fit_problem(nodes, wider)).best
         if better and better[0].num_cards > fitted.num_cards:
             yield (
-                f"spare cards: {shown}; --vtp-stages {constraints.least_stages}:{most} would use "
-                f"{better[0].num_cards} cards, as "
-                f"--vtp-size-list {format_value(better[0].sizes)}"
+                f"spare devices: {shown}; --vtp-stages {constraints.least_stages}:{most} would use "
+                f"{better[0].num_cards} devices, as --vtp-size-list {format_value(better[0].sizes)}"
             )
             return
     number = _replicas(fitted.num_replicas)
-    yield f"spare cards: {shown}; no list of {num_stages} or more stages with {number} uses them"
+    yield f"spare devices: {shown}; no layout of {num_stages} or more stages with {number} uses them"
 
 
 def _rivals(fitted: Candidate, others: Sequence[Candidate]) -> Iterator[str]:
@@ -80,28 +79,27 @@ def _rivals(fitted: Candidate, others: Sequence[Candidate]) -> Iterator[str]:
     for one in sorted(others, key=lambda one: (one.step_s, one.num_replicas))[:2]:
         yield (
             f"{_replicas(one.num_replicas)} of {format_value(one.sizes)}, layers {format_value(one.layers)}: "
-            f"{one.num_cards} cards, a step takes {one.step_s / fitted.step_s:.2f} times as long, as simulated"
+            f"{one.num_cards} devices, a simulated step takes {one.step_s / fitted.step_s:.2f} times as long"
         )
 
 
 def why_nothing(nodes: Sequence[Node], constraints: Constraints) -> LayoutError:
-    """Say why no list fits, and the nearest number of cards, or the nearest model, that would.
+    """Say why no layout fits, and the nearest number of devices, or the nearest model, that would.
 
     Args:
         nodes: the nodes that are there.
-        constraints: what a list had to satisfy.
+        constraints: what a layout had to satisfy.
 
     Returns:
-        The error; a :class:`~vtp_plugin.errors.ShortageError` where more cards would do.
+        The error; a :class:`~vtp_plugin.errors.ShortageError` where more devices would do.
     """
     num_cards = sum(node.num_cards for node in nodes)
-    have = f"cards {'+'.join(str(node.num_cards) for node in nodes) or 0}"
+    have = f"{'+'.join(str(node.num_cards) for node in nodes) or 0} devices"
     stages = f"--vtp-stages {constraints.least_stages}:{constraints.most_stages}"
     if constraints.num_layers < constraints.least_stages - (1 if constraints.ends else 0):
         return LayoutError(
-            f"--num-layers {constraints.args.num_layers}; {stages} wants at least "
-            f"{constraints.least_stages} stages, each with a "
-            f"layer; use {constraints.least_stages + sum(constraints.ends or ())} layers or fewer stages"
+            f"--num-layers {constraints.args.num_layers} with {stages}; every stage needs a layer; use "
+            f"{constraints.least_stages + sum(constraints.ends or ())} layers or fewer stages"
         )
     if problems := constraints.problems_of_size(1):
         return LayoutError(problems[0])
@@ -110,26 +108,25 @@ def why_nothing(nodes: Sequence[Node], constraints: Constraints) -> LayoutError:
         unit, batch = int(constraints.args.micro_batch_size) * number, int(constraints.args.global_batch_size)
         choices = " or ".join(map(str, nearest_multiples(batch, unit)))
         return LayoutError(
-            f"--global-batch-size {batch}; {_replicas(number)} of --micro-batch-size "
-            f"{constraints.args.micro_batch_size} take "
-            f"{unit} samples, which must divide it and all batches; use {choices}"
+            f"--global-batch-size {batch}; {unit} ({_replicas(number)} times --micro-batch-size "
+            f"{constraints.args.micro_batch_size}) must divide it and all batches; use {choices}"
         )
     least = constraints.cp * constraints.least_stages * number
     if num_cards < least or not any(node.num_cards >= constraints.cp for node in nodes):
         return ShortageError(
             f"{have}; {_replicas(number)} of at least {constraints.least_stages} stages ({stages}) "
-            f"with context-parallel size {constraints.cp} need {least} cards; bring "
-            f"{max(least - num_cards, 1)} back, or lower the first number of --vtp-stages"
+            f"with context-parallel size {constraints.cp} need {least}; add "
+            f"{max(least - num_cards, 1)}, or lower the first number of --vtp-stages"
         )
     added = _enough(nodes, constraints)
-    more = f"{added} more on {nodes[-1].name} would do" if added else f"{_MOST_ADDED} more would not do either"
+    more = f"add {added} on {nodes[-1].name}" if added else f"even {_MOST_ADDED} more would not be enough"
     what = "the model's memory" if constraints.held_bytes is not None else "the experts or the nodes"
     kind = ShortageError if added else LayoutError
-    return kind(f"{have}; no list within {stages} fits {what}; {more}; or allow more stages, or fewer replicas")
+    return kind(f"{have}; no layout within {stages} fits {what}; {more}, or allow more stages, or fewer replicas")
 
 
 def _enough(nodes: Sequence[Node], constraints: Constraints) -> int:
-    """Count the cards that the last node needs more; 0 if no number up to a limit is enough."""
+    """Count the devices that the last node needs more; 0 if no number up to a limit is enough."""
     *others, last = nodes
     for added in range(1, _MOST_ADDED + 1):
         more = dataclasses.replace(last, num_cards=last.num_cards + added)

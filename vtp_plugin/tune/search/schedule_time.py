@@ -68,7 +68,7 @@ def _compile(
 
 
 def forget_compiled() -> None:
-    """Free the cached orders; a run that goes on after a search would hold them for ever."""
+    """Free the cached orders; a run that continues after a search would hold them for ever."""
     _compile.cache_clear()
 
 

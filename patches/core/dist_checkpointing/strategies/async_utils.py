@@ -32,7 +32,7 @@ def _start(python: tuple[int, int], original: Callable[..., Any], *args: Any, **
     """Run `schedule_async_call` when no thread of gloo is between two states.
 
     The child inherits the interpreter's list of threads as it is, locked or not, and older Pythons take the lock before
-    they make it anew. A thread of gloo takes it to free a tensor that Python has dropped already. Megatron's
+    they make a new one. A thread of gloo takes it to free a tensor that Python has dropped already. Megatron's
     collectives have ended here, so no such thread begins after those that we wait for.
     """
     if python < (3, 12):

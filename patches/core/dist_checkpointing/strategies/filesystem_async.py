@@ -32,7 +32,7 @@ _FORKS = hasattr(filesystem_async.FileSystemWriterAsync, "write_preloaded_data_m
     id="atomic-checkpoint/pieces",
     when=Moment.LIST,
     why="its function syncs a file whose last bytes are still in Python's buffer, and keeps no hash; with a worker "
-    "that stays, tensors of CPUs are shared with it, and the run goes on changing them while it writes; up to 0.16 it "
+    "that stays, tensors of CPUs are shared with it, and the run keeps changing them while it writes; up to 0.16 it "
     "waits for ever for a process that writes and was killed",
     remove_when="with `atomic-checkpoint`",
 )
@@ -52,7 +52,7 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def write_hashed(function: Callable[..., None], rank_process: int, *args: Any, **kwargs: Any) -> None:
-    """Write files as Megatron does, with the hash of each piece; a process that was started anew calls it, too."""
+    """Write files as Megatron does, with the hash of each piece; a newly started process calls it, too."""
     write = _hashing(filesystem_async._write_item)
     watched = ending_with_writers(rank_process) if _FORKS else contextlib.nullcontext()
     with watched, UndoStack().during(Name(filesystem_async, "_write_item"), write):

@@ -74,7 +74,7 @@ def _differ(session: Session) -> bool:
     id="tied-embedding-save",
     when=Moment.U_SHAPE,
     why="it shares out what replicas save by the names of tensors, and a rank saves all that it holds under a name; "
-    "the edge holds a tied embedding twice, and saving a tensor twice is refused",
+    "the edge holds a tied embedding twice, and the plugin lets no tensor be saved twice",
     remove_when="it chooses one tensor, not one rank",
 )
 def _distribute(original: Callable[..., None], sharded_state_dict: Any, *args: Any, **kwargs: Any) -> None:

@@ -20,7 +20,7 @@ from vtp_plugin.session import Session
     when=Moment.BRIDGES,
     why="each module averages its gradients over its own replicas, but all come from one loss: of an encoder with "
     "other replicas than the language model they would be wrong by a factor, silently",
-    remove_when="Megatron refuses it",
+    remove_when="Megatron rejects it",
     versions=">=0.19,<0.20",
 )
 def _check_averages(session: Session, original: Callable[..., Any], mimo_model: Any, *args: Any, **kwargs: Any) -> Any:

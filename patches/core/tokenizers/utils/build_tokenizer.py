@@ -25,7 +25,7 @@ def _pad(
     session: Session, original: Callable[..., int], orig_vocab_size: int, args: Any, logging_enabled: bool = True
 ) -> int:
     """Run `vocab_size_with_padding` with a multiple that all stages can split."""
-    # A copy: `args` must go on saying this stage's size.
+    # A copy: `args` must keep saying this stage's size.
     padded_args = copy.copy(args)
     padded_args.tensor_model_parallel_size = session.planned.layout.vocab_multiple()
     return original(orig_vocab_size, padded_args, logging_enabled)

@@ -15,9 +15,9 @@ from vtp_plugin.host.versions.ranges import between
 _COLUMNS = 100
 _ROWS = (*RULES, *OLDER_RULES, *CONFIG_RULES, *STEP_RULES, *VERSION_RULES)
 _LEGEND = (
-    "With a uniform list the plugin leaves Megatron untouched and refuses nothing. "
-    'What is accepted "with a warning" is named at the start of a run, with the reason. '
-    '"Refused" also holds for a uniform list on which the plugin is forced.'
+    "Where all stages have one TP size the plugin leaves Megatron as it is, and every option works as in Megatron. "
+    'An option accepted "with a warning" is named when a run starts, with the reason. '
+    'A run with an option that is "not supported" stops at start-up; that holds also for one TP size with --vtp-force.'
 )
 
 

@@ -32,7 +32,7 @@ def _cannot_store_prediction(args: object, context: OptionContext) -> bool:
 
 
 def _predicts_in_groups(args: object, _context: OptionContext) -> bool:
-    """Tell whether layers of multi-token prediction are to be computed again in groups of more than one."""
+    """Tell whether layers of multi-token prediction are to be recomputed in groups of more than one."""
     return bool(
         getattr(args, "mtp_num_layers", None)
         and getattr(args, "recompute_granularity", None) == "full"

@@ -23,13 +23,13 @@ CHECKPOINT_RULES: tuple[OptionRule, ...] = (
         "--ckpt-assume-constant-structure",
     ),
     *supported(
-        "weights and optimizer states load into any list, in the forms of the table in docs/checkpoints.md",
+        "weights and optimizer states load into any layout, in the forms of the table in docs/checkpoints.md",
         _RESHARD,
         case("--load", given),
         "--dist-ckpt-optim-fully-reshardable",
     ),
     *supported(
-        "one file per rank position, so it loads only into the list that wrote it", _CHECKPOINT, "--ckpt-format torch"
+        "one file per rank position, so it loads only into the layout that wrote it", _CHECKPOINT, "--ckpt-format torch"
     ),
     *refused_unequal(
         "these formats belong to fully sharded data parallelism",
@@ -45,7 +45,7 @@ CHECKPOINT_RULES: tuple[OptionRule, ...] = (
     *supported("it is the same save into another folder", _CHECKPOINT, "--non-persistent-ckpt-type global"),
     *refused_unequal(
         "MCoreTensorAwareStateDict.to_state_dict gives a rank its own file back and does not look whether it fits, so "
-        "another list would load other parts of the weights",
+        "another layout would load other parts of the weights",
         "--non-persistent-ckpt-type local",
         way_out="use --non-persistent-ckpt-type global",
     ),

@@ -110,7 +110,7 @@ KERNEL_RULES: tuple[OptionRule, ...] = (
         case("--te-precision-config-file", given),
     ),
     *refused(
-        "a graph of the whole iteration would capture the plugin's transfers, which the host completes",
+        "a graph of the whole iteration would capture the plugin's transfers, which the CPU completes",
         "--cuda-graph-impl full_iteration",
     ),
     *refused_unequal(
@@ -126,13 +126,13 @@ KERNEL_RULES: tuple[OptionRule, ...] = (
         "--external-cuda-graph",
     ),
     *refused_unequal(
-        "OptimizerCudaGraphWrapper would capture the sums over the model group, which the host waits for, and on CPUs "
+        "OptimizerCudaGraphWrapper would capture the sums over the model group, which the CPU waits for, and on CPUs "
         "stock ends with 'If capturable=True, params and state_steps must be on supported devices'",
         "--optimizer-cuda-graph",
     ),
     *refused_unequal(
-        "TransformerConfig wants --overlap-moe-expert-parallel-comm with it, which is refused, and stock ends with "
-        "'Delaying wgrad compute is only supported with transformer_engine implementation'",
+        "TransformerConfig wants --overlap-moe-expert-parallel-comm with it, which is not supported, and stock ends "
+        "with 'Delaying wgrad compute is only supported with transformer_engine implementation'",
         "--delay-wgrad-compute",
     ),
     *supported(
@@ -141,12 +141,13 @@ KERNEL_RULES: tuple[OptionRule, ...] = (
         "--defer-embedding-wgrad-compute",
     ),
     *supported(
-        "PipelineOffloadManager moves what a rank has saved for its backward pass between its own device and host",
+        "PipelineOffloadManager moves what a rank has saved for its backward pass between its own device and host "
+        "memory",
         ENGINE,
         "--fine-grained-activation-offloading",
     ),
     *refused_unequal(
-        "Megatron's TransformerConfig refuses it for more than one stage, 'there is no support for Pipeline "
+        "Megatron's TransformerConfig allows it for one stage only, 'there is no support for Pipeline "
         "parallelism with CPU offloading'",
         case("--cpu-offloading-num-layers", above(0)),
         way_out="use --recompute-granularity",

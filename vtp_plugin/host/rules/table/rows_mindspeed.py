@@ -41,7 +41,7 @@ def _swaps_in_chunks(args: object, context: OptionContext) -> bool:
 
 MINDSPEED_RULES: tuple[OptionRule, ...] = (
     *refused(
-        "it sends between stages in its own way, and the plugin's channels go past it",
+        "it sends between stages in its own way, which the plugin's channels bypass",
         case("--dist-train"),
         case("--optimize-send-recv-comm"),
         case("--use-multiparameter-pipeline-model-parallel"),

@@ -12,7 +12,7 @@ _TIED = "tests/multiproc/training/test_tied_embeddings.py::test_ends_are_equal_t
 
 
 def _recomputes_biases(args: object, _context: OptionContext) -> bool:
-    """Tell whether feed-forward layers that return their bias are computed again."""
+    """Tell whether feed-forward layers that return their bias are recomputed."""
     is_selective = getattr(args, "recompute_granularity", None) == "selective" or getattr(
         args, "recompute_activations", False
     )
@@ -42,7 +42,7 @@ MODEL_RULES: tuple[OptionRule, ...] = (
         case("--hidden-dropout", above(0)),
         case("--attention-dropout", above(0)),
     ),
-    *supported("activations are computed again inside the stage", OPTIONS, case("--recompute-granularity", given)),
+    *supported("activations are recomputed inside the stage", OPTIONS, case("--recompute-granularity", given)),
     *refused(
         "Megatron's layer returns its bias through CheckpointFunction, whose backward pass then calls itself without "
         "end, with any sizes",

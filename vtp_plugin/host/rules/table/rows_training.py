@@ -50,7 +50,7 @@ TRAINING_RULES: tuple[OptionRule, ...] = (
         "--optimizer lion",
     ),
     *supported(
-        "HybridDeviceOptimizer moves what a rank has of the optimizer's state between its own device and host",
+        "HybridDeviceOptimizer moves what a rank has of the optimizer's state between its own device and host memory",
         NEEDS_ENGINE,
         "--optimizer-cpu-offload",
     ),

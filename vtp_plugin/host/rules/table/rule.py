@@ -19,16 +19,16 @@ class Verdict(TextEnum):
     SUPPORTED = "supported"
     WARNED = "accepted, with a warning"
     WARNED_UNIFORM = "accepted, with a warning when sizes are equal"
-    REFUSED_UNEQUAL_DP = "refused when data-parallel sizes differ"
-    REFUSED_UNEQUAL = "refused when sizes differ"
-    REFUSED_PLANNED = "refused with a planned schedule"
-    REFUSED_U_SHAPED = "refused in a U-shape"
-    REFUSED = "refused"
+    REFUSED_UNEQUAL_DP = "not supported when data-parallel sizes differ"
+    REFUSED_UNEQUAL = "not supported when sizes differ"
+    REFUSED_PLANNED = "not supported with a planned schedule"
+    REFUSED_U_SHAPED = "not supported in a U-shape"
+    REFUSED = "not supported"
 
     @property
     def is_refusal(self) -> bool:
         """Whether a run may end with it."""
-        return self.value.startswith("refused")
+        return self.value.startswith("not supported")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,8 +44,8 @@ class OptionRule:
             known the row holds.
         reason: Why: one clause without a final stop, and without a semicolon, which separates the parts of an error.
         way_out: What to do instead; empty for a supported option.
-        evidence: The test that shows an option that is not refused, or ``not run: ...``; empty for a refused one.
-        line: How a refusal reads where it is not put together from option, situation, reason and way out. Fields as of
+        evidence: The test that shows a supported option, or ``not run: ...``; empty for one that is not supported.
+        line: How the error reads where it is not put together from option, situation, reason and way out. Fields as of
             ``str.format``: ``option``, its ``value``, ``reason``, ``way_out``, the family ``megatron``, and ``args``.
     """
 
@@ -66,8 +66,8 @@ class OptionRule:
     def refuses(self, args: object, context: OptionContext) -> bool:
         """Tell whether this row stops the run.
 
-        :attr:`Verdict.REFUSED` stops every run that uses the plugin's groups: one with an unequal list, or with a
-        uniform list that is forced. With a uniform list that is not forced, Megatron runs untouched.
+        :attr:`Verdict.REFUSED` stops every run that uses the plugin's groups: one with unequal TP sizes, or with equal
+        ones and ``--vtp-force``. With equal ones otherwise, Megatron runs untouched.
 
         Args:
             args: Megatron's parsed arguments.
@@ -97,7 +97,7 @@ class OptionRule:
         return is_met.get(self.verdict, False) and self.is_about(context.version) and self.applies(args, context)
 
     def say(self, args: object, context: OptionContext) -> str:
-        """Say that this row refuses the option, or warns of it: one line."""
+        """Say that the option is not supported, or warn of it: one line."""
         if not self.line:
             return f"{self.as_given(args)} with {self.situation(context)}; {self.reason}; {self.way_out}"
         return self.line.format(

@@ -86,17 +86,17 @@ class TransportRules:
         >>> TransportRules(sites=("edge", "cloud", "cloud")).choose(layout, 0, 1)
         ('rank0', 'crosses from site edge to site cloud')
         >>> TransportRules().choose(layout, 1, 2)
-        ('sliced', 'both stages have one size: rank to rank')
+        ('sliced', 'both stages have the same size: rank to rank')
         """
         src, dst = layout.stages[upstream], layout.stages[downstream]
         crosses_sites = self._crosses_sites(upstream, downstream)
         has_leaders = crosses_sites if self.transport == "auto" else STRATEGIES[self.transport].has_leaders
         if src.cp != dst.cp and has_leaders:
-            obstacle = "it crosses sites" if self.transport == "auto" else f"--vtp-transport {self.transport} was given"
+            obstacle = "it crosses sites" if self.transport == "auto" else f"--vtp-transport is {self.transport}"
             raise LayoutError(
-                f"boundary {upstream}->{downstream} joins context-parallel sizes {src.cp} and {dst.cp}, which only "
-                f"slices can cross, but {obstacle}; use --vtp-transport sliced, where every rank of one stage sends to "
-                "ranks of the other, or equal sizes"
+                f"boundary {upstream}->{downstream} joins context-parallel sizes {src.cp} and {dst.cp}, and "
+                f"{obstacle}; different sizes need the transport sliced, where every rank sends; use --vtp-transport "
+                "sliced, or equal sizes"
             )
         if self.transport != "auto":
             return self.transport, "asked for"
@@ -108,8 +108,8 @@ class TransportRules:
         if src.tp == dst.tp:
             if rivals:
                 said = " and ".join("rank to rank (sliced)" if name == "sliced" else name for name in rivals)
-                return last, f"both stages have one size; a run tries {said} as well at its start"
-            return last, "both stages have one size: rank to rank"
+                return last, f"both stages have the same size; a run tries {said} as well at its start"
+            return last, "both stages have the same size: rank to rank"
         limit_bytes = SLICED_FROM_BYTES if self.threshold_bytes is None else self.threshold_bytes
         if self.tensor_bytes is not None and self.tensor_bytes < limit_bytes:
             said = "where slices begin to pay" if self.threshold_bytes is None else "as --vtp-transport-threshold says"

@@ -167,9 +167,10 @@ def _numbers(name: str, text: str) -> tuple[float, ...]:
         numbers = tuple(float(part) for part in text.split(","))
     except ValueError:
         raise ConfigError(f"costs: {name}={text} is not a list of numbers; write {_EXAMPLE}") from None
-    # Comparisons that are false for NaN, so that it is refused as well.
+    # Comparisons that are false for NaN, so that it is rejected as well.
     if not all(number > 0 if name == "mbit" else 0 <= number < math.inf for number in numbers):
-        raise ConfigError(f"costs: {name}={text}: no time, size or rate is like that; write {_EXAMPLE}")
+        rule = "must be above 0" if name == "mbit" else "must be finite and not negative"
+        raise ConfigError(f"costs: {name}={text}: every entry {rule}; write {_EXAMPLE}")
     return numbers
 
 

@@ -1,4 +1,4 @@
-"""The loop behind every walk over orders: let workers go on until none can.
+"""The loop behind every walk over orders: let workers proceed until none can.
 
 Lowering, checking, simulating and replaying orders have this in common: each worker takes the entries of its list one
 after another, and stops at an entry that needs something from another worker. What can be taken now can also be taken
@@ -15,7 +15,7 @@ Entry = TypeVar("Entry")
 
 
 def advance(num_workers: int, go: Callable[[int], Iterable[int]]) -> None:
-    """Let workers go on until none can.
+    """Let workers proceed until none can.
 
     Args:
         num_workers: workers are numbered from 0.

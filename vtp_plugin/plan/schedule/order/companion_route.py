@@ -1,4 +1,4 @@
-"""Where a companion crosses: with which activations a tensor of the batch goes on from the stage that has read it."""
+"""Where a companion crosses: with which activations a tensor of the batch travels from the stage that has read it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def carriers(
 ) -> frozenset[int]:
     """Return the virtual stages with whose output a companion crosses.
 
-    It is read where stage `src` holds a virtual stage, and goes on with every activation up to the last stage that
-    wants it. Where the model comes back to `src`, that stage reads anew, or the companion ends there.
+    It is read where stage `src` holds a virtual stage, and travels with every activation up to the last stage that
+    wants it. Where the model comes back to `src`, that stage reads again, or the companion ends there.
 
     Args:
         placement: which stage holds which virtual stage; a chain.

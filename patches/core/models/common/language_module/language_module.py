@@ -23,7 +23,7 @@ from vtp_plugin.util import log
     id="embedding-start-value",
     when=Moment.STAGES,
     why="without an embedding group Megatron leaves other stages' copies at zero; also the first point where a model "
-    "meets its groups, so a configuration made for another stage is refused here, and so are positions that are not "
+    "meets its groups, so a configuration made for another stage is rejected here, and so are positions that are not "
     "those of the flags",
     remove_when="with `finalize-model-grads`",
 )
