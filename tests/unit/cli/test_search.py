@@ -350,7 +350,8 @@ def test_flags_of_the_plugin_are_given_where_a_layout_needs_them(
     for one in (*data["best"], data["stock"], data["equal"]):
         is_unequal, flags = len({*one["sizes"]}) > 1, one["flags"]
         is_planned = "--vtp-schedule" in flags
-        assert ("--vtp-force" in flags) is (not is_unequal and is_planned), flags
+        # A planned schedule is the plugin's already.
+        assert ("--vtp-force" in flags) is (not is_unequal and not is_planned and "--vtp-transport" in flags), flags
         assert ("--vtp-size-list" in flags) is (is_unequal or is_planned), flags
     for one in (data["stock"], data["equal"]):
         assert one["flags"][:2] == ["--tensor-model-parallel-size", str(one["sizes"][0])]
@@ -360,7 +361,7 @@ def test_flags_of_the_plugin_are_given_where_a_layout_needs_them(
 def test_a_padding_that_changes_the_vocabulary_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--cluster", CLUSTER, "--vtp-stages", "1:4")
     text = found(capsys, *words, "--vocab-size", "128256")
-    assert "pads the vocabulary to 129024, as every list of this model does" in text
+    assert "pads the vocabulary to 129024, as every layout of this model does" in text
     assert "Megatron would to 128512" in text
     assert "pads the vocabulary" not in found(capsys, *words, "--vocab-size", "129024")
 
@@ -420,7 +421,7 @@ def test_each_layout_says_where_its_own_times_come_from(tmp_path: Path, capsys: 
         (["--vtp-cp-list", "2,2", "--context-parallel-size", "4"], "contradicts --context-parallel-size; leave one of"),
         (["--vtp-cp-list", "2,2", "--vtp-stages", "1:4"], "--vtp-stages 1:4 with a list of 2 stages; leave one out"),
         (["--global-batch-size", "7", "--micro-batch-size", "2"], "--global-batch-size 7 is no multiple of"),
-        (["--num-layers", "400"], "no layout of 1 to 400 stages fits the 14 cards"),
+        (["--num-layers", "400"], "no layout of 1 to 400 stages fits the 14 devices"),
         (["--output", "search.png"], "--output search.png: the name must end in .svg (picture)"),
         (["--num-best", "0"], "--num-best 0, --limit-s 60; give at least one layout and some seconds"),
         (["--tensor-model-parallel-size", "2"], "--tensor-model-parallel-size 2 with --vtp-size-list auto"),
@@ -445,5 +446,5 @@ def test_ctrl_c_prints_the_best_so_far(capsys: pytest.CaptureFixture[str], monke
 
     monkeypatch.setattr(find_best, "evaluate", interrupted)
     text = found(capsys, "--cluster", CLUSTER, "--vtp-stages", "1:4")
-    assert text.startswith("the search ended before all lists were bounded")
+    assert text.startswith("the search ended before all layouts were bounded")
     assert f"{min(one.step_s for one in judged if one is not None):.4g} s" in text
