@@ -22,6 +22,9 @@ from vtp_plugin.tune.fit.options_of_run import read_constraints, write_fitted
 from vtp_plugin.tune.fit.reasons import describe
 from vtp_plugin.tune.search.evaluate import Candidate
 
+CARD_MEMORY = "--card-memory"
+"""The flag with the memory of a device."""
+
 
 def add_have_flags(group: argparse._ArgumentGroup) -> None:
     """Declare the flags."""
@@ -31,7 +34,7 @@ def add_have_flags(group: argparse._ArgumentGroup) -> None:
         help="instead of TP sizes: devices of every node, with sites edge:1,cloud:8; a layout is fitted to them",
     )
     group.add_argument(
-        "--card-memory",
+        CARD_MEMORY,
         type=parse_bytes,
         metavar="80GiB",
         help="with --have: memory of a device, into which each stage must fit",
@@ -70,7 +73,7 @@ def fit_to_cards(args: argparse.Namespace, config: VtpConfig) -> tuple[VtpConfig
         config = dataclasses.replace(config, sites=sites)
     has_memory = args.card_memory is not None
     if has_memory and (reason := model_flags.why_unknown(args, lacks_parts=False)):
-        raise ConfigError(f"--card-memory: the memory of a rank is {reason}" if "not known" in reason else reason)
+        raise ConfigError(f"{CARD_MEMORY}: the memory of a rank is {reason}" if "not known" in reason else reason)
 
     constraints = read_constraints(args, config, config.stages or (1, max(2, 2 * len(nodes))))
     if has_memory:

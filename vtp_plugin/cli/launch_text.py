@@ -38,7 +38,7 @@ def launch_of_run(options: argparse.Namespace, flags: Run) -> tuple[Launch, str]
     """Give what to start for a layout that was given or fitted.
 
     Returns:
-        The launch, and how its nodes were chosen; empty where they are known.
+        The launch, and what else is to be said, such as how its nodes were chosen; may be empty.
 
     Raises:
         ConfigError: the nodes are said twice, or do not suffice.
@@ -50,6 +50,8 @@ def launch_of_run(options: argparse.Namespace, flags: Run) -> tuple[Launch, str]
         raise ConfigError("--nodes and --have say the devices of every node twice; leave --nodes out")
     if flags.fitted is not None:
         nodes = named_nodes(flags.fitted.candidate.node_names, layout)
+        if "--vtp-force" in own:
+            note = "--vtp-force: all stages have one size; so layouts of other sizes load the checkpoints, too"
     elif options.nodes is not None:
         nodes = fill_nodes(layout, options.nodes)
     else:
@@ -82,7 +84,7 @@ def launch_lines(launch: Launch, note: str = "", *, is_slurm: bool) -> Iterator[
 
     Args:
         launch: the layout on its nodes.
-        note: how the nodes were chosen; empty where they are known.
+        note: what else is to be said, such as how the nodes were chosen.
         is_slurm: whether as a batch script.
     """
     flags = "SCRIPT: your training script; FLAGS: its own and Megatron's"
@@ -99,7 +101,7 @@ def launch_lines(launch: Launch, note: str = "", *, is_slurm: bool) -> Iterator[
         yield from launch.lines()
     yield from launch.warnings()
     if not launch.is_consecutive and _helps_replica_major(launch):
-        yield "with --use-tp-pp-dp-mapping the ranks of each node are consecutive: one torchrun on each"
+        yield "if you add --use-tp-pp-dp-mapping, the ranks of each node are consecutive: one torchrun on each"
     if note:
         yield note
 

@@ -24,8 +24,8 @@ _MAX_STAGES_UNFOLDED = 12
 _MAX_LINES = 60
 _MAX_BUFFERS_SHOWN = 3
 _KEYS = """\
-Keys of --json: fit (null without --have): sizes, layers, num_replicas, nodes (of every stage, by replica), spare (cards
-of every node), step (as simulated; a layer takes a card 1), reasons;
+Keys of --json: fit (null without --have): sizes, layers, num_replicas, nodes (of every stage, by replica), spare
+(devices of every node), step (as simulated; a layer takes a device 1), reasons;
 world_size, rank_order, writer_rank, is_active (false: all stages have one size, and Megatron works
 alone); tensor: shape [S, B, H] and bytes of what crosses, null where a flag is missing; stages: tp, cp, dp, site,
 ranks, leaders; memory: rank, num_parameters, weight_bytes, gradient_bytes, optimizer_bytes, overhead_bytes,
@@ -114,9 +114,7 @@ def _stages(flags: Run) -> Iterator[str]:
     for row in rows:
         cells = [cell.rjust(width) for cell, width in zip(row[:-2], widths, strict=False)]
         yield "  ".join([*cells, row[-2].ljust(widths[-2]), row[-1]])
-    yield (
-        f"world size {layout.world_size}, rank order {layout.order}, writer rank {_writer(flags)} (reports the loss)"
-    )
+    yield (f"world size {layout.world_size}, rank order {layout.order}; rank {_writer(flags)} reports the loss")
     if not flags.is_active:
         yield "all stages have one size: the plugin leaves Megatron as it is; with --vtp-force it would work as follows"
 
@@ -173,13 +171,11 @@ def _boundaries(flags: Run, views: Sequence[BoundaryView], *, is_short: bool) ->
         name = f"boundary {first.name}"
         if rest:
             name = f"boundaries {first.name} to {rest[-1].name} ({len(alike)} alike, here {first.name})"
-        # The reason names what a run tries; these flags choose without a try.
-        rivals = first.boundary.rivals
-        flags_of = dict.fromkeys(
-            "--vtp-transport-threshold" if rival == "rank0" else "--vtp-transport" for rival in rivals
-        )
-        by_hand = f"; {' or '.join(flags_of)} decides" if rivals else ""
-        yield f"{name}: {first.boundary.strategy} ({first.reason}{by_hand})"
+        yield f"{name}: {first.boundary.strategy} ({first.reason})"
+        # The reason names what a run tries.
+        if rivals := first.boundary.rivals:
+            flags_of = ["--vtp-transport-threshold" if rival == "rank0" else "--vtp-transport" for rival in rivals]
+            yield f"  with {' or '.join(dict.fromkeys(flags_of))} nothing is tried"
         if not is_short:
             yield from (f"  {line}" for line in explain(first))
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vtp_plugin.cli import activation_flags, model_flags
-from vtp_plugin.cli.fit_flags import Fitted, add_have_flags, fit_to_cards
+from vtp_plugin.cli.fit_flags import CARD_MEMORY, Fitted, add_have_flags, fit_to_cards
 from vtp_plugin.cli.parser import Parser, with_values
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.config.resolve import (
@@ -47,7 +47,7 @@ MAX_TYPOS = 2
 
 _OTHERS = ("--world-size", "--json", "--output", "--num-microbatches", "--bridge", "--nodes", "--slurm")
 # Not --have, which is too near Megatron's --save to be looked for in its typos.
-_OF_A_FIT = ("--card-memory",)
+_OF_A_FIT = (CARD_MEMORY,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,15 +204,15 @@ def _read_sizes(args: argparse.Namespace) -> tuple[VtpConfig, Fitted | None]:
     if args.have is not None:
         return fit_to_cards(args, config)
     if args.card_memory is not None:
-        raise ConfigError("--card-memory is for --have; give both or none")
+        raise ConfigError(f"{CARD_MEMORY} is for --have; give both or none")
     if config.size_list is None and args.tensor_model_parallel_size:
-        # Megatron's own words for a list of equal sizes.
+        # Megatron's own words for stages of one size.
         stages = args.pipeline_model_parallel_size or 1
         config = dataclasses.replace(config, size_list=(args.tensor_model_parallel_size,) * stages)
     if config.size_list is None:
         raise ConfigError("--vtp-size-list is missing; give the tensor-parallel size of every stage, such as 1,4,4")
     if not isinstance(config.size_list, tuple):
-        raise ConfigError("--vtp-size-list auto needs a running launcher; write the list, or say --have 8,6,8")
+        raise ConfigError("--vtp-size-list auto needs a running launcher; write the sizes, or say --have 8,6,8")
     return config, None
 
 

@@ -160,9 +160,21 @@ def test_a_spare_rank_holds_the_folder_of_a_run_of_one(tmp_path: Path) -> None:
 
 
 @pytest.mark.needs("scripts_here")
-def test_two_nodes_start_what_plan_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Nodes of two and of one process."""
-    main(["plan", "--vtp-size-list", "2,1", "--nodes", "2,1"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--vtp-size-list", "2,1", "--nodes", "2,1"),
+        # Each node has a replica of both stages, so its ranks are not consecutive.
+        pytest.param(
+            ("--have", "2,2", "--vtp-stages", "2", "--vtp-data-parallel-size", "2", *MODEL), marks=pytest.mark.full
+        ),
+    ],
+    ids=["unequal", "side by side"],
+)
+def test_two_nodes_start_what_plan_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]
+) -> None:
+    main(["plan", *flags])
     commands = re.findall(r"^(node \d): .*\n((?:    .*\n)+)", capsys.readouterr().out, re.MULTILINE)
     assert [name for name, _ in commands] == ["node 0", "node 1"]
     words = " ".join([example_script(), *MODEL, "--train-iters", "2"])

@@ -125,7 +125,7 @@ def test_plan_says_who_sends_which_part_to_whom(output_of: Output) -> None:
         "    0   1   1   2  0-1    0-1\n"
         "    1   2   1   2  2-5    2,4\n"
         "    2   2   1   2  6-9    6,8\n"
-        "world size 10, rank order tp-cp-dp-pp, writer rank 9 (reports the loss)\n"
+        "world size 10, rank order tp-cp-dp-pp; rank 9 reports the loss\n"
         "memory of a rank: give --num-layers, --hidden-size, --num-attention-heads, --vocab-size, "
         "--max-position-embeddings to see it\n"
         "What crosses: activations [S, B, H] (sequence, batch, hidden); give --seq-length, --micro-batch-size and "
@@ -160,6 +160,49 @@ def test_plan_says_who_sends_which_part_to_whom(output_of: Output) -> None:
         "        -m vtp_plugin run SCRIPT FLAGS --vtp-size-list 1,2,2\n"
         "nodes of 2,4,4 devices were assumed; --nodes, such as --nodes 8,6, says how many devices each of yours has\n"
     )
+
+
+def test_the_way_out_for_experts_is_a_plan(output_of: Output) -> None:
+    """What the error of ``--vtp-ep-list 1,2`` advises."""
+    assert "etp" in output_of("plan", "--vtp-size-list", "1,2", "--vtp-ep-list", "1,2", "--vtp-etp-list", "1,1")
+
+
+def test_plan_says_what_to_start_on_given_nodes(output_of: Output) -> None:
+    """With all flags of the layout, and none of what describes the model."""
+    words = ("--vtp-size-list", "1,4,4", "--vtp-dp-list=1,2,2", "--nodes", "1,8,8", "--vtp-transport", "rank0", *MODEL)
+    plan = json.loads(output_of("plan", *words, "--json"))
+    flags = "--vtp-size-list 1,4,4 --vtp-dp-list=1,2,2 --vtp-transport rank0"
+    ranks = ([0], [*range(1, 9)], [*range(9, 17)])
+    assert plan["launch"]["nodes"] == [
+        {
+            "node": f"node {node}",
+            "ranks": own,
+            "stages": [node],
+            "commands": [
+                f"torchrun --nnodes 3 --node-rank {node} --nproc-per-node {len(own)} --master-addr $MASTER_ADDR "
+                f"--master-port $MASTER_PORT -m vtp_plugin run SCRIPT FLAGS {flags}"
+            ],
+        }
+        for node, own in enumerate(ranks)
+    ]
+    assert plan["launch"]["slurm"] is None and plan["launch"]["stages_across_nodes"] == []
+    split = output_of("plan", "--vtp-size-list", "2,2", "--nodes", "1,3")
+    assert "stage 0: a TP group lies across node 0 and node 1; every layer sends between them, which is slow" in split
+
+
+def test_plan_ends_with_a_batch_script(output_of: Output) -> None:
+    text = output_of("plan", "--vtp-size-list", "8,6", "--slurm")
+    assert text.partition("batch script")[2].splitlines()[1:] == [
+        "    #SBATCH --nodes=1 --ntasks-per-node=1 --gpus-per-node=8",
+        "    #SBATCH hetjob",
+        "    #SBATCH --nodes=1 --ntasks-per-node=1 --gpus-per-node=6",
+        "    export MASTER_ADDR=$(hostname) MASTER_PORT=29500",
+        "    srun --het-group=0-1 bash -c 'PROCESSES=(8 6); torchrun --nnodes 2 --node-rank $SLURM_PROCID "
+        "--nproc-per-node ${PROCESSES[$SLURM_PROCID]} \\",
+        '        --master-addr $MASTER_ADDR --master-port $MASTER_PORT "$@"\' torchrun \\',
+        "        -m vtp_plugin run SCRIPT FLAGS --vtp-size-list 8,6",
+        "nodes of 8,6 devices were assumed; --nodes, such as --nodes 8,6, says how many devices each of yours has",
+    ]
 
 
 @pytest.mark.parametrize("flag", ["--sft", "--dataloader-inter-document-masking"])
@@ -244,7 +287,7 @@ def test_plan_says_what_a_rank_holds(output_of: Output) -> None:
 def test_plan_takes_the_flags_of_a_run_and_shows_bytes(output_of: Output) -> None:
     sites = ("--vtp-sites", "edge,cloud,cloud")
     lines = output_of("plan", *U, *sites, *MODEL, *OF_A_RUN, "--vtp-costs", "forward_ms=1,2,2,1 mbit=9").splitlines()
-    assert lines[1].split()[:3] == ["0", "edge", "1"] and "writer rank 0" in lines[4]
+    assert lines[1].split()[:3] == ["0", "edge", "1"] and "rank 0 reports the loss" in lines[4]
     # 2048 * 1 * 4096 * 2 bytes.
     assert "  rank 0 -> rank 1: the whole tensor, 16 MiB" in lines
     assert "  then rank 1 hands the whole on to ranks 2 (broadcast)" in lines
@@ -259,9 +302,10 @@ def test_plan_takes_the_flags_of_a_run_and_shows_bytes(output_of: Output) -> Non
 
 
 def test_plan_says_what_a_run_will_try(output_of: Output) -> None:
-    trying = "a run tries rank0 as well at its start and takes the faster one; --vtp-transport-threshold decides"
+    trying = "a run tries rank0 as well at its start"
     text = output_of("plan", "--vtp-size-list", "1,2", *MODEL)
-    assert trying in text and text.count("rank0") == 1
+    assert text.count(trying) == text.count("rank0") == 1
+    assert "\n  with --vtp-transport-threshold nothing is tried\n" in text
     output = output_of("plan", "--vtp-size-list", "1,2", *MODEL, "--vtp-transport-threshold", "33554432")
     assert trying not in output and "boundary 0->1: rank0 (" in output
 
@@ -528,6 +572,16 @@ def test_simulate_writes_a_picture_or_a_trace_and_sums_up(output_of: Output, tmp
         (("run", "--vtp-size-list", "1,2", "train.py"), "--vtp-size-list stands before the script"),
         (("fly",), "invalid choice: 'fly'"),
         (("--verbose",), "the following arguments are required: COMMAND"),
+        (
+            ("plan", "--vtp-size-list", "8,6", "--num-attention-heads", "32", "--hidden-size", "4096"),
+            "--num-attention-heads 32, --ffn-hidden-size 16384 (from --hidden-size 4096): stage 1 has TP 6, which does "
+            "not divide them; TP sizes that divide this model: 1, 2, 4, 8, 16, 32",
+        ),
+        (
+            ("plan", "--vtp-size-list", "1,2", "--vtp-ep-list", "1,2"),
+            "choose an ep size that divides 1, or --vtp-etp-list 1,1",
+        ),
+        (("plan", "--have", "8,6", *MODEL, "--nodes", "8,6"), "missing; a list is fitted to layers and batches"),
         (("plan", "--vtp-size-list", "8,6", "--nodes", "8,4"), "--nodes 8,4: 12 devices; the layout has 14 ranks"),
         (("plan", "--vtp-size-list", "1,2", "--nodes", "2,x"), "argument --nodes: '2,x' is no list of sizes"),
         (("plan", "--bridge", "a=1,1,1", "b=1,1,1", "--slurm"), "--nodes and --slurm are for one pipeline"),

@@ -243,15 +243,21 @@ def _listed(devices: range) -> str:
 
 
 def _pieces(words: Sequence[str]) -> list[str]:
-    """Join words to pieces that fit into a line.
+    """Join words to pieces that fit into a line; what follows a flag stays with it.
 
-    >>> _pieces(["a" * 60, "b" * 60, "c"])[1][-3:]
-    'b c'
+    >>> _pieces(["a" * 60, "b" * 40, "--c", "d" * 40])[1][:5]
+    '--c d'
     """
-    pieces = [""]
+    flags: list[str] = []
     for word in words:
-        if pieces[-1] and len(pieces[-1]) + 1 + len(word) > _WIDTH:
-            pieces.append(word)
+        if flags and not word.startswith("--"):
+            flags[-1] += f" {word}"
         else:
-            pieces[-1] = f"{pieces[-1]} {word}".strip()
+            flags.append(word)
+    pieces = flags[:1]
+    for flag in flags[1:]:
+        if len(pieces[-1]) + 1 + len(flag) > _WIDTH:
+            pieces.append(flag)
+        else:
+            pieces[-1] += f" {flag}"
     return pieces
