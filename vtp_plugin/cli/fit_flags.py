@@ -23,7 +23,7 @@ from vtp_plugin.tune.fit.reasons import describe
 from vtp_plugin.tune.search.evaluate import Candidate
 
 CARD_MEMORY = "--card-memory"
-"""The flag with the memory of a device."""
+"""The flag with the memory of a device, for messages."""
 
 
 def add_have_flags(group: argparse._ArgumentGroup) -> None:
@@ -34,7 +34,7 @@ def add_have_flags(group: argparse._ArgumentGroup) -> None:
         help="instead of TP sizes: devices of every node, with sites edge:1,cloud:8; a layout is fitted to them",
     )
     group.add_argument(
-        CARD_MEMORY,
+        "--card-memory",
         type=parse_bytes,
         metavar="80GiB",
         help="with --have: memory of a device, into which each stage must fit",

@@ -107,8 +107,9 @@ def run(options: argparse.Namespace) -> None:
 def _advised(request: SearchRequest, result: SearchResult) -> Candidate:
     """Give the layout to start: the best one, but stock Megatron's where that is nearly as quick."""
     best, stock = result.best[0], result.stock
-    has_stock = stock is not None and request.constraints.ends is None
-    return stock if has_stock and stock.step_s < _LEAST_GAIN * best.step_s else best
+    if stock is None or request.constraints.ends is not None:
+        return best
+    return stock if stock.step_s < _LEAST_GAIN * best.step_s else best
 
 
 def _launch(request: SearchRequest, candidate: Candidate, argv: Sequence[str]) -> Launch:

@@ -7,6 +7,7 @@ import re
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -37,15 +38,15 @@ def layouts(draw: st.DrawFn) -> PipelineLayout:
 def started(launch: Launch) -> dict[int, str]:
     """The node of every rank if torchrun numbers the processes of the printed commands: agent after agent."""
     agents: dict[int, tuple[int, str]] = {}
-    entries = launch.as_json(is_slurm=False)["nodes"]
-    assert isinstance(entries, list)
+    entries: Any = launch.as_json(is_slurm=False)["nodes"]
+    num_agents = 0
     for entry in entries:
         for command in entry["commands"]:
             found = AGENT.search(command)
             if found is None:
                 assert len(entries) == 1 and len(entry["commands"]) == 1
                 number = int(command.split("--nproc-per-node ")[1].split()[0])
-                return dict.fromkeys(range(number), entry["node"])
+                return dict.fromkeys(range(number), str(entry["node"]))
             assert int(found[2]) not in agents, "two agents with one node rank"
             agents[int(found[2])] = int(found[3]), entry["node"]
             num_agents = int(found[1])
