@@ -267,7 +267,7 @@ def test_sizes_from_a_checkpoint_are_checked(pool: Pool, written: Writer) -> Non
     words = arguments("1,5", extra=["--load", str(folder), "--use-checkpoint-args"])
     position = words.index("--num-attention-heads")
     runs = launch(pool, 6, {"arguments": words[:position] + words[position + 2 :]})
-    assert_refused(runs, "--num-attention-heads 12: stage 1 has TP 5, which does not divide it")
+    assert_refused(runs, "--num-attention-heads 12, ", ": stage 1 has TP 5, which does not divide them")
 
 
 @pytest.mark.needs("worker_on_cpus")
