@@ -67,10 +67,10 @@ A *write* is a name, or a dictionary, that patches assign to during a run. It mu
 FLAGS_INTRO = """\
 # Flags
 
-The plugin's flags stand among Megatron's. `python -m vtp_plugin run --help` prints them too. A script without a command
-line gives them as keywords of `vtp_plugin.apply()`. A *stage* is a pipeline stage, a *replica* a copy of a stage that
-works on other samples, a *microbatch* the share of a batch that goes through the pipeline at a time. U: the U-shaped
-pipeline of [u-shape.md](u-shape.md).
+The plugin's flags stand among Megatron's. `python -m vtp_plugin run --help-all` prints them too. A script without a
+command line gives them as keywords of `vtp_plugin.apply()`. A *stage* is a pipeline stage, a *replica* a copy of a
+stage that works on other samples, a *microbatch* the share of a batch that goes through the pipeline at a time. U: the
+U-shaped pipeline of [u-shape.md](u-shape.md).
 """
 COSTS_INTRO = """\
 Words of the form `name=number` or `name=number,number,...`, such as

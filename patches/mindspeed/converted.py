@@ -11,11 +11,12 @@ import torch
 
 from vtp_plugin.checkpoint.format.checkpoint_files import read_tracker
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
+from vtp_plugin.util.own_command import own_command
 
 _HEAD = "text_decoder.output_layer."
 _CHUNK = "model"
 _WAY_OUT = (
-    "make a checkpoint of it with python -m vtp_plugin checkpoint import --mm {folders} --like MODEL --to NEW, and "
+    "make a checkpoint of it with {command} checkpoint import --mm {folders} --like MODEL --to NEW, and "
     "load that with --ckpt-format torch_dist (docs/mindspeed-mm.md)"
 )
 
@@ -35,14 +36,14 @@ def problems_of_converted(load: str | None, layout: PipelineLayout, *, is_u_shap
     if _is_of_its_u(file, stored):
         yield (
             f"{file} is of MindSpeed-MM's hf_to_mm_ldt, which writes a tree for each side of its own U, in its own "
-            f"chunks; no layout of the plugin has these; {_WAY_OUT.format(folders='EDGE CLOUD')}"
+            f"chunks; no layout of the plugin has these; {_WAY_OUT.format(command=own_command(), folders='EDGE CLOUD')}"
         )
     elif is_u_shaped or len(set(layout.tp_sizes)) > 1:
         sizes = ",".join(map(str, layout.tp_sizes))
         yield (
             f"{file} is of MindSpeed-MM's hf_to_mm, which writes a file for each rank of a uniform run; "
             f"--vtp-size-list {sizes}{' in a U-shape' if is_u_shaped else ''} has other ranks; "
-            f"{_WAY_OUT.format(folders=load)}"
+            f"{_WAY_OUT.format(command=own_command(), folders=load)}"
         )
 
 

@@ -19,6 +19,7 @@ from vtp_plugin.patches.core.dist_checkpointing.strategies.torch import checking
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.plan.layout.size_checks import cuts_experts_apart
 from vtp_plugin.session import Session
+from vtp_plugin.util.own_command import own_command
 
 
 def stored_arguments(result: tuple[Any, ...]) -> Any:
@@ -105,7 +106,7 @@ def require_loadable(
 def written_again(load_dir: str | None, form: str = "") -> str:
     """Name the command that writes a checkpoint again, in a form that more runs can load."""
     source = shlex.quote(str(load_dir))
-    return f"write it again with python -m vtp_plugin checkpoint reshard {form}--from {source} --to DIR"
+    return f"write it again with {own_command()} checkpoint reshard {form}--from {source} --to DIR"
 
 
 def _loads_optimizer(args: Any, result: tuple[Any, ...]) -> bool:

@@ -61,7 +61,7 @@ INNER_LAYERS: dict[str, tuple[frozenset[str], ...]] = {
     ),
     "plan": (
         frozenset({"layout", "model"}),
-        frozenset({"boundary", "memory", "schedule"}),
+        frozenset({"boundary", "launch", "memory", "schedule"}),
     ),
     "plan.boundary": (
         frozenset({"message_kind", "sharding"}),

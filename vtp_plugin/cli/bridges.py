@@ -75,8 +75,8 @@ def add_bridge_flag(parser: argparse.ArgumentParser) -> None:
         "--bridge",
         nargs="+",
         metavar="NAME=TP,PP,DP",
-        help="instead of --vtp-size-list: modules in the order of their ranks, such as vision=1,1,3 language=2,1,2; "
-        "all send to the last one. A fourth number is cp. --micro-batch-size is that of a replica of the last one",
+        help="instead of TP sizes: modules in the order of their ranks, as vision=1,1,3 language=2,1,2, or with a "
+        "fourth number, cp; all send to the last one, whose --micro-batch-size counts",
     )
 
 

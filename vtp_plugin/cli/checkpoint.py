@@ -26,6 +26,7 @@ from vtp_plugin.cli.checkpoint_show import facts_of, lines_of
 from vtp_plugin.cli.parser import Parser, print_json
 from vtp_plugin.cli.progress_bar import progress
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.util.own_command import own_command
 
 if TYPE_CHECKING:
     from vtp_plugin.checkpoint.tools.compare_checkpoints import ComparedTensor
@@ -118,7 +119,7 @@ def _end(parser: argparse.ArgumentParser, action: Callable[[argparse.Namespace],
 def run(options: argparse.Namespace) -> None:
     """Do what was asked for."""
     if options.unknown:
-        raise ConfigError(f"{options.unknown[0]} is unknown; see: python -m vtp_plugin checkpoint --help")
+        raise ConfigError(f"{options.unknown[0]} is unknown; see: {own_command()} checkpoint --help")
     options.action(options)
 
 

@@ -24,6 +24,7 @@ from vtp_plugin.errors import VtpError
 from vtp_plugin.host.mindspeed import UNKNOWN, UNKNOWN_ADAPTOR, has_mindspeed, import_adaptor
 from vtp_plugin.host.versions import family_of, find_megatron, find_torch, problems_of
 from vtp_plugin.util.log import wrap
+from vtp_plugin.util.own_command import own_command
 
 if TYPE_CHECKING:
     from vtp_plugin.config.parse_values import DeviceName
@@ -60,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Print the report, and leave with its exit code."""
     if options.unknown:
-        raise VtpError(f"{options.unknown[0]} is unknown; see: python -m vtp_plugin doctor --help")
+        raise VtpError(f"{options.unknown[0]} is unknown; see: {own_command()} doctor --help")
     device = VtpConfig(device=options.device).device
     report = _Report()
     report.look(device, options.rendezvous)

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from vtp_plugin.cli.bridges import add_bridge_flag, bridge_picture, read_modules, view_bridges
-from vtp_plugin.cli.parser import check_ending, print_json, write_file
+from vtp_plugin.cli.parser import Parser, check_ending, print_json, write_file
 from vtp_plugin.cli.run_flags import add_run_flags, read_run
 from vtp_plugin.report.pictures.draw_pipeline import draw_pipeline
 
@@ -14,7 +14,7 @@ _KEYS = """\
 Keys of --json: output (file), num_stages, world_size, num_replicas; with --bridge: output, num_modules, world_size."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Declare the flags."""
     add_run_flags(parser)
     add_bridge_flag(parser)

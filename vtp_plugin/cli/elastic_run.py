@@ -26,14 +26,12 @@ from vtp_plugin.elastic.stop_marker import RUN_FOLDER_VARIABLE
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.host.versions import capability, find_host
 from vtp_plugin.runtime.health.redaction import Redaction
-from vtp_plugin.tune.fit.as_flags import without
+from vtp_plugin.tune.fit.as_flags import OF_A_FIT, without
 from vtp_plugin.util import log
 
 # Of the timeout, for a card to be tried.
 _PROBE_SHARE = 0.3
 _MAX_PROBE_S = 60.0
-# What a fit decides, and what is for it alone.
-_OF_A_FIT = ("--vtp-size-list", "--vtp-stages", "--vtp-data-parallel-size", "--vtp-sites", "--vtp-node")
 
 
 def fit_run(argv: Sequence[str]) -> tuple[list[str], Membership]:
@@ -79,7 +77,7 @@ def fit_run(argv: Sequence[str]) -> tuple[list[str], Membership]:
     name_start(argv, os.environ[LOCK_VARIABLE], os.environ)
     # A flag that the fitted list gives, too, is not given twice.
     given = [word for word in seat.argv if word.startswith("--") and word != "--vtp-force"]
-    return [argv[0], *without(argv[1:], (*_OF_A_FIT, *given)), *seat.argv, *_state_flags(argv)], seat
+    return [argv[0], *without(argv[1:], (*OF_A_FIT, *given)), *seat.argv, *_state_flags(argv)], seat
 
 
 def _own_redaction(args: argparse.Namespace, config: VtpConfig) -> Redaction:

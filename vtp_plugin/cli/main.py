@@ -16,16 +16,17 @@ from vtp_plugin.cli import checkpoint, doctor, draw, plan, profile, rendezvous, 
 from vtp_plugin.cli.parser import Parser, fail
 from vtp_plugin.errors import VtpError
 from vtp_plugin.host.versions import HOSTS
+from vtp_plugin.util.own_command import own_command
 from vtp_plugin.util.printable import plain
 
 _COMMANDS = {
-    "run": (run.add_arguments, run.run, "run a Megatron training script under the plugin; --help lists its flags"),
+    "run": (run.add_arguments, run.run, "run a Megatron training script under the plugin"),
     "plan": (plan.add_arguments, plan.run, "print the ranks of each stage and what crosses, without starting anything"),
     "draw": (draw.add_arguments, draw.run, "draw the pipeline as an SVG file"),
     "profile": (
         profile.add_arguments,
         profile.run,
-        "time the parts of a model on one card, or the links between all, for search",
+        "time the parts of a model on one device, or the links between all, for search",
     ),
     "search": (search.add_arguments, search.run, "find the layouts of a cluster whose steps are shortest"),
     "simulate": (simulate.add_arguments, simulate.run, "simulate one step; nothing is measured"),
@@ -53,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     Args:
         argv: command-line arguments behind the program's name; by default those of the process.
     """
-    command_line = list(sys.argv[1:] if argv is None else argv)
+    command_line = list(sys.argv[1:] if argv is None else argv) or ["--help"]
     if command_line[:1] == ["run"]:
         _obey(command_line)  # a script's broken pipe is its own affair
         return
@@ -111,7 +112,7 @@ def _missing(error: ImportError, command: str) -> str:
 
 
 def _parser() -> Parser:
-    parser = Parser(prog="python -m vtp_plugin", description=vtp_plugin.__doc__)
+    parser = Parser(prog=own_command(), description=vtp_plugin.__doc__)
     parser.add_argument("--version", action="version", version=f"vtp_plugin {vtp_plugin.__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=Parser)
     for name, (add_arguments, command, text) in _COMMANDS.items():

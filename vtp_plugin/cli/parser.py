@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -28,16 +29,93 @@ class HelpFormatter(argparse.HelpFormatter):
 
 
 class Parser(argparse.ArgumentParser):
-    """Prints errors as one line, and takes no abbreviated flags, as a run takes none."""
+    """Prints errors as one line, takes no abbreviated flags, as a run takes none, and has a help of one screen.
+
+    The groups of :attr:`more` are shown by ``--help-all`` only.
+
+    Attributes:
+        more: groups of flags that are left out of ``--help``; they may be those of another parser.
+        most_used: texts of the flags among them that ``--help`` shows nevertheless, by name.
+    """
 
     def __init__(self, **options: Any) -> None:
         options.setdefault("formatter_class", HelpFormatter)
         options["allow_abbrev"] = False
         super().__init__(**options)
+        self.more: list[argparse._ArgumentGroup] = []
+        self.most_used: dict[str, str] = {}
+
+    def shorten(self, more: Sequence[argparse._ArgumentGroup], most_used: Mapping[str, str]) -> None:
+        """Leave groups out of ``--help``, and declare ``--help-all``.
+
+        Args:
+            more: the groups.
+            most_used: texts of their flags that are shown nevertheless, by name.
+        """
+        self.more += more
+        self.most_used |= most_used
+        if self.add_help:
+            self.add_argument("--help-all", action=_HelpAll, help="show all flags and exit")
+
+    def format_help(self, *, is_all: bool = False) -> str:
+        """Write the help, the command's own flags first.
+
+        Args:
+            is_all: whether with all groups, and what is said at the end.
+        """
+        if not self.more:
+            return super().format_help()
+        formatter = self._get_formatter()
+        formatter.add_usage(self.usage or f"{self.prog} [flags]", self._actions, self._mutually_exclusive_groups)
+        formatter.add_text(self.description)
+        for group in self._action_groups:
+            if group not in self.more:
+                _add_group(formatter, group, group._group_actions)
+        actions = [action for group in self.more for action in group._group_actions]
+        if is_all:
+            for group in self.more:
+                _add_group(formatter, group, group._group_actions)
+            formatter.add_text(self.epilog)
+            return formatter.format_help()
+        by_name = {action.option_strings[0]: action for action in actions}
+        formatter.start_section("the most used flags of a run")
+        formatter.add_arguments(_with_text(by_name[name], text) for name, text in self.most_used.items())
+        formatter.end_section()
+        number = len(actions) - len(self.most_used)
+        formatter.add_text(f"{self.prog} --help-all: {number} more flags of a run")
+        return formatter.format_help()
 
     def error(self, message: str) -> NoReturn:
         """Leave with the error and a pointer to ``--help``."""
         fail(f"{message}; see: {self.prog} --help")
+
+
+class _HelpAll(argparse.Action):
+    """Prints the whole help, and leaves."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options, nargs=0, default=argparse.SUPPRESS)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        assert isinstance(parser, Parser)
+        parser._print_message(parser.format_help(is_all=True), sys.stdout)
+        parser.exit()
+
+
+def _add_group(
+    formatter: argparse.HelpFormatter, group: argparse._ArgumentGroup, actions: Iterable[argparse.Action]
+) -> None:
+    formatter.start_section(group.title)
+    formatter.add_text(group.description)
+    formatter.add_arguments(actions)
+    formatter.end_section()
+
+
+def _with_text(action: argparse.Action, text: str) -> argparse.Action:
+    """Give a flag with another text."""
+    other = copy.copy(action)
+    other.help = text
+    return other
 
 
 def fail(message: str) -> NoReturn:

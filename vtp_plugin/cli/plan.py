@@ -9,21 +9,23 @@ from itertools import groupby
 
 from vtp_plugin.cli.boundaries import BoundaryView, explain, format_bytes, site_traffic, view_boundaries
 from vtp_plugin.cli.bridges import add_bridge_flag, bridge_lines, bridges_as_json, read_modules, view_bridges
+from vtp_plugin.cli.fit_flags import Fitted
+from vtp_plugin.cli.launch_text import add_slurm_flag, launch_lines, launch_of_run
 from vtp_plugin.cli.memory_lines import memory_as_json, memory_lines
-from vtp_plugin.cli.parser import print_json
+from vtp_plugin.cli.parser import Parser, print_json, read_sizes
 from vtp_plugin.cli.run_flags import Run, add_run_flags, read_run
 from vtp_plugin.config.parse_values import format_value
+from vtp_plugin.errors import ConfigError
 from vtp_plugin.host.rules.checks.batch import describe_batches
 from vtp_plugin.plan.layout.describe import format_ranks, size_names, size_texts
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout, RankOrder
-from vtp_plugin.tune.search.evaluate import Candidate
 
 _MAX_STAGES_UNFOLDED = 12
 _MAX_LINES = 60
 _MAX_BUFFERS_SHOWN = 3
 _KEYS = """\
-Keys of --json: fit (null without --have): sizes, layers, num_replicas, nodes (of every stage, by replica), spare (cards
-of every node), step (as simulated; a layer takes a card 1), reasons;
+Keys of --json: fit (null without --have): sizes, layers, num_replicas, nodes (of every stage, by replica), spare
+(devices of every node), step (as simulated; a layer takes a device 1), reasons;
 world_size, rank_order, writer_rank, is_active (false: all stages have one size, and Megatron works
 alone); tensor: shape [S, B, H] and bytes of what crosses, null where a flag is missing; stages: tp, cp, dp, site,
 ranks, leaders; memory: rank, num_parameters, weight_bytes, gradient_bytes, optimizer_bytes, overhead_bytes,
@@ -31,14 +33,25 @@ activation_bytes (of a microbatch, null where not known) and kept_bytes (the sam
 that says what is missing; boundaries: upstream, downstream, strategy, reason, num_replicas, hccl_buffer_bytes (of a
 channel), and of the first replica forward and backward: transfers with src, dst, share (of the tensor), bytes (null
 where unknown) and boxes (half-open intervals of S, B and H; of probe_shape where the shape is not known), before and
-after (collectives inside a stage); traffic: tensors and bytes from site to site for each microbatch of a replica. With
---bridge: world_size; modules: name, tp, cp, pp, dp, ranks, bridge_ranks; bridges: src, dst, num_units (of the batch),
-unit_samples, forward and backward as above, with boxes of S, units and H."""
+after (collectives inside a stage); traffic: tensors and bytes from site to site for each microbatch of a replica;
+launch: nodes (node, ranks, stages, commands), stages_across_nodes (whose tensor-parallel groups lie on several nodes)
+and slurm (lines of a batch script, null without --slurm). With --bridge: world_size; modules: name, tp, cp, pp, dp,
+ranks, bridge_ranks; bridges: src, dst, num_units (of the batch), unit_samples, forward and backward as above, with
+boxes of S, units and H."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Declare the flags."""
     add_run_flags(parser)
+    group = parser.add_argument_group("Of the nodes")
+    group.add_argument(
+        "--nodes",
+        type=read_sizes,
+        metavar="8,6",
+        help="devices of every node, in the order of the ranks, for what to start on each; default: one node if "
+        "eight devices suffice, else one for each stage",
+    )
+    add_slurm_flag(group)
     add_bridge_flag(parser)
     parser.epilog = _KEYS
 
@@ -46,26 +59,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Print the plan."""
     if options.bridge is not None:
+        if options.nodes is not None or options.slurm:
+            raise ConfigError("--nodes and --slurm are for one pipeline, not for --bridge; leave them out")
         _print_bridges(options)
         return
     flags = read_run(options)
     views = view_boundaries(flags)
+    launch, note = launch_of_run(options, flags)
     if options.json:
-        print_json("plan", _as_json(flags, views))
+        print_json("plan", {**_as_json(flags, views), "launch": launch.as_json(is_slurm=options.slurm)})
         return
-    head, sums = (
-        [*flags.about_fit, *_stages(flags), *memory_lines(flags), *_tensor(flags)],
-        [*_buffers(views), *_traffic(flags, views)],
-    )
-    lines: list[str] = []
-    # If it is too long for a terminal, first leave out the messages of each boundary, then the end.
+    start = ["", *launch_lines(launch, note, is_slurm=options.slurm)]
+    print("\n".join([*_plan_lines(flags, views, _MAX_LINES - len(start)), *start]))
+
+
+def _plan_lines(flags: Run, views: Sequence[BoundaryView], most: int) -> list[str]:
+    """Write the plan in so many lines: first the messages of each boundary are left out, then the end."""
+    about_fit = () if flags.fitted is None else flags.fitted.reasons
+    head = [*about_fit, *_stages(flags), *memory_lines(flags), *_tensor(flags)]
+    sums = [*_buffers(views), *_traffic(flags, views)]
     for is_short in (False, True):
         lines = [*head, *_boundaries(flags, views, is_short=is_short), *sums]
-        if len(lines) <= _MAX_LINES:
-            break
-    else:
-        lines[_MAX_LINES - 1 :] = [f"... {len(lines) - _MAX_LINES + 1} more lines; --json has everything"]
-    print("\n".join(lines))
+        if len(lines) <= most:
+            return lines
+    return [*lines[: most - 1], f"... {len(lines) - most + 1} more lines; --json has everything"]
 
 
 def _print_bridges(options: argparse.Namespace) -> None:
@@ -97,9 +114,7 @@ def _stages(flags: Run) -> Iterator[str]:
     for row in rows:
         cells = [cell.rjust(width) for cell, width in zip(row[:-2], widths, strict=False)]
         yield "  ".join([*cells, row[-2].ljust(widths[-2]), row[-1]])
-    yield (
-        f"world size {layout.world_size}, rank order {layout.order}, writer rank {_writer(flags)} (reports the loss)"
-    )
+    yield (f"world size {layout.world_size}, rank order {layout.order}; rank {_writer(flags)} reports the loss")
     if not flags.is_active:
         yield "all stages have one size: the plugin leaves Megatron as it is; with --vtp-force it would work as follows"
 
@@ -157,9 +172,10 @@ def _boundaries(flags: Run, views: Sequence[BoundaryView], *, is_short: bool) ->
         if rest:
             name = f"boundaries {first.name} to {rest[-1].name} ({len(alike)} alike, here {first.name})"
         yield f"{name}: {first.boundary.strategy} ({first.reason})"
-        for rival in first.boundary.rivals:
-            by_hand = "--vtp-transport-threshold decides" if rival == "rank0" else "--vtp-transport decides"
-            yield f"  a run tries {rival} too when it starts, and takes the faster one; {by_hand}"
+        # The reason names what a run tries.
+        if rivals := first.boundary.rivals:
+            flags_of = ["--vtp-transport-threshold" if rival == "rank0" else "--vtp-transport" for rival in rivals]
+            yield f"  with {' or '.join(dict.fromkeys(flags_of))} nothing is tried"
         if not is_short:
             yield from (f"  {line}" for line in explain(first))
 
@@ -182,7 +198,8 @@ def _traffic(flags: Run, views: Sequence[BoundaryView]) -> Iterator[str]:
         yield f"site {source} sends to site {target}: {size} for each microbatch, {what}"
 
 
-def _fit_as_json(fitted: Candidate, about: Sequence[str]) -> dict[str, object]:
+def _fit_as_json(found: Fitted) -> dict[str, object]:
+    fitted = found.candidate
     return {
         "sizes": list(fitted.sizes),
         "layers": list(fitted.layers),
@@ -190,14 +207,14 @@ def _fit_as_json(fitted: Candidate, about: Sequence[str]) -> dict[str, object]:
         "nodes": fitted.node_names,
         "spare": {node.name: number for node, number in fitted.spare_cards},
         "step": fitted.step_s,
-        "reasons": list(about),
+        "reasons": list(found.reasons),
     }
 
 
 def _as_json(flags: Run, views: Sequence[BoundaryView]) -> dict[str, object]:
     layout = flags.layout
     return {
-        "fit": None if flags.fitted is None else _fit_as_json(flags.fitted, flags.about_fit),
+        "fit": None if flags.fitted is None else _fit_as_json(flags.fitted),
         "world_size": layout.world_size,
         "rank_order": "tp-cp-dp-pp" if layout.order is RankOrder.STAGE_MAJOR else "tp-cp-pp-dp",
         "writer_rank": _writer(flags),

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import vtp_plugin
 from vtp_plugin.api import choose_device, current_session
-from vtp_plugin.cli.parser import read_sizes, with_values, write_file
+from vtp_plugin.cli.parser import Parser, read_sizes, with_values, write_file
 from vtp_plugin.cli.progress_bar import progress
 from vtp_plugin.cli.run_flags import add_run_flags, check_unknown
 from vtp_plugin.cli.search_request import features_of, read_any_list
@@ -38,10 +38,10 @@ _OWN = ("--out", "--tp-sizes", "--micro-batch-sizes", "--seq-lengths", "--rounds
 _MOST_CARDS = 8
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Declare the flags."""
     parser.description = _TEXT
-    add_run_flags(parser)
+    add_run_flags(parser, has_layout=False)
     group = parser.add_argument_group("Of the profile")
     group.add_argument("--out", type=Path, required=True, metavar="FILE.toml", help="what is written")
     group.add_argument("--tp-sizes", type=read_sizes, metavar="1,2,4", help="default: powers of two that fit, up to 8")

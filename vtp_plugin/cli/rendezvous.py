@@ -9,6 +9,7 @@ import threading
 from vtp_plugin.elastic.launchers import PICKLE
 from vtp_plugin.errors import VtpError
 from vtp_plugin.host.versions import find_torch
+from vtp_plugin.util.own_command import own_command
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,7 +23,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Listen until this process is told to end."""
     if options.unknown:
-        raise VtpError(f"{options.unknown[0]} is unknown; see: python -m vtp_plugin rendezvous --help")
+        raise VtpError(f"{options.unknown[0]} is unknown; see: {own_command()} rendezvous --help")
     if find_torch() is None:
         raise VtpError("torch is not installed here; a rendezvous is a store of torch; install it: pip install torch")
     from vtp_plugin.runtime.health.store_server import keep_open

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 import vtp_plugin
 from vtp_plugin.api import announce_exit, choose_device, report_failures
-from vtp_plugin.cli.parser import HelpFormatter, fail
+from vtp_plugin.cli.parser import Parser, fail
+from vtp_plugin.cli.run_flags import MOST_USED
 from vtp_plugin.config import VtpConfig, merge
 from vtp_plugin.config.vtp_flags import add_vtp_arguments, hide_taken_flags, peek_device
 from vtp_plugin.elastic.failed_starts import note_failed_start
@@ -23,18 +24,15 @@ if TYPE_CHECKING:
     from vtp_plugin.elastic.join import Membership
 
 
-class _Formatter(HelpFormatter, argparse.RawDescriptionHelpFormatter):
-    """Keeps the line breaks of the text below the flags as well."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Declare the script. The flags are in the help text only: the script's parser reads them."""
-    parser.formatter_class = _Formatter
     parser.usage = "%(prog)s [-h] SCRIPT [flags of the script, of Megatron, and those below]"
     parser.add_argument("script", metavar="SCRIPT", help="the training script; everything after it is for the script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="such as --vtp-size-list 1,4,4")
-    flags = argparse.ArgumentParser(usage=argparse.SUPPRESS, add_help=False, formatter_class=HelpFormatter)
-    parser.epilog = add_vtp_arguments(flags).format_help().replace("%", "%%")
+    flags = Parser(add_help=False)
+    before = [*flags._action_groups]
+    add_vtp_arguments(flags)
+    parser.shorten([group for group in flags._action_groups if group not in before], MOST_USED)
 
 
 def run(options: argparse.Namespace) -> None:

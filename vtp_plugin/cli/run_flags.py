@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vtp_plugin.cli import activation_flags, model_flags
-from vtp_plugin.cli.fit_flags import add_have_flags, fit_to_cards
-from vtp_plugin.cli.parser import with_values
+from vtp_plugin.cli.fit_flags import CARD_MEMORY, Fitted, add_have_flags, fit_to_cards
+from vtp_plugin.cli.parser import Parser, with_values
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.config.resolve import (
     ScheduleOptions,
@@ -40,14 +40,14 @@ from vtp_plugin.plan.layout.share import expert_spans
 from vtp_plugin.plan.layout.u_layers import check_layers, check_two_rings
 from vtp_plugin.plan.memory.footprint import Footprint
 from vtp_plugin.plan.schedule.order.placement import Placement, place_workers
-from vtp_plugin.tune.search.evaluate import Candidate
+from vtp_plugin.util.own_command import own_command
 
 MAX_TYPOS = 2
 """A word that differs from a flag in so many letters at most is taken for a misspelt flag."""
 
-_OTHERS = ("--world-size", "--json", "--output", "--num-microbatches", "--bridge")
+_OTHERS = ("--world-size", "--json", "--output", "--num-microbatches", "--bridge", "--nodes", "--slurm")
 # Not --have, which is too near Megatron's --save to be looked for in its typos.
-_OF_A_FIT = ("--card-memory",)
+_OF_A_FIT = (CARD_MEMORY,)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,8 +67,7 @@ class Run:
         num_microbatches: number of microbatches of a step in one team of replicas; None if a flag is missing.
         memory: memory of every rank, or why it is not known.
         about_activations: what the activations include, or why they are not known.
-        fitted: the list that was fitted to ``--have``; None where the list was given.
-        about_fit: why that list was fitted, line by line.
+        fitted: the layout that was fitted to ``--have``; None where the TP sizes were given.
     """
 
     config: VtpConfig
@@ -83,8 +82,7 @@ class Run:
     num_microbatches: int | None
     memory: tuple[Footprint, ...] | str
     about_activations: str
-    fitted: Candidate | None = None
-    about_fit: tuple[str, ...] = ()
+    fitted: Fitted | None
 
     @property
     def replicas(self) -> ReplicaMap:
@@ -107,8 +105,33 @@ class Run:
         return self.config.sites or ()
 
 
-def add_run_flags(parser: argparse.ArgumentParser) -> None:
-    """Declare the flags of a run that matter, and ``--json``."""
+MOST_USED = {
+    "--vtp-size-list": "TP size of every pipeline stage, the first stage first",
+    "--vtp-dp-list": "number of replicas of every stage",
+    "--vtp-sites": "site of every stage: between sites only one rank of each talks",
+    "--layerwise-disaggregated-training": "U-shape: stage 0 has the first and the last layers",
+    "--num-layer-list": "layers of a U's parts",
+}
+"""Flags of a run that the short help of a command shows, with short texts."""
+_MODEL_USED = {
+    "--num-layers": "of the model; give all flags that say the model, as to a run",
+    "--hidden-size": "likewise, as the next ones",
+    "--num-attention-heads": "",
+    "--vocab-size": "",
+    "--seq-length": "",
+    "--micro-batch-size": "",
+    "--global-batch-size": "",
+}
+
+
+def add_run_flags(parser: Parser, *, has_layout: bool = True) -> None:
+    """Declare the flags of a run that matter, and ``--json``.
+
+    Args:
+        parser: parser that gets the flags.
+        has_layout: whether the command is for one layout; else its short help shows flags of the model.
+    """
+    before = [*parser._action_groups]
     add_vtp_arguments(parser)
     group = parser.add_argument_group(
         "Megatron's flags that matter here", "Others may be given too; they change nothing."
@@ -118,10 +141,17 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("Megatron's flags that say what a rank holds")
     for flag in MODEL_FLAGS:
         flag.declare(group)
-    group = parser.add_argument_group("Of this command")
+    group = parser.add_argument_group("Of the layout")
     group.add_argument("--world-size", type=int, metavar="N", help="number of ranks; default: the fewest that fit")
-    group.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     add_have_flags(group)
+    if has_layout:
+        before.append(group)
+    parser.shorten(
+        [group for group in parser._action_groups if group not in before], MOST_USED if has_layout else _MODEL_USED
+    )
+    parser.add_argument_group("Of the output").add_argument(
+        "--json", action="store_true", help="print one JSON object instead of text"
+    )
 
 
 def read_run(args: argparse.Namespace, *, takes_all_costs: bool = False) -> Run:
@@ -135,7 +165,7 @@ def read_run(args: argparse.Namespace, *, takes_all_costs: bool = False) -> Run:
         ConfigError: a value is wrong, flags contradict each other, or a flag looks misspelt.
     """
     check_unknown(args.unknown)
-    config, fitted, about_fit = _read_list(args)
+    config, fitted = _read_sizes(args)
     assert isinstance(config.size_list, tuple)
     layout = _layout(args, config, config.size_list)
     replicas = replica_map(config, layout)
@@ -163,28 +193,27 @@ def read_run(args: argparse.Namespace, *, takes_all_costs: bool = False) -> Run:
         memory=_memory(args, config, layout, num_chunks, fitted, has_activations=not why_no_activations),
         about_activations=why_no_activations or activation_flags.about_activations(args),
         fitted=fitted,
-        about_fit=about_fit,
     )
 
 
-def _read_list(args: argparse.Namespace) -> tuple[VtpConfig, Candidate | None, tuple[str, ...]]:
-    """Read the plugin's flags with a list of sizes, or fit one to ``--have``."""
+def _read_sizes(args: argparse.Namespace) -> tuple[VtpConfig, Fitted | None]:
+    """Read the plugin's flags with TP sizes, or fit these to ``--have``."""
     if args.have is not None and args.vtp_size_list is None:
         args = with_values(args, vtp_size_list="auto")
     config = read_flags(args, VtpConfig())
     if args.have is not None:
         return fit_to_cards(args, config)
     if args.card_memory is not None:
-        raise ConfigError("--card-memory is for --have; give both or none")
+        raise ConfigError(f"{CARD_MEMORY} is for --have; give both or none")
     if config.size_list is None and args.tensor_model_parallel_size:
-        # Megatron's own words for a list of equal sizes.
+        # Megatron's own words for stages of one size.
         stages = args.pipeline_model_parallel_size or 1
         config = dataclasses.replace(config, size_list=(args.tensor_model_parallel_size,) * stages)
     if config.size_list is None:
         raise ConfigError("--vtp-size-list is missing; give the tensor-parallel size of every stage, such as 1,4,4")
     if not isinstance(config.size_list, tuple):
-        raise ConfigError("--vtp-size-list auto needs a running launcher; write the list, or say --have 8,6,8")
-    return config, None, ()
+        raise ConfigError("--vtp-size-list auto needs a running launcher; write the sizes, or say --have 8,6,8")
+    return config, None
 
 
 def check_unknown(argv: Sequence[str]) -> None:
@@ -199,7 +228,7 @@ def check_unknown(argv: Sequence[str]) -> None:
     for flag in flags:
         near = [name for name in known_flags() if num_typos(flag, name) <= MAX_TYPOS]
         if near or flag.startswith("--vtp"):
-            hint = f"; do you mean {near[0]}?" if near else "; `python -m vtp_plugin run --help` lists the flags"
+            hint = f"; do you mean {near[0]}?" if near else f"; `{own_command()} run --help-all` lists the flags"
             raise ConfigError(f"{flag} is unknown{hint}")
     if flags:
         note = f"vtp_plugin: {len(flags)} flag(s) change nothing here: {', '.join(flags)}"
@@ -247,7 +276,7 @@ def _memory(
     config: VtpConfig,
     layout: PipelineLayout,
     num_chunks: int,
-    fitted: Candidate | None,
+    fitted: Fitted | None,
     *,
     has_activations: bool,
 ) -> tuple[Footprint, ...] | str:
@@ -257,7 +286,7 @@ def _memory(
     if config.encoder_layer_list is not None:
         return "the sizes of the encoder are not among the flags"
     parts = config.num_layer_list if is_u_shaped else None
-    layers = None if fitted is None or is_u_shaped else fitted.layers
+    layers = None if fitted is None or is_u_shaped else fitted.candidate.layers
     return model_flags.read_footprints(args, layout, num_chunks, parts, layers, has_activations=has_activations)
 
 

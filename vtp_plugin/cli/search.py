@@ -10,14 +10,16 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from vtp_plugin.cli.boundaries import format_bytes
+from vtp_plugin.cli.launch_text import add_slurm_flag, launch_lines, launch_of_found
 from vtp_plugin.cli.model_flags import read_model
-from vtp_plugin.cli.parser import check_ending, print_json, read_sizes, write_file
+from vtp_plugin.cli.parser import Parser, check_ending, print_json, read_sizes, write_file
 from vtp_plugin.cli.progress_bar import progress
 from vtp_plugin.cli.run_flags import add_run_flags, check_unknown
 from vtp_plugin.cli.search_picture import draw_found
 from vtp_plugin.cli.search_request import SearchRequest, read_request
 from vtp_plugin.config.parse_values import format_value
 from vtp_plugin.errors import ConfigError, LayoutError
+from vtp_plugin.plan.launch.launch_commands import Launch
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.tune.cluster.read_cluster import read_cluster
 from vtp_plugin.tune.fit.as_flags import fitted_flags, stock_flags
@@ -29,10 +31,14 @@ from vtp_plugin.tune.search.problem import StageType
 from vtp_plugin.util.printable import plain
 
 _LEAST_GAIN = 1.05
+_COLUMNS = (
+    *("", "TP sizes", "layers", "replicas", "microbatch size", "devices", "step", "tokens/s", "price per M tokens"),
+    "times from",
+)
 _TEXT = """\
-Every list, number of replicas and split of layers that the cards allow is bounded or simulated; nothing is started.
-Times of layers come from the cluster's file: measured by `profile`, fitted to that, or from data sheets. What a file
-holds: docs/search.md."""
+Every layout (TP sizes, replicas, layers of each stage) that the devices allow is bounded or simulated; nothing is
+started. Times of layers come from the cluster's file: measured by `profile`, fitted to that, or from data sheets. What
+a file holds: docs/search.md."""
 _KEYS = """\
 Keys of --json: is_complete (false: the time was over, or Ctrl-C came), megatron (whose flags layouts are given in),
 and layouts: best; stock, the best one that this Megatron can run without the plugin (one size, any layers that its
@@ -43,13 +49,18 @@ tokens_per_s, price_per_million_tokens (null without prices), busy (share of the
 memory_bytes (of a rank, by stage), source (of the times: measured, fitted, data sheet), flags."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Declare the flags."""
     parser.description = _TEXT
     parser.epilog = _KEYS
-    add_run_flags(parser)
+    add_run_flags(parser, has_layout=False)
+    parser.most_used |= {
+        "--vtp-stages": "the fewest and the most stages to look at",
+        "--vtp-data-parallel-size": "replicas of every stage; default: any number",
+        "--layerwise-disaggregated-training": "look for U-shapes",
+    }
     group = parser.add_argument_group("Of the search")
-    group.add_argument("--cluster", type=Path, required=True, metavar="FILE.toml", help="cards, nodes and links")
+    group.add_argument("--cluster", type=Path, required=True, metavar="FILE.toml", help="devices, nodes and links")
     group.add_argument(
         "--micro-batch-sizes",
         type=read_sizes,
@@ -67,6 +78,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output", type=Path, metavar="FILE.svg", help="picture of the best step and of stock Megatron's"
     )
     group.add_argument("--limit-s", type=float, default=60.0, metavar="S", help="seconds of the processor, default 60")
+    add_slurm_flag(group)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -85,10 +97,25 @@ def run(options: argparse.Namespace) -> None:
         raise LayoutError(_why_nothing(request, result))
     if options.output is not None:
         write_file(options.output, draw_found(result))
+    launch = _launch(request, _advised(request, result), options.argv)
     if options.json:
-        print_json("search", _as_json(request, result))
+        print_json("search", {**_as_json(request, result), "launch": launch.as_json(is_slurm=options.slurm)})
     else:
-        print("\n".join(_lines(request, result)))
+        print("\n".join([*_lines(request, result), "", *launch_lines(launch, is_slurm=options.slurm)]))
+
+
+def _advised(request: SearchRequest, result: SearchResult) -> Candidate:
+    """Give the layout to start: the best one, but stock Megatron's where that is nearly as quick."""
+    best, stock = result.best[0], result.stock
+    if stock is None or request.constraints.ends is not None:
+        return best
+    return stock if stock.step_s < _LEAST_GAIN * best.step_s else best
+
+
+def _launch(request: SearchRequest, candidate: Candidate, argv: Sequence[str]) -> Launch:
+    layout = request.constraints.layout(candidate.sizes, candidate.num_replicas)
+    assert layout is not None
+    return launch_of_found(argv, candidate.node_names, layout, flags(request, candidate))
 
 
 def _search(request: SearchRequest, options: argparse.Namespace) -> SearchResult:
@@ -106,13 +133,9 @@ def _search(request: SearchRequest, options: argparse.Namespace) -> SearchResult
 def _lines(request: SearchRequest, result: SearchResult) -> Iterator[str]:
     best = result.best[0]
     if not result.is_complete:
-        yield "the search ended before all lists were bounded: there may be better ones; --limit-s gives it more time"
-    rows = [
-        ("", "--vtp-size-list", "layers", "replicas", "micro", "cards", "step", "tokens/s", "per M tokens", "times")
-    ]
-    rows += [_row(request, str(number + 1), candidate) for number, candidate in enumerate(result.best)]
-    stocks = (("stock", result.stock), ("equal", result.equal))
-    rows += [_row(request, name, candidate) for name, candidate in stocks if candidate is not None]
+        yield "the search ended before all layouts were bounded: there may be better ones; --limit-s gives it more time"
+    rows = [_COLUMNS]
+    rows += [_row(request, name, candidate) for name, candidate in _named(request, result)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -121,19 +144,26 @@ def _lines(request: SearchRequest, result: SearchResult) -> Iterator[str]:
         + ": "
         + ", ".join(f"stage {stage} {format_bytes(held)}" for stage, held in enumerate(best.held_bytes))
     )
-    yield from _nodes(best)
     yield f"bottleneck of 1: {_bottleneck(best)}"
-    for number, candidate in enumerate(result.best[1:], start=2):
-        yield f"{number} takes {candidate.step_s / best.step_s:.3f} times as long: {_bottleneck(candidate)}"
+    for name, candidate in _named(request, result)[1:]:
+        if name.isdecimal():  # the others are compared below
+            yield f"{name} takes {candidate.step_s / best.step_s:.3f} times as long: {_bottleneck(candidate)}"
     yield from _compared(request, result)
     if best.transport != request.problem.rules.transport and len({*best.sites}) > 1:
         yield f"--vtp-transport {best.transport}: all ranks of neighbouring stages connect, also those of two sites"
 
 
-def _nodes(candidate: Candidate) -> Iterator[str]:
-    names = enumerate(candidate.node_names)
-    texts = [f"stage {stage} on {', '.join(dict.fromkeys(own))}" for stage, own in names]
-    yield "nodes of 1: " + "; ".join(texts)
+def _named(request: SearchRequest, result: SearchResult) -> list[tuple[str, Candidate]]:
+    """Name the layouts; one that has the flags and the replicas of another has several names."""
+    stocks = (("stock", result.stock), ("equal", result.equal))
+    all_names = [(str(number), candidate) for number, candidate in enumerate(result.best, start=1)]
+    all_names += [(name, candidate) for name, candidate in stocks if candidate is not None]
+    found: dict[tuple[object, ...], tuple[str, Candidate]] = {}
+    for name, candidate in all_names:
+        key = (candidate.num_replicas, *flags(request, candidate))
+        same = found.get(key)
+        found[key] = (name, candidate) if same is None else (f"{same[0]}, {name}", same[1])
+    return [*found.values()]
 
 
 def _compared(request: SearchRequest, result: SearchResult) -> Iterator[str]:
@@ -142,18 +172,20 @@ def _compared(request: SearchRequest, result: SearchResult) -> Iterator[str]:
     if request.constraints.ends is not None:
         yield "stock: Megatron has no U-shape; without that flag other pipelines are searched"
     elif stock is None:
-        yield f"stock: no layout of one size that the flags of {request.megatron} can say fits these cards"
+        yield f"stock: no layout of one size that the flags of {request.megatron} can say fits these devices"
     else:
         gain = stock.step_s / best.step_s
         yield f"stock, the best of {request.megatron} by itself, takes {gain:.3f} times as long: {_bottleneck(stock)}"
         if equal is not None and equal.layers != stock.layers:
             yield f"equal, its best with equally many layers, takes {equal.step_s / best.step_s:.3f} times as long"
-        if gain < _LEAST_GAIN:
+        if _advised(request, result) is stock:
             why = f"a gain below {100 * (_LEAST_GAIN - 1):.0f} % is less than such a prediction is worth"
             yield f"stay with stock Megatron: {why if gain > 1 else 'nothing is quicker'}"
             yield f"flags of stock: {shlex.join(flags(request, stock))}"
             return
     yield from _padded(request, best)
+    if "--vtp-force" in flags(request, best):
+        yield "--vtp-force: all stages have one size, and --vtp-transport is the plugin's"
     yield f"flags of 1: {shlex.join(flags(request, best))}"
 
 
@@ -164,8 +196,9 @@ def _padded(request: SearchRequest, candidate: Candidate) -> Iterator[str]:
     ).vocab
     if usual != request.vocab:
         yield (
-            f"--make-vocab-size-divisible-by pads the vocabulary to {request.vocab}, as every list of this model does, "
-            f"so that all can load each other's checkpoints; Megatron would to {usual}; padding enters the loss"
+            f"--make-vocab-size-divisible-by pads the vocabulary to {request.vocab}, "
+            "as every layout of this model does, so that all can load each other's checkpoints; "
+            f"Megatron would to {usual}; padding enters the loss"
         )
 
 
@@ -231,7 +264,9 @@ def flags(request: SearchRequest, candidate: Candidate) -> Sequence[str]:
         extra += ["--vtp-transport", candidate.transport]
     is_unequal = len({*candidate.sizes}) > 1 or request.constraints.ends is not None
     if is_unequal or extra:
-        argv = [*fitted_flags(chosen, request.constraints, is_forced=not is_unequal), *extra]
+        # A planned schedule is the plugin's, with any sizes.
+        is_forced = not is_unequal and "--vtp-schedule" not in extra
+        argv = [*fitted_flags(chosen, request.constraints, is_forced=is_forced), *extra]
     else:
         argv = [*stock_flags(chosen)]
     if candidate.num_chunks > 1:
@@ -250,12 +285,12 @@ def _why_nothing(request: SearchRequest, result: SearchResult) -> str:
     layers = math.ceil(request.problem.num_layers / stages)
     first = StageType((0,), largest)
     needed = held_by(split, first, (0, layers), stages, is_first=True, is_last=stages == 1)
-    have = f"; the largest card has {format_bytes(max(limits))}" if limits else ""
+    have = f"; the largest device has {format_bytes(max(limits))}" if limits else ""
     return (
-        f"no layout of {constraints.least_stages} to {constraints.most_stages} stages fits the {cards} cards: "
+        f"no layout of {constraints.least_stages} to {constraints.most_stages} stages fits the {cards} devices: "
         f"{layers} layers of the "
-        f"first of {stages} stages of {largest} ranks hold {format_bytes(needed)} on each rank{have}; give cards with "
-        f"{format_bytes(needed)}, more nodes, or recompute activations"
+        f"first of {stages} stages of {largest} ranks hold {format_bytes(needed)} on each rank{have}; give devices "
+        f"with {format_bytes(needed)}, more nodes, or recompute activations"
     )
 
 

@@ -42,8 +42,8 @@ class SearchRequest:
 
     Attributes:
         problem: the search problem.
-        constraints: what the list must satisfy.
-        vocab: rows of the vocabulary, as every list pads it.
+        constraints: what the layout must satisfy.
+        vocab: rows of the vocabulary, as every layout pads it.
         megatron: name and version of the Megatron in whose flags layouts are given.
         about_memory: what the memory figures include.
         silent: notes on what counts as zero, since the file does not give it.
@@ -149,28 +149,30 @@ def _sites(args: argparse.Namespace, cluster: Cluster) -> str | None:
 
 
 def read_any_list(args: argparse.Namespace, command: str) -> tuple[Constraints, GPTModel]:
-    """Read what a list that is still to be found must satisfy, and the model that it trains.
+    """Read what a layout that is still to be found must satisfy, and the model that it trains.
 
-    Every list pads the vocabulary so that all sizes divide it, as the flags of the best one will say.
+    Every layout pads the vocabulary so that all sizes divide it, as the flags of the best one will say.
 
     Args:
         args: parsed arguments.
         command: name of the command, for errors.
 
     Returns:
-        What the list must satisfy, with the arguments that say so, and the model.
+        What the layout must satisfy, with the arguments that say so, and the model.
 
     Raises:
         ConfigError: a flag that times follow from is missing, says what is to be found, or is not known here.
     """
     if args.vtp_size_list not in (None, "auto"):
-        raise ConfigError(f"--vtp-size-list {args.vtp_size_list} with {command}, which is for all lists; leave it out")
+        raise ConfigError(
+            f"--vtp-size-list {args.vtp_size_list} with {command}, which is for all layouts; leave it out"
+        )
     stages, sizes = _read_lists(args)
     args = with_values(args, vtp_size_list="auto", **sizes)
     config = read_flags(args, VtpConfig())
     if stages is not None and config.stages not in (None, (stages, stages)):
         raise ConfigError(
-            f"--vtp-stages {':'.join(map(str, config.stages or ()))} with a list of {stages} stages; leave one out"
+            f"--vtp-stages {':'.join(map(str, config.stages or ()))} with sizes of {stages} stages; leave one out"
         )
     constraints = read_constraints(
         args,
@@ -183,11 +185,11 @@ def read_any_list(args: argparse.Namespace, command: str) -> tuple[Constraints, 
 
 
 def read_padded_model(args: argparse.Namespace, constraints: Constraints) -> GPTModel:
-    """Read the model with its vocabulary padded as every list pads it.
+    """Read the model with its vocabulary padded as every layout pads it.
 
     Args:
         args: parsed arguments.
-        constraints: what the list must satisfy.
+        constraints: what the layout must satisfy.
     """
     model = model_flags.read_model(args, PipelineLayout.from_sizes((1,), world_size=1))
     if multiple := vocabulary_multiple((1,), constraints):
@@ -239,7 +241,7 @@ def _check(args: argparse.Namespace, command: str) -> None:
     for flag, _ in _LISTS.values():
         size = getattr(args, flag[2:].replace("-", "_"))
         if (size or 1) > 1 and command == "profile":
-            raise ConfigError(f"{flag} {size} with profile, which times a card that has no such peers; leave it out")
+            raise ConfigError(f"{flag} {size} with profile, which times a device that has no such peers; leave it out")
     if args.mtp_num_layers:
         raise ConfigError(f"--mtp-num-layers with {command}, which does not know what such a layer costs; leave it out")
     if reason := model_flags.why_unknown(args, lacks_parts=False):
@@ -261,7 +263,7 @@ def _batch_splits(
     largest = max(group.num_cards for group in cluster.nodes)
     if largest < constraints.cp:
         raise ConfigError(
-            f"--context-parallel-size {constraints.cp}: no node has so many cards; "
+            f"--context-parallel-size {constraints.cp}: no node has so many devices; "
             "a replica of a stage is inside one node"
         )
     if problems := constraints.problems_of_size(1):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from vtp_plugin.cli.bridges import add_bridge_flag, read_modules
-from vtp_plugin.cli.parser import check_ending, print_json, write_file
+from vtp_plugin.cli.parser import Parser, check_ending, print_json, write_file
 from vtp_plugin.cli.run_flags import Run, add_run_flags, read_run
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.config.resolve import option_context
@@ -43,7 +43,7 @@ step; least_step (no order can be shorter; null where the order is fixed); stage
 null)."""
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
+def add_arguments(parser: Parser) -> None:
     """Declare the flags."""
     parser.description = _TEXT
     parser.epilog = _KEYS
@@ -174,7 +174,7 @@ def _model_costs(flags: Run) -> Costs:
     """Return durations for a run without costs; of a split run they are those of the joined microbatches."""
     num_rings = flags.config.num_rings
     if flags.fitted is not None:
-        return flags.fitted.costs
+        return flags.fitted.candidate.costs
     costs = u_costs(flags.layout.num_stages, num_rings=num_rings) if num_rings else uniform_costs(flags.placement)
     if not flags.replicas.is_split:
         return costs

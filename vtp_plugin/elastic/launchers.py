@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Final
 
+from vtp_plugin.plan.launch.launch_commands import meeting_words, torchrun_words
+from vtp_plugin.util.own_command import MODULE, own_command
+
 SHARE_VARIABLE: Final = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
 """With the value 1 torchrun gives ranks a store of their own, which one of them keeps."""
 STATIC: Final = "static torchrun, on each machine"
@@ -14,8 +17,8 @@ KEEPER: Final = "elastic torchrun, first on a machine that trains nothing"
 ELASTIC: Final = "elastic torchrun, then on each machine that trains"
 COMMANDS: Mapping[str, tuple[str, ...]] = {
     STATIC: (
-        "torchrun --nnodes $NODES --node-rank $NODE --nproc-per-node $DEVICES \\",
-        "    --master-addr $FIRST --master-port $PORT --max-restarts 100 run ...",
+        f"{torchrun_words('$NODES', '$NODE', '$DEVICES')} \\",
+        f"    {meeting_words('$FIRST', '$PORT')} --max-restarts 100 run ...",
     ),
     LOOP: (
         "until torchrun --nproc-per-node $DEVICES --master-port $PORT --max-restarts 3 run ...; do",
@@ -28,10 +31,10 @@ COMMANDS: Mapping[str, tuple[str, ...]] = {
         "[ -e CHECKPOINTS/vtp_stopped.txt ] && exit 0",
         "export DEVICES=8 PORT=29500",
         'export FIRST=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
-        "srun bash -c 'torchrun --nnodes $SLURM_NNODES --node-rank $SLURM_NODEID --nproc-per-node $DEVICES \\",
-        "    --master-addr $FIRST --master-port $PORT --max-restarts 100 run ...' || scontrol requeue $SLURM_JOB_ID",
+        f"srun bash -c '{torchrun_words('$SLURM_NNODES', '$SLURM_NODEID', '$DEVICES')} \\",
+        f"    {meeting_words('$FIRST', '$PORT')} --max-restarts 100 run ...' || scontrol requeue $SLURM_JOB_ID",
     ),
-    KEEPER: ("python -m vtp_plugin rendezvous $KEEPER",),
+    KEEPER: (f"{MODULE} rendezvous $KEEPER",),
     ELASTIC: (
         f"export {SHARE_VARIABLE}=1",
         "torchrun --nnodes 2:3 --nproc-per-node $DEVICES --max-restarts 100 --rdzv-backend c10d \\",
@@ -68,7 +71,11 @@ def describe_launchers(environment: Mapping[str, str]) -> list[str]:
     )
     return [
         *_NAMES,
-        *(line for name, command in COMMANDS.items() for line in (f"{name}:", *(f"    {part}" for part in command))),
+        *(
+            line
+            for name, command in COMMANDS.items()
+            for line in (f"{name}:", *(f"    {part.replace(MODULE, own_command())}" for part in command))
+        ),
         PICKLE,
         f"{SHARE_VARIABLE} is {what}",
     ]

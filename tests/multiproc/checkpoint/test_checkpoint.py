@@ -29,6 +29,7 @@ from tests.support.hosts import (
     resume_tolerance,
 )
 from tests.support.pool import Pool
+from vtp_plugin.util.own_command import own_command
 
 pytestmark = pytest.mark.needs("scripts_here")
 
@@ -206,7 +207,7 @@ def test_an_optimizer_of_one_object_for_each_rank_is_refused(pool: Pool, written
         launch(pool, num_ranks("2,1", 2), {"arguments": command}),
         f"checkpoint {folder} holds a distributed optimizer of --vtp-size-list 2,2 in a form that only that layout",
         "save it without --no-ckpt-fully-parallel-save, write it again with "
-        f"python -m vtp_plugin checkpoint reshard --from {folder} --to DIR",
+        f"{own_command()} checkpoint reshard --from {folder} --to DIR",
     )
 
 
@@ -266,7 +267,7 @@ def test_sizes_from_a_checkpoint_are_checked(pool: Pool, written: Writer) -> Non
     words = arguments("1,5", extra=["--load", str(folder), "--use-checkpoint-args"])
     position = words.index("--num-attention-heads")
     runs = launch(pool, 6, {"arguments": words[:position] + words[position + 2 :]})
-    assert_refused(runs, "--num-attention-heads 12; stage 1 has tensor-parallel size 5, which must divide it")
+    assert_refused(runs, "--num-attention-heads 12, ", ": stage 1 has TP 5, which does not divide them")
 
 
 @pytest.mark.needs("worker_on_cpus")

@@ -28,6 +28,7 @@ from tests.support.pool import Pool
 from vtp_plugin.checkpoint.format.index import read_index
 from vtp_plugin.checkpoint.format.manifest import MANIFEST, dump_manifest, make_manifest
 from vtp_plugin.checkpoint.format.optimizer_formats import BY_BLOCK
+from vtp_plugin.util.own_command import own_command
 
 pytestmark = [pytest.mark.needs("scripts_here")]
 DISTRIBUTED = ["--use-distributed-optimizer"]
@@ -223,7 +224,7 @@ def test_blocks_of_older_megatrons_are_refused_by_name(pool: Pool, tmp_path: Pat
     saving = ["--dist-ckpt-optim-fully-reshardable", "--save", str(tmp_path), "--save-interval", "2"]
     train(pool, "1,2", [*DISTRIBUTED, *saving, "--train-iters", "2"], hooks=["claim_blocks"])
     command = arguments(sizes, extra=[*DISTRIBUTED, "--load", str(tmp_path)])
-    way_out = f"python -m vtp_plugin checkpoint reshard --form fully_reshardable --from {tmp_path}"
+    way_out = f"{own_command()} checkpoint reshard --form fully_reshardable --from {tmp_path}"
     words = f"holds the distributed optimizer as {BY_BLOCK}, which this Megatron no longer reads", way_out
     assert_refused(launch(pool, num_ranks(sizes), {"arguments": command}), *words)
 

@@ -21,6 +21,7 @@ from tests.rules.launcher_commands import environment, filled
 from tests.support.hosts import ROOT, example_script
 from tests.support.pace import pace
 from tests.support.pool import free_port
+from vtp_plugin.cli import main
 from vtp_plugin.elastic.cards import FAULT_FILE_VARIABLE
 from vtp_plugin.elastic.failed_starts import FAILED_STARTS, MOST_EQUAL
 from vtp_plugin.elastic.launchers import ELASTIC, KEEPER, LOOP, SLURM, STATIC
@@ -156,6 +157,33 @@ def test_a_spare_rank_holds_the_folder_of_a_run_of_one(tmp_path: Path) -> None:
     assert wait(shell(filled(LOOP, words, folder), tmp_path, variables)) == 0, (tmp_path / "log").read_text()[-3000:]
     assert (folder / "latest_checkpointed_iteration.txt").read_text() == "4"
     assert not (folder / FAILED_STARTS).exists()
+
+
+@pytest.mark.needs("scripts_here")
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--vtp-size-list", "2,1", "--nodes", "2,1"),
+        # Each node has a replica of both stages, so its ranks are not consecutive.
+        pytest.param(
+            ("--have", "2,2", "--vtp-stages", "2", "--vtp-data-parallel-size", "2", *MODEL), marks=pytest.mark.full
+        ),
+    ],
+    ids=["unequal", "side by side"],
+)
+def test_two_nodes_start_what_plan_prints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...]
+) -> None:
+    main(["plan", *flags])
+    commands = re.findall(r"^(node \d): .*\n((?:    .*\n)+)", capsys.readouterr().out, re.MULTILINE)
+    assert [name for name, _ in commands] == ["node 0", "node 1"]
+    words = " ".join([example_script(), *MODEL, "--train-iters", "2"])
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
+    agents = [shell(text.replace("SCRIPT FLAGS", words), tmp_path, variables, name) for name, text in commands]
+    assert [wait(agent) for agent in agents] == [0, 0], (tmp_path / "node 0").read_text()[-3000:]
+    # The last stage, which reports the loss, is on the second node.
+    assert [found[1] for found in STEP.finditer((tmp_path / "node 1").read_text())] == ["1", "2"]
+    assert not STEP.search((tmp_path / "node 0").read_text())
 
 
 SRUN = """#!/bin/sh

@@ -289,7 +289,7 @@ def test_ranks_share_the_bias_of_biased_routers(script_pool: Pool, start: Start)
         (("--vtp-ep-list", "1,4"), ("expert sizes tp 2 * ep 4 = 8 do not divide", "of stage 1")),
         (
             ("--num-experts", "5", *UNEQUAL),
-            ("--num-experts 5; stage 1 has expert-parallel size 2, which must divide it; use 4 or 6",),
+            ("--num-experts 5: stage 1 has EP 2, which does not divide it; EP sizes that divide this model: 1, 5",),
         ),
         (("--no-sequence-parallel",), ("stage 1 has tensor-parallel size 2", "add --sequence-parallel")),
     ],

@@ -147,7 +147,7 @@ def test_layers_of_a_file_that_a_stage_cannot_cut(pool: Pool, tmp_path: Path) ->
     path.write_text(json.dumps(_HETEROGENEOUS))
     options = [*_OF_A_FILE, "--heterogeneous-layers-config-path", str(path)]
     runs = launch(pool, 4, {"arguments": arguments("1,3", extra=options)})
-    assert_refused(runs, "layer 1: feed-forward size 256; a stage has tensor-parallel size 3, which must divide it")
+    assert_refused(runs, "layer 1: feed-forward size 256; a stage has TP 3, which does not divide it")
 
 
 @pytest.mark.full

@@ -20,6 +20,7 @@ from vtp_plugin.cli import activation_flags, main, model_flags
 from vtp_plugin.cli.run_flags import known_flags
 from vtp_plugin.config.flag import Flag
 from vtp_plugin.config.vtp_flags import VTP_FLAGS
+from vtp_plugin.host.megatron_flags import MODEL_FLAGS, RUN_FLAGS
 from vtp_plugin.host.rules.table.rows import RULES
 from vtp_plugin.patches.hosts import load_host
 from vtp_plugin.patches.patch_set import Moment
@@ -34,6 +35,7 @@ from vtp_plugin.plan.schedule.make.u_shape import plan_u_shape
 from vtp_plugin.plan.schedule.order.placement import u_placement
 from vtp_plugin.report.pictures.draw_pipeline import draw_pipeline
 from vtp_plugin.report.pictures.draw_timeline import draw_svg
+from vtp_plugin.util.own_command import own_command
 
 U = ("--vtp-size-list", "1,2,2", "--layerwise-disaggregated-training")
 MODEL = ("--seq-length", "2048", "--micro-batch-size", "1", "--hidden-size", "4096", "--bf16")
@@ -123,7 +125,7 @@ def test_plan_says_who_sends_which_part_to_whom(output_of: Output) -> None:
         "    0   1   1   2  0-1    0-1\n"
         "    1   2   1   2  2-5    2,4\n"
         "    2   2   1   2  6-9    6,8\n"
-        "world size 10, rank order tp-cp-dp-pp, writer rank 9 (reports the loss)\n"
+        "world size 10, rank order tp-cp-dp-pp; rank 9 reports the loss\n"
         "memory of a rank: give --num-layers, --hidden-size, --num-attention-heads, --vocab-size, "
         "--max-position-embeddings to see it\n"
         "What crosses: activations [S, B, H] (sequence, batch, hidden); give --seq-length, --micro-batch-size and "
@@ -141,7 +143,66 @@ def test_plan_says_who_sends_which_part_to_whom(output_of: Output) -> None:
         "  rank 2 -> rank 6: the whole tensor\n"
         "  rank 3 -> rank 7: the whole tensor\n"
         "  gradients come back: the same parts over the same links\n"
+        "\n"
+        "start on each node (SCRIPT: your training script; FLAGS: its own and Megatron's;\n"
+        "MASTER_ADDR: address of node 0; MASTER_PORT: a port that is free there, such as 29500):\n"
+        "node 0: ranks 0-1, stage 0\n"
+        "    torchrun --nnodes 3 --node-rank 0 --nproc-per-node 2 --master-addr $MASTER_ADDR "
+        "--master-port $MASTER_PORT \\\n"
+        "        -m vtp_plugin run SCRIPT FLAGS --vtp-size-list 1,2,2\n"
+        "node 1: ranks 2-5, stage 1\n"
+        "    torchrun --nnodes 3 --node-rank 1 --nproc-per-node 4 --master-addr $MASTER_ADDR "
+        "--master-port $MASTER_PORT \\\n"
+        "        -m vtp_plugin run SCRIPT FLAGS --vtp-size-list 1,2,2\n"
+        "node 2: ranks 6-9, stage 2\n"
+        "    torchrun --nnodes 3 --node-rank 2 --nproc-per-node 4 --master-addr $MASTER_ADDR "
+        "--master-port $MASTER_PORT \\\n"
+        "        -m vtp_plugin run SCRIPT FLAGS --vtp-size-list 1,2,2\n"
+        "nodes of 2,4,4 devices were assumed; --nodes, such as --nodes 8,6, says how many devices each of yours has\n"
     )
+
+
+def test_the_way_out_for_experts_is_a_plan(output_of: Output) -> None:
+    """What the error of ``--vtp-ep-list 1,2`` advises."""
+    assert "etp" in output_of("plan", "--vtp-size-list", "1,2", "--vtp-ep-list", "1,2", "--vtp-etp-list", "1,1")
+
+
+def test_plan_says_what_to_start_on_given_nodes(output_of: Output) -> None:
+    """With all flags of the layout, and none of what describes the model."""
+    words = ("--vtp-size-list", "1,4,4", "--vtp-dp-list=1,2,2", "--nodes", "1,8,8", "--vtp-transport", "rank0", *MODEL)
+    plan = json.loads(output_of("plan", *words, "--json"))
+    flags = "--vtp-size-list 1,4,4 --vtp-dp-list=1,2,2 --vtp-transport rank0"
+    ranks = ([0], [*range(1, 9)], [*range(9, 17)])
+    assert plan["launch"]["nodes"] == [
+        {
+            "node": f"node {node}",
+            "ranks": own,
+            "stages": [node],
+            "commands": [
+                f"torchrun --nnodes 3 --node-rank {node} --nproc-per-node {len(own)} --master-addr $MASTER_ADDR "
+                f"--master-port $MASTER_PORT -m vtp_plugin run SCRIPT FLAGS {flags}"
+            ],
+        }
+        for node, own in enumerate(ranks)
+    ]
+    assert plan["launch"]["slurm"] is None and plan["launch"]["stages_across_nodes"] == []
+    split = output_of("plan", "--vtp-size-list", "2,2", "--nodes", "1,3")
+    assert "stage 0: a TP group lies across node 0 and node 1; every layer sends between them, which is slow" in split
+
+
+def test_plan_ends_with_a_batch_script(output_of: Output) -> None:
+    text = output_of("plan", "--vtp-size-list", "8,6", "--slurm")
+    assert text.partition("batch script")[2].splitlines()[1:] == [
+        "    #SBATCH --nodes=1 --ntasks-per-node=1 --gpus-per-node=8",
+        "    #SBATCH hetjob",
+        "    #SBATCH --nodes=1 --ntasks-per-node=1 --gpus-per-node=6",
+        "    export MASTER_ADDR=$(hostname) MASTER_PORT=29500",
+        "    srun --het-group=0-1 bash -c 'PROCESSES=(8 6); torchrun --nnodes 2 --node-rank $SLURM_PROCID "
+        "--nproc-per-node ${PROCESSES[$SLURM_PROCID]} \\",
+        '        --master-addr $MASTER_ADDR --master-port $MASTER_PORT "$@"\' torchrun \\',
+        "        -m vtp_plugin run SCRIPT FLAGS --vtp-size-list 8,6",
+        "nodes of 8,6 devices were assumed; --nodes, such as --nodes 8,6, says how many devices each of yours has",
+    ]
 
 
 @pytest.mark.parametrize("flag", ["--sft", "--dataloader-inter-document-masking"])
@@ -226,22 +287,25 @@ def test_plan_says_what_a_rank_holds(output_of: Output) -> None:
 def test_plan_takes_the_flags_of_a_run_and_shows_bytes(output_of: Output) -> None:
     sites = ("--vtp-sites", "edge,cloud,cloud")
     lines = output_of("plan", *U, *sites, *MODEL, *OF_A_RUN, "--vtp-costs", "forward_ms=1,2,2,1 mbit=9").splitlines()
-    assert lines[1].split()[:3] == ["0", "edge", "1"] and "writer rank 0" in lines[4]
+    assert lines[1].split()[:3] == ["0", "edge", "1"] and "rank 0 reports the loss" in lines[4]
     # 2048 * 1 * 4096 * 2 bytes.
     assert "  rank 0 -> rank 1: the whole tensor, 16 MiB" in lines
     assert "  then rank 1 broadcasts the whole tensor to ranks 2" in lines
     assert "boundary 2->0: rank0 (crosses from site cloud to site edge)" in lines
     assert any("on HCCL only" in line and line.endswith("0->1 16 MiB, 1->2 16 MiB, 2->0 16 MiB") for line in lines)
     # An activation down and a gradient down; the same up.
-    assert lines[-2:] == [
+    sent = [line for line in lines if line.startswith("site ")]
+    assert sent == [
         f"site {way}: 32 MiB for each microbatch, activations and gradients together"
         for way in ("edge sends to site cloud", "cloud sends to site edge")
     ]
 
 
 def test_plan_says_what_a_run_will_try(output_of: Output) -> None:
-    trying = "a run tries rank0 too when it starts"
-    assert trying in output_of("plan", "--vtp-size-list", "1,2", *MODEL)
+    trying = "a run tries rank0 as well at its start"
+    text = output_of("plan", "--vtp-size-list", "1,2", *MODEL)
+    assert text.count(trying) == text.count("rank0") == 1
+    assert "\n  with --vtp-transport-threshold nothing is tried\n" in text
     output = output_of("plan", "--vtp-size-list", "1,2", *MODEL, "--vtp-transport-threshold", "33554432")
     assert trying not in output and "boundary 0->1: rank0 (" in output
 
@@ -435,7 +499,7 @@ def test_simulate_writes_a_picture_or_a_trace_and_sums_up(output_of: Output, tmp
         ),
         (
             ("plan", "--vtp-size-list", "1,2", "--vtp-magic"),
-            "--vtp-magic is unknown; `python -m vtp_plugin run --help`",
+            f"--vtp-magic is unknown; `{own_command()} run --help-all` lists the flags",
         ),
         (("plan", "--vtp-size-list", "1,2", "--sequence-paralel"), "do you mean --sequence-parallel?"),
         (("plan", "--vtp-size-list", "1,2", "--distributed-bakend"), "do you mean --distributed-backend?"),
@@ -507,7 +571,20 @@ def test_simulate_writes_a_picture_or_a_trace_and_sums_up(output_of: Output, tmp
         (("run", "."), "script . does not exist"),
         (("run", "--vtp-size-list", "1,2", "train.py"), "--vtp-size-list stands before the script"),
         (("fly",), "invalid choice: 'fly'"),
-        ((), "the following arguments are required: COMMAND"),
+        (("--verbose",), "the following arguments are required: COMMAND"),
+        (
+            ("plan", "--vtp-size-list", "8,6", "--num-attention-heads", "32", "--hidden-size", "4096"),
+            "--num-attention-heads 32, --ffn-hidden-size 16384 (from --hidden-size 4096): stage 1 has TP 6, which does "
+            "not divide them; TP sizes that divide this model: 1, 2, 4, 8, 16, 32",
+        ),
+        (
+            ("plan", "--vtp-size-list", "1,2", "--vtp-ep-list", "1,2"),
+            "choose an ep size that divides 1, or --vtp-etp-list 1,1",
+        ),
+        (("plan", "--have", "8,6", *MODEL, "--nodes", "8,6"), "missing; a list is fitted to layers and batches"),
+        (("plan", "--vtp-size-list", "8,6", "--nodes", "8,4"), "--nodes 8,4: 12 devices; the layout has 14 ranks"),
+        (("plan", "--vtp-size-list", "1,2", "--nodes", "2,x"), "argument --nodes: '2,x' is no list of sizes"),
+        (("plan", "--bridge", "a=1,1,1", "b=1,1,1", "--slurm"), "--nodes and --slurm are for one pipeline"),
     ],
 )
 def test_bad_input_is_one_line(error_of: Error, arguments: tuple[str, ...], line: str) -> None:
@@ -515,15 +592,53 @@ def test_bad_input_is_one_line(error_of: Error, arguments: tuple[str, ...], line
     assert error.startswith("vtp_plugin: error: ") and line in error
 
 
+def help_of(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    assert left.value.code == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) <= 101  # argparse may break a usage so
+    return lines
+
+
+NAMES = ("run", "plan", "draw", "simulate", "search", "profile", "checkpoint", "trace", "rendezvous", "doctor")
+OF_A_CHECKPOINT = ("show", "verify", "diff", "reshard", "import", "export")
+
+
+@pytest.mark.parametrize(
+    "words", [(), *((name,) for name in NAMES), *(("checkpoint", action) for action in OF_A_CHECKPOINT)]
+)
+def test_help_fits_a_screen(
+    words: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "102")
+    lines = help_of(capsys, *words, "--help")
+    assert len(lines) <= 40, len(lines)
+    # Without any word, help is what a user is looking for.
+    assert words or lines == help_of(capsys)
+
+
+@pytest.mark.parametrize("name", ["plan", "draw", "simulate", "search", "profile"])
+def test_own_flags_come_first_and_help_all_has_every_flag(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "102")
+    of_a_run = [flag.name for flag in (*VTP_FLAGS, *RUN_FLAGS, *MODEL_FLAGS)]
+    if name in ("search", "profile"):  # for all layouts
+        of_a_run += ["--world-size", "--have", "--card-memory"]
+    for words in (("--help",), ("--help-all",)):
+        shown = [line.split()[0].rstrip(",") for line in help_of(capsys, name, *words) if line.startswith("  -")]
+        own = [flag for flag in shown if flag not in of_a_run]
+        assert len(own) > 3 and shown[: len(own)] == own, shown
+        assert {"--vtp-size-list", "--num-layers"} & {*shown[len(own) :]}
+    assert set(of_a_run) <= set(shown)
+
+
 def test_help_of_run_shows_every_flag_in_its_group(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("COLUMNS", "100")
-    with pytest.raises(SystemExit) as left:
-        main(["run", "--help"])
-    assert left.value.code == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) <= 100
+    monkeypatch.setenv("COLUMNS", "102")
+    lines = help_of(capsys, "run", "--help-all")
     for flag in VTP_FLAGS:
         before = lines[: next(i for i, line in enumerate(lines) if line.startswith(f"  {flag.name}"))]
         assert [line for line in before if line.startswith("vtp_plugin:")][-1] == group_title(flag)

@@ -52,6 +52,14 @@ def test_the_best_layouts_are_printed_beside_those_of_stock_megatron(capsys: pyt
     assert f"with equally many layers, takes {equal['step_s'] / best['step_s']:.3f} times as long" in text
     assert best["price_per_million_tokens"] > 0 and best["source"] == "data sheet"
     assert " ".join(best["flags"]) in text
+    started = {rank: node["node"] for node in data["launch"]["nodes"] for rank in node["ranks"]}
+    on_nodes = [name for names, size in zip(best["nodes"], best["sizes"], strict=True) for name in names * size]
+    assert sorted(started) == [*range(best["num_cards"])] and sorted(started.values()) == sorted(on_nodes)
+    commands = [command for node in data["launch"]["nodes"] for command in node["commands"]]
+    assert all(f" -m vtp_plugin run SCRIPT FLAGS {' '.join(best['flags'])}" in command for command in commands)
+    # A row for each layout: one that is found twice has two names.
+    rows = [line for line in text.splitlines() if line.endswith("data sheet")]
+    assert len(rows) == len({" ".join(row.split()[-9:]) for row in rows}) > 1
     # The old cards take longer for a layer, so a stage on them has fewer.
     pairs = zip(best["sizes"], best["layers"], best["nodes"], strict=True)
     rates = {nodes[0].split(".")[0]: layers / size for size, layers, nodes in pairs}
@@ -299,6 +307,8 @@ def test_equal_cards_stay_with_stock_megatron(tmp_path: Path, capsys: pytest.Cap
         "stay with stock Megatron: " in text and "flags of 1" not in text and "--vtp-" not in text.split("flags of")[1]
     )
     assert "flags of stock: --tensor-model-parallel-size " in text
+    # Without the plugin.
+    assert " SCRIPT FLAGS --tensor-model-parallel-size " in text.split("start (")[1] and "vtp_plugin" not in text
 
 
 def test_sizes_that_do_not_divide_the_default_padding_are_searched(
@@ -350,7 +360,8 @@ def test_flags_of_the_plugin_are_given_where_a_layout_needs_them(
     for one in (*data["best"], data["stock"], data["equal"]):
         is_unequal, flags = len({*one["sizes"]}) > 1, one["flags"]
         is_planned = "--vtp-schedule" in flags
-        assert ("--vtp-force" in flags) is (not is_unequal and is_planned), flags
+        # A planned schedule is the plugin's already.
+        assert ("--vtp-force" in flags) is (not is_unequal and not is_planned and "--vtp-transport" in flags), flags
         assert ("--vtp-size-list" in flags) is (is_unequal or is_planned), flags
     for one in (data["stock"], data["equal"]):
         assert one["flags"][:2] == ["--tensor-model-parallel-size", str(one["sizes"][0])]
@@ -360,7 +371,7 @@ def test_flags_of_the_plugin_are_given_where_a_layout_needs_them(
 def test_a_padding_that_changes_the_vocabulary_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--cluster", CLUSTER, "--vtp-stages", "1:4")
     text = found(capsys, *words, "--vocab-size", "128256")
-    assert "pads the vocabulary to 129024, as every list of this model does" in text
+    assert "pads the vocabulary to 129024, as every layout of this model does" in text
     assert "Megatron would to 128512" in text
     assert "pads the vocabulary" not in found(capsys, *words, "--vocab-size", "129024")
 
@@ -413,14 +424,14 @@ def test_each_layout_says_where_its_own_times_come_from(tmp_path: Path, capsys: 
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--vtp-size-list", "1,2"], "--vtp-size-list 1,2 with search, which is for all lists; leave it out"),
-        (["--context-parallel-size", "8"], "--context-parallel-size 8: no node has so many cards"),
+        (["--vtp-size-list", "1,2"], "--vtp-size-list 1,2 with search, which is for all layouts; leave it out"),
+        (["--context-parallel-size", "8"], "--context-parallel-size 8: no node has so many devices"),
         (["--vtp-cp-list", "1,2"], "--vtp-cp-list 1,2: search knows one size for all stages; give --context-parallel"),
         (["--vtp-cp-list", "2,2", "--vtp-ep-list", "2,2,2"], "lists of different lengths: --vtp-cp-list 2, --vtp-ep"),
         (["--vtp-cp-list", "2,2", "--context-parallel-size", "4"], "contradicts --context-parallel-size; leave one of"),
-        (["--vtp-cp-list", "2,2", "--vtp-stages", "1:4"], "--vtp-stages 1:4 with a list of 2 stages; leave one out"),
+        (["--vtp-cp-list", "2,2", "--vtp-stages", "1:4"], "--vtp-stages 1:4 with sizes of 2 stages; leave one out"),
         (["--global-batch-size", "7", "--micro-batch-size", "2"], "--global-batch-size 7 is no multiple of"),
-        (["--num-layers", "400"], "no layout of 1 to 400 stages fits the 14 cards"),
+        (["--num-layers", "400"], "no layout of 1 to 400 stages fits the 14 devices"),
         (["--output", "search.png"], "--output search.png: the name must end in .svg (picture)"),
         (["--num-best", "0"], "--num-best 0, --limit-s 60; give at least one layout and some seconds"),
         (["--tensor-model-parallel-size", "2"], "--tensor-model-parallel-size 2 with --vtp-size-list auto"),
@@ -445,5 +456,5 @@ def test_ctrl_c_prints_the_best_so_far(capsys: pytest.CaptureFixture[str], monke
 
     monkeypatch.setattr(find_best, "evaluate", interrupted)
     text = found(capsys, "--cluster", CLUSTER, "--vtp-stages", "1:4")
-    assert text.startswith("the search ended before all lists were bounded")
+    assert text.startswith("the search ended before all layouts were bounded")
     assert f"{min(one.step_s for one in judged if one is not None):.4g} s" in text

@@ -7,6 +7,7 @@ import dataclasses
 import inspect
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -453,67 +454,76 @@ def model(**sizes: object) -> SimpleNamespace:
 @pytest.mark.parametrize(
     ("tp_sizes", "sizes", "line"),
     [
-        ((1, 8), {}, "--num-attention-heads 12; stage 1 has tensor-parallel size 8, which must divide it; use 8 or 16"),
         (
-            (2, 5),
-            {"num_attention_heads": 3, "ffn_hidden_size": 20},
-            "--num-attention-heads 3; stage 0 has tensor-parallel size 2, which must divide it; use 10",
+            (1, 8),
+            {},
+            "--num-attention-heads 12: stage 1 has TP 8, which does not divide it; TP sizes that divide this model: "
+            "1, 2, 3, 4, 6, 12",
+        ),
+        (
+            (2, 5, 2),
+            {"num_attention_heads": 3, "ffn_hidden_size": 21},
+            "--num-attention-heads 3, --ffn-hidden-size 21: stages 0, 2 have TP 2, which does not divide them; "
+            "TP sizes that divide this model: 1, 3",
         ),
         (
             (1, 4),
             {"group_query_attention": True, "num_query_groups": 3},
-            "--num-query-groups 3; stage 1 has tensor-parallel size 4, which must be a multiple or a divisor of it; "
-            "use 2 or 4",
+            "--num-query-groups 3: stage 1 has TP 4, which is neither a divisor nor a multiple of it; TP sizes that "
+            "divide this model: 1, 3, 6, 12",
         ),
         (
             (3, 1),
             {"ffn_hidden_size": 100},
-            "--ffn-hidden-size 100; stage 0 has tensor-parallel size 3, which must divide it; use 99 or 102",
+            "--ffn-hidden-size 100: stage 0 has TP 3, which does not divide it; TP sizes that divide this model: "
+            "1, 2, 4",
         ),
         (
             (3, 1),
             {"ffn_hidden_size": None, "swiglu": True, "hidden_size": 100},
-            "--ffn-hidden-size 256 (from --hidden-size 100); stage 0 has tensor-parallel size 3, which must divide it; "
-            "use 255 or 258",
+            "--ffn-hidden-size 256 (from --hidden-size 100): stage 0 has TP 3, which does not divide it; TP sizes that "
+            "divide this model: 1, 2, 4",
         ),
         (
             (4, 2),
             {"num_experts": 4, "moe_ffn_hidden_size": 30, "sequence_parallel": True},
-            "--moe-ffn-hidden-size 30; stage 0 has tensor-parallel size 4, which must divide it; use 28 or 32",
+            "--moe-ffn-hidden-size 30: stage 0 has TP 4, which does not divide it; TP sizes that divide this model: "
+            "1, 2, 3, 6",
         ),
         (
             (4, 2),
             {"sequence_parallel": True, "seq_length": 50},
-            "--seq-length 50 with --sequence-parallel; stage 0 has tensor-parallel size 4, which must divide it; "
-            "use 48 or 52",
+            "--seq-length 50 with --sequence-parallel: stage 0 has TP 4, which does not divide it; TP sizes that "
+            "divide this model: 1, 2",
         ),
         (
             (1, 3),
             {"padded_vocab_size": 256},
-            "--padded-vocab-size 256; stage 1 has tensor-parallel size 3, which must divide it; use 255 or 258",
+            "--padded-vocab-size 256: stage 1 has TP 3, which does not divide it; TP sizes that divide this model: "
+            "1, 2, 4",
         ),
         (
             (1, 3),
             {**LATENT, "q_lora_rank": 36, "kv_lora_rank": 20, "qk_pos_emb_head_dim": 5},
-            "--kv-lora-rank 20 + --qk-pos-emb-head-dim 5 = 25; stage 1 has tensor-parallel size 3, which must divide "
-            "it; use 24 or 27",
+            "--kv-lora-rank 20 + --qk-pos-emb-head-dim 5 = 25: stage 1 has TP 3, which does not divide it; TP sizes "
+            "that divide this model: 1",
         ),
         (
             (2, 1),
             {**LATENT, "q_lora_rank": 35, "kv_lora_rank": 20, "qk_pos_emb_head_dim": 4},
-            "--q-lora-rank 35; stage 0 has tensor-parallel size 2, which must divide it; use 34 or 36",
+            "--q-lora-rank 35: stage 0 has TP 2, which does not divide it; TP sizes that divide this model: 1",
         ),
         (
             (2, 3),
             {"hidden_size": 64, "mtp_num_layers": 1},
-            "--hidden-size 64 with --mtp-num-layers; stage 1 has tensor-parallel size 3, which must divide it; "
-            "use 63 or 66",
+            "--hidden-size 64 with --mtp-num-layers: stage 1 has TP 3, which does not divide it; TP sizes that divide "
+            "this model: 1, 2, 4",
         ),
         (
             (1, 2),
             {"vocab_size": 257, "pad_vocab_size": False},
-            "--vocab-size 257 with --no-pad-vocab-size; stage 1 has tensor-parallel size 2, which must divide it; "
-            "use 256 or 258",
+            "--vocab-size 257 with --no-pad-vocab-size: stage 1 has TP 2, which does not divide it; TP sizes that "
+            "divide this model: 1",
         ),
     ],
 )
@@ -543,7 +553,9 @@ def test_experts_are_cut_by_sizes_of_their_own() -> None:
     sizes = model(num_experts=4, moe_ffn_hidden_size=30, sequence_parallel=True, seq_length=8)
     assert check_sizes(sizes, OptionContext(tp_sizes=(4, 2), etp_sizes=(1, 1), ep_sizes=(4, 2))) == ()
     (line,) = check_sizes(sizes, OptionContext(tp_sizes=(4, 2), etp_sizes=(1, 1), ep_sizes=(1, 3)))
-    assert line == "--num-experts 4; stage 1 has expert-parallel size 3, which must divide it; use 3 or 6"
+    assert line == (
+        "--num-experts 4: stage 1 has EP 3, which does not divide it; EP sizes that divide this model: 1, 2, 4"
+    )
     (line,) = check_sizes(model(num_experts=None), OptionContext(tp_sizes=(4, 2), ep_sizes=(1, 2)))
     assert "the model has no experts" in line
     (line,) = check_sizes(sizes, OptionContext(tp_sizes=(1, 1), dp_sizes=(1, 2), is_split=True))
@@ -554,14 +566,14 @@ def test_sequence_is_cut_by_context_parallelism_too() -> None:
     context = OptionContext(tp_sizes=(2, 2), cp_sizes=(2, 2))
     (first, second) = check_sizes(model(sequence_parallel=True, seq_length=50), context)
     assert "stage 0" in first and "stage 1" in second
-    assert first.endswith("tensor-parallel size 2 and context-parallel size 2, so 4 must divide it; use 48 or 52")
+    assert first.endswith("stage 0 has CP 2, so 4 must divide it; use 48 or 52")
     assert check_sizes(model(sequence_parallel=True, seq_length=52), context) == ()
 
 
 def test_sequence_is_checked_against_every_stages_context_parallelism() -> None:
     context = OptionContext(tp_sizes=(2, 1, 1), cp_sizes=(1, 2, 3))
     assert check_sizes(model(seq_length=52), context) == (
-        "--seq-length 52; stage 2 has context-parallel size 3, so 6 must divide it; use 48 or 60",
+        "--seq-length 52: stage 2 has CP 3, so 6 must divide it; use 48 or 60",
     )
     assert check_sizes(model(seq_length=60), context) == ()
     assert not OptionContext(tp_sizes=(1, 1), cp_sizes=(1, 2)).is_uniform
@@ -576,35 +588,38 @@ tp_lists = st.lists(st.integers(1, 8), min_size=1, max_size=5).map(tuple)
 def test_accepted_exactly_when_every_stage_divides(attribute: str, tp_sizes: tuple[int, ...], value: int) -> None:
     context = OptionContext(tp_sizes=tp_sizes)
     lines = check_sizes(SimpleNamespace(**{attribute: value}), context)
-    assert [int(line.split("stage ")[1].split()[0]) for line in lines] == [
-        stage for stage, size in enumerate(tp_sizes) if value % size
-    ]
-    for choice in suggestions(lines):
-        assert check_sizes(SimpleNamespace(**{attribute: choice}), context) == ()
+    assert stages_in(lines) == [stage for stage, size in enumerate(tp_sizes) if value % size]
+    for line in lines:
+        assert sizes_in(line) == [size for size in range(1, 65) if value % size == 0]
 
 
 @settings(max_examples=200)
 @given(tp_sizes=tp_lists, groups=st.integers(1, 24), per_group=st.integers(1, 6))
 def test_query_groups_accepted_exactly_as_megatron_does(tp_sizes: tuple[int, ...], groups: int, per_group: int) -> None:
-    context = OptionContext(tp_sizes=tp_sizes)
+    context, heads = OptionContext(tp_sizes=tp_sizes), groups * per_group
+    args = SimpleNamespace(group_query_attention=True, num_query_groups=groups, num_attention_heads=heads)
 
-    def lines_for(number: int) -> tuple[str, ...]:
-        args = SimpleNamespace(
-            group_query_attention=True, num_query_groups=number, num_attention_heads=groups * per_group
-        )
-        return tuple(line for line in check_sizes(args, context) if line.startswith("--num-query-groups"))
+    def is_shared(size: int) -> bool:
+        return groups % size == 0 or size % groups == 0
 
-    wrong = [stage for stage, size in enumerate(tp_sizes) if groups % size and size % groups]
-    assert len(lines_for(groups)) == len(wrong)
-    for choice in suggestions(lines_for(groups)):
-        assert lines_for(choice) == ()
+    lines = check_sizes(args, context)
+    of_groups = [line for line in lines if f"--num-query-groups {groups}:" in line]
+    assert stages_in(of_groups) == [stage for stage, size in enumerate(tp_sizes) if not is_shared(size)]
+    for line in lines:
+        assert sizes_in(line) == [size for size in range(1, 65) if heads % size == 0 and is_shared(size)]
+        for size in sizes_in(line):
+            assert check_sizes(args, OptionContext(tp_sizes=(size,))) == ()
 
 
-def suggestions(lines: tuple[str, ...]) -> list[int]:
-    """The values that the lines recommend. Every line recommends at least one."""
-    found = [re.findall(r"\d+", line.rsplit("; use ", 1)[1]) for line in lines]
-    assert all(found)
-    return [int(number) for numbers in found for number in numbers]
+def stages_in(lines: Sequence[str]) -> list[int]:
+    """The stages that the lines name, ascending."""
+    found = [re.search(r"stages? ([\d, ]+) ha(?:s|ve) ", line) for line in lines]
+    return sorted(int(number) for one in found if one for number in one[1].split(", "))
+
+
+def sizes_in(line: str) -> list[int]:
+    """The sizes that a line names as a way out."""
+    return [int(number) for number in line.rsplit(": ", 1)[1].split(", ")]
 
 
 @pytest.mark.parametrize(
@@ -675,8 +690,8 @@ def test_no_flag_of_megatron_is_taken_for_a_misspelt_one(parser: argparse.Argume
     assert len(others) > 400 and "--adam-beta1" in others
     pairs = [(word, known) for word in others for known in known_flags() if abs(len(word) - len(known)) <= MAX_TYPOS]
     assert not [pair for pair in pairs if num_typos(*pair) <= MAX_TYPOS]
-    own = {"--world-size", "--json", "--output", "--num-microbatches", "--bridge", "--card-memory"}
-    own |= {flag.name for flag in VTP_FLAGS}
+    own = {"--world-size", "--json", "--output", "--num-microbatches", "--bridge", "--card-memory", "--nodes"}
+    own |= {"--slurm", *(flag.name for flag in VTP_FLAGS)}
     assert set(known_flags()) - own < theirs, "no flag is declared that Megatron does not have"
 
 

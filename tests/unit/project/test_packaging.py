@@ -141,10 +141,16 @@ def test_an_install_touches_neither_torch_nor_megatron(wheel: Path, tmp_path: Pa
     install = [*pip, "install", "--no-index", "--no-compile", wheel]
     assert "Successfully installed vtp-plugin-" in done(install, tmp_path).splitlines()[-1]
     after = files_under(tmp_path)
-    added = {path.relative_to(site).parts[0] for path in map(Path, after.keys() - before.keys())}
+    script = tmp_path / "env/bin/vtp"
+    added = {path.relative_to(site).parts[0] for path in map(Path, after.keys() - before.keys()) if path != script}
     assert before.items() <= after.items()
     assert added == {"vtp_plugin", f"vtp_plugin-{vtp_plugin.__version__}.dist-info"}
     assert done([interpreter, "-B", tmp_path / "train/train.py"], tmp_path).split() == ["2.7.1", "0.19.1", str(core)]
+    # The commands, by the name that their help advises once it is on the path.
+    assert done([script, "--version"], tmp_path) == f"vtp_plugin {vtp_plugin.__version__}\n"
+    for path, name in ((script.parent, "vtp"), (tmp_path, "python -m vtp_plugin")):
+        shown = done(["/usr/bin/env", f"PATH={path}", interpreter, "-m", "vtp_plugin", "plan", "--help"], tmp_path)
+        assert shown.startswith(f"usage: {name} plan [flags]")
 
 
 def test_wheel_unpacked_elsewhere_imports_its_own_patches(wheel: Path, tmp_path: Path) -> None:

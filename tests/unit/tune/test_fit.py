@@ -199,6 +199,36 @@ def test_plan_shows_what_is_fitted(capsys: pytest.CaptureFixture[str]) -> None:
     assert [stage["site"] for stage in plan["stages"]] == ["edge", "cloud"]
 
 
+def test_plan_shows_what_to_start_for_what_is_fitted(capsys: pytest.CaptureFixture[str]) -> None:
+    """The flags of the command are a plan of the same ranks, each on the node that the fit gave it."""
+    for words in (
+        ("8,6,8", "--vtp-stages", "4:4"),
+        ("3,3", "--vtp-stages", "2"),
+        ("4,4", "--context-parallel-size", "2"),
+    ):
+        main(["plan", "--json", "--have", *words, "--vtp-data-parallel-size", "2", *FLAGS])
+        plan = json.loads(capsys.readouterr().out)
+        started = {rank: node["node"] for node in plan["launch"]["nodes"] for rank in node["ranks"]}
+        assert sorted(started) == [*range(plan["world_size"])]
+        for stage, names in zip(plan["stages"], plan["fit"]["nodes"], strict=True):
+            of_replica = stage["tp"] * stage["cp"]
+            assert [started[rank] for rank in stage["ranks"]] == [name for name in names for _ in range(of_replica)]
+        flags = shlex.split(plan["launch"]["nodes"][0]["commands"][0].partition(" FLAGS ")[2])
+        assert "--vtp-stages" not in flags and "auto" not in flags
+        is_uniform = len({stage["tp"] for stage in plan["stages"]}) == 1
+        assert ("--vtp-force" in flags) is is_uniform
+        main(["plan", "--json", *FLAGS, *flags, "--world-size", str(plan["world_size"])])
+        assert json.loads(capsys.readouterr().out)["stages"] == plan["stages"]
+
+
+def test_sites_of_nodes_each_have_a_stage(capsys: pytest.CaptureFixture[str]) -> None:
+    """In what is fitted, and in what it is compared with."""
+    main(["plan", "--json", "--have", "edge:1,cloud:8", *FLAGS])
+    plan = json.loads(capsys.readouterr().out)
+    assert [stage["site"] for stage in plan["stages"]] == ["edge", "cloud"]
+    assert "8 devices" not in " ".join(plan["fit"]["reasons"]) and "8 cards" not in " ".join(plan["fit"]["reasons"])
+
+
 def test_plan_counts_the_memory_of_fitted_layers(capsys: pytest.CaptureFixture[str]) -> None:
     """A stage of two cards holds as much as one of four with twice the layers; a small card takes fewer."""
     words = ["plan", "--json", "--have", "4,2", "--vtp-stages", "2:2", "--vtp-data-parallel-size", "1", *FLAGS]

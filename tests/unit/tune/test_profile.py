@@ -167,8 +167,8 @@ MODEL_WORDS = [
 @pytest.mark.parametrize(
     ("words", "text"),
     [
-        (["--vtp-size-list", "1,2"], "--vtp-size-list 1,2 with profile, which is for all lists; leave it out"),
-        (["--tp-sizes", "5"], "--tp-sizes 5: --num-attention-heads 12; stage 0 has tensor-parallel size 5"),
+        (["--vtp-size-list", "1,2"], "--vtp-size-list 1,2 with profile, which is for all layouts; leave it out"),
+        (["--tp-sizes", "5"], "--tp-sizes 5: --num-attention-heads 12, --ffn-hidden-size 192"),
         (["--rounds", "0"], "--rounds 0; give at least one"),
         (["--hidden-size", "0"], "profile needs to know the model: give --hidden-size"),
         (["--out", "none/new.toml"], "--out none/new.toml: there is no folder none; make it"),

@@ -103,12 +103,31 @@ def expert_copies(
         size = tp * cp * dp
         if size % (etp * ep):
             way_out = f"an ep size that divides {cp * dp}" if etp == tp else f"sizes whose product divides {size}"
+            if smaller := _smaller_etp(etp_sizes, ep_sizes, stages):
+                way_out += f", or --vtp-etp-list {','.join(map(str, smaller))}"
             raise LayoutError(
                 f"expert sizes tp {etp} * ep {ep} = {etp * ep} do not divide the tp * cp * dp = {tp} * {cp} * {dp} = "
                 f"{size} ranks of stage {stage}: choose {way_out}"
             )
         copies.append(size // (etp * ep))
     return tuple(copies)
+
+
+def _smaller_etp(
+    etp_sizes: Sequence[int], ep_sizes: Sequence[int], stages: Sequence[tuple[int, int, int]]
+) -> tuple[int, ...]:
+    """Give the largest tensor-parallel sizes of experts that fit the given expert-parallel ones; empty without any.
+
+    >>> _smaller_etp((1, 2), (1, 2), ((1, 1, 1), (2, 1, 1)))
+    (1, 1)
+    """
+    found = []
+    for etp, ep, (tp, cp, dp) in zip(etp_sizes, ep_sizes, stages, strict=True):
+        fitting = [size for size in range(1, etp + 1) if etp % size == 0 and (tp * cp * dp) % (size * ep) == 0]
+        if not fitting:
+            return ()
+        found.append(max(fitting))
+    return tuple(found)
 
 
 def check_experts(experts: Sequence[tuple[int, int, int]], stages: Sequence[tuple[int, int, int]]) -> None:

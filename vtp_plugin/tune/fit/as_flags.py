@@ -9,6 +9,8 @@ from vtp_plugin.config.parse_values import format_value
 from vtp_plugin.tune.fit.chosen import Chosen
 from vtp_plugin.tune.fit.constraints import Constraints
 
+OF_A_FIT = ("--vtp-size-list", "--vtp-stages", "--vtp-data-parallel-size", "--vtp-sites", "--vtp-node")
+"""Flags that a fit decides, and those that are for it alone."""
 _LARGEST = 16
 """Sizes up to this pad a vocabulary alike, whichever of them is in a list."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from vtp_plugin.plan.launch.node_ranks import ranks_by_node
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 
 
@@ -24,11 +25,8 @@ def assign_ranks(
     >>> assign_ranks([["a"], ["b"]], layout, {"a": [2, 3], "b": [0, 1]})
     {2: 0, 3: 1, 0: 2}
     """
-    left = {name: list(numbers) for name, numbers in cards.items()}
-    ranks: dict[int, int] = {}
-    for stage, names in enumerate(node_names):
-        for replica, name in enumerate(names):
-            for cp_rank in range(layout.stages[stage].cp):
-                for rank in layout.tp_ranks(stage, replica, cp_rank):
-                    ranks[left[name].pop(0)] = rank
-    return ranks
+    return {
+        card: rank
+        for name, ranks in ranks_by_node(node_names, layout).items()
+        for card, rank in zip(cards[name], ranks, strict=False)
+    }

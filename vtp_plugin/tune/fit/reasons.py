@@ -49,7 +49,8 @@ def _whole_nodes(fitted: Candidate, constraints: Constraints) -> Iterator[str]:
         if rest:
             yield f"{who}, no multiple of --context-parallel-size {constraints.cp}; {rest} of them stay idle"
         elif problems := constraints.problems_of_size(size):
-            yield f"{who}, but no stage can have tensor-parallel size {size}: {problems[0].replace('stage 0', 'it')}"
+            why = problems[0].replace(f"stage 0 has TP {size}, which", f"TP {size}")
+            yield f"{who}, but no stage can have tensor-parallel size {size}: {why}"
 
 
 def _spares(fitted: Candidate, constraints: Constraints) -> Iterator[str]:

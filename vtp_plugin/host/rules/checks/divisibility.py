@@ -6,11 +6,34 @@ Megatron checks this too, but each rank for its stage only: some ranks would fai
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from vtp_plugin.host.rules.context import OptionContext
 
-_Fits = Callable[[int, int], bool]
+# Sizes that are named as a way out.
+_LARGEST_NAMED = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Cut:
+    """A size of the model that a stage cuts by one of its parallel sizes.
+
+    Attributes:
+        name: the flag and its value.
+        stage: index of the stage.
+        axis: which of its sizes cuts it: TP, EP or ETP.
+        size: that size.
+        fits: tells whether a size can cut the value.
+        is_shared: whether a size that is a multiple of the value fits, too.
+    """
+
+    name: str
+    stage: int
+    axis: str
+    size: int
+    fits: Callable[[int], bool]
+    is_shared: bool = False
 
 
 def check_sizes(args: object, context: OptionContext) -> tuple[str, ...]:
@@ -28,22 +51,42 @@ def check_sizes(args: object, context: OptionContext) -> tuple[str, ...]:
         context: The run.
 
     Returns:
-        One line for every size and stage that do not fit, ``value; rule; way out``; the stages in pipeline order.
+        Lines of the form ``value: rule; way out``: one for all that a size of stages does not divide, with the sizes
+        that would divide it, then those about experts and context parallelism.
 
     >>> from types import SimpleNamespace
     >>> print(*check_sizes(SimpleNamespace(num_attention_heads=6), OptionContext(tp_sizes=(1, 4))))
-    --num-attention-heads 6; stage 1 has tensor-parallel size 4, which must divide it; use 4 or 8
+    --num-attention-heads 6: stage 1 has TP 4, which does not divide it; TP sizes that divide this model: 1, 2, 3, 6
     """
-    return (
-        *_check_heads(args, context),
-        *_check_query_groups(args, context),
-        *_check_latent(args, context),
-        *_check_feed_forward(args, context),
-        *_check_experts(args, context),
-        *_check_prediction(args, context),
-        *_check_sequence(args, context),
-        *_check_vocabulary(args, context),
+    cuts = (
+        *_cut_heads(args, context),
+        *_cut_latent(args, context),
+        *_cut_feed_forward(args, context),
+        *_cut_experts(args, context),
+        *_cut_prediction(args, context),
+        *_cut_sequence(args, context),
+        *_cut_vocabulary(args, context),
     )
+    return (*_misfits(cuts), *_check_experts(args, context), *_check_chunks(args, context))
+
+
+def _misfits(cuts: Sequence[_Cut]) -> Iterator[str]:
+    """Write a line for each size that does not cut all that it must, with the stages that have it."""
+    wrong: dict[tuple[str, int, tuple[str, ...]], list[int]] = {}
+    for axis, stage in dict.fromkeys((cut.axis, cut.stage) for cut in cuts):
+        odd = [cut for cut in cuts if (cut.axis, cut.stage) == (axis, stage) and not cut.fits(cut.size)]
+        if odd:
+            wrong.setdefault((axis, odd[0].size, tuple(cut.name for cut in odd)), []).append(stage)
+    for (axis, size, names), stages in wrong.items():
+        own = [cut for cut in cuts if cut.axis == axis and cut.stage == stages[0]]
+        choices = [one for one in range(1, _LARGEST_NAMED + 1) if all(cut.fits(one) for cut in own)]
+        is_shared = all(cut.is_shared for cut in own if cut.name in names)
+        rule = "is neither a divisor nor a multiple of" if is_shared else "does not divide"
+        who = f"stage {stages[0]} has" if len(stages) == 1 else f"stages {', '.join(map(str, stages))} have"
+        yield (
+            f"{', '.join(names)}: {who} {axis} {size}, which {rule} {'it' if len(names) == 1 else 'them'}; "
+            f"{axis} sizes that divide this model: {', '.join(map(str, choices))}"
+        )
 
 
 def _number(args: object, attribute: str) -> int:
@@ -51,52 +94,51 @@ def _number(args: object, attribute: str) -> int:
     return getattr(args, attribute, None) or 0
 
 
-def _check_heads(args: object, context: OptionContext) -> Iterator[str]:
-    heads = _number(args, "num_attention_heads")
-    return _check_multiple(f"--num-attention-heads {heads}", heads, _stages(context))
-
-
-def _check_query_groups(args: object, context: OptionContext) -> Iterator[str]:
+def _cut_heads(args: object, context: OptionContext) -> Iterator[_Cut]:
+    heads, groups = _number(args, "num_attention_heads"), _number(args, "num_query_groups")
+    yield from _divided(f"--num-attention-heads {heads}", heads, _stages(context))
     # Without the switch Megatron ignores the number, which is 1 by default, and gives every head its own group.
-    if not getattr(args, "group_query_attention", False):
-        return iter(())
-    groups, heads = _number(args, "num_query_groups"), _number(args, "num_attention_heads")
-
-    def fits_all(candidate: int) -> bool:
-        return heads % candidate == 0 and all(_is_shared(candidate, size) for size in context.tp_sizes)
-
-    return _check(
-        f"--num-query-groups {groups}",
-        groups,
-        _stages(context),
-        fits=_is_shared,
-        rule="which must be a multiple or a divisor of it",
-        # 1 group always fits. Above the heads there is none, and without heads there is no end to search up to.
-        nearest=_nearest(groups, fits_all, range(groups + 1, (heads or groups) + 1)),
-    )
+    if not getattr(args, "group_query_attention", False) or not groups:
+        return
+    for stage, size in _stages(context):
+        yield _Cut(
+            name=f"--num-query-groups {groups}",
+            stage=stage,
+            axis="TP",
+            size=size,
+            fits=lambda size: groups % size == 0 or size % groups == 0,
+            is_shared=True,
+        )
 
 
-def _check_latent(args: object, context: OptionContext) -> Iterator[str]:
+def _cut_latent(args: object, context: OptionContext) -> Iterator[_Cut]:
     # Transformer Engine's layers are not cut here.
     if not getattr(args, "multi_latent_attention", False) or getattr(args, "transformer_impl", "") != "local":
         return
     queries = _number(args, "q_lora_rank")
-    yield from _check_multiple(f"--q-lora-rank {queries}", queries, _stages(context))
+    yield from _divided(f"--q-lora-rank {queries}", queries, _stages(context))
     keys, positions = _number(args, "kv_lora_rank"), _number(args, "qk_pos_emb_head_dim")
     name = f"--kv-lora-rank {keys} + --qk-pos-emb-head-dim {positions} = {keys + positions}"
-    yield from _check_multiple(name, keys + positions, _stages(context))
+    yield from _divided(name, keys + positions, _stages(context))
 
 
-def _check_feed_forward(args: object, context: OptionContext) -> Iterator[str]:
+def _cut_feed_forward(args: object, context: OptionContext) -> Iterator[_Cut]:
     value, name = feed_forward_size(args)
-    yield from _check_multiple(name, value, _stages(context))
+    yield from _divided(name, value, _stages(context))
     if not _number(args, "num_experts"):
         return
-    stages = list(enumerate(context.etp_sizes or context.tp_sizes))
     expert = _number(args, "moe_ffn_hidden_size")
-    yield from _check_multiple(f"--moe-ffn-hidden-size {expert}", expert, stages)
+    etp_sizes = context.etp_sizes or context.tp_sizes
+    axis = "ETP" if context.etp_sizes else "TP"
+    yield from _divided(f"--moe-ffn-hidden-size {expert}", expert, list(enumerate(etp_sizes)), axis)
     shared = _number(args, "moe_shared_expert_intermediate_size")
-    yield from _check_multiple(f"--moe-shared-expert-intermediate-size {shared}", shared, _stages(context))
+    yield from _divided(f"--moe-shared-expert-intermediate-size {shared}", shared, _stages(context))
+
+
+def _cut_experts(args: object, context: OptionContext) -> Iterator[_Cut]:
+    number = _number(args, "num_experts")
+    sizes = context.ep_sizes or (1,) * context.num_stages
+    return _divided(f"--num-experts {number}", number, list(enumerate(sizes)), "EP")
 
 
 def _check_experts(args: object, context: OptionContext) -> Iterator[str]:
@@ -107,7 +149,6 @@ def _check_experts(args: object, context: OptionContext) -> Iterator[str]:
             shown = ",".join(map(str, sizes))
             yield f"expert-parallel sizes {shown}; the model has no experts; add --num-experts, or leave the sizes out"
         return
-    yield from _check_multiple(f"--num-experts {number}", number, list(enumerate(sizes)), what="expert-parallel")
     for stage, size in _stages(context):
         if size > 1 and not getattr(args, "sequence_parallel", False):
             yield (
@@ -121,14 +162,14 @@ def _check_experts(args: object, context: OptionContext) -> Iterator[str]:
         )
 
 
-def _check_prediction(args: object, context: OptionContext) -> Iterator[str]:
+def _cut_prediction(args: object, context: OptionContext) -> Iterator[_Cut]:
     # A layer of multi-token prediction has a projection to the hidden size, which is cut. Where a layout places it is
     # not known here.
     if not _number(args, "mtp_num_layers") or getattr(args, "pipeline_model_parallel_layout", None):
         return iter(())
     stage = 0 if context.is_u_shaped else context.num_stages - 1
     hidden = _number(args, "hidden_size")
-    return _check_multiple(f"--hidden-size {hidden} with --mtp-num-layers", hidden, [_stages(context)[stage]])
+    return _divided(f"--hidden-size {hidden} with --mtp-num-layers", hidden, [_stages(context)[stage]])
 
 
 def feed_forward_size(args: object) -> tuple[int, str]:
@@ -147,77 +188,66 @@ def feed_forward_size(args: object) -> tuple[int, str]:
     return size, f"--ffn-hidden-size {size} (from --hidden-size {hidden})"
 
 
-def _check_sequence(args: object, context: OptionContext) -> Iterator[str]:
+def _sequence(args: object, context: OptionContext) -> tuple[int, str, list[tuple[int, int, Callable[[int], int]]]]:
+    """Return the sequence length, its name in messages, and of every stage tp, cp, and what a tp size asks of it."""
     is_sharded = bool(getattr(args, "sequence_parallel", False))
-    cp_sizes = context.cp_sizes or (1,) * context.num_stages
-    # Context parallelism gives each rank two chunks of the sequence, so that causal attention is balanced. Sequence
-    # parallelism cuts what a rank then has.
-    chunks = [2 * cp if cp > 1 else 1 for cp in cp_sizes]
-    slices = [cp * tp if is_sharded else 1 for cp, tp in zip(cp_sizes, context.tp_sizes, strict=True)]
-    steps = [math.lcm(*pair) for pair in zip(chunks, slices, strict=True)]
     flag = "--seq-length" if _number(args, "seq_length") else "--encoder-seq-length"
     length = _number(args, "seq_length") or _number(args, "encoder_seq_length")
-    choices = " or ".join(str(choice) for choice in nearest_multiples(length, math.lcm(*steps)))
-    for stage, (tp, cp, step) in enumerate(zip(context.tp_sizes, cp_sizes, steps, strict=True)):
-        if not length % step:
-            continue
-        name = f"{flag} {length}" + (" with --sequence-parallel" if is_sharded else "")
-        sizes = [f"tensor-parallel size {tp}"] if is_sharded else []
-        sizes += [f"context-parallel size {cp}"] if cp > 1 else []
-        rule = "which must divide it" if cp == 1 else f"so {step} must divide it"
-        yield f"{name}; stage {stage} has {' and '.join(sizes)}, {rule}; use {choices}"
+    stages = []
+    for tp, cp in zip(context.tp_sizes, context.cp_sizes or (1,) * context.num_stages, strict=True):
+        # Context parallelism gives each rank two chunks of the sequence, so that causal attention is balanced.
+        # Sequence parallelism cuts what a rank then has.
+        chunks = 2 * cp if cp > 1 else 1
+
+        def step(size: int, cp: int = cp, chunks: int = chunks) -> int:
+            return math.lcm(chunks, cp * size if is_sharded else 1)
+
+        stages.append((tp, cp, step))
+    return length, f"{flag} {length}" + (" with --sequence-parallel" if is_sharded else ""), stages
 
 
-def _check_vocabulary(args: object, context: OptionContext) -> Iterator[str]:
+def _cut_sequence(args: object, context: OptionContext) -> Iterator[_Cut]:
+    """Yield what tensor-parallel sizes cut of the sequence, where context parallelism alone could cut it."""
+    length, name, stages = _sequence(args, context)
+    for stage, (tp, _, step) in enumerate(stages):
+        if length and not length % step(1):
+            yield _Cut(
+                name=name, stage=stage, axis="TP", size=tp, fits=lambda size, step=step: length % step(size) == 0
+            )
+
+
+def _check_chunks(args: object, context: OptionContext) -> Iterator[str]:
+    """Find the stages whose context-parallel size does not cut the sequence, whatever their tensor-parallel size is."""
+    length, name, stages = _sequence(args, context)
+    whole = math.lcm(*(step(tp) for tp, _, step in stages))
+    choices = " or ".join(str(choice) for choice in nearest_multiples(length, whole))
+    for stage, (tp, cp, step) in enumerate(stages):
+        if length % step(1):
+            tensor = f"TP {tp} and " if step(tp) != step(1) else ""
+            yield f"{name}: stage {stage} has {tensor}CP {cp}, so {step(tp)} must divide it; use {choices}"
+
+
+def _cut_vocabulary(args: object, context: OptionContext) -> Iterator[_Cut]:
     stages = _stages(context)
     # Only these hold the embedding and the output layer.
     ends = [stages[0], stages[-1]] if len(stages) > 1 else stages
     padded = _number(args, "padded_vocab_size")
     if padded:
-        return _check_multiple(f"--padded-vocab-size {padded}", padded, ends)
+        return _divided(f"--padded-vocab-size {padded}", padded, ends)
     if getattr(args, "pad_vocab_size", True):
         return iter(())
     plain = _number(args, "vocab_size")
-    return _check_multiple(f"--vocab-size {plain} with --no-pad-vocab-size", plain, ends)
+    return _divided(f"--vocab-size {plain} with --no-pad-vocab-size", plain, ends)
 
 
 def _stages(context: OptionContext) -> list[tuple[int, int]]:
     return list(enumerate(context.tp_sizes))
 
 
-def _is_shared(groups: int, size: int) -> bool:
-    return groups % size == 0 or size % groups == 0
-
-
-def _check_multiple(
-    name: str, value: int, stages: Sequence[tuple[int, int]], *, what: str = "tensor-parallel"
-) -> Iterator[str]:
-    return _check(
-        name,
-        value,
-        stages,
-        fits=lambda value, size: value % size == 0,
-        rule="which must divide it",
-        nearest=nearest_multiples(value, math.lcm(*(size for _, size in stages))),
-        what=what,
-    )
-
-
-def _check(
-    name: str,
-    value: int,
-    stages: Sequence[tuple[int, int]],
-    *,
-    fits: _Fits,
-    rule: str,
-    nearest: tuple[int, ...],
-    what: str = "tensor-parallel",
-) -> Iterator[str]:
-    """Write one line for every stage that the value does not fit. A value of 0 is unknown and fits."""
-    choices = " or ".join(str(choice) for choice in nearest) or "other sizes in --vtp-size-list"
-    for stage, size in stages:
-        if value and not fits(value, size):
-            yield f"{name}; stage {stage} has {what} size {size}, {rule}; use {choices}"
+def _divided(name: str, value: int, stages: Sequence[tuple[int, int]], axis: str = "TP") -> Iterator[_Cut]:
+    """Yield a cut of a value by the size of every stage, which must divide it. A value of 0 is unknown."""
+    for stage, size in stages if value else ():
+        yield _Cut(name=name, stage=stage, axis=axis, size=size, fits=lambda size: value % size == 0)
 
 
 def nearest_multiples(value: int, step: int) -> tuple[int, ...]:
@@ -228,10 +258,3 @@ def nearest_multiples(value: int, step: int) -> tuple[int, ...]:
     """
     below = value // step * step
     return tuple(choice for choice in (below, below + step) if choice > 0)
-
-
-def _nearest(value: int, fits: Callable[[int], bool], above: Iterable[int]) -> tuple[int, ...]:
-    """Return the nearest values that fit, on both sides, if there are any."""
-    below = next((choice for choice in range(value - 1, 0, -1) if fits(choice)), None)
-    beyond = next((choice for choice in above if fits(choice)), None)
-    return tuple(choice for choice in (below, beyond) if choice is not None)

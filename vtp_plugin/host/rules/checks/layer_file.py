@@ -12,6 +12,8 @@ from vtp_plugin.util.untrusted_files import parse_json, read_json
 _OPTION = "--heterogeneous-layers-config-path"
 # Megatron rounds a feed-forward size up to a multiple of it.
 _STEP = 256
+# Sizes that are named as a way out.
+_LARGEST_NAMED = 64
 
 
 def check_layer_file(args: object, context: OptionContext) -> tuple[str, ...]:
@@ -52,12 +54,17 @@ def _check_layers(whole: Mapping[str, Any], tp_sizes: list[int]) -> Iterator[str
     for number, block in enumerate(whole["block_configs"], start=1):
         for name, size, is_shared in _sizes_of(block, whole):
             for tp in tp_sizes:
-                if size % tp and not (is_shared and tp % size == 0):
-                    rule = "which must be a multiple or a divisor of it" if is_shared else "which must divide it"
+                if not _fits(size, tp, is_shared):
+                    rule = "is neither a divisor nor a multiple of it" if is_shared else "does not divide it"
+                    fitting = [one for one in range(1, _LARGEST_NAMED + 1) if _fits(size, one, is_shared)]
                     yield (
-                        f"{_OPTION}, layer {number}: {name} {size}; a stage has tensor-parallel size {tp}, {rule}; "
-                        "change the layer or --vtp-size-list"
+                        f"{_OPTION}, layer {number}: {name} {size}; a stage has TP {tp}, which {rule}; TP sizes that "
+                        f"fit: {', '.join(map(str, fitting))}; or change the layer"
                     )
+
+
+def _fits(size: int, tp: int, is_shared: bool) -> bool:
+    return size % tp == 0 or (is_shared and tp % size == 0)
 
 
 def _sizes_of(block: Mapping[str, Any], whole: Mapping[str, Any]) -> Iterator[tuple[str, int, bool]]:
