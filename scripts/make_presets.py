@@ -58,6 +58,8 @@ tokens cuts the hidden size, so that of DeepSeek V3 divides by 3.
 Written by this command, which takes about six minutes on two idle cores:
 
     python scripts/make_presets.py
+
+The same models in their real sizes, with launch lines: [recipes](../examples/README.md#recipes).
 """
 
 
