@@ -141,7 +141,7 @@ def test_megatron_parses_and_checks_the_flags(
     from vtp_plugin.patches.training import arguments as patches
 
     megatron = megatron_arguments()
-    start = started(recipe, 0, tmp_path, SMALL=small)
+    start = started(recipe, 0, tmp_path, SMALL=small, CHECKPOINTS=str(tmp_path / "checkpoints"))  # which is locked
     sizes = [int(size) for size in value(start.words, "--vtp-size-list").split(",")]
     flag = "--vtp-data-parallel-size"
     num_replicas = int(value(start.words, flag)) if flag in start.words else 1
