@@ -50,7 +50,7 @@ def test_in_small_it_trains_as_uniform_stages_do(recipe: Recipe, script_pool: Po
         # Experts, and layers of other stages, begin with other weights.
         folder = str(tmp_path / "start")
         trained(script_pool, equal, ["--save", folder, "--save-interval", "1", "--exit-interval", "1"])
-        begin = ["--load", folder, "--finetune"]
+        begin = ["--load", str(tmp_path / "empty"), "--pretrained-checkpoint", folder]
     reference = trained(script_pool, equal, begin)
     assert len(losses(reference)) == NUM_STEPS and losses(reference)[0] == pytest.approx(6.2, abs=0.5)
     assert_same_training(trained(script_pool, by_rank, begin), reference)
