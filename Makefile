@@ -76,6 +76,6 @@ coverage: $(STAMP) ## run `make test`, or TESTS=FILES, and print which share of 
 demo: $(STAMP) ## train a small GPT with --vtp-size-list 1,2 on this machine's CPU
 	$(BIN)/python examples/demo.py
 
-clean: ## remove caches, build results and the demo's output; .venv and .venv-* stay (rm -rf removes them)
-	rm -rf build dist out *.egg-info .pytest_cache .ruff_cache .hypothesis .coverage .coverage.*
+clean: ## remove caches, build results and what make demo wrote; .venv and .venv-* stay (rm -rf removes them)
+	rm -rf build dist out/demo out/coverage.json *.egg-info .pytest_cache .ruff_cache .hypothesis .coverage .coverage.*
 	find . -path "./.venv*" -prune -o -name __pycache__ -type d -exec rm -rf {} +

@@ -4,7 +4,7 @@ Two stages, of one and of two tensor-parallel ranks, on this machine's CPU:
 
     torchrun --nproc-per-node 3 examples/core_only.py --sizes 1,2
 
-A uniform list leaves Megatron alone. With the same seed it prints the same losses, to float32 rounding:
+With one size for all stages Megatron is left alone. With the same seed it prints the same losses, to float32 rounding:
 
     torchrun --nproc-per-node 2 examples/core_only.py --sizes 1,1
 

@@ -1,14 +1,13 @@
 """The demo behind ``make demo``: a small GPT on real text, stages of tensor-parallel size 1 and 2, on the CPU.
 
 It trains with ``--vtp-size-list 1,2`` (three processes), saves, resumes, and compares the first steps with the uniform
-run ``1,1``. Everything it writes lies under ``out/demo``.
+run ``1,1``. Everything it writes lies under ``out/demo``, where it replaces what it wrote before.
 """
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
 import statistics
 import subprocess
 import sys
@@ -16,6 +15,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from own_folder import begin
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -62,8 +62,7 @@ class Step:
 
 def main() -> None:
     """Run the four parts and print the summary."""
-    shutil.rmtree(OUT, ignore_errors=True)
-    OUT.mkdir(parents=True)
+    begin(OUT, Path(__file__).name)
     headline(f"1. Text: Python's standard library as bytes, in Megatron's indexed format -> {OUT.relative_to(ROOT)}")
     call([sys.executable, "examples/make_dataset.py", str(DATA)])
 

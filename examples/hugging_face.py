@@ -12,17 +12,16 @@ import argparse
 import json
 import os
 import shlex
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import torch
+from own_folder import begin
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "out" / "hugging_face"
-OWN = ".made-by-hugging_face.py"
 SIZE_LIST = "1,2"
 TRAINING = shlex.split("""
     --micro-batch-size 1 --global-batch-size 4 --seq-length 64 --train-iters 10 --save-interval 10 --lr 1e-4
@@ -42,7 +41,7 @@ def main() -> None:
     out = options.out.resolve()
     if options.hf and options.hf.resolve().is_relative_to(out):
         sys.exit(f"--hf {options.hf} lies in --out {out}, which is replaced; give another --out")
-    begin(out)
+    begin(out, Path(__file__).name)
     source = options.hf.resolve() if options.hf else make_model(out / "model")
 
     print("\n=== 1. Import", flush=True)
@@ -63,16 +62,6 @@ def main() -> None:
     print("tokens:", *tokens[0].tolist())
 
 
-def begin(out: Path) -> None:
-    """Make the folder; only what an earlier run has made is replaced."""
-    is_own = out == OUT or not out.exists() or (out / OWN).is_file() or (out.is_dir() and not any(out.iterdir()))
-    if not is_own:
-        sys.exit(f"--out {out} holds something else; only a folder with {OWN} is replaced; give another, or a new one")
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
-    (out / OWN).touch()
-
-
 def make_model(folder: Path) -> Path:
     """Make a small random Llama."""
     sizes = {"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 4, "vocab_size": 256}
@@ -89,7 +78,10 @@ def vocab_size(folder: Path) -> int:
 def tool(*words: object) -> str:
     """Run an action of the tools for checkpoints and return what it prints."""
     command = [sys.executable, "-m", "vtp_plugin", "checkpoint", *map(str, words)]
-    return subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True).stdout
+    done = subprocess.run(command, cwd=ROOT, check=False, stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        sys.exit(done.returncode)  # it has said why
+    return done.stdout
 
 
 def train(flags: list[str], num_words: int) -> None:

@@ -9,12 +9,9 @@ as end of document.
 from __future__ import annotations
 
 import argparse
+import sys
 import sysconfig
 from pathlib import Path
-
-import numpy
-import torch
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 END_OF_DOCUMENT = 0
 
@@ -25,6 +22,9 @@ def main() -> None:
     parser.add_argument("prefix", type=Path, help="path of the dataset without its suffix")
     parser.add_argument("--max-bytes", type=int, default=8 << 20, help="stop after so much text (default 8 MiB)")
     options = parser.parse_args()
+    for file in (f"{options.prefix}.bin", f"{options.prefix}.idx"):
+        if Path(file).exists():
+            sys.exit(f"{file} exists; nothing is overwritten; give another prefix, or remove it")
     num_documents, num_bytes = build(options.prefix, options.max_bytes)
     print(f"{options.prefix}.bin and .idx: {num_bytes:,} bytes of text in {num_documents} documents")
 
@@ -39,8 +39,13 @@ def build(prefix: Path, max_bytes: int) -> tuple[int, int]:
     Returns:
         Number of documents and of bytes.
     """
+    import numpy  # here, since they take seconds
+    import torch
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
     prefix.parent.mkdir(parents=True, exist_ok=True)
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=numpy.uint16)
+    partial = f"{prefix}.partial"  # until it is whole, so that a run that was interrupted leaves no dataset
+    builder = IndexedDatasetBuilder(f"{partial}.bin", dtype=numpy.uint16)
     num_documents = num_bytes = 0
     for source in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         text = source.read_bytes()
@@ -50,7 +55,9 @@ def build(prefix: Path, max_bytes: int) -> tuple[int, int]:
         builder.add_document(tokens, [len(tokens)])
         num_documents += 1
         num_bytes += len(text)
-    builder.finalize(f"{prefix}.idx")
+    builder.finalize(f"{partial}.idx")
+    for suffix in (".bin", ".idx"):
+        Path(partial + suffix).rename(f"{prefix}{suffix}")
     return num_documents, num_bytes
 
 

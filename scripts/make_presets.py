@@ -59,6 +59,8 @@ tokens divides the hidden size, so the hidden size of DeepSeek V3 is a multiple 
 Written by this command, which takes about six minutes on two idle cores:
 
     python scripts/make_presets.py
+
+The same models in their real sizes, with launch lines: [recipes](../examples/README.md#recipes).
 """
 
 

@@ -6,7 +6,7 @@
 # SITES               site of every stage
 # MODEL, TOOLS        JSON of the model, with the lists of its layers from write_model.py; JSON of MindSpeed-MM's tools
 # WEIGHTS             what `checkpoint import` has written
-# CHECKPOINT          a folder that both sites reach; what is there goes on, else training begins with WEIGHTS
+# CHECKPOINT          a folder that both sites reach; a run resumes from what is there, else it begins with WEIGHTS
 # SEQ_LENGTH, VOCAB_SIZE, GLOBAL_BATCH_SIZE, STEPS
 # DEVICE_FLAGS        what depends on the devices
 # SCRIPT              the training script

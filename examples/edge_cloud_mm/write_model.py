@@ -1,4 +1,4 @@
-"""Write the JSON of a MindSpeed-MM model anew, with the layers of every stage and chunk.
+"""Write another JSON of a MindSpeed-MM model, with the layers of every stage and chunk.
 
     python examples/edge_cloud_mm/write_model.py model_32b.json --output model.json \
         --vision "[[3,7,7,7,7],[1,0,0,0,0],[0,0,0,0,0]]" --text "[[0,0,0,0,0],[0,16,16,16,16],[0,0,0,0,0]]"
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 
@@ -19,6 +20,8 @@ def main() -> None:
     parser.add_argument("--text", type=json.loads, required=True, help="layers of the language model, likewise")
     parser.add_argument("--output", type=Path, required=True, help="where to")
     asked = parser.parse_args()
+    if asked.output.exists():
+        sys.exit(f"{asked.output} exists; nothing is overwritten; give another --output, or remove it")
     model = json.loads(asked.model.read_text())
     model["image_encoder"]["vision_encoder"]["pipeline_num_layers"] = asked.vision
     model["text_decoder"]["pipeline_num_layers"] = asked.text

@@ -148,7 +148,7 @@ class EncoderPart(torch.nn.Module):
             self.projection = torch.nn.Linear(ENCODER_HIDDEN, HIDDEN)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """Encode pictures `[pictures, patches, pixels]`, or go on with `[patches, pictures, hidden]`.
+        """Encode pictures `[pictures, patches, pixels]`, or continue with `[patches, pictures, hidden]`.
 
         With sequence parallelism every rank has some of the patches between the parts.
         """
@@ -242,7 +242,7 @@ def make_configs(setup: Setup) -> tuple[TransformerConfig, TransformerConfig]:
         sequence_parallel=setup.sequence_parallel and size > 1,
         pipeline_dtype=torch.float32,
         variable_seq_lengths=setup.some_without and setup.num_rings > 1,
-        moe_token_dispatcher_type="alltoall",  # the default is refused with variable lengths, experts or not
+        moe_token_dispatcher_type="alltoall",  # the default does not take variable lengths, experts or not
         batch_p2p_comm=False,
         calculate_per_token_loss=True,  # microbatches have different numbers of words
         **recompute,

@@ -1,5 +1,9 @@
 """Train a small vision encoder and a GPT, each on its own grid of ranks, on generated pictures, on this machine's CPU.
 
+On three ranks, for a laptop: one for the encoder, two for the language model, in tensor parallelism:
+
+    torchrun --nproc-per-node 3 examples/mimo/train.py --vision 1,1,1 --language 2,1,1 --vtp-bridges
+
 The encoder with three replicas, the language model with two, of two tensor-parallel ranks each:
 
     torchrun --nproc-per-node 7 examples/mimo/train.py --vision 1,1,3 --language 2,1,2 --vtp-bridges
@@ -15,10 +19,13 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
+import sys
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from mimo_sizes import Sizes
 
 import vtp_plugin
 from vtp_plugin.api import choose_device
@@ -33,8 +40,8 @@ def parse() -> argparse.Namespace:
         return [int(word) for word in text.split(",")]
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vision", type=sizes, default=[1, 1, 3], help="tp,pp,dp of the encoder (pp is 1)")
-    parser.add_argument("--language", type=sizes, default=[2, 1, 2], help="tp,pp,dp of the language model")
+    parser.add_argument("--vision", type=sizes, default=[1, 1, 1], help="tp,pp,dp of the encoder (pp is 1)")
+    parser.add_argument("--language", type=sizes, default=[2, 1, 1], help="tp,pp,dp of the language model")
     parser.add_argument(
         "--stages",
         metavar="TP[:DP],...",
@@ -55,7 +62,20 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
+def read_sizes() -> list[Sizes]:
+    """Read how the encoder and the language model are spread, and check that as many ranks were started."""
+    vision, language = (Sizes(tp=tp, pp=pp, dp=dp) for tp, pp, dp in (options.vision, options.language))
+    if options.stages:
+        stages = (stage.partition(":") for stage in options.stages.split(","))
+        language = Sizes(stages=tuple((int(tp), 1, int(own or language.dp)) for tp, _, own in stages))
+    needed, started = vision.num_ranks + language.num_ranks, int(os.environ.get("WORLD_SIZE", "1"))
+    if started != needed:
+        sys.exit(f"{started} ranks; these sizes take {vision.num_ranks} and {language.num_ranks}; start {needed}")
+    return [vision, language]
+
+
 options = parse()
+both_sizes = read_sizes()
 # First of all: before Megatron is imported.
 if options.vtp_bridges:
     vtp_plugin.apply(device="cpu", bridges=True, schedule=options.vtp_schedule, in_flight=options.vtp_in_flight)
@@ -63,7 +83,6 @@ else:
     choose_device("cpu")
 
 from mimo_model import LANGUAGE, VISION, draw_batch, named_parts
-from mimo_sizes import Sizes
 from mimo_steps import Alone, Spread, use_gloo
 
 
@@ -119,14 +138,7 @@ def main() -> None:
     torch.set_num_threads(1)
     if not options.vtp_bridges:
         use_gloo()
-    sizes = {
-        name: Sizes(tp=tp, pp=pp, dp=dp)
-        for name, (tp, pp, dp) in ((VISION, options.vision), (LANGUAGE, options.language))
-    }
-    if options.stages:
-        stages = (stage.partition(":") for stage in options.stages.split(","))
-        dp = sizes[LANGUAGE].dp
-        sizes[LANGUAGE] = Sizes(stages=tuple((int(tp), 1, int(own or dp)) for tp, _, own in stages))
+    sizes = dict(zip((VISION, LANGUAGE), both_sizes, strict=True))
     is_first = dist.get_rank() == 0
     if is_first:
         print(f"vision {sizes[VISION]}\nlanguage {sizes[LANGUAGE]}", flush=True)

@@ -25,6 +25,7 @@ from tests.mindspeed.mm.converted import write_hugging_face
 from tests.mindspeed.mm.model import write_files
 from tests.mindspeed.test_mm_lane import SCRIPT, STEPS, TIMEOUT_S, Numbers, assert_equal, environment, numbers
 from tests.mindspeed.test_mm_weights import assert_near, gathered, weights
+from tests.multiproc.cases.example_runs import start_sites
 from tests.support.hosts import ROOT
 from tests.support.pool import free_port
 from vtp_plugin.cli import main
@@ -105,23 +106,9 @@ def prepared(folder: Path, form: Form) -> None:
 def both_sites(folder: Path, form: Form, *extra: str) -> str:
     """Start both scripts, each with a launcher of its own; return what the edge printed."""
     known = {**variables(folder, form), "MASTER_PORT": str(free_port())}
-    started: dict[str, subprocess.Popen[str]] = {}
-    for site, processes in form.processes.items():
-        with (folder / f"{site}.log").open("w") as log:
-            started[site] = subprocess.Popen(
-                [FOLDER / f"{site}.sh", "--vtp-device", "cpu", *SMALL, *extra],
-                env={**known, "PROCESSES": str(processes)},
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
-    try:
-        codes = {site: process.wait(timeout=TIMEOUT_S) for site, process in started.items()}
-    finally:
-        for process in started.values():
-            process.terminate()
-    edge, cloud = ((folder / f"{site}.log").read_text() for site in started)
-    assert codes == {"edge": 0, "cloud": 0}, edge[-5000:] + cloud[-3000:]
+    commands = {site: [FOLDER / f"{site}.sh", "--vtp-device", "cpu", *SMALL, *extra] for site in form.processes}
+    environments = {site: {**known, "PROCESSES": str(number)} for site, number in form.processes.items()}
+    edge, cloud = start_sites(folder, commands, environments, timeout_s=TIMEOUT_S).values()
     assert "exact loss" not in cloud
     return edge
 

@@ -14,10 +14,11 @@ ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [
     *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY", "CHANGELOG")),
     *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "examples").rglob("*.md")),
 ]
 FOLDERS = ("benchmarks", "examples", "scripts", "tests/device")
 PROGRAMS = ("torchrun", "python", "make", "pip", "jq")
-_ASSIGNMENT = re.compile(r"[A-Z_]+=\S*")
+_ASSIGNMENT = re.compile(r"[A-Z_]+=.*")
 # What stands for the reader's own words.
 _PLACEHOLDER = "[Megatron's arguments]"
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from tests.multiproc.cases.script_cases import ScriptRun, launch, succeeded
 from tests.support.hosts import ROOT
@@ -34,6 +37,38 @@ def start_example(script: str, num_ranks: int, words: str) -> str:
     """Start a script by torchrun, as a user does; return what it prints."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks)]
     return start_python(*launcher, script, *words.split(), "--steps", str(NUM_STEPS))
+
+
+def start_sites(
+    folder: Path,
+    commands: Mapping[str, Sequence[str | Path]],
+    environments: Mapping[str, Mapping[str, str]],
+    *,
+    timeout_s: float = 600.0,
+) -> dict[str, str]:
+    """Start the commands of all sites at once, each with a launcher of its own; return what each printed.
+
+    Args:
+        folder: where what they print is kept.
+        commands: command of each site; all must end well.
+        environments: environment of each site.
+        timeout_s: for all of them.
+    """
+    logs = {site: folder / f"{site}.log" for site in commands}
+    started: dict[str, subprocess.Popen[bytes]] = {}
+    try:
+        for site, command in commands.items():
+            with logs[site].open("w") as log:
+                started[site] = subprocess.Popen(
+                    command, env=environments[site], stdout=log, stderr=subprocess.STDOUT, cwd=ROOT
+                )
+        codes = {site: process.wait(timeout=timeout_s) for site, process in started.items()}
+    finally:
+        for process in started.values():
+            process.terminate()
+    printed = {site: log.read_text() for site, log in logs.items()}
+    assert not any(codes.values()), (codes, [text[-4000:] for text in printed.values()])
+    return printed
 
 
 def losses_and_norms(printed: str) -> list[float]:

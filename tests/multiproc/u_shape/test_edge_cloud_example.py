@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.multiproc.cases.example_runs import start_sites
 from tests.rules.doc_commands import commands
 from tests.rules.launcher_commands import environment
 from tests.support.hosts import ROOT
@@ -24,26 +24,12 @@ def _printed(site: str) -> list[str]:
 
 
 def _run(folder: Path, steps: int, *, which: int) -> dict[str, str]:
-    """Start both sites at once by the commands of the guide, in whose folder they stand; return what each printed."""
+    """Start both sites by the commands of the guide; return what each printed."""
     known = environment(STEPS=steps, MASTER_PORT=free_port(), EDGE_DIR=folder / "edge", CLOUD_DIR=folder / "cloud")
-    sites = ("edge", "cloud")
-    logs = {site: folder / f"{site}-{steps}.log" for site in sites}
-    processes = {}
-    for site in sites:
-        with logs[site].open("w") as log:
-            # The addresses are those of the reader's network.
-            command = _printed(site)[which].replace("10.8.0.1", "127.0.0.1").replace("=wg0", "=lo")
-            processes[site] = subprocess.Popen(
-                ["bash", "-c", command], env=known, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT
-            )
-    try:
-        codes = {site: process.wait(timeout=600) for site, process in processes.items()}
-    finally:
-        for process in processes.values():
-            process.terminate()
-    printed = {site: log.read_text() for site, log in logs.items()}
-    assert codes == {"edge": 0, "cloud": 0}, printed["edge"][-3000:] + printed["cloud"][-3000:]
-    return printed
+    # The addresses are those of the reader's network.
+    texts = {site: _printed(site)[which].replace("10.8.0.1", "127.0.0.1") for site in ("edge", "cloud")}
+    shells = {site: ["bash", "-c", text.replace("=wg0", "=lo")] for site, text in texts.items()}
+    return start_sites(folder, shells, dict.fromkeys(shells, known))
 
 
 def test_two_sites_train_save_and_resume(tmp_path: Path) -> None:

@@ -70,7 +70,7 @@ def test_command_is_accepted(
     elif program.startswith("examples/"):
         path = ROOT / program
         assert os.access(path, os.X_OK), program
-        scripts = (path, path.parent / "shared.sh", ROOT / "examples" / "edge_cloud" / "launch.sh")
+        scripts = (*path.parent.glob("*.sh"), *path.parent.parent.glob("*.sh"), ROOT / "examples/edge_cloud/launch.sh")
         sources = "".join(each.read_text() for each in scripts)
         assert all(variable.split("=")[0] in sources or "SOCKET" in variable for variable in command.variables)
     elif program == "make":
