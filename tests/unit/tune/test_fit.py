@@ -125,7 +125,7 @@ def test_memory_moves_layers_away_from_a_small_card() -> None:
             "--global-batch-size 16; 3 .3 replicas times --micro-batch-size 1. must .* use 15 or 18",
         ),
         ((8,), {"stages": "1:1", "seq_length": 6, "cp": 2}, "--seq-length 6 .*so 4 must divide it; use 4 or 8"),
-        ((2,), {"stages": "1:1", "num_replicas": 4}, "2 devices; 4 replicas of at least 1 stages .* add 2"),
+        ((2,), {"stages": "1:1", "num_replicas": 4}, "2 devices; 4 replicas of at least 1 stages .* need 4; add 2"),
         (
             (2, 1),
             {"stages": "2:2", "held_bytes": lambda part: 3 * (part.end - part.start), "memory": 17},
