@@ -19,7 +19,7 @@ PINS: Final = Path(__file__).with_name("pins.json")
 """Digests of the sources that the patches were written against (``vtp_plugin.host.patching.pins``)."""
 
 MODULES: Final[Mapping[Moment, tuple[str, ...]]] = {
-    Moment.COMMAND_LINE: ("training.arguments", "training.stored_arguments", "core.utils"),
+    Moment.COMMAND_LINE: ("training.command_line", "training.arguments", "training.stored_arguments", "core.utils"),
     Moment.PLATFORM: ("core.datasets.utils", "core.optimizer.distrib_optimizer", "training.models.dist_utils"),
     Moment.CPU: (
         "core.tensor_parallel.random",
@@ -62,6 +62,7 @@ MODULES: Final[Mapping[Moment, tuple[str, ...]]] = {
         "core.dist_checkpointing.strategies.async_utils",
         "training.async_utils",
         "training.training",
+        "training.arguments",
     ),
     Moment.BRIDGES: (
         "core.pipeline_parallel.bridge_communicator",

@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from vtp_plugin.config import DpModeName, LogLevelName, ScheduleName, TransportName, VtpConfig, merge, read_keywords
+from vtp_plugin.config.early_check import check_command_line
 from vtp_plugin.config.parse_values import DeviceName
 from vtp_plugin.elastic.failure_notes import note_for_next_start
 from vtp_plugin.errors import MissingError, PatchError, VtpError
-from vtp_plugin.host.mindspeed import TOO_LATE, UNKNOWN, ImportWatch
+from vtp_plugin.host.mindspeed import TOO_LATE, UNKNOWN, ImportWatch, flags_of_mindspeed
 from vtp_plugin.host.versions import find_host
 from vtp_plugin.runtime.health.failure_hook import FailureHook
 from vtp_plugin.util.undo import UndoStack
@@ -187,6 +188,7 @@ def _apply(request: VtpConfig) -> None:
             f"apply() was called before with other arguments ({_Holder.request}, now {request}); call it once, or "
             "vtp_plugin.revert() first"
         )
+    check_command_line(sys.argv, request, {}, flags_of_mindspeed())  # whatever the number of processes
     family, _ = find_host()
     # Exit handlers run in reverse order: registered this early, it runs after those that are still to come.
     atexit.register(_hook().leave)

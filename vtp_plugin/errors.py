@@ -20,6 +20,9 @@ class VtpError(Exception):
             sites learn the type of the error only.
         is_final: no restart cures it; None for what the class says.
 
+    Attributes:
+        is_known_to_node: whether every rank of this machine ends with the same text, so that one of them says it.
+
     >>> ConfigError("--a 1").is_final, PeerError("no answer").is_final, ConfigError("in use", is_final=False).is_final
     (True, False, False)
     """
@@ -29,6 +32,7 @@ class VtpError(Exception):
     def __init__(self, text: str = "", *, shared: str | None = None, is_final: bool | None = None) -> None:
         super().__init__(text)
         self.shared = shared
+        self.is_known_to_node = False
         self.is_final = self._is_final if is_final is None else is_final
 
 

@@ -24,7 +24,6 @@ from vtp_plugin.runtime.comm.model_group import ModelGroup, open_leaders_group
 from vtp_plugin.runtime.comm.process_groups import close_groups, settle
 from vtp_plugin.session import PlannedRun, Session
 from vtp_plugin.session.request import agree_on_request, learn_site
-from vtp_plugin.util import log
 
 _MODULE = "megatron.core.parallel_state"
 # Names of the module, and the ends of their records' ids.
@@ -140,7 +139,7 @@ def _initialize(
         embedding_stages=_embedding_stages(layout.num_stages, options["get_embedding_ranks"]),
     )
     session.open_log(rank)
-    log.info(session.planned.describe())
+    session.describe(rank)
 
 
 def _embedding_stages(num_stages: int, choose: Callable[[list[int]], Sequence[int]] | None) -> list[int] | None:

@@ -1,6 +1,6 @@
-"""`vtp-flags`: the plugin's flags among Megatron's.
+"""`argument-checks`: Megatron's checks of arguments with this stage's sizes, on all ranks together.
 
-`argument-checks`: Megatron's checks of arguments with this stage's sizes, on all ranks together.
+`argument-checks/summary`: what the run is, behind what Megatron says of its world.
 """
 
 from __future__ import annotations
@@ -9,110 +9,33 @@ import argparse
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
 from vtp_plugin.checkpoint.hf.import_note import take_settings
 from vtp_plugin.config.resolve import crossing_bytes
-from vtp_plugin.config.vtp_flags import VTP_FLAGS, add_vtp_arguments, check_without_stages, read_flags
-from vtp_plugin.errors import ConfigError, LayoutError, VtpError, refuse
+from vtp_plugin.config.vtp_flags import check_without_stages, read_flags
+from vtp_plugin.errors import LayoutError, VtpError, refuse
 from vtp_plugin.host.patching import replaces
 from vtp_plugin.host.rules.checks.batch import describe_batches, final_batch, own_batches
 from vtp_plugin.host.rules.checks.packed import packing_flag
 from vtp_plugin.host.rules.checks.sites import check_site, shared_arguments
 from vtp_plugin.host.rules.run_checks import check_run
-from vtp_plugin.host.rules.table.rows import RULES
 from vtp_plugin.host.rules.table.versions import EXPERT_RULES
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.mindspeed import known_mm, multimodal
 from vtp_plugin.patches.patch_set import Moment
+from vtp_plugin.patches.training.command_line import asks_for_stages
+from vtp_plugin.patches.training.layers_of_stages import layers_of_stages
 from vtp_plugin.patches.training.layers_of_u import read_layers
 from vtp_plugin.runtime.health.meeting_store import open_store
 from vtp_plugin.runtime.step.packed_rows import packed_rows
 from vtp_plugin.session import Session
 from vtp_plugin.session.notices import warn_of_options
 from vtp_plugin.session.request import agree_on_request, learn_site
+from vtp_plugin.util import log
 from vtp_plugin.util.undo import Name, UndoStack
-
-_TENSOR_SIZE = "tensor_model_parallel_size"
-
-
-@replaces(
-    "megatron.training.arguments:parse_args",
-    id="vtp-flags",
-    when=Moment.COMMAND_LINE,
-    why="it takes a provider of extra arguments, so the functions that declare Megatron's stay as they are",
-    remove_when="Megatron has the option",
-)
-def _parse(
-    session: Session,
-    host: MegatronHost,
-    original: Callable[..., argparse.Namespace],
-    extra_args_provider: Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None = None,
-    ignore_unknown_args: bool = False,
-) -> argparse.Namespace:
-    """Run `parse_args` with the plugin's flags behind those of the script."""
-    _refuse_yaml(session)
-    defaults: dict[str, Any] = {}
-    declared = host.declared_flags
-
-    def provider(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        if extra_args_provider is not None:
-            parser = extra_args_provider(parser)
-        defaults[_TENSOR_SIZE] = parser.get_default(_TENSOR_SIZE)
-        # Unset, to tell "not given" from 1.
-        parser.set_defaults(**{_TENSOR_SIZE: None})
-        _mend_help(parser)
-        return add_vtp_arguments(parser, declared)
-
-    args = original(provider, ignore_unknown_args)
-    if not asks_for_stages(session, args):
-        _forget_flags(args, defaults, declared)
-    return args
-
-
-def _refuse_yaml(session: Session) -> None:
-    """Refuse a YAML file beside a list: Megatron reads it instead of the command line, and checks it elsewhere.
-
-    Raises:
-        ConfigError: both are given.
-    """
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    parser.add_argument("--yaml-cfg")
-    parser.add_argument("--vtp-size-list", default=session.config.size_list)
-    try:
-        given, _ = parser.parse_known_args()
-    except argparse.ArgumentError:
-        # Megatron's parser says what is wrong.
-        return
-    if given.yaml_cfg is not None and given.vtp_size_list is not None:
-        (rule,) = [rule for rule in RULES if rule.attribute == "yaml_cfg"]
-        session.watch_failures()
-        raise ConfigError(f"--yaml-cfg {given.yaml_cfg} with --vtp-size-list; {rule.reason}; {rule.way_out}")
-
-
-def asks_for_stages(session: Session, args: argparse.Namespace) -> bool:
-    """Tell whether a list of sizes was asked for."""
-    return session.config.size_list is not None or getattr(args, "vtp_size_list", None) is not None
-
-
-def _forget_flags(args: argparse.Namespace, defaults: dict[str, Any], declared: Collection[str]) -> None:
-    """Leave no trace of flags that were not given: without a list the arguments are those of Megatron's parser."""
-    if getattr(args, _TENSOR_SIZE, None) is None:
-        vars(args).update(defaults)
-    for flag in VTP_FLAGS:
-        if flag.name not in declared and getattr(args, flag.dest, None) is None:
-            vars(args).pop(flag.dest, None)
-
-
-def _mend_help(parser: argparse.ArgumentParser) -> None:
-    """Escape percent signs in help texts that argparse cannot format, as one of Megatron 0.19, or ``--help`` fails."""
-    for action in parser._actions:
-        try:
-            _ = (action.help or "") % {**vars(action), "prog": parser.prog}
-        except (KeyError, TypeError, ValueError):
-            action.help = (action.help or "").replace("%", "%%")
 
 
 @replaces(
@@ -151,9 +74,10 @@ def _validate(
         agree_on_request(session, store, read, rank=args.rank, world_size=args.world_size, timeout_s=timeout_s)
         session.ranks.agree("start-up check", prepare, timeout_s=timeout_s)
     session.learn(has_arguments=True)
+    session.describe(args.rank, layers_of_stages(args, session.planned.layout.num_stages))
     # Not at the top: they import Megatron's optimizer, and apply() imports this module before a script does.
     from vtp_plugin.patches.training.checkpointing import lock_folders, require_common_folder
-    from vtp_plugin.patches.training.padding import vocabulary_notes
+    from vtp_plugin.patches.training.padding import note_vocabulary
 
     if session.is_active:
         require_common_folder(session, args)
@@ -162,11 +86,28 @@ def _validate(
     if not replicas.is_equal:
         # The first stage's, so that all ranks write the same line.
         unit = replicas.micro_batch(layout.stage_of(args.rank), 1)
-        session.learn(note=describe_batches(final_batch(args), args.micro_batch_size // unit, replicas))
-    for note in vocabulary_notes(session, args):
-        session.learn(note=note)
+        log.info(describe_batches(final_batch(args), args.micro_batch_size // unit, replicas))
+    note_vocabulary(session, args)
     warn_of_options(session.planned, args, version=host.version, rank=args.rank)
     return args
+
+
+@replaces(
+    "megatron.training.arguments:_print_args",
+    id="argument-checks/summary",
+    when=Moment.LIST,
+    why="Megatron has just said the sizes of its world, those of rank 0's stage, and prints hundreds of lines next: "
+    "between them stands what the run is",
+    remove_when="with `argument-checks`",
+)
+def _print(
+    session: Session, original: Callable[..., None], title: str, args: argparse.Namespace, *rest: Any, **options: Any
+) -> None:
+    """Run `_print_args` behind the summary of the run."""
+    if session.is_planned:
+        layers = layers_of_stages(args, session.planned.layout.num_stages)
+        session.describe(args.rank, layers, is_behind_banner=True)
+    original(title, args, *rest, **options)
 
 
 def _prepare(

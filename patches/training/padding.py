@@ -23,18 +23,21 @@ _DIVISOR = "--make-vocab-size-divisible-by"
 _UNTRAINED = "which are untrained and count in the softmax, so the loss rises"
 
 
-def vocabulary_notes(session: Session, args: argparse.Namespace) -> tuple[str, ...]:
-    """Say how a uniform run gets the same padded vocabulary, and how all lists do to which this run may go on later."""
+def note_vocabulary(session: Session, args: argparse.Namespace) -> None:
+    """Log how all layouts in which this run may resume get the same padded vocabulary.
+
+    How a uniform run does is a detail, for those who compare.
+    """
     layout = session.planned.layout
     multiple = args.make_vocab_size_divisible_by * layout.vocab_multiple()
-    notes = [
+    log.debug(
         f"padded vocabulary: a multiple of {multiple}; a uniform run with tensor-parallel size 1 pads the same with "
         f"{_DIVISOR} {multiple}"
-    ]
+    )
     begins = args.save is not None and not (args.load is not None and (Path(args.load) / TRACKER).exists())
     if begins and session.is_active and not getattr(args, "padded_vocab_size", None):
-        notes += _note_of_others(layout, args)
-    return tuple(notes)
+        for note in _note_of_others(layout, args):
+            log.info(note)
 
 
 def _note_of_others(layout: PipelineLayout, args: argparse.Namespace) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from vtp_plugin.host.patching import replaces
 from vtp_plugin.patches.patch_set import Moment
-from vtp_plugin.patches.training.arguments import asks_for_stages
+from vtp_plugin.patches.training.command_line import asks_for_stages
 from vtp_plugin.session import Session
 
 

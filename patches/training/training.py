@@ -128,6 +128,7 @@ def _log(session: Session, original: Callable[..., Any], *args: Any, **kwargs: A
     from megatron.training.global_vars import get_args
 
     session.recorder.end(Cause.OPTIMIZER)
+    session.steps.end()
     options: Any = get_args()
     with session.recorder.span(Cause.LOG):
         if session.is_planned:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_ERROR = re.compile(r"\[vtp(?: rank \d+)?\] error: .*")
+_ERROR = re.compile(r"(?:\[vtp(?: rank \d+)?\]|vtp_plugin:) error: .*")
 
 
 def error_lines(output: str) -> list[str]:

@@ -120,9 +120,14 @@ def _with_text(action: argparse.Action, text: str) -> argparse.Action:
 
 def fail(message: str) -> NoReturn:
     """Leave with one line and exit code 2."""
-    text = plain(message).replace("\n", "\\n")  # such as in a name that a file gives
-    print(f"vtp_plugin: error: {text}", file=sys.stderr)
+    print_error(message)
     sys.exit(2)
+
+
+def print_error(message: str) -> None:
+    """Print the line with which a command leaves."""
+    text = plain(message).replace("\n", "\\n")  # such as in a name that a file gives
+    print(f"vtp_plugin: error: {text}", file=sys.stderr, flush=True)
 
 
 def read_sizes(text: str) -> list[int]:

@@ -1,4 +1,7 @@
-"""``run SCRIPT ...``: run a Megatron training script with the plugin applied."""
+"""``run SCRIPT ...``: run a Megatron training script with the plugin applied.
+
+What is certainly wrong with the command line ends it at once, before torch or Megatron is imported.
+"""
 
 from __future__ import annotations
 
@@ -7,21 +10,26 @@ import os
 import runpy
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import vtp_plugin
 from vtp_plugin.api import announce_exit, choose_device, report_failures
-from vtp_plugin.cli.parser import Parser, fail
+from vtp_plugin.cli.parser import Parser, print_error
 from vtp_plugin.cli.run_flags import MOST_USED
 from vtp_plugin.config import VtpConfig, merge
+from vtp_plugin.config.early_check import check_command_line
 from vtp_plugin.config.vtp_flags import add_vtp_arguments, hide_taken_flags, peek_device
 from vtp_plugin.elastic.failed_starts import note_failed_start
 from vtp_plugin.elastic.stop_marker import RUN_FOLDER_VARIABLE, leave_marker, require_unmarked, run_folder
 from vtp_plugin.errors import VtpError, is_final
-from vtp_plugin.host.mindspeed import ImportWatch, has_mindspeed
+from vtp_plugin.host.mindspeed import ImportWatch, flags_of_mindspeed, has_mindspeed
+from vtp_plugin.runtime.health.error_file import say_once
 
 if TYPE_CHECKING:
     from vtp_plugin.elastic.join import Membership
+
+# For the first rank of a machine, which starts when the others do.
+_PATIENCE_S = 30.0
 
 
 def add_arguments(parser: Parser) -> None:
@@ -38,20 +46,23 @@ def add_arguments(parser: Parser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Apply the plugin and run the script."""
     if options.unknown:
-        fail(f"{options.unknown[0]} stands before the script; write: python -m vtp_plugin run SCRIPT {{flags}}")
+        _fail(f"{options.unknown[0]} stands before the script; write: python -m vtp_plugin run SCRIPT {{flags}}")
     script = Path(options.script)
     if not script.is_file():
-        fail(f"script {options.script} does not exist; give the path of the training script")
+        _fail(f"script {options.script} does not exist; give the path of the training script")
     # As `python SCRIPT` does: the script sees its arguments only, and imports the modules beside it first. The words
     # come from the command line, since argparse would remove a "--" that is meant for the script.
     sys.argv = [options.script, *options.argv[options.argv.index(options.script, 1) + 1 :]]
     sys.path[0] = str(script.resolve().parent)
     seat: Membership | None = None
+    is_fitted = any(word.partition("=")[0] == "--vtp-stages" for word in sys.argv)
     try:
-        if any(word.partition("=")[0] == "--vtp-stages" for word in sys.argv):
+        if is_fitted:
             folder = run_folder(sys.argv)
             require_unmarked(folder)
             os.environ[RUN_FOLDER_VARIABLE] = "" if folder is None else str(folder)
+        _check()
+        if is_fitted:
             from vtp_plugin.cli.elastic_run import fit_run  # not at the top: other runs do without what a fit imports
 
             sys.argv[:], seat = fit_run(sys.argv)
@@ -71,10 +82,25 @@ def run(options: argparse.Namespace) -> None:
         if leave.code in (None, 0):
             _end(seat)
         elif is_final(leave):
-            leave_marker("the script refused its flags and ended with status 2, see its log")
+            leave_marker("the script rejected its flags and ended with status 2, see its log")
         elif not is_consequence:
             note_failed_start(leave)
         raise
+
+
+def _check() -> None:
+    """Leave at once if the command line is certainly wrong."""
+    try:
+        check_command_line(sys.argv, VtpConfig(), os.environ, flags_of_mindspeed())
+    except VtpError as error:
+        leave_marker(str(error))
+        _fail(str(error))
+
+
+def _fail(message: str) -> NoReturn:
+    """Leave with exit code 2; of the ranks that a launcher has started on a machine, one says why."""
+    say_once(message, print_error, limit_s=_PATIENCE_S)
+    sys.exit(2)
 
 
 def _end(seat: Membership | None) -> None:

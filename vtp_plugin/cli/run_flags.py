@@ -41,9 +41,7 @@ from vtp_plugin.plan.layout.u_layers import check_layers, check_two_rings
 from vtp_plugin.plan.memory.footprint import Footprint
 from vtp_plugin.plan.schedule.order.placement import Placement, place_workers
 from vtp_plugin.util.own_command import own_command
-
-MAX_TYPOS = 2
-"""A word that differs from a flag in so many letters at most is taken for a misspelt flag."""
+from vtp_plugin.util.typos import question
 
 _OTHERS = ("--world-size", "--json", "--output", "--num-microbatches", "--bridge", "--nodes", "--slurm")
 # Not --have, which is too near Megatron's --save to be looked for in its typos.
@@ -226,10 +224,9 @@ def check_unknown(argv: Sequence[str]) -> None:
         raise ConfigError(f"{argv[0]!r} belongs to no flag; give the flags that follow the script in a run")
     flags = [word.partition("=")[0] for word in argv if word.startswith("--")]
     for flag in flags:
-        near = [name for name in known_flags() if num_typos(flag, name) <= MAX_TYPOS]
-        if near or flag.startswith("--vtp"):
-            hint = f"; do you mean {near[0]}?" if near else f"; `{own_command()} run --help-all` lists the flags"
-            raise ConfigError(f"{flag} is unknown{hint}")
+        hint = question(flag, known_flags())
+        if hint or flag.startswith("--vtp"):
+            raise ConfigError(f"{flag} is unknown{hint or f'; `{own_command()} run --help-all` lists the flags'}")
     if flags:
         note = f"vtp_plugin: {len(flags)} flag(s) change nothing here: {', '.join(flags)}"
         print(textwrap.shorten(note, 160, placeholder=" ..."), file=sys.stderr)
@@ -238,20 +235,6 @@ def check_unknown(argv: Sequence[str]) -> None:
 def known_flags() -> tuple[str, ...]:
     """List the flags of all commands that read a run's flags."""
     return *(flag.name for flag in (*VTP_FLAGS, *RUN_FLAGS, *MODEL_FLAGS)), *_OTHERS, *_OF_A_FIT
-
-
-def num_typos(word: str, other: str) -> int:
-    """Count the letters to insert, remove or change to turn one word into another (Levenshtein distance).
-
-    >>> num_typos("--vtp-size-lsit", "--vtp-size-list"), num_typos("--seq-length", "--encoder-seq-length")
-    (2, 8)
-    """
-    row = list(range(len(other) + 1))
-    for number, letter in enumerate(word, start=1):
-        before, row = row, [number]
-        for column, wanted in enumerate(other):
-            row.append(min(before[column] + (letter != wanted), before[column + 1] + 1, row[column] + 1))
-    return row[-1]
 
 
 def _layout(args: argparse.Namespace, config: VtpConfig, sizes: tuple[int, ...]) -> PipelineLayout:

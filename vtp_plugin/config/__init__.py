@@ -25,6 +25,7 @@ from vtp_plugin.config.stage_options import StageFields
 from vtp_plugin.config.transport_options import DpModeName, TransportFields, TransportName
 from vtp_plugin.config.trust import Trust
 from vtp_plugin.errors import ConfigError, LayoutError
+from vtp_plugin.util.typos import question
 
 __all__ = [
     "DeviceName",
@@ -53,7 +54,8 @@ class VtpConfig(Failure, Saved, Trust, ScheduleFields, TransportFields, StageFie
             value = getattr(self, str(flag.field))
             if flag.choices and value not in flag.choices:
                 what = str(flag.field).replace("_", " ")
-                raise LayoutError(f"{what} {value!r} is unknown; use one of {', '.join(flag.choices)}")
+                hint = question(str(value), flag.choices, most=1)
+                raise LayoutError(f"{what} {value!r} is unknown; use one of {', '.join(flag.choices)}{hint}")
         if self.sites is not None and isinstance(self.size_list, tuple) and len(self.sites) != len(self.size_list):
             raise LayoutError(
                 f"vtp_sites {','.join(self.sites)!r} names {len(self.sites)} sites, the size list has "

@@ -19,6 +19,7 @@ from vtp_plugin.elastic.launchers import SHARE_VARIABLE
 from vtp_plugin.elastic.progress import hand_on, note_end
 from vtp_plugin.elastic.spare_rank import SpareRank
 from vtp_plugin.errors import ConfigError, ShortageError
+from vtp_plugin.runtime.health.error_file import SPEAKER_VARIABLE
 from vtp_plugin.runtime.health.meeting_store import ATTEMPT_VARIABLE, KEEPER_VARIABLE, open_own_store, open_store
 from vtp_plugin.runtime.health.store import name_run
 from vtp_plugin.runtime.health.store_server import is_agent_store, serves_store
@@ -143,6 +144,9 @@ def join_run(
     if membership.rank is not None:
         environment["RANK"], environment["WORLD_SIZE"] = str(membership.rank), str(membership.world_size)
         environment[CARD_VARIABLE] = name_card(own)
+        first = rank - int(environment["LOCAL_RANK"])
+        speaker = next(other for other in range(first, rank + 1) if other in seats)
+        environment[SPEAKER_VARIABLE] = str(speaker - first)
         environment[KEEPER_VARIABLE] = f"rank {seats[0]}" if 0 in seats else "a spare rank, the launcher's rank 0,"
         last = None if outcome.last is None else asdict(outcome.last)
         hand_on(format_value(outcome.chosen.sizes), last, environment)

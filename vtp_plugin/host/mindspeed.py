@@ -63,6 +63,11 @@ def has_mindspeed() -> bool:
     return importlib.util.find_spec("mindspeed") is not None
 
 
+def flags_of_mindspeed() -> tuple[str, ...]:
+    """List the flags of ours that MindSpeed-LLM declares, too, for pipelines of any shape."""
+    return ("--num-layer-list",) if has_mindspeed() else ()
+
+
 def import_adaptor() -> str:
     """Import the adaptor, as a script of MindSpeed's does, MindSpeed-LLM's where it is installed, and return its name.
 

@@ -52,6 +52,10 @@ class CpuPlatform(Platform):
         """Return how much memory the host has."""
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
+    def peak_memory_bytes(self) -> int | None:
+        """Return None: torch does not count what tensors have of the memory of a machine."""
+        return None
+
     def card_name(self) -> str:
         """Return what the host's processor is called."""
         return platform.processor() or platform.machine()

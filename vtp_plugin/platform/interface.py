@@ -60,6 +60,11 @@ class Platform:
         """Return how much memory the device has."""
         return int(self.module().mem_get_info()[1])
 
+    def peak_memory_bytes(self) -> int | None:
+        """Return the most memory that tensors of this process had on the device at a time; None if nobody counts it."""
+        peak = getattr(self.module(), "max_memory_allocated", None)
+        return None if peak is None else int(peak())
+
     def group_options(self, buffer_size_bytes: int | None = None) -> object | None:
         """Return the ``pg_options`` for the process group of a point-to-point channel, or None for the defaults.
 

@@ -25,7 +25,8 @@ from vtp_plugin.host.rules.context import OptionContext
 from vtp_plugin.host.versions import capability, find_host
 from vtp_plugin.plan.boundary.pipeline_boundaries import pipeline_boundaries
 from vtp_plugin.plan.boundary.strategies.transport_rules import TransportRules
-from vtp_plugin.plan.layout.describe import describe_layout
+from vtp_plugin.plan.layout.chunks import u_chunks
+from vtp_plugin.plan.layout.describe import describe_layout, format_layers
 from vtp_plugin.plan.layout.pipeline_layout import Coord, PipelineLayout
 from vtp_plugin.plan.layout.replica_map import ReplicaMap
 from vtp_plugin.plan.layout.share import expert_spans
@@ -224,13 +225,21 @@ class PlannedRun:
         """Return what this rank is about to run; it must be equal on all ranks."""
         return state_run(self.config, self.layout, self.platform.name)
 
-    def describe(self) -> str:
-        """Return the start-up summary: a digest of what was agreed on, the layout, and what crosses."""
+    def describe(self, layers: Sequence[str] = (), *, is_behind_banner: bool = False) -> str:
+        """Return the start-up summary: the ranks, the stages with their layers, and what crosses.
+
+        Args:
+            layers: numbers of layers of every stage; empty if they are not known.
+            is_behind_banner: whether Megatron has just printed a world size, and prints its arguments next.
+        """
+        if self.config.num_layer_list is not None:
+            layers = format_layers(u_chunks(self.config.num_layer_list))
         sizes = ",".join(map(str, self.layout.tp_sizes))
+        is_told_apart = is_behind_banner and not self.layout.is_uniform
+        about = "; Megatron's lines above, and its arguments below, show rank 0's stage" if is_told_apart else ""
         lines = [
-            f"vtp_plugin {__version__} is active: vtp_size_list {sizes} on {self.layout.world_size} ranks, "
-            f"digest {digest_of(self.statement())}",
-            describe_layout(self.layout, writer_rank=self.writer_rank),
+            f"vtp_plugin {__version__}: {self.layout.world_size} ranks, TP sizes {sizes}{about}",
+            describe_layout(self.layout, writer_rank=self.writer_rank, layers=layers),
         ]
         if not self.is_active:
             lines.append("all stages have one size: Megatron's own groups and communicator")
@@ -241,6 +250,11 @@ class PlannedRun:
             lines.append(f"boundary {upstream}->{downstream}: {strategy} ({reason})")
         lines.append(f"platform: {self.platform.name} ({self.platform.reason})")
         return "\n".join([*lines, *self.notes])
+
+    @property
+    def digest(self) -> str:
+        """Short digest of what all ranks have agreed on, to compare logs."""
+        return digest_of(self.statement())
 
     @property
     def option_context(self) -> OptionContext:

@@ -35,6 +35,7 @@ class AllRanks:
     Args:
         timeout_s: returns how long to wait for another rank; called each time, since a check may change it.
         finish: called before this rank leaves, if no rank has failed.
+        hint: see :class:`~vtp_plugin.runtime.health.monitor.Monitor`.
 
     Attributes:
         monitor: keeps the time; None before the ranks have agreed, and after the end.
@@ -42,11 +43,13 @@ class AllRanks:
             :meth:`set_redaction`.
     """
 
-    def __init__(self, timeout_s: Callable[[], float], finish: Callable[[], None]) -> None:
+    def __init__(
+        self, timeout_s: Callable[[], float], finish: Callable[[], None], hint: Callable[[], str] = str
+    ) -> None:
         self.monitor: Monitor | None = None
         self.redaction = Redaction()
         self._timeout_s = timeout_s
-        self._finish = finish
+        self._finish, self._hint = finish, hint
         self._agreement: Agreement | None = None
 
     @property
@@ -126,6 +129,7 @@ class AllRanks:
                 timeout_s=self._timeout_s(),
                 keeper=_store_keeper(os.environ),
                 describe=lambda error: self.redaction.describe(error),
+                hint=self._hint,
             )
             self.monitor.start()
             atexit.register(self.stop)
@@ -202,7 +206,7 @@ class AllRanks:
         if monitor is None:
             return
         monitor.stop()
-        if not monitor.is_failing:
+        if not monitor.is_failing and monitor.failure is None:
             # The last pass may have been an evaluation, whose sends nobody has waited for: sends that are under way
             # when the process ends are lost.
             with contextlib.suppress(PeerError):

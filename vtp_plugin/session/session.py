@@ -20,6 +20,7 @@ from vtp_plugin.checkpoint.save.saving import Savings
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.config.resolve import plan_layout
 from vtp_plugin.elastic.progress import Progress
+from vtp_plugin.elastic.stop_marker import RUN_FOLDER_VARIABLE
 from vtp_plugin.errors import PatchError, PlanError
 from vtp_plugin.host.patching import Writes
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
@@ -36,6 +37,7 @@ from vtp_plugin.session.pipeline_plan import PipelinePlan, plan_module
 from vtp_plugin.session.planned_run import PlannedRun
 from vtp_plugin.session.ranks import AllRanks
 from vtp_plugin.session.start import Start
+from vtp_plugin.session.step_summary import StepSummary
 from vtp_plugin.util import log
 
 
@@ -55,6 +57,7 @@ class Session:
         pipelines: pipelines that this rank works in: the run's own, and those of modules.
         savings, loading: checkpoints that are being written; what is known of one that is being read.
         writes: names of Megatron and torch that patches may write.
+        steps: the training steps of this process.
         progress: notes the steps of a fitted run; None in other runs.
         start: what this start of model parallelism has opened; after it has ended, a new one.
     """
@@ -68,14 +71,14 @@ class Session:
     ) -> None:
         self.watch_failures = watch_failures
         self.pipelines = Pipelines()
-        self.ranks = AllRanks(lambda: self.config.timeout_s, self.pipelines.finish_step)
+        self.ranks = AllRanks(lambda: self.config.timeout_s, self._finish, self._how_to_resume)
         self.applied, self.writes = AppliedSets(), Writes()
         self.savings, self.loading = Savings(), Loading()
         self._config, self._platform = config, platform
         self._close_log: Callable[[], None] | None = None
         self._recorder: Recorder | None = None
         self.progress = Progress.of_process(os.environ)
-        self.start = Start()
+        self.start, self.steps = Start(), StepSummary()
         self._planned: PlannedRun | None = None
 
     @property
@@ -285,6 +288,38 @@ class Session:
         log.set_level(self.config.log_level)
         if rank is not None and self.is_planned:
             log.set_reporter(rank=rank, is_reporter=rank in self.planned.reporting_ranks.values())
+
+    def describe(self, rank: int, layers: Sequence[str] = (), *, is_behind_banner: bool = False) -> None:
+        """Log the start-up summary, once for each start; arguments are those of ``PlannedRun.describe``."""
+        if self.start.is_described:
+            return
+        self.start.is_described = True
+        self.open_log(rank)
+        log.info(self.planned.describe(layers, is_behind_banner=is_behind_banner))
+        log.debug(f"digest {self.planned.digest}: logs that show the same come from ranks with equal requests")
+
+    def begin_step(self) -> None:
+        """Note that a training step begins."""
+        self.steps.begin()
+        self.start.begin_step()
+
+    def _finish(self) -> None:
+        """Wait for what is sent, and log what this process has done; called at a good end."""
+        self.pipelines.finish_step()
+        steps = self.steps.describe()
+        if not steps:
+            return
+        saved = "" if self.savings.newest is None else f", checkpoint {self.savings.newest}"
+        peak_bytes = None if self._platform is None else self._platform.peak_memory_bytes()
+        memory = "" if peak_bytes is None else f", peak memory of this rank {peak_bytes / 2**30:.1f} GiB"
+        log.info(f"done: {steps}{saved}{memory}")
+
+    def _how_to_resume(self) -> str:
+        """Say, on one rank of a machine, how a run resumes that nobody restarts, once it has saved a checkpoint."""
+        newest, is_first = self.savings.newest, os.environ.get("LOCAL_RANK", "0") == "0"
+        if newest is None or RUN_FOLDER_VARIABLE in os.environ or not is_first:
+            return ""
+        return f"; to resume from {newest.name}, start again with --load {newest.parent}"
 
     def close_log(self) -> None:
         """Restore the logger; do nothing if the plugin has not changed it."""

@@ -21,6 +21,7 @@ class Start:
 
     Attributes:
         audit: record of all messages; None unless asked for, or before it begins.
+        is_described: whether the log has its summary.
         tracing: trace of this rank's steps; None unless asked for, or before it begins.
         timing: times of all ranks' steps; None unless asked for, or before it begins.
         ending: stack of what is closed when this start ends: channels, groups, entries in torch's tables, files.
@@ -28,6 +29,7 @@ class Start:
 
     def __init__(self) -> None:
         self.audit: Audit | None = None
+        self.is_described = False
         self.tracing: Tracing | None = None
         self.timing: Timing | None = None
         self.ending = ExitStack()

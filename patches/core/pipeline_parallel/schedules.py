@@ -147,7 +147,7 @@ def _run_stock(
     """Run one step by a function of Megatron; first the ranks compare what is to cross."""
     pipeline = session.running
     if not arguments.get("forward_only", False):
-        session.start.begin_step()
+        session.begin_step()
         if session.start.tracing is not None:
             group_size = get_model_config(chunks_of(model)[0]).microbatch_group_size_per_vp_stage
             reason = arguments["num_microbatches"], group_size
@@ -174,7 +174,7 @@ def _told_by_timers(session: Session, model: Any) -> Iterator[None]:
 def _run_planned_step(writes: Writes, backend: PipelineBackend, **arguments: Any) -> list[Any]:
     """Run one step as planned; Megatron's timers wait for what was received, not for what is to be."""
     if not arguments.get("forward_only", False):
-        backend.session.start.begin_step()
+        backend.session.begin_step()
     with waiting_for_computes(writes):
         return run_step(backend, **_with_checked_batches(backend.session, arguments))
 

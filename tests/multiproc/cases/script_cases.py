@@ -206,7 +206,7 @@ def assert_refused(runs: Sequence[ScriptRun], *words: str) -> None:
     lines = [error_line(run.output) for run in runs]
     assert all(lines), [run.output[-3000:] for run in runs]
     # Behind our reason stands what this rank was doing; before it, who said it first, where this rank was slow.
-    pattern = r"^\[vtp(?: rank \d+)?\] error: (?:rank \d+ failed: )?(.*?)(; this rank .*)?$"
+    pattern = r"^(?:\[vtp(?: rank \d+)?\]|vtp_plugin:) error: (?:rank \d+ failed: )?(.*?)(; this rank .*)?$"
     reasons = {re.sub(pattern, r"\1", line) for line in lines}
     assert len(reasons) == 1, lines
     (reason,) = reasons

@@ -203,7 +203,7 @@ def _logged() -> Iterator[io.StringIO]:
     handler = logging.StreamHandler(text)
     before = logger.level
     logger.addHandler(handler)
-    logger.setLevel(logging.INFO)
+    logger.setLevel(logging.DEBUG)
     try:
         yield text
     finally:

@@ -16,10 +16,9 @@ from vtp_plugin.util import log
 pytestmark = pytest.mark.needs("scripts_here")
 
 ACTIVE = re.compile(
-    rf"^\[vtp rank (\d+)\] vtp_plugin {re.escape(vtp_plugin.__version__)} is active: vtp_size_list 1,2 on 3 ranks, "
-    r"digest ([0-9a-f]{8})$",
-    re.MULTILINE,
+    rf"^\[vtp rank (\d+)\] vtp_plugin {re.escape(vtp_plugin.__version__)}: 3 ranks, TP sizes 1,2(; .*)?$", re.MULTILINE
 )
+DIGEST = re.compile(r"^\[vtp rank \d+\] digest ([0-9a-f]{8}):", re.MULTILINE)
 
 
 def own_lines(output: str) -> list[str]:
@@ -32,8 +31,10 @@ def test_each_site_of_a_u_sees_that_the_plugin_is_active_and_its_iterations(scri
     edge, leader, other = (run.output for run in train(script_pool, "1,2", u_shape))
     found = ACTIVE.findall(edge + leader + other)
     assert [rank for rank, _ in found] == ["0", "1"], "one rank of each site says it once"
-    assert found[0][1] == found[1][1], "the sites agreed on one thing"
-    assert "writer rank 0" in edge and "lm loss" in edge
+    assert "rank 0 writes the log" in edge and "lm loss" in edge
+    assert re.search(r"layers  ranks  leaders\n.* 1\+2  0      0\n.* 1  1-2    1\n", edge)
+    for output in (edge, leader):
+        assert re.search(r"^\[vtp rank \d\] done: 4 steps, median ", output, re.MULTILINE)
     assert not own_lines(other)
     iterations = re.findall(r"^\[vtp rank 1\] (iteration \d+/4 \| .*)$", leader, re.MULTILINE)
     assert len(iterations) == 4, leader
@@ -47,6 +48,8 @@ def test_details_come_from_every_rank_and_warnings_leave_the_summary_out(script_
     for level, ranks in (("DEBUG", ["0", "1", "2"]), ("WARNING", [])):
         outputs = [run.output for run in train(script_pool, "1,2", ["--vtp-log-level", level, "--train-iters", "1"])]
         assert [rank for rank, _ in ACTIVE.findall("\n".join(outputs))] == ranks
+        digests = DIGEST.findall("\n".join(outputs))
+        assert len(digests) == len(ranks) and len(set(digests)) <= 1, "they agreed on one thing"
 
 
 @pytest.mark.parametrize(("options", "speakers"), [({}, [0]), ({"sites": ["edge", "cloud"]}, [0, 1])], ids=str)

@@ -262,9 +262,20 @@ def test_torchrun_end_to_end(tmp_path: Path, reference: Reference, form: str) ->
     target = ["-m", "vtp_plugin", "run", str(script)] if form == "run" else [str(script)]
     command = [*launcher, *target, *arguments("1,2", extra=["--save", str(tmp_path / "saved"), "--save-interval", "4"])]
     env = {**os.environ, **ENVIRONMENT, "PYTHONPATH": PYTHON_PATH}
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-4000:]
+    one = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    done = subprocess.run(command, cwd=tmp_path, env=env, timeout=600, check=False, **one)
+    assert done.returncode == 0, done.stdout[-4000:]
     assert done.stdout.count("hello from beside") == 3
+    # Megatron says the world of rank 0's stage, then hundreds of arguments: the truth stands between them.
+    told = "3 ranks, TP sizes 1,2; Megatron's lines above, and its arguments below, show rank 0's stage"
+    places = [done.stdout.index(text) for text in ("using world size: ", told, "- arguments -")]
+    assert places == sorted(places)
+    assert re.search(r"stage  tp  cp  dp  layers  ranks  leaders\n.*\b0   1   1   1       2  0      0\n", done.stdout)
+    saved = re.escape(str(tmp_path / "saved" / "iter_0000004"))
+    (end,) = re.findall(
+        rf"\[vtp rank 0\] done: 4 steps, median [\d.]+ m?s, checkpoint\s(?:.*\s)?{saved}\n", done.stdout
+    )
+    assert done.stdout.index(end) > done.stdout.index("lm loss")
     assert (tmp_path / "saved" / "latest_checkpointed_iteration.txt").read_text() == "4"
     printed = [float(text) for text in re.findall(r"lm loss: ([0-9.E+-]+)", done.stdout)]
     first, second, *others = losses(reference("1,1", hooks=["all_documents"]))
@@ -276,7 +287,7 @@ def test_torchrun_end_to_end(tmp_path: Path, reference: Reference, form: str) ->
 def test_vocabulary_hint_is_true(pool: Pool) -> None:
     """The flag that start-up names gives the uniform run the same padded vocabulary."""
     command = [*MODEL, "--train-iters", "1", "--global-batch-size", "8", "--vtp-device", "cpu"]
-    command += ["--make-vocab-size-divisible-by", "7"]
+    command += ["--vtp-log-level", "DEBUG", "--make-vocab-size-divisible-by", "7"]
     runs = succeeded(launch(pool, 3, {"arguments": [*command, "--vtp-size-list", "1,2"]}))
     hint = re.search(r"--make-vocab-size-divisible-by (\d+)$", runs[0].output, flags=re.MULTILINE)
     assert hint is not None

@@ -113,15 +113,18 @@ def test_receives_are_posted_before_compute_and_no_send_blocks(recordings: Recor
     assert all(len(of_tensors(exposed_receives(trace))) >= case.data.num_microbatches for trace in stock[:2])
 
 
+DETAILS = ["--vtp-log-level", "DEBUG"]
+
+
 def test_training_script(script_pool: Pool) -> None:
     runs = train(script_pool, "1,2", ["--vtp-schedule", "planned"])
     stock = train(script_pool, "1,2")
-    assert ": 1f1b, microbatches: 4, lookahead: 2" in runs[0].output
+    assert "] planned 1F1B of 4 microbatches: up to 2,1 in flight on the stages" in runs[0].output
     assert (losses(runs), grad_norms(runs)) == (losses(stock), grad_norms(stock))
 
 
 def test_more_microbatches_in_flight_train_alike(script_pool: Pool) -> None:
-    runs = train(script_pool, "1,2", ["--vtp-schedule", "planned", "--vtp-in-flight", "4,1"])
+    runs = train(script_pool, "1,2", ["--vtp-schedule", "planned", "--vtp-in-flight", "4,1", *DETAILS])
     stock = train(script_pool, "1,2")
     assert ": 1f1b, microbatches: 4, lookahead: 8; kept activations by stage 4,1" in runs[0].output
     assert (losses(runs), grad_norms(runs)) == (losses(stock), grad_norms(stock))
@@ -131,7 +134,7 @@ def test_more_microbatches_in_flight_train_alike(script_pool: Pool) -> None:
 def test_a_script_in_virtual_stages(script_pool: Pool) -> None:
     """As `search --virtual-stages 2` prints it."""
     words = ["--num-virtual-stages-per-pipeline-rank", "2"]
-    runs = train(script_pool, "1,2", ["--vtp-schedule", "planned", *words])
+    runs = train(script_pool, "1,2", ["--vtp-schedule", "planned", *words, *DETAILS])
     assert ": interleaved-1f1b, microbatches: 4, lookahead: 1" in runs[0].output
     assert_same_training(runs, train(script_pool, "1,1", words))
 

@@ -161,10 +161,12 @@ U_SHAPE = ["--layerwise-disaggregated-training", "--num-layer-list", "1,2,1"]
 def test_flags_of_a_script(script_pool: Pool) -> None:
     """What a run prints as measured is a flag that gives the same order at once, and the same numbers."""
     extra = [*U_SHAPE, "--vtp-in-flight", "3", "--vtp-replan-share", "inf", "--train-iters", "6"]
+    extra += ["--vtp-log-level", "DEBUG"]
     runs = train(script_pool, "1,1", extra)
     (words,) = measured(runs[0].output)
     digests = re.findall(r"schedule (\w+): u-shape,", runs[0].output)
     assert len(digests) == 2
+    assert runs[0].output.count("] planned a U of 4 microbatches: up to ") == 2
     again = train(script_pool, "1,1", [*extra, "--vtp-costs", *words.split()])
     assert re.findall(r"schedule (\w+): u-shape,", again[0].output) == digests[1:]
     for runs_of, num in ((runs, 2), (again, 5)):  # every interval, and that is one step here

@@ -20,7 +20,7 @@ import vtp_plugin
 from tests.expected.of_megatron import megatron_parser
 from tests.rules.import_rules import ROOT
 from tests.support.hosts import is_older
-from vtp_plugin.cli.run_flags import MAX_TYPOS, known_flags, num_typos
+from vtp_plugin.cli.run_flags import known_flags
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.config.vtp_flags import VTP_FLAGS, add_vtp_arguments, read_flags
 from vtp_plugin.errors import LayoutError, refuse
@@ -38,6 +38,7 @@ from vtp_plugin.host.rules.table.rule import OptionRule, Verdict
 from vtp_plugin.host.rules.table.versions import VERSION_RULES
 from vtp_plugin.host.versions.ranges import between
 from vtp_plugin.plan.layout.replica_map import DpMode, ReplicaMap
+from vtp_plugin.util.typos import nearest
 
 UNEQUAL = OptionContext(tp_sizes=(1, 4))
 LATENT = {"multi_latent_attention": True, "transformer_impl": "local"}
@@ -688,8 +689,7 @@ def test_no_flag_of_megatron_is_taken_for_a_misspelt_one(parser: argparse.Argume
     theirs = {name for action in parser._actions for name in action.option_strings if name.startswith("--")}
     others = theirs - set(known_flags())
     assert len(others) > 400 and "--adam-beta1" in others
-    pairs = [(word, known) for word in others for known in known_flags() if abs(len(word) - len(known)) <= MAX_TYPOS]
-    assert not [pair for pair in pairs if num_typos(*pair) <= MAX_TYPOS]
+    assert not [(word, near) for word in others if (near := nearest(word, known_flags()))]
     own = {"--world-size", "--json", "--output", "--num-microbatches", "--bridge", "--card-memory", "--nodes"}
     own |= {"--slurm", *(flag.name for flag in VTP_FLAGS)}
     assert set(known_flags()) - own < theirs, "no flag is declared that Megatron does not have"

@@ -770,7 +770,7 @@ class TestTransportRules:
     def test_small_tensors_go_through_the_leaders(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(rules_module, "SLICED_FROM_BYTES", 1000)
         sliced = "sliced", "the stages' sizes differ: every link carries its share"
-        small = "rank0", "999 bytes are fewer than 1000, where slices begin to pay"
+        small = "rank0", "tensors of 999 bytes; slices pay off from 1000 bytes on"
         tried = "sliced", "the stages' sizes differ; a run tries rank0 as well at its start and takes the faster one"
         for tensor_bytes, expected in ((None, sliced), (999, small), (1000, tried)):
             rules = TransportRules(tensor_bytes=tensor_bytes)
@@ -786,7 +786,7 @@ class TestTransportRules:
             assert rules.rivals(self.LAYOUT, 0, 1) == ()
         assert TransportRules(tensor_bytes=4999, threshold_bytes=5000).choose(self.LAYOUT, 0, 1) == (
             "rank0",
-            "4999 bytes are fewer than 5000, as --vtp-transport-threshold says",
+            "tensors of 4999 bytes; --vtp-transport-threshold allows slices from 5000 bytes on",
         )
         assert TransportRules(tensor_bytes=5000, threshold_bytes=5000).choose(self.LAYOUT, 0, 1) == sliced
         # Equal stages send small tensors rank to rank.

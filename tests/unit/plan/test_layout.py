@@ -346,7 +346,7 @@ def test_describe_shows_stages_and_stays_short() -> None:
     assert lines[0].split() == ["stage", "tp", "cp", "dp", "ranks", "leaders"]
     assert lines[2].split()[:4] == ["1", "4", "1", "1000"]
     assert "1-4,6-9" in lines[2] and "(4000 ranks)" in lines[2]
-    assert lines[-1] == "world size 5000, rank order tp-cp-pp-dp, writer rank 4999"
+    assert lines[-1] == "ranks are numbered in the order tp-cp-pp-dp; rank 4999 writes the log"
     assert all(len(line) < 140 and line == line.rstrip() for line in lines)
     assert format_ranks([]) == ""
 

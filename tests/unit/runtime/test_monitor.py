@@ -154,7 +154,7 @@ def test_a_silent_rank_ends_all_others_within_the_timeout(
     assert max(world.ended.values()) - begin_s < TIMEOUT_S
     assert silent not in world.ended
     for text in lines(capfd).values():
-        assert re.match(rf"rank {silent} does not answer: no sign of life for [\d.]+ s; this rank had not used", text)
+        assert re.match(rf"rank {silent} does not answer: no sign of life for [\d.]+ s", text)
 
 
 def test_ranks_that_wait_for_each_other_are_named_as_a_circle(world: World, capfd: pytest.CaptureFixture[str]) -> None:
@@ -180,7 +180,7 @@ def test_a_long_wait_ends_all(world: World, capfd: pytest.CaptureFixture[str]) -
         rf"waited [\d.]+ s at {PLACE} for rank 0: no answer; rank 0 was not waiting at a boundary; look", texts[1]
     )
     chain = rf"rank 1 waited [\d.]+ s at {PLACE} for rank 0: no answer; rank 0 was not waiting at a boundary"
-    assert re.match(rf"{chain}; this rank had not used", texts[2])
+    assert re.match(rf"{chain}$", texts[2])
 
 
 def test_waits_that_end_in_time_are_no_failure(world: World) -> None:
@@ -227,7 +227,7 @@ def test_a_failure_reaches_all_at_once(world: World, capfd: pytest.CaptureFixtur
     assert max(took for rank, took in world.ended.items() if rank != 1) - begin_s < 0.5 * TIMEOUT_S
     texts = lines(capfd)
     assert sorted(texts.keys() - {1}) == [0, 2, 3]
-    assert texts[0] == "rank 1 failed: a reason; this rank had not used any boundary yet"
+    assert texts[0] == "rank 1 failed: a reason"
     assert re.match(rf"rank 1 failed: a reason; this rank was not waiting at a boundary \(last: {PLACE}, ", texts[2])
     # The failing rank prints its own error; should it hang, it is ended too.
     world.wait(4)
@@ -357,7 +357,7 @@ def test_of_a_rank_that_was_killed_all_name_that_rank(
     error = RuntimeError("[pair.cc:561] Connection closed by peer [127.0.0.1]:36494")
     world.monitors[1].post_failure(error)
     world.wait(2, besides=1)
-    named = rf"rank {killed} does not answer: ended, was killed or stopped \(noticed by rank 1\); this rank"
+    named = rf"rank {killed} does not answer: ended, was killed or stopped \(noticed by rank 1\)$"
     found = lines(capfd)
     assert all(re.match(named, text) for rank, text in found.items() if rank != 1), found
     assert (world.monitors[1].failure or "").startswith(f"rank {killed} does not answer")

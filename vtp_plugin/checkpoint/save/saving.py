@@ -235,12 +235,14 @@ class Savings:
 
     Attributes:
         current: the one that Megatron's function is at, before it returns.
+        newest: the one that was written last; None before the first.
         trackers: files that stand for the trackers of folders, by the folder.
         copies_tensors: whether a process that shares the tensors of this one writes them while the run continues.
     """
 
     def __init__(self) -> None:
         self.current: Saving | None = None
+        self.newest: Path | None = None
         self.trackers: dict[str, Path] = {}
         self.copies_tensors = False
         self._iteration: int | None = None
@@ -304,6 +306,7 @@ class Savings:
     def end(self, saving: Saving) -> None:
         """Forget one, and do what waited for it."""
         del self._in_flight[saving.partial]
+        self.newest = saving.final
         self.trackers.pop(str(saving.final.parent), None)
         for act in saving.afterwards:
             act()

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
+from vtp_plugin.plan.layout.chunks import Chunk
+from vtp_plugin.plan.layout.grids import RankOrder
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 
 _MAX_RUNS_SHOWN = 6
 
 
-def describe_layout(layout: PipelineLayout, *, writer_rank: int | None = None) -> str:
-    """Return a table: one line per stage, then one line about the world.
+def describe_layout(layout: PipelineLayout, *, writer_rank: int | None = None, layers: Sequence[str] = ()) -> str:
+    """Return a table: one line per stage, then which rank writes the log.
 
     Args:
         layout: the stages.
         writer_rank: rank that reports, if it is not :attr:`PipelineLayout.writer_rank`.
+        layers: numbers of layers of every stage; empty if they are not known.
 
-    >>> print(describe_layout(PipelineLayout.from_sizes([1, 2], world_size=6)))
-    stage  tp  cp  dp  ranks  leaders
-        0   1   1   2  0-1    0-1
-        1   2   1   2  2-5    2,4
-    world size 6, rank order tp-cp-dp-pp, writer rank 5
+    >>> print(describe_layout(PipelineLayout.from_sizes([1, 2], world_size=6), layers=["2", "1+3"]))
+    stage  tp  cp  dp  layers  ranks  leaders
+        0   1   1   2       2  0-1    0-1
+        1   2   1   2     1+3  2-5    2,4
+    rank 5 writes the log
 
     Sizes of experts stand there where they are others than those of the stage:
 
@@ -28,18 +31,34 @@ def describe_layout(layout: PipelineLayout, *, writer_rank: int | None = None) -
     stage  tp  cp  dp  etp  ep  edp  ranks  leaders
         0   1   1   1    1   1    1  0      0
         1   2   1   1    1   2    1  1-2    1
-    world size 3, rank order tp-cp-dp-pp, writer rank 2
+    rank 2 writes the log
     """
-    rows = [["stage", *size_names(layout), "ranks", "leaders"]]
+    rows = [["stage", *size_names(layout), *(["layers"] if layers else []), "ranks", "leaders"]]
     for stage, grid in enumerate(layout.stages):
         leaders = (layout.leader(stage, d, c) for d in range(grid.dp) for c in range(grid.cp))
-        sizes = size_texts(layout, stage)
+        sizes = (*size_texts(layout, stage), *layers[stage : stage + 1])
         rows.append([str(stage), *sizes, format_ranks(layout.stage_ranks(stage)), format_ranks(leaders)])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     columns = [f"{{:>{width}}}" for width in widths[:-2]] + [f"{{:<{widths[-2]}}}", "{}"]
     lines = ["  ".join(columns).format(*row) for row in rows]
     writer_rank = layout.writer_rank if writer_rank is None else writer_rank
-    return "\n".join([*lines, f"world size {layout.world_size}, rank order {layout.order}, writer rank {writer_rank}"])
+    order = f"ranks are numbered in the order {layout.order}; " if layout.order is not RankOrder.STAGE_MAJOR else ""
+    return "\n".join([*lines, f"{order}rank {writer_rank} writes the log"])
+
+
+def format_layers(stages: Iterable[Iterable[Chunk]]) -> tuple[str, ...]:
+    """Write how many layers each stage has, chunk by chunk.
+
+    >>> from vtp_plugin.plan.layout.chunks import u_chunks
+    >>> format_layers(u_chunks((1, 2, 1)))
+    ('1+1', '2')
+    """
+    return tuple(join_layers(len(chunk.layers) for chunk in chunks) for chunks in stages)
+
+
+def join_layers(numbers: Iterable[int]) -> str:
+    """Write the numbers of layers of the chunks of a stage, without those that have none."""
+    return "+".join(str(number) for number in numbers if number) or "0"
 
 
 def size_names(layout: PipelineLayout) -> tuple[str, ...]:

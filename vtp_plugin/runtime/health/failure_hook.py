@@ -11,19 +11,24 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from vtp_plugin.errors import VtpError
-from vtp_plugin.runtime.health.error_file import write_error_file
+from vtp_plugin.runtime.health.error_file import say_once, write_error_file
 from vtp_plugin.runtime.health.redaction import describe_error
 from vtp_plugin.util import log
+from vtp_plugin.util.printable import one_line
 
 if TYPE_CHECKING:
     from vtp_plugin.runtime.health.monitor import Monitor
+
+_NUM_COMPARED = 200
+_PATIENCE_S = 10.0
 
 
 class FailureHook:
     """The plugin's link in the chain of exception hooks.
 
-    An error of the plugin is printed as one line. Any other error goes to the hook that was there before; then one line
-    of the plugin follows if the run was being watched. The launcher gets a line of every error.
+    An error of the plugin is printed as one line; one that all ranks of a machine know, by one of them. Any other error
+    goes to the hook that was there before; then one line of the plugin follows if the run was being watched. The
+    launcher gets a line of every error.
 
     Args:
         is_applied: tells whether the plugin is applied.
@@ -67,19 +72,22 @@ class FailureHook:
         self._has_failed = self._is_applied()
         position = ""
         if monitor is not None:
-            position = f"; {monitor.describe_position()}"
+            position = monitor.describe_position()
             # Before printing: torch may complain about a broken store, and the plugin's line must be the last.
             monitor.post_failure(error)
-            if monitor.failure is not None:
+            if monitor.failure is not None and not _says(monitor.failure, error):
                 position += f"; before that, {monitor.failure}"
-        text = str(error)
-        if not isinstance(error, VtpError):
-            before(kind, error, trace)
-            text = "this rank failed with the error above"
-        if monitor is not None or isinstance(error, VtpError):
-            log.error(f"{text}{position}")
         is_consequence = monitor is not None and monitor.failure is not None
-        write_error_file(f"{describe_error(error)}{position}", is_consequence=is_consequence)
+        if isinstance(error, VtpError) and error.is_known_to_node:
+            say_once(describe_error(error), log.error, limit_s=_PATIENCE_S)
+        else:
+            text = str(error)
+            if not isinstance(error, VtpError):
+                before(kind, error, trace)
+                text = "this rank failed with the error above"
+            if monitor is not None or isinstance(error, VtpError):
+                log.error(f"{text}{position}")
+            write_error_file(f"{describe_error(error)}{position}", is_consequence=is_consequence)
         self._note(error, is_consequence)
 
     def announce(self, error: BaseException) -> bool:
@@ -105,3 +113,13 @@ class FailureHook:
             with contextlib.suppress(OSError, ValueError):
                 stream.flush()
         os._exit(1)
+
+
+def _says(failure: str, error: BaseException) -> bool:
+    """Tell whether a failure of another rank is this rank's own error.
+
+    >>> _says("rank 2 failed: no such list", VtpError("no such list")), _says("rank 2 failed: x", ValueError("y"))
+    (True, False)
+    """
+    own = one_line(f"failed: {describe_error(error)}")[:_NUM_COMPARED]  # what was posted may be cut
+    return isinstance(error, VtpError) and own in failure

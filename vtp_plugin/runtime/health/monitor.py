@@ -55,6 +55,7 @@ class Monitor:
         timeout_s: if a rank dies, stops or hangs, all others end within this time.
         keeper: name of the process that keeps the store, for messages.
         describe: turns an error into the line that other ranks may read.
+        hint: returns the end of the line with which this process ends because of others, such as how to resume.
         exit_process: ends the process; replaced in tests.
     """
 
@@ -67,6 +68,7 @@ class Monitor:
         timeout_s: float,
         keeper: str = "the launcher or rank 0",
         describe: Callable[[BaseException], str] = describe_error,
+        hint: Callable[[], str] = str,
         exit_process: Callable[[int], None] = os._exit,
     ) -> None:
         """Prepare; the threads run after :meth:`start`."""
@@ -86,6 +88,7 @@ class Monitor:
         self.early_exits = EarlyExits(rank)
         self._helper = Helper()
         self._describe = describe
+        self._hint = hint
         self._exit_process = exit_process
         self._clock_s = 0.0
         self._contact_s = 0.0
@@ -179,10 +182,16 @@ class Monitor:
         return self._failure
 
     def describe_position(self) -> str:
-        """Describe where this rank is: its current wait, a collective, or the boundary that it used last."""
-        has_stood = self._stood_s > 0.3 * self.timeout_s  # so long that others may have missed it
-        stood = f"; it stood still for {self._stood_s:.1f} s before (stopped or suspended)" if has_stood else ""
-        return f"{self.together.position() or self.position.describe()}{stood}"
+        """Describe where this rank is: its current wait, a collective, or the boundary that it used last.
+
+        Returns:
+            The end of a line, with what goes before it; empty where there is nothing to say.
+        """
+        where = self.together.position() or self.position.describe()
+        parts = [where] if where else []
+        if self._stood_s > 0.3 * self.timeout_s:  # so long that others may have missed it
+            parts.append(f"it stood still for {self._stood_s:.1f} s before (stopped or suspended)")
+        return "".join(f"; {part}" for part in parts)
 
     @property
     def _linger_s(self) -> float:
@@ -239,9 +248,9 @@ class Monitor:
         if self._failing_s is not None:
             if now_s - self._failing_s <= min(_FAILING_S, 0.3 * self.timeout_s):
                 return None
-            return f"this rank failed and did not end by itself; {self.describe_position()}"
+            return f"this rank failed and did not end by itself{self.describe_position()}"
         if self._failure is not None:
-            return f"{self._failure}; {self.describe_position()}"
+            return f"{self._failure}{self.describe_position()}"
         silent_s = now_s - self._contact_s
         # A rank that loses a peer often loses the store, too, and the error from the peer says more than this one.
         is_cut = self._cut_s is not None and now_s - self._cut_s > min(2.0, 0.1 * self.timeout_s)
@@ -249,14 +258,14 @@ class Monitor:
             return self._describe_silence(silent_s)
         if not self._stopping.is_set() and (early_end := self.early_exits.find_early_end(now_s)) is not None:
             self._run_bounded(lambda: self._post(early_end), 1.0)
-            return f"{self._failure or early_end}; {self.describe_position()}"
+            return f"{self._failure or early_end}{self.describe_position()}"
         return self._find_long_wait(now_s)
 
     def _describe_silence(self, silent_s: float) -> str:
         silence = f"no contact for {silent_s:.1f} s with the store that"
         if self._keeper == f"rank {self._rank}":
-            return f"{silence} this rank keeps; {self.describe_position()}"
-        return f"{self._keeper} ended or stopped: {silence} it keeps; {self.describe_position()}"
+            return f"{silence} this rank keeps{self.describe_position()}"
+        return f"{self._keeper} ended or stopped: {silence} it keeps{self.describe_position()}"
 
     def _find_long_wait(self, now_s: float) -> str | None:
         wait = self.position.longer_than(0.8 * self.timeout_s)
@@ -266,7 +275,7 @@ class Monitor:
         limit_s = min(2 * self._look_interval_s + 1.0, 0.1 * self.timeout_s)
         self._run_bounded(lambda: others.append(self._follow_waits(limit_s)), limit_s + 0.5)
         if self._failure is not None:
-            return f"{self._failure}; {self.describe_position()}"
+            return f"{self._failure}{self.describe_position()}"
         reason = f"waited {now_s - wait.begin_s:.1f} s at {wait.position} for {wait.peer}: no answer{''.join(others)}"
         self._run_bounded(lambda: self._post(f"rank {self._rank} {reason}"), 1.0)
         return f"{reason}; look for a rank that ended, stopped or runs another schedule"
@@ -283,7 +292,7 @@ class Monitor:
     def _end(self, reason: str) -> None:
         try:
             self._run_bounded(self._say_farewell, 1.0)
-            report(self._rank, reason, is_consequence=self._failure is not None)
+            report(self._rank, f"{reason}{self._hint()}", is_consequence=self._failure is not None)
             # Helpers of a checkpoint save would outlive this process and keep its output open.
             for child in multiprocessing.active_children():
                 child.kill()

@@ -118,7 +118,11 @@ class Position:
         return Standing(text=f"was not waiting at a boundary{last}")
 
     def describe(self) -> str:
-        """Describe where this rank is, for its own line: its current wait, or the boundary that it used last."""
+        """Describe where this rank is, for its own line: its current wait, or the boundary that it used last.
+
+        Returns:
+            The text; empty where there is nothing to say, before the first boundary.
+        """
         now_s = self._clock_s()
         for wait in self._open:
             return f"this rank waited {now_s - wait.begin_s:.1f} s at {wait.position} for {wait.peer}"
@@ -127,7 +131,7 @@ class Position:
         if (last := self._last_wait) is not None:
             ago_s = now_s - last.begin_s
             return f"this rank was not waiting at a boundary (last: {last.position}, {ago_s:.1f} s ago)"
-        return "this rank had not used any boundary yet"
+        return ""
 
     @property
     def _open(self) -> list[Wait]:

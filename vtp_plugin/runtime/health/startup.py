@@ -28,7 +28,7 @@ from vtp_plugin.runtime.health.redaction import (
 )
 from vtp_plugin.runtime.health.store import Topic, open_round, part_of
 from vtp_plugin.runtime.health.store_posts import PostError, read_post, read_text, write_post
-from vtp_plugin.runtime.health.verdict import CheckResult, Post
+from vtp_plugin.runtime.health.verdict import CheckResult, Post, summarise_errors
 from vtp_plugin.runtime.health.waiting import (
     JUDGE_SHARE,
     UNKNOWN_PEER,
@@ -161,7 +161,18 @@ class _Check:
         if verdict.name is not None and HIDDEN in text:
             text += f"; here {verdict.name} is {statement.get(verdict.name)}"
         kind = PeerError if verdict.is_missing else ConfigError
-        raise kind(text, shared=verdict.text, is_final=self._is_final(verdict, error)) from error
+        found = kind(text, shared=verdict.text, is_final=self._is_final(verdict, error))
+        found.is_known_to_node = text == verdict.text and self._is_said_by_first(verdict)
+        raise found from error
+
+    def _is_said_by_first(self, verdict: CheckResult) -> bool:
+        """Tell whether the first rank of this machine, which reads the same verdict, may speak for this one.
+
+        It may not be among the ranks of the check, or not have come; and an error that not all have is also printed by
+        the first rank that has it.
+        """
+        rank = self.agreement.rank
+        return self.agreement.members is None and not verdict.is_missing and rank not in verdict.speakers
 
     def _is_final(self, verdict: CheckResult, error: BaseException | None) -> bool:
         """Tell whether no restart is of use. Between sites only this rank's own error says so: the other site may lie.
@@ -213,7 +224,9 @@ class _Check:
                 statements[rank] = post.says
         num_present = len(self.agreement.ranks) - len(missing)
         if errors:
-            return CheckResult(text=one_line(_summarise_errors(errors)), is_final=are_final), num_present
+            is_whole = self.agreement.members is None and len(errors) == self.agreement.world_size
+            text, speakers = summarise_errors(errors, is_whole=is_whole)
+            return CheckResult(text=one_line(text), is_final=are_final, speakers=speakers), num_present
         if missing:
             waited_s = time.monotonic() - begin_s
             text = f"{WAITED} {waited_s:.1f} s for rank {some_ranks(missing)} at {self.name}: no answer; {UNKNOWN_PEER}"
@@ -321,11 +334,3 @@ def _show_difference(name: str, statements: Mapping[int, Mapping[str, object]], 
             groups.append((value, [rank]))
     shown = " and ".join(f"{show_stated(value)} on rank {some_ranks(ranks)}" for value, ranks in groups[:8])
     return f"ranks disagree: {name} is {shown}"
-
-
-def _summarise_errors(errors: Mapping[int, str]) -> str:
-    """Group equal texts, so that one mistake on 4,000 ranks is one line."""
-    ranks_of: dict[str, list[int]] = {}
-    for rank, text in sorted(errors.items()):
-        ranks_of.setdefault(text, []).append(rank)
-    return "; ".join(f"rank {some_ranks(ranks)}: {text}" for text, ranks in ranks_of.items())

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from vtp_plugin.config.resolve import ScheduleOptions
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.schedule.cost.cost_text import combine_reports, format_costs, parse_costs
-from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
+from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule, summarise
 from vtp_plugin.plan.schedule.order.placement import Placement, num_rings
 from vtp_plugin.plan.schedule.order.schedule import Schedule
 from vtp_plugin.platform.interface import Platform
@@ -180,7 +180,8 @@ class ScheduleRunner:
 
         self._ranks.agree("planning of a step", prepare)
         ((schedule, reason),) = made
-        log.info(reason)
+        log.info(summarise(request, schedule))
+        log.debug(reason)
         return schedule
 
     def iterators(self, given: Any) -> list[Any]:

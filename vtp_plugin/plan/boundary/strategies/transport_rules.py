@@ -112,8 +112,8 @@ class TransportRules:
             return last, "both stages have the same size: rank to rank"
         limit_bytes = SLICED_FROM_BYTES if self.threshold_bytes is None else self.threshold_bytes
         if self.tensor_bytes is not None and self.tensor_bytes < limit_bytes:
-            said = "where slices begin to pay" if self.threshold_bytes is None else "as --vtp-transport-threshold says"
-            return "rank0", f"{self.tensor_bytes} bytes are fewer than {limit_bytes}, {said}"
+            said = "slices pay off" if self.threshold_bytes is None else "--vtp-transport-threshold allows slices"
+            return "rank0", f"tensors of {_shown(self.tensor_bytes)}; {said} from {_shown(limit_bytes)} on"
         if rivals:
             said, best = " and ".join(rivals), "faster" if len(rivals) == 1 else "fastest"
             return last, f"the stages' sizes differ; a run tries {said} as well at its start and takes the {best} one"
@@ -121,3 +121,12 @@ class TransportRules:
 
     def _crosses_sites(self, upstream: int, downstream: int) -> bool:
         return bool(self.sites) and self.sites[upstream] != self.sites[downstream]
+
+
+def _shown(num_bytes: int) -> str:
+    """Write a number of bytes.
+
+    >>> _shown(999), _shown(32768)
+    ('999 bytes', '32 KiB')
+    """
+    return f"{num_bytes} bytes" if num_bytes % 1024 and num_bytes < 10240 else f"{num_bytes / 1024:.4g} KiB"

@@ -66,6 +66,28 @@ def make_schedule(request: ScheduleRequest) -> tuple[Schedule, str]:
     return lowered, f"schedule {lowered.digest}: {about}{reason}"
 
 
+def summarise(request: ScheduleRequest, schedule: Schedule) -> str:
+    """Say in plain words what was planned; the reason of :func:`make_schedule` has the details.
+
+    >>> from vtp_plugin.plan.schedule.order.placement import plain_placement, u_placement
+    >>> for placement in (plain_placement(2), u_placement(2)):
+    ...     request = ScheduleRequest(placement=placement, num_microbatches=8)
+    ...     print(summarise(request, make_schedule(request)[0]))
+    planned 1F1B of 8 microbatches: up to 2,1 in flight on the stages
+    planned a U of 8 microbatches: up to 3 in flight on each stage
+    """
+    placement = schedule.placement
+    is_interleaved = placement.num_vstages > placement.num_stages
+    kind = "a U" if num_rings(placement) else "interleaved 1F1B" if is_interleaved else "1F1B"
+    what = f"planned {kind} of {request.num_microbatches} microbatches"
+    if request.forward_only:
+        return f"{what}, forward only"
+    peaks = [max(peak_activations(schedule, v) for v in placement.vstages(s)) for s in range(placement.num_stages)]
+    if len(set(peaks)) == 1:
+        return f"{what}: up to {peaks[0]} in flight on each stage"
+    return f"{what}: up to {','.join(map(str, peaks))} in flight on the stages"
+
+
 def compile_schedule(request: ScheduleRequest) -> CompiledSchedule:
     """Return the schedule of :func:`make_schedule`, proven and compiled for simulation.
 

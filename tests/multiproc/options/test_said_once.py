@@ -1,0 +1,63 @@
+"""What all ranks of a machine end with is said once, by its first rank, before torchrun's own lines."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.multiproc.cases.script_cases import EXAMPLE, arguments
+from tests.support.hosts import PYTHON_PATH
+from tests.support.pool import ENVIRONMENT
+
+pytestmark = pytest.mark.needs("scripts_here")
+
+# Words behind those of a run that is right, the status, and what is said.
+CASES = {
+    "a flag": (["--vtp-transprt", "rank0"], 2, "--vtp-transprt is unknown; do you mean --vtp-transport?"),
+    "the number of processes": (["--vtp-size-list", "2,2"], 2, "4 ranks per replica"),
+    "a size of the model": (
+        ["--num-attention-heads", "7", "--kv-channels", "8"],
+        1,
+        "--num-attention-heads 7; stage 1 has tensor-parallel size 2, which must divide it",
+    ),
+    "a flag of Megatron's": (
+        ["--num-layrs", "4"],
+        2,
+        "unrecognized arguments: --num-layrs 4; do you mean --num-layers?",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[pytest.mark.full] if "Megatron" in case else []) for case in CASES]
+)
+def test_an_error_is_said_once(tmp_path: Path, case: str) -> None:
+    extra, status, text = CASES[case]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"),
+            *("-m", "vtp_plugin", "run", EXAMPLE, *arguments("1,2", extra=extra)),
+        ],
+        cwd=tmp_path,
+        env={**os.environ, **ENVIRONMENT, "PYTHONPATH": PYTHON_PATH},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    output = done.stdout
+    ours = [line for line in output.splitlines() if re.match(r"\[vtp|vtp_plugin:", line)]
+    assert len(ours) == 1 and text in ours[0], output
+    assert re.match(r"(?:\[vtp rank 0\]|vtp_plugin:) error: ", ours[0])
+    # Once more in torchrun's summary, as the root cause. Torchrun ends all ranks once one has ended.
+    assert output.count(text) == 2, output
+    cause = output.rpartition("Root Cause")[2]
+    assert re.search(r"rank +: 0 ", cause) and text in cause, output
+    assert set(re.findall(r"exitcode +: (\S+) ", output)) <= {str(status), "-15"}, output
+    assert "before that" not in output and "any boundary" not in output and "usage:" not in output
