@@ -25,7 +25,7 @@ OPTIONS_INTRO = """\
 # Megatron's options with stages of unequal size
 
 Options that depend on the stages' sizes: supported, with the test that shows it, or not supported, with the reason and
-the way out. A run with one that is not supported stops at start-up. `python -m vtp_plugin doctor --verbose` prints the
+the way out. A run with one that is not supported stops at start-up. `vtp doctor --verbose` prints the
 same table. [every-option.md](every-option.md) has a verdict for all others.
 """
 ASCEND_INTRO = """\
@@ -53,7 +53,7 @@ PATCHES_INTRO = """\
 
 What `vtp_plugin.apply()` replaces in Megatron and torch, in the order of application. A set is applied whole or not at
 all, and `vtp_plugin.revert()` puts the identical originals back. The patches of `megatron.core.x` are in
-`patches/core/x.py`, those of `megatron.training.x` in `patches/training/x.py`. `python -m vtp_plugin doctor` tries all
+`patches/core/x.py`, those of `megatron.training.x` in `patches/training/x.py`. `vtp doctor` tries all
 of them on the installed versions. Versions are those of megatron-core. *Was*: the id that logs of older runs show.
 
 A *write* is a name, or a dictionary, that patches assign to during a run. It must exist when the set is applied,
@@ -67,7 +67,7 @@ A *write* is a name, or a dictionary, that patches assign to during a run. It mu
 FLAGS_INTRO = """\
 # Flags
 
-The plugin's flags stand among Megatron's. `python -m vtp_plugin run --help-all` prints them too. A script without a
+The plugin's flags stand among Megatron's. `vtp run --help-all` prints them too. A script without a
 command line gives them as keywords of `vtp_plugin.apply()`. A *stage* is a pipeline stage, a *replica* a copy of a
 stage that works on other samples, a *microbatch* the share of a batch that goes through the pipeline at a time. U: the
 U-shaped pipeline of [u-shape.md](u-shape.md).

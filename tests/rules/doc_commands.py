@@ -17,7 +17,7 @@ DOCUMENTS = [
     *sorted((ROOT / "examples").rglob("*.md")),
 ]
 FOLDERS = ("benchmarks", "examples", "scripts", "tests/device")
-PROGRAMS = ("torchrun", "python", "make", "pip", "jq")
+PROGRAMS = ("torchrun", "vtp", "python", "make", "pip", "jq")
 _ASSIGNMENT = re.compile(r"[A-Z_]+=.*")
 # What stands for the reader's own words.
 _PLACEHOLDER = "[Megatron's arguments]"

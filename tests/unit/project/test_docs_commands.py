@@ -84,6 +84,8 @@ def test_command_is_accepted(
         assert not extra or re.search(rf'^"?{extra}"? = \[', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
     elif program == "torchrun":
         check_torchrun(flags, words)
+    elif program == "vtp":
+        check_plugin(command, words, tmp_path, monkeypatch)
     elif words[0] == "-m" and words[1] == "vtp_plugin":
         check_plugin(command, words[2:], tmp_path, monkeypatch)
     elif words[0] == "-m":

@@ -116,12 +116,6 @@ def test_every_flag_and_keyword_is_documented() -> None:
     assert [name for name in (*declared, *keywords) if f"`{name}" not in table] == []
 
 
-def test_rows_of_the_readme_pair_flag_and_keyword_right() -> None:
-    rows = re.findall(r"^\| `(--[\w-]+)[^`]*` \| `(\w+)` \|", (ROOT / "README.md").read_text(), re.MULTILINE)
-    assert len(rows) >= 5
-    assert set(rows) <= {(flag.name, flag.keyword) for flag in VTP_FLAGS}
-
-
 def test_every_key_of_costs_is_documented_and_exists() -> None:
     table = (ROOT / "docs" / "flags.md").read_text()
     assert [key for key in COST_KEYS if f"| `{key}` |" not in table] == []
