@@ -49,8 +49,8 @@ def _note_of_others(layout: PipelineLayout, args: argparse.Namespace) -> list[st
     factor = others // math.gcd(divisor * ends, others)
     return [
         f"checkpoints of this run resume at the same loss only with TP sizes that divide {divisor * ends}; for all "
-        f"sizes that this model can have, up to 16, start with {_DIVISOR} {divisor * factor} now: it cannot be changed "
-        "later"
+        f"sizes that this model can have, up to 16, start with {_DIVISOR} {divisor * factor}, now: it cannot be "
+        "changed later"
     ]
 
 

@@ -79,7 +79,7 @@ def test_detect_finds_the_npu_module(num_devices: int) -> None:
             try:
                 detect("cpu")
             except ConfigError as error:
-                assert 'working accelerator (npu); hide it with ASCEND_RT_VISIBLE_DEVICES=""' in str(error)
+                assert 'which the CPU cannot stand in for; hide it with ASCEND_RT_VISIBLE_DEVICES=""' in str(error)
             else:
                 raise AssertionError("not refused")
         """,
