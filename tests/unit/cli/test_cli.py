@@ -581,7 +581,10 @@ def test_simulate_writes_a_picture_or_a_trace_and_sums_up(output_of: Output, tmp
             ("plan", "--vtp-size-list", "1,2", "--vtp-ep-list", "1,2"),
             "choose an ep size that divides 1, or --vtp-etp-list 1,1",
         ),
-        (("plan", "--have", "8,6", *MODEL, "--nodes", "8,6"), "missing; a list is fitted to layers and batches"),
+        (
+            ("plan", "--have", "2,1", "--num-layers", "4", "--global-batch-size", "4", *MODEL, "--nodes", "2,1"),
+            "--nodes and --have say the devices of every node twice; leave --nodes out",
+        ),
         (("plan", "--vtp-size-list", "8,6", "--nodes", "8,4"), "--nodes 8,4: 12 devices; the layout has 14 ranks"),
         (("plan", "--vtp-size-list", "1,2", "--nodes", "2,x"), "argument --nodes: '2,x' is no list of sizes"),
         (("plan", "--bridge", "a=1,1,1", "b=1,1,1", "--slurm"), "--nodes and --slurm are for one pipeline"),

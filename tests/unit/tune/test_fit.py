@@ -139,7 +139,7 @@ def test_what_does_not_fit_is_refused_with_what_would(cards: tuple[int, ...], ch
     with pytest.raises(ConfigError, match=text) as found:
         fit(nodes(*cards, memory_bytes=memory), ask(given.pop("stages"), **given))
     # No later start may be kept from going on with more cards.
-    assert isinstance(found.value, ShortageError) is ("; add " in text) is not found.value.is_final
+    assert isinstance(found.value, ShortageError) is (" add " in text) is not found.value.is_final
 
 
 def test_a_site_without_cards_is_a_shortage_unless_it_is_the_edge_of_a_u() -> None:
