@@ -23,7 +23,7 @@ CASES = {
     "a size of the model": (
         ["--num-attention-heads", "7", "--kv-channels", "8"],
         1,
-        "--num-attention-heads 7; stage 1 has tensor-parallel size 2, which must divide it",
+        "--num-attention-heads 7: stage 1 has TP 2, which does not divide it",
     ),
     "a flag of Megatron's": (
         ["--num-layrs", "4"],
