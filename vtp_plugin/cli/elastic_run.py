@@ -109,7 +109,7 @@ def _warn_of_cyclic(args: argparse.Namespace) -> None:
     if args.dataloader_type == "cyclic" and os.environ.get("RANK") == "0":
         log.warning(
             "--dataloader-type cyclic: which samples come next depends on the number of replicas; where that changes "
-            "with the cards, some come twice and some never: --dataloader-type single keeps the order"
+            "with the devices, some come twice and some never: --dataloader-type single keeps the order"
         )
 
 

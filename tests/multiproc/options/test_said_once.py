@@ -19,11 +19,11 @@ pytestmark = pytest.mark.needs("scripts_here")
 # Words behind those of a run that is right, the status, and what is said.
 CASES = {
     "a flag": (["--vtp-transprt", "rank0"], 2, "--vtp-transprt is unknown; do you mean --vtp-transport?"),
-    "the number of processes": (["--vtp-size-list", "2,2"], 2, "4 ranks per replica"),
+    "the number of processes": (["--vtp-size-list", "2,2"], 2, "needs 4 processes, or a multiple of 4; this run has 3"),
     "a size of the model": (
         ["--num-attention-heads", "7", "--kv-channels", "8"],
         1,
-        "--num-attention-heads 7; stage 1 has tensor-parallel size 2, which must divide it",
+        "--num-attention-heads 7: stage 1 has TP 2, which does not divide it",
     ),
     "a flag of Megatron's": (
         ["--num-layrs", "4"],

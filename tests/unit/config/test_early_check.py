@@ -41,13 +41,13 @@ def check(words: str, source: str, folder: Path, environment: Mapping[str, str] 
         ("--vtp-size-list 1,2 --vtp-timeout-s soon", "argument --vtp-timeout-s: invalid float value: 'soon'"),
         ("--vtp-size-list", "argument --vtp-size-list: expected one argument"),
         ("--vtp-size-list 1,2 --num-layer-list 1,2,1", "--num-layer-list is for --layerwise-disaggregated-training"),
-        ("--vtp-stages 2:4", "vtp_stages 2:4 is for"),
+        ("--vtp-stages 2:4", "--vtp-stages 2:4 needs --vtp-size-list auto"),
         ("--vtp-size-list auto --vtp-stages 4:2", "vtp_stages 4:2 begins above its end"),
-        ("--vtp-size-list 2,2", "4 ranks per replica"),
-        ("--vtp-size-list=1,1,2 --context-parallel-size 1", "4 ranks per replica"),
-        ("--vtp-size-list 1,2 --context-parallel-size=1 --context-parallel-size=2", "6 ranks per replica"),
-        ("--vtp-size-list 1,1 --vtp-cp-list 1,1", "2 ranks per replica"),
-        ("--vtp-size-list 1,2 --vtp-dp-list 1,2", "5 ranks"),
+        ("--vtp-size-list 2,2", "needs 4 processes, or a multiple"),
+        ("--vtp-size-list=1,1,2 --context-parallel-size 1", "needs 4 processes, or a multiple"),
+        ("--vtp-size-list 1,2 --context-parallel-size=1 --context-parallel-size=2", "needs 6 processes, or a multiple"),
+        ("--vtp-size-list 1,1 --vtp-cp-list 1,1", "needs 2 processes, or a multiple"),
+        ("--vtp-size-list 1,2 --vtp-dp-list 1,2", "these stages need 5 processes"),
     ],
 )
 def test_what_is_certainly_wrong_is_rejected(tmp_path: Path, words: str, text: str) -> None:
@@ -85,7 +85,7 @@ def test_what_may_be_right_is_left_to_the_run(tmp_path: Path, words: str, source
 def test_another_context_parallel_size_may_be_the_default_of_a_script(tmp_path: Path) -> None:
     words = "--vtp-size-list 1,2 --vtp-dp-list 1,1"
     check(words, SCRIPT, tmp_path, {**TORCHRUN, "WORLD_SIZE": "6"})
-    with pytest.raises(ConfigError, match="3 ranks, the world size is 6"):
+    with pytest.raises(ConfigError, match="these stages need 3 processes"):
         check(f"{words} --context-parallel-size 1", SCRIPT, tmp_path, {**TORCHRUN, "WORLD_SIZE": "6"})
 
 
