@@ -13,10 +13,10 @@ from vtp_plugin.cli.boundaries import format_bytes
 from vtp_plugin.cli.launch_text import add_slurm_flag, launch_lines, launch_of_found
 from vtp_plugin.cli.model_flags import read_model
 from vtp_plugin.cli.parser import Parser, check_ending, print_json, read_sizes, write_file
-from vtp_plugin.cli.progress_bar import progress
 from vtp_plugin.cli.run_flags import add_run_flags, check_unknown
 from vtp_plugin.cli.search_picture import draw_found
 from vtp_plugin.cli.search_request import SearchRequest, read_request
+from vtp_plugin.cli.terminal import progress
 from vtp_plugin.config.parse_values import format_value
 from vtp_plugin.errors import ConfigError, LayoutError
 from vtp_plugin.plan.launch.launch_commands import Launch
