@@ -43,8 +43,8 @@ _LAUNCHER_VARIABLES = (
 _NUM_TRIALS = 3  # of the network, of the device, of the patches
 _PATCH_KEYS = ("id", "state", "target", "skipped", "foreign_wrapper")
 _KEYS = (
-    "Keys of --json: versions; host; mindspeed; platform; interfaces; listening; rendezvous; launchers (lines); "
-    "patches: id, state, target, skipped, foreign_wrapper; warnings; problems; exit_code."
+    "Keys of --json: `versions; host; mindspeed; platform; interfaces; listening; rendezvous; launchers (lines); "
+    "patches: id, state, target, skipped, foreign_wrapper; warnings; problems; exit_code`."
 )
 
 
@@ -229,7 +229,7 @@ class _Report:
         yield f"interfaces: {', '.join(self.interfaces)}"
         yield "a run that is started from here would listen for its ranks on"
         yield from (f"    {line}" for line in self.listening)
-        yield "a run that resumes after losses (docs/lost-cards.md) would be started with one of"
+        yield "a run that resumes after losses (`docs/lost-cards.md`) would be started with one of"
         yield from (f"    {line}" for line in self.launchers)
         yield from format_status(self.patches).splitlines()
         yield from ("", "Megatron's options with stages of unequal size", "", *format_table().splitlines(), "")

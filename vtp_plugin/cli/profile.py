@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from vtp_plugin.session import Session
 
 _TEXT = """\
-One process on one card of each kind, without its peers, and without a list: sizes 1, 2, 4 and 8, or --tp-sizes, are
+One process on one device of each kind, without its peers, and without a list: sizes 1, 2, 4 and 8, or --tp-sizes, are
 timed one after another, each as rank 0 of a stage whose other ranks answer at once with what it sends. So messages cost
 nothing here; --links, started on all ranks by the run's launcher, times those. What is to be done with the files:
 docs/search.md."""
@@ -55,7 +55,7 @@ def add_arguments(parser: Parser) -> None:
     group.add_argument("--rounds", type=int, default=10, metavar="N", help="of which the median counts, default 10")
     group.add_argument("--links", action="store_true", help="time the links between all ranks of the launcher instead")
     group.add_argument(
-        "--kind", default="", metavar="NAME", help="with --links: of this rank's card, as in the cluster"
+        "--kind", default="", metavar="NAME", help="with --links: of this rank's device, as in the cluster"
     )
 
 
@@ -74,7 +74,7 @@ def run(options: argparse.Namespace) -> None:
     if options.rounds < 1:
         raise ConfigError(f"--rounds {options.rounds}; give at least one")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError("profile times one card alone; start it without a launcher, or with --links")
+        raise ConfigError("profile times one device alone; start it without a launcher, or with --links")
     powers = [1 << number for number in range(_MOST_CARDS.bit_length())]
     sizes = options.tp_sizes or [size for size in powers if not ask.problems_of_size(size)]
     for size in sizes:

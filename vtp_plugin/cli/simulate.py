@@ -13,7 +13,7 @@ from typing import Any
 from vtp_plugin.cli.bridges import add_bridge_flag, read_modules
 from vtp_plugin.cli.parser import Parser, check_ending, print_json, write_file
 from vtp_plugin.cli.run_flags import Run, add_run_flags, read_run
-from vtp_plugin.cli.terminal import Table, show
+from vtp_plugin.cli.terminal import TextTable, show
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.config.resolve import option_context
 from vtp_plugin.config.vtp_flags import read_flags
@@ -243,7 +243,7 @@ def _rows(timeline: Timeline) -> Iterator[dict[str, Any]]:
         }
 
 
-def _table(timeline: Timeline) -> Table:
+def _table(timeline: Timeline) -> TextTable:
     """Write a row for each worker; the busiest one is marked."""
     placement = timeline.placement
     names = [placement.label(worker).removeprefix("stage ") for worker in range(placement.num_workers)]
@@ -255,7 +255,7 @@ def _table(timeline: Timeline) -> Table:
         percent, kept = 100 * row["utilization"], ", ".join(map(str, row["kept_activations"]))
         rows.append((name, f"{percent:.1f} %", f"{100 - percent:.0f} %", str(row["in_flight"]), kept))
         lines.append(f"{name:>{width}}  {percent:7.1f} %  {100 - percent:3.0f} %  {row['in_flight']:22}  {kept}")
-    return Table(lines=lines, header=header, rows=rows, marked=timeline.busy.index(max(timeline.busy)))
+    return TextTable(lines=lines, header=header, rows=rows, marked=timeline.busy.index(max(timeline.busy)))
 
 
 def _as_json(timeline: Timeline, schedule: Schedule, simulation: _Simulation, output: Path | None) -> dict[str, object]:

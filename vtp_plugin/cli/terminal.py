@@ -41,7 +41,7 @@ class Tell(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Table:
+class TextTable:
     """Rows that a terminal shows as a table, and other outputs as lines.
 
     Attributes:
@@ -108,7 +108,7 @@ def print_styled(line: str) -> None:
         _print_styled(console, plain(line))
 
 
-def show(parts: Iterable[str | Table]) -> None:
+def show(parts: Iterable[str | TextTable]) -> None:
     """Print lines and tables to standard output."""
     console = _console_of_output()
     for part in parts:
@@ -191,7 +191,7 @@ def _print_styled(console: Any, line: str) -> None:
     console.print(Text(line, style=style), soft_wrap=True)
 
 
-def _rich_table(table: Table) -> Any:
+def _rich_table(table: TextTable) -> Any:
     from rich.box import SIMPLE
     from rich.table import Table as RichTable
     from rich.text import Text

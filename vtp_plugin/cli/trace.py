@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from vtp_plugin.cli.parser import check_ending, print_json, write_file
-from vtp_plugin.cli.terminal import Table, show
+from vtp_plugin.cli.terminal import TextTable, show
 from vtp_plugin.plan.schedule.cost.cost_text import format_costs
 from vtp_plugin.report.pictures import chrome
 from vtp_plugin.report.pictures.draw_rows import Box, Group, draw_rows
@@ -174,7 +174,7 @@ def _clock_error_s(file: RankFile) -> float:
     return max((error_s for _, _, error_s in file.clocks), default=0.0)
 
 
-def _table(files: Sequence[RankFile], found: Sequence[Difference]) -> Table:
+def _table(files: Sequence[RankFile], found: Sequence[Difference]) -> TextTable:
     header = ("rank", "stage", "cause", "planned ms", "ran ms", "more ms", "where")
     lines = [f"{'rank':>4}  {'stage':>5}  {'cause':<10}  {'planned ms':>10}  {'ran ms':>10}  {'more ms':>10}"]
     rows: list[tuple[str, ...]] = []
@@ -184,7 +184,7 @@ def _table(files: Sequence[RankFile], found: Sequence[Difference]) -> Table:
         shown = "  ".join(f"{value:>10}" for value in values)
         lines.append(f"{one.rank:>4}  {stage:>5}  {one.cause:<10}  {shown}  {one.where}".rstrip())
         rows.append((str(one.rank), str(stage), str(one.cause), *values, one.where))
-    return Table(lines=lines, header=header, rows=rows)
+    return TextTable(lines=lines, header=header, rows=rows)
 
 
 def _asked_for(found: Sequence[Difference]) -> Iterator[str]:

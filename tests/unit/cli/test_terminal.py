@@ -18,7 +18,7 @@ from tests.rules.import_rules import ROOT, sources
 from tests.support.checkpoints import by_name, make_model
 from tests.support.hosts import PYTHON_PATH
 from vtp_plugin.cli import main
-from vtp_plugin.cli.terminal import Table, on_standard_output, progress, show
+from vtp_plugin.cli.terminal import TextTable, on_standard_output, progress, show
 
 MARKUP = "[bold red]x[/bold red] [link=file:///etc]y[/link] :smile:"
 EVIL = f"{MARKUP} \x1b[31m"
@@ -172,7 +172,7 @@ def test_texts_of_others_stay_literal(terminal: Terminal, tmp_path: Path) -> Non
     shown = without_escapes(terminal.getvalue())
     assert f"  {MARKUP}: float32 [2, 4]" in shown and f"  {MARKUP}: at most " in shown
     with redirect_stdout(terminal), on_standard_output():
-        show([EVIL, Table(lines=[], header=["name", EVIL], rows=[["a", EVIL]], marked=0)])
+        show([EVIL, TextTable(lines=[], header=["name", EVIL], rows=[["a", EVIL]], marked=0)])
         with progress(2, EVIL) as tell:
             tell(2, EVIL)
     new = terminal.getvalue()
