@@ -55,8 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--verbose",
         action="store_true",
-        help="also print interfaces, what listens where, launch commands for runs that resume after losses, each patch "
-        "with its reason, and the table of Megatron's options",
+        help="also print why it is this device, interfaces, what listens where, launch commands for runs that resume "
+        "after losses, each patch with its reason, and the table of Megatron's options",
     )
     parser.add_argument(
         "--rendezvous", metavar="HOST:PORT", help="test whether the store of a run answers this machine there"
@@ -207,7 +207,7 @@ class _Report:
             yield f"verdict: {' | '.join(self.problems)}"
             return
         yield ", ".join(f"{name} {number}" for name, number in self.versions.items())
-        yield f"Megatron {self.host}, device {self.platform or 'none'}"
+        yield f"Megatron {self.host}, device {self.platform.partition(' (')[0] or 'none'}"
         yield f"patches: {sum(patch.applied for patch in self.patches)} of {len(self.patches)} applied, then reverted"
         if self.rendezvous:
             yield "rendezvous"
@@ -226,6 +226,7 @@ class _Report:
 
         if self.mindspeed:
             yield f"MindSpeed: {self.mindspeed}"
+        yield f"device: {self.platform or 'none'}"
         yield f"interfaces: {', '.join(self.interfaces)}"
         yield "a run that is started from here would listen for its ranks on"
         yield from (f"    {line}" for line in self.listening)

@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import tempfile
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from datetime import timedelta
@@ -100,9 +101,11 @@ def _case(options: argparse.Namespace) -> argparse.Namespace:
 def _device(options: argparse.Namespace) -> Iterator[Session]:
     """Find the card, and let Megatron use it."""
     choose_device(options.vtp_device or "auto")
-    if has_mindspeed():
-        import_adaptor()  # its layers are timed
-    vtp_plugin.apply(device=options.vtp_device or "auto")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron warns about optional packages
+        if has_mindspeed():
+            import_adaptor()  # its layers are timed
+        vtp_plugin.apply(device=options.vtp_device or "auto")
     try:
         session = current_session()
         assert session is not None

@@ -747,7 +747,8 @@ def test_doctor_tries_all_patches_and_gives_a_verdict(tmp_path: Path) -> None:
     first, second, patches, *_ = lines
     assert first.startswith(f"vtp_plugin {vtp_plugin.__version__}, torch ") and ", megatron-core " in first
     assert second.startswith(f"Megatron {host_name()} (")
-    assert second.endswith("/megatron/core), device cpu, backend gloo (requested)")
+    assert second.endswith("/megatron/core), device cpu, backend gloo")
+    assert "device: cpu, backend gloo (requested)" in lines
     (interfaces,) = [line for line in lines if line.startswith("interfaces: ")]
     assert "lo 127.0.0.1" in interfaces
     assert any(line.startswith("a run that resumes after losses") for line in lines)

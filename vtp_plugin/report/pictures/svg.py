@@ -84,7 +84,7 @@ def ticks(length: float, scale: float, left: float, top: int, bottom: int, unit:
         unit: name of the unit, which stands behind the last number.
 
     >>> [part for part in ticks(20.0, 1.0, 0, 0, 9, "ms") if "20" in part]
-    ['<line class="tick" x1="20.0" y1="0" x2="20.0" y2="9"/>', '<text class="tick" x="20.0" y="25">20 ms</text>']
+    ['<line class="tick" x1="20.0" y1="0" x2="20.0" y2="9"/>', '<text x="20.0" y="25" class="tick">20 ms</text>']
     """
     step = _tick_step(length)
     last = int(length / step)
