@@ -56,6 +56,22 @@ class TextTable:
     rows: Sequence[Sequence[str]]
     marked: int | None = None
 
+    @classmethod
+    def aligned(cls, header: Sequence[str], rows: Sequence[Sequence[str]], *, marked: int | None = None) -> TextTable:
+        """Align the cells of each column at the left.
+
+        Args:
+            header: names of the columns.
+            rows: cells of each row.
+            marked: number of the row that matters most.
+
+        >>> TextTable.aligned(("a", "step"), [("1,2", "3 s"), ("4", "")]).lines
+        ['a    step', '1,2  3 s', '4']
+        """
+        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (header, *rows)]
+        return cls(lines=lines, header=header, rows=rows, marked=marked)
+
 
 class Output:
     """Standard output of a command; characters that a terminal obeys are written out.
