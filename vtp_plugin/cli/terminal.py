@@ -20,7 +20,7 @@ from vtp_plugin.util.printable import plain
 _STYLES: Final = tuple(
     (re.compile(pattern), style)
     for pattern, style in (
-        (r"verdict: fine$|nothing was slow on its own|.* is whole: |.*: equal to the last bit$|wrote ", "green"),
+        (r"verdict: fine$|nothing was slow on its own|.* is intact: |.*: equal to the last bit$|wrote ", "green"),
         (r"(verdict|problem): |vtp_plugin: error: |.*\b(do|does) not fit\b", "bold red"),
         (r"warning: |bottleneck |slow on its own |.*: \d+ tensors, \d+ differ$", "yellow"),
     )

@@ -186,7 +186,7 @@ def test_a_bar_is_shown_and_goes_away(terminal: Terminal, tmp_path: Path) -> Non
     make_checkpoints(tmp_path)
     a, b, c = (str(tmp_path / name) for name in "abc")
     for words, line in {
-        ("verify", a): f"{a} is whole: ",
+        ("verify", a): f"{a} is intact: ",
         ("diff", a, b): "weight: 2 tensors, 1 differ",
         ("reshard", "--from", a, "--to", c): f"wrote {c}",
     }.items():
@@ -196,6 +196,7 @@ def test_a_bar_is_shown_and_goes_away(terminal: Terminal, tmp_path: Path) -> Non
         shown = terminal.getvalue()[before:]
         assert f"{words[0]} " in without_escapes(shown) and "━" in shown, shown
         assert without_escapes(shown.rpartition("\x1b[2K")[2]).strip().startswith(line), shown
+        assert f"\x1b[3{3 if words[0] == 'diff' else 2}m{line}" in shown, "its style"
 
 
 def test_lines_have_the_style_of_what_they_say(terminal: Terminal) -> None:
