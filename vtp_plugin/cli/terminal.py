@@ -115,7 +115,7 @@ def on_standard_output() -> Iterator[None]:
             output.end()
 
 
-def print_styled(line: str) -> None:
+def print_line_of_error(line: str) -> None:
     """Print a line to standard error, in its style on a terminal."""
     console = _console(sys.stderr)
     if console is None:
