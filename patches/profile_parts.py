@@ -28,6 +28,9 @@ _NUM_LAYERS = 2
 _NUM_WARM = 2
 # Only to build an optimizer.
 _DEFAULTS = ("--lr", "1e-5", "--train-iters", "1", "--tokenizer-type", "NullTokenizer")
+# A CPU has neither the kernels of Apex nor Transformer Engine.
+_NO_KERNELS = ("--no-gradient-accumulation-fusion", "--no-persist-layer-norm")
+_LAYERS = ("--transformer-impl", "local")
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +64,7 @@ def time_parts(asked: ProfileRequest, platform: Platform) -> Iterator[list[Time]
         platform: the card.
     """
     for tp in asked.sizes:
-        args = _read(asked.words, tp)
+        args = _read([*_needed_on(platform, asked.words), *asked.words], tp)
         with _alone(tp, platform):
             for kind in asked.kinds:
                 own = _of_part(args, asked.vocabulary, kind)
@@ -79,6 +82,14 @@ def num_cases(asked: ProfileRequest) -> int:
 
 def _cases(asked: ProfileRequest) -> Iterator[tuple[int, int, bool]]:
     return product(asked.seq_lengths, asked.micro_batch_sizes, (False, True))
+
+
+def _needed_on(platform: Platform, words: Sequence[str]) -> list[str]:
+    """List Megatron's flags without which its layers cannot be built on a device; what the user gives goes before."""
+    if platform.name != "cpu":
+        return []
+    is_given = any(word.partition("=")[0] == _LAYERS[0] for word in words)
+    return [*_NO_KERNELS, *(() if is_given else _LAYERS)]
 
 
 def _read(words: Sequence[str], tp: int) -> argparse.Namespace:

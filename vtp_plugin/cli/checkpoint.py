@@ -24,7 +24,7 @@ from vtp_plugin.cli.boundaries import format_bytes
 from vtp_plugin.cli.checkpoint_hf import add_export, add_import
 from vtp_plugin.cli.checkpoint_show import facts_of, lines_of
 from vtp_plugin.cli.parser import Parser, print_json
-from vtp_plugin.cli.progress_bar import progress
+from vtp_plugin.cli.terminal import progress
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.util.own_command import own_command
 
@@ -154,7 +154,12 @@ def _diff(options: argparse.Namespace) -> None:
     a, b = (Contents(find_checkpoint(folder)) for folder in (options.a, options.b))
     for each in () if options.weights_only else (a, b):
         require_masters(each)
-    found = [*Comparison(a, b, is_weights_only=options.weights_only)]
+    comparison = Comparison(a, b, is_weights_only=options.weights_only)
+    found: list[ComparedTensor] = []
+    with progress(len(comparison.keys), "diff", is_bytes=False) as on_compared:
+        for each in comparison:
+            found.append(each)
+            on_compared(1)
     steps = [] if options.weights_only else [a.steps(), b.steps()]
     is_equal = all(each.is_equal for each in found) and (not steps or steps[0] == steps[1])
     if options.json:

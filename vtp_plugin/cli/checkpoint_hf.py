@@ -15,7 +15,7 @@ from vtp_plugin.checkpoint.hf.hf_model import HFModel, free_flags, settings
 from vtp_plugin.checkpoint.hf.import_note import padding_flag
 from vtp_plugin.cli.boundaries import format_bytes
 from vtp_plugin.cli.parser import print_json
-from vtp_plugin.cli.progress_bar import progress
+from vtp_plugin.cli.terminal import progress
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.util.printable import plain
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import vtp_plugin
 from vtp_plugin.api import choose_device
 from vtp_plugin.cli.parser import print_json
+from vtp_plugin.cli.terminal import progress
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import VtpError
 from vtp_plugin.host.mindspeed import UNKNOWN, UNKNOWN_ADAPTOR, has_mindspeed, import_adaptor
@@ -27,6 +28,7 @@ from vtp_plugin.util.log import wrap
 from vtp_plugin.util.own_command import own_command
 
 if TYPE_CHECKING:
+    from vtp_plugin.cli.terminal import Tell
     from vtp_plugin.config.parse_values import DeviceName
     from vtp_plugin.host.patching import PatchStatus
 
@@ -38,10 +40,11 @@ _OPTIONAL_PACKAGES = (
 _LAUNCHER_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
+_NUM_TRIALS = 3  # of the network, of the device, of the patches
 _PATCH_KEYS = ("id", "state", "target", "skipped", "foreign_wrapper")
 _KEYS = (
-    "Keys of --json: versions; host; mindspeed; platform; interfaces; listening; rendezvous; launchers (lines); "
-    "patches: id, state, target, skipped, foreign_wrapper; warnings; problems; exit_code."
+    "Keys of --json: `versions; host; mindspeed; platform; interfaces; listening; rendezvous; launchers (lines); "
+    "patches: id, state, target, skipped, foreign_wrapper; warnings; problems; exit_code`."
 )
 
 
@@ -50,7 +53,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Exit code 0: all is well; 1: problems; 2: bad usage. " + _KEYS
     parser.add_argument("--device", "--vtp-device", default="auto", metavar="auto|cuda|npu|cpu", help="default: auto")
     parser.add_argument(
-        "--verbose", action="store_true", help="also print why each patch is there, and the table of Megatron's options"
+        "--verbose",
+        action="store_true",
+        help="also print why it is this device, interfaces, what listens where, launch commands for runs that resume "
+        "after losses, each patch with its reason, and the table of Megatron's options",
     )
     parser.add_argument(
         "--rendezvous", metavar="HOST:PORT", help="test whether the store of a run answers this machine there"
@@ -64,7 +70,8 @@ def run(options: argparse.Namespace) -> None:
         raise VtpError(f"{options.unknown[0]} is unknown; see: {own_command()} doctor --help")
     device = VtpConfig(device=options.device).device
     report = _Report()
-    report.look(device, options.rendezvous)
+    with progress(_NUM_TRIALS, "doctor", is_bytes=False) as tell:
+        report.look(device, options.rendezvous, tell)
     if options.json:
         print_json("doctor", report.as_json())
     else:
@@ -83,6 +90,7 @@ class _Report:
         self.interfaces: list[str] = []
         self.listening: list[str] = []
         self.rendezvous: list[str] = []
+        self.not_tested = ""
         self.launchers: list[str] = []
         self.patches: tuple[PatchStatus, ...] = ()
         self.problems: list[str] = []
@@ -93,14 +101,16 @@ class _Report:
     def exit_code(self) -> int:
         return 1 if self.problems else 0
 
-    def look(self, device: DeviceName, rendezvous: str | None) -> None:
+    def look(self, device: DeviceName, rendezvous: str | None, tell: Tell) -> None:
         """Find out everything; a missing package ends the search."""
         torch, megatron = find_torch(), find_megatron()
         if torch is None or megatron is None:
             self.problems += problems_of(torch, megatron)
+            if rendezvous is not None:
+                self.not_tested = f"rendezvous {rendezvous}: not tested; install what is missing first"
             return
-        host = family_of(megatron.version)
-        self.host = f"{host.name if host else 'unknown'} ({megatron.folder})"
+        family = family_of(megatron.version)
+        self.host = f"{family.name if family else 'unknown'} ({megatron.folder})"
         self.versions = {"vtp_plugin": vtp_plugin.__version__}
         self.versions |= {"torch": torch.version, "megatron-core": megatron.version}
         self.versions |= {name: number for name in _OPTIONAL_PACKAGES if (number := _version(name))}
@@ -109,8 +119,10 @@ class _Report:
         self.interfaces = list(_interfaces())
         try:
             self._try_network(rendezvous)
+            tell(1, "device")
             self._try_platform(device)
             self._try_mindspeed(device)
+            tell(1, "patches")
             self._try_patches(device)
         except VtpError as error:
             self.problems.append(str(error))
@@ -191,38 +203,37 @@ class _Report:
     def lines(self, *, is_verbose: bool) -> Iterator[str]:
         """Write the report as text; the verdict comes last."""
         if not self.is_complete:
+            yield from (line for line in (self.not_tested,) if line)
             yield f"verdict: {' | '.join(self.problems)}"
             return
         yield ", ".join(f"{name} {number}" for name, number in self.versions.items())
-        yield f"host: {self.host}"
-        if self.mindspeed:
-            yield f"MindSpeed: {self.mindspeed}"
-        yield f"platform: {self.platform or 'none'}"
-        yield f"interfaces: {', '.join(self.interfaces)}"
-        yield "a run that is started from here would listen for its ranks on"
-        yield from (f"    {line}" for line in self.listening)
+        yield f"Megatron {self.host}, device {self.platform.partition(' (')[0] or 'none'}"
+        yield f"patches: {sum(patch.applied for patch in self.patches)} of {len(self.patches)} applied, then reverted"
         if self.rendezvous:
             yield "rendezvous"
             yield from (f"    {line}" for line in self.rendezvous)
-        yield "a run that goes on after losses (docs/lost-cards.md) would be started with one of"
-        yield from (f"    {line}" for line in self.launchers)
-        yield f"patches: {sum(patch.applied for patch in self.patches)} of {len(self.patches)} applied, then reverted"
         if is_verbose:
-            from vtp_plugin.host.patching import format_status
-            from vtp_plugin.host.rules.table.markdown import format_table
-
-            yield from format_status(self.patches).splitlines()
-            yield from ("", "Megatron's options with stages of unequal size", "", *format_table().splitlines(), "")
-        else:
-            ids = ", ".join(patch.id for patch in self.patches if patch.applied)
-            yield f"    {ids}"
-            yield from (
-                f"    {patch.id}: wrapped before by {w}" for patch in self.patches if (w := patch.foreign_wrapper)
-            )
+            yield from self._details()
         yield from (f"warning: {warning}" for warning in self.warnings)
         yield from (f"problem: {problem}" for problem in self.problems)
         number = len(self.problems)
         yield f"verdict: {number} problem{'s' if number > 1 else ''}, see above" if number else "verdict: fine"
+
+    def _details(self) -> Iterator[str]:
+        """Write what few users need."""
+        from vtp_plugin.host.patching import format_status
+        from vtp_plugin.host.rules.table.markdown import format_table
+
+        if self.mindspeed:
+            yield f"MindSpeed: {self.mindspeed}"
+        yield f"device: {self.platform or 'none'}"
+        yield f"interfaces: {', '.join(self.interfaces)}"
+        yield "a run that is started from here would listen for its ranks on"
+        yield from (f"    {line}" for line in self.listening)
+        yield "a run that resumes after losses (`docs/lost-cards.md`) would be started with one of"
+        yield from (f"    {line}" for line in self.launchers)
+        yield from format_status(self.patches).splitlines()
+        yield from ("", "Megatron's options with stages of unequal size", "", *format_table().splitlines(), "")
 
     def as_json(self) -> dict[str, object]:
         """Return the output of ``--json``."""

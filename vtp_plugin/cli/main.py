@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shlex
 import signal
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any, TextIO, cast
 
 import vtp_plugin
 from vtp_plugin.cli import checkpoint, doctor, draw, plan, profile, rendezvous, run, search, simulate, trace
 from vtp_plugin.cli.parser import Parser, fail
+from vtp_plugin.cli.terminal import on_standard_output
 from vtp_plugin.errors import VtpError
 from vtp_plugin.host.versions import HOSTS
 from vtp_plugin.util.own_command import own_command
-from vtp_plugin.util.printable import plain
 
 _COMMANDS = {
     "run": (run.add_arguments, run.run, "run a Megatron training script under the plugin"),
@@ -60,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     try:
         try:
-            with contextlib.redirect_stdout(cast(Any, _PlainOutput(sys.stdout))):
+            with on_standard_output():
                 _obey(command_line)
         finally:
             sys.stdout.flush()
@@ -68,20 +66,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         # Who read has gone, as `head` does. What is left in the buffer must not be written when Python ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(128 + signal.SIGPIPE)
-
-
-class _PlainOutput:
-    """Standard output without characters that a terminal obeys: tools print names and texts out of files of others."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def write(self, text: str) -> int:
-        self._stream.write(plain(text))
-        return len(text)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)
 
 
 def _obey(argv: list[str]) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import vtp_plugin
+from vtp_plugin.cli.terminal import print_line_of_error
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.util.printable import plain
 
@@ -127,7 +128,7 @@ def fail(message: str) -> NoReturn:
 def print_error(message: str) -> None:
     """Print the line with which a command leaves."""
     text = plain(message).replace("\n", "\\n")  # such as in a name that a file gives
-    print(f"vtp_plugin: error: {text}", file=sys.stderr, flush=True)
+    print_line_of_error(f"vtp_plugin: error: {text}")
 
 
 def read_sizes(text: str) -> list[int]:

@@ -3,39 +3,45 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import socket
 import sys
+import tempfile
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TextIO
 
 import vtp_plugin
 from vtp_plugin.api import choose_device, current_session
-from vtp_plugin.cli.parser import Parser, read_sizes, with_values, write_file
-from vtp_plugin.cli.progress_bar import progress
+from vtp_plugin.cli.parser import Parser, print_json, read_sizes, with_values, write_file
 from vtp_plugin.cli.run_flags import add_run_flags, check_unknown
 from vtp_plugin.cli.search_request import features_of, read_any_list
-from vtp_plugin.errors import ConfigError
+from vtp_plugin.cli.terminal import progress
+from vtp_plugin.errors import ConfigError, VtpError
 from vtp_plugin.host.mindspeed import has_mindspeed, import_adaptor
 from vtp_plugin.host.versions import find_host
 from vtp_plugin.plan.model.gpt_model import GPTModel
-from vtp_plugin.tune.cluster.machines import Location, Origin, Part, Time
+from vtp_plugin.tune.cluster.machines import Links, Location, Origin, Part, Time
 from vtp_plugin.tune.cluster.profile_files import write_links, write_profile
 from vtp_plugin.tune.fit.as_flags import without
+from vtp_plugin.util.printable import plain
 
 if TYPE_CHECKING:
     from vtp_plugin.session import Session
 
 _TEXT = """\
-One process on one card of each kind, without its peers, and without a list: sizes 1, 2, 4 and 8, or --tp-sizes, are
+One process on one device of each kind, without its peers, and without a list: sizes 1, 2, 4 and 8, or --tp-sizes, are
 timed one after another, each as rank 0 of a stage whose other ranks answer at once with what it sends. So messages cost
 nothing here; --links, started on all ranks by the run's launcher, times those. What is to be done with the files:
 docs/search.md."""
 _OWN = ("--out", "--tp-sizes", "--micro-batch-sizes", "--seq-lengths", "--rounds", "--kind")
 _MOST_CARDS = 8
+_NAMES = {"dense": "layer", "experts": "layer with experts"}
+_LINES_SHOWN = 40
 
 
 def add_arguments(parser: Parser) -> None:
@@ -50,7 +56,7 @@ def add_arguments(parser: Parser) -> None:
     group.add_argument("--rounds", type=int, default=10, metavar="N", help="of which the median counts, default 10")
     group.add_argument("--links", action="store_true", help="time the links between all ranks of the launcher instead")
     group.add_argument(
-        "--kind", default="", metavar="NAME", help="with --links: of this rank's card, as in the cluster"
+        "--kind", default="", metavar="NAME", help="with --links: of this rank's device, as in the cluster"
     )
 
 
@@ -63,13 +69,13 @@ def run(options: argparse.Namespace) -> None:
     if options.links:
         _links(options)
         return
-    check_unknown(options.unknown)
+    check_unknown(options.unknown, are_ignored=False)  # Megatron gets them
     case = _case(options)
     ask, model = read_any_list(case, "profile")
     if options.rounds < 1:
         raise ConfigError(f"--rounds {options.rounds}; give at least one")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError("profile times one card alone; start it without a launcher, or with --links")
+        raise ConfigError("profile times one device alone; start it without a launcher, or with --links")
     powers = [1 << number for number in range(_MOST_CARDS.bit_length())]
     sizes = options.tp_sizes or [size for size in powers if not ask.problems_of_size(size)]
     for size in sizes:
@@ -77,7 +83,7 @@ def run(options: argparse.Namespace) -> None:
             raise ConfigError(f"--tp-sizes {size}: {problems[0]}")
     model_of = features_of(case, model)
     with _device(options) as session:
-        write_file(options.out, _times(options, sizes, model, model_of, session), flag="--out")
+        _profile(options, sizes, model, model_of, session)
 
 
 def _case(options: argparse.Namespace) -> argparse.Namespace:
@@ -95,9 +101,11 @@ def _case(options: argparse.Namespace) -> argparse.Namespace:
 def _device(options: argparse.Namespace) -> Iterator[Session]:
     """Find the card, and let Megatron use it."""
     choose_device(options.vtp_device or "auto")
-    if has_mindspeed():
-        import_adaptor()  # its layers are timed
-    vtp_plugin.apply(device=options.vtp_device or "auto")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Megatron warns about optional packages
+        if has_mindspeed():
+            import_adaptor()  # its layers are timed
+        vtp_plugin.apply(device=options.vtp_device or "auto")
     try:
         session = current_session()
         assert session is not None
@@ -106,20 +114,20 @@ def _device(options: argparse.Namespace) -> Iterator[Session]:
         vtp_plugin.revert()
 
 
-def _times(
+def _profile(
     options: argparse.Namespace,
     sizes: Sequence[int],
     model: GPTModel,
     model_of: Mapping[str, object],
     session: Session,
-) -> str:
+) -> None:
     # It needs torch, which other commands do without.
     from vtp_plugin.patches.profile_parts import ProfileRequest, num_cases, time_parts
 
     platform = session.choose_platform()
     layers = () if model.experts is None else model.experts.layers
     kinds: list[Part] = ["dense"] if not all(layers) or not layers else []
-    argv = ProfileRequest(
+    asked = ProfileRequest(
         words=_megatron_argv(options.argv),
         sizes=sizes,
         vocabulary=model.vocab,
@@ -128,21 +136,91 @@ def _times(
         kinds=[*kinds, "experts"] if any(layers) else kinds,
         num_rounds=options.rounds,
     )
+    origin = Origin(name=options.out.name, device=platform.card_name(), megatron=find_host()[1].version, model=model_of)
     times: list[Time] = []
-    with progress(num_cases(argv), "timed", is_bytes=False) as tell:
+    stdout, stderr = sys.stdout, sys.stderr
+    with progress(num_cases(asked), "profile", is_bytes=False) as tell, _quiet():
+        if not options.json:
+            about = f"Megatron {origin.megatron}, medians of {options.rounds} rounds, forward + backward"
+            print(f"{origin.device}, {about}", file=stdout, flush=True)
         try:
-            for found in time_parts(argv, platform):
+            for found in time_parts(asked, platform):
                 times += found
                 tell(1)
+                if not options.json:
+                    print(_line_of(found), file=stdout, flush=True)
         except KeyboardInterrupt:
-            print(f"vtp_plugin: interrupted; {options.out} has what was timed so far", file=sys.stderr)
-    origin = Origin(name=options.out.name, device=platform.card_name(), megatron=find_host()[1].version, model=model_of)
-    return write_profile(origin, times)
+            print(f"vtp_plugin: interrupted; {options.out} has what was timed so far", file=stderr)
+    write_file(options.out, write_profile(origin, times), flag="--out")
+    _say_next(options, len(times), "[cards.NAME]")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep what Megatron prints to itself; show the end of it if the block fails.
+
+    Raises:
+        ConfigError: Megatron's parser takes the flags for wrong.
+    """
+    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as file:
+        try:
+            with redirect_stdout(file), redirect_stderr(file), _logging_to(file):
+                yield
+        except SystemExit as error:
+            said = f"{_end_of(file, 1)}; Megatron's parser rejects the flags; give those of a run"
+            raise ConfigError(said) from error
+        except VtpError:
+            raise
+        except Exception:
+            print(f"the last lines that Megatron printed:\n{_end_of(file, _LINES_SHOWN)}", file=sys.stderr)
+            raise
+
+
+@contextmanager
+def _logging_to(file: TextIO) -> Iterator[None]:
+    """Let the root logger's handlers write there, which keep the streams that they were made with."""
+    handlers = [each for each in logging.getLogger().handlers if isinstance(each, logging.StreamHandler)]
+    before = [(each, each.stream) for each in handlers if not isinstance(each, logging.FileHandler)]
+    for handler, _ in before:
+        handler.setStream(file)
+    try:
+        yield
+    finally:
+        for handler, stream in before:
+            handler.setStream(stream)
+
+
+def _end_of(file: TextIO, most: int) -> str:
+    file.seek(0)
+    return plain("\n".join(file.read().splitlines()[-most:]))
+
+
+def _line_of(found: Sequence[Time]) -> str:
+    """Write one measurement, such as of a layer and of the ends of the model."""
+    first = found[0]
+    if first.part == "update":
+        return f"tp {first.tp}: optimizer {1e3 * first.forward_s:.4g} ms for each million parameters"
+    parts = (
+        f"{_NAMES.get(time.part, time.part)} {1e3 * time.forward_s:.4g} + {1e3 * time.backward_s:.4g} ms"
+        for time in found
+    )
+    how = ", recomputed" if first.is_recomputed else ""
+    return f"tp {first.tp}, {first.micro_batch_size} x {first.seq_length} tokens{how}: {', '.join(parts)}"
+
+
+def _say_next(options: argparse.Namespace, number: int, table: str) -> None:
+    """Name what was written, and what to do with it."""
+    if options.json:
+        print_json("profile", {"out": str(options.out), "num_times": number})
+        return
+    print(f"wrote {options.out}: {number} times")
+    print(f'next: write profile = "{options.out.name}" under {table} in the file of the cluster (docs/search.md), then')
+    print("    python -m vtp_plugin search --cluster CLUSTER.toml [Megatron's flags of the model]")
 
 
 def _megatron_argv(argv: Sequence[str]) -> list[str]:
     """Leave out the command and its own flags."""
-    return [word for word in without(argv[1:], _OWN) if word not in ("--links", "--fake-process-group")]
+    return [word for word in without(argv[1:], _OWN) if word not in ("--json", "--links", "--fake-process-group")]
 
 
 def _links(options: argparse.Namespace) -> None:
@@ -164,3 +242,19 @@ def _links(options: argparse.Namespace) -> None:
             dist.destroy_process_group()
     if found is not None:
         write_file(options.out, write_links(found), flag="--out")
+        lines = [*_lines_of_links(found)]
+        if not options.json:
+            print("\n".join(lines))
+        _say_next(options, len(lines), "[links]")
+
+
+def _lines_of_links(links: Links) -> Iterator[str]:
+    """Write one line for each link that was timed."""
+    places = {"inside a node": links.inside, "between nodes": links.between}
+    named = [(f"{place} {name}".rstrip(), link) for place, each in places.items() for name, link in each.items()]
+    named += [(f"between sites {' and '.join(sites)}", link) for sites, link in links.across.items()]
+    for name, each in links.sums.items():
+        named += [(f"all-reduce of {number} ranks {name}".rstrip(), link) for number, link in each.items()]
+    for name, link in named:
+        at_once = f", {link.at_once} at a time" if link.at_once else ""
+        yield f"{name}: {1e6 * link.latency_s:.4g} us, {link.bytes_per_s / 1e9:.4g} GB/s{at_once}"

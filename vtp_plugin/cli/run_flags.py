@@ -214,8 +214,12 @@ def _read_sizes(args: argparse.Namespace) -> tuple[VtpConfig, Fitted | None]:
     return config, None
 
 
-def check_unknown(argv: Sequence[str]) -> None:
+def check_unknown(argv: Sequence[str], *, are_ignored: bool = True) -> None:
     """Print a note about unknown flags, and refuse those that were meant to change something.
+
+    Args:
+        argv: words of unknown flags.
+        are_ignored: whether the command ignores them, so that there is something to note.
 
     Raises:
         ConfigError: a word looks like a flag that matters, or comes before any flag.
@@ -227,7 +231,7 @@ def check_unknown(argv: Sequence[str]) -> None:
         hint = question(flag, known_flags())
         if hint or flag.startswith("--vtp"):
             raise ConfigError(f"{flag} is unknown{hint or f'; `{own_command()} run --help-all` lists the flags'}")
-    if flags:
+    if flags and are_ignored:
         note = f"vtp_plugin: {len(flags)} flag(s) change nothing here: {', '.join(flags)}"
         print(textwrap.shorten(note, 160, placeholder=" ..."), file=sys.stderr)
 

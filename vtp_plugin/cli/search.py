@@ -13,10 +13,10 @@ from vtp_plugin.cli.boundaries import format_bytes
 from vtp_plugin.cli.launch_text import add_slurm_flag, launch_lines, launch_of_found
 from vtp_plugin.cli.model_flags import read_model
 from vtp_plugin.cli.parser import Parser, check_ending, print_json, read_sizes, write_file
-from vtp_plugin.cli.progress_bar import progress
 from vtp_plugin.cli.run_flags import add_run_flags, check_unknown
 from vtp_plugin.cli.search_picture import draw_found
 from vtp_plugin.cli.search_request import SearchRequest, read_request
+from vtp_plugin.cli.terminal import TextTable, progress, show
 from vtp_plugin.config.parse_values import format_value
 from vtp_plugin.errors import ConfigError, LayoutError
 from vtp_plugin.plan.launch.launch_commands import Launch
@@ -101,7 +101,7 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         print_json("search", {**_as_json(request, result), "launch": launch.as_json(is_slurm=options.slurm)})
     else:
-        print("\n".join([*_lines(request, result), "", *launch_lines(launch, is_slurm=options.slurm)]))
+        show([*_lines(request, result), "", *launch_lines(launch, is_slurm=options.slurm)])
 
 
 def _advised(request: SearchRequest, result: SearchResult) -> Candidate:
@@ -130,15 +130,12 @@ def _search(request: SearchRequest, options: argparse.Namespace) -> SearchResult
         return find_best(request.problem, num_best=options.num_best, limit_s=options.limit_s, tell=say)
 
 
-def _lines(request: SearchRequest, result: SearchResult) -> Iterator[str]:
+def _lines(request: SearchRequest, result: SearchResult) -> Iterator[str | TextTable]:
     best = result.best[0]
     if not result.is_complete:
         yield "the search ended before all layouts were bounded: there may be better ones; --limit-s gives it more time"
-    rows = [_COLUMNS]
-    rows += [_row(request, name, candidate) for name, candidate in _named(request, result)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+    rows = [_row(request, name, candidate) for name, candidate in _named(request, result)]
+    yield TextTable.aligned(_COLUMNS, rows, marked=0)
     yield (
         request.about_memory
         + ": "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from typing import Any
 from vtp_plugin.cli.bridges import add_bridge_flag, read_modules
 from vtp_plugin.cli.parser import Parser, check_ending, print_json, write_file
 from vtp_plugin.cli.run_flags import Run, add_run_flags, read_run
+from vtp_plugin.cli.terminal import TextTable, show
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.config.resolve import option_context
 from vtp_plugin.config.vtp_flags import read_flags
@@ -26,11 +28,12 @@ from vtp_plugin.plan.schedule.make.limits import by_stage, check_in_flight, choo
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
 from vtp_plugin.plan.schedule.order.messages import channel_label
 from vtp_plugin.plan.schedule.order.modules import place_modules
-from vtp_plugin.plan.schedule.order.placement import place_workers
+from vtp_plugin.plan.schedule.order.placement import Placement, num_rings, place_workers
 from vtp_plugin.plan.schedule.order.schedule import Schedule
 from vtp_plugin.report.pictures.draw_timeline import chrome_trace, draw_svg, draw_text, summarize
 
 _WIDTH = 120
+_MICROBATCHES = 8
 _ENDINGS = {".svg": "picture", ".json": "trace for Perfetto or Chrome"}
 _TEXT = """\
 The order is that of a run with these flags, and the run prints the same digest. Durations and links come from
@@ -55,7 +58,8 @@ def add_arguments(parser: Parser) -> None:
         type=int,
         metavar="N",
         help="of a step, instead of --global-batch-size and --micro-batch-size; those of all replicas of a stage that "
-        "work for one replica of another",
+        f"work for one replica of another; default: {_MICROBATCHES}, or a few more where replicas or model chunks need "
+        "them",
     )
     group.add_argument(
         "--output", type=Path, metavar="FILE", help="FILE.svg: picture; FILE.json: trace for Perfetto or Chrome"
@@ -74,6 +78,7 @@ class _Simulation:
         least: time that no order can beat; None if the order is fixed.
         unit: unit of all times; empty for the model durations.
         durations: where the durations come from, for people.
+        about_number: why there are so many microbatches; empty if the flags say it.
     """
 
     request: ScheduleRequest
@@ -83,6 +88,7 @@ class _Simulation:
     least: float | None
     unit: str
     durations: str
+    about_number: str
 
 
 def run(options: argparse.Namespace) -> None:
@@ -106,7 +112,9 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         print_json("simulate", _as_json(timeline, schedule, simulation, options.output))
         return
-    print(draw_text(timeline), "", summarize(timeline, unit=simulation.unit), *_table(timeline), "", sep="\n")
+    show([draw_text(timeline), "", summarize(timeline, unit=simulation.unit), _table(timeline), ""])
+    if simulation.about_number:
+        print(simulation.about_number)
     for text in (simulation.why, f"schedule {schedule.digest}; {simulation.durations}"):
         print(textwrap.fill(text, _WIDTH))
     if options.output is not None:
@@ -115,12 +123,8 @@ def run(options: argparse.Namespace) -> None:
 
 def _of_pipeline(options: argparse.Namespace) -> _Simulation:
     flags = read_run(options, takes_all_costs=True)
-    num_microbatches = options.num_microbatches or flags.num_microbatches
-    if num_microbatches is None:
-        raise ConfigError(
-            "the number of microbatches is missing; give --global-batch-size and --micro-batch-size, or "
-            "--num-microbatches"
-        )
+    given = flags.num_microbatches if options.num_microbatches is None else options.num_microbatches
+    num_microbatches, about_number = _num_microbatches(given, flags.placement)
     stated = flags.schedule_options.costs
     costs, unit = (_model_costs(flags), "") if stated is None else (stated, "ms")
     # None stands for the model durations, which know nothing of split microbatches.
@@ -139,22 +143,22 @@ def _of_pipeline(options: argparse.Namespace) -> _Simulation:
         least=least,
         unit=unit,
         durations=_durations(unit, is_u_shaped=flags.config.layerwise_disaggregated),
+        about_number=about_number,
     )
 
 
 def _of_modules(options: argparse.Namespace) -> _Simulation:
     """Read the order in which a run with a planned schedule trains modules."""
     modules, config = read_modules(options), read_flags(options, VtpConfig())
-    if options.num_microbatches is None:
-        raise ConfigError("the number of microbatches is missing; give --num-microbatches")
     *sources, last = (module.name for module in modules)
     num_stages = {module.name: module.num_stages for module in modules}
     placed = place_modules(num_stages, {name: [last] for name in sources})
     if config.in_flight is not None:
         check_in_flight(config.in_flight, placed.placement.num_stages)
+    num_microbatches, about_number = _num_microbatches(options.num_microbatches, placed.placement)
     request = ScheduleRequest(
         placement=placed.placement,
-        num_microbatches=options.num_microbatches,
+        num_microbatches=num_microbatches,
         in_flight=by_stage(config.in_flight, placed.placement.num_stages),
     )
     stated = None if config.costs is None else parse_costs(config.costs, placed.placement)
@@ -167,7 +171,20 @@ def _of_modules(options: argparse.Namespace) -> _Simulation:
         least=None,
         unit="" if stated is None else "ms",
         durations=_durations("" if stated is None else "ms", is_u_shaped=False),
+        about_number=about_number,
     )
+
+
+def _num_microbatches(given: int | None, placement: Placement) -> tuple[int, str]:
+    """Return the number of microbatches, by default one that all replicas and model chunks can share; and why."""
+    if given is not None:
+        if given < 1:
+            raise ConfigError(f"--num-microbatches {given} must be at least 1; leave it out for {_MICROBATCHES}")
+        return given, ""
+    is_interleaved = not num_rings(placement) and placement.num_vstages > placement.num_stages
+    step = math.lcm(*placement.num_replicas, placement.num_stages if is_interleaved else 1)
+    number = -(-_MICROBATCHES // step) * step
+    return number, f"{number} microbatches, by default; --num-microbatches N gives another number"
 
 
 def _model_costs(flags: Run) -> Costs:
@@ -226,15 +243,19 @@ def _rows(timeline: Timeline) -> Iterator[dict[str, Any]]:
         }
 
 
-def _table(timeline: Timeline) -> Iterator[str]:
-    """Write one line for each worker."""
+def _table(timeline: Timeline) -> TextTable:
+    """Write a row for each worker; the busiest one is marked."""
     placement = timeline.placement
     names = [placement.label(worker).removeprefix("stage ") for worker in range(placement.num_workers)]
     width = max(map(len, ("stage", *names)))
-    yield f"{'stage':>{width}}  computing   idle  microbatches in flight  activations kept, by chunk"
+    header = ("stage", "computing", "idle", "microbatches in flight", "activations kept, by chunk")
+    rows: list[tuple[str, ...]] = []
+    lines = [f"{'stage':>{width}}  computing   idle  microbatches in flight  activations kept, by chunk"]
     for name, row in zip(names, _rows(timeline), strict=True):
         percent, kept = 100 * row["utilization"], ", ".join(map(str, row["kept_activations"]))
-        yield f"{name:>{width}}  {percent:7.1f} %  {100 - percent:3.0f} %  {row['in_flight']:22}  {kept}"
+        rows.append((name, f"{percent:.1f} %", f"{100 - percent:.0f} %", str(row["in_flight"]), kept))
+        lines.append(f"{name:>{width}}  {percent:7.1f} %  {100 - percent:3.0f} %  {row['in_flight']:22}  {kept}")
+    return TextTable(lines=lines, header=header, rows=rows, marked=timeline.busy.index(max(timeline.busy)))
 
 
 def _as_json(timeline: Timeline, schedule: Schedule, simulation: _Simulation, output: Path | None) -> dict[str, object]:

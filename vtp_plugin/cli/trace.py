@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from vtp_plugin.cli.parser import check_ending, print_json, write_file
+from vtp_plugin.cli.terminal import TextTable, show
 from vtp_plugin.plan.schedule.cost.cost_text import format_costs
 from vtp_plugin.report.pictures import chrome
 from vtp_plugin.report.pictures.draw_rows import Box, Group, draw_rows
@@ -19,6 +21,7 @@ from vtp_plugin.report.trace.compare_steps import (
     join_files,
     median_s,
     slower_by_itself,
+    split_asked_for,
 )
 from vtp_plugin.report.trace.explain import arrivals
 from vtp_plugin.report.trace.trace_files import RankFile, read_files
@@ -83,7 +86,8 @@ def run(options: argparse.Namespace) -> None:
     if options.json:
         print_json("trace", _as_json(files, steps, found, slower, options.out))
         return
-    print("\n".join([*_summary(files, steps), "", *_table(files, found), _verdict(slower)]))
+    planned, asked_for = split_asked_for(steps, found)
+    show([*_summary(files, steps), "", _table(files, planned), *_asked_for(asked_for), _verdict(slower)])
     if options.out is not None:
         print(f"wrote {options.out}")
 
@@ -128,7 +132,9 @@ def _picture(files: Sequence[RankFile], step: TracedStep) -> str:
     groups = [
         Group(name=name, rows=[*zip(labels, rows, strict=True)]) for name, rows in (("run", ran), ("plan", planned))
     ]
-    return draw_rows(groups, title=f"step {step.number}", unit="ms", colours=_COLOURS)
+    sizes = Counter(file.owner.stage for file in files)
+    title = f"step {step.number} on stages of {','.join(str(sizes[stage]) for stage in sorted(sizes))} ranks"
+    return draw_rows(groups, title=title, unit="ms", colours=_COLOURS)
 
 
 def _box(process: int, row: int, one: Stretch, shift_s: float) -> chrome.Event:
@@ -168,23 +174,35 @@ def _clock_error_s(file: RankFile) -> float:
     return max((error_s for _, _, error_s in file.clocks), default=0.0)
 
 
-def _table(files: Sequence[RankFile], found: Sequence[Difference]) -> Iterator[str]:
-    yield f"{'rank':>4}  {'stage':>5}  {'cause':<10}  {'planned ms':>10}  {'ran ms':>10}  {'more ms':>10}"
+def _table(files: Sequence[RankFile], found: Sequence[Difference]) -> TextTable:
+    header = ("rank", "stage", "cause", "planned ms", "ran ms", "more ms", "where")
+    lines = [f"{'rank':>4}  {'stage':>5}  {'cause':<10}  {'planned ms':>10}  {'ran ms':>10}  {'more ms':>10}"]
+    rows: list[tuple[str, ...]] = []
     for one in found[:_NUM_SHOWN]:
-        values = "  ".join(f"{1e3 * value:10.2f}" for value in (one.planned_s, one.ran_s, one.more_s))
-        line = f"{one.rank:>4}  {files[one.rank].owner.stage:>5}  {one.cause:<10}  {values}  {one.where}"
-        yield line.rstrip()
+        stage = files[one.rank].owner.stage
+        values = [f"{1e3 * each:.2f}" for each in (one.planned_s, one.ran_s, one.more_s)]
+        shown = "  ".join(f"{value:>10}" for value in values)
+        lines.append(f"{one.rank:>4}  {stage:>5}  {one.cause:<10}  {shown}  {one.where}".rstrip())
+        rows.append((str(one.rank), str(stage), str(one.cause), *values, one.where))
+    return TextTable(lines=lines, header=header, rows=rows)
+
+
+def _asked_for(found: Sequence[Difference]) -> Iterator[str]:
+    """Name what no plan has, so that it explains the length of the steps and hides nothing."""
+    if found:
+        named = (f"{one.cause} {1e3 * one.ran_s:.1f} ms (rank {one.rank})" for one in found)
+        yield "in no plan, since flags ask for it, in a step on average: " + ", ".join(named)
 
 
 def _verdict(slower: Sequence[Difference]) -> str:
     """Name what took longer, whoever had to wait for it."""
     if not slower:
-        return "nothing took longer than planned by itself, by 2 % of the step or more"
+        return "nothing was slow on its own: all that took longer than planned waited, or is below 2 % of a step"
     named = (
         f"rank {one.rank} {one.cause} {1e3 * one.more_s:+.1f} ms" + (f" ({one.where})" if one.where else "")
         for one in slower[:_NUM_SHOWN]
     )
-    return "longer than planned by itself, in a step: " + "; ".join(named)
+    return "slow on its own (not because it waited), more than planned in a step: " + "; ".join(named)
 
 
 def _as_json(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -13,16 +14,10 @@ from vtp_plugin.tune.cluster.profile_files import read_profile
 
 MODEL = [
     *("--num-layers", "4", "--hidden-size", "48", "--num-attention-heads", "12", "--seq-length", "48"),
-    *("--max-position-embeddings", "48", "--micro-batch-size", "1", "--vocab-size", "127", "--transformer-impl"),
-    *("local", "--attention-dropout", "0", "--hidden-dropout", "0", "--make-vocab-size-divisible-by", "4"),
+    *("--max-position-embeddings", "48", "--micro-batch-size", "1", "--vocab-size", "127"),
+    *("--attention-dropout", "0", "--hidden-dropout", "0", "--make-vocab-size-divisible-by", "4"),
 ]
-RUN = [
-    "--use-cpu-initialization",
-    "--no-gradient-accumulation-fusion",
-    "--no-persist-layer-norm",
-    "--vtp-device",
-    "cpu",
-]
+RUN = ["--vtp-device", "cpu"]  # no flags of Megatron for CPUs: the command knows them
 EXPERTS = [
     *("--num-experts", "6", "--moe-layer-freq", "([0]*1+[1]*3)", "--moe-token-dispatcher-type", "alltoall"),
     *("--disable-bias-linear", "--sequence-parallel", "--moe-ffn-hidden-size", "24"),
@@ -66,6 +61,18 @@ def test_parts_are_timed_and_searched_with(words: list[str], tmp_path: Path) -> 
         ("update", tp, 1, False) for tp in (1, 3)
     }
     assert all(time.forward_s > 0 and (time.backward_s > 0) == (time.part != "update") for time in times)
+    # What is timed, a line for each measurement, and what to do with the file; nothing of Megatron's.
+    first, *lines = text.splitlines()
+    assert ", Megatron 0." in first and "medians of 3 rounds, forward + backward" in first
+    measured = [line for line in lines if re.match(r"tp [13], [12] x 48 tokens(, recomputed)?: layer .* ms", line)]
+    assert len(measured) == len(layers) * 2 * 2 * 2
+    assert len([line for line in lines if re.match(r"tp [13]: optimizer .* ms for each million parameters", line)]) == 2
+    assert lines[-4:-1] == [
+        f"wrote {path}: {len(times)} times",
+        'next: write profile = "here.toml" under [cards.NAME] in the file of the cluster (docs/search.md), then',
+        "    python -m vtp_plugin search --cluster CLUSTER.toml [Megatron's flags of the model]",
+    ]
+    assert len(lines) == len(measured) + 2 + 4
     # Two layers, five passes with those to warm up, two sizes of both kinds; the recomputed ones run forward twice.
     assert int(text.split()[-1]) == len(layers) * 2 * 2 * (2 * 5 + 2 * 2 * 5)
     (tmp_path / "cluster.toml").write_text(CLUSTER)

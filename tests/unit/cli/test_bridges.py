@@ -132,9 +132,3 @@ def test_simulate_shows_how_far_an_encoder_runs_ahead(capsys: pytest.CaptureFixt
     assert found[0]["schedule"]["why"].startswith(
         "order: 1F1B of all modules, whose first stages are 0 vision, 1 sound"
     )
-
-
-def test_simulate_needs_the_number_of_microbatches(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(("simulate", "--bridge", *THREE))
-    assert "give --num-microbatches" in capsys.readouterr().err

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -395,6 +396,25 @@ def test_draw_writes_the_picture_that_the_flags_ask_for(output_of: Output, tmp_p
     assert (drawn["output"], drawn["num_stages"], drawn["world_size"], drawn["num_replicas"]) == ("u.svg", 3, 9, 2)
 
 
+def test_draw_writes_a_file_of_its_own_name_and_replaces_only_a_picture(
+    output_of: Output, error_of: Error, tmp_path: Path
+) -> None:
+    path = tmp_path / "pipeline.svg"
+    for words in (["--vtp-size-list", "1,2"], ["--vtp-size-list", "1,3"], ["--bridge", "a=1,1,1", "b=2,1,1"]):
+        assert output_of("draw", *words) == "wrote pipeline.svg\n"
+    assert "Bridge a -&gt; b" in path.read_text()
+    for text in ("", "notes", '<svg xmlns="http://www.w3.org/2000/svg"><title>mine</title></svg>'):
+        path.write_text(text)
+        error = error_of("draw", "--vtp-size-list", "1,2")
+        assert "pipeline.svg is no picture of this plugin; " in error and error.endswith("give --output FILE.svg")
+        assert path.read_text() == text
+    path.unlink()
+    path.symlink_to(tmp_path / "elsewhere")  # which is not there
+    assert "pipeline.svg is no picture" in error_of("draw", "--vtp-size-list", "1,2")
+    assert not (tmp_path / "elsewhere").exists()
+    assert output_of("draw", "--vtp-size-list", "1,2", "--output", "other.svg") == "wrote other.svg\n"
+
+
 def test_simulate_shows_the_order_of_the_run_and_why(output_of: Output) -> None:
     words = "forward_ms=1,2,2,1 latency_ms=1"
     flags = (*U, *OF_A_RUN, "--vtp-in-flight", "6", "--vtp-costs", words)
@@ -472,6 +492,40 @@ def test_simulate_knows_replicas(output_of: Output, mode: str, rows: list[list[s
     assert [[word for word in row if word not in "%" and "." not in word][:-3] + row[-2:] for row in table] == rows
 
 
+@pytest.mark.parametrize(
+    ("flags", "number"),
+    [
+        (("--vtp-size-list", "1,4,4"), 8),
+        (("--vtp-size-list", "1,4,4", "--micro-batch-size", "2"), 8),
+        (("--vtp-size-list", "1,2,2", "--num-virtual-stages-per-pipeline-rank", "2"), 9),
+        ((*U, "--vtp-dp-list", "1,3,3"), 9),
+        (("--vtp-size-list", "1,2", "--vtp-dp-list", "2,6"), 9),
+        (("--bridge", "vision=1,1,2", "language=1,2,2"), 8),
+    ],
+)
+def test_simulate_has_a_default_number_of_microbatches(output_of: Output, flags: tuple[str, ...], number: int) -> None:
+    """It is said; and it is a number that replicas and model chunks can share."""
+    assert f"\n{number} microbatches, by default; --num-microbatches N" in output_of("simulate", *flags)
+    assert json.loads(output_of("simulate", *flags, "--json"))["num_microbatches"] == number
+    assert "by default" not in output_of("simulate", *flags, "--num-microbatches", str(2 * number))
+
+
+@pytest.mark.parametrize("flags", [("--vtp-size-list", "1,4,4"), U, ("--vtp-size-list", "1,2,4,8,8,1")])
+def test_a_step_of_many_microbatches_shows_its_ends(output_of: Output, flags: tuple[str, ...]) -> None:
+    """So that forwards and backwards can be told apart, with their microbatches; --output is named for the rest."""
+    lines = output_of("simulate", *flags, "--global-batch-size", "128", "--micro-batch-size", "1").splitlines()
+    rows = [line for line in lines if "|" in line]
+    assert len(rows) == len(flags[1].split(",")) and "0F0-" in rows[0] and rows[0].rstrip("|").endswith("=")
+    assert any("B127=" in row for row in rows)
+    for row in rows:
+        begin, end = row.split("|")[1].split(" ~ ")
+        cells = re.findall(r"\d+[FB]\d+[-=]|\d[-=]", begin + end)
+        assert len(cells) >= 4 and not re.search(r"\d{5}", row), row
+    (said,) = [line for line in lines if line.startswith("Only the first ")]
+    assert said.endswith("are drawn; --output step.svg draws all.")
+    assert "Only the first" not in output_of("simulate", *flags, "--num-microbatches", "8")
+
+
 def test_simulate_writes_a_picture_or_a_trace_and_sums_up(output_of: Output, tmp_path: Path) -> None:
     flags = ("simulate", *U, "--num-microbatches", "8", "--output")
     output = output_of(*flags, "step.svg")
@@ -533,8 +587,7 @@ def test_simulate_writes_a_picture_or_a_trace_and_sums_up(output_of: Output, tmp
             "--output x.png: the name must end in .svg (picture)",
         ),
         (("draw", "--vtp-size-list", "1,2", "--output", "x"), "--output x: the name must end in .svg (picture)"),
-        (("draw", "--vtp-size-list", "1,2"), "the following arguments are required: --output"),
-        (("simulate", *U), "the number of microbatches is missing"),
+        (("simulate", *U, "--num-microbatches", "0"), "must be at least 1"),
         (
             ("simulate", *U, "--global-batch-size", "9", "--micro-batch-size", "2"),
             "is no multiple of --micro-batch-size 2",
@@ -694,12 +747,14 @@ def test_doctor_tries_all_patches_and_gives_a_verdict(tmp_path: Path) -> None:
     assert any(line.startswith("problem: rendezvous 127.0.0.1:1: no connection") for line in lines)
     assert any(line.startswith("    store: ") for line in lines)
     assert any(line.startswith("    gloo: ") for line in lines)
-    first, host, second, third, *_ = lines
-    (patches,) = [line for line in lines if line.startswith("patches: ")]
+    first, second, patches, *_ = lines
     assert first.startswith(f"vtp_plugin {vtp_plugin.__version__}, torch ") and ", megatron-core " in first
-    assert host.startswith("host: 0.") and host.endswith("/megatron/core)")
-    assert second == "platform: cpu, backend gloo (requested)"
-    assert third.startswith("interfaces: ") and "lo 127.0.0.1" in third
+    assert second.startswith(f"Megatron {host_name()} (")
+    assert second.endswith("/megatron/core), device cpu, backend gloo")
+    assert "device: cpu, backend gloo (requested)" in lines
+    (interfaces,) = [line for line in lines if line.startswith("interfaces: ")]
+    assert "lo 127.0.0.1" in interfaces
+    assert any(line.startswith("a run that resumes after losses") for line in lines)
     applied = [line.split()[0] for line in lines if line.split()[1:2] in (["applied"], ["ready"])]
     assert patches == f"patches: {len(applied)} of {len(applied)} applied, then reverted"
     known = {
@@ -713,6 +768,13 @@ def test_doctor_tries_all_patches_and_gives_a_verdict(tmp_path: Path) -> None:
     assert len(of_u & set(applied)) >= 11
     assert all(f"    {rule.option}" in lines for rule in RULES)
     assert max(map(len, lines)) <= 160
+
+
+def test_doctor_prints_three_lines_and_a_verdict(tmp_path: Path) -> None:
+    """Warnings and problems, which are not there, would stand between them."""
+    lines = process_output("doctor", "--device", "cpu", cwd=tmp_path).splitlines()
+    assert [line.partition(" ")[0] for line in lines] == ["vtp_plugin", "Megatron", "patches:", "verdict:"], lines
+    assert lines[-1] == "verdict: fine"
 
 
 def test_doctor_is_content_without_a_launcher(tmp_path: Path) -> None:
@@ -795,8 +857,12 @@ def test_doctor_names_the_package_that_is_missing(
     from vtp_plugin.cli import doctor
 
     monkeypatch.setattr(doctor, "find_megatron", lambda: None)
-    with pytest.raises(SystemExit) as left:
-        main(["doctor"])
-    assert left.value.code == 1
-    line = " ".join(capsys.readouterr().out.split())  # wide ones are cut
-    assert line.startswith("verdict: Megatron is missing: there is no megatron.core; run: pip install 'megatron-core")
+    said: list[str] = []
+    for words in ([], ["--rendezvous", "192.0.2.1:29511"]):
+        with pytest.raises(SystemExit) as left:
+            main(["doctor", *words])
+        assert left.value.code == 1
+        said.append(" ".join(capsys.readouterr().out.split()))  # wide lines are cut
+    verdict = "verdict: Megatron is missing: there is no megatron.core; run: pip install 'megatron-core"
+    assert said[0].startswith(verdict)
+    assert said[1] == f"rendezvous 192.0.2.1:29511: not tested; install what is missing first {said[0]}"

@@ -201,6 +201,34 @@ def test_many_replicas_are_one_with_their_number() -> None:
     }
 
 
+@pytest.mark.parametrize(("tp_sizes", "dp", "num_drawn"), [((8, 8), 4, 16), ((8, 8), 2, 32), ((1, 1, 1, 4), 2, 14)])
+def test_replicas_that_are_alike_are_one_where_they_have_many_ranks(
+    tp_sizes: tuple[int, ...], dp: int, num_drawn: int
+) -> None:
+    root = ET.fromstring(draw_pipeline(layout_of(tp_sizes, dp)))
+    assert len(boxes(root)) == num_drawn
+    is_cut = num_drawn < sum(tp_sizes) * dp
+    assert any(text.text == f"replica 0 of {dp} replicas" for text in root.iter(SVG + "text")) == is_cut
+
+
+def test_replicas_of_unequal_stages_keep_their_arrows_between_the_stages() -> None:
+    """Four stages with 1, 2, 4 and 1 replicas: one band, rows as high as what they hold, arrows over no frame."""
+    layout = PipelineLayout.from_sizes((8, 4, 2, 8), world_size=32, dp=(1, 2, 4, 1))
+    root = ET.fromstring(draw_pipeline(layout))
+    assert sorted(boxes(root)) == list(range(32))
+    assert int(root.get("width", "")) < 1300 and int(root.get("height", "")) < 1300
+    assert len(elements(root, "text", "stage")) == 4
+    frames = [
+        tuple(int(frame.get(name, "")) for name in ("x", "y", "width", "height"))
+        for frame in elements(root, "rect", "frame")
+    ]
+    for path in elements(root, "path", "transfer"):
+        corners = points(path)
+        slanted = [part for part in pairwise(corners) if len(corners) > 2 and part[0][1] != part[1][1]]
+        for (left, _), (right, _) in slanted:
+            assert not any(left < x + width and x < right for x, _, width, _ in frames)
+
+
 def test_replica_major_order_has_its_own_ranks() -> None:
     layout = PipelineLayout.from_sizes((1, 2), world_size=6, order=RankOrder.REPLICA_MAJOR)
     root = ET.fromstring(draw_pipeline(layout))

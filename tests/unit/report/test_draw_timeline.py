@@ -75,8 +75,15 @@ def test_text_has_a_row_for_each_stage_and_idle_time(timeline: Timeline) -> None
 
 
 def test_short_cells_keep_the_last_digit() -> None:
-    row = draw_text(TIMELINES["u"], columns=int(TIMELINES["u"].makespan)).splitlines()[0]
-    assert row.startswith("stage 0 |01234")
+    row = draw_text(TIMELINES["u"], columns=2 * int(TIMELINES["u"].makespan)).splitlines()[0]
+    assert row.startswith("stage 0 |0-1-2-3-4-")
+
+
+def test_cells_of_a_single_letter_are_not_drawn() -> None:
+    """But the ends of the step, with names that fit."""
+    row, *_, said = draw_text(TIMELINES["u"], columns=int(TIMELINES["u"].makespan)).splitlines()
+    assert row.startswith("stage 0 |0F0-0F1-0F2-") and " ~ " in row and row.endswith("0B4=====|")
+    assert said.startswith("Only the first ")
 
 
 @pytest.mark.parametrize("timeline", TIMELINES.values(), ids=TIMELINES)

@@ -94,9 +94,11 @@ def test_a_run_as_planned_differs_nowhere() -> None:
     assert explained(steps) == pytest.approx(dict.fromkeys(range(3), 1.0))
 
 
-@pytest.mark.parametrize("cause", [Cause.SAVE, Cause.EVALUATE])
-def test_what_the_flags_ask_for_is_not_slower_than_planned(cause: Cause) -> None:
-    """A checkpoint after the last step, and an evaluation; the table has their time."""
+@pytest.mark.parametrize("cause", [Cause.SAVE, Cause.EVALUATE, Cause.LOG])
+def test_what_the_flags_ask_for_is_not_slower_than_planned(
+    cause: Cause, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A checkpoint after the last step, an evaluation, a line of the log: one line has their time, and no other."""
     files = files_of(schedule_of(U, U_COSTS), U_COSTS, U_COSTS)
     for file in files:
         step = file.steps[-1]
@@ -105,6 +107,14 @@ def test_what_the_flags_ask_for_is_not_slower_than_planned(cause: Cause) -> None
     steps = join_files(files)
     assert named(steps) == []
     assert [one.more_s for one in differences(steps) if one.cause is cause] == pytest.approx([0.25] * 3)
+    write(tmp_path, files)
+    main(["trace", str(tmp_path)])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if f"{cause} 250.0" in line or f"  {cause}" in line] == lines[-2:-1]
+    assert lines[-2:] == [
+        f"in no plan, since flags ask for it, in a step on average: {cause} 250.0 ms (rank 0)",
+        "nothing was slow on its own: all that took longer than planned waited, or is below 2 % of a step",
+    ]
 
 
 @pytest.mark.parametrize("apart_s", [(), (0.0, 5.0, -700.0)])
@@ -260,7 +270,8 @@ def test_the_command_joins_names_and_writes(tmp_path: Path, capsys: pytest.Captu
     out = tmp_path / "joined.json"
     main(["trace", str(tmp_path), "--out", str(out)])
     text = capsys.readouterr().out
-    assert "3 ranks, steps 1 to 2:" in text and "longer than planned by itself, in a step: rank 1 forward" in text
+    assert "3 ranks, steps 1 to 2:" in text
+    assert "\nslow on its own (not because it waited), more than planned in a step: rank 1 forward" in text
     assert "clocks are compared to within 1.000 ms" in text and "causes explain 100.0 % of the steps" in text
     assert len([line for line in text.splitlines() if line.startswith("   ")]) == 10
     main(["trace", str(tmp_path), "--json"])
@@ -271,6 +282,9 @@ def test_the_command_joins_names_and_writes(tmp_path: Path, capsys: pytest.Captu
     main(["trace", str(tmp_path), "--out", str(picture)])
     names = [one.text or "" for one in ET.fromstring(picture.read_text()).iter() if one.tag.endswith("title")]
     assert len([name for name in names if name.startswith("forward 3F7: ")]) == 2  # of the run and of the plan
+    assert names[0] == "step 2 on stages of 1,1,1 ranks"
+    ticks = [one.text or "" for one in ET.fromstring(picture.read_text()).iter() if one.get("class") == "tick"]
+    assert [tick for tick in ticks if tick][:3] in (["0", "50", "100"], ["0", "100", "200"])
     events = json.loads(out.read_text())["traceEvents"]
     processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
     # Behind the numbers of the rows, or Perfetto takes two of them for one.

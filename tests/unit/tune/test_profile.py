@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -12,6 +15,7 @@ import torch.distributed as dist
 
 from tests.unit.tune.test_cluster import BATCH, MODEL, SHEET
 from vtp_plugin.cli.main import main
+from vtp_plugin.cli.profile import _lines_of_links, _quiet
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.platform.single_process import AloneGroup, alone_in_world
 from vtp_plugin.tune.cluster.durations import speed_of
@@ -184,6 +188,45 @@ def test_what_cannot_be_timed_is_refused(
     assert left.value.code == 2
     *_, line = capsys.readouterr().err.splitlines()
     assert line.startswith("vtp_plugin: error: ") and text in line
+
+
+def test_what_megatron_prints_is_shown_only_where_it_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    with _quiet():
+        print("a banner")
+        print("a warning", file=sys.stderr)
+    assert capsys.readouterr() == ("", "")
+    said = "^profile: error: unrecognized arguments: --x; Megatron's parser rejects"
+    with pytest.raises(ConfigError, match=said), _quiet():
+        print("usage:\n" * 700 + "profile: error: unrecognized arguments: --x", file=sys.stderr)
+        sys.exit(2)
+    assert capsys.readouterr() == ("", "")
+    with pytest.raises(AssertionError), _quiet():
+        print("line\n" * 700 + "the last one\x1b[2J")
+        raise AssertionError
+    out, err = capsys.readouterr()
+    assert out == "" and err.splitlines()[0] == "the last lines that Megatron printed:"
+    assert len(err.splitlines()) == 41 and err.endswith("the last one\\x1b[2J\n")
+
+
+def test_a_cpu_gets_the_flags_that_it_needs() -> None:
+    """In front of the user's, so that these count."""
+    from vtp_plugin.patches.profile_parts import _needed_on
+    from vtp_plugin.platform.cpu import CpuPlatform
+
+    needed = ["--no-gradient-accumulation-fusion", "--no-persist-layer-norm"]
+    cpu = CpuPlatform("test")
+    assert _needed_on(cpu, ["--bf16"]) == [*needed, "--transformer-impl", "local"]
+    assert _needed_on(cpu, ["--transformer-impl=local"]) == needed == _needed_on(cpu, ["--transformer-impl", "x"])
+    assert _needed_on(cast(Any, SimpleNamespace(name="cuda")), []) == []
+
+
+def test_links_are_printed_one_by_one() -> None:
+    assert [*_lines_of_links(LINKS)] == [
+        "inside a node: 5 us, 2 GB/s",
+        "between sites cloud and edge: 2e+04 us, 0.1 GB/s, 2 at a time",
+        "all-reduce of 2 ranks: 2.5e+05 us, 4e-09 GB/s",
+        "all-reduce of 2 ranks old: 5e+05 us, 8e-09 GB/s",
+    ]
 
 
 def test_peers_that_do_not_exist_hold_what_this_process_holds() -> None:

@@ -26,6 +26,7 @@ WRAP_STEP = 9  # between the parallel lines round a band
 WRAP_LABEL_HEIGHT = 14  # above the innermost of them
 _MAX_WIDTH = 1000  # of a band with its margins where possible: readers scale wider pictures down
 _MAX_REPLICAS_DRAWN = 4
+_MAX_BOXES_DRAWN = 32  # of all replicas together, where one shows what all are like
 _MAX_BOXES = 8  # of a stage; if it has more ranks, only the first few and the last get a box each
 _NUM_FIRST_BOXES = 3
 
@@ -77,10 +78,13 @@ class Picture:
 
     @cached_property
     def stages_per_band(self) -> int:
-        """How many stages stand side by side; the next ones follow below, in bands of about equal length."""
+        """How many stages stand side by side; the next ones follow below, in bands of about equal length.
+
+        Where replicas mix, all stages stand side by side: arrows lead from row to row, and would cross other bands.
+        """
         widths = self._stage_widths
         room = _MAX_WIDTH - 2 * MARGIN + STAGE_GAP
-        if sum(widths) <= room:
+        if sum(widths) <= room or not self.layout.has_equal_replicas:
             return len(widths)
         # With several bands, lines lead round them and take some of the room.
         most = max(1, (room - 6 * WRAP_STEP) // max(widths))
@@ -149,19 +153,24 @@ class Picture:
         label = _ROW_LABEL_HEIGHT if self.has_row_labels else 0
         return label + (self.header_height if self.has_header(row) else 0)
 
-    def _band_height(self, band: int) -> int:
+    def _band_height(self, row: int, band: int) -> int:
         num_lines = self.num_wraps if band == self.num_bands - 1 else self.num_connectors
         wraps = (num_lines + 2) * WRAP_STEP + WRAP_LABEL_HEIGHT if num_lines else 0
-        return self.frame_height(self._tallest(band)) + wraps + _ROW_GAP
+        return self.frame_height(self._tallest(row, band)) + wraps + _ROW_GAP
 
-    def _tallest(self, band: int) -> int:
-        return max(len(self.boxes[stage]) for stage in self.stages_of(band))
+    def _tallest(self, row: int, band: int) -> int:
+        own = (len(self.boxes[stage]) for stage in self.stages_of(band) if self.has_frame(row, stage))
+        return max(own, default=1)  # dp and cp sizes that differ may leave a row without any
+
+    def has_frame(self, row: int, stage: int) -> bool:
+        """Whether a stage has the replica of a row."""
+        (dp_rank, cp_rank), grid = self.replicas[row], self.layout.stages[stage]
+        return dp_rank < grid.dp and cp_rank < grid.cp
 
     def band_top(self, row: int, band: int) -> int:
         """Return where a band of a replica starts; the bands of one replica follow each other."""
-        heights = [self._band_height(b) for b in range(self.num_bands)]
-        above = sum(self.num_bands * self._head(r) + sum(heights) for r in range(row))
-        return MARGIN + self.head_height + above + band * self._head(row) + sum(heights[:band])
+        above = sum(self._head(r) + self._band_height(r, b) for r in range(row) for b in range(self.num_bands))
+        return MARGIN + self.head_height + above + sum(self._head(row) + self._band_height(row, b) for b in range(band))
 
     def frame_top(self, row: int, band: int) -> int:
         """Return where the frames of a replica start in a band."""
@@ -170,7 +179,8 @@ class Picture:
     @property
     def bottom(self) -> int:
         """Return where the last band ends."""
-        return self.band_top(len(self.replicas), 0)
+        row, band = len(self.replicas) - 1, self.num_bands - 1
+        return self.frame_top(row, band) + self._band_height(row, band)
 
     @property
     def frames_right(self) -> int:
@@ -219,7 +229,7 @@ class Picture:
             num_lines: number of lines that the boundary has.
         """
         row, stage, _ = self._cell(rank)
-        below = self.frame_top(row, self.band(stage)) + self.frame_height(self._tallest(self.band(stage)))
+        below = self.frame_top(row, self.band(stage)) + self.frame_height(self._tallest(row, self.band(stage)))
         out = (num_lines - index + 1) * WRAP_STEP
         # Lines back up to the first stage pass outside the lines down to the next bands; among the latter, the line
         # that ends lowest must be the outermost.
@@ -229,6 +239,16 @@ class Picture:
     def goes_round(self, drawn: DrawnBoundary) -> bool:
         """Whether a boundary leads round a band and not straight to a neighbour."""
         return self.band(drawn.boundary.upstream) != self.band(drawn.boundary.downstream) or drawn.is_wrap
+
+    def way_across(self, src: int, dst: int) -> list[tuple[int, int]]:
+        """List the corners of an arrow between neighbours: from row to row it is slanted between the frames only."""
+        (src_row, upstream, _), (dst_row, downstream, _) = self._cell(src), self._cell(dst)
+        (start_x, start_y), (end_x, end_y) = self.box(src), self.box(dst)
+        start, end = (start_x + BOX_WIDTH, start_y + BOX_HEIGHT // 2), (end_x, end_y + BOX_HEIGHT // 2)
+        if src_row == dst_row:
+            return [start, end]
+        right = self.frame_lefts[upstream] + self.frame_width(upstream)
+        return [start, (right, start[1]), (self.frame_lefts[downstream], end[1]), end]
 
     def edges(self, drawn: DrawnBoundary) -> tuple[tuple[int, int, int], ...]:
         """Return the arrows of a boundary: two ranks, and how many transfers run between their boxes."""
@@ -253,7 +273,8 @@ def arrange(
         head_height: height of the title.
     """
     replicas = layout.replicas
-    if len(replicas) > _MAX_REPLICAS_DRAWN:
+    num_boxes = len(replicas) * sum(len(_boxes_of(size)) for size in layout.tp_sizes)
+    if len(replicas) > _MAX_REPLICAS_DRAWN or (layout.has_equal_replicas and num_boxes > _MAX_BOXES_DRAWN):
         replicas = replicas[:1] if layout.has_equal_replicas else replicas[: max(layout.cp_sizes)]
     boundaries = tuple(
         DrawnBoundary(boundary=boundary, plan=boundary.channel(Direction.FORWARD).probe)

@@ -50,9 +50,10 @@ def draw_pipeline(
 ) -> str:
     """Draw the stages side by side, every rank as a box, and the forward transfers of the plans as arrows.
 
-    Stages that do not fit beside each other continue in a band below. Replicas are stacked. If there are more than
-    four, the picture states their number and shows the first one, or, where replicas mix, those of the first dp rank.
-    Of a stage with many ranks it shows the first few and the last.
+    Stages that do not fit beside each other continue in a band below, unless replicas mix. Replicas are stacked. If
+    there are more than four, or they are alike and have many ranks, the picture states their number and shows the first
+    one, or, where replicas mix, those of the first dp rank. Of a stage with many ranks it shows the first few and the
+    last.
 
     Args:
         layout: the pipeline layout.
@@ -161,8 +162,8 @@ def _rows(picture: Picture) -> Iterable[str]:
         for band in range(picture.num_bands) if picture.has_row_labels else ():
             top = picture.frame_top(row, band)
             yield svg.text(picture.frame_lefts[0], top - 8, _row_label(picture, dp_rank, cp_rank))
-        for stage, grid in enumerate(layout.stages):
-            if dp_rank >= grid.dp or cp_rank >= grid.cp:
+        for stage in range(layout.num_stages):
+            if not picture.has_frame(row, stage):
                 continue
             left, top = picture.frame_lefts[stage], picture.frame_top(row, picture.band(stage))
             width, height = picture.frame_width(stage), picture.frame_height(len(picture.boxes[stage]))
@@ -200,10 +201,9 @@ def _transfers(picture: Picture, drawn: DrawnBoundary, lines: list[Sequence[Poin
     """Draw the arrows of one boundary, and add them to `lines`."""
     edges = picture.edges(drawn)
     for index, (src, dst, number) in enumerate(edges):
-        (start_x, start_y), (end_x, end_y) = picture.box(src), picture.box(dst)
-        start, end = (start_x + BOX_WIDTH, start_y + BOX_HEIGHT // 2), (end_x, end_y + BOX_HEIGHT // 2)
-        points = [start, end]
+        points = picture.way_across(src, dst)
         if picture.goes_round(drawn):
+            start, end = points[0], points[-1]
             right, bottom, left = picture.way_round(drawn, src, index, len(edges))
             points = [start, (right, start[1]), (right, bottom), (left, bottom), (left, end[1]), end]
         lines.append(points)

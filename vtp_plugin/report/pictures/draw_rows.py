@@ -12,7 +12,6 @@ _WIDTH, _ROW_HEIGHT, _BOX_HEIGHT = 900, 30, 20
 _MARGIN, _LINE_HEIGHT = 20, 20
 _LETTER_WIDTH = 6.6
 _DIGIT_WIDTH = 6
-_NUM_TICKS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,10 +73,7 @@ def draw_rows(groups: Sequence[Group], *, title: str, unit: str, colours: Mappin
             body.append(svg.element("rect", kind="row", x=left, y=y, width=_WIDTH, height=_BOX_HEIGHT))
             body += [part for box in row if box.kind in colours for part in _box(box, left, y, scale, colours)]
             y += _ROW_HEIGHT
-    for tick in range(_NUM_TICKS + 1):
-        x, value = left + _WIDTH * tick / _NUM_TICKS, end * tick / _NUM_TICKS
-        body.append(svg.element("line", kind="tick", x1=x, y1=top, x2=x, y2=y))
-        body.append(svg.text(x, y + 16, f"{value:.4g}" + (f" {unit}" if tick == _NUM_TICKS else ""), "tick"))
+    body += svg.ticks(end, scale, left, top, y, unit)
     return svg.document(full_width, y + 30, title=title, style=_STYLE, body=body)
 
 

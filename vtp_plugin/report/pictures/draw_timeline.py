@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-import math
+import statistics
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from vtp_plugin.plan.schedule.cost.simulator import Span, Timeline
 from vtp_plugin.plan.schedule.order.actions import Action, Op
 from vtp_plugin.plan.schedule.order.messages import channel_label
 from vtp_plugin.report.pictures import chrome, svg
 
+# Lengths in letters.
+_LEAST_LETTERS = 2  # of a forward: of a single one nobody can tell whether it is a forward
+_CUT = " ~ "  # stands for the middle of a step that is too long for a line
 # Lengths in pixels.
 _ROW_HEIGHT, _BOX_HEIGHT = 40, 24
 _MARGIN, _LINE_HEIGHT = 20, 20
@@ -18,7 +21,6 @@ _PERCENT_WIDTH = 52  # at the right of a row
 _LETTER_WIDTH, _TITLE_LETTER_WIDTH = 6.6, 8.6  # on average over a line, at most; there is no font to measure with
 _DIGIT_WIDTH = 6  # of the number of a microbatch
 _SAMPLE_WIDTH = 20  # of a mark in the legend, with the gap behind it
-_MAX_TICKS = 12
 
 _STYLE = """\
 text.number { font-size: 10px; fill: #ffffff; text-anchor: middle; }
@@ -46,7 +48,8 @@ def draw_text(timeline: Timeline, *, columns: int = 120) -> str:
     """Draw one line for each worker, time from left to right, and a legend.
 
     A compute shows its action, or the last digit of its microbatch where the action is too long, padded to its duration
-    with `-` (forward) or `=` (backward). A dot is idle time.
+    with `-` (forward) or `=` (backward). A dot is idle time. Of a step with too many microbatches for that, only the
+    first and the last part are drawn.
 
     Args:
         timeline: the timeline to draw.
@@ -61,16 +64,47 @@ def draw_text(timeline: Timeline, *, columns: int = 120) -> str:
     stage 0 |0F0-0F1-........0B0=====....0B1=====|
     stage 1 |....1F0-1B0=====1F1-1B1=====........|
     """
-    scale = columns / timeline.makespan if timeline.makespan else 0.0
     labels = _labels(timeline)
+    windows = _windows(timeline, columns)
     lines: list[str] = []
     for label, spans in zip(labels, timeline.spans, strict=True):
-        row = ["."] * columns
-        for span in spans:
-            left, right = round(span.start * scale), round(span.end * scale)
+        row = _CUT.join(_row(spans, *window) for window in windows)
+        lines.append(f"{label:{max(map(len, labels))}} |{row}|")
+    lines.append(_LEGEND)
+    if len(windows) > 1:
+        length = f"{windows[0][1]:.4g}"
+        of_all = f"the last {length} of {timeline.makespan:.6g} are drawn"
+        lines.append(f"Only the first {length} and {of_all}; --output step.svg draws all.")
+    return "\n".join(lines)
+
+
+def _windows(timeline: Timeline, columns: int) -> list[tuple[float, float, int]]:
+    """Choose what is drawn in so many letters: begin, end and letters of each part.
+
+    The whole step, if a forward of the busiest worker gets enough letters; else as much of both ends as gives it room
+    for the longest name.
+    """
+    whole = (0.0, timeline.makespan, columns)
+    busiest = timeline.spans[timeline.busy.index(max(timeline.busy))]
+    lengths = [span.end - span.start for span in busiest if span.action.op is Op.F and span.end > span.start]
+    if not lengths or statistics.median(lengths) * columns >= _LEAST_LETTERS * timeline.makespan:
+        return [whole]
+    letters = (columns - len(_CUT)) // 2
+    longest = max(len(str(span.action)) for spans in timeline.spans for span in spans)
+    length = letters * statistics.median(lengths) / (longest + 1)
+    return [(0.0, length, letters), (timeline.makespan - length, timeline.makespan, letters)]
+
+
+def _row(spans: Sequence[Span], begin: float, end: float, columns: int) -> str:
+    """Draw what one worker does from `begin` to `end`."""
+    scale = columns / (end - begin) if end > begin else 0.0
+    row = ["."] * columns
+    for span in spans:
+        left = max(0, round((span.start - begin) * scale))
+        right = min(columns, round((span.end - begin) * scale))
+        if right > left:
             row[left:right] = _cell(span.action, right - left)
-        lines.append(f"{label:{max(map(len, labels))}} |{''.join(row)}|")
-    return "\n".join([*lines, _LEGEND])
+    return "".join(row)
 
 
 def summarize(timeline: Timeline, *, unit: str = "") -> str:
@@ -122,7 +156,7 @@ def draw_svg(timeline: Timeline, *, title: str, unit: str = "", width: int = 680
     top = y + 14
     bottom = top + len(labels) * _ROW_HEIGHT
     body = [svg.text(_MARGIN, _MARGIN + 8 + i * _LINE_HEIGHT, line, kind) for i, (line, kind) in enumerate(head)]
-    body += [*legend, *_axis(timeline, left, scale, top, bottom, unit)]
+    body += [*legend, *svg.ticks(timeline.makespan, scale, left, top - 6, bottom, unit)]
     for worker, (label, share) in enumerate(zip(labels, timeline.utilization, strict=True)):
         y = top + worker * _ROW_HEIGHT
         body.append(svg.text(_MARGIN, y + 16, label))
@@ -196,24 +230,6 @@ def _messages(timeline: Timeline, left: int, scale: float, top: int) -> Iterator
         y2 = top + flight.channel.dst * _ROW_HEIGHT + (0 if down else _BOX_HEIGHT)
         x1, x2 = left + flight.start * scale, left + flight.end * scale
         yield svg.element("line", kind="message", x1=x1, y1=y1, x2=x2, y2=y2)
-
-
-def _axis(timeline: Timeline, left: int, scale: float, top: int, bottom: int, unit: str) -> Iterator[str]:
-    step = _tick_step(timeline.makespan)
-    last = int(timeline.makespan / step)
-    for tick in range(last + 1):
-        time = tick * step
-        x = left + time * scale
-        yield svg.element("line", kind="tick", x1=x, y1=top - 6, x2=x, y2=bottom)
-        yield svg.text(x, bottom + 16, f"{time:.4g}" + (f" {unit}" if unit and tick == last else ""), "tick")
-
-
-def _tick_step(makespan: float) -> float:
-    """Return the smallest of 1, 2, 5, 10, 20 .. (also 0.5, 0.2 ..) that gives few enough ticks."""
-    if not makespan:
-        return 1.0
-    decade = 10.0 ** math.floor(math.log10(makespan / _MAX_TICKS))
-    return next(decade * factor for factor in (1, 2, 5, 10, 20) if makespan / (decade * factor) <= _MAX_TICKS)
 
 
 def _legend(timeline: Timeline, y: int, right: int) -> tuple[list[str], int]:

@@ -29,7 +29,7 @@ _ENDS = frozenset({Cause.GRADIENTS, Cause.OPTIMIZER})
 # What follows from what others do: in each of these ranks wait for one another. The rest a rank does itself.
 _FOLLOWING = frozenset({Cause.BUBBLE, Cause.MESSAGE, Cause.OPTIMIZER, Cause.LOG, Cause.PLAN})
 # The user's flags say when, so no plan of a step has it.
-_ASKED_FOR = frozenset({Cause.SAVE, Cause.EVALUATE})
+_ASKED_FOR = frozenset({Cause.SAVE, Cause.EVALUATE, Cause.LOG})
 # A difference is named if it is at least this share of the planned step.
 _LEAST_SHARE = 0.02
 # Fewer messages in a step say too little of a link.
@@ -204,10 +204,34 @@ def slower_by_itself(steps: Sequence[TracedStep], found: Sequence[Difference]) -
         steps: steps of the run.
         found: their differences from the plan.
     """
-    least_s = _LEAST_SHARE * max(step.planned_s for step in steps)
+    least_s = _least_s(steps)
     own = [one for one in found if one.cause not in _FOLLOWING | _ASKED_FOR and one.more_s >= least_s]
     slow = [one for one in _slower_links(steps) if one.more_s >= least_s]
     return sorted((*own, *slow), key=lambda one: (-one.more_s, one.rank, one.cause))
+
+
+def split_asked_for(
+    steps: Sequence[TracedStep], found: Sequence[Difference]
+) -> tuple[list[Difference], list[Difference]]:
+    """Set apart what no plan has since the user's flags ask for it: saves, evaluations and lines of the log.
+
+    Args:
+        steps: steps of the run.
+        found: their differences from the plan, the largest first.
+
+    Returns:
+        The other differences; and of what the flags ask for, the longest of each cause, if it is long enough.
+    """
+    least_s, longest = _least_s(steps), dict[Cause, Difference]()
+    for one in found:
+        if one.cause in _ASKED_FOR and one.ran_s >= least_s:
+            longest.setdefault(one.cause, one)
+    return [one for one in found if one.cause not in _ASKED_FOR], [*longest.values()]
+
+
+def _least_s(steps: Sequence[TracedStep]) -> float:
+    """Return how long a difference must be to be named."""
+    return _LEAST_SHARE * max(step.planned_s for step in steps)
 
 
 def _slower_links(steps: Sequence[TracedStep]) -> Iterator[Difference]:
