@@ -57,9 +57,8 @@ def add_arguments(parser: Parser) -> None:
         "--num-microbatches",
         type=int,
         metavar="N",
-        help="of a step, instead of --global-batch-size and --micro-batch-size; those of all replicas of a stage that "
-        f"work for one replica of another; default: {_MICROBATCHES}, or a few more where replicas or model chunks need "
-        "them",
+        help="of a step, instead of the batch sizes; those of all replicas of a stage that work for one replica of "
+        f"another; default: {_MICROBATCHES}, or a few more where replicas or model chunks need them",
     )
     group.add_argument(
         "--output", type=Path, metavar="FILE", help="FILE.svg: picture; FILE.json: trace for Perfetto or Chrome"

@@ -6,7 +6,7 @@ import atexit
 import datetime
 import logging
 import os
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import asdict, dataclass
 
 from vtp_plugin.checkpoint.save.folder_lock import LOCK_VARIABLE
@@ -144,14 +144,18 @@ def join_run(
     if membership.rank is not None:
         environment["RANK"], environment["WORLD_SIZE"] = str(membership.rank), str(membership.world_size)
         environment[CARD_VARIABLE] = name_card(own)
-        first = rank - int(environment["LOCAL_RANK"])
-        speaker = next(other for other in range(first, rank + 1) if other in seats)
-        environment[SPEAKER_VARIABLE] = str(speaker - first)
+        environment[SPEAKER_VARIABLE] = _speaker(rank, int(environment["LOCAL_RANK"]), seats)
         environment[KEEPER_VARIABLE] = f"rank {seats[0]}" if 0 in seats else "a spare rank, the launcher's rank 0,"
         last = None if outcome.last is None else asdict(outcome.last)
         hand_on(format_value(outcome.chosen.sizes), last, environment)
         environment["TORCHELASTIC_USE_AGENT_STORE"], environment[ATTEMPT_VARIABLE] = "True", "0"
     return membership
+
+
+def _speaker(rank: int, local_rank: int, seats: Mapping[int, int]) -> str:
+    """Give the local rank of the first rank of this machine that is not spare."""
+    first = rank - local_rank
+    return str(next(other for other in range(first, rank + 1) if other in seats) - first)
 
 
 def _say_beginning(coordinator: Coordinator, num_ranks: int, num_working: int) -> None:

@@ -34,7 +34,7 @@ FOREIGN_FLAGS = {
     "--mm-data",
     "--mm-model",
     "--mm-tool",
-    *("--nodes", "--ntasks-per-node", "--requeue", "--open-mode", "--no-kill"),  # of Slurm
+    *("--ntasks-per-node", "--gpus-per-node", "--het-group", "--requeue", "--open-mode", "--no-kill"),  # of Slurm
     "--variable-seq-lengths",
     "--context-parallel-algo",
     "--log-tps",
