@@ -37,7 +37,8 @@ _MICROBATCHES = 8
 _ENDINGS = {".svg": "picture", ".json": "trace for Perfetto or Chrome"}
 _TEXT = """\
 The order is that of a run with these flags. Durations and links come from --vtp-costs, here for every kind of
-schedule. Without it a forward takes 1 on each stage (2 on a cloud stage of a U), a backward twice as long, and messages take no time."""
+schedule. Without it a forward takes 1 on each stage (2 on a cloud stage of a U), a backward twice as long, and
+messages take no time."""
 _KEYS = """\
 Keys of --json: unit (of all times: "ms", or null for the model durations), num_microbatches, schedule: digest, why;
 step; least_step (no order can be shorter; null where the order is fixed); stages: stage, replica, busy, utilization
