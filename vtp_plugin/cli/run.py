@@ -6,6 +6,7 @@ What is certainly wrong with the command line ends it at once, before torch or M
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import runpy
 import sys
@@ -21,7 +22,7 @@ from vtp_plugin.config.early_check import check_command_line
 from vtp_plugin.config.vtp_flags import add_vtp_arguments, hide_taken_flags, peek_device
 from vtp_plugin.elastic.failed_starts import note_failed_start
 from vtp_plugin.elastic.stop_marker import RUN_FOLDER_VARIABLE, leave_marker, require_unmarked, run_folder
-from vtp_plugin.errors import VtpError, is_final
+from vtp_plugin.errors import ConfigError, VtpError, is_final
 from vtp_plugin.host.mindspeed import ImportWatch, flags_of_mindspeed, has_mindspeed
 from vtp_plugin.runtime.health.error_file import say_once
 
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
 
 # For the first rank of a machine, which starts when the others do.
 _PATIENCE_S = 30.0
+# For the ranks of other nodes.
+_OTHERS_S = 120.0
 
 
 def add_arguments(parser: Parser) -> None:
@@ -100,7 +103,26 @@ def _check() -> None:
 def _fail(message: str) -> NoReturn:
     """Leave with exit code 2; of the ranks that a launcher has started on a machine, one says why."""
     say_once(message, print_error, limit_s=_PATIENCE_S)
+    _tell_other_nodes(message)
     sys.exit(2)
+
+
+def _tell_other_nodes(message: str) -> None:
+    """Post why this node ends where all ranks meet: the command lines of other nodes may be right, and they would wait.
+
+    They come once they have imported Megatron.
+    """
+    here, world = (os.environ.get(name, "") for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
+    if not (here.isdigit() and world.isdigit() and int(here) < int(world)):
+        return
+
+    def fail() -> NoReturn:
+        raise ConfigError(message)
+
+    from vtp_plugin.session.ranks import AllRanks  # imports torch
+
+    with contextlib.suppress(VtpError):
+        AllRanks(lambda: _OTHERS_S, lambda: None).meet(os.environ, fail)
 
 
 def _end(seat: Membership | None) -> None:

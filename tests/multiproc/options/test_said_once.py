@@ -12,7 +12,8 @@ import pytest
 
 from tests.multiproc.cases.script_cases import EXAMPLE, arguments
 from tests.support.hosts import PYTHON_PATH
-from tests.support.pool import ENVIRONMENT
+from tests.support.pace import pace
+from tests.support.pool import ENVIRONMENT, free_port
 
 pytestmark = pytest.mark.needs("scripts_here")
 
@@ -61,3 +62,28 @@ def test_an_error_is_said_once(tmp_path: Path, case: str) -> None:
     assert re.search(r"rank +: 0 ", cause) and text in cause, output
     assert set(re.findall(r"exitcode +: (\S+) ", output)) <= {str(status), "-15"}, output
     assert "before that" not in output and "any boundary" not in output and "usage:" not in output
+
+
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_a_node_alone_with_an_error_ends_the_others(tmp_path: Path, number: int) -> None:
+    """Two nodes of one rank each, one of them with a misspelt flag: the other has no reason of its own to end."""
+    port, agents = free_port(), []
+    for node in range(2):
+        words = arguments("1,1", extra=["--vtp-force", *(["--vtp-transprt", "rank0"] if node == number else [])])
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--node-rank", str(node)),
+            *("--nproc-per-node", "1", "--master-addr", "127.0.0.1", "--master-port", str(port)),
+            *("-m", "vtp_plugin", "run", EXAMPLE, *words),
+        ]
+        with (tmp_path / f"node {node}").open("w") as log:
+            environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": PYTHON_PATH}
+            agents.append(subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log))
+    try:
+        assert [agent.wait(120 * pace()) for agent in agents] == [1, 1]
+    finally:
+        for agent in agents:
+            agent.kill()
+    own, other = ((tmp_path / f"node {node}").read_text() for node in (number, 1 - number))
+    reason = "--vtp-transprt is unknown; do you mean --vtp-transport?"
+    assert f"vtp_plugin: error: {reason}" in own
+    assert f"[vtp rank {1 - number}] error: rank {number}: " in other and "ConfigError" in other, other
