@@ -10,13 +10,13 @@ from vtp_plugin.report.pictures.marks import STYLE, heads, legend_entry, path
 
 # From the highest layer to the lowest: what a package is for, in what fits into its box.
 _ROWS: tuple[dict[str, str], ...] = (
-    {"cli": "python -m vtp_plugin ..."},
+    {"cli": "vtp ..., or python -m vtp_plugin ..."},
     {"api": "apply(), revert()", "bridge": "modules", "adapters": "LoRA", "functional": "hand-written steps"},
     {"patches": "what is replaced in Megatron, and why: the only code that imports it"},
     {"session": "what is known between apply() and revert()"},
-    {"elastic": "a run that loses cards: try, remember, decide, join or wait"},
+    {"elastic": "a run that loses devices: test, remember, decide, join or wait"},
     {"runtime": "the only code that communicates: health, comm, bridges, step"},
-    {"tune": "which list suits these machines", "platform": "NVIDIA, Ascend or CPU"},
+    {"tune": "which layout suits these machines", "platform": "NVIDIA, Ascend or CPU"},
     {"config": "what the user asked for, and what follows from it"},
     {"report": "pictures, traces", "host": "what is known of Megatron", "checkpoint": "what lies on disk"},
     {"plan": "who is where, what crosses, when, and what a rank holds"},
@@ -25,7 +25,7 @@ _ROWS: tuple[dict[str, str], ...] = (
 _NOT_DRAWN = {"__init__", "__main__"}
 # What lies outside, beside the row of the package that touches it; on the left what the plugin is put into.
 _LEFT = {"api": "your script", "patches": "Megatron"}
-_RIGHT = {"elastic": "cards", "runtime": "other ranks", "checkpoint": "disk"}
+_RIGHT = {"elastic": "devices", "runtime": "other ranks", "checkpoint": "disk"}
 _MARGIN, _GAP, _HEIGHT, _STEP = 16, 10, 44, 56
 _OUTSIDE, _ARROW, _INSIDE = 92, 44, 640
 _STYLE = f"{STYLE}\nrect.hidden {{ fill-opacity: 1; }}\ntext.outside {{ font-size: 14px; text-anchor: middle; }}"
