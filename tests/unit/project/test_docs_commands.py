@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import os
 import re
+import shlex
 import subprocess
 from collections.abc import Sequence
 from pathlib import Path
@@ -131,3 +132,26 @@ def test_first_run_of_the_readme(command: Command) -> None:
     )
     assert done.returncode == 0, done.stdout[-3000:]
     assert re.findall(r"iteration +(\d+)/ +10 .* lm loss: ", done.stdout) == [str(n) for n in range(1, 11)]
+
+
+def shown_outputs() -> list[object]:
+    """Commands of the plugin that a document shows with what they print, between the next two fences."""
+    command = r"^    (vtp (?:plan|simulate) [^\n]*(?:\\\n[^\n]*)*)\n"
+    pattern = re.compile(command + r"(?:(?!    |```)[^\n]*\n)*```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
+    return [
+        pytest.param(words.replace("\\\n", " "), output, id=f"{path.name}: {words}"[:60])
+        for path in DOCUMENTS
+        for words, output in pattern.findall(path.read_text())
+    ]
+
+
+def test_the_reader_finds_outputs() -> None:
+    assert len(shown_outputs()) >= 3
+
+
+@pytest.mark.parametrize(("command", "output"), shown_outputs())
+def test_a_command_prints_what_is_shown(command: str, output: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every line that is shown, in this order; `...` stands for others."""
+    cli.main(shlex.split(command)[1:])
+    printed = iter(capsys.readouterr().out.splitlines())
+    assert [line for line in output.splitlines() if line != "..." and line not in printed] == []
