@@ -52,7 +52,9 @@ def check_command_line(
     script, *words = argv or [""]
     words = words[: words.index("--")] if "--" in words else words
     names = [word.partition("=")[0] for word in words if word.startswith("-")]
-    unknown = {name: hint for name in names if name not in _NAMES and (hint := question(name, _NAMES))}
+    # With another prefix it may be a flag of a package that the script imports, such as --tp-sizes.
+    own = [name for name in names if sorted(name.lstrip("-")[:3]) == ["p", "t", "v"] and name not in _NAMES]
+    unknown = {name: hint for name in own if (hint := question(name, _NAMES))}
     known = [flag.name for flag in VTP_FLAGS if flag.name in names]
     if {"-h", "--help"} & set(names) or not (unknown or known):
         return  # help is shown whatever else is wrong

@@ -36,18 +36,18 @@ def _refuse(
         pytest.param(
             "1,2",
             ["--num-attention-heads", "7", "--kv-channels", "8"],
-            ["--num-attention-heads 7; stage 1 has tensor-parallel size 2", "use 6 or 8"],
+            ["--num-attention-heads 7: stage 1 has TP 2, which does not divide it", "that divide this model: 1"],
             id="heads",
         ),
-        pytest.param("1,2", ["--ffn-hidden-size", "77"], ["--ffn-hidden-size 77; stage 1", "use 76 or 78"], id="ffn"),
+        pytest.param("1,2", ["--ffn-hidden-size", "77"], ["--ffn-hidden-size 77: stage 1", "model: 1"], id="ffn"),
         pytest.param(
             "2,3",
             ["--group-query-attention", "--num-query-groups", "4"],
-            ["--num-query-groups 4; stage 1 has tensor-parallel size 3", "multiple or a divisor"],
+            ["--num-query-groups 4: stage 1 has TP 3", "neither a divisor nor a multiple of it", "model: 1, 2, 4, 12"],
             id="query-groups",
         ),
         pytest.param(
-            "1,2", ["--padded-vocab-size", "61"], ["--padded-vocab-size 61; stage 1", "use 60 or 62"], id="vocabulary"
+            "1,2", ["--padded-vocab-size", "61"], ["--padded-vocab-size 61: stage 1", "model: 1"], id="vocabulary"
         ),
         pytest.param(
             "1,2",
@@ -70,7 +70,7 @@ def _refuse(
         pytest.param(
             "1,5",
             ["--sequence-parallel", "--num-attention-heads", "10", "--ffn-hidden-size", "190"],
-            ["--seq-length 12 with --sequence-parallel; stage 1 has tensor-parallel size 5", "use 10 or 15"],
+            ["--seq-length 12 with --sequence-parallel: stage 1 has TP 5", "divide this model: 1, 2"],
             id="sequence",
         ),
         pytest.param("1,2", ["--vtp-sites", "edge"], ["'edge' names 1 sites", "2 stages"], id="sites"),
@@ -102,7 +102,7 @@ def test_sizes_and_options_are_refused(pool: Pool, sizes: str, extra: list[str],
     [
         pytest.param(
             ["--seq-length", "14"],
-            ["--seq-length 14; stage 1 has context-parallel size 2", "use 12 or 16"],
+            ["--seq-length 14: stage 1 has CP 2", "use 12 or 16"],
             id="sequence",
         ),
         pytest.param(

@@ -153,7 +153,9 @@ def test_megatron_parses_and_checks_the_flags(
     monkeypatch.setattr(megatron.torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(sys, "argv", ["script.py", *start.words])
     name, backend = ("cpu", "gloo") if small else ("cuda", "nccl")
-    session = Session(VtpConfig(device=name), platform=cast(Any, SimpleNamespace(name=name, backend=backend, reason="")))
+    session = Session(
+        VtpConfig(device=name), platform=cast(Any, SimpleNamespace(name=name, backend=backend, reason=""))
+    )
     monkeypatch.setattr(session.ranks, "agree", lambda name, prepare, **options: prepare())
     monkeypatch.setattr(patches, "open_store", lambda *where: None)
     parse, validate = records_at(session, load_host(host_name()), Moment.COMMAND_LINE)[:2]
