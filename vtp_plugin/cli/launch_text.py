@@ -23,6 +23,7 @@ _LAYOUT_FLAGS = (
     *("--pipeline-model-parallel-layout", "--decoder-first-pipeline-num-layers"),
     "--decoder-last-pipeline-num-layers",
 )
+_VOCABULARY = "--make-vocab-size-divisible-by"
 _RUN = ("-m", "vtp_plugin", "run")
 _SCRIPT = ("SCRIPT", "FLAGS")
 
@@ -51,7 +52,10 @@ def launch_of_run(options: argparse.Namespace, flags: Run) -> tuple[Launch, str]
     if flags.fitted is not None:
         nodes = named_nodes(flags.fitted.candidate.node_names, layout)
         if "--vtp-force" in own:
-            note = "--vtp-force: all stages have one size; so layouts of other sizes load the checkpoints, too"
+            note = "--vtp-force: all stages have one size; so layouts of other sizes load the checkpoints, too\n"
+        if _VOCABULARY in own:
+            note += f"{_VOCABULARY} pads the vocabulary alike in all layouts that may load the checkpoints; where its "
+            note += "size is to stay as published, give --padded-vocab-size instead"
     elif options.nodes is not None:
         nodes = fill_nodes(layout, options.nodes)
     else:
@@ -91,7 +95,7 @@ def launch_lines(launch: Launch, note: str = "", *, is_slurm: bool) -> Iterator[
     is_one, first = len(launch.nodes) == 1, launch.nodes[0].name
     if is_slurm:
         yield f"batch script for Slurm, to which you add what your cluster asks for ({flags}):"
-        yield from (f"    {line}" for line in launch.slurm_lines())
+        yield from launch.slurm_lines()  # not indented: sbatch reads its lines at their beginning only
     elif is_one:
         yield f"start ({flags}):"
         yield from launch.lines()
@@ -102,8 +106,7 @@ def launch_lines(launch: Launch, note: str = "", *, is_slurm: bool) -> Iterator[
     yield from launch.warnings()
     if not launch.is_consecutive and _helps_replica_major(launch):
         yield "if you add --use-tp-pp-dp-mapping, the ranks of each node are consecutive: one torchrun on each"
-    if note:
-        yield note
+    yield from note.splitlines()
 
 
 def _usual_text(nodes: Sequence[NodeRanks]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import shlex
 import signal
@@ -69,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _obey(argv: list[str]) -> None:
+    _require_command(argv[0])
     options, unknown = _parser().parse_known_args(argv)
     options.argv, options.unknown = argv, unknown
     try:
@@ -86,6 +88,17 @@ def _obey(argv: list[str]) -> None:
             )
         traceback.print_exc()
         sys.exit(2)  # not 1, with which some commands say that something differs
+
+
+def _require_command(word: str) -> None:
+    """Leave with a line if the first word is no command: a script, or a misspelt one."""
+    if word.startswith("-") or word in _COMMANDS:
+        return
+    if word.endswith(".py"):
+        fail(f"{word} stands where a command is expected; write `run` before the script")
+    near = difflib.get_close_matches(word, _COMMANDS, n=1)
+    hint = f"do you mean {near[0]}?" if near else f"the commands are {', '.join(_COMMANDS)}"
+    fail(f"{word} is no command; {hint}")
 
 
 def _missing(error: ImportError, command: str) -> str:

@@ -29,6 +29,8 @@ _NOT_MODELLED = (
     *("--use-megatron-fsdp", "--use-torch-fsdp2", "--use-precision-aware-optimizer", "--fp8-param-gather"),
     *("--fp4-param-gather", "--apply-layernorm-1p", "--yaml-cfg", "--use-checkpoint-args"),
 )
+# With these of MindSpeed stages have other layers.
+_OTHER_LAYERS = ("--noop-layers", "--num-layer-list")
 _NUM_MOMENTS = {"adam": 2, "sgd": 1}
 
 
@@ -59,6 +61,22 @@ def why_unknown(args: argparse.Namespace, *, lacks_parts: bool) -> str:
         needed["--num-layer-list"] = None
     missing = [flag for flag, value in needed.items() if not value]
     return f"give {', '.join(missing)} to see it" if missing else ""
+
+
+def check_layers(args: argparse.Namespace, num_stages: int, num_chunks: int) -> None:
+    """Reject layers that the stages of a plain pipeline cannot share, where these flags say all of it.
+
+    Args:
+        args: parsed arguments; ``unknown`` holds those that no flag declares.
+        num_stages: number of stages of the pipeline.
+        num_chunks: number of model chunks of every stage.
+
+    Raises:
+        ConfigError: the layers cannot be shared out.
+    """
+    given = {word.partition("=")[0] for word in args.unknown}
+    if args.num_layers and not args.pipeline_model_parallel_layout and not given & {*_NOT_MODELLED, *_OTHER_LAYERS}:
+        read_chunks(args, num_stages, num_chunks, None)
 
 
 def read_model(args: argparse.Namespace, layout: PipelineLayout) -> GPTModel:

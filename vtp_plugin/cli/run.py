@@ -70,6 +70,7 @@ def run(options: argparse.Namespace) -> None:
 
             sys.argv[:], seat = fit_run(sys.argv)
             report_failures()  # also what ends the script before it has asked Megatron for anything
+        _note_missing_sizes()
         if has_mindspeed():
             _apply_after_adaptor()
         else:
@@ -98,6 +99,14 @@ def _check() -> None:
     except VtpError as error:
         leave_marker(str(error))
         _fail(str(error))
+
+
+def _note_missing_sizes() -> None:
+    """Say on rank 0 that nothing asks for stages of their own sizes; a script may still do so in `apply()`."""
+    words = [word.partition("=")[0] for word in sys.argv]
+    is_asked = {"--vtp-size-list", "--vtp-bridges", "--yaml-cfg"} & {*words}
+    if not is_asked and os.environ.get("RANK", "0") == "0" and not {"-h", "--help"} & {*words}:
+        print("vtp_plugin: no --vtp-size-list: Megatron runs as it is, unless the script gives sizes", file=sys.stderr)
 
 
 def _fail(message: str) -> NoReturn:

@@ -171,6 +171,8 @@ def read_run(args: argparse.Namespace, *, takes_all_costs: bool = False) -> Run:
     shape, itemsize_bytes = _tensor(args)
     tensor_bytes = math.prod(shape) // max(layout.cp_sizes) * itemsize_bytes if shape else None
     num_chunks = _num_chunks(args, layout.num_stages)
+    if fitted is None and not config.layerwise_disaggregated:
+        model_flags.check_layers(args, layout.num_stages, num_chunks)
     why_no_activations = activation_flags.why_no_activations(args, layout)
     spans = expert_spans(layout, replicas)
     placement = place_workers(replicas, num_chunks=num_chunks, num_rings=config.num_rings, expert_spans=spans)

@@ -64,6 +64,22 @@ def test_an_error_is_said_once(tmp_path: Path, case: str) -> None:
     assert "before that" not in output and "any boundary" not in output and "usage:" not in output
 
 
+def test_a_run_without_sizes_says_so(tmp_path: Path) -> None:
+    """Else nothing of the plugin would be printed, and a forgotten flag would go unseen."""
+    script = tmp_path / "script.py"
+    script.write_text("print('trained')")
+    command = [sys.executable, "-m", "vtp_plugin", "run", str(script)]
+    environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": PYTHON_PATH}
+    texts = {}
+    for words in ((), ("--vtp-size-list", "1,2")):
+        done = subprocess.run(
+            [*command, *words], env=environment, capture_output=True, text=True, timeout=300, check=True
+        )
+        assert done.stdout == "trained\n"
+        texts[words] = done.stderr.count("no --vtp-size-list: Megatron runs as it is")
+    assert list(texts.values()) == [1, 0]
+
+
 @pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.full)])
 def test_a_node_alone_with_an_error_ends_the_others(tmp_path: Path, number: int) -> None:
     """Two nodes of one rank each, one of them with a misspelt flag: the other has no reason of its own to end."""

@@ -207,6 +207,7 @@ def test_other_files_beside_the_weights(tmp_path: Path, capsys: pytest.CaptureFi
 
 def test_the_example_replaces_only_what_it_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``--out`` of something else is refused before a file is touched; a new folder, or an empty one, will do."""
+    monkeypatch.syspath_prepend(ROOT / "examples")  # as for a script that is started
     spec = importlib.util.spec_from_file_location("example", ROOT / "examples" / "hugging_face.py")
     assert spec is not None and spec.loader is not None
     example = importlib.util.module_from_spec(spec)
@@ -222,7 +223,7 @@ def test_the_example_replaces_only_what_it_made(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "empty").mkdir()
     for out in ("new", "empty"):
         for _ in range(2):  # the second run replaces what the first has made
-            example.begin(tmp_path / out)
+            example.begin(tmp_path / out, "hugging_face.py")
             (tmp_path / out / "model").touch()
         assert (tmp_path / out / "model").exists()
 

@@ -194,14 +194,15 @@ def test_plan_says_what_to_start_on_given_nodes(output_of: Output) -> None:
 def test_plan_ends_with_a_batch_script(output_of: Output) -> None:
     text = output_of("plan", "--vtp-size-list", "8,6", "--slurm")
     assert text.partition("batch script")[2].splitlines()[1:] == [
-        "    #SBATCH --nodes=1 --ntasks-per-node=1 --gpus-per-node=8",
-        "    #SBATCH hetjob",
-        "    #SBATCH --nodes=1 --ntasks-per-node=1 --gpus-per-node=6",
-        "    export MASTER_ADDR=$(hostname) MASTER_PORT=29500",
-        "    srun --het-group=0-1 bash -c 'PROCESSES=(8 6); torchrun --nnodes 2 --node-rank $SLURM_PROCID "
+        "#!/bin/bash",
+        "#SBATCH --nodes=1 --ntasks-per-node=1 --gpus-per-node=8",
+        "#SBATCH hetjob",
+        "#SBATCH --nodes=1 --ntasks-per-node=1 --gpus-per-node=6",
+        "export MASTER_ADDR=$(hostname) MASTER_PORT=29500",
+        "srun --het-group=0-1 bash -c 'PROCESSES=(8 6); torchrun --nnodes 2 --node-rank $SLURM_PROCID "
         "--nproc-per-node ${PROCESSES[$SLURM_PROCID]} \\",
-        '        --master-addr $MASTER_ADDR --master-port $MASTER_PORT "$@"\' torchrun \\',
-        "        -m vtp_plugin run SCRIPT FLAGS --vtp-size-list 8,6",
+        '    --master-addr $MASTER_ADDR --master-port $MASTER_PORT "$@"\' torchrun \\',
+        "    -m vtp_plugin run SCRIPT FLAGS --vtp-size-list 8,6",
         "nodes of 8,6 devices were assumed; --nodes, such as --nodes 8,6, says how many devices each of yours has",
     ]
 
@@ -623,7 +624,10 @@ def test_simulate_writes_a_picture_or_a_trace_and_sums_up(output_of: Output, tmp
         (("run", "absent.py", "--help"), "script absent.py does not exist; give the path of the training script"),
         (("run", "."), "script . does not exist"),
         (("run", "--vtp-size-list", "1,2", "train.py"), "--vtp-size-list stands before the script"),
-        (("fly",), "invalid choice: 'fly'"),
+        (("fly",), "fly is no command; the commands are run, plan"),
+        (("simulte",), "simulte is no command; do you mean simulate?"),
+        (("train.py", "--vtp-size-list", "1,2"), "train.py stands where a command is expected; write `run` before"),
+        (("plan", "--vtp-size-list", "1,2", "--num-layers", "5"), "--num-layers 5, none of them on a certain stage"),
         (("--verbose",), "the following arguments are required: COMMAND"),
         (
             ("plan", "--vtp-size-list", "8,6", "--num-attention-heads", "32", "--hidden-size", "4096"),

@@ -162,6 +162,7 @@ class Launch:
         first, *between, last = self._slurm_agents() if self.is_consecutive else self._slurm_blocks()
         *pieces, end = _pieces(self.program)
         return (
+            "#!/bin/bash",
             *"\n#SBATCH hetjob\n".join(heads).splitlines(),
             "export MASTER_ADDR=$(hostname) MASTER_PORT=29500",
             f"{srun} bash -c '{first}",

@@ -82,7 +82,12 @@ def plain_chunks(
     given = [number for number in (first, last) if number is not None]
     rest, num_rest = num_layers - sum(given), num_stages - len(given)
     if layers is None and (rest < 0 or (rest % num_rest if num_rest else rest)):
-        raise ConfigError(f"--num-layers {num_layers}; {rest} layers for {num_rest} stages; give every stage as many")
+        ends = f"{sum(given)} of them on the first and the last stage" if given else "none of them on a certain stage"
+        raise ConfigError(
+            f"--num-layers {num_layers}, {ends}; the other {num_rest} of {num_stages} stages cannot share the rest "
+            "evenly; change --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers, or give the "
+            "layers of all stages by --pipeline-model-parallel-layout"
+        )
     counts = [rest // num_rest if num_rest else 0] * num_stages
     if first is not None:
         counts[0] = first

@@ -58,8 +58,7 @@ class Constraints:
         }
         if missing := [flag for flag, value in flags.items() if not value]:
             raise LayoutError(
-                f"{', '.join(missing)} missing; the layout is chosen for them, and they must not change when devices "
-                "are lost; give them"
+                f"{', '.join(missing)} missing; the layout is chosen for this model and this batch; give them"
             )
         if self.ends is not None and len(self.sites) < 2:
             raise LayoutError(
