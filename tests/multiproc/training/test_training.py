@@ -155,7 +155,7 @@ def test_auto_takes_a_stage_per_node(pool: Pool, reference: Reference) -> None:
     command[command.index("--vtp-size-list") + 1] = "auto"
     runs = succeeded(launch(pool, 3, {"arguments": command}, node_sizes=[1, 2]))
     assert_same_training(runs, reference("1,1"))
-    assert re.search(r"^\[vtp rank 0\] +1 +2 +1 +1 +1-2 +1$", runs[0].output, flags=re.MULTILINE), (
+    assert re.search(r"^\[vtp rank 0\] +1 +2 +1 +1 +2 +1-2 +1$", runs[0].output, flags=re.MULTILINE), (
         "the list is not shown"
     )
 
@@ -165,7 +165,7 @@ def test_auto_divides_by_replicas(pool: Pool) -> None:
     command[command.index("--vtp-size-list") + 1] = "auto"
     runs = succeeded(launch(pool, 6, {"arguments": command}, node_sizes=[2, 4]))
     assert len(losses(runs)) == 4
-    assert "world size 6" in runs[0].output
+    assert "6 ranks, TP sizes 1,2" in runs[0].output
 
 
 @pytest.mark.parametrize("sizes", ["2", *(pytest.param(sizes, marks=pytest.mark.full) for sizes in ("1,1", "2,2"))])

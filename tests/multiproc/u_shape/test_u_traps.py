@@ -29,7 +29,7 @@ def test_what_the_executor_leaves_out_is_refused(pool: Pool) -> None:
     for lines in pool.run(3, "tests.multiproc.jobs.u_shape_job:refused_steps", kwargs):
         assert len(lines) == (2 if host_name() == "0.12" else len(LEFT_OUT))  # Megatron 0.12 has not the others
         for name, line in lines.items():
-            assert re.search(rf": config\.{name}( local)? with a planned schedule; .*; leave it out", line), line
+            assert re.search(rf"config\.{name}( local)? with a planned schedule; .*; leave it out", line), line
 
 
 def refused(pool: Pool, *flags: str) -> None:
