@@ -15,13 +15,11 @@ from vtp_plugin.host.patching import replaces
 from vtp_plugin.host.rules.table.rows import RULES
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.patch_set import Moment
-from vtp_plugin.runtime.health.error_file import say_once
+from vtp_plugin.runtime.health.error_file import START_PATIENCE_S, say_once
 from vtp_plugin.session import Session
 from vtp_plugin.util import log
 from vtp_plugin.util.typos import question
 
-# For the first rank of a machine, which imports Megatron when the others do.
-_PATIENCE_S = 30.0
 _TENSOR_SIZE = "tensor_model_parallel_size"
 
 
@@ -97,7 +95,7 @@ def _leave(parser: argparse.ArgumentParser, message: str) -> NoReturn:
     # Of an argument that is known, the message says what is wrong with its value.
     line = f"{message}{max(hints, default='')}" if message.startswith("unrecognized") else message
     if is_as_started(sys.argv):
-        say_once(line, log.error, limit_s=_PATIENCE_S)
+        say_once(line, log.error, limit_s=START_PATIENCE_S)
     else:
         log.error(line)
     sys.exit(2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import os
 import shlex
 import signal
@@ -17,6 +16,7 @@ from vtp_plugin.cli.terminal import on_standard_output
 from vtp_plugin.errors import VtpError
 from vtp_plugin.host.versions import HOSTS
 from vtp_plugin.util.own_command import own_command
+from vtp_plugin.util.typos import question
 
 _COMMANDS = {
     "run": (run.add_arguments, run.run, "run a Megatron training script under the plugin"),
@@ -96,9 +96,8 @@ def _require_command(word: str) -> None:
         return
     if word.endswith(".py"):
         fail(f"{word} stands where a command is expected; write `run` before the script")
-    near = difflib.get_close_matches(word, _COMMANDS, n=1)
-    hint = f"do you mean {near[0]}?" if near else f"the commands are {', '.join(_COMMANDS)}"
-    fail(f"{word} is no command; {hint}")
+    hint = question(word, _COMMANDS) or f"; the commands are {', '.join(_COMMANDS)}"
+    fail(f"{word} is no command{hint}")
 
 
 def _missing(error: ImportError, command: str) -> str:

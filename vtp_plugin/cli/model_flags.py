@@ -29,8 +29,6 @@ _NOT_MODELLED = (
     *("--use-megatron-fsdp", "--use-torch-fsdp2", "--use-precision-aware-optimizer", "--fp8-param-gather"),
     *("--fp4-param-gather", "--apply-layernorm-1p", "--yaml-cfg", "--use-checkpoint-args"),
 )
-# With these of MindSpeed stages have other layers.
-_OTHER_LAYERS = ("--noop-layers", "--num-layer-list")
 _NUM_MOMENTS = {"adam": 2, "sgd": 1}
 
 
@@ -41,10 +39,7 @@ def why_unknown(args: argparse.Namespace, *, lacks_parts: bool) -> str:
         args: parsed arguments; ``unknown`` holds those that no flag declares.
         lacks_parts: whether the run is a U-shape whose parts' layers were not given.
     """
-    given = {word.partition("=")[0] for word in args.unknown}
-    if args.pipeline_model_parallel_layout:
-        given.add("--pipeline-model-parallel-layout")
-    odd = [flag for flag in (*_NOT_MODELLED, "--pipeline-model-parallel-layout") if flag in given]
+    odd = _not_modelled(args)
     if args.optimizer not in _NUM_MOMENTS:
         odd.append(f"--optimizer {args.optimizer}")
     if odd:
@@ -74,9 +69,21 @@ def check_layers(args: argparse.Namespace, num_stages: int, num_chunks: int) -> 
     Raises:
         ConfigError: the layers cannot be shared out.
     """
-    given = {word.partition("=")[0] for word in args.unknown}
-    if args.num_layers and not args.pipeline_model_parallel_layout and not given & {*_NOT_MODELLED, *_OTHER_LAYERS}:
+    # MindSpeed's --noop-layers count, too.
+    if args.num_layers and not _not_modelled(args) and "--noop-layers" not in _unknown(args):
         read_chunks(args, num_stages, num_chunks, None)
+
+
+def _not_modelled(args: argparse.Namespace) -> list[str]:
+    """List the given flags with which the model is another one than these flags say."""
+    given = _unknown(args)
+    if args.pipeline_model_parallel_layout:
+        given.add("--pipeline-model-parallel-layout")
+    return [flag for flag in (*_NOT_MODELLED, "--pipeline-model-parallel-layout") if flag in given]
+
+
+def _unknown(args: argparse.Namespace) -> set[str]:
+    return {word.partition("=")[0] for word in args.unknown}
 
 
 def read_model(args: argparse.Namespace, layout: PipelineLayout) -> GPTModel:

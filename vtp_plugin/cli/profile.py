@@ -28,6 +28,7 @@ from vtp_plugin.plan.model.gpt_model import GPTModel
 from vtp_plugin.tune.cluster.machines import Links, Location, Origin, Part, Time
 from vtp_plugin.tune.cluster.profile_files import write_links, write_profile
 from vtp_plugin.tune.fit.as_flags import without
+from vtp_plugin.util.own_command import own_command
 from vtp_plugin.util.printable import plain
 
 if TYPE_CHECKING:
@@ -215,7 +216,7 @@ def _say_next(options: argparse.Namespace, number: int, table: str) -> None:
         return
     print(f"wrote {options.out}: {number} times")
     print(f'next: write profile = "{options.out.name}" under {table} in the file of the cluster (docs/search.md), then')
-    print("    python -m vtp_plugin search --cluster CLUSTER.toml [Megatron's flags of the model]")
+    print(f"    {own_command()} search --cluster CLUSTER.toml [Megatron's flags of the model]")
 
 
 def _megatron_argv(argv: Sequence[str]) -> list[str]:

@@ -24,13 +24,11 @@ from vtp_plugin.elastic.failed_starts import note_failed_start
 from vtp_plugin.elastic.stop_marker import RUN_FOLDER_VARIABLE, leave_marker, require_unmarked, run_folder
 from vtp_plugin.errors import ConfigError, VtpError, is_final
 from vtp_plugin.host.mindspeed import ImportWatch, flags_of_mindspeed, has_mindspeed
-from vtp_plugin.runtime.health.error_file import say_once
+from vtp_plugin.runtime.health.error_file import START_PATIENCE_S, say_once
 
 if TYPE_CHECKING:
     from vtp_plugin.elastic.join import Membership
 
-# For the first rank of a machine, which starts when the others do.
-_PATIENCE_S = 30.0
 # For the ranks of other nodes.
 _OTHERS_S = 120.0
 
@@ -111,7 +109,7 @@ def _note_missing_sizes() -> None:
 
 def _fail(message: str) -> NoReturn:
     """Leave with exit code 2; of the ranks that a launcher has started on a machine, one says why."""
-    say_once(message, print_error, limit_s=_PATIENCE_S)
+    say_once(message, print_error, limit_s=START_PATIENCE_S)
     _tell_other_nodes(message)
     sys.exit(2)
 

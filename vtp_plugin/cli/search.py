@@ -134,7 +134,8 @@ def _lines(request: SearchRequest, result: SearchResult) -> Iterator[str | TextT
     best = result.best[0]
     if not result.is_complete:
         yield "the search ended before all layouts were bounded: there may be better ones; --limit-s gives it more time"
-    rows = [_row(request, name, candidate) for name, candidate in _named(request, result)]
+    named = _named(request, result)
+    rows = [_row(request, name, candidate) for name, candidate in named]
     yield TextTable.aligned(_COLUMNS, rows, marked=0)
     yield (
         request.about_memory
@@ -142,7 +143,7 @@ def _lines(request: SearchRequest, result: SearchResult) -> Iterator[str | TextT
         + ", ".join(f"stage {stage} {format_bytes(held)}" for stage, held in enumerate(best.held_bytes))
     )
     yield f"bottleneck of 1: {_bottleneck(best)}"
-    for name, candidate in _named(request, result)[1:]:
+    for name, candidate in named[1:]:
         if name.isdecimal():  # the others are compared below
             yield f"{name} takes {candidate.step_s / best.step_s:.3f} times as long: {_bottleneck(candidate)}"
     yield from _compared(request, result)

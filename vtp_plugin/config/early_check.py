@@ -58,13 +58,18 @@ def check_command_line(
     known = [flag.name for flag in VTP_FLAGS if flag.name in names]
     if {"-h", "--help"} & set(names) or not (unknown or known):
         return  # help is shown whatever else is wrong
-    sources = _sources(Path(script))
     try:
+        sources = _sources(Path(script)) if unknown else ""
         for name, hint in unknown.items():
             if not _mentions(sources, name):
                 raise ConfigError(f"{name} is unknown{hint}")
-        if not any(_declares(sources, name) for name in known):
+        try:
             _check_processes(words, _read(words, given, declared), environment)
+        except VtpError:
+            # Read only now: a run that is right need not read its script and the modules beside it.
+            sources = sources or _sources(Path(script))
+            if not any(_declares(sources, name) for name in known):
+                raise
     except VtpError as error:
         error.is_known_to_node = is_as_started(argv)
         raise

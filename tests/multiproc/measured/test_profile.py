@@ -11,6 +11,7 @@ import pytest
 from tests.support.pool import Pool, start_python
 from vtp_plugin.tune.cluster.machines import Part
 from vtp_plugin.tune.cluster.profile_files import read_profile
+from vtp_plugin.util.own_command import own_command
 
 MODEL = [
     *("--num-layers", "4", "--hidden-size", "48", "--num-attention-heads", "12", "--seq-length", "48"),
@@ -70,7 +71,7 @@ def test_parts_are_timed_and_searched_with(words: list[str], tmp_path: Path) -> 
     assert lines[-4:-1] == [
         f"wrote {path}: {len(times)} times",
         'next: write profile = "here.toml" under [cards.NAME] in the file of the cluster (docs/search.md), then',
-        "    python -m vtp_plugin search --cluster CLUSTER.toml [Megatron's flags of the model]",
+        f"    {own_command()} search --cluster CLUSTER.toml [Megatron's flags of the model]",
     ]
     assert len(lines) == len(measured) + 2 + 4
     # Two layers, five passes with those to warm up, two sizes of both kinds; the recomputed ones run forward twice.

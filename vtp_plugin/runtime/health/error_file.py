@@ -13,6 +13,8 @@ from vtp_plugin.util.printable import plain
 
 SPEAKER_VARIABLE = "VTP_SPEAKER"
 """Set in the ranks of a fitted run: local rank of the first rank of this machine that is not spare."""
+START_PATIENCE_S = 30.0
+"""How long a rank waits at the start for the first rank of its machine to speak, which imports what the others do."""
 # Torchrun names the rank with the earliest whole second as the root cause.
 _LATER_S = 2
 _LOOK_S = 0.02
