@@ -61,7 +61,7 @@ test-busy: $(STAMP) ## the default tests beside 6 busy processes; tests of hangs
 test-mm: ## MindSpeed-MM's own script on CPU; set VTP_MINDSPEED_MM, VTP_MINDSPEED, VTP_MEGATRON_LM to its trees, VENV=/its/environment
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 --timeout 1000 --durations=0 tests/mindspeed/test_mm_*.py
 
-test-device: $(STAMP) ## the tests for a GPU, then training scripts on it; ranks may share it, see docs/gpus.md
+test-device: $(STAMP) ## the tests for a GPU, then training scripts on it; ranks may share it, see docs/guides/gpus.md
 	$(BIN)/python -m pytest -n 0 tests/device
 	VTP_TEST_DEVICE=cuda $(BIN)/python -m pytest -n 0 tests/multiproc/training/test_training.py \
 		tests/multiproc/u_shape/test_u_training.py tests/multiproc/layouts/test_unequal_dp_training.py

@@ -1,8 +1,8 @@
 """How fast a tensor crosses a boundary: every strategy side by side, against the floor that the links set.
 
-    python -m benchmarks.boundary --output docs/boundary.json --plot docs/boundary.svg
+    python -m benchmarks.boundary --output docs/evidence/boundary.json --plot docs/evidence/boundary.svg
     python -m benchmarks.boundary --quick
-    python -m benchmarks.boundary --plot docs/boundary.svg --from docs/boundary.json     # the picture alone
+    python -m benchmarks.boundary --plot docs/evidence/boundary.svg --from docs/evidence/boundary.json  # alone
 
 Two networks on this machine: links of 200 Mbit/s each way per rank toward the other stage and no limit inside a stage
 (network namespaces, see ``links.py``; needs root, skipped elsewhere), and loopback without limits. Every rank has one

@@ -1,6 +1,6 @@
 """Draw the results of ``benchmarks/boundary.py``: time over the size of the tensor, as SVG.
 
-python -m benchmarks.boundary --plot docs/boundary.svg --from docs/boundary.json
+python -m benchmarks.boundary --plot docs/evidence/boundary.svg --from docs/evidence/boundary.json
 """
 
 from __future__ import annotations

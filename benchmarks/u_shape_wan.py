@@ -1,8 +1,8 @@
 """A U-shaped pipeline over a line with latency, measured, against the simulation and MindSpeed's order.
 
-    python -m benchmarks.u_shape_wan --output docs    prints the table; writes docs/u-shape-wan.md, .json and .svg
+    python -m benchmarks.u_shape_wan --output docs/evidence    prints the table; writes u-shape-wan.md, .json and .svg
     python -m benchmarks.u_shape_wan --quick          a small grid; nothing is written
-    python -m benchmarks.u_shape_wan --from docs/u-shape-wan.json --output docs    the same files from old figures
+    python -m benchmarks.u_shape_wan --from docs/evidence/u-shape-wan.json --output docs/evidence   from old figures
 
 This page shows what latency between edge and cloud costs a U-shaped pipeline, and how well the simulator predicts it.
 

@@ -1,6 +1,6 @@
 """Draw the results of ``benchmarks/u_shape_wan.py``: time of a step over the latency, measured and simulated.
 
-python -m benchmarks.u_shape_wan --from docs/u-shape-wan.json --output docs
+python -m benchmarks.u_shape_wan --from docs/evidence/u-shape-wan.json --output docs/evidence
 """
 
 from __future__ import annotations

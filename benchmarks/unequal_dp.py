@@ -1,10 +1,11 @@
 """Unequal data parallelism: a narrow edge serves k replicas of the cloud, in turn or all at once. Simulated step times.
 
     python -m benchmarks.unequal_dp                  the tables; two minutes
-    python -m benchmarks.unequal_dp --output docs    also docs/unequal-dp.svg
+    python -m benchmarks.unequal_dp --output docs/evidence    also docs/evidence/unequal-dp.svg
     python -m benchmarks.unequal_dp --quick          a small grid
 
-Real steps against the simulation: ``python -m benchmarks.unequal_dp_real --output docs`` (docs/unequal-dp-measured.md).
+Real steps against the simulation: ``python -m benchmarks.unequal_dp_real --output docs/evidence``
+(docs/evidence/unequal-dp-measured.md).
 
 All figures are simulations (``vtp_plugin.plan.schedule.cost.simulator``): durations are exact, bandwidth has no limit,
 sending and receiving cost no compute and every message leaves as soon as it is there. Stage 0, the edge, has one

@@ -1,6 +1,6 @@
 """Unequal data parallelism, measured: step time and edge utilisation of multiplex and split, against the simulation.
 
-    python -m benchmarks.unequal_dp_real --output docs    prints the table; writes docs/unequal-dp-measured.md
+    python -m benchmarks.unequal_dp_real --output docs/evidence    prints the table; writes unequal-dp-measured.md
     python -m benchmarks.unequal_dp_real --quick          two cases, few steps; nothing is written
 
 This page compares the two modes of unequal data parallelism, multiplex and split, in real steps and in the simulator.

@@ -1,6 +1,6 @@
 """When unequal sizes win: the best layout beside the best one of stock Megatron, as predicted, over a grid of clusters.
 
-    python -m benchmarks.when --out docs/when.json --picture docs/when.svg
+    python -m benchmarks.when --out docs/evidence/when.json --picture docs/evidence/when.svg
 
 Two nodes of new GPUs and two of old ones, the old ones up to eight times slower, with up to eight times less memory;
 nodes of 8, 6 or 4 GPUs and mixed ones; fast links, slow ones, and two sites; a model whose layers and heads divide

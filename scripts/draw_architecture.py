@@ -1,4 +1,4 @@
-"""The picture of docs/architecture.md: the packages in their layers, and what they touch outside."""
+"""The picture of docs/how/architecture.md: the packages in their layers, and what they touch outside."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     python scripts/gloo_double_free.py [--seconds 20] [--processes 5]
 
 Each process is a world of one rank on gloo and starts small collectives, 50 at a time. No Megatron, no plugin, no peer.
-docs/gloo-double-free.md says why the coalesced all-gather ends its process and the plain one does not.
+docs/development/gloo-double-free.md says why the coalesced all-gather ends its process and the plain one does not.
 """
 
 from __future__ import annotations

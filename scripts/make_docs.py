@@ -70,7 +70,7 @@ FLAGS_INTRO = """\
 The plugin's flags stand among Megatron's. `vtp run --help-all` prints them too. A script without a
 command line gives them as keywords of `vtp_plugin.apply()`. A *stage* is a pipeline stage, a *replica* a copy of a
 stage that works on other samples, a *microbatch* the share of a batch that goes through the pipeline at a time. U: the
-U-shaped pipeline of [u-shape.md](u-shape.md).
+U-shaped pipeline of [u-shape.md](../guides/u-shape.md).
 """
 COSTS_INTRO = """\
 Words of the form `name=number` or `name=number,number,...`, such as
@@ -125,19 +125,19 @@ def render() -> dict[str, str]:
     from vtp_plugin.host.rules.table.rows_mindspeed import MINDSPEED_RULES
 
     return {
-        "flags.md": f"{FLAGS_INTRO}\n{NOTE}\n{_flags()}",
-        "megatron-options.md": f"{OPTIONS_INTRO}\n{NOTE}\n\n{format_markdown()}\n",
-        "every-option.md": f"{NOTE}\n\n{_every_option()}",
-        "ascend-options.md": f"{ASCEND_INTRO}\n{NOTE}\n\n{format_markdown(MINDSPEED_RULES)}\n",
-        "site-arguments.md": f"{SITES_INTRO}\n{NOTE}\n{_sites()}",
-        "patches.md": f"{PATCHES_INTRO}\n{NOTE}\n{_patches()}",
-        "versions.md": f"{VERSIONS_INTRO}\n{NOTE}\n\n{_hosts()}\n",
-        "architecture.md": _filled("architecture.md", {"layers": _layers()}),
-        "core-only.md": _filled("core-only.md", {"examples/core_only.py": _core_only()}),
-        "edge-cloud.md": _filled("edge-cloud.md", _crossing()),
-        "hugging-face.md": _filled("hugging-face.md", {"fields": _fields()}),
-        "memory.md": _filled("memory.md", {"rows": _kept()}),
-        "transports.md": _filled("transports.md", {"sliced over rank0": _sliced_over_rank0()}),
+        "reference/flags.md": f"{FLAGS_INTRO}\n{NOTE}\n{_flags()}",
+        "reference/megatron-options.md": f"{OPTIONS_INTRO}\n{NOTE}\n\n{format_markdown()}\n",
+        "reference/every-option.md": f"{NOTE}\n\n{_every_option()}",
+        "reference/ascend-options.md": f"{ASCEND_INTRO}\n{NOTE}\n\n{format_markdown(MINDSPEED_RULES)}\n",
+        "reference/site-arguments.md": f"{SITES_INTRO}\n{NOTE}\n{_sites()}",
+        "how/patches.md": f"{PATCHES_INTRO}\n{NOTE}\n{_patches()}",
+        "reference/versions.md": f"{VERSIONS_INTRO}\n{NOTE}\n\n{_hosts()}\n",
+        "how/architecture.md": _filled("how/architecture.md", {"layers": _layers()}),
+        "guides/core-only.md": _filled("guides/core-only.md", {"examples/core_only.py": _core_only()}),
+        "guides/edge-cloud.md": _filled("guides/edge-cloud.md", _crossing()),
+        "guides/hugging-face.md": _filled("guides/hugging-face.md", {"fields": _fields()}),
+        "guides/memory.md": _filled("guides/memory.md", {"rows": _kept()}),
+        "how/transports.md": _filled("how/transports.md", {"sliced over rank0": _sliced_over_rank0()}),
         **_pictures(),
     }
 
@@ -253,8 +253,8 @@ def _crossing() -> dict[str, str]:
 
 
 def _sliced_over_rank0() -> str:
-    """Return a table of the ratios of two medians in docs/boundary.json."""
-    records = json.loads((DOCS / "boundary.json").read_text())["boundaries"]
+    """Return a table of the ratios of two medians in docs/evidence/boundary.json."""
+    records = json.loads((DOCS / "evidence/boundary.json").read_text())["boundaries"]
     medians_s = {
         (r["network"], tuple(r["sizes"]), r["name"], r["num_bytes"]): statistics.median(r["times_s"]) for r in records
     }
@@ -297,11 +297,11 @@ def _pictures() -> dict[str, str]:
     step = simulate(plan_u_shape(3, 8, costs, limits=(limit,) * 3).schedule, costs)
     title = "One step of a U-shaped pipeline: 8 microbatches, latency 1 between edge and cloud"
     return {
-        "architecture.svg": draw_architecture(),
-        "pipeline-1-4-4.svg": draw_pipeline(PipelineLayout.from_sizes((1, 4, 4), world_size=9)),
-        "transport-rank0.svg": draw_pipeline(unequal, rules=TransportRules(transport="rank0")),
-        "transport-sliced.svg": draw_pipeline(unequal, rules=TransportRules(transport="sliced")),
-        "u-shape-timeline.svg": draw_svg(step, title=title),
+        "pictures/architecture.svg": draw_architecture(),
+        "pictures/pipeline-1-4-4.svg": draw_pipeline(PipelineLayout.from_sizes((1, 4, 4), world_size=9)),
+        "pictures/transport-rank0.svg": draw_pipeline(unequal, rules=TransportRules(transport="rank0")),
+        "pictures/transport-sliced.svg": draw_pipeline(unequal, rules=TransportRules(transport="sliced")),
+        "pictures/u-shape-timeline.svg": draw_svg(step, title=title),
     }
 
 

@@ -1,4 +1,4 @@
-"""Train the presets of tests/multiproc/cases/presets.py on all their layouts, and write the table in docs/presets.md.
+"""Train the presets of tests/multiproc/cases/presets.py on all their layouts, and write docs/guides/presets.md.
 
 python scripts/make_presets.py                     all presets; about six minutes on two idle cores
 python scripts/make_presets.py --only mixtral      one of them; the other rows stay
@@ -126,7 +126,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", choices=PRESETS, nargs="+", help="presets to train")
     names = parser.parse_args().only
-    path = ROOT / "docs" / "presets.md"
+    path = ROOT / "docs/guides/presets.md"
     rows = known_rows(path.read_text()) if names else {}
     with Pool(max_workers=8) as pool:
         rows |= dict(measure(pool, names or PRESETS))

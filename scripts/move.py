@@ -35,7 +35,13 @@ _LEFT = ("scripts/moves.toml", "scripts/move.py", "tests/surface_gone.json", "CH
 _LEFT_SUFFIXES = (".svg", ".json", ".png", ".whl")
 # Here B1 is a backward and S1 a trap, or the old ids stand on purpose.
 _NO_RECORDS = (
-    *("docs/patches.md", "docs/u-shape-traps.md", "tests/unit/runtime/test_grad_sync.py", "rankings.py", "u_shape.py"),
+    *(
+        "docs/how/patches.md",
+        "docs/development/u-shape-traps.md",
+        "tests/unit/runtime/test_grad_sync.py",
+        "rankings.py",
+        "u_shape.py",
+    ),
 )
 _DOTTED = re.compile(rf"(?<![\w./])(?:{PLUGIN}|{TESTS})(?:\.[a-z_]\w*)+")
 _EXAMPLE_IMPORT = re.compile(rf">>> from ({PLUGIN}[\w.]*) import (.+)")

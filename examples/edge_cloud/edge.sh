@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The edge: first and last layers, tokenizer, data, loss. Start it on one machine and cloud.sh on another (or in another
-# terminal); docs/edge-cloud.md says how. Arguments of Megatron for this site alone may follow.
+# terminal); docs/guides/edge-cloud.md says how. Arguments of Megatron for this site alone may follow.
 set -euo pipefail
 HERE="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
 SCRIPT="${SCRIPT:-$(dirname "$HERE")/pretrain_gpt.py}"

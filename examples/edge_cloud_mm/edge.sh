@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The edge: pictures, texts and labels, tokenizer and processor; the first and the last vision layers, the projector, the
-# embedding, the head and the loss. Start it on one machine and cloud.sh on the others; docs/mindspeed-mm.md says how.
+# embedding, the head and the loss. Start it on one machine and cloud.sh on the others; docs/guides/mindspeed-mm.md says how.
 # Arguments for this site alone may follow.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/shared.sh"

@@ -1,5 +1,5 @@
 # Arguments that both sites must share; sourced by edge.sh and cloud.sh. Override by environment variables, on both sites.
-# They are those of MindSpeed-MM's finetune_qwen2_5_vl_32b.sh, but for what docs/mindspeed-mm.md lists.
+# They are those of MindSpeed-MM's finetune_qwen2_5_vl_32b.sh, but for what docs/guides/mindspeed-mm.md lists.
 #
 # MINDSPEED_MM        folder of MindSpeed-MM; the scripts start there
 # SIZE_LIST, DP_LIST  tensor-parallel size and number of replicas of every stage, the edge first

@@ -17,7 +17,7 @@ _HEAD = "text_decoder.output_layer."
 _CHUNK = "model"
 _WAY_OUT = (
     "make a checkpoint of it with {command} checkpoint import --mm {folders} --like MODEL --to NEW, and "
-    "load that with --ckpt-format torch_dist (docs/mindspeed-mm.md)"
+    "load that with --ckpt-format torch_dist (docs/guides/mindspeed-mm.md)"
 )
 
 

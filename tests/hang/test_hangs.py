@@ -1,4 +1,4 @@
-"""No rank hangs silently (docs/internals.md, contract 7): plain processes, no launcher that ends them."""
+"""No rank hangs silently (docs/development/internals.md, contract 7): plain processes, no launcher that ends them."""
 
 from __future__ import annotations
 

@@ -255,7 +255,7 @@ def test_an_import_trains(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_files_of_one_size_become_a_checkpoint_for_any(tmp_path: Path) -> None:
-    """As docs/ascend.md says of converted weights: a uniform run makes a sharded checkpoint of them."""
+    """As docs/guides/ascend.md says of converted weights: a uniform run makes a sharded checkpoint of them."""
     whole = numbers(trained("1,1", "--ckpt-format", "torch", "--save", str(tmp_path / "files"), "--save-interval", "2"))
     (tmp_path / "files" / "latest_checkpointed_iteration.txt").write_text("2")
     converting = ("--ckpt-convert-format", "torch_dist", "--ckpt-convert-save", str(tmp_path))

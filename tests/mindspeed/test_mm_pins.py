@@ -43,7 +43,7 @@ def test_every_target_has_a_pin() -> None:
 def test_master_changes_nothing_that_is_relied_on_and_a_change_of_it_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What master does change (docs/mindspeed-mm.md says it) would be named here."""
+    """What master does change (docs/guides/mindspeed-mm.md says it) would be named here."""
     master = tree("VTP_MINDSPEED_MM_MASTER")
     shutil.copytree(master / "mindspeed_mm", tmp_path / "mindspeed_mm")
     monkeypatch.setattr(known_mm, "_root", {"mindspeed_mm": tmp_path}.get)

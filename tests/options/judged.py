@@ -41,7 +41,7 @@ class Judgement(TextEnum):
 
 MEANINGS: Mapping[Judgement, str] = {
     Judgement.SAME: "a number may change with it, and is the same in all layouts",
-    Judgement.MENDED: "a number would depend on the sizes, and a record of [patches.md](patches.md) makes it the same",
+    Judgement.MENDED: "a number would depend on the sizes, and [a patch](../how/patches.md) makes it the same",
     Judgement.NONE: "it changes no number of the training",
     Judgement.SAID: "a number depends on the sizes, and the start of a run or a page says so",
     Judgement.DEPENDS: "a number depends on the sizes, and the run says nothing: a defect",

@@ -1,4 +1,4 @@
-"""The page on every option, ``docs/every-option.md``, which ``scripts/make_docs.py`` writes."""
+"""The page on every option, ``docs/reference/every-option.md``, which ``scripts/make_docs.py`` writes."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Such a function has a branch on a size, a rank, a place in the pipeline, a cache or the like, with a collective inside,
 or behind an early end. Calls are followed by the names of functions. What is found need not be wrong:
-docs/collectives-in-branches.md says of each why it is right, or what became of it.
+docs/how/collectives-in-branches.md says of each why it is right, or what became of it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The commands of docs/lost-cards.md, as they stand there: only what stands for the reader's own words is filled in."""
+"""The commands of docs/guides/lost-cards.md, as they stand there, with the reader's own words filled in."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.support.hosts import PYTHON_PATH, ROOT
 from tests.support.pool import ENVIRONMENT
 from vtp_plugin.elastic.launchers import COMMANDS
 
-GUIDE = ROOT / "docs" / "lost-cards.md"
+GUIDE = ROOT / "docs/guides/lost-cards.md"
 _RUN = "run ..."
 _FOLDER = "CHECKPOINTS"
 
@@ -21,7 +21,7 @@ def printed(name: str) -> str:
     """Give a command as the guide prints it, found there by what ``doctor`` prints."""
     command = "\n".join(COMMANDS[name])
     blocks = re.findall(r"```sh\n(.*?)\n```", GUIDE.read_text(), re.DOTALL)
-    assert blocks.count(command) == 1, f"docs/lost-cards.md does not have the command of doctor for {name}"
+    assert blocks.count(command) == 1, f"docs/guides/lost-cards.md does not have the command of doctor for {name}"
     return command
 
 

@@ -1,4 +1,4 @@
-"""Toys: small changes, kept as patches, that show that the recipes of docs/extending.md name all files they need.
+"""Toys: small changes, kept as patches, that show: the recipes of docs/development/extending.md name all files.
 
 A toy is applied to a copy of the repository. It touches the files that its recipe names, and does something there: it
 trains, or tests that try everything of its kind try it, too.

@@ -15,7 +15,7 @@ from tests.rules.import_rules import ROOT
 FOLDERS = ("benchmarks", "docs", "examples", "patches", "scripts", "tests", "vtp_plugin")
 FILES = ("*.md", "LICENSE", "Makefile", "pyproject.toml")
 PATCHES = ROOT / "tests" / "toys"
-RECIPES = ROOT / "docs" / "extending.md"
+RECIPES = ROOT / "docs/development/extending.md"
 
 
 class ToyError(Exception):
@@ -46,7 +46,7 @@ def apply(name: str, root: Path, *, as_far_as_it_fits: bool = False) -> None:
         raise ToyError(
             f"tests/toys/{name}.patch does not fit any more:\n{done.stderr}renew it: "
             f"`python -m tests.toys.renew unpack {name}` makes a copy with what fits, follow the recipe in "
-            f"docs/extending.md where it does not, then `python -m tests.toys.renew pack {name}`"
+            f"docs/development/extending.md where it does not, then `python -m tests.toys.renew pack {name}`"
         )
 
 

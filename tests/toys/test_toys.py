@@ -1,4 +1,4 @@
-"""The recipes of docs/extending.md: toy changes that follow them touch the files they name, and do something."""
+"""The recipes of docs/development/extending.md: toy changes that follow them touch those files and work."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_every_patch_is_listed() -> None:
 def test_it_touches_the_files_that_its_recipe_names(toy: Toy) -> None:
     files, steps = copies.touched(patch_of(toy)), copies.recipes()[toy.recipe]
     assert 0 < len(files) <= MAX_FILES
-    assert copies.unlike(files, steps) == [], f"docs/extending.md: {toy.recipe}: {steps}"
+    assert copies.unlike(files, steps) == [], f"docs/development/extending.md: {toy.recipe}: {steps}"
 
 
 def copied(toy: Toy, tmp_path: Path) -> Path:
@@ -96,7 +96,7 @@ def test_a_patch_that_does_not_fit_says_how_to_renew_it(tmp_path: Path) -> None:
     root = tmp_path / "copy"
     copies.copy_tree(root)
     (root / sorted(copies.touched(patch_of(TOYS[0])))[0]).write_text("another\n")
-    with pytest.raises(copies.ToyError, match="follow the recipe in docs/extending.md") as caught:
+    with pytest.raises(copies.ToyError, match="follow the recipe in docs/development/extending.md") as caught:
         copies.apply(TOYS[0].name, root)
     assert f"python -m tests.toys.renew pack {TOYS[0].name}" in str(caught.value)
 

@@ -22,7 +22,7 @@ from vtp_plugin.util.printable import plain
 if TYPE_CHECKING:
     from vtp_plugin.checkpoint.tools.import_hf import Import
 
-_GUIDE = "docs/hugging-face.md"
+_GUIDE = "docs/guides/hugging-face.md"
 
 
 def add_import(actions: Any, end: Callable[[Any, Callable[[argparse.Namespace], None]], None]) -> None:

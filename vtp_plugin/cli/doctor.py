@@ -230,7 +230,7 @@ class _Report:
         yield f"interfaces: {', '.join(self.interfaces)}"
         yield "a run that is started from here would listen for its ranks on"
         yield from (f"    {line}" for line in self.listening)
-        yield "a run that resumes after losses (`docs/lost-cards.md`) would be started with one of"
+        yield "a run that resumes after losses (`docs/guides/lost-cards.md`) would be started with one of"
         yield from (f"    {line}" for line in self.launchers)
         yield from format_status(self.patches).splitlines()
         yield from ("", "Megatron's options with stages of unequal size", "", *format_table().splitlines(), "")

@@ -38,7 +38,7 @@ _TEXT = """\
 One process on one device of each kind, without its peers, and without a list: sizes 1, 2, 4 and 8, or --tp-sizes, are
 timed one after another, each as rank 0 of a stage whose other ranks answer at once with what it sends. So messages cost
 nothing here; --links, started on all ranks by the run's launcher, times those. What is to be done with the files:
-docs/search.md."""
+docs/guides/search.md."""
 _OWN = ("--out", "--tp-sizes", "--micro-batch-sizes", "--seq-lengths", "--rounds", "--kind")
 _MOST_CARDS = 8
 _NAMES = {"dense": "layer", "experts": "layer with experts"}
@@ -215,7 +215,7 @@ def _say_next(options: argparse.Namespace, number: int, table: str) -> None:
         print_json("profile", {"out": str(options.out), "num_times": number})
         return
     print(f"wrote {options.out}: {number} times")
-    print(f'next: write profile = "{options.out.name}" under {table} in the file of the cluster (docs/search.md), then')
+    print(f'next: write profile = "{options.out.name}" under {table} in the cluster file (docs/guides/search.md), then')
     print(f"    {own_command()} search --cluster CLUSTER.toml [Megatron's flags of the model]")
 
 

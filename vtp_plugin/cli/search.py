@@ -38,7 +38,7 @@ _COLUMNS = (
 _TEXT = """\
 Every layout (TP sizes, replicas, layers of each stage) that the devices allow is bounded or simulated; nothing is
 started. Times of layers come from the cluster's file: measured by `profile`, fitted to that, or from data sheets. What
-a file holds: docs/search.md."""
+a file holds: docs/guides/search.md."""
 _KEYS = """\
 Keys of --json: is_complete (false: the time was over, or Ctrl-C came), megatron (whose flags layouts are given in),
 and layouts: best; stock, the best one that this Megatron can run without the plugin (one size, any layers that its

@@ -108,7 +108,7 @@ def join_run(
             _say(
                 logging.WARNING,
                 "if the first machine is lost, whose launcher keeps the store, the run ends on all machines; with "
-                f"{SHARE_VARIABLE}=1 on every machine elastic torchrun survives that, see docs/lost-cards.md",
+                f"{SHARE_VARIABLE}=1 on every machine elastic torchrun survives that, see docs/guides/lost-cards.md",
             )
         store = open_own_store(store, rank, environment, timeout_s)
     environment[LOCK_VARIABLE] = name_run(store)

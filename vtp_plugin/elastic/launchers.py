@@ -1,4 +1,4 @@
-"""How to start a run that survives lost devices: a command for each launcher, as in docs/lost-cards.md."""
+"""How to start a run that survives lost devices: a command for each launcher, as in docs/guides/lost-cards.md."""
 
 from __future__ import annotations
 

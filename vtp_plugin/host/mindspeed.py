@@ -22,7 +22,7 @@ UNKNOWN_ADAPTOR: Final = "megatron_adaptor"
 UNKNOWN: Final = (
     f"{UNKNOWN_ADAPTOR} patches Megatron (MegatronAdaptor, with which MindSpeed's branches core_r0.17.0 and "
     "core_r0.18.0 begin); the plugin does not know what it replaces, and stages of unequal size may bypass that; use "
-    "MindSpeed for Megatron 0.12 or 0.16 (docs/ascend.md), or one size for all stages"
+    "MindSpeed for Megatron 0.12 or 0.16 (docs/guides/ascend.md), or one size for all stages"
 )
 _ADAPTOR: Final = re.compile(r"mindspeed(_\w+)?(\.\w+)*\.megatron_adaptor(_v2)?")
 TOO_LATE: Final = (

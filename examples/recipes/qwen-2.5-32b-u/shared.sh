@@ -7,7 +7,7 @@
 #   in the cloud, eight GPUs  MASTER_ADDR=10.8.0.1 examples/recipes/qwen-2.5-32b-u/cloud.sh
 #   on this machine's CPUs    SMALL=1 before both, in two terminals
 #
-# MASTER_ADDR is an address of the edge. docs/edge-cloud.md says which ports must be open, and what crosses. This is
+# MASTER_ADDR is an address of the edge. docs/guides/edge-cloud.md says which ports must be open, and what crosses. This is
 # the kind of run for which MindSpeed-LLM has --layerwise-disaggregated-training; Qwen 2.5 32B is one of its models.
 
 RECIPES="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

@@ -60,8 +60,8 @@ class _Gathers:
     id="gloo-param-gather",
     when=Moment.CPU,
     why="it gathers through gloo's coalesced all-gather, whose long name the two threads of a gloo group write into "
-    "one string without a lock: heap corruption (docs/gloo-double-free.md); the name of a plain all-gather needs no "
-    "heap",
+    "one string without a lock: heap corruption (docs/development/gloo-double-free.md); the name of a plain all-gather "
+    "needs no heap",
     remove_when="torch guards the status that ProcessGroupGloo::runLoop writes",
 )
 def _start(writes: Writes, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:

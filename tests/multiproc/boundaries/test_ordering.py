@@ -139,7 +139,7 @@ def test_whole_steps_pass_all_models(
 
 
 def test_parameters_are_gathered_without_gloos_coalesced_all_gather(recordings: Recordings) -> None:
-    """Two threads of a group would free the memory of its long name: docs/gloo-double-free.md."""
+    """Two threads of a group would free the memory of its long name: docs/development/gloo-double-free.md."""
     names = {event.name for trace in recordings.of(OPTIONS["distributed"]) for event in trace.events}
     assert "_allgather_base_" in names
     assert not [name for name in names if name.startswith(("allgather_coalesced", "allgather_into_tensor_coalesced"))]

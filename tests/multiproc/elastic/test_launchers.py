@@ -1,4 +1,4 @@
-"""The commands of docs/lost-cards.md are run as they are printed there."""
+"""The commands of docs/guides/lost-cards.md are run as they are printed there."""
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_parts_are_timed_and_searched_with(words: list[str], tmp_path: Path) -> 
     assert len([line for line in lines if re.match(r"tp [13]: optimizer .* ms for each million parameters", line)]) == 2
     assert lines[-4:-1] == [
         f"wrote {path}: {len(times)} times",
-        'next: write profile = "here.toml" under [cards.NAME] in the file of the cluster (docs/search.md), then',
+        'next: write profile = "here.toml" under [cards.NAME] in the cluster file (docs/guides/search.md), then',
         f"    {own_command()} search --cluster CLUSTER.toml [Megatron's flags of the model]",
     ]
     assert len(lines) == len(measured) + 2 + 4

@@ -81,7 +81,7 @@ def test_latent_attention_needs_an_attention_of_the_tests(script_pool: Pool) -> 
 
 def test_the_page_has_all_presets_and_layouts() -> None:
     """Which results stand there says the script that writes the page."""
-    text = (ROOT / "docs" / "presets.md").read_text()
+    text = (ROOT / "docs/guides/presets.md").read_text()
     for name, preset in PRESETS.items():
         assert f"| `{name}` |" in text and preset.model in text
         assert " ".join(preset.flags.split()) in " ".join(text.split()), name

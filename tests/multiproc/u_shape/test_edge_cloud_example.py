@@ -19,7 +19,9 @@ pytestmark = [pytest.mark.full, pytest.mark.needs("our_example"), pytest.mark.ne
 
 def _printed(site: str) -> list[str]:
     """Give the commands of the guide for a site: on one machine, and on two."""
-    found = [each for each in commands(ROOT / "docs" / "edge-cloud.md") if each.words[0].endswith(f"cloud/{site}.sh")]
+    found = [
+        each for each in commands(ROOT / "docs/guides/edge-cloud.md") if each.words[0].endswith(f"cloud/{site}.sh")
+    ]
     return [" ".join((*each.variables, *each.words)) for each in found]
 
 

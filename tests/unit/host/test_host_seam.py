@@ -46,7 +46,7 @@ def records(name: str, *, is_u_shaped: bool = False, as_written: bool = False) -
 
 
 def test_ids_say_what_records_are_and_former_ones_are_listed() -> None:
-    """Logs of older runs name records by letters and numbers; docs/patches.md has both."""
+    """Logs of older runs name records by letters and numbers; docs/how/patches.md has both."""
     found = {record.id for host in HOSTS for moment in Moment for record in declared_at(moment, load_host(host.name))}
     word = "[a-z0-9]+(-[a-z0-9]+)*"
     assert [name for name in found if len(name) > 32 or not re.fullmatch(f"{word}(/{word})?", name)] == []

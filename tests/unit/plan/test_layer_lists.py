@@ -103,8 +103,8 @@ def test_only_stages_with_vision_layers_share_its_heads() -> None:
 
 
 def test_the_guide_turns_the_example_of_its_documents_into_one_ring() -> None:
-    """The lists of ``docs/mindspeed-mm.md``: its own two rings, and one ring; both fit the sizes and the model."""
-    text = (ROOT / "docs" / "mindspeed-mm.md").read_text()
+    """The lists of ``docs/guides/mindspeed-mm.md``: its own two rings, and one ring; both fit."""
+    text = (ROOT / "docs/guides/mindspeed-mm.md").read_text()
     rows = re.findall(r"\| `pipeline_num_layers` of `\w+` \| `(.*)` \| `(.*)` \|\n", text)
     both, ours = (LayerLists(*(read_rows(json.loads(cell)) for cell in cells)) for cells in zip(*rows, strict=True))
     ((given, replicas),) = re.findall(r"`--vtp-size-list ([\d,]+) --vtp-dp-list ([\d,]+)`", text)

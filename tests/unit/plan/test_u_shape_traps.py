@@ -15,7 +15,7 @@ from vtp_plugin.plan.schedule.order.messages import started_by, wait_for
 from vtp_plugin.plan.schedule.order.schedule import Schedule
 
 ROOT = Path(__file__).resolve().parents[3]
-TABLE = (ROOT / "docs" / "u-shape-traps.md").read_text()
+TABLE = (ROOT / "docs/development/u-shape-traps.md").read_text()
 TRAPS = [
     f"{group}{i}"
     for group, last in {"S": 6, "A": 14, "B": 9, "C": 8, "D": 8, "K": 5}.items()

@@ -15,7 +15,7 @@ import pytest
 from tests.rules.collective_branches import find_branches
 from tests.support.hosts import ROOT, TREE
 
-PAGE = ROOT / "docs/collectives-in-branches.md"
+PAGE = ROOT / "docs/how/collectives-in-branches.md"
 
 
 def test_each_function_is_on_the_page() -> None:

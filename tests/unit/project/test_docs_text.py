@@ -104,7 +104,7 @@ def test_flags_that_are_named_exist(path: Path) -> None:
 
 
 def test_every_flag_and_keyword_is_documented() -> None:
-    """docs/flags.md is written from VTP_FLAGS; this is about what else there is."""
+    """docs/reference/flags.md is written from VTP_FLAGS; this is about what else there is."""
     declared = {flag.name for flag in VTP_FLAGS}
     parsed = {
         flag for action in add_vtp_arguments(argparse.ArgumentParser())._actions for flag in action.option_strings
@@ -112,12 +112,12 @@ def test_every_flag_and_keyword_is_documented() -> None:
     assert parsed - {"-h", "--help"} == declared
     keywords = set(inspect.signature(vtp_plugin.apply).parameters)
     assert {flag.keyword for flag in VTP_FLAGS} - {None} == keywords
-    table = (ROOT / "docs" / "flags.md").read_text()
+    table = (ROOT / "docs/reference/flags.md").read_text()
     assert [name for name in (*declared, *keywords) if f"`{name}" not in table] == []
 
 
 def test_every_key_of_costs_is_documented_and_exists() -> None:
-    table = (ROOT / "docs" / "flags.md").read_text()
+    table = (ROOT / "docs/reference/flags.md").read_text()
     assert [key for key in COST_KEYS if f"| `{key}` |" not in table] == []
     named_keys = {key for path in WRITTEN_BY_HAND for key in KEY.findall(path.read_text())}
     assert named_keys and named_keys <= set(COST_KEYS)
@@ -125,24 +125,24 @@ def test_every_key_of_costs_is_documented_and_exists() -> None:
 
 def test_every_kind_of_message_is_documented() -> None:
     assert set(MESSAGE_FORMS) == set(MessageKind)
-    table = (ROOT / "docs" / "edge-cloud.md").read_text()
+    table = (ROOT / "docs/guides/edge-cloud.md").read_text()
     assert [kind.value for kind in MessageKind if f"| {kind.value} | " not in table] == []
 
 
 def test_everything_that_the_store_holds_is_documented() -> None:
-    table = (ROOT / "docs" / "edge-cloud.md").read_text()
+    table = (ROOT / "docs/guides/edge-cloud.md").read_text()
     assert [topic.key for topic in Topic if f"| `{topic.key}` | {topic.sentence} |" not in table] == []
 
 
 def test_queries_are_documented() -> None:
-    table = (ROOT / "docs" / "flags.md").read_text()
+    table = (ROOT / "docs/reference/flags.md").read_text()
     names = set(vtp_plugin.__all__) - {"__version__"}
     assert [name for name in names if f"`{name}()`" not in table and f".{name}()`" not in table] == []
 
 
 def test_the_code_of_the_core_only_page_is_the_file() -> None:
     code = (ROOT / "examples" / "core_only.py").read_text()
-    assert f"```python\n{code}```" in (ROOT / "docs" / "core-only.md").read_text()
+    assert f"```python\n{code}```" in (ROOT / "docs/guides/core-only.md").read_text()
 
 
 def test_readme_is_short() -> None:

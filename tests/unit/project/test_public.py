@@ -1,4 +1,4 @@
-"""docs/public.md lists what the code exports, and the changelog has the version that the code has."""
+"""docs/reference/public.md lists what the code exports, and the changelog has the version that the code has."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vtp_plugin.checkpoint.save import folder_lock
 from vtp_plugin.cli.main import _parser
 from vtp_plugin.elastic import failed_cards, failed_starts, progress, stop_marker
 
-PAGE = (ROOT / "docs" / "public.md").read_text()
+PAGE = (ROOT / "docs/reference/public.md").read_text()
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
 GROUPS = ("Added", "Changed", "Deprecated", "Removed", "Fixed", "Security", "Known limits")
 

@@ -12,9 +12,13 @@ import pytest
 
 from tests.rules.import_rules import ROOT, sources
 
-PAGES = {name: ROOT / "docs" / f"{name}.md" for name in ("architecture", "glossary", "internals", "extending")}
+PAGES = {
+    path.stem: path
+    for path in (ROOT / "docs").rglob("*.md")
+    if path.stem in ("architecture", "glossary", "internals", "extending")
+}
 FOLDERS = ("vtp_plugin", "patches", "tests", "docs", "benchmarks", "examples", "scripts")
-CITATION = re.compile(rf"docs/({'|'.join(PAGES)})\.md, (?:contract (\d+)|([a-z][a-z ]*[a-z]))")
+CITATION = re.compile(rf"docs/\w+/({'|'.join(PAGES)})\.md, (?:contract (\d+)|([a-z][a-z ]*[a-z]))")
 # Packages, each with words of its own; where each package of a package has a list, the outer one has none.
 ROOMY = ("plan", "report", "runtime", "tune")
 PACKAGES = [
@@ -153,7 +157,7 @@ def test_a_package_begins_with_its_own_words(package: Path) -> None:
     }
     text = " ".join(path.read_text() for path in package.rglob("*.py") if path != package / "__init__.py").lower()
     assert 2 <= len(words) <= 8
-    assert not shared & set(words), "docs/glossary.md explains it for all"
+    assert not shared & set(words), "docs/reference/glossary.md explains it for all"
     assert [word for word in words if word not in text] == []
 
 

@@ -246,7 +246,7 @@ def test_document_is_self_contained() -> None:
 
 
 def test_committed_picture_is_what_is_drawn_now() -> None:
-    committed = (ROOT / "docs" / "pipeline-1-4-4.svg").read_text(encoding="ascii")
+    committed = (ROOT / "docs/pictures/pipeline-1-4-4.svg").read_text(encoding="ascii")
     assert committed == draw_pipeline(layout_of((1, 4, 4)))
 
 

@@ -507,7 +507,7 @@ def test_the_vocabulary_of_the_edge_is_two_sizes(post: Any) -> None:
 
 
 def test_the_store_of_torch_has_no_bound_of_its_own(store: dist.TCPStore) -> None:
-    """Why docs/edge-cloud.md says to close its port: what a stranger posts stays, and nobody is asked who he is."""
+    """Why docs/guides/edge-cloud.md says to close its port: what a stranger posts stays; nobody asks who he is."""
     stranger: Any = dist.TCPStore(HOST, store.port, is_master=False, wait_for_workers=False)
     for number in range(3):
         stranger.set(f"anything {number}", bytes(7 << 20))

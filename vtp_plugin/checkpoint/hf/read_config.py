@@ -18,7 +18,7 @@ from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.plan.model.gpt_model import Experts
 from vtp_plugin.util.untrusted_files import read_json
 
-GUIDE: Final = "docs/hugging-face.md"
+GUIDE: Final = "docs/guides/hugging-face.md"
 # Far above all models that there are: a few bytes would make a list of names that takes all memory.
 _MAX_PARTS: Final = 100_000
 

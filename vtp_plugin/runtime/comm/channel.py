@@ -3,8 +3,8 @@
 A link (:mod:`vtp_plugin.runtime.comm.link`) sends and receives over it. The channel has what its links share: whose
 connections are used, how a tensor of some shape crosses, the receives under way, and how many tensors have crossed.
 
-Each channel has a process group that carries point-to-point messages only (docs/internals.md, contract 3). The
-collectives of a plan run in the stage's tensor-parallel group: the start when a send is posted, the finish when a
+Each channel has a process group that carries point-to-point messages only (docs/development/internals.md, contract 3).
+The collectives of a plan run in the stage's tensor-parallel group: the start when a send is posted, the finish when a
 receive is waited for. Every member of the stage sends, posts and waits at the same program point.
 """
 

@@ -50,7 +50,7 @@ def open_group(
 def settle(platform: Platform) -> None:
     """Let gloo's threads delete their finished work before a group that ran collectives is destroyed.
 
-    Otherwise this process may wait forever in torch 2.6 and 2.7: docs/gloo-dropped-groups.md.
+    Otherwise this process may wait forever in torch 2.6 and 2.7: docs/development/gloo-dropped-groups.md.
     """
     if platform.host_blocking_wait:
         time.sleep(_SETTLE_S)

@@ -1,4 +1,4 @@
-"""Liveness of the run: no rank hangs silently (docs/internals.md, contract 7).
+"""Liveness of the run: no rank hangs silently (docs/development/internals.md, contract 7).
 
 ``wait()`` on NCCL and HCCL does not block the host, a stopped process closes no connection, and a rank that is blocked
 in a collective of Megatron's own never comes back to our code. So two small threads keep the time on every rank.

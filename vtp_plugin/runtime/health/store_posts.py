@@ -29,7 +29,7 @@ class PostError(PeerError):
     def __init__(self, topic: str, key: str, problem: str) -> None:
         text = (
             f"the post {topic}/{key} in the store {problem}; only a rank of another version, or a stranger, writes "
-            "that; install one version everywhere, and let nobody else reach MASTER_PORT (docs/edge-cloud.md)"
+            "that; install one version everywhere, and let nobody else reach MASTER_PORT (docs/guides/edge-cloud.md)"
         )
         super().__init__(text, shared=text)
 

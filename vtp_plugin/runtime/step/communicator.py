@@ -98,7 +98,7 @@ def own_channels(boundaries: Sequence[PipelineBoundary], opened: Sequence[Channe
 class PipelineCommunicator:
     """Moves activations and gradients between this rank's stage and its neighbours.
 
-    All receives and sends of an exchange are posted before anything is waited for (docs/internals.md, contract 5).
+    All receives and sends of an exchange are posted before any wait (docs/development/internals.md, contract 5).
     With variable shapes, a tensor's receive is posted when its header has come. Handles are waited for in one fixed
     order on all ranks of the stage. :meth:`finish_step` waits for sends still under way. For the main thread only.
     """

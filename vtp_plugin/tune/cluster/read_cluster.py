@@ -16,7 +16,7 @@ def read_cluster(path: Path) -> Cluster:
     """Read a cluster.
 
     Args:
-        path: path of the file; ``docs/search.md`` says what stands in it.
+        path: path of the file; ``docs/guides/search.md`` says what stands in it.
 
     Raises:
         ConfigError: it cannot be read, is no TOML, or a key is unknown, missing or of another type.

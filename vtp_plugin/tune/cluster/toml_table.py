@@ -120,4 +120,6 @@ class Table:
     def done(self) -> None:
         """Reject keys that were not read."""
         if self.left:
-            raise ConfigError(f"unknown key {self.path(sorted(self.left)[0])}; use one of those in docs/search.md")
+            raise ConfigError(
+                f"unknown key {self.path(sorted(self.left)[0])}; use one of those in docs/guides/search.md"
+            )

@@ -1,1 +1,1 @@
-"""One file for each family; how to add one: docs/extending.md."""
+"""One file for each family; how to add one: docs/development/extending.md."""

@@ -23,7 +23,7 @@ CHECKPOINT_RULES: tuple[OptionRule, ...] = (
         "--ckpt-assume-constant-structure",
     ),
     *supported(
-        "weights and optimizer states load into any layout, in the forms of the table in docs/checkpoints.md",
+        "weights and optimizer states load into any layout, in the forms of the table in docs/guides/checkpoints.md",
         _RESHARD,
         case("--load", given),
         "--dist-ckpt-optim-fully-reshardable",

@@ -98,7 +98,7 @@ MINDSPEED_RULES: tuple[OptionRule, ...] = (
         "it makes files of weights for one tensor-parallel size, and only rank 0 says which",
         case("--enable-hf2mg-convert"),
         case("--enable-mg2hf-convert"),
-        way_out="convert in a uniform run, and cross by a torch_dist checkpoint (docs/ascend.md)",
+        way_out="convert in a uniform run, and cross by a torch_dist checkpoint (docs/guides/ascend.md)",
     ),
     *refused_u_shaped(
         "the U-shape says how many layers each part has",
