@@ -7,12 +7,21 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from tests.support.hosts import ROOT
+from tests.support.pace import pace
 
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
@@ -72,3 +81,31 @@ def browser_page(chromium: Browser) -> Iterator[Callable[..., Opened]]:
     for found in opened:
         found.page.context.close()
     assert [error for found in opened for error in found.errors] == []
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the site, as `make site` makes it; a warning of Sphinx fails here."""
+    if find_spec("furo") is None:
+        missing("needs Sphinx, MyST and furo: pip install -e '.[site]'")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "scripts/make_site.py", "--to", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=800 * pace(), check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@pytest.fixture(scope="session")
+def served_site(site: Path) -> Iterator[str]:
+    """The address of a server of the site."""
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(site))) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
