@@ -34,6 +34,7 @@ root_doc = "docs/index"
 include_patterns = ["docs/**.md", "examples/**.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"]
 exclude_patterns = [".*", "out", "build", "dist", "**/__pycache__"]
 html_theme = "furo"
+html_favicon = "pictures/favicon.svg"
 html_copy_source = False
 
 myst_enable_extensions = ["html_image"]

@@ -70,3 +70,52 @@ def test_a_question_is_answered_by_the_first_results(
     found = [re.sub(r".*/docs/|\.html$", "", address) for address in results(page)[:NUM_RESULTS]]
     print(question["words"], found)
     assert set(found) & set(question["pages"]), found
+
+
+@SIZES
+@SCHEMES
+def test_one_finds_a_guide_by_clicking(
+    browser_page: Callable[..., Any], served_site: str, width: int, color_scheme: str
+) -> None:
+    page = browser_page(f"{served_site}/index.html", width=width, color_scheme=color_scheme).page
+    page.wait_for_url("**/docs/index.html")
+    if width < 1000:
+        page.locator(".mobile-header label[for=__navigation]").first.click()
+    page.locator(".sidebar-tree").get_by_role("link", name="Guides", exact=True).click()
+    page.wait_for_url("**/guides/index.html")
+    page.locator("article").get_by_role("link", name="Train over an edge and a cloud").click()
+    page.wait_for_url("**/edge-cloud.html")
+    assert page.locator("h1").inner_text().startswith("Edge and cloud")
+    ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    brightness = sum(map(int, re.findall(r"\d+", ground)[:3])) / 3
+    assert brightness > 200 if color_scheme == "light" else brightness < 60
+
+
+@SIZES
+@SCHEMES
+def test_no_page_is_wider_than_its_window_or_has_an_error(
+    browser_page: Callable[..., Any], site: Path, served_site: str, width: int, color_scheme: str
+) -> None:
+    page = browser_page(served_site, width=width, color_scheme=color_scheme).page
+    pages = sorted((site / __version__).rglob("*.html"))
+    assert len(pages) > 60
+    wide = []
+    for path in pages:
+        page.goto(f"{served_site}/{path.relative_to(site)}")
+        if page.evaluate("document.documentElement.scrollWidth") > width:
+            wide.append(path.name)
+    assert wide == []
+
+
+def test_home_fits_a_screen(browser_page: Callable[..., Any], site: Path) -> None:
+    page = browser_page((site / __version__ / "docs/index.html").as_uri()).page
+    assert page.evaluate("document.documentElement.scrollHeight") <= 800
+
+
+def test_commands_can_be_copied(browser_page: Callable[..., Any], served_site: str) -> None:
+    page = browser_page(f"{served_site}/{__version__}/docs/start/install.html").page
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    block = page.locator("div.highlight", has_text="vtp doctor").first
+    block.hover()
+    block.locator("button.copybtn").click()
+    page.wait_for_function("navigator.clipboard.readText().then(text => text.trim() === 'vtp doctor')")
