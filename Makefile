@@ -17,7 +17,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TESTS) --numprocesses=$(WO
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help env smoke check test test-unit test-full test-busy test-mm coverage demo clean
+.PHONY: help env smoke check test test-unit test-full test-busy test-mm test-site coverage site demo clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,6 +66,9 @@ test-device: $(STAMP) ## the tests for a GPU, then training scripts on it; ranks
 	VTP_TEST_DEVICE=cuda $(BIN)/python -m pytest -n 0 tests/multiproc/training/test_training.py \
 		tests/multiproc/u_shape/test_u_training.py tests/multiproc/layouts/test_unequal_dp_training.py
 
+test-site: $(STAMP) ## build the site and look at pages in Chromium, which must be there
+	VTP_TEST_BROWSER=required $(BIN)/python -m pytest -n 0 tests/browser
+
 # Said also where a test fails: a process that coverage slows down may be late.
 coverage: $(STAMP) ## run `make test`, or TESTS=FILES, and print which share of each package's lines was run
 	$(BIN)/python -m coverage erase
@@ -73,9 +76,12 @@ coverage: $(STAMP) ## run `make test`, or TESTS=FILES, and print which share of 
 	$(BIN)/python -m coverage combine --quiet && $(BIN)/python -m coverage json --quiet -o out/coverage.json && \
 	$(BIN)/python scripts/coverage_by_package.py out/coverage.json && exit $$tested
 
+site: $(STAMP) ## the documents as a site with search, in out/site; warnings are errors
+	$(BIN)/python scripts/make_site.py
+
 demo: $(STAMP) ## train a small GPT with --vtp-size-list 1,2 on this machine's CPU
 	$(BIN)/python examples/demo.py
 
-clean: ## remove caches, build results and what make demo wrote; .venv and .venv-* stay (rm -rf removes them)
-	rm -rf build dist out/demo out/coverage.json *.egg-info .pytest_cache .ruff_cache .hypothesis .coverage .coverage.*
+clean: ## remove caches, build results, the site and what make demo wrote; .venv and .venv-* stay (rm -rf removes them)
+	rm -rf build dist out/demo out/site out/coverage.json *.egg-info .pytest_cache .ruff_cache .hypothesis .coverage .coverage.*
 	find . -path "./.venv*" -prune -o -name __pycache__ -type d -exec rm -rf {} +
