@@ -15,6 +15,7 @@ DOCUMENTS = [
     *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY", "CHANGELOG")),
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "examples").rglob("*.md")),
+    *sorted((ROOT / ".github").rglob("*.md")),
 ]
 FOLDERS = ("benchmarks", "examples", "scripts", "tests/device")
 PROGRAMS = ("torchrun", "vtp", "python", "make", "pip", "jq")
@@ -79,7 +80,12 @@ def _of_blocks(path: Path) -> Iterator[Command]:
 
 def _of_text(path: Path) -> Iterator[Command]:
     text = re.sub(r"```.*?```|^    .*$", "", joined(path), flags=re.DOTALL | re.MULTILINE)
+    return commands_in_code(text, source=path.name)
+
+
+def commands_in_code(text: str, *, source: str) -> Iterator[Command]:
+    """Yield the commands that stand between backticks in a text."""
     for code in re.findall(r"`([^`]+)`", text):
         words = tuple(shlex.split(code)) if code.startswith(tuple(f"{name} " for name in PROGRAMS)) else ()
         if words:
-            yield Command(source=path.name, variables=(), words=words)
+            yield Command(source=source, variables=(), words=words)

@@ -17,6 +17,7 @@ from vtp_plugin.errors import ConfigError
 from vtp_plugin.util.printable import plain
 
 _MAX_COLUMNS = 120
+_HEAD = 4096  # characters, in which the first element of a picture begins
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -155,12 +156,23 @@ def write_file(path: Path, text: str, *, flag: str = "--output") -> None:
         flag: flag that gave the path, for the error.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: it cannot be written, or would replace a file that is something else.
     """
     try:
+        _check_replaced(path, flag)
         path.write_text(text, encoding="ascii")
     except OSError as error:
         raise ConfigError(f"{flag} {path} cannot be written: {error.strerror}; choose another file") from error
+
+
+def _check_replaced(path: Path, flag: str) -> None:
+    """Refuse to replace, by a picture, what is none: a name may be mistyped."""
+    if path.suffix != ".svg" or not path.is_file():
+        return
+    with path.open(encoding="utf-8", errors="replace") as file:
+        head = file.read(_HEAD)
+    if head and "<svg" not in head:
+        raise ConfigError(f"{flag} {path} is no picture; only pictures are replaced; choose another file")
 
 
 def check_ending(path: Path | None, endings: Mapping[str, str], *, flag: str = "--output") -> None:

@@ -29,7 +29,7 @@ from vtp_plugin.config.resolve import (
     stage_boundaries,
     transport_rules,
 )
-from vtp_plugin.config.vtp_flags import VTP_FLAGS, add_vtp_arguments, read_flags
+from vtp_plugin.config.vtp_flags import VTP_FLAGS, add_vtp_arguments, read_flags, reject_spaces
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.host.megatron_flags import MODEL_FLAGS, RUN_FLAGS
 from vtp_plugin.host.rules.run_checks import check_run
@@ -156,12 +156,13 @@ def read_run(args: argparse.Namespace, *, takes_all_costs: bool = False) -> Run:
     """Read the flags, and refuse what a run would refuse.
 
     Args:
-        args: parsed arguments; ``unknown`` holds those that no flag declares.
+        args: parsed arguments; ``argv`` holds all words, ``unknown`` those that no flag declares.
         takes_all_costs: whether costs are read even if the order is fixed, where a run refuses them.
 
     Raises:
         ConfigError: a value is wrong, flags contradict each other, or a flag looks misspelt.
     """
+    reject_spaces(args.argv)
     check_unknown(args.unknown)
     config, fitted = _read_sizes(args)
     assert isinstance(config.size_list, tuple)

@@ -17,7 +17,7 @@ from typing import NoReturn
 
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.config.resolve import choose_cp_sizes
-from vtp_plugin.config.vtp_flags import VTP_FLAGS, add_vtp_arguments, read_flags
+from vtp_plugin.config.vtp_flags import VTP_FLAGS, add_vtp_arguments, read_flags, reject_spaces
 from vtp_plugin.errors import ConfigError, VtpError
 from vtp_plugin.plan.layout.size_checks import check_world, equal_dp
 from vtp_plugin.util.own_command import own_command
@@ -107,6 +107,7 @@ def _declares(sources: str, name: str) -> bool:
 
 def _read(words: Sequence[str], given: VtpConfig, declared: Collection[str]) -> VtpConfig:
     """Read the plugin's flags as the run will do."""
+    reject_spaces(words, declared)
     parser = _Parser(add_help=False, allow_abbrev=False)
     args, _ = add_vtp_arguments(parser).parse_known_args(list(words))
     return read_flags(args, given, declared)

@@ -7,11 +7,14 @@ command line has; parsers, ``--help`` and the documentation are made from it.
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Collection, Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 from vtp_plugin.config import VtpConfig, flags_of_fields, merge
 from vtp_plugin.config.flag import Flag, FlagGroup
+from vtp_plugin.errors import LayoutError
 from vtp_plugin.plan.schedule.cost.cost_text import COST_KEYS
 
 _COST_KEYS = " Keys:\n" + "\n".join(f"{name} ({key.unit}): {key.meaning};" for name, key in COST_KEYS.items())
@@ -90,6 +93,34 @@ def read_flags(args: argparse.Namespace, given: VtpConfig, declared: Collection[
     if "--num-layer-list" in declared and not (given.layerwise_disaggregated or values["layerwise_disaggregated"]):
         del values["num_layer_list"]
     return merge(given, values)
+
+
+_NUMBERS = re.compile(r"[\d,]+")
+
+
+def reject_spaces(words: Sequence[str], declared: Collection[str] = ()) -> None:
+    """Reject numbers that spaces separate: parsers would take the first one, and call the others unknown.
+
+    Args:
+        words: the words of a command line.
+        declared: flags that somebody else declares with the same meaning.
+
+    Raises:
+        LayoutError: a flag that takes numbers in one word has several words of numbers.
+
+    >>> reject_spaces(["--vtp-size-list", "1,2", "--num-layers", "4"])
+    >>> reject_spaces(["--vtp-size-list", "1,", "2", "--num-layers", "4"])
+    Traceback (most recent call last):
+    ...
+    vtp_plugin.errors.LayoutError: --vtp-size-list 1, 2 has a space; it takes one word; write --vtp-size-list 1,2
+    """
+    names = {flag.name for flag in VTP_FLAGS if _NUMBERS.fullmatch(flag.metavar or "")} - {*declared}
+    for place, word in enumerate(words, start=1):
+        name, separator, value = word.partition("=")
+        found = [*([value] if separator else []), *takewhile(_NUMBERS.fullmatch, words[place:])]
+        if name in names and len(found) > 1 and _NUMBERS.fullmatch(found[0]):
+            joined = ",".join(part for text in found for part in text.split(",") if part)
+            raise LayoutError(f"{name} {' '.join(found)} has a space; it takes one word; write {name} {joined}")
 
 
 _TAKEN = ("--layerwise-disaggregated-training", "--num-layer-list")

@@ -18,6 +18,7 @@ from tests.rules.import_rules import ROOT
 from tests.support.hosts import PYTHON_PATH, host_name
 from tests.support.lines import error_line
 from vtp_plugin.cli import activation_flags, main, model_flags
+from vtp_plugin.cli.boundaries import format_bytes
 from vtp_plugin.cli.run_flags import known_flags
 from vtp_plugin.config.flag import Flag
 from vtp_plugin.config.vtp_flags import VTP_FLAGS
@@ -246,6 +247,7 @@ def test_plan_says_what_a_rank_holds(output_of: Output) -> None:
     memory = json.loads(output_of("plan", "--vtp-size-list", "1,2", *model, "--json"))["memory"]
     assert memory[2] == {
         "rank": 2,
+        "in_flight": None,
         "num_parameters": 280,
         "weight_bytes": 560,
         "gradient_bytes": 1120,
@@ -284,6 +286,36 @@ def test_plan_says_what_a_rank_holds(output_of: Output) -> None:
     assert "memory of a rank: not known with --pipeline-model-parallel-layout, --optimizer lion" in output_of(
         "plan", "--vtp-size-list", "1,2", *model, *other
     )
+
+
+def test_plan_says_what_a_rank_holds_in_all(output_of: Output) -> None:
+    """1F1B: a stage keeps as many microbatches as there are stages from it on, unless the step has fewer."""
+    model = ["--num-layers", "6", "--hidden-size", "8", "--num-attention-heads", "4", "--vocab-size", "5", "--bf16"]
+    model += ["--seq-length", "4", "--micro-batch-size", "1", "--max-position-embeddings", "4"]
+
+    def counts(*words: str) -> list[int | None]:
+        """Give the numbers of all ranks."""
+        return [held["in_flight"] for held in json.loads(output_of("plan", *words, *model, "--json"))["memory"]]
+
+    sizes = ["--vtp-size-list", "1,2,1"]
+    assert counts(*sizes) == [3, 2, 2, 1]
+    assert counts(*sizes, "--global-batch-size", "2") == [2, 2, 2, 1]
+    assert counts(*sizes, "--vtp-schedule", "planned", "--vtp-in-flight", "4,2,1") == [4, 2, 2, 1]
+    # A narrow stage keeps those of both replicas that it serves.
+    assert counts("--vtp-size-list", "1,2", "--vtp-dp-list", "1,2") == [3, 1, 1, 1, 1]
+    # Several chunks differ in what they keep.
+    assert counts(*U, "--num-layer-list", "1,2,2,1") == [None] * 5
+    [line] = [line for line in output_of("plan", *sizes, *model).splitlines() if line.startswith("stage 0  ")]
+    held = json.loads(output_of("plan", *sizes, *model, "--json"))["memory"][0]
+    parts = ("weight_bytes", "gradient_bytes", "optimizer_bytes", "overhead_bytes")
+    total = sum(held[part] for part in parts) + 3 * held["activation_bytes"]
+    assert line.split("  ")[-2:] == ["3", format_bytes(total)]
+
+
+@pytest.mark.parametrize("command", ["plan", "draw", "simulate"])
+def test_a_list_with_spaces_gets_the_list_with_commas(command: str, error_of: Error) -> None:
+    error = error_of(command, "--vtp-size-list", "1", "2", "2", "--vtp-force")
+    assert error.endswith("--vtp-size-list 1 2 2 has a space; it takes one word; write --vtp-size-list 1,2,2")
 
 
 def test_plan_takes_the_flags_of_a_run_and_shows_bytes(output_of: Output) -> None:
@@ -414,6 +446,21 @@ def test_draw_writes_a_file_of_its_own_name_and_replaces_only_a_picture(
     assert "pipeline.svg is no picture" in error_of("draw", "--vtp-size-list", "1,2")
     assert not (tmp_path / "elsewhere").exists()
     assert output_of("draw", "--vtp-size-list", "1,2", "--output", "other.svg") == "wrote other.svg\n"
+
+
+@pytest.mark.parametrize("words", [["draw"], ["simulate", "--num-microbatches", "2"]], ids=lambda words: words[0])
+def test_a_picture_replaces_pictures_only(words: list[str], output_of: Output, error_of: Error, tmp_path: Path) -> None:
+    words = [*words, "--vtp-size-list", "1,2", "--output", "named.svg"]
+    path = tmp_path / "named.svg"
+    path.write_text("notes")
+    assert error_of(*words).endswith(
+        "--output named.svg is no picture; only pictures are replaced; choose another file"
+    )
+    assert path.read_text() == "notes"
+    for text in ("", '<?xml version="1.0"?>\n<svg xmlns="http://www.w3.org/2000/svg"/>'):
+        path.write_text(text)
+        assert output_of(*words).endswith("wrote named.svg\n")
+        assert path.read_text().startswith("<svg ")
 
 
 def test_simulate_shows_the_order_of_the_run_and_why(output_of: Output) -> None:

@@ -26,7 +26,7 @@ LINK = re.compile(r"\]\(([^)\s]+)\)|<img src=\"([^\"]+)\"")
 PATH = re.compile(r"(?<![\w/.-])((?:tests|vtp_plugin|patches|benchmarks|examples|scripts|docs)/[\w./-]+)(?:::(\w+))?")
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 KEY = re.compile(r"\b([a-z]+_(?:ms|kib)|mbit)=")
-# Of iptables, of MindSpeed and of MindSpeed-MM's converter.
+# Of iptables, of MindSpeed, of MindSpeed-MM's converter, of pip and of docker.
 FOREIGN_FLAGS = {
     "--cfg",
     "--dport",
@@ -34,6 +34,7 @@ FOREIGN_FLAGS = {
     "--mm-data",
     "--mm-model",
     "--mm-tool",
+    *("--no-deps", "--gpus", "--ipc", "--network", "--rm"),
     *("--ntasks-per-node", "--gpus-per-node", "--het-group", "--requeue", "--open-mode", "--no-kill"),  # of Slurm
     "--variable-seq-lengths",
     "--context-parallel-algo",
