@@ -27,7 +27,7 @@ _NOT_DRAWN = {"__init__", "__main__"}
 _LEFT = {"api": "your script", "patches": "Megatron"}
 _RIGHT = {"elastic": "devices", "runtime": "other ranks", "checkpoint": "disk"}
 _MARGIN, _GAP, _HEIGHT, _STEP = 16, 10, 44, 56
-_OUTSIDE, _ARROW, _INSIDE = 92, 44, 640
+_OUTSIDE, _ARROW, _INSIDE = 86, 40, 516
 _STYLE = f"{STYLE}\nrect.hidden {{ fill: #4a6fa5; }}\ntext.outside {{ font-size: 14px; text-anchor: middle; }}"
 
 

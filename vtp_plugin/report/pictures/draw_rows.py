@@ -77,6 +77,7 @@ def draw_rows(groups: Sequence[Group], *, title: str, unit: str, colours: Mappin
     legend, y = _legend(colours, used, y - 8, _WIDTH - _MARGIN)
     body += legend
     bands: list[tuple[int, int]] = []
+    drawn: list[str] = []
     for group in groups:
         y += _LINE_HEIGHT + 8
         body.append(svg.text(_MARGIN, y, group.name, "group"))
@@ -88,10 +89,10 @@ def draw_rows(groups: Sequence[Group], *, title: str, unit: str, colours: Mappin
         for label, row in group.rows:
             body.append(svg.text(_MARGIN, y + 15, label))
             body.append(svg.element("rect", kind="row", x=left, y=y, width=width, height=_BOX_HEIGHT))
-            body += [part for box in row if box.kind in colours for part in _box(box, left, y, scale, colours)]
+            drawn += [part for box in row if box.kind in colours for part in _box(box, left, y, scale, colours)]
             y += _ROW_HEIGHT
         y -= _ROW_HEIGHT - _BOX_HEIGHT
-    body += svg.ticks(end, scale, left, bands[0][0], y + 4, unit, bands)
+    body += [*svg.ticks(end, scale, left, bands[0][0], y + 4, unit, bands), *drawn]
     about = _about(groups, end, unit, [kind for kind in colours if kind in used])
     return svg.document(_WIDTH, y + 34, title=title, about=about, style=_STYLE, body=body)
 
