@@ -117,9 +117,9 @@ line.tick { stroke: $line; stroke-opacity: 0.4; }"""
 def _box(box: Box, left: int, y: int, scale: float, colours: Mapping[str, str]) -> Iterator[str]:
     x, width = left + box.start * scale, (box.end - box.start) * scale
     name = svg.title_of(f"{box.kind} {box.text}: {box.start:.6g} to {box.end:.6g}")
-    shape = {"x": x, "y": y, "width": max(0.3, width), "height": _BOX_HEIGHT}
+    shape = {"x": x, "y": y, "width": max(0.3, width - 0.5), "height": _BOX_HEIGHT}
     yield svg.element("rect", name, fill=colours[box.kind], **shape)
-    fitting = (text for text in (box.text, box.short) if text and width >= _DIGIT_WIDTH * len(text) + 1)
+    fitting = (text for text in (box.text, box.short) if text and width >= _DIGIT_WIDTH * len(text) + 2)
     for text in islice(fitting, 1):
         yield svg.text(x + width / 2, y + 14, text, "number")
 

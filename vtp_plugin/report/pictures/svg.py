@@ -29,6 +29,7 @@ _STYLE = f"""\
 text.title {{ font-size: 15px; font-weight: bold; }}"""
 _STEPS = (1.0, 2.0, 2.5, 5.0)
 _MAX_TICKS = 12
+_TICK_WIDTH = 50  # room for the number of a tick
 
 
 def document(width: int, height: int, *, title: str, about: str, style: str, body: Iterable[str]) -> str:
@@ -133,10 +134,11 @@ def ticks(
         unit: name of the unit, which stands behind the last number.
         bands: upper and lower ends of the pieces of each line, where it does not lead from `top` to `bottom`.
 
-    >>> [part for part in ticks(20.0, 1.0, 0, 0, 9, "ms") if "20" in part]
-    ['<line class="tick" x1="20.0" y1="0" x2="20.0" y2="9"/>', '<text x="20.0" y="25" class="tick">20 ms</text>']
+    >>> [part for part in ticks(20.0, 5.0, 0, 0, 9, "ms") if "100.0" in part]
+    ['<line class="tick" x1="100.0" y1="0" x2="100.0" y2="9"/>', '<text x="100.0" y="25" class="tick">20 ms</text>']
     """
-    values = round_ticks(0.0, length, most=_MAX_TICKS)
+    most = max(2, min(_MAX_TICKS, round(length * scale / _TICK_WIDTH)))
+    values = round_ticks(0.0, length, most=most)
     for value in values:
         x = left + value * scale
         for upper, lower in bands or [(top, bottom)]:
