@@ -15,12 +15,12 @@ from benchmarks.boundary_results import KIB, Results
 FLOOR = "floor"
 # Of each line, in the order of the legend.
 _STROKES = {
-    "rank0": svg.stroke("#4a80c4", 2.4),
-    "sliced": svg.stroke("#d9730d", 2.8),
-    "sliced, sharded receiver": svg.stroke("#d9730d", 1.8, "2 3"),
-    "bridge pattern": svg.stroke("#8a63b8", 1.6),
-    "serial slices": svg.stroke("#2f9e78", 1.6),
-    FLOOR: svg.stroke("#737b85", 1.6, "7 4"),
+    "rank0": svg.stroke("blue", 2.4),
+    "sliced": svg.stroke("orange", 2.8),
+    "sliced, sharded receiver": svg.stroke("orange", 2.2, "3 3"),
+    "bridge pattern": svg.stroke("purple", 1.8),
+    "serial slices": svg.stroke("green", 1.8),
+    FLOOR: svg.stroke("line", 2.2, "7 4"),
 }
 _MEANING = {
     "rank0": "rank0",
@@ -33,7 +33,7 @@ _MEANING = {
 _PANELS = (
     ("limited", (1, 4), "1 -> 4, links of 200 Mbit/s", "no gain: one rank sends it all"),
     ("limited", (2, 3), "2 -> 3, links of 200 Mbit/s", "sliced takes half the time"),
-    ("loopback", (2, 3), "2 -> 3, no limit (loopback)", "small tensors: rank0 is faster"),
+    ("loopback", (2, 3), "2 -> 3, no limit (loopback)", "small tensors: auto takes rank0"),
 )
 _LEAST_BYTES = 64 * KIB
 _HIGHEST = 3.5  # of the axis: times the time of rank0
@@ -61,7 +61,10 @@ def draw(results: Results) -> str:
     for index, (name, line) in enumerate(_STROKES.items()):
         left = _LEFT + index % 3 * _LEGEND_WIDTH
         body += svg.legend_entry(left, top + index // 3 * _LEGEND_HEIGHT, line, _MEANING[name])
-    return svg.document(_WIDTH_OF_ALL, top + 2 * _LEGEND_HEIGHT, title, body)
+    about = "; ".join(f"{heading}: {note}" for _, _, heading, note in _PANELS)
+    return svg.document(
+        _WIDTH_OF_ALL, top + 2 * _LEGEND_HEIGHT, title, f"Three panels, times of rank0 over sizes. {about}.", body
+    )
 
 
 def _lines(results: Results, network: str, sizes: tuple[int, int]) -> dict[str, list[tuple[int, float]]]:
@@ -92,10 +95,10 @@ def _panel(lines: dict[str, list[tuple[int, float]]], left: float, *, has_labels
     def y(time: float) -> float:
         return bottom - _HEIGHT * time / _HIGHEST
 
-    for half in range(round(2 * _HIGHEST) + 1):
-        yield f'<path class="grid" d="M {left} {y(half / 2):.1f} h {_WIDTH}"/>'
+    for time in svg.round_ticks(0.0, _HIGHEST, most=8):
+        yield f'<path class="grid" d="M {left} {y(time):.1f} h {_WIDTH}"/>'
         if has_labels:
-            yield svg.text(left - 6, y(half / 2) + 4, f"{half / 2:g}", "end")
+            yield svg.text(left - 6, y(time) + 4, f"{time:g}", "end")
     for index, num_bytes in enumerate(sizes_bytes):
         yield f'<path class="grid" d="M {x(num_bytes):.1f} {_TOP} V {bottom}"/>'
         if index % 2 == 0:

@@ -1,75 +1,87 @@
-"""What the pictures of the benchmarks share: the SVG document with its style, texts, strokes, entries of the legend.
+"""What the pictures of the benchmarks share: style, strokes, axes, entries of the legend.
 
-The background is the reader's, light or dark. All lengths are in pixels.
+The document is that of the product's pictures (``vtp_plugin/report/pictures/svg.py``). The background is the reader's,
+light or dark. All lengths are in pixels.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from html import escape
 
-_STYLE = """\
-text { font-family: Helvetica, Arial, sans-serif; font-size: 12px; fill: #737b85; }
-text.title { font-size: 15px; font-weight: bold; }
-text.panel { font-size: 13px; font-weight: bold; }
-text.middle { text-anchor: middle; }
-text.end { text-anchor: end; }
-path { fill: none; stroke-linejoin: round; }
-path.grid { stroke: #737b85; stroke-opacity: 0.22; }
-rect { fill: none; stroke: #737b85; stroke-opacity: 0.6; }"""
+from vtp_plugin.report.pictures import svg
+from vtp_plugin.report.pictures.svg import round_ticks, text
+
+__all__ = ["break_mark", "document", "dot", "legend_entry", "round_ticks", "stroke", "text"]
+
+COLOURS = ("blue", "orange", "purple", "green", "line")
+"""Names of the colours of lines; each has a shade for each ground."""
+
+_STYLE = "\n".join(
+    [
+        "text.panel { font-size: 13px; font-weight: bold; }",
+        "text.middle { text-anchor: middle; }",
+        "text.end { text-anchor: end; }",
+        "path { fill: none; stroke-linejoin: round; }",
+        "path.grid { stroke: $line; stroke-opacity: 0.35; }",
+        "path.break { stroke: $ink; stroke-width: 1.5; }",
+        "rect { fill: none; stroke: $line; }",
+        *(f"path.{name} {{ stroke: ${name}; }}" for name in COLOURS),
+        *(f"circle.{name} {{ fill: ${name}; }}" for name in COLOURS),
+    ]
+)
 
 
-def document(width: int, height: int, title: str, body: Iterable[str]) -> str:
+def document(width: int, height: int, title: str, about: str, body: Iterable[str]) -> str:
     """Assemble a document.
 
     Args:
         width: width of the picture, in pixels.
         height: height of the picture, in pixels.
         title: name of the picture for readers who cannot see it; a visible heading is a text of the body.
+        about: what it shows, in a sentence or two, for the same readers.
         body: Elements, later ones on top.
 
     Returns:
         An SVG document: no scripts, nothing loaded from elsewhere, a transparent background; ASCII if its texts are.
     """
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        'role="img">',
-        f"<title>{escape(title, quote=False)}</title>",
-        f"<style>\n{_STYLE}\n</style>",
-        *body,
-        "</svg>",
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def text(x: float, y: float, content: str, kind: str = "") -> str:
-    """Write a text.
-
-    Args:
-        x: left end of the text, in pixels; its middle or its right end for the kinds `middle` and `end`.
-        y: base line of the text, in pixels.
-        content: the text.
-        kind: `title`, `panel`, `middle`, `end`, or none of them.
-
-    >>> text(10, 20.5, "a < b", "end")
-    '<text x="10" y="20.5" class="end">a &lt; b</text>'
-    """
-    safe = escape(content, quote=False)
-    return f'<text x="{x:g}" y="{y:g}"' + (f' class="{kind}"' if kind else "") + f">{safe}</text>"
+    return svg.document(width, height, title=title, about=about, style=_STYLE, body=body)
 
 
 def stroke(colour: str, width: float, dashes: str = "") -> str:
     """Give the attributes of a path that is drawn as a line.
 
     Args:
-        colour: colour in SVG's notation.
+        colour: name of its colour, of `COLOURS`.
         width: width of the line, in pixels.
         dashes: Lengths of dashes and gaps in turn, in pixels; none for a solid line.
 
-    >>> stroke("#4a80c4", 1.6, "7 4")
-    'stroke="#4a80c4" stroke-width="1.6" stroke-dasharray="7 4"'
+    >>> stroke("blue", 1.6, "7 4")
+    'class="blue" stroke-width="1.6" stroke-dasharray="7 4"'
     """
-    return f'stroke="{colour}" stroke-width="{width}"' + (f' stroke-dasharray="{dashes}"' if dashes else "")
+    return f'class="{colour}" stroke-width="{width}"' + (f' stroke-dasharray="{dashes}"' if dashes else "")
+
+
+def dot(x: float, y: float, colour: str, title: str = "") -> str:
+    """Draw a point of a measurement.
+
+    Args:
+        x: its middle, in pixels.
+        y: its middle, in pixels.
+        colour: name of its colour, of `COLOURS`.
+        title: what readers see when they point at it.
+    """
+    return svg.element("circle", svg.title_of(title) if title else "", kind=colour, cx=x, cy=y, r=3.5)
+
+
+def break_mark(x: float, bottom: float) -> Iterator[str]:
+    """Draw the mark of an axis that does not begin at 0: two strokes across the axis, near its lower end.
+
+    Args:
+        x: where the axis lies, in pixels.
+        bottom: its lower end, in pixels.
+    """
+    for y in (bottom - 15, bottom - 20):
+        yield f'<path class="break" d="M {x - 6:g} {y + 3:g} L {x + 6:g} {y - 3:g}"/>'
 
 
 def legend_entry(left: int, top: int, line: str, meaning: str) -> Iterator[str]:

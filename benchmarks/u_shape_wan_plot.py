@@ -11,12 +11,12 @@ from math import ceil
 from benchmarks import svg
 from benchmarks.u_shape_wan_results import OURS, REFERENCE, Row
 
-_COLOURS = {REFERENCE: "#4a80c4", OURS: "#d9730d"}
+_COLOURS = {REFERENCE: "blue", OURS: "orange"}
 _MEANINGS = {
     OURS: "the plugin's planned order",
     REFERENCE: "order of MindSpeed's layerwise disaggregated training, run by the same executor",
 }
-_TICK_S = 2
+_MOST_TICKS = 6
 _WIDTH, _HEIGHT, _GAP = 352, 230, 26  # of a panel, in pixels
 _LEFT, _TOP = 60, 112
 
@@ -42,15 +42,19 @@ def draw(rows: Sequence[Row], t_f_s: float) -> str:
         f"Points: measured, medians of {num_steps} steps with the fastest and the slowest. Lines: simulated.",
     )
     body = [svg.text(_LEFT, 28, title, "title"), *(svg.text(_LEFT, 50 + 18 * i, note) for i, note in enumerate(notes))]
-    highest = ceil(max(time_s for row in rows for time_s in (*row.steps_s, row.simulated_s)) / _TICK_S) * _TICK_S
+    most_s = max(time_s for row in rows for time_s in (*row.steps_s, row.simulated_s))
+    # The axis ends at a tick.
+    tick_s = svg.round_ticks(0.0, most_s, most=_MOST_TICKS)[1]
+    highest = ceil(most_s / tick_s) * tick_s
     for column, num_stages in enumerate(ends):
         panel = [row for row in rows if row.num_stages == num_stages]
         body += _panel(panel, t_f_s, highest, _LEFT + column * (_WIDTH + _GAP))
     for index, (name, meaning) in enumerate(_MEANINGS.items()):
         y = legend_top + 22 * index
-        body.append(f'<circle cx="{_LEFT + 17}" cy="{y}" r="3.5" fill="{_COLOURS[name]}"/>')
+        body.append(svg.dot(_LEFT + 17, y, _COLOURS[name]))
         body += svg.legend_entry(_LEFT, y, svg.stroke(_COLOURS[name], 2), meaning)
-    return svg.document(width, legend_top + 22 * len(_MEANINGS), title, body)
+    about = f"{len(ends)} panels, seconds over the latency between the sites. {' '.join(notes)}"
+    return svg.document(width, legend_top + 22 * len(_MEANINGS), title, about, body)
 
 
 def _panel(rows: Sequence[Row], t_f_s: float, highest: float, left: int) -> Iterator[str]:
@@ -64,10 +68,10 @@ def _panel(rows: Sequence[Row], t_f_s: float, highest: float, left: int) -> Iter
         return bottom - _HEIGHT * time_s / highest
 
     yield svg.text(left, _TOP - 8, f"{rows[0].num_stages} stages", "panel")
-    for tick in range(0, round(highest) + 1, _TICK_S):
+    for tick in svg.round_ticks(0.0, highest, most=_MOST_TICKS + 1):
         yield f'<path class="grid" d="M {left} {y(tick):.1f} h {_WIDTH}"/>'
         if left == _LEFT:
-            yield svg.text(left - 6, y(tick) + 4, f"{tick} s", "end")
+            yield svg.text(left - 6, y(tick) + 4, f"{tick:g} s", "end")
     for latency in sorted({row.latency for row in rows}):
         yield f'<path class="grid" d="M {x(latency):.1f} {_TOP} v {_HEIGHT}"/>'
         yield svg.text(x(latency), bottom + 17, f"{1e3 * latency * t_f_s:g}", "middle")
@@ -81,7 +85,4 @@ def _panel(rows: Sequence[Row], t_f_s: float, highest: float, left: int) -> Iter
             at = x(row.latency)
             low_y, high_y = y(min(row.steps_s)), y(max(row.steps_s))
             yield f'<path d="M {at:.1f} {low_y:.1f} V {high_y:.1f}" {svg.stroke(colour, 1.5)}/>'
-            yield (
-                f'<circle cx="{at:.1f}" cy="{y(row.median_s):.1f}" r="3.5" fill="{colour}">'
-                f"<title>{name}: {row.median_s:.2f} s</title></circle>"
-            )
+            yield svg.dot(at, y(row.median_s), colour, f"{name}: {row.median_s:.2f} s")

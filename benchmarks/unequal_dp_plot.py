@@ -11,9 +11,9 @@ from benchmarks.unequal_dp_results import Result
 NUM_STAGES, NUM_REPLICAS = 3, 4  # of what is drawn
 # Mode, whether split saves a tenth; stroke and meaning.
 _LINES = (
-    ("multiplex", False, svg.stroke("#d9730d", 2.6), "multiplex"),
-    ("split", False, svg.stroke("#4a80c4", 2.2), "split, with the same memory on the edge"),
-    ("split", True, svg.stroke("#4a80c4", 1.8, "2 3"), "the same, if larger microbatches save the edge a tenth"),
+    ("multiplex", False, svg.stroke("orange", 2.6), "multiplex"),
+    ("split", False, svg.stroke("blue", 2.2), "split, with the same memory on the edge"),
+    ("split", True, svg.stroke("blue", 2.2, "3 3"), "the same, if larger microbatches save the edge a tenth"),
 )
 _PANELS = {
     1.0: "Edge and cloud are equally busy",
@@ -46,7 +46,7 @@ def draw(results: Sequence[Result]) -> str:
     notes = (
         f"Simulated: U-shaped pipeline of {NUM_STAGES} stages, {shown[0].case.per_replica} microbatches for each cloud "
         "replica. 1.00: no order of multiplex is faster.",
-        "t_f: half of the edge's forward for one microbatch.",
+        f"t_f: half of the edge's forward for one microbatch. The axis of times begins at {low:.2f}, not at 0.",
     )
     body = [svg.text(_LEFT, 28, title, "title"), *(svg.text(_LEFT, 50 + 18 * i, note) for i, note in enumerate(notes))]
     for column, (load, heading) in enumerate(_PANELS.items()):
@@ -57,7 +57,8 @@ def draw(results: Sequence[Result]) -> str:
     for index, (*_, stroke, meaning) in enumerate(_LINES):
         body += svg.legend_entry(_LEFT, legend_top + index * _LEGEND_HEIGHT, stroke, meaning)
     full_width, full_height = _LEFT + len(_PANELS) * (_WIDTH + _GAP), legend_top + len(_LINES) * _LEGEND_HEIGHT
-    return svg.document(full_width, full_height, title, body)
+    about = f"Two panels, relative time of a step over the latency between edge and cloud. {' '.join(notes)}"
+    return svg.document(full_width, full_height, title, about, body)
 
 
 def _panel(
@@ -73,8 +74,7 @@ def _panel(
     def y(value: float) -> float:
         return bottom - _HEIGHT * (value - low) / (high - low)
 
-    for twentieth in range(round(20 * (high - low)) + 1):
-        value = low + twentieth / 20
+    for value in svg.round_ticks(low, high, most=8):
         yield f'<path class="grid" d="M {left} {y(value):.1f} L {left + _WIDTH} {y(value):.1f}"/>'
         if left == _LEFT:
             yield svg.text(left - 6, y(value) + 4, f"{value:.2f}", "end")
@@ -83,6 +83,7 @@ def _panel(
         yield svg.text(x(latency), bottom + 17, f"{latency:g}", "middle")
     yield svg.text(left + _WIDTH / 2, bottom + 37, "latency between edge and cloud, one way, in t_f", "middle")
     yield f'<rect x="{left}" y="{_TOP}" width="{_WIDTH}" height="{_HEIGHT}"/>'
+    yield from svg.break_mark(left, bottom)
     for mode, has_gain, stroke, meaning in _LINES:
         points = " L ".join(f"{x(r.case.latency):.1f} {y(relative(r, has_gain)):.1f}" for r in panel if r.mode == mode)
         yield f'<path d="M {points}" {stroke}><title>{meaning}</title></path>'

@@ -193,7 +193,7 @@ def _table(rows: Mapping[str, Any]) -> Iterator[str]:
         yield f"| {name} | {len(gains)} | {share} | {unequal} | {middle} | {most} | {alone} |"
 
 
-_SIDE, _LEFT, _TOP, _GAP = 22, 120, 92, 34
+_SIDE, _LEFT, _TOP, _GAP = 22, 110, 92, 26
 
 
 def draw(rows: Mapping[str, Any]) -> str:
@@ -202,7 +202,8 @@ def draw(rows: Mapping[str, Any]) -> str:
     width, height = len(SLOWER) * _SIDE, len(NODES) * len(SMALLER) * _SIDE
     panels = [*product(MODELS, LINKS)]
     body = [svg.text(16, 26, title, "title")]
-    body.append(svg.text(16, 46, "Across: old GPUs 1, 2, 4, 8 times slower. Down: with as much memory, and with 1/8."))
+    note = "Rows: GPUs of a node. Across: old GPUs 1, 2, 4, 8 times slower. Down: with as much memory, and with 1/8."
+    body.append(svg.text(16, 46, note))
     for number, (model, links) in enumerate(panels):
         left = _LEFT + number * (width + _GAP)
         if number % len(LINKS) == 0:
@@ -223,7 +224,8 @@ def draw(rows: Mapping[str, Any]) -> str:
         top = bottom + index // 3 * 22
         body.append(f'<rect x="{left}" y="{top}" width="14" height="14" style="fill:{colour}"/>')
         body.append(svg.text(left + 20, top + 12, meaning))
-    return svg.document(_LEFT + len(panels) * (width + _GAP), bottom + 56, title, body)
+    about = f"A map of {len(panels)} panels, for models and links. {note} Darker boxes gain more."
+    return svg.document(_LEFT + len(panels) * (width + _GAP), bottom + 56, title, about, body)
 
 
 _LEGEND = (

@@ -27,8 +27,8 @@ _NOT_DRAWN = {"__init__", "__main__"}
 _LEFT = {"api": "your script", "patches": "Megatron"}
 _RIGHT = {"elastic": "devices", "runtime": "other ranks", "checkpoint": "disk"}
 _MARGIN, _GAP, _HEIGHT, _STEP = 16, 10, 44, 56
-_OUTSIDE, _ARROW, _INSIDE = 92, 44, 640
-_STYLE = f"{STYLE}\nrect.hidden {{ fill-opacity: 1; }}\ntext.outside {{ font-size: 14px; text-anchor: middle; }}"
+_OUTSIDE, _ARROW, _INSIDE = 86, 40, 516
+_STYLE = f"{STYLE}\nrect.hidden {{ fill: #4a6fa5; }}\ntext.outside {{ font-size: 14px; text-anchor: middle; }}"
 
 
 def draw_architecture() -> str:
@@ -60,9 +60,10 @@ def draw_architecture() -> str:
     body += legend_entry(bottom, "hidden", "needs only the standard library: it can be planned and proved anywhere")
     body += legend_entry(bottom + 24, "leader", "may need torch; a box of two colours holds packages of both kinds")
     width = left + _INSIDE + _ARROW + _OUTSIDE + _MARGIN
-    return svg.document(
-        width, bottom + 48 + _MARGIN, title="The packages of vtp_plugin, in their layers", style=_STYLE, body=body
-    )
+    title = "The packages of vtp_plugin, in their layers"
+    rows = "; ".join(", ".join(row) for row in _ROWS)
+    about = f"From the highest layer to the lowest; each may import those below it: {rows}."
+    return svg.document(width, bottom + 48 + _MARGIN, title=title, about=about, style=_STYLE, body=body)
 
 
 def _require_all() -> None:

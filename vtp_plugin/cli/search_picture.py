@@ -23,16 +23,19 @@ def draw_found(result: SearchResult) -> str:
     named = [("best", result.best[0]), *([] if result.stock is None else [("stock", result.stock)])]
     most = max(candidate.split.num_microbatches for _, candidate in named)
     title = "One simulated step" if most <= _MOST_MICROBATCHES else f"The first {_MOST_MICROBATCHES} microbatches"
-    groups = [Group(name=_name(name, candidate), rows=[*_rows(candidate)]) for name, candidate in named]
+    groups = [
+        Group(name=_name(name, candidate), note=_note(candidate), rows=[*_rows(candidate)]) for name, candidate in named
+    ]
     return draw_rows(groups, title=f"{title} of the layouts that search found", unit="s", colours=_COLOURS)
 
 
 def _name(name: str, candidate: Candidate) -> str:
+    return f"{name}: --vtp-size-list {format_value(candidate.sizes)}, layers {format_value(candidate.layers)}"
+
+
+def _note(candidate: Candidate) -> str:
     split = candidate.split
-    return (
-        f"{name}: --vtp-size-list {format_value(candidate.sizes)}, layers {format_value(candidate.layers)}, "
-        f"{split.num_replicas} replicas, {split.num_microbatches} microbatches, step {candidate.step_s:.4g} s"
-    )
+    return f"{split.num_replicas} replicas, {split.num_microbatches} microbatches, step {candidate.step_s:.4g} s"
 
 
 def _rows(candidate: Candidate) -> Iterator[tuple[str, list[Box]]]:

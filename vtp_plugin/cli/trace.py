@@ -45,6 +45,7 @@ _COLOURS: dict[str, str] = {
     Cause.EVALUATE: "#6f8f3d",
     Cause.TRACE: "#c0392b",
 }
+_PASSES = (Cause.FORWARD, Cause.BACKWARD)
 _NUM_SHOWN = 10
 _RUN, _PLAN = 0, 1
 _TEXT = """\
@@ -121,7 +122,8 @@ def _picture(files: Sequence[RankFile], step: TracedStep) -> str:
                 kind=one.cause,
                 start=1e3 * (one.start_s - zero_s),
                 end=1e3 * (one.end_s - zero_s),
-                text=one.name if one.cause in (Cause.FORWARD, Cause.BACKWARD) else "",
+                text=one.name if one.cause in _PASSES else "",
+                short=_microbatch(one.name) if one.cause in _PASSES else "",
             )
             for one in stretches
         ]
@@ -135,6 +137,15 @@ def _picture(files: Sequence[RankFile], step: TracedStep) -> str:
     sizes = Counter(file.owner.stage for file in files)
     title = f"step {step.number} on stages of {','.join(str(sizes[stage]) for stage in sorted(sizes))} ranks"
     return draw_rows(groups, title=title, unit="ms", colours=_COLOURS)
+
+
+def _microbatch(name: str) -> str:
+    """Cut the name of a forward or backward down to its microbatch.
+
+    >>> _microbatch("2F13")
+    '13'
+    """
+    return name[max(name.rfind(letter) for letter in "FB") + 1 :]
 
 
 def _box(process: int, row: int, one: Stretch, shift_s: float) -> chrome.Event:

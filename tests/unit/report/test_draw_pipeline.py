@@ -213,9 +213,9 @@ def test_replicas_that_are_alike_are_one_where_they_have_many_ranks(
 
 def test_replicas_of_unequal_stages_keep_their_arrows_between_the_stages() -> None:
     """Four stages with 1, 2, 4 and 1 replicas: one band, rows as high as what they hold, arrows over no frame."""
-    layout = PipelineLayout.from_sizes((8, 4, 2, 8), world_size=32, dp=(1, 2, 4, 1))
+    layout = PipelineLayout.from_sizes((4, 2, 1, 4), world_size=16, dp=(1, 2, 4, 1))
     root = ET.fromstring(draw_pipeline(layout))
-    assert sorted(boxes(root)) == list(range(32))
+    assert sorted(boxes(root)) == list(range(16))
     assert int(root.get("width", "")) < 1300 and int(root.get("height", "")) < 1300
     assert len(elements(root, "text", "stage")) == 4
     frames = [
@@ -229,6 +229,33 @@ def test_replicas_of_unequal_stages_keep_their_arrows_between_the_stages() -> No
             assert not any(left < x + width and x < right for x, _, width, _ in frames)
 
 
+@pytest.mark.parametrize("mode", DpMode)
+def test_many_ranks_of_unequal_stages_are_one_replica_of_each_with_its_number(mode: DpMode) -> None:
+    """Their arrows would lie on each other: of 32 ranks 22 are drawn."""
+    layout = PipelineLayout.from_sizes((8, 4, 2, 8), world_size=32, dp=(1, 2, 4, 1))
+    root = ET.fromstring(draw_pipeline(layout, dp_mode=mode))
+    assert sorted(boxes(root)) == [*range(12), 16, 17, *range(24, 32)]
+    assert int(root.get("width", "")) <= 800 and int(root.get("height", "")) <= 1300
+    assert len(elements(root, "text", "stage")) == len(elements(root, "rect", "frame")) == 4
+    assert [text.text for text in elements(root, "text", "badge")] == ["x 2", "x 4", "x 2"]  # the last: the legend's
+    said = " ".join(text.text or "" for text in elements(root, "text", "middle"))
+    words = ("to 2 in turn", "from 4 in turn") if mode is DpMode.MULTIPLEX else ("split over 2", "joined from 4")
+    assert all(word in said for word in words)
+    # 8 to 4 ranks, 4 to 2, 2 to 8.
+    assert len(elements(root, "path", "transfer")) == 8 + 4 + 8
+    arrows = [part for path in elements(root, "path", "transfer") for part in pairwise(points(path))]
+    for left, right, y in map(text_span, elements(root, "text", "middle", "stage")):
+        assert not any(runs_through(part, (left, y - 9, right, y + 3)) for part in arrows)
+
+
+def test_equal_replicas_are_one_with_their_number() -> None:
+    root = ET.fromstring(draw_pipeline(layout_of((8, 8), 4)))
+    assert [text.text for text in elements(root, "text", "badge")] == ["x 4", "x 4", "x 2"]
+    assert int(root.get("height", "")) < 700
+    root = ET.fromstring(draw_pipeline(layout_of((1, 2), 2)))
+    assert not elements(root, "text", "badge"), "all are drawn"
+
+
 def test_replica_major_order_has_its_own_ranks() -> None:
     layout = PipelineLayout.from_sizes((1, 2), world_size=6, order=RankOrder.REPLICA_MAJOR)
     root = ET.fromstring(draw_pipeline(layout))
@@ -240,7 +267,7 @@ def test_document_is_self_contained() -> None:
     text = draw_pipeline(layout_of((1, 2, 1, 2), 2), is_ring=True)
     assert text.isascii()
     tags = {element.tag.removeprefix(SVG) for element in ET.fromstring(text).iter()}
-    assert tags == {"svg", "title", "style", "defs", "marker", "path", "rect", "text", "g"}
+    assert tags == {"svg", "title", "desc", "style", "defs", "marker", "path", "rect", "text", "g"}
     assert not re.search(r"href|@import|url\((?!#)|<!|\son\w+=", text)
     assert "sans-serif" in text
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan, CollectiveKind
+from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan, CollectiveKind, Transfer
 from vtp_plugin.plan.boundary.pipeline_boundaries import PipelineBoundary, pipeline_boundaries
 from vtp_plugin.plan.boundary.strategies.transport_rules import TransportRules
 from vtp_plugin.plan.layout.channel_id import Direction
@@ -26,7 +26,8 @@ WRAP_STEP = 9  # between the parallel lines round a band
 WRAP_LABEL_HEIGHT = 14  # above the innermost of them
 _MAX_WIDTH = 1000  # of a band with its margins where possible: readers scale wider pictures down
 _MAX_REPLICAS_DRAWN = 4
-_MAX_BOXES_DRAWN = 32  # of all replicas together, where one shows what all are like
+# Of all replicas together, where one shows what all are like: fewer where replicas mix, since arrows cross there.
+_MAX_BOXES_DRAWN, _MAX_MIXED_BOXES_DRAWN = 32, 16
 _MAX_BOXES = 8  # of a stage; if it has more ranks, only the first few and the last get a box each
 _NUM_FIRST_BOXES = 3
 
@@ -80,11 +81,12 @@ class Picture:
     def stages_per_band(self) -> int:
         """How many stages stand side by side; the next ones follow below, in bands of about equal length.
 
-        Where replicas mix, all stages stand side by side: arrows lead from row to row, and would cross other bands.
+        Where rows mix, all stages stand side by side: arrows lead from row to row, and would cross other bands.
         """
         widths = self._stage_widths
         room = _MAX_WIDTH - 2 * MARGIN + STAGE_GAP
-        if sum(widths) <= room or not self.layout.has_equal_replicas:
+        are_mixed = len(self.replicas) > 1 and not self.layout.has_equal_replicas
+        if sum(widths) <= room or are_mixed:
             return len(widths)
         # With several bands, lines lead round them and take some of the room.
         most = max(1, (room - 6 * WRAP_STEP) // max(widths))
@@ -120,6 +122,16 @@ class Picture:
     def has_row_labels(self) -> bool:
         """Whether rows need a name."""
         return len(self.layout.replicas) > 1
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether a replica in the picture stands for others that are like it."""
+        return len(self.replicas) < len(self.layout.replicas)
+
+    def times(self, stage: int) -> int:
+        """Return how many replicas of a stage each one in the picture stands for, itself included."""
+        grid = self.layout.stages[stage]
+        return grid.dp * grid.cp // sum(self.has_frame(row, stage) for row in range(len(self.replicas)))
 
     @property
     def num_bands(self) -> int:
@@ -250,11 +262,20 @@ class Picture:
         right = self.frame_lefts[upstream] + self.frame_width(upstream)
         return [start, (right, start[1]), (self.frame_lefts[downstream], end[1]), end]
 
+    def transfers(self, drawn: DrawnBoundary) -> list[Transfer]:
+        """List the transfers of a boundary whose both ends are in the picture."""
+        return [one for one in drawn.plan.transfers if self.is_drawn(one.src) and self.is_drawn(one.dst)]
+
+    def is_drawn(self, rank: int) -> bool:
+        """Whether a rank is in the picture, in a box of its own or not."""
+        place = self.layout.coord(rank)
+        return (place.dp_rank, place.cp_rank) in self.replicas
+
     def edges(self, drawn: DrawnBoundary) -> tuple[tuple[int, int, int], ...]:
         """Return the arrows of a boundary: two ranks, and how many transfers run between their boxes."""
         # Boxes are told apart by their cells: coordinates are not known yet when the lines round the bands are counted.
         found: dict[object, list[int]] = {}
-        for transfer in drawn.plan.transfers:
+        for transfer in self.transfers(drawn):
             ends = self._cell(transfer.src), self._cell(transfer.dst)
             found.setdefault(ends, [transfer.src, transfer.dst, 0])[2] += 1
         return tuple((src, dst, number) for src, dst, number in found.values())
@@ -273,13 +294,16 @@ def arrange(
         head_height: height of the title.
     """
     replicas = layout.replicas
-    num_boxes = len(replicas) * sum(len(_boxes_of(size)) for size in layout.tp_sizes)
-    if len(replicas) > _MAX_REPLICAS_DRAWN or (layout.has_equal_replicas and num_boxes > _MAX_BOXES_DRAWN):
-        replicas = replicas[:1] if layout.has_equal_replicas else replicas[: max(layout.cp_sizes)]
+    grids = zip(layout.stages, map(_boxes_of, layout.tp_sizes), strict=True)
+    num_boxes = sum(grid.dp * grid.cp * len(boxes) for grid, boxes in grids)
+    most = _MAX_BOXES_DRAWN if layout.has_equal_replicas else _MAX_MIXED_BOXES_DRAWN
+    if len(replicas) > _MAX_REPLICAS_DRAWN or num_boxes > most:
+        replicas = replicas[: 1 if layout.has_equal_replicas else max(layout.cp_sizes)]
     boundaries = tuple(
         DrawnBoundary(boundary=boundary, plan=boundary.channel(Direction.FORWARD).probe)
         for boundary in pipeline_boundaries(layout, is_ring=is_ring, rules=rules, dp_mode=dp_mode)
-        if (max(map(max, boundary.dp_ranks)), boundary.cp_rank or 0) in replicas
+        # Of a boundary between replicas that are not alone, the first ones.
+        if all((dp_ranks[0], boundary.cp_rank or 0) in replicas for dp_ranks in boundary.dp_ranks)
     )
     return Picture(layout=layout, sites=rules.sites, head_height=head_height, replicas=replicas, boundaries=boundaries)
 

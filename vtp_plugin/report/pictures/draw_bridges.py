@@ -98,7 +98,12 @@ def draw_bridges(
         MARGIN + TITLE_LETTER_WIDTH * len(title),
         *(LETTER_WIDTH * (len(t) + 10) for _, t in legend),
     )
-    return svg.document(width, bottom + len(legend) * LEGEND_STEP + MARGIN // 2, title=title, style=STYLE, body=body)
+    height = bottom + len(legend) * LEGEND_STEP + MARGIN // 2
+    names = ", ".join(f"{module.title} ({len(module.end.members)} ranks)" for module in sources)
+    count = sum(len(plan.transfers) for plan in plans)
+    end = f"{destination.title} ({len(destination.end.members)} ranks)"
+    about = f"{names} at the left, {end} at the right; {count} transfers."
+    return svg.document(width, height, title=title, about=about, style=STYLE, body=body)
 
 
 def _module(module: DrawnModule, left: int, top: int, boxes: dict[int, tuple[int, int]]) -> Iterator[str]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby, pairwise, product
+from itertools import groupby, product
 
 from vtp_plugin.plan.boundary.boundary_plan import CollectiveKind
-from vtp_plugin.plan.boundary.strategies.known_strategies import STRATEGIES
 from vtp_plugin.plan.boundary.strategies.transport_rules import TransportRules
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.plan.layout.replica_map import DpMode
@@ -18,26 +17,26 @@ from vtp_plugin.report.pictures.arrange import (
     BRACKET_WIDTH,
     LINE_HEIGHT,
     MARGIN,
-    STAGE_GAP,
     DrawnBoundary,
     Picture,
     arrange,
 )
+from vtp_plugin.report.pictures.boundary_labels import labels, way_of
 from vtp_plugin.report.pictures.marks import (
+    BADGE_HEIGHT,
     LEGEND_STEP,
     LETTER_WIDTH,
     STYLE,
     TITLE_LETTER_WIDTH,
     Point,
+    badge,
+    badge_width,
     heads,
     legend_entry,
     path,
 )
 
 _TEXT_COLUMNS = 78  # of a line of the title
-
-Area = tuple[float, float, float, float]
-"""Left, top, right and bottom."""
 
 
 def draw_pipeline(
@@ -51,9 +50,8 @@ def draw_pipeline(
     """Draw the stages side by side, every rank as a box, and the forward transfers of the plans as arrows.
 
     Stages that do not fit beside each other continue in a band below, unless replicas mix. Replicas are stacked. If
-    there are more than four, or they are alike and have many ranks, the picture states their number and shows the first
-    one, or, where replicas mix, those of the first dp rank. Of a stage with many ranks it shows the first few and the
-    last.
+    there are more than four, or many ranks, one of each stage is drawn, with the number of those that are like it. Of a
+    stage with many ranks the picture shows the first few and the last.
 
     Args:
         layout: the pipeline layout.
@@ -88,7 +86,8 @@ def draw_pipeline(
     legend = _legend(picture)
     body = [heads()]
     body += [svg.text(MARGIN, MARGIN + 8 + i * LINE_HEIGHT, text, kind) for i, (text, kind) in enumerate(head)]
-    body += [*_headers(picture), *_rows(picture), *_arrows(picture, num_rings)]
+    is_split = dp_mode is DpMode.SPLIT
+    body += [*_headers(picture), *_rows(picture), *_arrows(picture, num_rings, is_split=is_split), *_badges(picture)]
     for index, (kind, text) in enumerate(legend):
         body += legend_entry(picture.bottom + index * LEGEND_STEP, kind, text)
     # The most that each text can take; a mark of the legend takes as much as six letters.
@@ -96,16 +95,36 @@ def draw_pipeline(
     widths += [LETTER_WIDTH * (len(text) + 6) for _, text in legend]
     width = max(picture.frames_right + picture.wrap_room, MARGIN + max(widths)) + MARGIN
     height = picture.bottom + len(legend) * LEGEND_STEP + MARGIN // 2
-    return svg.document(width, height, title=f"{title}: {_counts(layout)}", style=STYLE, body=body)
+    about = "; ".join(_about(picture))
+    return svg.document(width, height, title=f"{title}: {_counts(layout)}", about=f"{about}.", style=STYLE, body=body)
 
 
-def _arrows(picture: Picture, num_rings: int) -> Iterator[str]:
+def _about(picture: Picture) -> Iterator[str]:
+    """Say in words what is drawn: the stages, and how each sends to the next one."""
+    for stage, grid in enumerate(picture.layout.stages):
+        ranks = picture.layout.tp_ranks(stage, 0, 0)
+        site = f" at {picture.sites[stage]}" if picture.sites else ""
+        times = f", one of {grid.dp * grid.cp} alike" if grid.dp * grid.cp > 1 else ""
+        yield f"stage {stage}{site}: {_counted(grid.tp, 'rank')}, from {ranks[0]} to {ranks[-1]}{times}"
+    seen: set[tuple[int, int]] = set()
+    for drawn in picture.boundaries:
+        ends = drawn.boundary.upstream, drawn.boundary.downstream
+        if ends not in seen:
+            seen.add(ends)
+            yield f"stage {ends[0]} sends to stage {ends[1]} {way_of(drawn)}"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' if number > 1 else ''}"
+
+
+def _arrows(picture: Picture, num_rings: int, *, is_split: bool) -> Iterator[str]:
     """Draw what crosses, after all boxes: what is painted last lies on top."""
     lines: list[Sequence[Point]] = []
     for drawn in picture.boundaries:
         yield from _transfers(picture, drawn, lines)
         yield from _finish(picture, drawn)
-    yield from _labels(picture, lines, num_rings)
+    yield from labels(picture, lines, num_rings, is_split=is_split)
 
 
 def _titles(layout: PipelineLayout, dp_mode: DpMode, num_rings: int) -> tuple[str, str]:
@@ -129,7 +148,7 @@ def _counts(layout: PipelineLayout) -> str:
     parts = [(layout.num_stages, "stage"), (layout.world_size, "rank")]
     if max(layout.dp_sizes) > 1 and len(set(layout.dp_sizes)) == 1:
         parts.append((layout.dp_sizes[0], "replica"))
-    text = ", ".join(f"{number} {noun}{'s' if number > 1 else ''}" for number, noun in parts)
+    text = ", ".join(_counted(number, noun) for number, noun in parts)
     if len(set(layout.dp_sizes)) > 1:
         text += f", from {min(layout.dp_sizes)} to {max(layout.dp_sizes)} replicas of a stage"
     return text
@@ -160,13 +179,17 @@ def _rows(picture: Picture) -> Iterable[str]:
     layout = picture.layout
     for row, (dp_rank, cp_rank) in enumerate(picture.replicas):
         for band in range(picture.num_bands) if picture.has_row_labels else ():
-            top = picture.frame_top(row, band)
-            yield svg.text(picture.frame_lefts[0], top - 8, _row_label(picture, dp_rank, cp_rank))
+            y = picture.frame_top(row, band) - (BADGE_HEIGHT if picture.is_cut else 8)
+            yield svg.text(picture.frame_lefts[0], y, _row_label(picture, dp_rank, cp_rank))
         for stage in range(layout.num_stages):
             if not picture.has_frame(row, stage):
                 continue
             left, top = picture.frame_lefts[stage], picture.frame_top(row, picture.band(stage))
             width, height = picture.frame_width(stage), picture.frame_height(len(picture.boxes[stage]))
+            for distance in (5, 10)[: picture.times(stage) - 1]:
+                right, bottom = left + width + distance, top + height + distance
+                corner = [(right - 8, bottom), (right, bottom - 8)]
+                yield path([(left + 8 + distance, bottom), *corner, (right, top + 8 + distance)], "behind")
             yield svg.element("rect", kind="frame", x=left, y=top, width=width, height=height, rx=10)
             ranks = layout.tp_ranks(stage, dp_rank, cp_rank)
             for first, last in picture.boxes[stage]:
@@ -179,8 +202,18 @@ def _row_label(picture: Picture, dp_rank: int, cp_rank: int) -> str:
     label = f"replica {dp_rank}" + (f", context-parallel rank {cp_rank}" if num_cp > 1 else "")
     if len(picture.replicas) == len(picture.layout.replicas):
         return label
-    total = f"{num_dp} replicas" if len(set(picture.layout.dp_sizes)) == 1 else f"up to {num_dp} replicas of a stage"
-    return f"{label} of {total}" + (f" x {num_cp} context-parallel ranks" if num_cp > 1 else "")
+    if not picture.layout.has_equal_replicas:
+        return f"{label} of each stage"
+    return f"{label} of {num_dp} replicas" + (f" x {num_cp} context-parallel ranks" if num_cp > 1 else "")
+
+
+def _badges(picture: Picture) -> Iterable[str]:
+    """Write on the frames how many replicas they stand for."""
+    for row, stage in product(range(len(picture.replicas)), range(picture.layout.num_stages)):
+        if picture.has_frame(row, stage) and picture.times(stage) > 1:
+            text = f"x {picture.times(stage)}"
+            left = picture.frame_lefts[stage] + picture.frame_width(stage) - badge_width(text) - 8
+            yield from badge(left, picture.frame_top(row, picture.band(stage)) - BADGE_HEIGHT // 2, text)
 
 
 def _box(picture: Picture, rank: int, last: int) -> Iterable[str]:
@@ -213,58 +246,6 @@ def _transfers(picture: Picture, drawn: DrawnBoundary, lines: list[Sequence[Poin
             yield path(points, "transfer many", f"{number} transfer{'s' if number > 1 else ''}")
 
 
-def _labels(picture: Picture, lines: Sequence[Sequence[Point]], num_rings: int) -> Iterator[str]:
-    """Say how each boundary is crossed, next to its arrows; no label covers an arrow or another label."""
-    taken: list[Area] = []
-    for drawn in picture.boundaries:
-        transfers = drawn.plan.transfers
-        is_sliced = any(transfer.boxes != transfers[0].boxes for transfer in transfers)
-        has_leaders = STRATEGIES[drawn.plan.strategy].has_leaders
-        text = "leader to leader" if has_leaders else "in slices" if is_sliced else "rank to rank"
-        first = transfers[0].src
-        boundary = drawn.boundary
-        if picture.goes_round(drawn):
-            where = f"on to stage {boundary.downstream}"
-            if drawn.is_wrap:
-                where = "back to the edge" if num_rings else "to the next virtual stage"
-                where += ", twice" if num_rings > 1 else ""
-            text = f"{where}, {text}"
-            y = picture.way_round(drawn, first, len(picture.edges(drawn)) - 1, len(picture.edges(drawn)))[1]
-            places = [((picture.frame_lefts[0] + picture.frames_right) // 2, y - 6)]
-        else:
-            middle = picture.frame_lefts[boundary.downstream] - STAGE_GAP // 2
-            ends = [picture.box(rank)[1] for rank in (first, transfers[0].dst, transfers[-1].src, transfers[-1].dst)]
-            heights = [ends[0] + BOX_HEIGHT // 2 - 9, min(ends), *(end + BOX_HEIGHT for end in ends)]
-            places = [(middle, y) for y in heights]
-        for x, y in places:
-            half = LETTER_WIDTH * len(text) / 2
-            area = (x - half, y - 11, x + half, y + 4)
-            if area in taken:  # by the same words: a replica that shares the arrows of this one
-                break
-            is_free = not any(_overlap(area, other) for other in taken)
-            if is_free and not any(_meets(part, area) for points in lines for part in pairwise(points)):
-                taken.append(area)
-                yield svg.text(x, y, text, "middle")
-                break
-
-
-def _overlap(one: Area, other: Area) -> bool:
-    return all(one[axis] < other[axis + 2] and other[axis] < one[axis + 2] for axis in (0, 1))
-
-
-def _meets(line: tuple[Point, Point], area: Area) -> bool:
-    """Whether a line enters an area: cut off, axis by axis, what lies beside the area, and see if anything is left."""
-    (ax, ay), (bx, by) = line
-    begin, end = 0.0, 1.0
-    for start, length, low, high in ((ax, bx - ax, area[0], area[2]), (ay, by - ay, area[1], area[3])):
-        if length:
-            near, far = sorted(((low - start) / length, (high - start) / length))
-            begin, end = max(begin, near), min(end, far)
-        elif not low < start < high:
-            return False
-    return begin < end
-
-
 def _finish(picture: Picture, drawn: DrawnBoundary) -> Iterable[str]:
     """Draw the collective that completes a plan as a bracket at the left of the stage.
 
@@ -274,7 +255,7 @@ def _finish(picture: Picture, drawn: DrawnBoundary) -> Iterable[str]:
     low = BOX_HEIGHT - 8
     # Before an all-gather a transfer ends in the middle of every box, so the bracket enters lower.
     entry = low if finish.kind is CollectiveKind.ALL_GATHER else BOX_HEIGHT // 2
-    for group in finish.groups:
+    for group in (group for group in finish.groups if picture.is_drawn(group[0])):
         root, *others = group
         left, top = picture.box(root)
         turn = left - BRACKET_WIDTH + 8
@@ -294,6 +275,8 @@ def _legend(picture: Picture) -> tuple[tuple[str, str], ...]:
     entries = [("leader", "leader: tensor-parallel rank 0 of a stage")]
     if any(first != last for boxes in picture.boxes for first, last in boxes):
         entries.append(("hidden", "ranks that are not drawn one by one; dashed: their transfers"))
+    if picture.is_cut:
+        entries.append(("badge", "number of replicas that are alike; one of them is drawn"))
     if picture.boundaries:
         entries.append(("transfer", "activations, forward; gradients come back alike"))
     if any(drawn.has_finish for drawn in picture.boundaries):

@@ -30,8 +30,8 @@ rect.forward-first { fill: #3f6ca8; }
 rect.forward-later { fill: #2f7d78; }
 rect.backward-first { fill: #b4540a; }
 rect.backward-later { fill: #9a3f73; }
-line.message, line.sample { stroke: #737b85; stroke-opacity: 0.6; }
-line.tick { stroke: #737b85; stroke-opacity: 0.3; }"""
+line.message, line.sample { stroke: $line; stroke-opacity: 0.8; }
+line.tick { stroke: $line; stroke-opacity: 0.4; }"""
 _KINDS = {
     "forward-first": "forward, first chunk",
     "forward-later": "forward, later chunk",
@@ -130,7 +130,7 @@ def summarize(timeline: Timeline, *, unit: str = "") -> str:
     )
 
 
-def draw_svg(timeline: Timeline, *, title: str, unit: str = "", width: int = 680) -> str:
+def draw_svg(timeline: Timeline, *, title: str, unit: str = "", width: int = 660) -> str:
     """Draw one row for each worker: computes as boxes with the number of their microbatch, messages as thin lines.
 
     The number at the right of a row is the share of the step in which the worker computes.
@@ -164,7 +164,11 @@ def draw_svg(timeline: Timeline, *, title: str, unit: str = "", width: int = 680
         body.append(svg.text(left + width + 8, y + 16, f"{100 * share:.0f} %"))
     body += _messages(timeline, left, scale, top)
     body += [box for worker in range(len(labels)) for box in _boxes(timeline, worker, left, scale, top)]
-    return svg.document(full_width, bottom + 30, title=title, style=_STYLE, body=body)
+    about = (
+        f"Rows of boxes over time: {', '.join(labels)}. A box is the forward or the backward of a microbatch. "
+        f"{summarize(timeline, unit=unit)}."
+    )
+    return svg.document(full_width, bottom + 30, title=title, about=about, style=_STYLE, body=body)
 
 
 def chrome_trace(timeline: Timeline, *, unit_s: float = 1.0) -> str:

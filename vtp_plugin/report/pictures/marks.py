@@ -12,6 +12,8 @@ LEGEND_STEP = 24
 TITLE_LETTER_WIDTH, LETTER_WIDTH = 10, 7
 _SAMPLE_WIDTH = 30  # of a mark in the legend
 
+BADGE_HEIGHT = 18
+
 Point = tuple[int, int]
 
 STYLE = """\
@@ -20,11 +22,14 @@ text.rank { font-size: 14px; font-weight: bold; fill: #ffffff; text-anchor: midd
 text.place { fill: #ffffff; text-anchor: middle; }
 text.middle { text-anchor: middle; }
 text.site { font-weight: bold; text-anchor: middle; }
-rect.frame { fill: #737b85; fill-opacity: 0.1; stroke: #737b85; stroke-opacity: 0.6; }
+rect.frame { fill: #737b85; fill-opacity: 0.1; stroke: $line; stroke-opacity: 0.7; }
+path.behind { stroke: $line; stroke-opacity: 0.7; }
+rect.badge { fill: #4b5563; }
+text.badge { font-weight: bold; fill: #ffffff; text-anchor: middle; }
 rect.member { fill: #4a6fa5; }
 rect.leader { fill: #b4540a; }
-rect.hidden { fill: #4a6fa5; fill-opacity: 0.65; }
-path.site { stroke: #737b85; stroke-width: 1.5; }
+rect.hidden { fill: #5f6f86; }
+path.site { stroke: $line; stroke-width: 1.5; }
 path.many { stroke-dasharray: 5 4; }
 path { fill: none; stroke-linejoin: round; }
 path.transfer { stroke: #d9730d; stroke-width: 2.5; marker-end: url(#transfer-head); }
@@ -44,9 +49,22 @@ def legend_entry(top: int, kind: str, text: str) -> Iterable[str]:
     left, right = MARGIN, MARGIN + _SAMPLE_WIDTH
     if kind in ("leader", "hidden"):
         yield svg.element("rect", kind=f"sample {kind}", x=left, y=top, width=_SAMPLE_WIDTH, height=14, rx=3)
+    elif kind == "badge":
+        yield from badge(left, top - 2, "x 2")
     else:
         yield path([(left, top + 7), (right, top + 7)], f"sample {kind}")
     yield svg.text(right + 12, top + 11, text)
+
+
+def badge(left: int, top: int, text: str) -> Iterable[str]:
+    """Draw a number of things that are alike, such as `x 4`, beside the one that is drawn."""
+    yield svg.element("rect", kind="badge", x=left, y=top, width=badge_width(text), height=BADGE_HEIGHT, rx=9)
+    yield svg.text(left + badge_width(text) // 2, top + 13, text, "badge")
+
+
+def badge_width(text: str) -> int:
+    """Return the width of a badge."""
+    return LETTER_WIDTH * len(text) + 10
 
 
 def _arrow_head(kind: str, size: int) -> str:

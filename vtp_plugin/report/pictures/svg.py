@@ -1,45 +1,87 @@
 """Elements of an SVG document.
 
-All pictures are ASCII text without scripts, load nothing, and leave the background to the reader, light or dark: the
-grey of the text on it has a contrast of 4.3 : 1 against white and of 4.9 : 1 against black. Lengths are in pixels.
+All pictures are ASCII text without scripts, load nothing, and leave the background to the reader, light or dark. Texts
+and thin lines have a colour for each ground (``prefers-color-scheme``); a program that knows no such rules shows those
+for a light one. Lengths are in pixels.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
+from string import Template
 
+GROUNDS = {"light": "#ffffff", "dark": "#0d1117"}
+"""Backgrounds that the pictures are made for."""
+
+_PALETTE = {
+    "ink": ("#4b5563", "#a9b3bf"),
+    "line": ("#6e7681", "#8b949e"),
+    "blue": ("#2f6db5", "#6ea8f0"),
+    "orange": ("#c05f00", "#f0883e"),
+    "purple": ("#7d52ab", "#b492dc"),
+    "green": ("#1f8263", "#45bd94"),
+}
+_FIRST_RULE = "text { font-family: Helvetica, Arial, sans-serif; font-size: 12px; fill: "
+_STYLE = f"""\
+{_FIRST_RULE}$ink; }}
+text.title {{ font-size: 15px; font-weight: bold; }}"""
+_STEPS = (1.0, 2.0, 2.5, 5.0)
 _MAX_TICKS = 12
-_STYLE = """\
-text { font-family: Helvetica, Arial, sans-serif; font-size: 12px; fill: #737b85; }
-text.title { font-size: 15px; font-weight: bold; }"""
+_TICK_WIDTH = 50  # room for the number of a tick
 
 
-def document(width: int, height: int, *, title: str, style: str, body: Iterable[str]) -> str:
+def document(width: int, height: int, *, title: str, about: str, style: str, body: Iterable[str]) -> str:
     """Assemble a document.
 
     Args:
         width: width of the picture.
         height: height of the picture.
-        title: name of the picture for readers who cannot see it.
-        style: CSS rules beside those of every picture.
+        title: name of the picture.
+        about: what it shows, in a sentence or two, for readers who cannot see it.
+        style: CSS rules beside those of every picture, one a line. A rule that names a colour of the palette, such as
+            ``$ink``, is given once for each ground.
         body: elements; later ones are painted on top.
+
+    >>> document(1, 2, title="a", about="b", style="", body=()).startswith('<svg xmlns="http://www.w3.org/2000/svg" ')
+    True
     """
+    name = escape(title)
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        f'viewBox="0 0 {width} {height}" role="img">'
+        f'viewBox="0 0 {width} {height}" role="img" aria-label="{name}">'
     )
-    return "\n".join([head, title_of(title), f"<style>\n{_STYLE}\n{style}\n</style>", *body, "</svg>\n"])
+    said = element("desc", escape(about, quote=False))
+    rules = _for_each_ground(f"{_STYLE}\n{style}")
+    return "\n".join([head, title_of(title), said, f"<style>\n{rules}\n</style>", *body, "</svg>\n"])
+
+
+def _for_each_ground(style: str) -> str:
+    r"""Fill in the colours of the palette.
+
+    >>> print(_for_each_ground("text { fill: $ink; }\nrect { rx: 2; }"))
+    text { fill: #4b5563; }
+    rect { rx: 2; }
+    @media (prefers-color-scheme: dark) {
+    text { fill: #a9b3bf; }
+    }
+    """
+    light, dark = ({name: colours[ground] for name, colours in _PALETTE.items()} for ground in (0, 1))
+    again = "\n".join(rule for rule in style.splitlines() if "$" in rule)
+    return (
+        f"{Template(style).substitute(light)}\n"
+        f"@media (prefers-color-scheme: dark) {{\n{Template(again).substitute(dark)}\n}}"
+    )
 
 
 def is_document(text: str) -> bool:
-    """Tell whether a text begins as those of :func:`document` do.
+    """Tell whether a text begins as those of :func:`document` do, now or in an earlier version.
 
-    >>> is_document(document(1, 2, title="a", style="", body=())), is_document('<svg xmlns="else">')
+    >>> is_document(document(1, 2, title="a", about="b", style="", body=())), is_document('<svg xmlns="else">')
     (True, False)
     """
-    return text.startswith("<svg ") and f"</title>\n<style>\n{_STYLE}\n" in text
+    return text.startswith("<svg ") and f"\n<style>\n{_FIRST_RULE}" in text
 
 
 def element(tag: str, content: str = "", **attributes: str | float) -> str:
@@ -72,7 +114,15 @@ def title_of(content: str) -> str:
     return element("title", escape(content, quote=False))
 
 
-def ticks(length: float, scale: float, left: float, top: int, bottom: int, unit: str) -> Iterator[str]:
+def ticks(
+    length: float,
+    scale: float,
+    left: float,
+    top: int,
+    bottom: int,
+    unit: str,
+    bands: Sequence[tuple[int, int]] = (),
+) -> Iterator[str]:
     """Draw the lines and numbers of an axis from 0 on, at round numbers; the style of the picture has a kind `tick`.
 
     Args:
@@ -82,21 +132,42 @@ def ticks(length: float, scale: float, left: float, top: int, bottom: int, unit:
         top: upper end of the lines.
         bottom: their lower end, below which the numbers stand.
         unit: name of the unit, which stands behind the last number.
+        bands: upper and lower ends of the pieces of each line, where it does not lead from `top` to `bottom`.
 
-    >>> [part for part in ticks(20.0, 1.0, 0, 0, 9, "ms") if "20" in part]
-    ['<line class="tick" x1="20.0" y1="0" x2="20.0" y2="9"/>', '<text x="20.0" y="25" class="tick">20 ms</text>']
+    >>> [part for part in ticks(20.0, 5.0, 0, 0, 9, "ms") if "100.0" in part]
+    ['<line class="tick" x1="100.0" y1="0" x2="100.0" y2="9"/>', '<text x="100.0" y="25" class="tick">20 ms</text>']
     """
-    step = _tick_step(length)
-    last = int(length / step)
-    for tick in range(last + 1):
-        x = left + tick * step * scale
-        yield element("line", kind="tick", x1=x, y1=top, x2=x, y2=bottom)
-        yield text(x, bottom + 16, f"{tick * step:.4g}" + (f" {unit}" if unit and tick == last else ""), "tick")
+    most = max(2, min(_MAX_TICKS, round(length * scale / _TICK_WIDTH)))
+    values = round_ticks(0.0, length, most=most)
+    for value in values:
+        x = left + value * scale
+        for upper, lower in bands or [(top, bottom)]:
+            yield element("line", kind="tick", x1=x, y1=upper, x2=x, y2=lower)
+        is_last = value == values[-1]
+        yield text(x, bottom + 16, f"{value:.10g}" + (f" {unit}" if unit and is_last else ""), "tick")
 
 
-def _tick_step(length: float) -> float:
-    """Return the smallest of 1, 2, 5, 10, 20 .. (also 0.5, 0.2 ..) that gives few enough ticks."""
-    if not length:
-        return 1.0
-    decade = 10.0 ** math.floor(math.log10(length / _MAX_TICKS))
-    return next(decade * factor for factor in (1, 2, 5, 10, 20) if length / (decade * factor) <= _MAX_TICKS)
+def round_ticks(low: float, high: float, *, most: int) -> list[float]:
+    """List the multiples of the smallest round step that gives few enough of them, from `low` to `high`.
+
+    Round is 1, 2, 2.5 or 5 times a power of ten.
+
+    Args:
+        low: lower end of an axis.
+        high: its upper end.
+        most: most ticks that may come out; at least 2.
+
+    >>> round_ticks(0, 2.578, most=8), round_ticks(0.9, 1.15, most=8)
+    ([0.0, 0.5, 1.0, 1.5, 2.0, 2.5], [0.9, 0.95, 1.0, 1.05, 1.1, 1.15])
+    """
+    if not high > low:
+        return [low]
+    decade = math.floor(math.log10((high - low) / most))
+    while True:
+        for factor in _STEPS:
+            step = factor * 10.0**decade
+            # An end that a rounding error moved past its tick still has one.
+            first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
+            if last - first < most:
+                return [round(number * step, 1 - decade) for number in range(first, last + 1)]
+        decade += 1
