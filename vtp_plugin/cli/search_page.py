@@ -1,4 +1,4 @@
-"""The page of ``search``: the layouts that it found beside the best of stock Megatron, and the advised one in detail."""
+"""The page of ``search``: the layouts that it found beside stock Megatron, and the advised one in detail."""
 
 from __future__ import annotations
 

@@ -104,14 +104,15 @@ def run(options: argparse.Namespace) -> None:
     schedule, _ = make_schedule(simulation.request)
     # Gloo, NCCL and HCCL behave so: a message leaves when its receiver is ready.
     timeline = simulate(schedule, simulation.costs, mode="rendezvous")
-    lines = [summarize(timeline, unit=simulation.unit), *_about(simulation, schedule)]
+    summary, table = summarize(timeline, unit=simulation.unit), _table(timeline)
+    about = [*_about(simulation, schedule)]
     if options.output is not None:
-        _write(options, simulation, schedule, timeline, lines)
+        _write(options, simulation, schedule, timeline, [summary, table, *about])
     if options.json:
         print_json("simulate", _as_json(timeline, schedule, simulation, options.output))
         return
-    show([draw_text(timeline), "", lines[0], _table(timeline), ""])
-    for text in lines[1:]:
+    show([draw_text(timeline), "", summary, table, ""])
+    for text in about:
         print(textwrap.fill(text, _WIDTH))
     if options.output is not None:
         print(f"wrote {options.output}")
@@ -126,12 +127,15 @@ def _about(simulation: _Simulation, schedule: Schedule) -> Iterator[str]:
 
 
 def _write(
-    options: argparse.Namespace, simulation: _Simulation, schedule: Schedule, timeline: Timeline, lines: Sequence[str]
+    options: argparse.Namespace,
+    simulation: _Simulation,
+    schedule: Schedule,
+    timeline: Timeline,
+    parts: Sequence[str | TextTable],
 ) -> None:
     """Write the page, the picture or the trace."""
     title = f"{schedule.name}, {simulation.title}, {simulation.request.num_microbatches} microbatches"
     if is_page(options.output):
-        parts = [*lines, _table(timeline)]
         page = page_of_simulation(options, simulation.flags, timeline, parts, title=title, unit=simulation.unit)
         write_page(options.output, page)
     elif options.output.suffix == ".svg":
@@ -253,13 +257,14 @@ def _durations(unit: str, *, is_u_shaped: bool) -> str:
 def _rows(timeline: Timeline) -> Iterator[dict[str, Any]]:
     """Yield the entry of each worker in the output of ``--json``."""
     placement = timeline.placement
+    busy, utilization = timeline.busy, timeline.utilization
     for worker, in_flight in enumerate(timeline.in_flight):
         stage, replica = placement.stage_and_replica(worker)
         yield {
             "stage": stage,
             "replica": replica,
-            "busy": timeline.busy[worker],
-            "utilization": timeline.utilization[worker],
+            "busy": busy[worker],
+            "utilization": utilization[worker],
             "in_flight": in_flight,
             "kept_activations": [timeline.activations[vstage] for vstage in placement.vstages(stage)],
         }

@@ -62,21 +62,26 @@
     if (!row) return;
     const left = number(row, "x"), width = number(row, "width");
     const ticks = [...svg.querySelectorAll("text.tick")], lines = [...svg.querySelectorAll("line.tick")];
-    const second = ticks.find((one) => parseFloat(one.textContent) > 0);
-    const unit = ticks.length ? (ticks[ticks.length - 1].textContent.match(/[a-z]+$/) || [""])[0] : "";
-    const perUnit = second ? (number(second, "x") - left) / parseFloat(second.textContent) : 1;
-    const [top, bottom, base] = [number(lines[0], "y1"), number(lines[0], "y2"), number(ticks[0], "y")];
+    const latest = ticks[ticks.length - 1], unit = (latest.textContent.match(/[a-z]+$/) || [""])[0];
+    const perUnit = (number(latest, "x") - left) / parseFloat(latest.textContent), base = number(latest, "y");
+    if (!(perUnit > 0)) return;  // a step that takes no time
+    // The pieces of each line of the axis.
+    const pieces = [...new Set(lines.map((one) => `${one.getAttribute("y1")} ${one.getAttribute("y2")}`))]
+      .map((piece) => piece.split(" "));
     for (const one of [...ticks, ...lines, ...svg.querySelectorAll("text.number")]) one.remove();
     const clip = make("clipPath", { id: "axis" }, svg);
-    make("rect", { x: left, y: 0, width, height: bottom }, clip);
+    make("rect", { x: left, y: 0, width, height: svg.viewBox.baseVal.height }, clip);
     const axis = make("g", {}, svg), marks = make("g", { "clip-path": "url(#axis)" }, svg);
     const messages = [...svg.querySelectorAll("line.message")].map((one) => (
       { one: marks.appendChild(one), from: number(one, "x1") - left, to: number(one, "x2") - left }));
-    const boxes = [...svg.querySelectorAll("rect[data-title]")].map((one) => ({
-      one: marks.appendChild(one), from: number(one, "x") - left, length: number(one, "width"),
-      middle: number(one, "y") + number(one, "height") / 2 + 4,
-      word: (one.dataset.title.match(/(\d+): /) || ["", ""])[1], label: null,
-    }));
+    // The title has more digits than the length on the paper: `forward 3: 1.25 to 2.5`; the number is the microbatch.
+    const boxes = [...svg.querySelectorAll("rect[data-title]")].map((one) => {
+      const [, word, begin, end] = one.dataset.title.match(/(\d*): (\S+) to (\S+)$/);
+      return {
+        one: marks.appendChild(one), from: begin * perUnit, length: (end - begin) * perUnit, word, label: null,
+        middle: number(one, "y") + number(one, "height") / 2 + 4,
+      };
+    });
     let zoom = 1, start = 0, named = -1, isAsked = false;  // `start`: pixels of the whole step left of the window
     const most = Math.max(1, ...boxes.filter((box) => box.word).map((box) => 40 / Math.max(box.length, 0.02)));
 
@@ -90,7 +95,8 @@
       }
       for (const box of boxes) {
         const isSeen = box.from + box.length >= start && box.from <= end;
-        const x = left + (box.from - start) * zoom, size = Math.max(0.3, box.length * zoom);
+        const x = left + (box.from - start) * zoom, long = box.length * zoom;
+        const size = Math.max(0.3, long - Math.min(1, long / 10));  // the gap keeps neighbours apart
         box.one.style.display = isSeen ? "" : "none";
         if (isSeen) { box.one.setAttribute("x", x.toFixed(2)); box.one.setAttribute("width", size.toFixed(2)); }
         const first = Math.max(x, left), last = Math.min(x + size, left + width);
@@ -109,7 +115,7 @@
       const last = Math.floor(to / step + 1e-9);
       for (let tick = Math.ceil(from / step - 1e-9); tick <= last; tick += 1) {
         const x = (left + (tick * step - from) * perUnit * zoom).toFixed(2);
-        make("line", { class: "tick", x1: x, x2: x, y1: top, y2: bottom, "pointer-events": "none" }, axis);
+        for (const [y1, y2] of pieces) make("line", { class: "tick", x1: x, x2: x, y1, y2 }, axis);
         const text = String(Number((tick * step).toPrecision(10)));
         make("text", { class: "tick", x, y: base }, axis).textContent = tick === last ? `${text} ${unit}` : text;
       }
