@@ -77,7 +77,7 @@ INNER_LAYERS: dict[str, tuple[frozenset[str], ...]] = {
         frozenset({"cost"}),
         frozenset({"make"}),
     ),
-    "report": (frozenset({"pictures", "trace"}),),
+    "report": (frozenset({"page", "pictures", "trace"}),),
     "runtime": (
         frozenset({"health"}),
         frozenset({"comm"}),

@@ -44,7 +44,12 @@ _COMMANDS = {
 }
 
 # What brings a package, where its own name is not enough.
-_INSTALL = {"megatron": "megatron-core", "safetensors": "vtp-plugin[hf]", "torch": f"torch{HOSTS[-1].torch}"}
+_INSTALL = {
+    "jinja2": "vtp-plugin[report]",
+    "megatron": "megatron-core",
+    "safetensors": "vtp-plugin[hf]",
+    "torch": f"torch{HOSTS[-1].torch}",
+}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

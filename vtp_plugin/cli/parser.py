@@ -8,6 +8,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -16,6 +17,8 @@ from vtp_plugin.cli.terminal import print_line_of_error
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.util.printable import plain
 
+PAGE = ".html"
+"""Ending of the name of a page."""
 _MAX_COLUMNS = 120
 _HEAD = 4096  # characters, in which the first element of a picture begins
 
@@ -185,10 +188,18 @@ def check_ending(path: Path | None, endings: Mapping[str, str], *, flag: str = "
 
     Raises:
         ConfigError: the ending is another one.
+        ImportError: the file is to be a page, and the package that pages need is missing.
     """
     if path is not None and path.suffix not in endings:
         known = " or ".join(f"{ending} ({what})" for ending, what in endings.items())
         raise ConfigError(f"{flag} {path}: the name must end in {known}")
+    if is_page(path):
+        import_module("jinja2")  # now, and not when a search is over
+
+
+def is_page(path: Path | None) -> bool:
+    """Tell whether a result is to be written as a page."""
+    return path is not None and path.suffix == PAGE
 
 
 def print_json(command: str, result: Mapping[str, object]) -> None:

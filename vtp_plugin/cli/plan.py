@@ -6,13 +6,16 @@ import argparse
 import math
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from pathlib import Path
 
 from vtp_plugin.cli.boundaries import BoundaryView, explain, format_bytes, site_traffic, view_boundaries
 from vtp_plugin.cli.bridges import add_bridge_flag, bridge_lines, bridges_as_json, read_modules, view_bridges
 from vtp_plugin.cli.fit_flags import Fitted
 from vtp_plugin.cli.launch_text import add_slurm_flag, launch_lines, launch_of_run
 from vtp_plugin.cli.memory_lines import memory_as_json, memory_lines
-from vtp_plugin.cli.parser import Parser, print_json, read_sizes
+from vtp_plugin.cli.page_file import write_page
+from vtp_plugin.cli.pages import page_of_bridges, page_of_plan
+from vtp_plugin.cli.parser import PAGE, Parser, check_ending, print_json, read_sizes
 from vtp_plugin.cli.run_flags import Run, add_run_flags, read_run
 from vtp_plugin.config.parse_values import format_value
 from vtp_plugin.errors import ConfigError
@@ -53,12 +56,14 @@ def add_arguments(parser: Parser) -> None:
         "eight devices suffice, else one for each stage",
     )
     add_slurm_flag(group)
+    group.add_argument("--output", type=Path, metavar="FILE.html", help="a page with all of it, to open in a browser")
     add_bridge_flag(parser)
     parser.epilog = _KEYS
 
 
 def run(options: argparse.Namespace) -> None:
     """Print the plan."""
+    check_ending(options.output, {PAGE: "page"})
     if options.bridge is not None:
         if options.nodes is not None or options.slurm:
             raise ConfigError("--nodes and --slurm are for one pipeline, not for --bridge; leave them out")
@@ -67,17 +72,20 @@ def run(options: argparse.Namespace) -> None:
     flags = read_run(options)
     views = view_boundaries(flags)
     launch, note = launch_of_run(options, flags)
+    if options.output is not None:
+        lines = [*_about(flags), *_of_ranks(flags), *_traffic(flags, views)]
+        write_page(options.output, page_of_plan(options, flags, views, lines, launch, note))
     if options.json:
         print_json("plan", {**_as_json(flags, views), "launch": launch.as_json(is_slurm=options.slurm)})
         return
     start = ["", *launch_lines(launch, note, is_slurm=options.slurm)]
     print("\n".join([*_plan_lines(flags, views, _MAX_LINES - len(start)), *start]))
+    _print_written(options)
 
 
 def _plan_lines(flags: Run, views: Sequence[BoundaryView], most: int) -> list[str]:
     """Write the plan in so many lines: first the messages of each boundary are left out, then the end."""
-    about_fit = () if flags.fitted is None else flags.fitted.reasons
-    head = [*about_fit, *_stages(flags), *memory_lines(flags), *_tensor(flags)]
+    head = [*_about(flags), *_stages(flags), *memory_lines(flags), *_tensor(flags)]
     sums = [*_buffers(views), *_traffic(flags, views)]
     for is_short in (False, True):
         lines = [*head, *_boundaries(flags, views, is_short=is_short), *sums]
@@ -89,10 +97,22 @@ def _plan_lines(flags: Run, views: Sequence[BoundaryView], most: int) -> list[st
 def _print_bridges(options: argparse.Namespace) -> None:
     modules = read_modules(options)
     views = view_bridges(options, modules)
+    if options.output is not None:
+        write_page(options.output, page_of_bridges(options, modules, views))
     if options.json:
         print_json("plan", bridges_as_json(modules, views))
     else:
         print("\n".join(bridge_lines(modules, views)))
+        _print_written(options)
+
+
+def _print_written(options: argparse.Namespace) -> None:
+    if options.output is not None:
+        print(f"wrote {options.output}")
+
+
+def _about(flags: Run) -> Sequence[str]:
+    return () if flags.fitted is None else flags.fitted.reasons
 
 
 def _writer(flags: Run) -> int:
@@ -115,7 +135,13 @@ def _stages(flags: Run) -> Iterator[str]:
     for row in rows:
         cells = [cell.rjust(width) for cell, width in zip(row[:-2], widths, strict=False)]
         yield "  ".join([*cells, row[-2].ljust(widths[-2]), row[-1]])
-    yield (f"world size {layout.world_size}, rank order {layout.order}; rank {_writer(flags)} reports the loss")
+    yield from _of_ranks(flags)
+
+
+def _of_ranks(flags: Run) -> Iterator[str]:
+    """Say how many ranks there are, and whether the plugin is needed."""
+    layout = flags.layout
+    yield f"world size {layout.world_size}, rank order {layout.order}; rank {_writer(flags)} reports the loss"
     if not flags.is_active:
         yield "all stages have one size: the plugin leaves Megatron as it is; with --vtp-force it would work as follows"
 

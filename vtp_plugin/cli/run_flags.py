@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from vtp_plugin.cli import activation_flags, model_flags
 from vtp_plugin.cli.fit_flags import CARD_MEMORY, Fitted, add_have_flags, fit_to_cards
-from vtp_plugin.cli.parser import Parser, with_values
+from vtp_plugin.cli.parser import Parser, is_page, with_values
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.config.resolve import (
     ScheduleOptions,
@@ -204,8 +204,10 @@ def _read_sizes(args: argparse.Namespace) -> tuple[VtpConfig, Fitted | None]:
     config = read_flags(args, VtpConfig())
     if args.have is not None:
         return fit_to_cards(args, config)
-    if args.card_memory is not None:
-        raise ConfigError(f"{CARD_MEMORY} is for --have; give both or none")
+    if args.card_memory is not None and not is_page(getattr(args, "output", None)):
+        raise ConfigError(
+            f"{CARD_MEMORY} is for --have, and for a page (--output FILE.html); give one of them, or neither"
+        )
     if config.size_list is None and args.tensor_model_parallel_size:
         # Megatron's own words for stages of one size.
         stages = args.pipeline_model_parallel_size or 1

@@ -12,8 +12,10 @@ from pathlib import Path
 from vtp_plugin.cli.boundaries import format_bytes
 from vtp_plugin.cli.launch_text import add_slurm_flag, launch_lines, launch_of_found
 from vtp_plugin.cli.model_flags import read_model
-from vtp_plugin.cli.parser import Parser, check_ending, print_json, read_sizes, write_file
+from vtp_plugin.cli.page_file import write_page
+from vtp_plugin.cli.parser import PAGE, Parser, check_ending, is_page, print_json, read_sizes, write_file
 from vtp_plugin.cli.run_flags import add_run_flags, check_unknown
+from vtp_plugin.cli.search_page import page_of_search
 from vtp_plugin.cli.search_picture import draw_found
 from vtp_plugin.cli.search_request import SearchRequest, read_request
 from vtp_plugin.cli.terminal import TextTable, progress, show
@@ -75,7 +77,10 @@ def add_arguments(parser: Parser) -> None:
     )
     group.add_argument("--num-best", type=int, default=3, metavar="N", help="layouts to print at most, default 3")
     group.add_argument(
-        "--output", type=Path, metavar="FILE.svg", help="picture of the best step and of stock Megatron's"
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="FILE.html: page to open in a browser; FILE.svg: picture of the best step and of stock Megatron's",
     )
     group.add_argument("--limit-s", type=float, default=60.0, metavar="S", help="seconds of the processor, default 60")
     add_slurm_flag(group)
@@ -88,20 +93,24 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError(
             f"--num-best {options.num_best}, --limit-s {options.limit_s:g}; give at least one layout and some seconds"
         )
-    check_ending(options.output, {".svg": "picture"})
+    check_ending(options.output, {".svg": "picture", PAGE: "page"})
     request = read_request(options, read_cluster(options.cluster))
     for text in request.silent:
         print(f"vtp_plugin: {plain(text)}", file=sys.stderr)
     result = _search(request, options)
     if not result.best:
         raise LayoutError(_why_nothing(request, result))
-    if options.output is not None:
+    advised = _advised(request, result)
+    launch = _launch(request, advised, options.argv)
+    lines = [*_lines(request, result)]
+    if is_page(options.output):
+        write_page(options.output, page_of_search(options, request, result, advised, lines, launch))
+    elif options.output is not None:
         write_file(options.output, draw_found(result))
-    launch = _launch(request, _advised(request, result), options.argv)
     if options.json:
         print_json("search", {**_as_json(request, result), "launch": launch.as_json(is_slurm=options.slurm)})
     else:
-        show([*_lines(request, result), "", *launch_lines(launch, is_slurm=options.slurm)])
+        show([*lines, "", *launch_lines(launch, is_slurm=options.slurm)])
 
 
 def _advised(request: SearchRequest, result: SearchResult) -> Candidate:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import math
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from vtp_plugin.cli.bridges import add_bridge_flag, read_modules
-from vtp_plugin.cli.parser import Parser, check_ending, print_json, write_file
+from vtp_plugin.cli.page_file import write_page
+from vtp_plugin.cli.pages import page_of_simulation
+from vtp_plugin.cli.parser import PAGE, Parser, check_ending, is_page, print_json, write_file
 from vtp_plugin.cli.run_flags import Run, add_run_flags, read_run
 from vtp_plugin.cli.terminal import TextTable, show
 from vtp_plugin.config import VtpConfig
@@ -34,7 +36,7 @@ from vtp_plugin.report.pictures.draw_timeline import chrome_trace, draw_svg, dra
 
 _WIDTH = 120
 _MICROBATCHES = 8
-_ENDINGS = {".svg": "picture", ".json": "trace for Perfetto or Chrome"}
+_ENDINGS = {".svg": "picture", ".json": "trace for Perfetto or Chrome", PAGE: "page"}
 _TEXT = """\
 The order is that of a run with these flags. Durations and links come from --vtp-costs, here for every kind of
 schedule. Without it a forward takes 1 on each stage (2 on a cloud stage of a U), a backward twice as long, and
@@ -61,7 +63,10 @@ def add_arguments(parser: Parser) -> None:
         f"another; default: {_MICROBATCHES}, or a few more where replicas or model chunks need them",
     )
     group.add_argument(
-        "--output", type=Path, metavar="FILE", help="FILE.svg: picture; FILE.json: trace for Perfetto or Chrome"
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="FILE.html: page to open in a browser; FILE.svg: picture; FILE.json: trace for Perfetto or Chrome",
     )
 
 
@@ -70,6 +75,7 @@ class _Simulation:
     """A schedule to simulate, with its costs.
 
     Attributes:
+        flags: the run; None for modules on grids of their own.
         request: the request for the schedule.
         costs: durations and links.
         title: title of a picture, without the schedule's name.
@@ -80,6 +86,7 @@ class _Simulation:
         about_number: why there are so many microbatches; empty if the flags say it.
     """
 
+    flags: Run | None
     request: ScheduleRequest
     costs: Costs
     title: str
@@ -97,27 +104,45 @@ def run(options: argparse.Namespace) -> None:
     schedule, _ = make_schedule(simulation.request)
     # Gloo, NCCL and HCCL behave so: a message leaves when its receiver is ready.
     timeline = simulate(schedule, simulation.costs, mode="rendezvous")
+    summary, table = summarize(timeline, unit=simulation.unit), _table(timeline)
+    about = [*_about(simulation, schedule)]
     if options.output is not None:
-        title = f"{schedule.name}, {simulation.title}, {simulation.request.num_microbatches} microbatches"
-        is_picture = options.output.suffix == ".svg"
-        # The model durations are drawn as seconds.
-        unit_s = 1e-3 if simulation.unit else 1.0
-        text = (
-            draw_svg(timeline, title=title, unit=simulation.unit)
-            if is_picture
-            else chrome_trace(timeline, unit_s=unit_s)
-        )
-        write_file(options.output, text)
+        _write(options, simulation, schedule, timeline, [summary, table, *about])
     if options.json:
         print_json("simulate", _as_json(timeline, schedule, simulation, options.output))
         return
-    show([draw_text(timeline), "", summarize(timeline, unit=simulation.unit), _table(timeline), ""])
-    if simulation.about_number:
-        print(simulation.about_number)
-    for text in (simulation.why, f"schedule {schedule.digest}; {simulation.durations}"):
+    show([draw_text(timeline), "", summary, table, ""])
+    for text in about:
         print(textwrap.fill(text, _WIDTH))
     if options.output is not None:
         print(f"wrote {options.output}")
+
+
+def _about(simulation: _Simulation, schedule: Schedule) -> Iterator[str]:
+    """Say what the order and the times follow from."""
+    if simulation.about_number:
+        yield simulation.about_number
+    yield simulation.why
+    yield f"schedule {schedule.digest}; {simulation.durations}"
+
+
+def _write(
+    options: argparse.Namespace,
+    simulation: _Simulation,
+    schedule: Schedule,
+    timeline: Timeline,
+    parts: Sequence[str | TextTable],
+) -> None:
+    """Write the page, the picture or the trace."""
+    title = f"{schedule.name}, {simulation.title}, {simulation.request.num_microbatches} microbatches"
+    if is_page(options.output):
+        page = page_of_simulation(options, simulation.flags, timeline, parts, title=title, unit=simulation.unit)
+        write_page(options.output, page)
+    elif options.output.suffix == ".svg":
+        write_file(options.output, draw_svg(timeline, title=title, unit=simulation.unit))
+    else:
+        # The model durations are drawn as seconds.
+        write_file(options.output, chrome_trace(timeline, unit_s=1e-3 if simulation.unit else 1.0))
 
 
 def _of_pipeline(options: argparse.Namespace) -> _Simulation:
@@ -135,6 +160,7 @@ def _of_pipeline(options: argparse.Namespace) -> _Simulation:
     )
     why, least = _why(flags, request, costs)
     return _Simulation(
+        flags=flags,
         request=request,
         costs=costs,
         title=option_context(flags.config, flags.layout).size_list,
@@ -163,6 +189,7 @@ def _of_modules(options: argparse.Namespace) -> _Simulation:
     stated = None if config.costs is None else parse_costs(config.costs, placed.placement)
     stages = ", ".join(f"{first} {name}" for name, first in placed.first_stages.items())
     return _Simulation(
+        flags=None,
         request=request,
         costs=uniform_costs(placed.placement) if stated is None else stated,
         title=" and ".join(sources) + f" -> {last}",
@@ -230,13 +257,14 @@ def _durations(unit: str, *, is_u_shaped: bool) -> str:
 def _rows(timeline: Timeline) -> Iterator[dict[str, Any]]:
     """Yield the entry of each worker in the output of ``--json``."""
     placement = timeline.placement
+    busy, utilization = timeline.busy, timeline.utilization
     for worker, in_flight in enumerate(timeline.in_flight):
         stage, replica = placement.stage_and_replica(worker)
         yield {
             "stage": stage,
             "replica": replica,
-            "busy": timeline.busy[worker],
-            "utilization": timeline.utilization[worker],
+            "busy": busy[worker],
+            "utilization": utilization[worker],
             "in_flight": in_flight,
             "kept_activations": [timeline.activations[vstage] for vstage in placement.vstages(stage)],
         }

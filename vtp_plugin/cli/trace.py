@@ -7,9 +7,12 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from vtp_plugin.cli.parser import check_ending, print_json, write_file
+from vtp_plugin.cli.page_file import write_page
+from vtp_plugin.cli.page_sections import quoted, split_parts
+from vtp_plugin.cli.parser import PAGE, check_ending, is_page, print_json, write_file
 from vtp_plugin.cli.terminal import TextTable, show
 from vtp_plugin.plan.schedule.cost.cost_text import format_costs
+from vtp_plugin.report.page.report_page import ReportPage
 from vtp_plugin.report.pictures import chrome
 from vtp_plugin.report.pictures.draw_rows import Box, Group, draw_rows
 from vtp_plugin.report.trace.causes import MEANINGS, Cause, Stretch
@@ -26,7 +29,7 @@ from vtp_plugin.report.trace.compare_steps import (
 from vtp_plugin.report.trace.explain import arrivals
 from vtp_plugin.report.trace.trace_files import RankFile, read_files
 
-_ENDINGS = {".json": "trace for Perfetto or Chrome", ".svg": "picture of the last step"}
+_ENDINGS = {".json": "trace for Perfetto or Chrome", ".svg": "picture of the last step", PAGE: "page"}
 # What is drawn, with its colour; bubbles are left empty.
 _COLOURS: dict[str, str] = {
     Cause.FORWARD: "#3f6ca8",
@@ -65,32 +68,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.epilog = f"Causes: {causes}. {_KEYS}"
     parser.add_argument("folder", type=Path, metavar="DIR", help="of --vtp-trace, with the files of all ranks")
     parser.add_argument(
+        "--output",
         "--out",
         type=Path,
         metavar="FILE",
-        help="FILE.json: trace for Perfetto (ui.perfetto.dev) or Chrome; FILE.svg: picture of the last step",
+        help="FILE.html: page to open in a browser; FILE.json: trace for Perfetto (ui.perfetto.dev) or Chrome; "
+        "FILE.svg: picture of the last step",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(options: argparse.Namespace) -> None:
     """Join, write and print."""
-    check_ending(options.out, _ENDINGS, flag="--out")
+    check_ending(options.output, _ENDINGS)
     files = read_files(options.folder)
     steps = join_files(files)
-    if options.out is not None:
-        is_picture = options.out.suffix == ".svg"
-        text = _picture(files, steps[-1]) if is_picture else chrome.document(_events(files, steps))
-        write_file(options.out, text, flag="--out")
     found = differences(steps)
     slower = slower_by_itself(steps, found)
-    if options.json:
-        print_json("trace", _as_json(files, steps, found, slower, options.out))
-        return
     planned, asked_for = split_asked_for(steps, found)
-    show([*_summary(files, steps), "", _table(files, planned), *_asked_for(asked_for), _verdict(slower)])
-    if options.out is not None:
-        print(f"wrote {options.out}")
+    parts = [*_summary(files, steps), "", _table(files, planned), *_asked_for(asked_for), _verdict(slower)]
+    if is_page(options.output):
+        write_page(options.output, _page(options, files, steps, parts))
+    elif options.output is not None:
+        is_picture = options.output.suffix == ".svg"
+        write_file(options.output, _picture(files, steps[-1]) if is_picture else chrome.document(_events(files, steps)))
+    if options.json:
+        print_json("trace", _as_json(files, steps, found, slower, options.output))
+        return
+    show(parts)
+    if options.output is not None:
+        print(f"wrote {options.output}")
+
+
+def _page(
+    options: argparse.Namespace,
+    files: Sequence[RankFile],
+    steps: Sequence[TracedStep],
+    parts: Sequence[str | TextTable],
+) -> ReportPage:
+    """Show what was measured beside what was predicted."""
+    table, notes = split_parts(parts)
+    return ReportPage(
+        command="trace",
+        title=f"{len(files)} ranks, steps {steps[0].number} to {steps[-1].number}",
+        argv=quoted(options.argv),
+        notes=notes,
+        table=table,
+        about_table="Measured beside predicted",
+        step=_picture(files, steps[-1]),
+        about_step=f"Step {steps[-1].number}: the run above its plan",
+    )
 
 
 def _events(files: Sequence[RankFile], steps: Sequence[TracedStep]) -> Iterator[chrome.Event]:

@@ -70,6 +70,7 @@ def source_files() -> dict[str, bytes]:
     files = {path: path.relative_to(ROOT) for path in (ROOT / "vtp_plugin").rglob("*.py")}
     files |= {path: Path("vtp_plugin") / path.relative_to(ROOT) for path in (ROOT / "patches").rglob("*.py")}
     files[ROOT / "vtp_plugin" / "py.typed"] = Path("vtp_plugin/py.typed")
+    files |= {path: path.relative_to(ROOT) for path in (ROOT / "vtp_plugin/report/page").glob("page.*")}
     pins = (ROOT / "patches").rglob("pins.json")
     files |= {path: Path("vtp_plugin") / path.relative_to(ROOT) for path in pins}
     return {name.as_posix(): path.read_bytes() for path, name in files.items()}

@@ -100,6 +100,10 @@ class Launch:
             found.append(f"{seen}{words} {meeting_words()}")
         return tuple(found)
 
+    def commands(self, node: NodeRanks) -> tuple[str, ...]:
+        """Return the commands that a node starts side by side, whole."""
+        return tuple(" ".join((start, *self.program)) for start in self._starts(node, self.node_ranks()))
+
     def lines(self) -> Iterator[str]:
         """Write what to start on each node; alike nodes in a row are one entry."""
         numbers = self.node_ranks()
@@ -204,14 +208,13 @@ class Launch:
 
     def as_json(self, *, is_slurm: bool) -> dict[str, object]:
         """Return everything for ``--json``."""
-        numbers = self.node_ranks()
         return {
             "nodes": [
                 {
                     "node": node.name,
                     "ranks": list(node.ranks),
                     "stages": list(node.stages(self.layout)),
-                    "commands": [" ".join((start, *self.program)) for start in self._starts(node, numbers)],
+                    "commands": list(self.commands(node)),
                 }
                 for node in self.nodes
             ],
