@@ -7,7 +7,7 @@ import pytest
 from tests.rules.translations import LANGUAGES, ROOT, Words, differences, figures, known_words, sections
 
 WORDS = known_words()
-OWN_PAGES = {"docs/zh/terms.md"}  # no translations
+OWN_PAGES = {"docs/zh/terms.md"}  # no translation
 
 RUN = "\u8fd0\u884c"  # run
 TWO = "\u4e24"
