@@ -7,8 +7,8 @@ Every kind of card is profiled alone by ``profile``, the links by ``profile --li
 hashed; then ``search`` reads them, and nothing else, and its layouts train by megatron.training under the plugin,
 over gloo. Layers are real and small; each also waits (``benchmarks/emulated.py``), by kind of card. Two sites are
 joined by an emulated line (``benchmarks/wan``), which needs root. Results are added to FOLDER/results.jsonl; what
-stands there is not run again, and ``--table`` prints it as ``docs/guides/search.md`` has it. ``--swapped``, a control:
-two kinds of cards change places behind the prediction's back.
+stands there is not run again, and ``--table`` prints it as ``docs/evidence/predictions.md`` has it. ``--swapped``, a
+control: two kinds of cards change places behind the prediction's back.
 
 Of the other layouts one half is drawn at random; the other half are the shortest, as predicted, of 400 random ones.
 Each runs once; further rounds are for those that took less than 1.1 of the best one's step.

@@ -16,7 +16,7 @@ while IFS= read -r line; do
     [[ ! $line =~ name=\"([0-9.]+)\" ]] || known+=("${BASH_REMATCH[1]}")
 done <"${BASH_SOURCE[0]%/*}/../vtp_plugin/host/versions/known_versions.py"
 extras=demo,test,host-${host/./-}
-[[ $host != "${known[-1]}" ]] || extras=demo,dev,hf,tune,host-${host/./-}
+[[ $host != "${known[-1]}" ]] || extras=browser,demo,dev,hf,site,tune,host-${host/./-}
 
 # pythons: minor versions of Python 3 that have wheels of this Megatron, best first; known_versions.py has the same.
 # packages, no_deps: what pip installs, and what it installs without dependencies.
