@@ -31,7 +31,9 @@ HOME = "docs/index.html"
 def main() -> int:
     """Do what the command line asks for; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--to", type=Path, default=ROOT / "out" / "site", help="folder of all versions (default: out/site)")
+    parser.add_argument(
+        "--to", type=Path, default=ROOT / "out" / "site", help="folder of all versions (default: out/site)"
+    )
     folder = parser.parse_args().to.resolve()
     sys.path.insert(0, str(ROOT))
     from vtp_plugin import __version__

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import sys
@@ -102,9 +103,9 @@ def _add_code(section: Section, token: Token) -> None:
         return
     if token.type == "code_block":  # comments in commands are translated, output in fences is not
         section.prose += COMMENT.findall(token.content)
-        section.code.append(COMMENT.sub("", token.content))
+        section.code += COMMENT.sub("", token.content).splitlines()
     else:
-        section.code.append(f"{token.info}\n{token.content}")
+        section.code += [token.info, *token.content.splitlines()]
 
 
 def _add_text(section: Section, tokens: Sequence[Token]) -> None:
@@ -195,10 +196,12 @@ def _of_section(page: str, section: Section, other: Section, words: Words) -> It
         only, more = Counter(ours) - Counter(theirs), Counter(theirs) - Counter(ours)
         if only or more:
             yield f"{what}: not translated: {_shown(only)}; only translated: {_shown(more)}"
+        elif what == "code" and ours != theirs:
+            yield "lines of code are in another order"
 
 
 def _counted(blocks: Sequence[str]) -> str:
-    return ", ".join(f"{number} {block}" for block, number in Counter(blocks).items())
+    return ", ".join(f"{len(list(run))} {block}" for block, run in itertools.groupby(blocks))
 
 
 def _shown(counted: Counter[str]) -> str:
