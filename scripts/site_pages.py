@@ -28,6 +28,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("doctree-read", name_pages, priority=400)  # before Sphinx collects what is to be downloaded
     app.connect("doctree-read", link_to_files, priority=400)
     app.connect("html-collect-pages", pages_of_files)
+    app.connect("html-page-context", name_language)
     app.connect("build-finished", write_llms)
     return {"parallel_read_safe": False, "parallel_write_safe": True}
 
@@ -95,6 +96,12 @@ def _shown(path: Path) -> str:
     return f'<div class="highlight">{highlight(path.read_text(), lexer, HtmlFormatter(nowrap=False))}</div>'
 
 
+def name_language(app: Sphinx, name: str, template: str, context: dict[str, Any], doctree: object) -> None:
+    """Name the language of a page: browsers take Chinese signs in English for Japanese ones."""
+    if name.startswith("docs/zh/"):
+        context["language"] = "zh-CN"
+
+
 def write_llms(app: Sphinx, exception: Exception | None) -> None:
     """Write llms.txt: what this is, and every page with its first sentence."""
     if exception is not None or app.builder.format != "html":
@@ -109,5 +116,6 @@ def write_llms(app: Sphinx, exception: Exception | None) -> None:
 def _first_sentence(app: Sphinx, name: str) -> str:
     """Return the first sentence of a document's first paragraph."""
     paragraphs = app.env.get_doctree(name).findall(nodes.paragraph)
-    text = next((node.astext() for node in paragraphs if isinstance(node.parent, nodes.section)), "")
-    return re.split(r"(?<=[.?!])\s", " ".join(text.split()), maxsplit=1)[0]
+    texts = (node.astext() for node in paragraphs if isinstance(node.parent, nodes.section))
+    text = next((text for text in texts if not text.startswith("English | ")), "")
+    return re.split(r"(?<=[.?!])\s|(?<=\u3002)", " ".join(text.split()), maxsplit=1)[0]

@@ -7,12 +7,12 @@ import itertools
 import re
 import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [
-    *(ROOT / f"{name}.md" for name in ("README", "CONTRIBUTING", "SECURITY", "CHANGELOG")),
+    *(ROOT / f"{name}.md" for name in ("README", "README.zh", "CONTRIBUTING", "SECURITY", "CHANGELOG")),
     *sorted((ROOT / "docs").rglob("*.md")),
     *sorted((ROOT / "examples").rglob("*.md")),
     *sorted((ROOT / ".github").rglob("*.md")),
@@ -26,7 +26,7 @@ _PLACEHOLDER = "[Megatron's arguments]"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """One command of a document.
+    """One command of a document; equal to the same command of another one, such as a translation.
 
     Attributes:
         source: name of the document.
@@ -34,7 +34,7 @@ class Command:
         words: its words; the first is a program, a script, or a flag where only flags are shown.
     """
 
-    source: str
+    source: str = field(compare=False)
     variables: tuple[str, ...]
     words: tuple[str, ...]
 

@@ -142,11 +142,12 @@ def shown_outputs() -> list[object]:
     """Commands of the plugin that a document shows with what they print, between the next two fences."""
     command = r"^    (vtp (?:plan|simulate) [^\n]*(?:\\\n[^\n]*)*)\n"
     pattern = re.compile(command + r"(?:(?!    |```)[^\n]*\n)*```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
-    return [
-        pytest.param(words.replace("\\\n", " "), output, id=f"{path.name}: {words}"[:60])
-        for path in DOCUMENTS
+    shown = {
+        (words.replace("\\\n", " "), output): f"{path.name}: {words}"[:60]
+        for path in reversed(DOCUMENTS)  # named after the first that shows it
         for words, output in pattern.findall(path.read_text())
-    ]
+    }
+    return [pytest.param(*case, id=name) for case, name in shown.items()]
 
 
 def test_the_reader_finds_outputs() -> None:
