@@ -12,6 +12,7 @@ from tests.rules.doc_commands import commands_in_code
 from tests.rules.import_rules import ROOT
 from vtp_plugin import __version__
 from vtp_plugin.cli.main import _parser
+from vtp_plugin.host.versions import HOSTS, family_of
 from vtp_plugin.util.untrusted_files import read_toml
 
 yaml = pytest.importorskip("yaml", reason="needs PyYAML, which Megatron brings")
@@ -89,3 +90,14 @@ def test_files_of_a_form_exist(path: Path) -> None:
 def test_blank_issues_are_a_choice() -> None:
     """No contact links: they need the address of the repository, which is not known."""
     assert read(GITHUB / "ISSUE_TEMPLATE" / "config.yml") == {"blank_issues_enabled": True}
+
+
+def test_containers_are_named_for_every_megatron_and_say_whether_they_were_run() -> None:
+    page = (ROOT / "docs" / "start" / "containers.md").read_text()
+    tables = re.findall(r"(?:^\|.*\n)+", page, re.MULTILINE)
+    rows = [[cell.strip() for cell in row.strip("|").split("|")] for table in tables for row in table.splitlines()[2:]]
+    assert len(tables) == 3
+    assert {row[-1].partition(" (")[0] for row in rows} <= {"run", "not run", "not supported"}
+    of_nvidia = [row[0] for row in rows if row[1].endswith("-py3")]
+    families = [family_of(version) for version in of_nvidia if re.fullmatch(r"[\d.]+", version)]
+    assert {family.name for family in families if family} == {host.name for host in HOSTS}
