@@ -32,6 +32,7 @@ BLOCKS = {
 }
 UNITS = "us|ms|s|KiB|MiB|GiB|TiB|KB|MB|GB|TB|Kbit|Mbit|Gbit|W|points"
 DIGITS = re.compile(rf"(\d+(?:,\d{{3}})*(?:\.\d+)*)(?:\s*({UNITS})(?![A-Za-z]))?")
+IMAGE = re.compile(r'<img src="([^"]+)"[^>]* alt="([^"]*)"')
 COMMENT = re.compile(r"\s+# (.*)$", re.MULTILINE)
 
 
@@ -41,11 +42,13 @@ class Words:
 
     Attributes:
         pages: pages with a translation, by their names in the repository: "README.md" -> "README.zh.md".
+        stand_ins: pages without a translation, and to which page the links of translations lead instead.
         headings: headings -> their translation.
         numbers: numbers written as words, first in the language of the pages, then in that of the translations.
     """
 
     pages: Mapping[str, str]
+    stand_ins: Mapping[str, str]
     headings: Mapping[str, str]
     numbers: tuple[Mapping[str, str], Mapping[str, str]]
 
@@ -66,8 +69,12 @@ class Section:
 def known_words() -> Words:
     """Read tests/chinese.toml."""
     table = tomllib.loads((ROOT / "tests/chinese.toml").read_text(encoding="utf-8"))
-    numbers = table["numbers"]
-    return Words(pages=table["pages"], headings=table["headings"], numbers=(numbers["english"], numbers["chinese"]))
+    return Words(
+        pages=table["pages"],
+        stand_ins=table["stand_ins"],
+        headings=table["headings"],
+        numbers=(table["numbers"]["english"], table["numbers"]["chinese"]),
+    )
 
 
 def slug(heading: str) -> str:
@@ -90,6 +97,11 @@ def sections(text: str) -> list[Section]:
             skip = index + 1
         elif token.type in BLOCKS:
             found[-1].blocks.append(BLOCKS[token.type])
+        elif token.type == "html_block":
+            found[-1].blocks.append("picture")
+            for source, described in IMAGE.findall(token.content):
+                found[-1].links.append(source)
+                found[-1].prose.append(described)
         elif token.type in ("fence", "code_block"):
             _add_code(found[-1], token)
         elif token.type == "inline":
@@ -133,17 +145,18 @@ def figures(prose: Iterable[str], numbers: Mapping[str, str]) -> list[str]:
 
 
 def targets(links: Iterable[str], page: str, words: Words) -> list[str]:
-    """Return where links lead, by names in the repository; what is translated by its first name."""
-    originals = {translation: original for original, translation in words.pages.items()}
-    anchors = {slug(translation): slug(heading) for heading, translation in words.headings.items()}
+    """Return where links lead, by names in the repository; what is translated by the name of its translation."""
+    anchors = {slug(heading): slug(translation) for heading, translation in words.headings.items()}
     found: list[str] = []
     for link in map(unquote, links):
         file, _, anchor = link.partition("#")
+        name = os.path.normpath(os.path.join(os.path.dirname(page), file)) if file else page
         if ":" in file:
             found.append(link)
-            continue
-        name = os.path.normpath(os.path.join(os.path.dirname(page), file)) if file else page
-        found.append("#".join((originals.get(name, name), anchors.get(anchor, anchor))).strip("#"))
+        elif name in words.pages:
+            found.append("#".join((words.pages[name], anchors.get(anchor, anchor))).strip("#"))
+        else:
+            found.append("#".join((words.stand_ins.get(name, name), anchor)).strip("#"))
     return found
 
 

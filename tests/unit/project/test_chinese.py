@@ -15,7 +15,7 @@ PAGE = """# Tool
 
 English | [other](README.zh.md)
 
-Two GPUs, 8,192 tokens, 0.4 s. See [start](docs/start.md#first-run).
+Two GPUs, 8,192 tokens, 0.4 s. See [start](docs/start.md#first-run), [guide](docs/guide.md).
 
 ## First run
 
@@ -33,7 +33,7 @@ TRANSLATED = f"""# Tool
 
 [English](README.md) | other
 
-{TWO} GPU, 8,192 token, 0.4 s. [start](docs/zh/start.md#{RUN})
+{TWO} GPU, 8,192 token, 0.4 s. [start](docs/zh/start.md#{RUN}), [guide](docs/zh/start.md)
 
 ## {RUN}
 
@@ -49,6 +49,7 @@ and
 """
 LANGUAGE_PAIR = Words(
     pages={"README.md": "README.zh.md", "docs/start.md": "docs/zh/start.md"},
+    stand_ins={"docs/guide.md": "docs/zh/start.md"},
     headings={"Tool": "Tool", "First run": RUN},
     numbers=({"two": "2"}, {TWO: "2"}),
 )
@@ -92,7 +93,7 @@ def test_every_chinese_page_is_held() -> None:
         ("    vtp doctor\n", "", f"{RUN} (First run): code: not translated: nothing; only translated: 'vtp doctor'"),
         ("--have 8,6", "--have 8,4", f"{RUN} (First run): code: not translated: 'vtp plan --have 8,4'; only"),
         ("`--size 2`", "`--size 3`", f"{RUN} (First run): code in the text: not translated: '--size 3'; only"),
-        ("#first-run", "#tool", "Tool (Tool): links: not translated: 'docs/start.md#tool'; only"),
+        ("#first-run", "#tool", "Tool (Tool): links: not translated: 'docs/zh/start.md#tool'; only"),
         ("start.md", "end.md", "Tool (Tool): links: not translated: 'docs/end.md#first-run'; only"),
         ("* one item", "* one item\n* another", f"{RUN} (First run): blocks of text: "),
         ("## First run\n", "", f"README.zh.md has a heading '{RUN}' of this level"),

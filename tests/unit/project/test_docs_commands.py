@@ -27,10 +27,7 @@ from vtp_plugin.config.vtp_flags import add_vtp_arguments, read_flags
 COMMANDS = list(dict.fromkeys(command for path in DOCUMENTS for command in commands(path)))
 # Of the plugin's commands those that only read and print; doctor and run have tests of their own.
 CHEAP = ("plan", "draw", "simulate")
-# The first run, which several pages show; by its words, so that it runs once.
-RUNS_HERE = list(
-    {c.words: c for c in COMMANDS if c.words[0] == "torchrun" and "examples/pretrain_gpt.py" in c.words}.values()
-)
+RUNS_HERE = [c for c in COMMANDS if c.words[0] == "torchrun" and "examples/pretrain_gpt.py" in c.words]
 
 
 @pytest.fixture(scope="module")
