@@ -116,6 +116,8 @@ def write_llms(app: Sphinx, exception: Exception | None) -> None:
 def _first_sentence(app: Sphinx, name: str) -> str:
     """Return the first sentence of a document's first paragraph."""
     paragraphs = app.env.get_doctree(name).findall(nodes.paragraph)
-    texts = (node.astext() for node in paragraphs if isinstance(node.parent, nodes.section))
-    text = next((text for text in texts if not text.startswith("English | ")), "")
-    return re.split(r"(?<=[.?!])\s|(?<=\u3002)", " ".join(text.split()), maxsplit=1)[0]
+    texts = (" ".join(node.astext().split()) for node in paragraphs if isinstance(node.parent, nodes.section))
+    # A line of links is none.
+    return next(
+        (re.split(r"(?<=[.?!])\s|(?<=\u3002)", text)[0] for text in texts if re.search(r"[.:?!\u3002]", text)), ""
+    )

@@ -79,7 +79,7 @@ def apply(
     Call it before Megatron's ``parallel_state`` is initialised, and best before the script imports anything from
     Megatron. If names, class attributes, default arguments or partial objects already hold a function of Megatron, they
     get the replacement, here and once the list is known. A warning names what was seen to stay in closures, containers
-    and attributes; what would make a run wrong is refused. Without a list here or on the command line
+    and attributes; what would make a run wrong ends it. Without a list here or on the command line
     (``--vtp-size-list``), Megatron stays as it is. In a child process that ``multiprocessing`` spawns, the call does
     nothing while the script is imported again.
 
@@ -88,9 +88,9 @@ def apply(
 
     Args:
         vtp_size_list: tensor-parallel size of every stage, such as ``[1, 4, 4]``, or ``"auto"``.
-        stages: fewest and most pipeline stages of a list that is fitted to the cards that are there, such as ``"2:4"``,
-            with ``vtp_size_list="auto"``; refused here: only ``python -m vtp_plugin run`` can fit a list. ``None``
-            makes every node of the launcher one stage.
+        stages: fewest and most pipeline stages of a layout that is chosen for the devices that are there, such as
+            ``"2:4"``, with ``vtp_size_list="auto"``; not supported here: only ``python -m vtp_plugin run`` can choose
+            one. ``None`` makes every node of the launcher one stage.
         vtp_cp_list: context-parallel size of every stage; ``None`` is Megatron's one size for all. With a list,
             ``initialize_model_parallel(context_parallel_size=...)`` may be left out or be the largest of it.
         vtp_dp_list: data-parallel size of every stage; ``None`` is one size for all, from the number of ranks. If sizes
