@@ -144,20 +144,23 @@ def figures(prose: Iterable[str], numbers: Mapping[str, str]) -> list[str]:
     return found
 
 
-def targets(links: Iterable[str], page: str, words: Words) -> list[str]:
-    """Return where links lead, by names in the repository; what is translated by the name of its translation."""
-    anchors = {slug(heading): slug(translation) for heading, translation in words.headings.items()}
+def targets(links: Iterable[str], page: str) -> list[str]:
+    """Return where the links of a page lead, by names in the repository."""
     found: list[str] = []
     for link in map(unquote, links):
-        file, _, anchor = link.partition("#")
+        file, anchor, heading = link.partition("#")
         name = os.path.normpath(os.path.join(os.path.dirname(page), file)) if file else page
-        if ":" in file:
-            found.append(link)
-        elif name in words.pages:
-            found.append("#".join((words.pages[name], anchors.get(anchor, anchor))).strip("#"))
-        else:
-            found.append("#".join((words.stand_ins.get(name, name), anchor)).strip("#"))
+        found.append(link if ":" in file else f"{name}{anchor}{heading}")
     return found
+
+
+def translated(target: str, words: Words) -> str:
+    """Return where the translation of a link leads."""
+    name, anchor, heading = target.partition("#")
+    if name not in words.pages:
+        return f"{words.stand_ins.get(name, name)}{anchor}{heading}"
+    headings = {slug(original): slug(translation) for original, translation in words.headings.items()}
+    return f"{words.pages[name]}{anchor}{headings.get(heading, heading)}"
 
 
 def differences(page: str, text: str, translated_text: str, words: Words) -> list[str]:
@@ -202,7 +205,10 @@ def _of_section(page: str, section: Section, other: Section, words: Words) -> It
     pairs = {
         "code": (section.code, other.code),
         "code in the text": (section.words_of_code, other.words_of_code),
-        "links": (targets(section.links, page, words), targets(other.links, words.pages[page], words)),
+        "links": (
+            [translated(target, words) for target in targets(section.links, page)],
+            targets(other.links, words.pages[page]),
+        ),
         "figures": (figures(section.prose, words.numbers[0]), figures(other.prose, words.numbers[1])),
     }
     for what, (ours, theirs) in pairs.items():

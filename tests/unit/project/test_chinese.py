@@ -107,6 +107,13 @@ def test_what_one_language_alone_says_is_found(old: str, new: str, line: str | N
     assert found == [] if line is None else any(line in each for each in found), found
 
 
+def test_a_link_to_what_is_translated_leads_to_the_translation() -> None:
+    [line] = differences(
+        "README.md", PAGE, TRANSLATED.replace(f"docs/zh/start.md#{RUN}", "docs/start.md"), LANGUAGE_PAIR
+    )
+    assert line.endswith(f"not translated: 'docs/zh/start.md#{RUN}'; only translated: 'docs/start.md'")
+
+
 @pytest.mark.parametrize(
     ("text", "found"),
     [
