@@ -1,0 +1,11 @@
+"""The encrypted link between sites: WireGuard, and a network namespace or a firewall that keeps all others out.
+
+Plans are data, made from a site's file without rights: :func:`~vtp_plugin.link.link_plan.plan_up`. The programs ``ip``,
+``wg``, ``wireguard-go`` and ``nft`` do the work. Needs neither torch nor Megatron.
+
+Words:
+    site file: the TOML file of one site, with its own and its peers' addresses and keys.
+    peer: a machine at the other end of the link.
+    step: one command of a plan, with the command that undoes it.
+    reach: who can connect to what listens.
+"""
