@@ -104,7 +104,9 @@ def _show(site: LinkSite, options: argparse.Namespace) -> None:
 def _run(site: LinkSite, options: argparse.Namespace) -> None:
     command = options.words[1:] if options.words[:1] == ["--"] else options.words
     if command == options.words and command and command[0].startswith("-"):
-        raise ConfigError(f"{command[0]} stands behind the file; flags of link run stand before it, -- before the command")
+        raise ConfigError(
+            f"{command[0]} stands behind the file; flags of link run stand before it, -- before the command"
+        )
     if not command:
         raise ConfigError(f"link run has no command; it runs one over the link; write: {_how_to_run(options)}")
     # Read before this process gives up the rights to read it.

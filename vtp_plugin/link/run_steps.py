@@ -34,10 +34,10 @@ def run_up(steps: Sequence[Step]) -> None:
     for step in steps:
         problem = run_step(step)[1]
         if problem:
-            for earlier in reversed(done):
-                if earlier.undo:
-                    run_step(Step(words=earlier.undo, otherwise=earlier.undo_otherwise))
-            raise ConfigError(f"{problem}; what was done before is undone; {_way_out(problem)}")
+            undone = [earlier for earlier in reversed(done) if earlier.undo]
+            for earlier in undone:
+                run_step(Step(words=earlier.undo, otherwise=earlier.undo_otherwise))
+            raise ConfigError(f"{problem}; {'all before it is undone; ' if undone else ''}{_way_out(problem)}")
         done.append(step)
 
 

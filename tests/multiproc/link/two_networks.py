@@ -96,9 +96,11 @@ def two_networks() -> Iterator[Networks]:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 
-def must(words: Sequence[object]) -> str:
+def must(words: Sequence[object], *, stdin: str = "") -> str:
     """Run a command that ends well; return what it prints."""
-    done = subprocess.run(list(map(str, words)), capture_output=True, text=True, check=False, timeout=120)
+    done = subprocess.run(
+        list(map(str, words)), input=stdin, capture_output=True, text=True, check=False, timeout=120, env=environment()
+    )
     assert done.returncode == 0, (words, done.stdout[-2000:], done.stderr[-2000:])
     return done.stdout
 

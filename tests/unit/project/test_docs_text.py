@@ -26,10 +26,10 @@ LINK = re.compile(r"\]\(([^)\s]+)\)|<img src=\"([^\"]+)\"")
 PATH = re.compile(r"(?<![\w/.-])((?:tests|vtp_plugin|patches|benchmarks|examples|scripts|docs)/[\w./-]+)(?:::(\w+))?")
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 KEY = re.compile(r"\b([a-z]+_(?:ms|kib)|mbit)=")
-# Of iptables, of MindSpeed, of MindSpeed-MM's converter, of pip and of docker.
+# Of MindSpeed, of MindSpeed-MM's converter, of pip and of containers.
 FOREIGN_FLAGS = {
     "--cfg",
-    "--dport",
+    *("--cap-add", "--network"),
     "--encoder-dp-balance",
     "--mm-data",
     "--mm-model",
