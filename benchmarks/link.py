@@ -34,8 +34,8 @@ import torch.distributed as dist
 from benchmarks.turns import Figures, in_turn, measure_in_turn
 from vtp_plugin.errors import VtpError
 from vtp_plugin.link.keys import make_keys
-from vtp_plugin.link.link_plan import Step, plan_down, plan_up
-from vtp_plugin.link.run_steps import run_step, run_up
+from vtp_plugin.link.link_plan import LinkCommand, plan_down, plan_up
+from vtp_plugin.link.run_commands import run_command, run_up
 from vtp_plugin.link.site_file import Engine, LinkSite, site_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -163,7 +163,7 @@ def _ways(rate: int, folder: Path) -> Iterator[list[Way]]:
             sites = _sites(engine, letter, folder)
             try:
                 for end, site in enumerate(sites):
-                    run_up([_outside(step, end) for step in plan_up(site)])
+                    run_up([_outside(command, end) for command in plan_up(site)])
                     links.append((end, site))
             except VtpError as error:
                 print(f"    not measured: {engine}: {str(error).partition(';')[0]}", file=sys.stderr)
@@ -180,25 +180,25 @@ def _ways(rate: int, folder: Path) -> Iterator[list[Way]]:
         yield ways
     finally:
         for end, site in links:
-            for step in plan_down(site):
-                run_step(_outside(step, end))
+            for command in plan_down(site):
+                run_command(_outside(command, end))
         for name in _NAMES:
-            run_step(Step(words=("ip", "netns", "delete", name)))
+            run_command(LinkCommand(words=("ip", "netns", "delete", name)))
 
 
-def _line(rate: int) -> Iterator[Step]:
+def _line(rate: int) -> Iterator[LinkCommand]:
     for name in _NAMES:
-        yield Step(words=("ip", "netns", "add", name), undo=("ip", "netns", "delete", name))
+        yield LinkCommand(words=("ip", "netns", "add", name), undo=("ip", "netns", "delete", name))
     veth = ("link", "add", "eth0", "type", "veth", "peer", "name", "eth0", "netns", _NAMES[1])
-    yield Step(words=("ip", "-n", _NAMES[0], *veth))
+    yield LinkCommand(words=("ip", "-n", _NAMES[0], *veth))
     for name, address in zip(_NAMES, OUTER, strict=True):
-        yield Step(words=("ip", "-n", name, "address", "add", f"{address}/24", "dev", "eth0"))
-        yield Step(words=("ip", "-n", name, "link", "set", "lo", "up"))
-        yield Step(words=("ip", "-n", name, "link", "set", "eth0", "up"))
+        yield LinkCommand(words=("ip", "-n", name, "address", "add", f"{address}/24", "dev", "eth0"))
+        yield LinkCommand(words=("ip", "-n", name, "link", "set", "lo", "up"))
+        yield LinkCommand(words=("ip", "-n", name, "link", "set", "eth0", "up"))
         if rate:
             burst = max(64 << 10, rate * 1000000 // 8 // 100)
             bucket = ("tbf", "rate", f"{rate}mbit", "burst", str(burst), "latency", "100ms")
-            yield Step(words=("tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", *bucket))
+            yield LinkCommand(words=("tc", "-n", name, "qdisc", "add", "dev", "eth0", "root", *bucket))
 
 
 def _sites(engine: Engine, letter: str, folder: Path) -> tuple[LinkSite, LinkSite]:
@@ -227,15 +227,15 @@ def _sites(engine: Engine, letter: str, folder: Path) -> tuple[LinkSite, LinkSit
     return first, second
 
 
-def _outside(step: Step, end: int) -> Step:
-    """Run a step where the line is."""
+def _outside(command: LinkCommand, end: int) -> LinkCommand:
+    """Run a command where the line is."""
     enter = ("nsenter", f"--net=/run/netns/{_NAMES[end]}", "--")
     return replace(
-        step,
-        words=(*enter, *step.words),
-        otherwise=(*enter, *step.otherwise) if step.otherwise else (),
-        undo=(*enter, *step.undo) if step.undo else (),
-        undo_otherwise=(*enter, *step.undo_otherwise) if step.undo_otherwise else (),
+        command,
+        words=(*enter, *command.words),
+        otherwise=(*enter, *command.otherwise) if command.otherwise else (),
+        undo=(*enter, *command.undo) if command.undo else (),
+        undo_otherwise=(*enter, *command.undo_otherwise) if command.undo_otherwise else (),
     )
 
 

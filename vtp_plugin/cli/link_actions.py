@@ -12,9 +12,9 @@ from vtp_plugin.cli.parser import Parser
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.link.enter import become, callers_variables, enter, start, user_of
 from vtp_plugin.link.keys import make_keys
-from vtp_plugin.link.link_plan import Step, plan_down, plan_show, plan_up, shown
+from vtp_plugin.link.link_plan import LinkCommand, plan_down, plan_show, plan_up, shown
 from vtp_plugin.link.probe import require_answers
-from vtp_plugin.link.run_steps import require_administrator, require_private, run_down, run_step, run_up
+from vtp_plugin.link.run_commands import require_administrator, require_private, run_command, run_down, run_up
 from vtp_plugin.link.site_file import LinkSite, read_site
 from vtp_plugin.util.own_command import own_command
 
@@ -67,13 +67,13 @@ def _keys(site: LinkSite, options: argparse.Namespace) -> None:
 
 
 def _up(site: LinkSite, options: argparse.Namespace) -> None:
-    steps = plan_up(site)
-    if _is_shown(steps, options):
+    commands = plan_up(site)
+    if _is_shown(commands, options):
         return
     require_administrator("up")
     for path in (site.private_key, site.pre_shared_key):
         require_private(path, way_out="`vtp link keys` makes it, or says where it comes from")
-    run_up(steps)
+    run_up(commands)
     print(
         f"the link of {site.name} is up: {site.address}, interface {site.interface}; "
         f"start a run: {_how_to_run(options)}"
@@ -81,21 +81,21 @@ def _up(site: LinkSite, options: argparse.Namespace) -> None:
 
 
 def _down(site: LinkSite, options: argparse.Namespace) -> None:
-    steps = plan_down(site)
-    if _is_shown(steps, options):
+    commands = plan_down(site)
+    if _is_shown(commands, options):
         return
     require_administrator("down")
-    run_down(site, steps)
+    run_down(site, commands)
     print(f"the link of {site.name} is down")
 
 
 def _show(site: LinkSite, options: argparse.Namespace) -> None:
-    steps = plan_show(site)
-    if _is_shown(steps, options):
+    commands = plan_show(site)
+    if _is_shown(commands, options):
         return
     require_administrator("show")
-    for step in steps:
-        printed, problem = run_step(step)
+    for command in commands:
+        printed, problem = run_command(command)
         if problem:
             raise ConfigError(f"the link of {site.name} is not up here ({problem}); `vtp link up` sets it up")
         print(printed, end="")
@@ -118,9 +118,9 @@ def _run(site: LinkSite, options: argparse.Namespace) -> None:
     start(site, command, variables)
 
 
-def _is_shown(steps: tuple[Step, ...], options: argparse.Namespace) -> bool:
+def _is_shown(commands: tuple[LinkCommand, ...], options: argparse.Namespace) -> bool:
     if options.dry_run:
-        print("\n".join(shown(steps)))
+        print("\n".join(shown(commands)))
     return bool(options.dry_run)
 
 

@@ -6,6 +6,5 @@ Plans are data, made from a site's file without rights: :func:`~vtp_plugin.link.
 Words:
     site file: the TOML file of one site, with its own and its peers' addresses and keys.
     peer: a machine at the other end of the link.
-    step: one command of a plan, with the command that undoes it.
     reach: who can connect to what listens.
 """

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.link.link_plan import variables_of
-from vtp_plugin.link.run_steps import require_administrator
+from vtp_plugin.link.run_commands import require_administrator
 from vtp_plugin.link.site_file import LinkSite
 
 _CLONE_NEWNET = 0x40000000

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.link.run_steps import require_private
+from vtp_plugin.link.run_commands import require_private
 from vtp_plugin.link.site_file import LinkSite
 
 

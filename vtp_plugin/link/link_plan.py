@@ -17,13 +17,13 @@ BACKEND_VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IF
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Step:
+class LinkCommand:
     """One command, and what undoes it.
 
     Attributes:
         words: program and arguments.
         otherwise: run in its place where it fails; empty for nothing.
-        undo: undoes it; empty where an earlier step's does.
+        undo: undoes it; empty where an earlier command's does.
         undo_otherwise: run where `undo` fails.
         stdin: text that the program reads.
     """
@@ -35,8 +35,8 @@ class Step:
     stdin: str = ""
 
 
-def plan_up(site: LinkSite) -> tuple[Step, ...]:
-    r"""Return the steps that set the link up, in their order.
+def plan_up(site: LinkSite) -> tuple[LinkCommand, ...]:
+    r"""Return the commands that set the link up, in their order.
 
     The interface is made where the network is, so that WireGuard's own packets leave there, and then moved into a
     namespace in which nothing else is. Keys are named by their files, so that no list of processes shows them.
@@ -51,7 +51,7 @@ def plan_up(site: LinkSite) -> tuple[Step, ...]:
     >>> from vtp_plugin.link.site_file import site_of
     >>> peer = {"public_key": "A" * 43 + "=", "address": "10.8.0.2", "endpoint": "198.51.100.7:51820"}
     >>> site = site_of({"name": "edge", "address": "10.8.0.1", "peer": [peer]}, Path("/etc/vtp"))
-    >>> print("\n".join(" ".join(step.words[:6]) for step in plan_up(site)))
+    >>> print("\n".join(" ".join(command.words[:6]) for command in plan_up(site)))
     ip netns add vtp-edge
     ip link add vtp-edge type wireguard
     wg set vtp-edge private-key /etc/vtp/edge.key listen-port
@@ -70,26 +70,26 @@ def plan_up(site: LinkSite) -> tuple[Step, ...]:
         )
     if site.how == "firewall":
         table = ("nft", "delete", "table", "inet", name)
-        first = Step(words=("nft", "-f", "-"), undo=table, stdin=rules_of(site))
+        first = LinkCommand(words=("nft", "-f", "-"), undo=table, stdin=rules_of(site))
         return first, _made(site), _set(site), *_addressed(site)
     return (
-        Step(words=("ip", "netns", "add", name), undo=("ip", "netns", "delete", name)),
+        LinkCommand(words=("ip", "netns", "add", name), undo=("ip", "netns", "delete", name)),
         _made(site),
         _set(site),
-        Step(words=("ip", "link", "set", name, "netns", name)),
-        Step(words=(*_ip(site), "link", "set", "lo", "up")),
+        LinkCommand(words=("ip", "link", "set", name, "netns", name)),
+        LinkCommand(words=(*_ip(site), "link", "set", "lo", "up")),
         *_addressed(site),
     )
 
 
-def plan_down(site: LinkSite) -> tuple[Step, ...]:
-    """Return the steps that undo all of :func:`plan_up`, the last one first, whatever of it was done.
+def plan_down(site: LinkSite) -> tuple[LinkCommand, ...]:
+    """Return the commands that undo all of :func:`plan_up`, the last one first, whatever of it was done.
 
     >>> from pathlib import Path
     >>> from vtp_plugin.link.site_file import site_of
     >>> site = site_of({"name": "edge", "address": "10.8.0.1", "peer": [{"address": "10.8.0.2"}]}, Path("/etc"))
-    >>> for step in plan_down(site):
-    ...     print(" ".join(step.words))
+    >>> for command in plan_down(site):
+    ...     print(" ".join(command.words))
     ip -n vtp-edge link delete dev vtp-edge
     ip netns delete vtp-edge
     """
@@ -98,19 +98,19 @@ def plan_down(site: LinkSite) -> tuple[Step, ...]:
         undo = ((_made(site).undo, ()), (("nft", "delete", "table", "inet", name), ()))
     else:
         undo = ((_made(site).undo, _made(site).undo_otherwise), (("ip", "netns", "delete", name), ()))
-    return tuple(Step(words=words, otherwise=otherwise) for words, otherwise in undo)
+    return tuple(LinkCommand(words=words, otherwise=otherwise) for words, otherwise in undo)
 
 
-def plan_show(site: LinkSite) -> tuple[Step, ...]:
-    """Return the steps that show the link; ``wg show`` prints no private and no pre-shared key."""
+def plan_show(site: LinkSite) -> tuple[LinkCommand, ...]:
+    """Return the commands that show the link; ``wg show`` prints no private and no pre-shared key."""
     inside = () if site.how == "firewall" else ("nsenter", f"--net=/run/netns/{site.interface}", "--")
-    steps = [
-        Step(words=(*inside, "wg", "show", site.interface)),
-        Step(words=(*_ip(site), "-brief", "address", "show")),
+    commands = [
+        LinkCommand(words=(*inside, "wg", "show", site.interface)),
+        LinkCommand(words=(*_ip(site), "-brief", "address", "show")),
     ]
     if site.how == "firewall":
-        steps.append(Step(words=("nft", "list", "table", "inet", site.interface)))
-    return tuple(steps)
+        commands.append(LinkCommand(words=("nft", "list", "table", "inet", site.interface)))
+    return tuple(commands)
 
 
 def rules_of(site: LinkSite) -> str:
@@ -150,22 +150,22 @@ def variables_of(site: LinkSite) -> dict[str, str]:
     return dict.fromkeys(BACKEND_VARIABLES, site.interface) | ({"MASTER_ADDR": site.master} if site.master else {})
 
 
-def shown(steps: Sequence[Step]) -> Iterator[str]:
-    """Write steps as a shell would run them, a line for each.
+def shown(commands: Sequence[LinkCommand]) -> Iterator[str]:
+    """Write commands as a shell would run them, a line for each.
 
-    >>> list(shown([Step(words=("ip", "link", "add"), otherwise=("wireguard-go", "a b"))]))
+    >>> list(shown([LinkCommand(words=("ip", "link", "add"), otherwise=("wireguard-go", "a b"))]))
     ["ip link add || wireguard-go 'a b'"]
     """
-    for step in steps:
-        line = shlex.join(step.words)
-        if step.otherwise:
-            line += f" || {shlex.join(step.otherwise)}"
-        if step.stdin:
-            line += f" <<'END'\n{step.stdin}END"
+    for command in commands:
+        line = shlex.join(command.words)
+        if command.otherwise:
+            line += f" || {shlex.join(command.otherwise)}"
+        if command.stdin:
+            line += f" <<'END'\n{command.stdin}END"
         yield line
 
 
-def _made(site: LinkSite) -> Step:
+def _made(site: LinkSite) -> LinkCommand:
     """Make the interface; once it is moved, it is deleted in its namespace."""
     name = site.interface
     kernel, userspace = ("ip", "link", "add", name, "type", "wireguard"), ("wireguard-go", name)
@@ -174,26 +174,26 @@ def _made(site: LinkSite) -> Step:
         site.engine
     ]
     if site.how == "firewall":
-        return Step(words=words, otherwise=otherwise, undo=delete)
+        return LinkCommand(words=words, otherwise=otherwise, undo=delete)
     inside: Words = (*_ip(site), "link", "delete", "dev", name)
-    return Step(words=words, otherwise=otherwise, undo=inside, undo_otherwise=delete)
+    return LinkCommand(words=words, otherwise=otherwise, undo=inside, undo_otherwise=delete)
 
 
-def _set(site: LinkSite) -> Step:
+def _set(site: LinkSite) -> LinkCommand:
     words = ["wg", "set", site.interface, "private-key", str(site.private_key), "listen-port", str(site.listen_port)]
     for peer in site.peers:
         words += ["peer", peer.public_key, "preshared-key", str(site.pre_shared_key)]
         words += ["allowed-ips", _alone(peer.address), "persistent-keepalive", str(_KEEPALIVE_S)]
         words += ["endpoint", peer.endpoint] if peer.endpoint else []
-    return Step(words=tuple(words))
+    return LinkCommand(words=tuple(words))
 
 
-def _addressed(site: LinkSite) -> Iterator[Step]:
+def _addressed(site: LinkSite) -> Iterator[LinkCommand]:
     name, ip = site.interface, _ip(site)
-    yield Step(words=(*ip, "address", "add", _alone(site.address), "dev", name))
-    yield Step(words=(*ip, "link", "set", name, "mtu", str(site.mtu), "up"))
+    yield LinkCommand(words=(*ip, "address", "add", _alone(site.address), "dev", name))
+    yield LinkCommand(words=(*ip, "link", "set", name, "mtu", str(site.mtu), "up"))
     for peer in site.peers:
-        yield Step(words=(*ip, "route", "add", _alone(peer.address), "dev", name))
+        yield LinkCommand(words=(*ip, "route", "add", _alone(peer.address), "dev", name))
 
 
 def _ip(site: LinkSite) -> Words:

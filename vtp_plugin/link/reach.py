@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from vtp_plugin.link.link_plan import Step
-from vtp_plugin.link.run_steps import run_step
+from vtp_plugin.link.link_plan import LinkCommand
+from vtp_plugin.link.run_commands import run_command
 from vtp_plugin.link.site_file import LinkSite
 
 _ENCRYPTED = ("wireguard", "tun", "xfrm")  # wireguard-go and other VPNs make a tun; xfrm is IPsec
@@ -70,13 +70,13 @@ def scope_of(address: str) -> Literal["public", "private"]:
 
 def find_interfaces() -> tuple[NetInterface, ...] | None:
     """Return the interfaces of this namespace; None where ``ip`` does not tell."""
-    printed, problem = run_step(Step(words=("ip", "-json", "-details", "address", "show")))
+    printed, problem = run_command(LinkCommand(words=("ip", "-json", "-details", "address", "show")))
     return None if problem else read_interfaces(printed)
 
 
 def find_listeners() -> tuple[tuple[Listener, ...], str]:
     """Return what listens in this namespace, and why that cannot be told; the latter is empty if it can."""
-    printed, problem = run_step(Step(words=("ss", "-H", "-l", "-n", "-t", "-p", "-O")))
+    printed, problem = run_command(LinkCommand(words=("ss", "-H", "-l", "-n", "-t", "-p", "-O")))
     return tuple(read_listeners(printed)), problem
 
 

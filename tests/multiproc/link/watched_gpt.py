@@ -75,8 +75,8 @@ def _keep(samples: list[dict[str, torch.Tensor]]) -> None:
 
     original = GPTDataset.__getitem__
 
-    def kept(self: Any, index: int | None) -> dict[str, torch.Tensor]:
-        samples.append(original(self, index))
+    def kept(self: GPTDataset, idx: int | None) -> dict[str, torch.Tensor]:
+        samples.append(original(self, idx))
         return samples[-1]
 
     GPTDataset.__getitem__ = kept

@@ -13,9 +13,9 @@ from vtp_plugin.errors import ConfigError, VtpError
 from vtp_plugin.link import guard
 from vtp_plugin.link.enter import LinkUser, callers_variables, user_of
 from vtp_plugin.link.keys import make_keys
-from vtp_plugin.link.link_plan import Step, plan_down, plan_show, plan_up, rules_of, shown, variables_of
+from vtp_plugin.link.link_plan import LinkCommand, plan_down, plan_show, plan_up, rules_of, shown, variables_of
 from vtp_plugin.link.reach import Listener, NetInterface, reach_of, read_interfaces, read_listeners
-from vtp_plugin.link.run_steps import require_private, run_up
+from vtp_plugin.link.run_commands import require_private, run_up
 from vtp_plugin.link.site_file import LinkSite, read_site, site_of
 
 KEY = "A" * 43 + "="
@@ -69,13 +69,13 @@ def test_a_file_that_is_none_is_one_line(tmp_path: Path) -> None:
 
 def test_no_plan_holds_a_secret() -> None:
     """Keys are named by their files; what a list of processes would show is no secret."""
-    (step,) = [step for step in plan_up(site()) if step.words[0] == "wg"]
-    assert "/etc/vtp/edge.key" in step.words and "/etc/vtp/link.psk" in step.words
-    assert [word for word in step.words if len(word) == 44] == [KEY]
+    (command,) = [command for command in plan_up(site()) if command.words[0] == "wg"]
+    assert "/etc/vtp/edge.key" in command.words and "/etc/vtp/link.psk" in command.words
+    assert [word for word in command.words if len(word) == 44] == [KEY]
 
 
 def test_only_the_interface_and_loopback_are_in_the_namespace() -> None:
-    words = [step.words for step in plan_up(site())]
+    words = [command.words for command in plan_up(site())]
     assert words.index(("ip", "link", "set", "vtp-edge", "netns", "vtp-edge")) > words.index(
         ("ip", "link", "add", "vtp-edge", "type", "wireguard")
     )
@@ -86,14 +86,16 @@ def test_only_the_interface_and_loopback_are_in_the_namespace() -> None:
 
 @pytest.mark.parametrize("how", ["namespace", "firewall"])
 def test_down_undoes_what_up_did(how: str) -> None:
-    undone = [(step.words, step.otherwise) for step in plan_down(site(how=how))]
-    assert undone == [(step.undo, step.undo_otherwise) for step in reversed(plan_up(site(how=how))) if step.undo]
+    undone = [(command.words, command.otherwise) for command in plan_down(site(how=how))]
+    assert undone == [
+        (command.undo, command.undo_otherwise) for command in reversed(plan_up(site(how=how))) if command.undo
+    ]
 
 
 def test_rules_close_all_but_the_link() -> None:
-    """The first step of a firewall: the interface comes behind it."""
-    steps = plan_up(site(how="firewall", ports=[29511], peer=[PEER, {**PEER, "address": "10.8.0.3"}]))
-    assert steps[0].words == ("nft", "-f", "-") and steps[0].stdin.splitlines()[1:9] == [
+    """The first command of a firewall: the interface comes behind it."""
+    commands = plan_up(site(how="firewall", ports=[29511], peer=[PEER, {**PEER, "address": "10.8.0.3"}]))
+    assert commands[0].words == ("nft", "-f", "-") and commands[0].stdin.splitlines()[1:9] == [
         "  chain input {",
         "    type filter hook input priority -10; policy accept;",
         '    iifname "lo" accept',
@@ -104,8 +106,8 @@ def test_rules_close_all_but_the_link() -> None:
         "  }",
     ]
     assert "ip6 daddr fd00::1 drop" in rules_of(site(address="fd00::1", peer=[{**PEER, "address": "fd00::2"}]))
-    assert not any("netns" in step.words for step in steps)
-    assert [step.words[0] for step in plan_show(site(how="firewall"))] == ["wg", "ip", "nft"]
+    assert not any("netns" in command.words for command in commands)
+    assert [command.words[0] for command in plan_show(site(how="firewall"))] == ["wg", "ip", "nft"]
 
 
 def test_a_peer_without_a_key_is_named() -> None:
@@ -120,25 +122,25 @@ def test_the_engine_is_the_kernels_where_it_is_there() -> None:
 
 
 def test_a_step_that_fails_undoes_those_before_it(tmp_path: Path) -> None:
-    steps = [
-        Step(words=("touch", str(tmp_path / "a")), undo=("rm", str(tmp_path / "a"))),
-        Step(
+    commands = [
+        LinkCommand(words=("touch", str(tmp_path / "a")), undo=("rm", str(tmp_path / "a"))),
+        LinkCommand(
             words=("false",),
             otherwise=("touch", str(tmp_path / "b")),
             undo=("false",),
             undo_otherwise=("rm", str(tmp_path / "b")),
         ),
-        Step(words=("cat", "/no/such/file"), undo=("touch", str(tmp_path / "c"))),
+        LinkCommand(words=("cat", "/no/such/file"), undo=("touch", str(tmp_path / "c"))),
     ]
     with pytest.raises(ConfigError) as error:
-        run_up(steps)
+        run_up(commands)
     assert "No such file" in str(error.value) and "all before it is undone" in str(error.value)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_program_that_is_missing_is_named() -> None:
     with pytest.raises(ConfigError, match="vtp-no-such-program is not installed"):
-        run_up([Step(words=("vtp-no-such-program",))])
+        run_up([LinkCommand(words=("vtp-no-such-program",))])
 
 
 def test_dry_run_prints_the_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Run the steps of a plan; what was done is undone if a later step fails."""
+"""Run the commands of a plan; what was done is undone if a later command fails."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.link.link_plan import Step, Words
+from vtp_plugin.link.link_plan import LinkCommand, Words
 from vtp_plugin.link.site_file import LinkSite, is_key
 from vtp_plugin.util.untrusted_files import open_file
 
@@ -24,43 +24,43 @@ _PACKAGES = {
 }
 
 
-def run_up(steps: Sequence[Step]) -> None:
-    """Run steps one after another.
+def run_up(commands: Sequence[LinkCommand]) -> None:
+    """Run commands one after another.
 
     Raises:
         ConfigError: one failed; those before it are undone.
     """
-    done: list[Step] = []
-    for step in steps:
-        problem = run_step(step)[1]
+    done: list[LinkCommand] = []
+    for command in commands:
+        problem = run_command(command)[1]
         if problem:
             undone = [earlier for earlier in reversed(done) if earlier.undo]
             for earlier in undone:
-                run_step(Step(words=earlier.undo, otherwise=earlier.undo_otherwise))
+                run_command(LinkCommand(words=earlier.undo, otherwise=earlier.undo_otherwise))
             raise ConfigError(f"{problem}; {'all before it is undone; ' if undone else ''}{_way_out(problem)}")
-        done.append(step)
+        done.append(command)
 
 
-def run_down(site: LinkSite, steps: Sequence[Step]) -> None:
-    """Run steps that undo, each whether or not those before it failed.
+def run_down(site: LinkSite, commands: Sequence[LinkCommand]) -> None:
+    """Run commands that undo, each whether or not those before it failed.
 
     Raises:
         ConfigError: all of them failed: there is no link.
     """
-    problems = [run_step(step)[1] for step in steps]
+    problems = [run_command(command)[1] for command in commands]
     if all(problems):
         raise ConfigError(f"no link of {site.name} is up here ({problems[-1]}); `vtp link up` sets one up")
 
 
-def run_step(step: Step) -> tuple[str, str]:
-    """Run a step.
+def run_command(command: LinkCommand) -> tuple[str, str]:
+    """Run a command.
 
     Returns:
         What it printed, and why it failed; the latter is empty if it did not.
     """
-    printed, problem = _run(step.words, step.stdin)
-    if problem and step.otherwise:
-        before, (printed, problem) = problem, _run(step.otherwise, "")
+    printed, problem = _run(command.words, command.stdin)
+    if problem and command.otherwise:
+        before, (printed, problem) = problem, _run(command.otherwise, "")
         problem = f"{before}, and {problem}" if problem else ""
     return printed, problem
 
