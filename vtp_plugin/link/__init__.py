@@ -4,7 +4,7 @@ Plans are data, made from a site's file without rights: :func:`~vtp_plugin.link.
 ``wg``, ``wireguard-go`` and ``nft`` do the work. Needs neither torch nor Megatron.
 
 Words:
-    site file: the TOML file of one site, with its own and its peers' addresses and keys.
+    endpoint: address and UDP port at which a machine is reached from outside the link.
     peer: a machine at the other end of the link.
     reach: who can connect to what listens.
 """
