@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.hosts import ROOT
 from vtp_plugin.cli import main
 from vtp_plugin.errors import ConfigError, VtpError
 from vtp_plugin.link import guard
@@ -65,6 +66,13 @@ def test_a_file_that_is_none_is_one_line(tmp_path: Path) -> None:
         with pytest.raises(ConfigError) as error:
             read_site(tmp_path / name)
         assert str(error.value).startswith(str(tmp_path / name)) and "\n" not in str(error.value)
+
+
+def test_the_files_of_the_example_are_two_ends_of_one_link() -> None:
+    edge, cloud = (read_site(ROOT / f"examples/edge_cloud/{name}.toml") for name in ("edge", "cloud"))
+    assert (edge.name, cloud.name) == ("edge", "cloud")
+    assert (edge.address, cloud.address) == (cloud.peers[0].address, edge.peers[0].address)
+    assert edge.master == cloud.master == edge.address
 
 
 def test_no_plan_holds_a_secret() -> None:

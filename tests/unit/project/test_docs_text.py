@@ -29,12 +29,11 @@ KEY = re.compile(r"\b([a-z]+_(?:ms|kib)|mbit)=")
 # Of MindSpeed, of MindSpeed-MM's converter, of pip and of containers.
 FOREIGN_FLAGS = {
     "--cfg",
-    *("--cap-add", "--network"),
     "--encoder-dp-balance",
     "--mm-data",
     "--mm-model",
     "--mm-tool",
-    *("--no-deps", "--gpus", "--ipc", "--network", "--rm"),
+    *("--no-deps", "--gpus", "--ipc", "--network", "--cap-add", "--rm"),
     *("--ntasks-per-node", "--gpus-per-node", "--het-group", "--requeue", "--open-mode", "--no-kill"),  # of Slurm
     "--variable-seq-lengths",
     "--context-parallel-algo",

@@ -5,11 +5,15 @@ from __future__ import annotations
 import pytest
 
 from vtp_plugin.config import VtpConfig
+from vtp_plugin.config.early_check import check_command_line
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.link import guard
 from vtp_plugin.link.guard import NCCL_BY_SOCKETS
+from vtp_plugin.runtime.health.startup import find_difference
 from vtp_plugin.session.protected_link import protected_link
+from vtp_plugin.session.startup_statement import state_request
 
+ARGV = ("script.py", "--vtp-size-list", "1,2", "--vtp-sites", "edge,cloud")
 SITES = VtpConfig(size_list=(1, 2), sites=("edge", "cloud"))
 FAR = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "10.8.0.9"}
 
@@ -45,3 +49,17 @@ def test_hccl_between_sites_must_be_declared() -> None:
     said = "HCCL sends .* not supported; .* give --vtp-link-is-protected"
     with pytest.raises(ConfigError, match=said), protected_link(SITES, "npu", dict(FAR)):
         pass
+
+
+def test_a_public_way_is_rejected_before_torch_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guard, "source_of", lambda address: "8.8.4.4")
+    environment = {**FAR, "MASTER_ADDR": "8.8.8.8"}
+    with pytest.raises(ConfigError, match="MASTER_ADDR 8.8.8.8 is a public address"):
+        check_command_line(ARGV, VtpConfig(), environment)
+    check_command_line((*ARGV, "--vtp-link-is-protected"), VtpConfig(), environment)
+
+
+def test_sites_that_declare_different_links_are_named() -> None:
+    declared = VtpConfig(size_list=(1, 2), sites=("edge", "cloud"), link_is_protected=True)
+    _, text = find_difference({0: state_request(declared), 1: state_request(SITES)}, way_out="give one")
+    assert text == "ranks disagree: vtp_link_is_protected is True on rank 0 and False on rank 1; give one"
