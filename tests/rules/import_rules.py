@@ -19,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors"}),
     frozenset({"util"}),
-    frozenset({"plan"}),
-    frozenset({"host", "link", "report"}),
+    frozenset({"link", "plan"}),
+    frozenset({"host", "report"}),
     frozenset({"checkpoint"}),
     frozenset({"config"}),
     frozenset({"platform", "tune"}),
