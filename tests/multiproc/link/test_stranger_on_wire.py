@@ -33,10 +33,12 @@ from tests.multiproc.link.watched_gpt import FOLDER_VARIABLE
 from tests.rules.launcher_commands import environment
 from tests.support.hosts import ROOT
 from tests.support.lines import warnings
+from tests.support.pace import pace
 
 pytestmark = [pytest.mark.needs("our_example"), pytest.mark.needs("scripts_here")]
 STEPS = 5
 PORT = 29511
+_RUN_S = 300.0
 LOSS = re.compile(r"iteration +(\d+)/ .* lm loss: (\S+)")
 SCRIPT = ROOT / "tests/multiproc/link/watched_gpt.py"
 
@@ -164,7 +166,7 @@ def _run(
             listeners = {port for name in names.values() for port in _listeners(name)}
             opened = _scan(networks)
             (folder / "go").touch()
-            codes = [process.wait(timeout=300) for process in started]
+            codes = [process.wait(timeout=_RUN_S * pace()) for process in started]
         finally:
             for process in started:
                 process.terminate()
@@ -207,7 +209,7 @@ def _hardware_address(networks: Networks, site: str) -> str:
 
 
 def _await(file: Path, started: list[subprocess.Popen[bytes]], logs: Mapping[str, Path]) -> None:
-    end_s = time.monotonic() + 300
+    end_s = time.monotonic() + _RUN_S * pace()
     while not file.exists():
         is_running = time.monotonic() < end_s and all(process.poll() is None for process in started)
         assert is_running, [log.read_text()[-3000:] for log in logs.values()]

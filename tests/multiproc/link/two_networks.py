@@ -99,7 +99,7 @@ def two_networks() -> Iterator[Networks]:
 def must(words: Sequence[object], *, stdin: str = "") -> str:
     """Run a command that ends well; return what it prints."""
     done = subprocess.run(
-        list(map(str, words)), input=stdin, capture_output=True, text=True, check=False, timeout=120, env=environment()
+        list(map(str, words)), input=stdin, capture_output=True, text=True, check=False, timeout=300, env=environment()
     )
     assert done.returncode == 0, (words, done.stdout[-2000:], done.stderr[-2000:])
     return done.stdout
@@ -108,7 +108,7 @@ def must(words: Sequence[object], *, stdin: str = "") -> str:
 def link(networks: Networks, site: str, *words: object) -> subprocess.CompletedProcess[str]:
     """Run `vtp link` in the outer network of a site."""
     command = networks.inside(site, [sys.executable, "-m", "vtp_plugin", "link", *words])
-    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=120, env=environment())
+    return subprocess.run(command, capture_output=True, text=True, check=False, timeout=300, env=environment())
 
 
 def write_sites(folder: Path, **changed: str) -> dict[str, Path]:
