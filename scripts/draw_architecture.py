@@ -19,7 +19,7 @@ _ROWS: tuple[dict[str, str], ...] = (
     {"tune": "which layout suits these machines", "platform": "NVIDIA, Ascend or CPU"},
     {"config": "what the user asked for, and what follows from it"},
     {"report": "pictures, traces", "host": "what is known of Megatron", "checkpoint": "what lies on disk"},
-    {"plan": "who is where, what crosses, when, and what a rank holds"},
+    {"plan": "who is where, what crosses, when", "link": "between sites, for nobody else"},
     {"util": "log, texts, files", "errors": "one line each"},
 )
 _NOT_DRAWN = {"__init__", "__main__"}

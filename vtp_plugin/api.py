@@ -72,6 +72,7 @@ def apply(
     trace_steps: str | Sequence[int] = (2, 21),
     timing: bool = False,
     share_errors: bool = False,
+    link_is_protected: bool = False,
     bridges: bool | Literal["extended"] = False,
 ) -> None:
     """Patch Megatron so that every pipeline stage can have its own tensor-parallel size.
@@ -101,8 +102,7 @@ def apply(
         dp_mode: ``"multiplex"`` or ``"split"``, see :class:`~vtp_plugin.config.VtpConfig`.
         device: ``"auto"`` asks npu, then cuda, then cpu.
         transport: ``"auto"``, ``"rank0"``, ``"sliced"`` or another, see :class:`~vtp_plugin.config.VtpConfig`.
-        transport_threshold_bytes: size such as ``"4MiB"`` from which on tensors cross in slices, with the transport
-            ``"auto"``; ``None`` lets the run try both strategies.
+        transport_threshold_bytes: size such as ``"4MiB"`` from which on ``"auto"`` sends slices; ``None`` tries both.
         sites: site of every stage, such as ``["edge", "cloud", "cloud"]``; ``None`` is one site.
         timeout_s: a rank that does not answer for this long ends the run on all ranks.
         force: use the plugin's groups and communicator for a uniform list too.
@@ -112,14 +112,12 @@ def apply(
         num_layer_list: layers of a U-shaped pipeline: of the edge's first part, of every cloud stage, of the edge's
             last part. Scripts may give them by flag; a model that is built without ``megatron.training`` also has them
             in its ``TransformerConfig``, as ``pipeline_model_parallel_layout``, where Megatron has that field.
-        encoder_layer_list: layers of the encoder's parts in a U-shaped pipeline with two rings, in the same order; the
-            last part is on the edge, in the chunk of the language model's first part.
+        encoder_layer_list: layers of the encoder's parts in a U-shaped pipeline with two rings, in the same order.
         audit: file that records every message between stages; each rank adds its number to the name.
         in_flight: most microbatches in flight in a U or a planned order, one number for all stages or one for each.
         costs: durations and links for which the order of a U-shaped pipeline is planned, such as
             ``"forward_ms=40,80,40 latency_ms=20"``; ``None`` measures them.
-        replan_share: share by which the real and the planned time of a step of a U-shaped pipeline may differ, see
-            :class:`~vtp_plugin.config.VtpConfig`.
+        replan_share: share by which real and planned time of a U-shaped step may differ, see ``VtpConfig``.
         load_newest_valid: load the newest checkpoint that is whole, instead of refusing one that is broken.
         keep_checkpoints: how many of the newest checkpoints stay when one is saved; ``None`` keeps all.
         log_level: least level of the plugin's log: ``"DEBUG"``, ``"INFO"``, ``"WARNING"`` or ``"ERROR"``.
@@ -127,6 +125,7 @@ def apply(
         trace_steps: first and last training step that is written there, such as ``"2-21"``, from 1 on.
         timing: say at every line of Megatron's log what the time of a step goes to on each stage.
         share_errors: let other sites read the texts of this rank's errors; each site decides for itself.
+        link_is_protected: something that the plugin does not see encrypts the way between several sites.
         bridges: put the plugin's bridges between modules in the place of Megatron's, with or without a list;
             ``"extended"`` lets the colocated one take what Megatron's refuses.
 
@@ -244,6 +243,7 @@ def revert() -> None:
     session.release()
     session.savings.unlock()
     session.applied.revert()
+    session.until_revert.close()
     if session.platform is not None:
         session.platform.uninstall()
     session.close_log()

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[2]
 LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"errors"}),
     frozenset({"util"}),
-    frozenset({"plan"}),
+    frozenset({"link", "plan"}),
     frozenset({"host", "report"}),
     frozenset({"checkpoint"}),
     frozenset({"config"}),
@@ -101,6 +101,7 @@ PURE_PARTS = frozenset(
         "host.megatron_flags",
         "host.rules",
         "host.versions",
+        "link",
         "plan",
         "report",
         "tune",

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import vtp_plugin
 from vtp_plugin.api import choose_device
+from vtp_plugin.cli.doctor_link import report_listeners
 from vtp_plugin.cli.parser import print_json
 from vtp_plugin.cli.terminal import progress
 from vtp_plugin.config import VtpConfig
@@ -61,6 +62,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rendezvous", metavar="HOST:PORT", help="test whether the store of a run answers this machine there"
     )
+    parser.add_argument(
+        "--link",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="print only what listens here and who can reach it; FILE: the file of a site whose firewall counts. Exit "
+        "code 1: somebody outside machine and link can reach a run. Keys of --json: interfaces, listeners, problems",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
 
 
@@ -68,6 +77,8 @@ def run(options: argparse.Namespace) -> None:
     """Print the report, and leave with its exit code."""
     if options.unknown:
         raise VtpError(f"{options.unknown[0]} is unknown; see: {own_command()} doctor --help")
+    if options.link is not None:
+        report_listeners(options.link, is_json=options.json)
     device = VtpConfig(device=options.device).device
     report = _Report()
     with progress(_NUM_TRIALS, "doctor", is_bytes=False) as tell:

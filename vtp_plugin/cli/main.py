@@ -10,7 +10,19 @@ import traceback
 from collections.abc import Sequence
 
 import vtp_plugin
-from vtp_plugin.cli import checkpoint, doctor, draw, plan, profile, rendezvous, run, search, simulate, trace
+from vtp_plugin.cli import (
+    checkpoint,
+    doctor,
+    draw,
+    link_actions,
+    plan,
+    profile,
+    rendezvous,
+    run,
+    search,
+    simulate,
+    trace,
+)
 from vtp_plugin.cli.parser import Parser, fail
 from vtp_plugin.cli.terminal import on_standard_output
 from vtp_plugin.errors import VtpError
@@ -39,6 +51,11 @@ _COMMANDS = {
         rendezvous.add_arguments,
         rendezvous.run,
         "keep the rendezvous of elastic torchrun, on one address of this machine",
+    ),
+    "link": (
+        link_actions.add_arguments,
+        link_actions.run,
+        "an encrypted link between sites that nobody else can reach",
     ),
     "doctor": (doctor.add_arguments, doctor.run, "try the patches; print versions, platform, interfaces and a verdict"),
 }

@@ -19,6 +19,7 @@ from vtp_plugin.config import VtpConfig
 from vtp_plugin.config.resolve import choose_cp_sizes
 from vtp_plugin.config.vtp_flags import VTP_FLAGS, add_vtp_arguments, read_flags, reject_spaces
 from vtp_plugin.errors import ConfigError, VtpError
+from vtp_plugin.link.guard import require_protected
 from vtp_plugin.plan.layout.size_checks import check_world, equal_dp
 from vtp_plugin.util.own_command import own_command
 from vtp_plugin.util.typos import question
@@ -39,6 +40,8 @@ def check_command_line(
     argv: Sequence[str], given: VtpConfig, environment: Mapping[str, str], declared: Collection[str] = ()
 ) -> None:
     """Reject flags of the plugin that are misspelt, values that break their rule, and a wrong number of processes.
+
+    And a way between sites that is public and not encrypted, before anybody waits for anybody.
 
     Args:
         argv: the script and its flags.
@@ -64,7 +67,9 @@ def check_command_line(
             if not _mentions(sources, name):
                 raise ConfigError(f"{name} is unknown{hint}")
         try:
-            _check_processes(words, _read(words, given, declared), environment)
+            config = _read(words, given, declared)
+            _check_processes(words, config, environment)
+            require_protected(config.sites or (), config.link_is_protected, environment)
         except VtpError:
             # Read only now: a run that is right need not read its script and the modules beside it.
             sources = sources or _sources(Path(script))

@@ -37,6 +37,14 @@ class Trust:
         "FILE",
     )
 
+    link_is_protected: bool = option(
+        same("vtp_link_is_protected", at_start=True),
+        False,
+        "several sites on several machines: something that the plugin does not see, such as IPsec or MACsec, encrypts "
+        "all ways between them, those of InfiniBand and of the devices' own ports too. Without it a public address on "
+        "an interface that is no VPN is rejected, NCCL goes by sockets, and HCCL is not supported",
+    )
+
     @property
     def has_several_sites(self) -> bool:
         """Whether stages are at different sites."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch.distributed as dist
@@ -35,6 +36,7 @@ from vtp_plugin.session.loading import Loading
 from vtp_plugin.session.open_pipelines import Pipeline, Pipelines, open_pipeline
 from vtp_plugin.session.pipeline_plan import PipelinePlan, plan_module
 from vtp_plugin.session.planned_run import PlannedRun
+from vtp_plugin.session.protected_link import protected_link
 from vtp_plugin.session.ranks import AllRanks
 from vtp_plugin.session.start import Start
 from vtp_plugin.session.step_summary import StepSummary
@@ -60,6 +62,7 @@ class Session:
         steps: the training steps of this process.
         progress: notes the steps of a fitted run; None in other runs.
         start: what this start of model parallelism has opened; after it has ended, a new one.
+        until_revert: what ends with the session.
     """
 
     def __init__(
@@ -78,7 +81,7 @@ class Session:
         self._close_log: Callable[[], None] | None = None
         self._recorder: Recorder | None = None
         self.progress = Progress.of_process(os.environ)
-        self.start, self.steps = Start(), StepSummary()
+        self.start, self.steps, self.until_revert = Start(), StepSummary(), ExitStack()
         self._planned: PlannedRun | None = None
 
     @property
@@ -154,6 +157,7 @@ class Session:
         layout = plan_layout(self.config, **sizes)
         planned = PlannedRun(config=self.config, layout=layout, platform=self.choose_platform())
         planned.check()
+        self.until_revert.enter_context(protected_link(self.config, planned.platform.name))
         self._planned = planned
 
     def learn(

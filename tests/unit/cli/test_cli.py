@@ -708,12 +708,19 @@ def help_of(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
     return lines
 
 
-NAMES = ("run", "plan", "draw", "simulate", "search", "profile", "checkpoint", "trace", "rendezvous", "doctor")
+NAMES = ("run", "plan", "draw", "simulate", "search", "profile", "checkpoint", "trace", "rendezvous", "link", "doctor")
 OF_A_CHECKPOINT = ("show", "verify", "diff", "reshard", "import", "export")
+OF_A_LINK = ("keys", "up", "down", "show", "run")
 
 
 @pytest.mark.parametrize(
-    "words", [(), *((name,) for name in NAMES), *(("checkpoint", action) for action in OF_A_CHECKPOINT)]
+    "words",
+    [
+        (),
+        *((name,) for name in NAMES),
+        *(("checkpoint", action) for action in OF_A_CHECKPOINT),
+        *(("link", action) for action in OF_A_LINK),
+    ],
 )
 def test_help_fits_a_screen(
     words: tuple[str, ...], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -26,15 +26,14 @@ LINK = re.compile(r"\]\(([^)\s]+)\)|<img src=\"([^\"]+)\"")
 PATH = re.compile(r"(?<![\w/.-])((?:tests|vtp_plugin|patches|benchmarks|examples|scripts|docs)/[\w./-]+)(?:::(\w+))?")
 FLAG = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 KEY = re.compile(r"\b([a-z]+_(?:ms|kib)|mbit)=")
-# Of iptables, of MindSpeed, of MindSpeed-MM's converter, of pip and of docker.
+# Of MindSpeed, of MindSpeed-MM's converter, of pip and of containers.
 FOREIGN_FLAGS = {
     "--cfg",
-    "--dport",
     "--encoder-dp-balance",
     "--mm-data",
     "--mm-model",
     "--mm-tool",
-    *("--no-deps", "--gpus", "--ipc", "--network", "--rm"),
+    *("--no-deps", "--gpus", "--ipc", "--network", "--cap-add", "--rm"),
     *("--ntasks-per-node", "--gpus-per-node", "--het-group", "--requeue", "--open-mode", "--no-kill"),  # of Slurm
     "--variable-seq-lengths",
     "--context-parallel-algo",

@@ -42,6 +42,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "keep_checkpoints": {"keep_checkpoints": 2},
     "sites": {"sites": ("edge", "cloud")},
     "share_errors": {"share_errors": True},
+    "link_is_protected": {"link_is_protected": True},
     "audit": {"audit": "audit.jsonl"},
     "timeout_s": {"timeout_s": 5.0},
     "log_level": {"log_level": "DEBUG"},

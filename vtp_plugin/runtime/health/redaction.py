@@ -30,6 +30,7 @@ SHARED_NAMES = frozenset(
         "vtp_etp_list",
         "vtp_in_flight",
         "vtp_costs",
+        "vtp_link_is_protected",
         "dp mode",
         "world size",
         "rank order",

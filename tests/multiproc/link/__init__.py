@@ -1,0 +1,1 @@
+"""An encrypted link between two sites, with somebody on the wire between them."""

@@ -1,0 +1,211 @@
+"""The file of a site: its name, keys and addresses, and those of its peers."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import ipaddress
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Literal, cast, get_args
+
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.util.typos import question
+from vtp_plugin.util.untrusted_files import read_toml
+
+How = Literal["namespace", "firewall"]
+Engine = Literal["auto", "kernel", "wireguard-go"]
+MTU: Final = 1420  # of Ethernet, less the 80 bytes that WireGuard adds with IPv6
+LEAST_MTU: Final = 1280  # of IPv6
+_MOST_MTU: Final = 65535
+_NAME: Final = re.compile(r"[a-z][a-z0-9-]{0,10}")  # an interface has at most 15 characters, 4 of them are "vtp-"
+_ENDPOINT: Final = re.compile(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+):(\d{1,5})", re.ASCII)
+_KEYS: Final = (
+    *("name", "how", "engine", "private_key", "pre_shared_key", "listen_port", "mtu", "address", "master", "ports"),
+    "peer",
+)
+_PEER_KEYS: Final = ("public_key", "address", "endpoint")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkPeer:
+    """A machine at the other end.
+
+    Attributes:
+        public_key: its public key, in base64; empty before it is known.
+        address: its address inside the link.
+        endpoint: where it is reached from outside, ``HOST:PORT``; empty if it calls first.
+    """
+
+    public_key: str
+    address: str
+    endpoint: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSite:
+    """This machine's end of the link.
+
+    Attributes:
+        name: of the site.
+        how: the interface is alone in a network namespace, or beside others, behind rules of nftables.
+        engine: what encrypts: the kernel's module, wireguard-go, or the first where it is there.
+        private_key: file of this machine's private key.
+        pre_shared_key: file of the key that all machines of the link share.
+        listen_port: UDP port for the peers.
+        mtu: largest packet inside the link, in bytes.
+        address: of this machine inside the link.
+        master: address of rank 0 inside the link, ``MASTER_ADDR`` of what is run; empty leaves that alone.
+        ports: with a firewall: TCP ports at which a run listens on all addresses, such as ``MASTER_PORT`` of torchrun.
+        peers: the other machines.
+    """
+
+    name: str
+    how: How
+    engine: Engine
+    private_key: Path
+    pre_shared_key: Path
+    listen_port: int
+    mtu: int
+    address: str
+    master: str
+    ports: tuple[int, ...]
+    peers: tuple[LinkPeer, ...]
+
+    @property
+    def interface(self) -> str:
+        """Name of the WireGuard interface, and of its namespace or its table of rules."""
+        return f"vtp-{self.name}"
+
+
+def read_site(path: Path) -> LinkSite:
+    """Read a site's file.
+
+    Args:
+        path: TOML; paths in it are relative to its folder.
+
+    Raises:
+        ConfigError: it cannot be read, or a value breaks its rule.
+    """
+    try:
+        return site_of(read_toml(path), path.absolute().parent)
+    except OSError as error:
+        raise ConfigError(
+            f"{path} cannot be read: {error.strerror}; a link needs the file of its site; docs/guides/link.md has one"
+        ) from None
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is no TOML: {error}; docs/guides/link.md has one to start from") from None
+
+
+def site_of(values: Mapping[str, Any], folder: Path) -> LinkSite:
+    """Check the values of a site's file.
+
+    Args:
+        values: as TOML gives them.
+        folder: that relative paths start from.
+
+    Raises:
+        ConfigError: a value breaks its rule.
+
+    >>> peer = {"public_key": "", "address": "10.8.0.2"}
+    >>> site = site_of({"name": "edge", "address": "10.8.0.1", "peer": [peer]}, Path("/etc/vtp"))
+    >>> site.interface, str(site.private_key), site.mtu, site.peers[0].endpoint
+    ('vtp-edge', '/etc/vtp/edge.key', 1420, '')
+    """
+    _require_known(values, _KEYS, "")
+    name = _text(values, "name")
+    if not _NAME.fullmatch(name):
+        raise ConfigError(f"name {name!r} must be 1 to 11 of a-z, 0-9 and -, a letter first; choose a shorter one")
+    peers = values.get("peer")
+    if not isinstance(peers, list) or not peers or not all(isinstance(each, Mapping) for each in cast(Any, peers)):
+        raise ConfigError("[[peer]] is missing; a link has another end; add its public_key and address")
+    site = LinkSite(
+        name=name,
+        how=_one_of(values, "how", get_args(How)),
+        engine=_one_of(values, "engine", get_args(Engine)),
+        private_key=folder / _text(values, "private_key", f"{name}.key"),
+        pre_shared_key=folder / _text(values, "pre_shared_key", "link.psk"),
+        listen_port=_number(values.get("listen_port", 51820), "listen_port", 1, 65535),
+        mtu=_number(values.get("mtu", MTU), "mtu", LEAST_MTU, _MOST_MTU),
+        address=_address(values, "address"),
+        master=_address(values, "master") if values.get("master") else "",
+        ports=tuple(_number(port, "ports", 1, 65535) for port in _list(values, "ports")),
+        peers=tuple(_peer(each) for each in cast("list[Mapping[str, Any]]", peers)),
+    )
+    addresses = [site.address, *(peer.address for peer in site.peers)]
+    if len(set(addresses)) < len(addresses):
+        raise ConfigError(f"addresses {', '.join(addresses)} must differ; give every machine one of its own")
+    if len({ipaddress.ip_address(address).version for address in addresses}) > 1:
+        raise ConfigError(f"addresses {', '.join(addresses)} must be of one kind; use IPv4 or IPv6 for all")
+    if site.master and site.master not in addresses:
+        raise ConfigError(f"master {site.master} is none of {', '.join(addresses)}; name the machine of rank 0")
+    return site
+
+
+def _peer(values: Mapping[str, Any]) -> LinkPeer:
+    _require_known(values, _PEER_KEYS, "peer.")
+    key, endpoint = _text(values, "public_key", ""), _text(values, "endpoint", "")
+    if key and not is_key(key):
+        raise ConfigError(
+            f"peer.public_key {key!r} is no WireGuard key; it has 44 characters; `vtp link keys` prints it"
+        )
+    found = _ENDPOINT.fullmatch(endpoint)
+    if endpoint and not (found and 0 < int(found[2]) <= 65535):
+        raise ConfigError(f"peer.endpoint {endpoint!r} is not HOST:PORT; write for example 198.51.100.7:51820")
+    return LinkPeer(public_key=key, address=_address(values, "address"), endpoint=endpoint)
+
+
+def is_key(text: str) -> bool:
+    """Tell whether a text is a key of WireGuard: 32 bytes in base64."""
+    try:
+        return len(base64.b64decode(text, validate=True)) == 32
+    except (binascii.Error, ValueError):
+        return False
+
+
+def _require_known(values: Mapping[str, Any], known: tuple[str, ...], prefix: str) -> None:
+    for key in values:
+        if key not in known:
+            hint = question(key, known) or f"; the keys are {', '.join(known)}"
+            raise ConfigError(f"{prefix}{key} is unknown{hint}")
+
+
+def _text(values: Mapping[str, Any], key: str, *default: str) -> str:
+    value = values.get(key, *default)
+    if value is None:
+        raise ConfigError(f"{key} is missing; a link needs it; docs/guides/link.md says what it is")
+    if not isinstance(value, str) or not value.isprintable():
+        raise ConfigError(f"{key} must be text, not {ascii(value)[:60]}; write it in quotes")
+    return value
+
+
+def _one_of(values: Mapping[str, Any], key: str, known: tuple[Any, ...]) -> Any:
+    value = values.get(key, known[0])
+    if value not in known:
+        raise ConfigError(f"{key} {ascii(value)[:60]} is unknown; use one of {', '.join(known)}")
+    return value
+
+
+def _list(values: Mapping[str, Any], key: str) -> list[Any]:
+    value = values.get(key, [])
+    if not isinstance(value, list):
+        raise ConfigError(f"{key} must be a list, not {ascii(value)[:60]}; write for example [29511]")
+    return cast("list[Any]", value)
+
+
+def _number(value: object, key: str, least: int, most: int) -> int:
+    if type(value) is not int or not least <= value <= most:
+        raise ConfigError(f"{key} {ascii(value)[:60]} must be a whole number from {least} to {most}; change it")
+    return value
+
+
+def _address(values: Mapping[str, Any], key: str) -> str:
+    text = _text(values, key)
+    try:
+        return str(ipaddress.ip_address(text))
+    except ValueError:
+        raise ConfigError(f"{key} {text!r} is no IP address; write for example 10.8.0.1") from None
