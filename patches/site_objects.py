@@ -62,7 +62,7 @@ _BOUNDED: Final[Mapping[str, Written]] = {
     )
     for module in (_C10D, "torch.distributed")
 }
-# What torch and Megatron tell other ranks of a checkpoint that all write or read together.
+# What torch and Megatron tell other ranks: of a checkpoint that all write or read together, and by --rerun-mode.
 _CLASSES: Final[Mapping[str, tuple[str, ...]]] = {
     "torch.distributed.checkpoint.planner": (
         *("WriteItemType", "LoadItemType", "BytesIOWriteData", "TensorWriteData"),
@@ -73,6 +73,7 @@ _CLASSES: Final[Mapping[str, tuple[str, ...]]] = {
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
     "megatron.core.dist_checkpointing.mapping": ("ShardedTensor", "ShardedObject"),
     "megatron.core.dist_checkpointing.strategies.torch": ("MCoreSavePlan",),
+    "megatron.core.rerun_state_machine": ("Caller", "QuickStats"),
     "vtp_plugin.checkpoint.format.shard_map": ("Strided", "Block", "ShardSpec", "BucketEntry", "Bucket"),
 }
 

@@ -10,7 +10,7 @@ import pickle
 import struct
 import traceback
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import pytest
@@ -41,6 +41,25 @@ class Plan:
             raise AssertionError
 
 
+class Caller(NamedTuple):
+    """A named tuple of the table."""
+
+    message: str
+    rank: int
+
+
+class Counts:
+    """A class of the table whose objects have attributes."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Counts) and vars(self) == vars(other)
+
+    __hash__ = None  # pyright: ignore[reportAssignmentType]
+
+
 @dataclass
 class Stranger:
     """One that is not in it."""
@@ -48,13 +67,14 @@ class Stranger:
     value: int = 0
 
 
-DATA = PlainData((Colour, Plan), lambda error: f"{type(error).__name__} at site edge")
+DATA = PlainData((Colour, Plan, Caller, Counts), lambda error: f"{type(error).__name__} at site edge")
 VALUES: list[Any] = [
     None,
     [True, 1, -(1 << 200), 1.5, float("inf"), "text", b"\x00\x1b", (), {"a": [1]}, {1, 2}, frozenset({3})],
     {("key", (0, 1), slice(None, 3)): torch.Size([2, 3])},
     [torch.float32, torch.bfloat16, torch.strided, torch.contiguous_format],
     collections.OrderedDict([("b", 1), ("a", 2)]),
+    {Caller("here", 1): Counts(3)},
     Plan("plan", [Plan("inner", [slice(1, 2)], Colour.BLUE)]),
 ]
 
@@ -142,6 +162,7 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "a new line": (pickle.dumps(["a\nb"]), "holds the text 'a b', with characters"),
     "a long text": (pickle.dumps("x" * 70000), "holds a text of 70000 characters; 65536 at most"),
     "a field of its own": (_entry(f"{__name__}.Plan", {"__class__": 1}), "has '__class__', which is no field of Plan"),
+    "a class of its own": (_entry(f"{__name__}.Counts", {"__class__": 1}), "has '__class__', which is no field"),
     "no fields": (_entry(f"{__name__}.Plan", [1]), "cannot be read"),
     "no colour": (_entry(f"{__name__}.Colour", "GREEN"), "cannot be read"),
     "no kind": (_entry("os.system", "true"), "is of the kind 'os.system', which is unknown here"),

@@ -16,7 +16,7 @@ import pickle
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from math import prod
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import numpy
 import torch
@@ -54,7 +54,8 @@ class PlainData:
     """Writes and reads objects that cross between sites.
 
     Args:
-        classes: data classes and enumerations that may cross, the same on all ranks.
+        classes: of what may cross, the same on all ranks: data classes, enumerations, named tuples, and classes whose
+            objects have attributes and nothing more.
         describe: returns what the other site may read of an exception.
 
     >>> data = PlainData()
@@ -104,7 +105,11 @@ class PlainData:
         return _entry_of(kind, value)
 
 
-def _fields(value: Any) -> dict[str, Any]:
+def _fields(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return list(cast("tuple[Any, ...]", value))
+    if not dataclasses.is_dataclass(value):
+        return dict(vars(value))
     names = (field.name for field in dataclasses.fields(value))
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
@@ -195,8 +200,11 @@ def _text(text: str) -> str:
 
 
 def _filled(kind: type, state: Any) -> Any:
-    """Fill the fields of a data class, which runs nothing of it."""
-    if unknown := state.keys() - {field.name for field in dataclasses.fields(kind)}:
+    """Fill the fields of an object, which runs nothing of its class."""
+    if issubclass(kind, tuple):
+        return tuple.__new__(kind, state)
+    known = {field.name for field in dataclasses.fields(kind)} if dataclasses.is_dataclass(kind) else None
+    if unknown := {name for name in state if name.startswith("__") or name not in (known or state)}:
         raise ObjectError(f"has '{one_line(str(min(unknown)), _MOST_SHOWN)}', which is no field of {kind.__name__}")
     made = object.__new__(kind)
     for name, each in state.items():
