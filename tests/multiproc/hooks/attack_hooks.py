@@ -21,7 +21,7 @@ from torch.distributed import distributed_c10d
 
 from vtp_plugin.patches import activation
 from vtp_plugin.plan.boundary import header
-from vtp_plugin.util import printable
+from vtp_plugin.util import log, printable
 
 MARKER = "marker"
 """A file in the attacker's folder: whoever runs what an attacker sends writes the number of its rank there."""
@@ -149,7 +149,7 @@ def _without_bounds_of_headers(facts: dict[str, Any]) -> None:
 
 
 def _without_plain_texts(facts: dict[str, Any]) -> None:
-    printable.plain = lambda text: text
+    printable.plain = log.plain = lambda text: text
 
 
 ATTACK_HOOKS: dict[str, Callable[[dict[str, Any]], Callable[[], None] | None]] = {
