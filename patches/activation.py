@@ -10,6 +10,7 @@ from vtp_plugin.host.versions import find_host
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.patches.registry import list_moments, platform_records, records_at
+from vtp_plugin.patches.site_objects import close_objects
 from vtp_plugin.session import Session
 from vtp_plugin.session.notices import warn_of_unreached, warn_of_untried
 
@@ -51,6 +52,8 @@ def activate(session: Session, host: MegatronHost) -> None:
         moments += (Moment.BRIDGES,)
         session.applied.begin_bridges()
     _put(session, host, (*records, *records_at(session, host, *moments)))
+    if Moment.SITES in moments:
+        close_objects(session)
     if has_list:
         warn_of_untried(host.name)
         warn_of_unreached(session)

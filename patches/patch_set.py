@@ -15,4 +15,5 @@ class Moment(TextEnum):
     LIST = "With a list of sizes"
     BRIDGES = "With `--vtp-bridges`"
     U_SHAPE = "With `--layerwise-disaggregated-training`"
+    SITES = "With two sites in `--vtp-sites`"
     MM_RINGS = "In a U of MindSpeed-MM with vision layers in the cloud"

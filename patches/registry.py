@@ -84,6 +84,7 @@ MODULES: Final[Mapping[Moment, tuple[str, ...]]] = {
         "core.timers",
         "training.global_vars",
     ),
+    Moment.SITES: ("site_objects",),
     Moment.MM_RINGS: ("mindspeed.vision_chunks",),
 }
 """The modules that declare records for a moment. They are imported then: a patch imports the Megatron module that it
@@ -127,4 +128,5 @@ def platform_records(session: Session, host: MegatronHost) -> tuple[Record, ...]
 
 def list_moments(config: VtpConfig) -> tuple[Moment, ...]:
     """Return the moments that come with a list of sizes, besides ``Moment.STAGES``."""
-    return (Moment.LIST, Moment.U_SHAPE) if config.layerwise_disaggregated else (Moment.LIST,)
+    u_shape = (Moment.U_SHAPE,) if config.layerwise_disaggregated else ()
+    return (Moment.LIST, *u_shape, *((Moment.SITES,) if config.has_several_sites else ()))

@@ -46,6 +46,7 @@ from tests.group_queries.recorder import refusing_unknown_callers
 from tests.multiproc.cases.script_cases import EXAMPLE, ScriptRun, Step
 from tests.multiproc.hooks import leak_watch
 from tests.multiproc.hooks.adapted_layers import add_adapters
+from tests.multiproc.hooks.attack_hooks import ATTACK_HOOKS
 from tests.multiproc.hooks.audit_hooks import AUDIT_HOOKS
 from tests.multiproc.hooks.building_hooks import BUILDING_HOOKS
 from tests.multiproc.hooks.delays import plant_delays, slow_rank
@@ -612,5 +613,6 @@ HOOKS: dict[str, Callable[[dict[str, Any]], Callable[[], None] | None]] = {
     **AUDIT_HOOKS,
     **BUILDING_HOOKS,
     **KILL_HOOKS,
+    **ATTACK_HOOKS,
     **STILL_HOOKS,
 }

@@ -1,0 +1,166 @@
+"""What a rank of the other site can try, and runs without one of the guards: controls, in which it works.
+
+Each attack is made by rank 1, the cloud's first, from inside a run that starts as any other.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import os
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import megatron.training.training as training
+import torch
+import torch.distributed as dist
+from megatron.core.models.gpt import gpt_model
+from torch.distributed import distributed_c10d
+
+from vtp_plugin.patches import activation
+from vtp_plugin.plan.boundary import header
+from vtp_plugin.util import log, printable
+
+MARKER = "marker"
+"""A file in the attacker's folder: whoever runs what an attacker sends writes the number of its rank there."""
+LONG_BYTES = 64 << 20
+"""More than any object that crosses, and little enough that a test can let a rank take it."""
+ESCAPES = "\x1b]0;owned\x07\x1b[2J"
+ATTACKER = 1
+
+
+def _by_attacker(act: Callable[[], None]) -> Callable[[dict[str, Any]], None]:
+    """Let only the attacker's rank do something."""
+
+    def hook(facts: dict[str, Any]) -> None:
+        if int(os.environ["RANK"]) == ATTACKER:
+            act()
+
+    return hook
+
+
+def _when_connected(install: Callable[[], None]) -> None:
+    """Do something once the process groups exist, and before anything is sent over them."""
+    original = dist.init_process_group
+
+    @functools.wraps(original)
+    def init(*args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+        install()
+
+    dist.init_process_group = init
+
+
+class _Calls:
+    """Pickled, it makes whoever reads it call a function."""
+
+    def __init__(self, function: Callable[..., Any], argument: str) -> None:
+        self._call = function, (argument,)
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[str]]:
+        return self._call
+
+
+def _send_objects(made: Callable[[Any], tuple[bytes, int | None]]) -> None:
+    """Send other objects than those that are due, as torch alone would.
+
+    Args:
+        made: returns the pickle of an object, and the length that is announced instead of the pickle's.
+    """
+
+    def write(obj: Any, device: Any, *rest: Any, **named: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        data, announced = made(obj)
+        tensor = torch.frombuffer(bytearray(data), dtype=torch.uint8).clone().to(device)
+        return tensor, torch.tensor([len(data) if announced is None else announced], device=device)
+
+    def install() -> None:
+        distributed_c10d._object_to_tensor = write
+
+    _when_connected(install)
+
+
+def _call_system() -> None:
+    command = f"echo $RANK >> {Path(MARKER).absolute()}"
+    _send_objects(lambda obj: (pickle.dumps(_Calls(os.system, command)), None))
+
+
+def _call_eval() -> None:
+    text = f"__import__('os').system('echo $RANK >> {Path(MARKER).absolute()}')"
+    _send_objects(lambda obj: (pickle.dumps(_Calls(builtins.eval, text)), None))
+
+
+def _announce_much() -> None:
+    _send_objects(lambda obj: (pickle.dumps(obj), LONG_BYTES))
+
+
+def _send_escapes() -> None:
+    _send_objects(lambda obj: (pickle.dumps([ESCAPES]), None))
+
+
+def _lie_in_headers() -> None:
+    original = header.HeaderCodec.encode
+
+    def encode(self: Any, whole: Any, dtype: str, position: str) -> tuple[int, ...]:
+        values = original(self, whole, dtype, position)
+        return (1 << 40, *values[1:])
+
+    header.HeaderCodec.encode = encode
+
+
+def _vary_lengths(facts: dict[str, Any]) -> None:
+    """Let headers cross on all ranks, as where samples have lengths of their own."""
+    original = gpt_model.GPTModel.__init__
+
+    def build(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        self.config.variable_seq_lengths = True
+
+    gpt_model.GPTModel.__init__ = build
+
+
+def _raise_escapes() -> None:
+    """Fail with a text that a terminal obeys, which this site shares."""
+
+    def fail(*args: Any, **kwargs: Any) -> Any:
+        raise ValueError(f"{ESCAPES} {'x' * (1 << 20)}")
+
+    training.train_step = fail
+
+
+def _without_objects_guard(facts: dict[str, Any]) -> None:
+    """Let torch unpickle what it gets on all ranks, and note the longest tensor that it makes for objects."""
+    activation.close_objects = lambda session: None
+    original = torch.empty
+    facts["longest"] = 0
+
+    @functools.wraps(original)
+    def empty(*size: Any, **options: Any) -> torch.Tensor:
+        if options.get("dtype") is torch.uint8 and size and isinstance(size[0], int):
+            facts["longest"] = max(facts["longest"], size[0])
+        return original(*size, **options)
+
+    torch.empty = empty
+
+
+def _without_bounds_of_headers(facts: dict[str, Any]) -> None:
+    header.Expected.require_bounded = lambda self, sent, num_elements: None
+
+
+def _without_plain_texts(facts: dict[str, Any]) -> None:
+    printable.plain = log.plain = lambda text: text
+
+
+ATTACK_HOOKS: dict[str, Callable[[dict[str, Any]], Callable[[], None] | None]] = {
+    "call_system": _by_attacker(_call_system),
+    "call_eval": _by_attacker(_call_eval),
+    "announce_much": _by_attacker(_announce_much),
+    "send_escapes": _by_attacker(_send_escapes),
+    "lie_in_headers": _by_attacker(_lie_in_headers),
+    "vary_lengths": _vary_lengths,
+    "raise_escapes": _by_attacker(_raise_escapes),
+    "without_objects_guard": _without_objects_guard,
+    "without_bounds_of_headers": _without_bounds_of_headers,
+    "without_plain_texts": _without_plain_texts,
+}

@@ -1,0 +1,117 @@
+"""Torch's collectives of objects in a run of several sites: groups inside a site, one site, and the way back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from vtp_plugin.config import VtpConfig
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.host.patching import Writes, Written, declared
+from vtp_plugin.patches import site_objects
+from vtp_plugin.patches.patch_set import Moment
+from vtp_plugin.patches.registry import list_moments
+from vtp_plugin.runtime.comm.plain_data import ObjectError
+from vtp_plugin.runtime.health.redaction import Redaction
+
+WRITTEN = [record for record in declared(site_objects) if isinstance(record, Written)]
+
+
+class Own:
+    """A class that only its own site knows."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def world() -> Iterator[None]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def session() -> Iterator[Any]:
+    """A session whose records are written; while nothing is planned, every group may reach another site."""
+    writes = Writes()
+    for record in WRITTEN:
+        record.bound({"writes": writes})
+    session: Any = SimpleNamespace(
+        writes=writes,
+        is_planned=False,
+        planned=SimpleNamespace(site_of=lambda rank: "edge"),
+        ranks=SimpleNamespace(redaction=Redaction(site="edge")),
+    )
+    site_objects.close_objects(session)
+    yield session
+    writes.undo(WRITTEN)
+
+
+def all_gather(value: Any) -> Any:
+    found: list[Any] = [None]
+    dist.all_gather_object(found, value)
+    return found[0]
+
+
+def gather(value: Any) -> Any:
+    found: list[Any] = [None]
+    dist.gather_object(value, found)
+    return found[0]
+
+
+def scatter(value: Any) -> Any:
+    found: list[Any] = [None]
+    dist.scatter_object_list(found, [value], src=0)
+    return found[0]
+
+
+@pytest.mark.parametrize("collective", [all_gather, gather, scatter])
+def test_groups_of_several_sites_send_data(
+    session: Any, collective: Callable[[Any], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert collective({"a": (1, slice(2))}) == {"a": (1, slice(2))}
+    with pytest.raises(ConfigError, match=r"an object of tests\.unit\.patches\.test_site_objects\.Own would cross"):
+        collective(Own())
+    monkeypatch.setattr(site_objects, "MOST_BYTES", 100)
+    assert collective("short") == "short"
+    with pytest.raises(ObjectError, match=r"would be \d+ bytes long; 100 at most"):
+        collective("x" * 200)
+
+
+@pytest.mark.parametrize("collective", [all_gather, gather, scatter])
+def test_groups_inside_a_site_stay_as_they_are(session: Any, collective: Callable[[Any], Any]) -> None:
+    session.is_planned = True
+    assert isinstance(collective(Own()), Own)
+
+
+def test_an_announced_length_is_no_negative_number() -> None:
+    with pytest.raises(ObjectError, match="would be -1 bytes long"):
+        site_objects._require_bounded(-1, 3)
+
+
+def test_torch_is_as_it_was_before_and_afterwards(request: pytest.FixtureRequest) -> None:
+    places = [(dist, name) for name in site_objects._COLLECTIVES] + [
+        (distributed_c10d, name)
+        for name in (*site_objects._COLLECTIVES, "_object_to_tensor", "_tensor_to_object", "send_object_list")
+    ]
+    before = [getattr(module, name) for module, name in places]
+    session = request.getfixturevalue("session")
+    during = [getattr(module, name) for module, name in places]
+    assert [a is b for a, b in zip(before, during, strict=True)] == [False] * (len(places) - 1) + [True]
+    session.writes.undo(WRITTEN)
+    assert all(a is getattr(module, name) for a, (module, name) in zip(before, places, strict=True))
+
+
+def test_only_runs_of_several_sites_write_into_torch() -> None:
+    assert Moment.SITES in list_moments(VtpConfig(size_list=(1, 2), sites=("edge", "cloud")))
+    for sites in (None, ("one", "one")):
+        assert Moment.SITES not in list_moments(VtpConfig(size_list=(1, 2), sites=sites))
+
+
+def test_all_that_collects_objects_is_bounded() -> None:
+    """A new function of torch that reads objects needs a record of its own."""
+    public = {name for name in distributed_c10d.__all__ if "object" in name}
+    assert public == {*site_objects._COLLECTIVES, "send_object_list"}
