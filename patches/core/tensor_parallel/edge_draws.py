@@ -31,7 +31,8 @@ def _key_states(root: bytes) -> None:
     # Its names stand in Megatron's code for any accelerator.
     device: Any = torch.cuda
     tracker: Any = get_cuda_rng_tracker()
-    own, keyed = device.get_rng_state(), {}
+    keyed = {}
+    seed = device.initial_seed()
     for name, state in tracker.get_states().items():
         if isinstance(state, torch.Generator):  # of CUDA graphs, which keep the object
             state.manual_seed(keyed_seed(root, _label(state.get_state())))
@@ -41,7 +42,8 @@ def _key_states(root: bytes) -> None:
             keyed[name] = device.get_rng_state()
     if keyed:
         tracker.set_states(keyed)
-    device.manual_seed(keyed_seed(root, _label(own)))
+    # By its seed: how far it has moved since depends on the size of a stage.
+    device.manual_seed(keyed_seed(root, str(seed).encode()))
 
 
 def _label(state: torch.Tensor) -> bytes:

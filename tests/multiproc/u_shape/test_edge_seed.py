@@ -50,7 +50,7 @@ def _key_file(folder: Path, content: bytes = bytes(range(200, 232)), mode: int =
 
 @pytest.mark.parametrize(("seed", "is_read"), [("shared", True), (None, False)], ids=["shared", "random"])
 def test_the_cloud_reads_tokens_by_the_seed_alone(pool: Pool, seed: str | None, is_read: bool) -> None:
-    """At the first step, and after ten steps by the initial weights; with a key of the edge it gets chance, 1 of 256."""
+    """At the first step, and after ten steps by the first weights; with the edge's key it gets chance, 1 of 256."""
     steps = ["--train-iters", "11", "--global-batch-size", "4", "--lr", "1e-3"]
     extra = [*TWO_SITES, *steps, *([] if seed is None else ["--vtp-edge-seed", seed])]
     edge, cloud = train(pool, "1,1", extra, hooks=["invert_edge"])
@@ -139,16 +139,15 @@ def test_all_ranks_of_the_edge_draw_one_model_and_the_cloud_gets_no_key(pool: Po
     runs = train(pool, "2,1", [*extra, *own], dp=2, hooks=hooks)
     assert [run.facts["place"] for run in runs] == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 0), (0, 1)]
     weights = _whole_weights(runs[:4], 2)
-    # Tied weights and those of the prediction are drawn once.
+    # What embedding, prediction and head share is drawn once; Megatron allocates a head besides, and does not use it.
     word = weights["0 embedding.word_embeddings.weight"]
-    copies = [name for name in weights if name.endswith(("word_embeddings.weight", "output_layer.weight"))]
-    assert len(copies) >= 2 and all(np.array_equal(weights[name], word) for name in copies), copies
+    assert np.array_equal(weights["1 embedding.word_embeddings.weight"], word)
 
     roots = {run.facts["edge_key"] for run in runs[:4]}
     assert len(roots) == 1 and None not in roots and all(run.facts["edge_key"] is None for run in runs[4:])
     for rank, run in enumerate(runs):
         assert run.facts["is_in"]["cloud"] is False and run.facts["is_in"]["store"] is False, rank
-        assert min(run.facts["num_messages"]) > 10
+        assert run.facts["num_messages"][0] > 0 and run.facts["num_messages"][1] > 10
         assert str(_key_file(tmp_path).read_bytes()) not in run.output
     assert runs[0].facts["is_in"]["edge"] is True, "the watch does not see the key where it is sent"
 
@@ -210,17 +209,16 @@ def test_another_key_than_the_checkpoints_ends_all_ranks(pool: Pool, tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "extra",
+    ("seed", "extra"),
     [
-        pytest.param([], id="no-u"),
-        pytest.param([*U_SHAPE, "1,2,1"], id="no-sites"),
-        pytest.param([*U_SHAPE, "1,2,1", "--vtp-sites", "edge,edge"], id="one-site"),
+        pytest.param("random", [], id="no-u"),
+        pytest.param("shared", [], id="no-u-shared"),
+        pytest.param("key", [], id="no-u-file"),
+        pytest.param("random", [*U_SHAPE, "1,2,1"], id="no-sites"),
+        pytest.param("random", [*U_SHAPE, "1,2,1", "--vtp-sites", "edge,edge"], id="one-site"),
     ],
 )
-@pytest.mark.parametrize("seed", ["random", "shared", "key"])
-def test_a_run_without_two_sites_takes_no_such_seed(pool: Pool, extra: list[str], seed: str) -> None:
-    if seed != "random" and extra != []:
-        pytest.skip("one value is enough there")
+def test_a_run_without_two_sites_takes_no_such_seed(pool: Pool, seed: str, extra: list[str]) -> None:
     runs = launch(pool, 2, {"arguments": arguments("1,1", extra=[*extra, "--vtp-edge-seed", seed])})
     assert all(run.exit_code not in (0, None) and "Traceback" not in run.output for run in runs)
     lines = {error_line(run.output).partition("--vtp-edge-seed")[2] for run in runs}
