@@ -92,6 +92,9 @@ During a run, `vtp_plugin` answers:
 | `status()` | what every patch replaced |
 
 `revert()` takes `apply()` back: every replaced object of Megatron and torch is the original again.
+
+A script without `megatron.training` builds its model inside `with vtp_plugin.drawing_edge_weights():`, so that the edge's
+layers are drawn from [the edge's key](../guides/edge-cloud.md#the-edges-key). In other runs this does nothing.
 """
 
 
