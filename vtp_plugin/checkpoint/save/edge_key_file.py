@@ -68,8 +68,8 @@ def require_same_key(key: bytes, named_by: str, folder: Path) -> None:
     file = folder / EDGE_KEY
     if file.exists() and read_edge_key(file, "--load") != key:
         raise ConfigError(
-            f"{named_by} holds another key than {file}, from which the edge of this checkpoint was drawn; leave the "
-            "flag out to go on with that one, or load another folder"
+            f"{named_by} holds another key than {file}, from which the edge of this checkpoint was drawn; leave "
+            "the flag out to resume with that one, or load another folder"
         )
 
 
