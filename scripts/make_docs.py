@@ -92,6 +92,9 @@ During a run, `vtp_plugin` answers:
 | `status()` | what every patch replaced |
 
 `revert()` takes `apply()` back: every replaced object of Megatron and torch is the original again.
+
+In a U of two sites a script without `megatron.training` builds its model inside `drawing_edge_weights()`, so that
+the edge's layers are drawn from [the edge's key](../guides/edge-cloud.md#the-edges-key). In other runs it does nothing.
 """
 
 

@@ -13,11 +13,13 @@ from vtp_plugin.api import (
     revert,
     status,
 )
+from vtp_plugin.edge import drawing_edge_weights
 from vtp_plugin.util.version import __version__
 
 __all__ = [
     "__version__",
     "apply",
+    "drawing_edge_weights",
     "get_vtp_intra_stage_group",
     "get_vtp_my_stage_idx",
     "get_vtp_size_list",

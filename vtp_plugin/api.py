@@ -61,6 +61,7 @@ def apply(
     layerwise_disaggregated: bool = False,
     num_layer_list: Sequence[int] | str | None = None,
     encoder_layer_list: Sequence[int] | str | None = None,
+    edge_seed: str | None = None,
     audit: str | None = None,
     in_flight: int | str | Sequence[int] | None = None,
     costs: str | Sequence[str] | None = None,
@@ -97,8 +98,7 @@ def apply(
         vtp_dp_list: data-parallel size of every stage; ``None`` is one size for all, from the number of ranks. If sizes
             differ, the schedule is planned.
         vtp_ep_list: expert-parallel size of every stage; ``None`` is Megatron's one size for all.
-        vtp_etp_list: tensor-parallel size of the experts of every stage; ``None`` is Megatron's one size for all, or
-            else each stage's own tensor-parallel size.
+        vtp_etp_list: the same of the experts; ``None`` is Megatron's one size for all, or else each stage's own.
         dp_mode: ``"multiplex"`` or ``"split"``, see :class:`~vtp_plugin.config.VtpConfig`.
         device: ``"auto"`` asks npu, then cuda, then cpu.
         transport: ``"auto"``, ``"rank0"``, ``"sliced"`` or another, see :class:`~vtp_plugin.config.VtpConfig`.
@@ -109,15 +109,16 @@ def apply(
         data_parallel_size: replicas of every stage; only needed by ``"auto"``.
         schedule: ``"stock"`` or ``"planned"``, see :class:`~vtp_plugin.config.VtpConfig`.
         layerwise_disaggregated: U-shaped pipeline: stage 0 holds the first and the last layers; see there.
-        num_layer_list: layers of a U-shaped pipeline: of the edge's first part, of every cloud stage, of the edge's
-            last part. Scripts may give them by flag; a model that is built without ``megatron.training`` also has them
-            in its ``TransformerConfig``, as ``pipeline_model_parallel_layout``, where Megatron has that field.
+        num_layer_list: layers of a U: of the edge's first part, of every cloud stage, of the edge's last part. A model
+            that is built without ``megatron.training`` also has them in its ``TransformerConfig``, as
+            ``pipeline_model_parallel_layout``, where Megatron has that field.
         encoder_layer_list: layers of the encoder's parts in a U-shaped pipeline with two rings, in the same order.
+        edge_seed: what the edge of a U of two sites draws its layers from: ``"random"`` (as ``None``), ``"shared"``
+            or a file, see :class:`~vtp_plugin.config.VtpConfig`; core scripts build in ``drawing_edge_weights()``.
         audit: file that records every message between stages; each rank adds its number to the name.
         in_flight: most microbatches in flight in a U or a planned order, one number for all stages or one for each.
-        costs: durations and links for which the order of a U-shaped pipeline is planned, such as
-            ``"forward_ms=40,80,40 latency_ms=20"``; ``None`` measures them.
-        replan_share: share by which real and planned time of a U-shaped step may differ, see ``VtpConfig``.
+        costs: durations and links for which the order of a U is planned, such as ``"latency_ms=9"``; ``None`` measures.
+        replan_share: share by which a step of a U may last longer or shorter than planned before it is planned again.
         load_newest_valid: load the newest checkpoint that is whole, instead of refusing one that is broken.
         keep_checkpoints: how many of the newest checkpoints stay when one is saved; ``None`` keeps all.
         log_level: least level of the plugin's log: ``"DEBUG"``, ``"INFO"``, ``"WARNING"`` or ``"ERROR"``.
@@ -126,8 +127,7 @@ def apply(
         timing: say at every line of Megatron's log what the time of a step goes to on each stage.
         share_errors: let other sites read the texts of this rank's errors; each site decides for itself.
         link_is_protected: something that the plugin does not see encrypts the way between several sites.
-        bridges: put the plugin's bridges between modules in the place of Megatron's, with or without a list;
-            ``"extended"`` lets the colocated one take what Megatron's refuses.
+        bridges: use the plugin's bridges between modules; ``"extended"``: the colocated one, where Megatron's cannot.
 
     Raises:
         ConfigError: a value breaks its rule.

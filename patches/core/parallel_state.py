@@ -225,9 +225,9 @@ def _unite_replicas(session: Session, writes: Writes) -> None:
 
     Between sites this also replaces groups that are right: in Megatron's, one sum crosses between the sites many times.
     """
-    planned, rank = session.planned, dist.get_rank()
-    layout = planned.layout
+    planned, layout, rank = session.planned, session.planned.layout, dist.get_rank()
     stage_group = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
+    session.edge_seed.share(planned, stage_group)
     leaders_group = open_leaders_group(layout, planned.platform, planned.config.timeout_s)
     session.start.ending.callback(close_groups, (leaders_group,))
     make = functools.partial(
@@ -270,6 +270,7 @@ def _plan(session: Session, host: MegatronHost, options: dict[str, Any], world_s
             ep=int(options["expert_model_parallel_size"]),
             etp=options["expert_tensor_parallel_size"],
         )
+        session.learn(note=session.edge_seed.find(session.planned, dist.get_rank()))
     return session.planned.statement()
 
 

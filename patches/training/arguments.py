@@ -146,6 +146,7 @@ def _prepare(
     config, layout = session.config, session.planned.layout
     learn_site(session, args.rank)
     refuse(check_site(args.vtp_site, args.rank, layout, config.sites or ()), LayoutError)
+    session.learn(note=session.edge_seed.find(session.planned, args.rank, (args.load, args.pretrained_checkpoint)))
     session.start.open_audit(config, args.rank)
     session.start.open_records(session.planned, args.rank, session.ranks, session.recorder)
     written_layers: AbstractContextManager[None] = contextlib.nullcontext()

@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from vtp_plugin.checkpoint.save.atomic_dir import final_of
+from vtp_plugin.checkpoint.save.edge_key_file import HAS_EDGE_KEY
 from vtp_plugin.checkpoint.save.newest import HAS_MANIFEST
 from vtp_plugin.checkpoint.save.saving import Kept, Saving, naming_what_failed
 from vtp_plugin.host.patching import replaces
@@ -49,8 +50,10 @@ def _save_whole(
     if is_local or arguments.ckpt_format not in _FORMATS or "://" in str(arguments.save):
         return save()
     setattr(arguments, HAS_MANIFEST, True)
+    setattr(arguments, HAS_EDGE_KEY, session.edge_seed.root is not None)
     savings.copies_tensors = arguments.async_save and arguments.use_persistent_ckpt_worker
     with naming_what_failed(Path(arguments.save)):
+        session.edge_seed.keep(Path(arguments.save))
         with savings.call(iteration):
             save()
         if (saving := savings.take()) is not None:

@@ -22,6 +22,7 @@ from vtp_plugin.checkpoint.format.entries import DamagedError, Extent
 from vtp_plugin.checkpoint.hf.import_note import check_note
 from vtp_plugin.checkpoint.load.stored_optimizer import Request
 from vtp_plugin.checkpoint.save.atomic_dir import make_folder
+from vtp_plugin.checkpoint.save.edge_key_file import SITE_ARGUMENTS
 from vtp_plugin.checkpoint.save.folder_lock import LOCK_VARIABLE, patience_s
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.host.patching import replaces
@@ -190,8 +191,7 @@ def _load(
         with naming_broken_files(load_dir, chosen_step(session, load_dir, args)):
             checkpoint = loaded(session, load_dir, args)
             check_own_files(checkpoint)
-            own = own_file(checkpoint, is_of_rank_0=rank0)
-            with plain_only(own, str(own)):
+            with plain_only(own := own_file(checkpoint, is_of_rank_0=rank0), str(own)):
                 result = original(load_dir, args, rank0=rank0, **kwargs)
     except SystemExit:
         # Megatron exits with code 0 when it cannot read its file. Rank 0's file may tell why.
@@ -340,11 +340,11 @@ def _unreadable(host: MegatronHost, load_dir: str | None) -> ConfigError:
     remove_when="with `checkpoint-layout`",
 )
 def _preprocess(original: Callable[[Any], dict[str, Any]], common_state_dict: Any) -> dict[str, Any]:
-    """Run `preprocess_common_state_dict`, then drop the arguments that differ between stages.
+    """Run `preprocess_common_state_dict`, then drop the arguments that differ between stages, or sites.
 
     Megatron compares the result over the ranks before it saves.
     """
     result = original(common_state_dict)
-    for name in _PER_STAGE:
+    for name in (*_PER_STAGE, *SITE_ARGUMENTS):
         result["args"].pop(name, None)
     return result

@@ -13,6 +13,7 @@ from vtp_plugin.checkpoint.format.optimizer_formats import IN_MODEL_SPACE
 from vtp_plugin.checkpoint.hf.import_note import read_note
 from vtp_plugin.checkpoint.load.masters import require_masters
 from vtp_plugin.checkpoint.load.stored_optimizer import StoredOptimizer
+from vtp_plugin.checkpoint.save.edge_key_file import HAS_EDGE_KEY
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.patches.core.dist_checkpointing.plain_objects import index_of
 from vtp_plugin.patches.core.dist_checkpointing.strategies.torch import checking
@@ -64,10 +65,13 @@ def require_loadable(
     """Check that this run's stages can load a checkpoint.
 
     Raises:
-        ConfigError: another layout wrote the checkpoint, in a form that only that one can load.
+        ConfigError: another layout wrote the checkpoint, in a form that only that one can load; or the key of its edge
+            is lost.
     """
-    state, _, _, kind = result
+    state, found, _, kind = result
     stored = stored_arguments(result)
+    if load_dir is not None and found:
+        session.edge_seed.judge(Path(load_dir), has_key=getattr(stored, HAS_EDGE_KEY, False))
     if stored is None or not session.is_planned:
         return
     form = host.lost_form(state) if args.use_distributed_optimizer and _loads_optimizer(args, result) else None

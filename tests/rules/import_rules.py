@@ -29,7 +29,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"session"}),
     frozenset({"patches"}),
     frozenset({"api"}),
-    frozenset({"adapters", "bridge", "functional"}),
+    frozenset({"adapters", "bridge", "edge", "functional"}),
     frozenset({"__init__"}),
     frozenset({"cli"}),
     frozenset({"__main__"}),

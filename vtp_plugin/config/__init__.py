@@ -73,6 +73,11 @@ class VtpConfig(Failure, Saved, Trust, ScheduleFields, TransportFields, StageFie
         return self.schedule == "planned" or self.layerwise_disaggregated or self.has_unequal_dp
 
     @property
+    def has_own_edge(self) -> bool:
+        """Whether the edge of a U is at another site than its cloud, so that its layers have a key of their own."""
+        return self.layerwise_disaggregated and self.has_several_sites
+
+    @property
     def is_forced(self) -> bool:
         """Whether the plugin's groups and communicator are in use even for stages of one size."""
         return self.force or self.has_planned_schedule

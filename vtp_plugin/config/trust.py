@@ -29,6 +29,15 @@ class Trust:
         "several sites: let the other sites read the texts of this rank's errors and the values of its arguments; "
         "without it they read the type of an error and where it happened. Each site decides for itself",
     )
+    edge_seed: str | None = option(
+        own("only the edge draws from it", is_path=True),
+        None,
+        "U of two sites: what the edge's own layers are drawn from (embedding, its layers, head). random (default): a "
+        "key of 256 bits, which only the edge's ranks get, and which is kept beside its checkpoints; shared: --seed, "
+        "which the cloud has too, so it can draw these layers and read tokens from activations; FILE: a key of your "
+        "own, of 16 bytes or more, in a file of mode 0600, so that a run can be repeated",
+        "random|shared|FILE",
+    )
     audit: str | None = option(
         own("each machine has its own files", is_path=True),
         None,

@@ -162,7 +162,7 @@ def check_without_stages(config: VtpConfig) -> tuple[str, ...]:
     """Find options that need stages, in a run without a list of their sizes.
 
     Returns:
-        One line for each list of other sizes, and for a planned schedule.
+        One line for each list of other sizes, for a seed of the edge, and for a planned schedule.
     """
     lists = (
         ("--vtp-cp-list", config.cp_list),
@@ -175,7 +175,24 @@ def check_without_stages(config: VtpConfig) -> tuple[str, ...]:
         for flag, sizes in lists
         if sizes
     ]
+    problems += check_edge_seed(config)
     # Modules with grids of their own have stages without a list.
     if config.has_planned_schedule and not config.bridges:
         problems.append("planned schedules need stages: give --vtp-size-list, such as 1,1")
     return tuple(problems)
+
+
+def check_edge_seed(config: VtpConfig) -> tuple[str, ...]:
+    """Find a seed of the edge in a run that has no edge at a site of its own.
+
+    >>> print(*check_edge_seed(VtpConfig(edge_seed="random")))  # doctest: +ELLIPSIS
+    --vtp-edge-seed is for a U-shaped pipeline of two sites; give --vtp-size-list, ...
+    >>> check_edge_seed(VtpConfig(edge_seed="random", sites=("edge", "cloud"), layerwise_disaggregated=True))
+    ()
+    """
+    if config.edge_seed is None or config.has_own_edge:
+        return ()
+    return (
+        "--vtp-edge-seed is for a U-shaped pipeline of two sites; give --vtp-size-list, "
+        "--layerwise-disaggregated-training and two names in --vtp-sites, such as edge,cloud, or leave it out",
+    )

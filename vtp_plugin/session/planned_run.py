@@ -19,7 +19,8 @@ from vtp_plugin.config.resolve import (
     stage_sites,
     transport_rules,
 )
-from vtp_plugin.errors import ConfigError, refuse
+from vtp_plugin.config.vtp_flags import check_edge_seed
+from vtp_plugin.errors import ConfigError, LayoutError, refuse
 from vtp_plugin.host.mindspeed import problems_of_unknown_adaptor
 from vtp_plugin.host.rules.context import OptionContext
 from vtp_plugin.host.versions import capability, find_host
@@ -82,6 +83,7 @@ class PlannedRun:
         """
         if self.is_active:
             refuse(problems_of_unknown_adaptor())
+        refuse(check_edge_seed(self.config), LayoutError)
         if self.config.num_layer_list is not None:
             check_layers(
                 self.config.num_layer_list,

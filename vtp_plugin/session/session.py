@@ -32,6 +32,7 @@ from vtp_plugin.runtime.comm.recorder import Recorder
 from vtp_plugin.runtime.health.nodes import gather_node_sizes
 from vtp_plugin.runtime.step.companion_tensors import Companion
 from vtp_plugin.session.applied_sets import AppliedSets
+from vtp_plugin.session.edge_seed import EdgeSeed
 from vtp_plugin.session.loading import Loading
 from vtp_plugin.session.open_pipelines import Pipeline, Pipelines, open_pipeline
 from vtp_plugin.session.pipeline_plan import PipelinePlan, plan_module
@@ -58,6 +59,7 @@ class Session:
         applied: sets of patches in the order of application.
         pipelines: pipelines that this rank works in: the run's own, and those of modules.
         savings, loading: checkpoints that are being written; what is known of one that is being read.
+        edge_seed: what the edge's own layers are drawn from.
         writes: names of Megatron and torch that patches may write.
         steps: the training steps of this process.
         progress: notes the steps of a fitted run; None in other runs.
@@ -76,7 +78,7 @@ class Session:
         self.pipelines = Pipelines()
         self.ranks = AllRanks(lambda: self.config.timeout_s, self._finish, self._how_to_resume)
         self.applied, self.writes = AppliedSets(), Writes()
-        self.savings, self.loading = Savings(), Loading()
+        self.savings, self.loading, self.edge_seed = Savings(), Loading(), EdgeSeed()
         self._config, self._platform = config, platform
         self._close_log: Callable[[], None] | None = None
         self._recorder: Recorder | None = None
@@ -305,6 +307,7 @@ class Session:
     def begin_step(self) -> None:
         """Note that a training step begins."""
         self.steps.begin()
+        self.edge_seed.warn_of_other_weights()
         self.start.begin_step()
 
     def _finish(self) -> None:

@@ -1,4 +1,4 @@
-"""`empty-chunks`: the cloud's second chunks, which are empty, are not kept.
+"""`empty-chunks`: the cloud's second chunks, which are empty, are not kept; the edge's are drawn from its own key.
 
 `cpu-initialization`: what is drawn on the CPU moves to the device.
 """
@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vtp_plugin.host.patching import replaces
+from vtp_plugin.patches.core.tensor_parallel.edge_draws import drawing_edge
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.session import Session
@@ -22,7 +23,8 @@ from vtp_plugin.session import Session
         "<0.18": "models are built by megatron.training.training:get_model alone, which `empty-chunks/get-model` "
         "carries"
     },
-    why="Megatron builds as many chunks on every stage; an empty one has no entry in a checkpoint, and loading fails",
+    why="Megatron builds as many chunks on every stage; an empty one has no entry in a checkpoint, and loading fails. "
+    "What is drawn for the edge meanwhile follows from its own key (--vtp-edge-seed)",
     remove_when="with `last-stage`",
     aliases=("megatron.training.models:build_virtual_pipeline_stages",),
 )
@@ -36,8 +38,13 @@ from vtp_plugin.session import Session
 def _keep_full_chunks(
     session: Session, host: MegatronHost, original: Callable[..., list[Any]], *args: Any, **kwargs: Any
 ) -> list[Any]:
-    """Build the chunks of this rank's stage, as `original` does, and keep two on the edge, one on the cloud."""
-    chunks = original(*args, **kwargs)[: session.running.require_schedule_runner().num_chunks]
+    """Build the chunks of this rank's stage, as `original` does, and keep two on the edge, one on the cloud.
+
+    The edge's are drawn from its key, if it has one.
+    """
+    with drawing_edge(session):
+        built = original(*args, **kwargs)
+    chunks = built[: session.running.require_schedule_runner().num_chunks]
     host.enter_chunk(0)  # not one that is gone
     return chunks
 

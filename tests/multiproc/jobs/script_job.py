@@ -50,6 +50,7 @@ from tests.multiproc.hooks.attack_hooks import ATTACK_HOOKS
 from tests.multiproc.hooks.audit_hooks import AUDIT_HOOKS
 from tests.multiproc.hooks.building_hooks import BUILDING_HOOKS
 from tests.multiproc.hooks.delays import plant_delays, slow_rank
+from tests.multiproc.hooks.edge_hooks import EDGE_HOOKS
 from tests.multiproc.hooks.gathered_attention import GatheredAttention, chunk_positions
 from tests.multiproc.hooks.gradient_probe import note_gradients
 from tests.multiproc.hooks.held_activations import LatentAttention, balance_routers, note_activations
@@ -612,6 +613,7 @@ HOOKS: dict[str, Callable[[dict[str, Any]], Callable[[], None] | None]] = {
     "start_again": start_again,
     **AUDIT_HOOKS,
     **BUILDING_HOOKS,
+    **EDGE_HOOKS,
     **KILL_HOOKS,
     **ATTACK_HOOKS,
     **STILL_HOOKS,

@@ -1,0 +1,169 @@
+"""What a cloud could find out about the edge's layers, and what reaches it: nothing here is part of the plugin."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import megatron.training.training as training
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.training import get_args
+from megatron.training.initialize import _set_random_seed
+
+from tests.multiproc.hooks.leak_watch import Outgoing, Watch
+from vtp_plugin.api import current_session
+
+# The steps whose activations the cloud keeps, and how many words it tries at each place of a sequence.
+_STEPS, _NUM_MICROBATCHES, _NUM_WORDS = (0, 10), 2, 256
+
+
+def invert_edge(facts: dict[str, Any]) -> Callable[[], None]:
+    """Try to read tokens as the cloud can: by the first layers that ``--seed`` gives, from the activations it gets.
+
+    Notes whether these are the edge's own layers, of how many tokens it is, and how many were read at each step.
+    """
+    facts["tokens_read"], facts["num_tokens"] = {}, {}
+    made: list[tuple[Any, ...]] = []
+    seen: list[tuple[torch.Tensor, ...]] = []
+    original_init, original_setup = GPTModel.__init__, training.setup_model_and_optimizer
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original_init(self, *args, **kwargs)
+        if self.pre_process:
+            made.append((self, args, kwargs))
+
+    def setup(*args: Any, **kwargs: Any) -> Any:
+        result = original_setup(*args, **kwargs)
+        if made:
+            chunk, of_chunk, by_name = made[0]
+            seen_by_cloud = _drawn_from_the_seed(lambda: GPTModel(*of_chunk, **by_name))
+            made[:] = [(chunk, seen_by_cloud)]
+            pairs = zip(chunk.parameters(), seen_by_cloud.parameters(), strict=True)
+            facts["are_of_the_seed"] = all(torch.equal(own, drawn) for own, drawn in pairs)
+            chunk.register_forward_hook(note)
+        return result
+
+    def note(_chunk: Any, args: tuple[Any, ...], output: torch.Tensor) -> None:
+        seen.append(tuple(value.detach().clone() for value in (*args[:3], output)))
+
+    GPTModel.__init__, training.setup_model_and_optimizer = init, setup
+
+    def after() -> None:
+        for step in _STEPS if made else ():
+            rows = seen[step * _NUM_MICROBATCHES : (step + 1) * _NUM_MICROBATCHES]
+            facts["num_tokens"][step] = sum(row[0].numel() for row in rows)
+            facts["tokens_read"][step] = sum(_num_read(made[0][1], *row) for row in rows)
+
+    return after
+
+
+def _drawn_from_the_seed(make: Callable[[], Any]) -> Any:
+    """Make a chunk as any process can that knows the flags; this one's random states come back."""
+    tracker: Any = get_cuda_rng_tracker()
+    states, own, host = tracker.get_states(), torch.cuda.get_rng_state(), torch.get_rng_state()
+    _set_random_seed(get_args().seed)
+    chunk = make().eval()
+    tracker.set_states(states)
+    torch.cuda.set_rng_state(own)
+    torch.set_rng_state(host)
+    return chunk
+
+
+@torch.no_grad()
+def _num_read(
+    chunk: Any, tokens: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, output: torch.Tensor
+) -> int:
+    """Read the tokens of a microbatch one after the other: the word whose activation is nearest; count the right ones.
+
+    Args:
+        chunk: what the cloud takes for the edge's first layers.
+        tokens: the tokens ``[B, S]``; only to offer the right word among others, and to count.
+        positions: their places.
+        mask: of the attention.
+        output: the activations ``[S, B, H]`` that the cloud got.
+    """
+    generator = torch.Generator().manual_seed(5)
+    num_words = int(chunk.embedding.word_embeddings.weight.shape[0])
+    num_right = 0
+    for row, sample in enumerate(tokens):
+        read = torch.zeros_like(sample)
+        for place, right in enumerate(sample.tolist()):
+            words = torch.randperm(num_words, generator=generator)[:_NUM_WORDS]
+            words[0] = right
+            tried = read.repeat(len(words), 1)
+            tried[:, place] = words[torch.randperm(len(words), generator=generator)]
+            drawn = chunk(tried, positions[:1].expand(len(words), -1), mask[:1])
+            distances = (drawn[place] - output[place, row]).square().sum(-1)
+            read[place] = tried[distances.argmin(), place]
+            num_right += int(read[place] == right)
+    return num_right
+
+
+def note_edge(facts: dict[str, Any]) -> None:
+    """Note the start weights of this rank's chunks, with the dimension in which each is cut, and its random states."""
+    original = training.setup_model_and_optimizer
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        facts["weights"] = {
+            f"{chunk} {name.removeprefix('module.')}": (
+                weight.detach().float().numpy().copy(),
+                weight.partition_dim if getattr(weight, "tensor_model_parallel", False) else None,
+            )
+            for chunk, model in enumerate(result[0])
+            for name, weight in model.named_parameters()
+        }
+        tracker: Any = get_cuda_rng_tracker()
+        facts["states"] = {name: bytes(state.tolist()) for name, state in tracker.get_states().items()}
+        facts["states"]["device"] = bytes(torch.cuda.get_rng_state().tolist())
+        facts["place"] = (parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_data_parallel_rank())
+        return result
+
+    training.setup_model_and_optimizer = noting
+
+
+def watch_key(facts: dict[str, Any]) -> Callable[[], None]:
+    """Look for the edge's key in all that leaves this rank of the sizes 2,1; say whether the edge, the cloud got it."""
+    edge = range(2 * int(os.environ["WORLD_SIZE"]) // 3)
+    watches = [Watch(home=edge), Watch(home=[])]
+    watches[1].watch_stores()
+    for watch in watches:
+        watch.__enter__()
+
+    def after() -> None:
+        for watch in reversed(watches):
+            watch.__exit__(None, None, None)
+        session = current_session()
+        assert session is not None
+        stored = [item for item in watches[1].outgoing if item.how.startswith("store")]
+        facts["num_messages"] = (len(watches[0].outgoing), len(stored))
+        secrets = [key for key in (session.edge_seed.root, session.edge_seed._key) if key is not None]
+        facts["is_in"] = {
+            name: any(_holds(item, key) for key in secrets for item in items)
+            for name, items in (("cloud", watches[0].outgoing), ("edge", watches[1].outgoing), ("store", stored))
+        }
+        facts["edge_key"] = session.edge_seed.root
+
+    return after
+
+
+def _holds(item: Outgoing, key: bytes) -> bool:
+    """Tell whether a key is in what left: as bytes, as numbers of any width, as text, or a half of it."""
+    values = item.values
+    raw = values if isinstance(values, bytes) else values.detach().cpu().contiguous().flatten().view(torch.uint8)
+    memory = raw if isinstance(raw, bytes) else raw.numpy().tobytes()
+    if not isinstance(values, bytes) and values.dtype.itemsize > 1:
+        memory += bytes(values.to(torch.uint8).flatten().tolist())
+    parts = [key, key[:16], key[-16:]]
+    return any(form in memory for part in parts for form in (part, part.hex().encode(), str([*part])[1:-1].encode()))
+
+
+EDGE_HOOKS: dict[str, Callable[[dict[str, Any]], Callable[[], None] | None]] = {
+    "invert_edge": invert_edge,
+    "note_edge": note_edge,
+    "watch_key": watch_key,
+}
