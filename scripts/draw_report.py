@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Name of the page, width and height in points, ground, and what is at its top.
 SHOTS = {
     "report-simulate": ("simulate", 1000, 760, "light", "h1"),
-    "report-search": ("search", 1000, 720, "dark", "#table"),
+    "report-search": ("search", 1100, 720, "dark", "#table"),
     "report-phone": ("plan", 400, 720, "light", "#memory"),
 }
 
