@@ -37,7 +37,7 @@ def add_have_flags(group: argparse._ArgumentGroup) -> None:
         "--card-memory",
         type=parse_bytes,
         metavar="80GiB",
-        help="with --have: memory of a device, into which each stage must fit; a page shows it",
+        help="with --have or a page: memory of a device; each stage must fit",
     )
 
 

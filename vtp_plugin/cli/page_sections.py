@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 from vtp_plugin.cli.boundaries import BoundaryView, PlansView, explain, format_bytes
@@ -92,21 +92,19 @@ def crossing_cells(view: PlansView) -> tuple[str, str]:
     return str(len(transfers)), format_bytes(sum(view.num_bytes(transfer) or 0 for transfer in transfers))
 
 
-def memory_section(
-    flags: Run, limit_bytes: int | None, in_flight: Callable[[int], int] | None = None
-) -> MemorySection | None:
+def memory_section(flags: Run, limit_bytes: int | None, in_flight: Sequence[int]) -> MemorySection | None:
     """Draw what every rank holds; None where it is not known.
 
     Args:
         flags: the run.
         limit_bytes: memory of a device; None where it is not known.
-        in_flight: gives the most microbatches in flight on a stage; None for one.
+        in_flight: most microbatches in flight on each stage; empty where that is not known.
     """
     if isinstance(flags.memory, str):
         return None
     notes = [f"activations: {flags.about_activations}"]
-    if in_flight is not None:
-        notes.append("drawn are those of as many microbatches as a stage has in flight at most")
+    number = "as many microbatches as a stage has in flight at most" if in_flight else "one microbatch"
+    notes.append(f"drawn are those of {number}")
     if limit_bytes is None:
         notes.append("--card-memory 80GiB or the like draws the memory of a device beside them")
     return MemorySection(bars=tuple(_bars(flags.layout, flags.memory, limit_bytes, in_flight)), notes=tuple(notes))
@@ -116,10 +114,10 @@ def _bars(
     layout: PipelineLayout,
     memory: Sequence[Footprint],
     limit_bytes: int | None,
-    in_flight: Callable[[int], int] | None,
+    in_flight: Sequence[int],
 ) -> Iterator[MemoryBar]:
     for stage in range(layout.num_stages):
-        number = in_flight(stage) if in_flight else 1
+        number = in_flight[stage] if in_flight else 1
         alike: dict[tuple[tuple[str, int], ...], list[int]] = {}
         for rank in layout.stage_ranks(stage):
             held = memory[rank]

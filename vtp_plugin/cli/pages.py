@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from vtp_plugin.cli.boundaries import BoundaryView, explain, view_boundaries
 from vtp_plugin.cli.bridges import BridgeView, Module, bridge_picture
+from vtp_plugin.cli.memory_lines import in_flight_by_stage
 from vtp_plugin.cli.page_sections import (
     CROSSING_HEADER,
     crossing_cells,
@@ -58,7 +59,7 @@ def page_of_plan(
         picture=_pipeline(flags),
         crossing_header=CROSSING_HEADER,
         crossings=page_crossings(views),
-        memory=memory_section(flags, options.card_memory, _in_flight_of_fit(flags)),
+        memory=memory_section(flags, options.card_memory, in_flight_by_stage(flags)),
         script="\n".join(launch.slurm_lines()) if options.slurm else "",
     )
 
@@ -124,15 +125,10 @@ def page_of_simulation(
     nodes = named_nodes(fitted.candidate.node_names, layout) if fitted else usual_nodes(layout, flags.sites)
     assumed = "the nodes are assumed; plan --nodes 8,6 takes their devices, and says what to start on each"
 
-    def in_flight(stage: int) -> int:
-        placement = timeline.placement
-        workers = (
-            timeline.in_flight[worker]
-            for worker in range(placement.num_workers)
-            if placement.stage_and_replica(worker)[0] == stage
-        )
-        return max(workers)
-
+    most = dict.fromkeys(range(layout.num_stages), 0)
+    for worker, number in enumerate(timeline.in_flight):
+        stage, _ = timeline.placement.stage_and_replica(worker)
+        most[stage] = max(most[stage], number)
     return replace(
         page,
         nodes=page_nodes(nodes, layout, flags.sites),
@@ -141,16 +137,8 @@ def page_of_simulation(
         picture=_pipeline(flags),
         crossing_header=CROSSING_HEADER,
         crossings=page_crossings(view_boundaries(flags)),
-        memory=memory_section(flags, options.card_memory, in_flight),
+        memory=memory_section(flags, options.card_memory, [*most.values()]),
     )
-
-
-def _in_flight_of_fit(flags: Run) -> Callable[[int], int] | None:
-    """Give the most microbatches in flight by stage where a layout was fitted, since they were simulated for that."""
-    if flags.fitted is None:
-        return None
-    candidate = flags.fitted.candidate
-    return lambda stage: max(candidate.order.peaks[vstage] for vstage in candidate.placement.vstages(stage))
 
 
 def _pipeline(flags: Run) -> str:

@@ -66,7 +66,7 @@ def add_arguments(parser: Parser) -> None:
         "--output",
         type=Path,
         metavar="FILE",
-        help="FILE.html: page to open in a browser; FILE.svg: picture; FILE.json: trace for Perfetto or Chrome",
+        help="FILE.html: page; FILE.svg: picture; FILE.json: trace for Perfetto",
     )
 
 

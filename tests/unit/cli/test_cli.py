@@ -660,7 +660,9 @@ def test_simulate_writes_a_picture_or_a_trace_and_sums_up(output_of: Output, tmp
             ("simulate", *U[:2], "--num-virtual-stages-per-pipeline-rank", "2", "--vtp-dp-list", "1,2,2"),
             "with --vtp-size-list 1,2,2 --vtp-dp-list 1,2,2; no interleaved order",
         ),
-        (("trace", ".", "--out", "x.png"), "--out x.png: the name must end in .json (trace"),
+        (("trace", ".", "--out", "x.png"), "--output x.png: the name must end in .json (trace"),
+        (("plan", "--vtp-size-list", "1,2", "--output", "x.svg"), "--output x.svg: the name must end in .html (page)"),
+        (("plan", "--vtp-size-list", "1,2", "--output", "absent/x.html"), "--output absent/x.html cannot be written"),
         (("simulate", *U, "--output", "x.png"), "--output x.png: the name must end in .svg (picture) or .json (trace"),
         (
             ("simulate", *U, "--num-microbatches", "8", "--output", "absent/x.svg"),

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.hosts import PYTHON_PATH
+from tests.support.hosts import PYTHON_PATH, ROOT
 from tests.support.pool import start_python
 
 torch = pytest.importorskip("torch")
@@ -90,6 +90,20 @@ def test_commands_that_need_no_torch_go_on_without_it(folder: Path) -> None:
 def test_the_tools_need_no_numpy(folder: Path) -> None:
     commands = ["checkpoint diff start start", "checkpoint reshard --from start --to new"]
     assert [code for _, code in ends("numpy", *commands, cwd=folder)] == [0, 0]
+
+
+def test_only_pages_need_jinja2(tmp_path: Path) -> None:
+    """What is missing is said before a search begins, and other results come without it."""
+    cluster = ROOT / "examples/clusters/unequal.toml"
+    pages = ["plan --vtp-size-list 1,2 --output a.html", "simulate --vtp-size-list 1,2 --output b.html",
+             f"search --cluster {cluster} --output c.html", "trace . --output d.html"]  # fmt: skip
+    for (text, code), command in zip(ends("jinja2", *pages, cwd=tmp_path), pages, strict=True):
+        name = command.split()[0]
+        assert (code, text.count("\n")) == (2, 1) and text.startswith(f"vtp_plugin: error: {name}: jinja2 cannot be")
+        assert text.endswith("; the command needs it; pip install 'vtp-plugin[report]'\n")
+    others = ["plan --vtp-size-list 1,2", "simulate --vtp-size-list 1,2 --output b.svg"]
+    assert [code for _, code in ends("jinja2", *others, cwd=tmp_path)] == [0, 0]
+    assert [path.name for path in tmp_path.iterdir()] == ["b.svg"]
 
 
 def test_import_without_safetensors(folder: Path) -> None:

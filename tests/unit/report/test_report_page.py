@@ -58,7 +58,7 @@ def test_a_plan_has_every_rank_on_its_node_and_in_a_bar(monkeypatch: pytest.Monk
     ranks = [rank for node in page.nodes for one in node.stages for rank in one.ranks]
     assert sorted(ranks) == [*range(40)]
     assert [node.site for node in page.nodes] == ["edge", "cloud", "cloud", "cloud", "cloud"]
-    commands = json.loads(run_quietly(*COMMANDS["plan"], "--json", "--output", "page.html"))["launch"]["nodes"]
+    commands = json.loads(run_quietly(*COMMANDS["plan"], "--json", "--output", "unwritten.html"))["launch"]["nodes"]
     assert [node.command for node in page.nodes] == [command for one in commands for command in one["commands"]]
     assert page.memory is not None and page.memory.has_limits
     assert {bar.limit_bytes for bar in page.memory.bars} == {80 * GIB}
@@ -81,14 +81,16 @@ def test_a_fitted_layout_has_its_devices_and_its_microbatches_in_flight(monkeypa
     assert [node.num_ranks for node in page.nodes] == [8, 4]
 
 
-def test_a_simulation_keeps_the_microbatches_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A first stage of three keeps three, and the page shows what the command prints."""
+def test_activations_are_those_of_the_microbatches_in_flight(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A first stage of three keeps three, in a plan as in a simulation."""
     page = page_of(monkeypatch, COMMANDS["simulate"])
-    one = page_of(monkeypatch, ["plan", *COMMANDS["simulate"][1:3], "--card-memory", "80GiB", *MODEL])
-    assert page.memory is not None and one.memory is not None
+    planned = ["plan", *COMMANDS["simulate"][1:3], "--card-memory", "80GiB", *MODEL]
+    told = json.loads(run_quietly(*planned, "--json", "--output", str(tmp_path / "plan.html")))["memory"]
+    same = page_of(monkeypatch, planned).memory
+    assert page.memory is not None and same is not None
     kept = [dict(bar.pieces)["activations"] for bar in page.memory.bars]
-    single = [dict(bar.pieces)["activations"] for bar in one.memory.bars]
-    assert [kept[stage] / single[stage] for stage in range(3)] == [3, 2, 1]
+    assert [kept[stage] / told[rank]["activation_bytes"] for stage, rank in enumerate((0, 1, 5))] == [3, 2, 1]
+    assert page.memory.bars == same.bars
     assert page.step.count("<rect") > 72 and "simulated step" in page.notes[0]
     assert page.table is not None and page.table.marked == 1 and not page.has_commands
     assert "nodes are assumed" in page.about_nodes[0]
