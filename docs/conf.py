@@ -33,8 +33,6 @@ extensions = [
 root_doc = "docs/index"
 include_patterns = ["docs/**.md", "examples/**.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md"]
 exclude_patterns = [".*", "out", "build", "dist", "**/__pycache__"]
-# Each index page ends with *, which takes in what was added to its folder, and mostly finds nothing.
-suppress_warnings = ["toc.empty_glob"]
 html_theme = "furo"
 html_favicon = "pictures/favicon.svg"
 html_copy_source = False
