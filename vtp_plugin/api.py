@@ -91,12 +91,10 @@ def apply(
     Args:
         vtp_size_list: tensor-parallel size of every stage, such as ``[1, 4, 4]``, or ``"auto"``.
         stages: fewest and most pipeline stages of a layout that is chosen for the devices that are there, such as
-            ``"2:4"``, with ``vtp_size_list="auto"``; not supported here: only ``python -m vtp_plugin run`` can choose
-            one. ``None`` makes every node of the launcher one stage.
+            ``"2:4"``, with ``vtp_size_list="auto"``; only ``vtp run`` can choose one; ``None``: a node is a stage.
         vtp_cp_list: context-parallel size of every stage; ``None`` is Megatron's one size for all. With a list,
             ``initialize_model_parallel(context_parallel_size=...)`` may be left out or be the largest of it.
-        vtp_dp_list: data-parallel size of every stage; ``None`` is one size for all, from the number of ranks. If sizes
-            differ, the schedule is planned.
+        vtp_dp_list: data-parallel size of every stage; ``None`` is one size for all, from the number of ranks.
         vtp_ep_list: expert-parallel size of every stage; ``None`` is Megatron's one size for all.
         vtp_etp_list: the same of the experts; ``None`` is Megatron's one size for all, or else each stage's own.
         dp_mode: ``"multiplex"`` or ``"split"``, see :class:`~vtp_plugin.config.VtpConfig`.
