@@ -41,7 +41,7 @@ At start-up every rank states its arguments, and a run in which two differ ends 
 (`vtp_plugin/host/rules/checks/sites.py`), and neither are these of the plugin's own (`vtp_plugin/config`):
 """
 VERSIONS_INTRO = """\
-# Supported versions of Megatron
+# Supported Megatron versions
 
 What was run with which family of versions, on CPUs and over gloo (`vtp_plugin/host/versions/known_versions.py`). 0.15
 belongs to 0.16. With 0.19 it was torch 2.14.1, before that 2.15, with 0.18 and 0.17 torch 2.15 (CUDA builds without a
