@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 
 from vtp_plugin.cli.boundaries import BoundaryView, PlansView, explain, format_bytes
+from vtp_plugin.cli.fit_flags import CARD_MEMORY
 from vtp_plugin.cli.run_flags import Run
 from vtp_plugin.cli.terminal import TextTable
 from vtp_plugin.plan.launch.launch_commands import Launch
@@ -106,7 +107,7 @@ def memory_section(flags: Run, limit_bytes: int | None, in_flight: Sequence[int]
     number = "as many microbatches as a stage has in flight at most" if in_flight else "one microbatch"
     notes.append(f"drawn are those of {number}")
     if limit_bytes is None:
-        notes.append("--card-memory 80GiB or the like draws the memory of a device beside them")
+        notes.append(f"{CARD_MEMORY} 80GiB or the like draws the memory of a device beside them")
     return MemorySection(bars=tuple(_bars(flags.layout, flags.memory, limit_bytes, in_flight)), notes=tuple(notes))
 
 

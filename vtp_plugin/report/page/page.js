@@ -26,7 +26,6 @@
     tell(mark ? mark.dataset.title : "", event.clientX, event.clientY);
   });
   document.addEventListener("pointerleave", () => tell(""));
-  document.addEventListener("scroll", () => tell(""), true);
 
   async function copy(button) {
     const code = button.parentNode.querySelector("code");
