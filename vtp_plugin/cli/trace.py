@@ -16,7 +16,7 @@ from vtp_plugin.plan.schedule.cost.cost_text import format_costs
 from vtp_plugin.report.page.report_page import ReportPage
 from vtp_plugin.report.pictures import chrome
 from vtp_plugin.report.pictures.draw_rows import Box, Group, draw_rows
-from vtp_plugin.report.trace.between_sites import Place, SiteTraffic, traffic_between
+from vtp_plugin.report.trace.between_sites import RankPlace, SiteTraffic, traffic_between
 from vtp_plugin.report.trace.causes import MEANINGS, Cause, Stretch
 from vtp_plugin.report.trace.compare_steps import (
     Difference,
@@ -239,7 +239,7 @@ def _asked_for(found: Sequence[Difference]) -> Iterator[str]:
 
 def _traffic(files: Sequence[RankFile], steps: Sequence[TracedStep]) -> tuple[SiteTraffic, ...]:
     owners = [file.owner for file in files]
-    places = {one.rank: Place(stage=one.stage, site=one.site, network=one.network) for one in owners}
+    places = {one.rank: RankPlace(stage=one.stage, site=one.site, network=one.network) for one in owners}
     return traffic_between([step.shares for step in steps], places)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from vtp_plugin.platform.cpu import CpuPlatform
-from vtp_plugin.report.trace.between_sites import Place, SiteTraffic, traffic_between
+from vtp_plugin.report.trace.between_sites import RankPlace, SiteTraffic, traffic_between
 from vtp_plugin.report.trace.causes import Cause, Stretch
 from vtp_plugin.report.trace.explain import TimeShare, on_one_clock
 from vtp_plugin.report.trace.trace_files import Owner, owner_line, read_step, step_line
@@ -23,10 +23,10 @@ from vtp_plugin.util.typed_json import read_typed
 THERE, BACK = "boundary 0->1, forward, microbatch 0", "boundary 0->1, backward, microbatch 0"
 INSIDE = "boundary 1->2, forward, microbatch 0"
 PLACES = {
-    0: Place(stage=0, site="edge", network="a"),
-    1: Place(stage=1, site="cloud", network="b"),
-    2: Place(stage=1, site="cloud", network="b"),
-    3: Place(stage=2, site="cloud", network="c"),
+    0: RankPlace(stage=0, site="edge", network="a"),
+    1: RankPlace(stage=1, site="cloud", network="b"),
+    2: RankPlace(stage=1, site="cloud", network="b"),
+    3: RankPlace(stage=2, site="cloud", network="c"),
 }
 
 

@@ -15,7 +15,7 @@ _LEAST_WAIT_S = 2e-4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class RankPlace:
     """Where a rank works.
 
     Attributes:
@@ -96,7 +96,7 @@ stage 2 waited 0.5 ms (0.5 on the way); TCP segments sent again: 1
             yield f"{self.site} resent (segments)", self.num_resent
 
 
-def traffic_between(steps: Sequence[Sequence[TimeShare]], places: Mapping[int, Place]) -> tuple[SiteTraffic, ...]:
+def traffic_between(steps: Sequence[Sequence[TimeShare]], places: Mapping[int, RankPlace]) -> tuple[SiteTraffic, ...]:
     """Sum up what crossed between sites.
 
     Args:
@@ -139,7 +139,7 @@ class _Sums:
         )
 
 
-def _add_step(shares: Sequence[TimeShare], places: Mapping[int, Place], sums: Mapping[str, _Sums]) -> None:
+def _add_step(shares: Sequence[TimeShare], places: Mapping[int, RankPlace], sums: Mapping[str, _Sums]) -> None:
     """Add one step of all ranks to the sums of the sites."""
     crossing = _crossing(shares, places)
     for share in shares:
@@ -168,7 +168,7 @@ def _add_step(shares: Sequence[TimeShare], places: Mapping[int, Place], sums: Ma
         sums[site_of[stage]].on_way_s[stage] += on_way_s
 
 
-def _crossing(shares: Sequence[TimeShare], places: Mapping[int, Place]) -> frozenset[str]:
+def _crossing(shares: Sequence[TimeShare], places: Mapping[int, RankPlace]) -> frozenset[str]:
     """List the names of what ranks of several sites send or receive."""
     sites: defaultdict[str, set[str]] = defaultdict(set)
     for share in shares:
@@ -214,7 +214,7 @@ def _covered_s(ways: Iterable[tuple[float, float]]) -> float:
 
 
 def _resent(
-    shares: Sequence[TimeShare], places: Mapping[int, Place], site: str, crossing: frozenset[str]
+    shares: Sequence[TimeShare], places: Mapping[int, RankPlace], site: str, crossing: frozenset[str]
 ) -> list[int | None]:
     """List, for each network namespace of a site from which messages cross, the segments that it sent again."""
     found: dict[str, int | None] = {}

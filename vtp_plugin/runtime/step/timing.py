@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from vtp_plugin.report.trace.between_sites import Place, SiteTraffic, traffic_between
+from vtp_plugin.report.trace.between_sites import RankPlace, SiteTraffic, traffic_between
 from vtp_plugin.report.trace.explain import on_one_clock
 from vtp_plugin.report.trace.stage_times import StageTimes, stage_times
 from vtp_plugin.report.trace.trace_files import Owner, read_step, step_line
@@ -93,7 +93,9 @@ def _sum_up(lines: Sequence[Line]) -> str:
         )
         for line in lines
     ]
-    places = {line["rank"]: Place(stage=line["stage"], site=line["site"], network=line["network"]) for line in lines}
+    places = {
+        line["rank"]: RankPlace(stage=line["stage"], site=line["site"], network=line["network"]) for line in lines
+    }
     sums = StepSums(
         stages=stage_times(shares, {rank: place.stage for rank, place in places.items()}),
         sites=traffic_between([shares], places),
