@@ -8,7 +8,7 @@ evaluation.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from vtp_plugin.host.patching import Writes, replaces
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.patches.training.builders_world import among_builders
 from vtp_plugin.report.trace.causes import Cause
-from vtp_plugin.report.trace.stage_times import StageTimes
+from vtp_plugin.runtime.step.timing import StepSums
 from vtp_plugin.session import Session
 from vtp_plugin.util import log
 from vtp_plugin.util.undo import Name, UndoStack
@@ -145,12 +145,16 @@ def _log(session: Session, original: Callable[..., Any], *args: Any, **kwargs: A
         return original(*args, **kwargs)
 
 
-def _log_timing(stages: Sequence[StageTimes], iteration: int) -> None:
-    """Print what a step's time went to, and hand it to Megatron's writers."""
+def _log_timing(sums: StepSums, iteration: int) -> None:
+    """Print what a step's time went to and what crossed between sites, and hand it to Megatron's writers."""
+    stages = sums.stages
     if not stages:
         return
     head = f"time of the step of iteration {iteration}, by stage (mean of its ranks):"
     log.info("\n".join((head, *map(str, stages))))
+    if sums.sites:
+        head = f"between sites in the step of iteration {iteration}, with the waits for the other site:"
+        log.info("\n".join((head, *map(str, sums.sites))))
     for stage in stages:
         for rank, factor in stage.slow_ranks.items():
             if dist.get_rank() == 0:
@@ -164,6 +168,7 @@ def _log_timing(stages: Sequence[StageTimes], iteration: int) -> None:
         for name, of_parts in (("mean", stage.mean_ms), ("most", stage.slowest_ms))
         for part, value in of_parts.items()
     }
+    values |= {f"vtp sites/{name}": value for site in sums.sites for name, value in site.values()}
     _write(values, iteration)
 
 

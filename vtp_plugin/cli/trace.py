@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from vtp_plugin.cli.page_file import write_page
@@ -15,6 +16,7 @@ from vtp_plugin.plan.schedule.cost.cost_text import format_costs
 from vtp_plugin.report.page.report_page import ReportPage
 from vtp_plugin.report.pictures import chrome
 from vtp_plugin.report.pictures.draw_rows import Box, Group, draw_rows
+from vtp_plugin.report.trace.between_sites import RankPlace, SiteTraffic, traffic_between
 from vtp_plugin.report.trace.causes import MEANINGS, Cause, Stretch
 from vtp_plugin.report.trace.compare_steps import (
     Difference,
@@ -58,7 +60,9 @@ and plan, with a row for each rank."""
 _KEYS = """\
 Keys of --json, times in ms: steps (their numbers), step_ms (median, of the slowest rank), planned_ms, costs,
 are_costs_measured (taken from the trace), clock_error_ms, explained (share of the steps with a known cause, by rank),
-differences (rank, stage, cause, planned_ms, ran_ms, where), slower_by_itself (the same), out (file or null)."""
+differences (rank, stage, cause, planned_ms, ran_ms, where), slower_by_itself (the same), sites (site, sent_bytes,
+received_bytes, goodput_mbit, timed_bytes, timed_ms, exposed_ms and on_way_ms by stage, num_resent; on average per step;
+empty where all ranks are at one site), out (file or null)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,7 +90,8 @@ def run(options: argparse.Namespace) -> None:
     found = differences(steps)
     slower = slower_by_itself(steps, found)
     planned, asked_for = split_asked_for(steps, found)
-    parts = [*_summary(files, steps), "", _table(files, planned), *_asked_for(asked_for), _verdict(slower)]
+    told = [*_asked_for(asked_for), *_between_sites(files, steps), _verdict(slower)]
+    parts = [*_summary(files, steps), "", _table(files, planned), *told]
     if is_page(options.output):
         write_page(options.output, _page(options, files, steps, parts))
     elif options.output is not None:
@@ -232,6 +237,20 @@ def _asked_for(found: Sequence[Difference]) -> Iterator[str]:
         yield "in no plan, since flags ask for it, in a step on average: " + ", ".join(named)
 
 
+def _traffic(files: Sequence[RankFile], steps: Sequence[TracedStep]) -> tuple[SiteTraffic, ...]:
+    owners = [file.owner for file in files]
+    places = {one.rank: RankPlace(stage=one.stage, site=one.site, network=one.network) for one in owners}
+    return traffic_between([step.shares for step in steps], places)
+
+
+def _between_sites(files: Sequence[RankFile], steps: Sequence[TracedStep]) -> Iterator[str]:
+    """Say what crossed between sites, where there are several."""
+    traffic = _traffic(files, steps)
+    if traffic:
+        yield "between sites, in a step on average, with the waits for the other site:"
+        yield from map(str, traffic)
+
+
 def _verdict(slower: Sequence[Difference]) -> str:
     """Name what took longer, whoever had to wait for it."""
     if not slower:
@@ -273,5 +292,6 @@ def _as_json(
         "explained": explained(steps),
         "differences": rows(found[:_NUM_SHOWN]),
         "slower_by_itself": rows(slower),
+        "sites": [{**asdict(site), "goodput_mbit": site.goodput_mbit} for site in _traffic(files, steps)],
         "out": None if out is None else str(out),
     }

@@ -55,7 +55,8 @@ class Failure:
         False,
         "at every line of Megatron's log, say what the last step's time went to on each stage: compute, exposed "
         "communication and bubble, with the slowest rank of each; also to Megatron's TensorBoard and W&B. A rank that "
-        "computes much longer than the others of its stage is named",
+        "computes much longer than the others of its stage is named. With several sites also what crossed between "
+        "them, how fast, and how long stages waited for it",
     )
 
     def check_failure(self) -> None:

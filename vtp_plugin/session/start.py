@@ -9,6 +9,7 @@ from vtp_plugin.config import VtpConfig
 from vtp_plugin.report.trace.trace_files import Owner, trace_path
 from vtp_plugin.runtime.comm.audit import Audit
 from vtp_plugin.runtime.comm.recorder import Recorder
+from vtp_plugin.runtime.comm.tcp_counters import name_network
 from vtp_plugin.runtime.health.line_file import LineFile
 from vtp_plugin.runtime.step.timing import Line, Timing
 from vtp_plugin.runtime.step.tracing import Tracing
@@ -60,12 +61,15 @@ class Start:
         if not planned.is_recorded:
             return
         config, coord = planned.config, planned.layout.coord(rank)
+        recorder.counts_traffic = len(planned.reporting_ranks) > 1
         owner = Owner(
             run=ranks.name_run(),
             rank=rank,
             world_size=planned.layout.world_size,
             stage=coord.stage,
             worker=planned.replicas.worker(coord.stage, coord.dp_rank),
+            site=planned.site_of(rank) if recorder.counts_traffic else "",
+            network=name_network() if recorder.counts_traffic else "",
         )
         compare_clocks = ranks.compare_clocks
         if config.trace is not None and self.tracing is None:

@@ -12,10 +12,13 @@ import torch
 from megatron.core.transformer.transformer_block import TransformerBlock
 from megatron.training import global_vars, training
 
+from vtp_plugin.plan.boundary.message_kind import MessageKind
 from vtp_plugin.runtime.comm import transfers
 
 FORWARD_S = 0.04
 FORWARD_DELAY_S, PACK_DELAY_S = 0.03, 0.02
+LINK_DELAY_S = 0.05
+LATE_KINDS = (MessageKind.ACTIVATION, MessageKind.GRADIENT)
 # Training steps before the planted delays: a U has measured its costs by then.
 NUM_STEPS_BEFORE = 6
 
@@ -50,6 +53,18 @@ def plant_delays(facts: dict[str, Any]) -> None:
 
     training.train_step, transfers._packed = counting, slow_packed
     wait_in_forwards(facts, lambda: extra_s(1, FORWARD_DELAY_S))
+
+
+def slow_link(facts: dict[str, Any]) -> None:
+    """Let each tensor of a step take longer on its way: its messages leave a while after they were sent."""
+    post = transfers.Transfers._post
+
+    def late_post(self: Any, messages: Any, transmission: Any) -> Any:
+        if transmission.kind in LATE_KINDS and any(operation is transfers.dist.isend for operation, *_ in messages):
+            time.sleep(LINK_DELAY_S)
+        return post(self, messages, transmission)
+
+    transfers.Transfers._post = late_post
 
 
 def slow_rank(slow: int, facts: dict[str, Any]) -> Callable[[], None]:

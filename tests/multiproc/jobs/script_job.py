@@ -49,7 +49,7 @@ from tests.multiproc.hooks.adapted_layers import add_adapters
 from tests.multiproc.hooks.attack_hooks import ATTACK_HOOKS
 from tests.multiproc.hooks.audit_hooks import AUDIT_HOOKS
 from tests.multiproc.hooks.building_hooks import BUILDING_HOOKS
-from tests.multiproc.hooks.delays import plant_delays, slow_rank
+from tests.multiproc.hooks.delays import plant_delays, slow_link, slow_rank
 from tests.multiproc.hooks.edge_hooks import EDGE_HOOKS
 from tests.multiproc.hooks.gathered_attention import GatheredAttention, chunk_positions
 from tests.multiproc.hooks.gradient_probe import note_gradients
@@ -567,6 +567,7 @@ def _freeze_weights(facts: dict[str, Any]) -> None:
 HOOKS: dict[str, Callable[[dict[str, Any]], Callable[[], None] | None]] = {
     "mask_losses": _mask_losses,
     "plant_delays": plant_delays,
+    "slow_link": slow_link,
     "slow_rank_1": functools.partial(slow_rank, 1),
     "slow_rank_3": functools.partial(slow_rank, 3),
     "note_samples": _note_samples,

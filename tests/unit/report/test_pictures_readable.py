@@ -22,9 +22,10 @@ from vtp_plugin.plan.schedule.order.placement import plain_placement
 from vtp_plugin.report.pictures.draw_pipeline import draw_pipeline
 from vtp_plugin.report.pictures.draw_rows import Box, Group, draw_rows
 from vtp_plugin.report.pictures.draw_timeline import draw_svg
-from vtp_plugin.report.pictures.svg import GROUNDS, is_document, round_ticks
+from vtp_plugin.report.pictures.svg import is_document, round_ticks
 
 SVG = "{http://www.w3.org/2000/svg}"
+GROUNDS = {"light": "#ffffff", "dark": "#0d1117"}
 LEAST_CONTRAST = 4.5  # of text: WCAG 2, AA
 COMMITTED = {str(path.relative_to(ROOT)): path.read_text() for path in sorted((ROOT / "docs").rglob("*.svg"))}
 

@@ -6,7 +6,7 @@ import json
 import random
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +19,8 @@ from vtp_plugin.report.trace.beside_plan import crossings_of, measured_costs
 from vtp_plugin.report.trace.causes import Cause, Stretch
 from vtp_plugin.report.trace.compare_steps import TracedStep, differences, explained, join_files, slower_by_itself
 from vtp_plugin.report.trace.explain import TimeShare, arrivals, explain, totals
-from vtp_plugin.report.trace.stage_times import StageTimes, format_stages, stage_times
+from vtp_plugin.report.trace.stage_times import stage_times
+from vtp_plugin.runtime.step.timing import StepSums
 from vtp_plugin.util.typed_json import read_typed
 
 
@@ -271,7 +272,7 @@ def test_stages_are_summed_up_and_a_slow_rank_is_named() -> None:
         share(2, (Cause.WAIT, 0.0, 4.0), (Cause.FORWARD, 5.0, 7.0), (Cause.BACKWARD, 7.0, 9.0)),
     ]
     found = stage_times(shares, {0: 0, 1: 1, 2: 1})
-    assert read_typed(tuple[StageTimes, ...], format_stages(found)) == found
+    assert read_typed(StepSums, json.dumps(asdict(StepSums(stages=found)))) == StepSums(stages=found)
     first, second = found
     assert first.mean_ms == {"compute": 3000.0, "exposed communication": 1000.0, "bubble": 0.0} == first.slowest_ms
     assert second.mean_ms == {"compute": 3000.0, "exposed communication": 750.0, "bubble": 3500.0}

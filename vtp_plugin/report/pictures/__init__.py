@@ -2,8 +2,8 @@
 
 Each module answers one question: ``draw_pipeline`` (which ranks are there, and what crosses between stages),
 ``draw_bridges`` (the same between modules), ``draw_timeline`` (who computes when), ``arrange`` (where does everything
-in the picture of a pipeline lie), ``marks`` (what do pictures of pipelines and of bridges have in common), ``svg`` (how
-is an element written).
+in the picture of a pipeline lie), ``boundary_labels`` (how is each boundary crossed), ``marks`` (what do pictures of
+pipelines and of bridges have in common), ``svg`` (how is an element written).
 
 Words:
     mark: a form with a meaning, which the legend explains.
@@ -11,6 +11,7 @@ Words:
     row: the bands of one replica.
     frame: what surrounds the boxes of one stage in one row.
     box: one rank, or ranks that share it; in a timeline one compute.
+    badge: the number of replicas that are like the one that is drawn.
     bracket: the finish of a plan.
     round: the way of a line round a band to the next one, or from the last stage back to the first.
 """

@@ -12,9 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from string import Template
 
-GROUNDS = {"light": "#ffffff", "dark": "#0d1117"}
-"""Backgrounds that the pictures are made for."""
-
+# A shade for white, and one for #0d1117.
 _PALETTE = {
     "ink": ("#4b5563", "#a9b3bf"),
     "line": ("#6e7681", "#8b949e"),

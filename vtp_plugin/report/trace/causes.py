@@ -76,12 +76,14 @@ class Stretch:
             crosses, in the same words on both sides.
         start_s: second at which it begins.
         end_s: second at which it ends.
+        num_bytes: in a run of several sites, bytes of the messages that a send or a post hands to the backend; else 0.
     """
 
     cause: Cause
     name: str
     start_s: float
     end_s: float
+    num_bytes: int = 0
 
     @property
     def length_s(self) -> float:

@@ -23,6 +23,7 @@ class TimeShare:
         start_s: second at which the step begins, on the common clock.
         end_s: second at which it ends.
         stretches: stretches that the rank recorded in it.
+        num_resent: TCP segments that the rank's network namespace sent again in it; None where nobody counts.
     """
 
     rank: int
@@ -30,6 +31,7 @@ class TimeShare:
     start_s: float
     end_s: float
     stretches: tuple[Stretch, ...]
+    num_resent: int | None = None
 
     @property
     def length_s(self) -> float:
@@ -56,6 +58,7 @@ def on_one_clock(step: RankStep, *, rank: int, worker: int, offset_s: Callable[[
         start_s=shift(step.start_s),
         end_s=shift(step.end_s),
         stretches=tuple(replace(s, start_s=shift(s.start_s), end_s=shift(s.end_s)) for s in step.stretches),
+        num_resent=step.num_resent,
     )
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from types import MappingProxyType
 
 from vtp_plugin.report.trace.causes import Cause
@@ -97,8 +96,3 @@ def _slow(compute_ms: Mapping[int, float]) -> Iterator[tuple[int, float]]:
         usual_ms = statistics.median(others_ms) if others_ms else own_ms
         if usual_ms and own_ms >= _SLOW * usual_ms:
             yield rank, own_ms / usual_ms
-
-
-def format_stages(stages: Sequence[StageTimes]) -> str:
-    """Write the sums as one text, JSON of a tuple of :class:`StageTimes`."""
-    return json.dumps([asdict(one) for one in stages])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,8 @@ class Owner:
         world_size: number of ranks of the run.
         stage: stage of the rank.
         worker: worker of the rank in the schedules.
+        site: site of the rank; empty where all ranks are at one.
+        network: digest that tells network namespaces apart; empty where all ranks are at one site.
     """
 
     run: str
@@ -41,6 +43,8 @@ class Owner:
     world_size: int
     stage: int
     worker: int
+    site: str = ""
+    network: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +57,7 @@ class RankStep:
         start_s: second at which it begins.
         end_s: second at which it ends.
         stretches: stretches that were recorded, in the order of their ends.
+        num_resent: TCP segments that the rank's network namespace sent again in the step; None where nobody counts.
     """
 
     number: int
@@ -60,6 +65,7 @@ class RankStep:
     start_s: float
     end_s: float
     stretches: tuple[Stretch, ...]
+    num_resent: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +109,7 @@ def trace_path(folder: str | Path, rank: int) -> Path:
 
 def owner_line(owner: Owner) -> dict[str, object]:
     """Make the line that says which rank and run the file belongs to."""
-    names = ("run", "rank", "world_size", "stage", "worker")
-    return {"vtp_trace": _FORMAT, **{name: getattr(owner, name) for name in names}}
+    return {"vtp_trace": _FORMAT, **{name: value for name, value in asdict(owner).items() if value != ""}}
 
 
 def plan_line(digest: str, plan: Plan) -> dict[str, object]:
@@ -130,8 +135,14 @@ def step_line(step: RankStep) -> dict[str, object]:
         "plan": step.plan,
         "start_s": round(step.start_s, _DIGITS),
         "end_s": round(step.end_s, _DIGITS),
-        "done": [(s.cause, s.name, round(s.start_s, _DIGITS), round(s.end_s, _DIGITS)) for s in step.stretches],
+        "done": [_done(stretch) for stretch in step.stretches],
+        **({} if step.num_resent is None else {"num_resent": step.num_resent}),
     }
+
+
+def _done(one: Stretch) -> tuple[object, ...]:
+    counted = (one.num_bytes,) if one.num_bytes else ()
+    return (one.cause, one.name, round(one.start_s, _DIGITS), round(one.end_s, _DIGITS), *counted)
 
 
 def read_step(entry: Mapping[str, Any]) -> RankStep:
@@ -142,6 +153,7 @@ def read_step(entry: Mapping[str, Any]) -> RankStep:
         start_s=float(entry["start_s"]),
         end_s=float(entry["end_s"]),
         stretches=tuple(_stretch(one) for one in entry["done"]),
+        num_resent=None if entry.get("num_resent") is None else int(entry["num_resent"]),
     )
 
 
@@ -229,8 +241,9 @@ def _take(file: RankFile, entry: Mapping[str, Any]) -> None:
 
 
 def _stretch(values: Sequence[Any]) -> Stretch:
-    cause, name, start_s, end_s = values
-    return Stretch(cause=Cause(cause), name=name, start_s=float(start_s), end_s=float(end_s))
+    cause, name, start_s, end_s, *counted = values
+    num_bytes = int(counted[0]) if counted else 0
+    return Stretch(cause=Cause(cause), name=name, start_s=float(start_s), end_s=float(end_s), num_bytes=num_bytes)
 
 
 def _plan(entry: Mapping[str, Any]) -> Plan:

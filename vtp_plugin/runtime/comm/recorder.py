@@ -9,10 +9,12 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
+
+import torch
 
 from vtp_plugin.platform.interface import Platform
 from vtp_plugin.report.trace.causes import Cause
@@ -53,12 +55,14 @@ class Noted:
         name: which tensor or compute it was; its text is made only where somebody reads it.
         start: mark of the span's start.
         end: mark of its end.
+        num_bytes: bytes of the messages that were handed to the backend in it, as far as they are counted.
     """
 
     cause: Cause
     name: object
     start: Any
     end: Any
+    num_bytes: int = 0
 
 
 class Recorder:
@@ -69,10 +73,12 @@ class Recorder:
 
     Attributes:
         watch: makes the marks.
+        counts_traffic: whether those who listen want to know bytes and retransmissions, too: in a run of several sites.
     """
 
     def __init__(self, platform: Platform) -> None:
         self.watch = Stopwatch(platform)
+        self.counts_traffic = False
         self._listeners: list[list[Noted]] = []
         self._open: list[_Open] = []
         self._thread = threading.get_ident()
@@ -138,9 +144,14 @@ class Recorder:
             one.num_inside -= 1
             return
         self._open.pop()
-        noted = Noted(cause, one.name, one.start, self.watch.mark())
+        noted = Noted(cause, one.name, one.start, self.watch.mark(), one.num_bytes)
         for listener in self._listeners:
             listener.append(noted)
+
+    def add_bytes(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Count messages that are handed to the backend in the innermost open span."""
+        if self.counts_traffic and self._is_heard and self._open:
+            self._open[-1].num_bytes += sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     @property
     def _is_heard(self) -> bool:
@@ -156,12 +167,14 @@ class _Open:
         name: which tensor or compute it is.
         start: mark of its start.
         num_inside: number of open spans of the same cause inside it.
+        num_bytes: bytes of the messages that were handed to the backend in it so far.
     """
 
     cause: Cause
     name: object
     start: Any
     num_inside: int = 0
+    num_bytes: int = 0
 
 
 _NOTHING = contextlib.nullcontext()

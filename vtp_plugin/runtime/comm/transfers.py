@@ -242,6 +242,7 @@ class Transfers:
             if self._audit is not None:
                 way = "sent" if operation is dist.isend else "received"
                 self._audit.note(way, transmission.kind, tensor, peer, self._name)
+        self._waits.recorder.add_bytes(tensor for _, tensor, _ in messages)
         if transmission.is_batched:
             return dist.batch_isend_irecv([dist.P2POp(*message, self._group) for message in messages])
         return [operation(tensor, peer, group=self._group) for operation, tensor, peer in messages]

@@ -37,7 +37,9 @@ class Topic(Enum):
     REPORTS = (
         "reports",
         "Measured durations of computing, of steps and of the links, and the costs made of them; with --vtp-timing "
-        "what each rank did in a step and when, by names of boundaries and numbers of microbatches; where a script "
+        "what each rank did in a step and when, by names of boundaries and numbers of microbatches, between sites also "
+        "the bytes of each message, how many TCP segments were sent again, and a digest that tells network namespaces "
+        "apart; where a script "
         "asks for adapters, the names of the layers of every stage and how many of each there are.",
     )
     CLOCKS = (

@@ -9,6 +9,7 @@ from typing import Any
 from vtp_plugin.report.trace.causes import Cause, Stretch
 from vtp_plugin.report.trace.trace_files import RankStep
 from vtp_plugin.runtime.comm.recorder import Noted, Recorder, Stopwatch
+from vtp_plugin.runtime.comm.tcp_counters import num_resent
 
 
 class HostTimes:
@@ -39,6 +40,8 @@ class RecordedStep:
         noted: spans that were noted in the step.
         plan: digest of the step's plan.
         end: mark of the step's end; None before it ends.
+        resent_before: TCP segments that were sent again up to the step's start; None where nobody counts.
+        num_resent: those that were sent again in the step; None before it ends, and where nobody counts.
     """
 
     number: int
@@ -46,6 +49,8 @@ class RecordedStep:
     noted: list[Noted]
     plan: str = ""
     end: Any = None
+    resent_before: int | None = None
+    num_resent: int | None = None
 
     def finish(self, recorder: Recorder) -> None:
         """Mark the end of the step."""
@@ -53,6 +58,8 @@ class RecordedStep:
         recorder.end(Cause.OPTIMIZER)
         self.end = recorder.watch.mark()
         recorder.stop_listening(self.noted)
+        if self.resent_before is not None and (resent := num_resent()) is not None:
+            self.num_resent = resent - self.resent_before
 
     def read(self, times: HostTimes) -> RankStep:
         """Return the step with times in seconds; waits until the work has reached its end."""
@@ -63,9 +70,16 @@ class RecordedStep:
             start_s=times.read(self.start),
             end_s=times.read(self.end),
             stretches=tuple(
-                Stretch(cause=one.cause, name=str(one.name), start_s=times.read(one.start), end_s=times.read(one.end))
+                Stretch(
+                    cause=one.cause,
+                    name=str(one.name),
+                    start_s=times.read(one.start),
+                    end_s=times.read(one.end),
+                    num_bytes=one.num_bytes,
+                )
                 for one in self.noted
             ),
+            num_resent=self.num_resent,
         )
 
 
@@ -78,4 +92,9 @@ def begin_step(number: int, recorder: Recorder, *, start: Any = None) -> Recorde
         start: mark of the step's start, the end of the previous step; None marks it now.
     """
     noted = recorder.start_listening()
-    return RecordedStep(number=number, start=recorder.watch.mark() if start is None else start, noted=noted)
+    return RecordedStep(
+        number=number,
+        start=recorder.watch.mark() if start is None else start,
+        noted=noted,
+        resent_before=num_resent() if recorder.counts_traffic else None,
+    )

@@ -1,12 +1,15 @@
-"""``--vtp-timing``: what the time of a step goes to, stage by stage, with every line of the log."""
+"""``--vtp-timing``: what the time of a step goes to, stage by stage, and what crosses between sites."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from vtp_plugin.report.trace.between_sites import RankPlace, SiteTraffic, traffic_between
 from vtp_plugin.report.trace.explain import on_one_clock
-from vtp_plugin.report.trace.stage_times import StageTimes, format_stages, stage_times
+from vtp_plugin.report.trace.stage_times import StageTimes, stage_times
 from vtp_plugin.report.trace.trace_files import Owner, read_step, step_line
 from vtp_plugin.runtime.comm.recorder import Recorder
 from vtp_plugin.runtime.health.clock import ClockOffset
@@ -15,6 +18,19 @@ from vtp_plugin.runtime.step.recorded import HostTimes, RecordedStep, begin_step
 
 Line = dict[str, Any]
 ShareLines = Callable[[Line, Callable[[Sequence[Line]], str]], str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepSums:
+    """A step of all ranks, summed up.
+
+    Attributes:
+        stages: what the time of every stage went to; empty if no step has run.
+        sites: what crossed between sites; empty where all ranks are at one.
+    """
+
+    stages: tuple[StageTimes, ...] = ()
+    sites: tuple[SiteTraffic, ...] = ()
 
 
 class Timing:
@@ -48,20 +64,20 @@ class Timing:
         self._times = self._times or HostTimes(self._recorder.watch)
         self._step = begin_step(0, self._recorder)
 
-    def report(self) -> tuple[StageTimes, ...]:
-        """End the step, and sum it up for all stages; a collective call.
+    def report(self) -> StepSums:
+        """End the step, and sum it up for all stages and sites; a collective call.
 
         Returns:
-            The times of every stage, the same on all ranks; empty if no step has run.
+            The sums, the same on all ranks.
         """
         step, self._step = self._step, None
         if step is None or self._times is None:
-            return ()
+            return StepSums()
         step.finish(self._recorder)
         offset = self._compare_clocks()
-        owner = {"rank": self._owner.rank, "stage": self._owner.stage, "worker": self._owner.worker}
+        owner = {name: getattr(self._owner, name) for name in ("rank", "stage", "worker", "site", "network")}
         line = {**owner, "offset_s": offset.offset_s, **step_line(step.read(self._times))}
-        return read_shared(tuple[StageTimes, ...], self._share_lines(line, _sum_up))
+        return read_shared(StepSums, self._share_lines(line, _sum_up))
 
     def close(self) -> None:
         """Forget the step under way; idempotent."""
@@ -77,4 +93,11 @@ def _sum_up(lines: Sequence[Line]) -> str:
         )
         for line in lines
     ]
-    return format_stages(stage_times(shares, {line["rank"]: line["stage"] for line in lines}))
+    places = {
+        line["rank"]: RankPlace(stage=line["stage"], site=line["site"], network=line["network"]) for line in lines
+    }
+    sums = StepSums(
+        stages=stage_times(shares, {rank: place.stage for rank, place in places.items()}),
+        sites=traffic_between([shares], places),
+    )
+    return json.dumps(asdict(sums))
