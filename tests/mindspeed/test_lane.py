@@ -177,7 +177,7 @@ def test_u_shape() -> None:
         ("1,2", ("--ckpt-format", "torch_dist")),
         ("2,1", ("--ckpt-format", "torch")),
         ("1,2", ("--layerwise-disaggregated-training", "--num-layer-list", "1,2,1", "--ckpt-format", "torch_dist")),
-        ("1,2", (*"--layerwise-disaggregated-training --num-layer-list 1,2,1 --vtp-sites edge,cloud".split(),)),
+        ("1,2", (*["--layerwise-disaggregated-training", "--num-layer-list", "1,2,1", "--vtp-sites", "edge,cloud"],)),
     ],
     ids=("torch_dist", "torch", "u-shape", "sites"),
 )
