@@ -41,25 +41,22 @@ _READ = Written(
     "function, which then runs",
     remove_when=_GONE,
 )
-_COLLECTIVES = (
-    *("all_gather_object", "gather_object", "broadcast_object_list"),
-    *("scatter_object_list", "recv_object_list"),
-)
+_SHORT: Final = {
+    "all_gather_object": "all-gather",
+    "gather_object": "gather",
+    "broadcast_object_list": "broadcast",
+    "scatter_object_list": "scatter",
+    "recv_object_list": "receive",
+}
 _BOUNDED: Final[Mapping[str, Written]] = {
     f"{module}:{name}": Written(
-        id=f"site-objects/{name.replace('_', '-')}{'' if module == _C10D else '/public'}",
+        id=f"site-objects/{short}{'' if module == _C10D else '-public'}",
         target=f"{module}:{name}",
         when=Moment.SITES,
         why="it takes as much memory as the other ranks say that their objects are long",
         remove_when=_GONE,
     )
-    for name in (
-        "all_gather_object",
-        "gather_object",
-        "broadcast_object_list",
-        "scatter_object_list",
-        "recv_object_list",
-    )
+    for name, short in _SHORT.items()
     for module in (_C10D, "torch.distributed")
 }
 # What torch and Megatron tell other ranks: of a checkpoint that all write or read together, and by --rerun-mode.
@@ -108,7 +105,8 @@ def _reaches_another_site(session: Session, group: Any) -> bool:
         return False  # this rank is not in it
     if not session.is_planned:
         return True
-    return len({session.planned.site_of(rank) for rank in dist.get_process_group_ranks(group)}) > 1
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)  # torch 2.7 takes no None
+    return len({session.planned.site_of(rank) for rank in ranks}) > 1
 
 
 def _write(

@@ -177,8 +177,9 @@ def test_u_shape() -> None:
         ("1,2", ("--ckpt-format", "torch_dist")),
         ("2,1", ("--ckpt-format", "torch")),
         ("1,2", ("--layerwise-disaggregated-training", "--num-layer-list", "1,2,1", "--ckpt-format", "torch_dist")),
+        ("1,2", (*["--layerwise-disaggregated-training", "--num-layer-list", "1,2,1", "--vtp-sites", "edge,cloud"],)),
     ],
-    ids=("torch_dist", "torch", "u-shape"),
+    ids=("torch_dist", "torch", "u-shape", "sites"),
 )
 def test_a_checkpoint_resumes(tmp_path: Path, sizes: str, extra: tuple[str, ...]) -> None:
     whole = numbers(trained(sizes, *extra, "--save", str(tmp_path), "--save-interval", "2"))

@@ -19,16 +19,10 @@ import torch.distributed as dist
 from megatron.core.models.gpt import gpt_model
 from torch.distributed import distributed_c10d
 
+from tests.multiproc.cases.attacks import ATTACKER, ESCAPES, LONG_BYTES, MARKER
 from vtp_plugin.patches import activation
 from vtp_plugin.plan.boundary import header
 from vtp_plugin.util import log, printable
-
-MARKER = "marker"
-"""A file in the attacker's folder: whoever runs what an attacker sends writes the number of its rank there."""
-LONG_BYTES = 64 << 20
-"""More than any object that crosses, and little enough that a test can let a rank take it."""
-ESCAPES = "\x1b]0;owned\x07\x1b[2J"
-ATTACKER = 1
 
 
 def _by_attacker(act: Callable[[], None]) -> Callable[[dict[str, Any]], None]:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.multiproc.cases.attacks import ATTACKER, ESCAPES, LONG_BYTES, MARKER
 from tests.multiproc.cases.script_cases import ScriptRun, arguments, launch
-from tests.multiproc.hooks.attack_hooks import ATTACKER, ESCAPES, LONG_BYTES, MARKER
 from tests.support.lines import error_line
 from tests.support.pool import Pool
 
