@@ -11,13 +11,8 @@ from vtp_plugin.report.pictures.marks import STYLE, heads, legend_entry, path
 # From the highest layer to the lowest: what a package is for, in what fits into its box.
 _ROWS: tuple[dict[str, str], ...] = (
     {"cli": "vtp ..., or python -m vtp_plugin ..."},
-    {
-        "api": "apply(), revert()",
-        "bridge": "modules",
-        "adapters": "LoRA",
-        "edge": "its key",
-        "functional": "steps by hand",
-    },
+    {"bridge": "modules", "adapters": "LoRA", "edge": "its key", "functional": "hand-written steps"},
+    {"api": "apply(), revert()"},
     {"patches": "what is replaced in Megatron, and why: the only code that imports it"},
     {"session": "what is known between apply() and revert()"},
     {"elastic": "a run that loses devices: test, remember, decide, join or wait"},

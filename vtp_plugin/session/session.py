@@ -59,8 +59,7 @@ class Session:
         applied: sets of patches in the order of application.
         pipelines: pipelines that this rank works in: the run's own, and those of modules.
         savings, loading: checkpoints that are being written; what is known of one that is being read.
-        edge_seed: what the edge's own layers are drawn from.
-        writes: names of Megatron and torch that patches may write.
+        edge_seed: what an edge's layers are drawn from. writes: names of Megatron and torch that patches may write.
         steps: the training steps of this process.
         progress: notes the steps of a fitted run; None in other runs.
         start: what this start of model parallelism has opened; after it has ended, a new one.

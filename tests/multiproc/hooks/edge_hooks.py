@@ -65,7 +65,8 @@ def _drawn_from_the_seed(make: Callable[[], Any]) -> Any:
     """Make a chunk as any process can that knows the flags; this one's random states come back."""
     tracker: Any = get_cuda_rng_tracker()
     states, own, host = tracker.get_states(), torch.cuda.get_rng_state(), torch.get_rng_state()
-    _set_random_seed(get_args().seed)
+    options: Any = get_args()
+    _set_random_seed(options.seed)
     chunk = make().eval()
     tracker.set_states(states)
     torch.cuda.set_rng_state(own)

@@ -104,14 +104,15 @@ def test_each_site_keeps_its_part_and_dropout_goes_on(pool: Pool, tmp_path: Path
     assert (tmp_path / "edge" / EDGE_KEY).exists() and not (tmp_path / "cloud" / EDGE_KEY).exists()
     for folder in folders.values():
         (folder / "latest_checkpointed_iteration.txt").write_text("2")
-    loading = {"arguments": command, "by_rank": {rank: ["--load", str(folder)] for rank, folder in folders.items()}}
+    places = {rank: ["--load", str(folder)] for rank, folder in folders.items()}
+    loading = {"arguments": command, "by_rank": places}
     runs = succeeded(launch(pool, 2, loading))
     assert losses(runs) == losses(whole)[2:] and grad_norms(runs) == grad_norms(whole)[2:]
 
     (tmp_path / "edge" / EDGE_KEY).unlink()
     _refuse_on_edge(launch(pool, 2, loading), "has no vtp_edge_key: the key .* is lost", "--vtp-edge-seed FILE")
     own = ["--vtp-edge-seed", str(_key_file(tmp_path))]
-    again = {"arguments": command, "by_rank": {rank: [*words, *own] for rank, words in loading["by_rank"].items()}}
+    again = {"arguments": command, "by_rank": {rank: [*words, *own] for rank, words in places.items()}}
     assert losses(succeeded(launch(pool, 2, again))) == losses(whole)[2:]
 
 
