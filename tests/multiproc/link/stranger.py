@@ -15,11 +15,14 @@ import sys
 import time
 from pathlib import Path
 
+from tests.multiproc.link.two_networks import STRANGER
+
 _ALL = 0x0003
 _ETHERNET, _IP, _UDP = 14, 20, 8
 _LARGEST = 1514
 _EVERY = 5
 _BATCH = 2000
+_OWN = socket.inet_aton(STRANGER)
 
 
 def watch(file: Path, ports: dict[str, bytes]) -> dict[str, int]:
@@ -30,7 +33,7 @@ def watch(file: Path, ports: dict[str, bytes]) -> dict[str, int]:
         ports: by name, with the hardware address of the site behind it. All frames between the sites pass the first.
 
     Returns:
-        Numbers of frames by what they were, and of those that were sent.
+        Numbers of the sites' frames by what they were, and of those that were sent here.
     """
     sockets: dict[bytes, socket.socket] = {}
     for port, site in ports.items():
@@ -45,7 +48,8 @@ def watch(file: Path, ports: dict[str, bytes]) -> dict[str, int]:
             frame = watched.recv(1 << 17)
             out.write(struct.pack("<I", len(frame)) + frame)
             protocol = frame[_ETHERNET + 9] if frame[12:14] == b"\x08\x00" else 0
-            kind = {6: "tcp", 17: "udp"}.get(protocol, "other")
+            is_own = _OWN in (frame[26:30], frame[30:34])
+            kind = "other" if is_own else {6: "tcp", 17: "udp"}.get(protocol, "other")
             found[kind] += 1
             if kind == "udp" and found["udp"] % _EVERY == 0 and len(frame) <= _LARGEST and frame[:6] in sockets:
                 for changed in (_again(frame), _garbled(frame), _cut(frame)):
