@@ -91,8 +91,7 @@ def test_one_finds_a_guide_by_clicking(
     assert brightness > 200 if color_scheme == "light" else brightness < 60
 
 
-@SIZES
-@SCHEMES
+@pytest.mark.parametrize(("width", "color_scheme"), [(1280, "light"), (400, "dark")])
 def test_no_page_is_wider_than_its_window_or_has_an_error(
     browser_page: Callable[..., Any], site: Path, served_site: str, width: int, color_scheme: str
 ) -> None:
