@@ -20,12 +20,13 @@ PAGE = """\
 <head>
 <meta charset="utf-8">
 <meta http-equiv="refresh" content="0; url={address}">
+<link rel="icon" href="{icon}">
 <title>vtp_plugin</title>
 </head>
 <body><p><a href="{address}">{title}</a></p></body>
 </html>
 """
-HOME = "docs/index.html"
+HOME, ICON = "docs/index.html", "_static/favicon.svg"
 
 
 def main() -> int:
@@ -43,9 +44,11 @@ def main() -> int:
     command = ["-W", "--keep-going", "-q", "-b", "html", "-c", str(ROOT / "docs"), "-d", str(folder / ".doctrees")]
     if code := build_main([*command, str(ROOT), str(site)]):
         return code
-    (site / "index.html").write_text(PAGE.format(address=HOME, title=f"vtp_plugin {__version__}"))
+    (site / "index.html").write_text(PAGE.format(address=HOME, icon=ICON, title=f"vtp_plugin {__version__}"))
     newest = max(versions(folder))
-    (folder / "index.html").write_text(PAGE.format(address=f"{newest}/{HOME}", title=f"vtp_plugin {newest}"))
+    (folder / "index.html").write_text(
+        PAGE.format(address=f"{newest}/{HOME}", icon=f"{newest}/{ICON}", title=f"vtp_plugin {newest}")
+    )
     print(f"wrote {site} in {time.monotonic() - started:.0f} s; open {folder / 'index.html'}")
     return 0
 
