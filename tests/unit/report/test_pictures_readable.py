@@ -27,7 +27,8 @@ from vtp_plugin.report.pictures.svg import is_document, round_ticks
 SVG = "{http://www.w3.org/2000/svg}"
 GROUNDS = {"light": "#ffffff", "dark": "#0d1117"}
 LEAST_CONTRAST = 4.5  # of text: WCAG 2, AA
-COMMITTED = {str(path.relative_to(ROOT)): path.read_text() for path in sorted((ROOT / "docs").rglob("*.svg"))}
+FILES = [path for path in sorted((ROOT / "docs").rglob("*.svg")) if path.name != "favicon.svg"]  # an icon without text
+COMMITTED = {str(path.relative_to(ROOT)): path.read_text() for path in FILES}
 
 
 def drawn() -> Iterator[tuple[str, str]]:
