@@ -6,6 +6,7 @@ python scripts/make_site.py [--to out/site]
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -41,6 +42,8 @@ def main() -> int:
 
     started = time.monotonic()
     site = folder / __version__
+    if (site / ".buildinfo").exists():  # Sphinx has made it, and would leave pages there that are gone
+        shutil.rmtree(site)
     command = ["-W", "--keep-going", "-q", "-b", "html", "-c", str(ROOT / "docs"), "-d", str(folder / ".doctrees")]
     if code := build_main([*command, str(ROOT), str(site)]):
         return code
