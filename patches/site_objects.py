@@ -70,7 +70,10 @@ _CLASSES: Final[Mapping[str, tuple[str, ...]]] = {
     "torch.distributed.checkpoint.filesystem": ("_StorageInfo", "_StoragePrefix"),
     "megatron.core.dist_checkpointing.mapping": ("ShardedTensor", "ShardedObject"),
     "megatron.core.dist_checkpointing.strategies.torch": ("MCoreSavePlan",),
-    "megatron.core.rerun_state_machine": ("Caller", "QuickStats"),
+    "megatron.core.rerun_state_machine": (
+        *("Caller", "Call", "QuickStats"),
+        *("RerunMode", "RerunState", "RerunDiagnostic", "RerunValidationStatus"),
+    ),
     "vtp_plugin.checkpoint.format.shard_map": ("Strided", "Block", "ShardSpec", "BucketEntry", "Bucket"),
 }
 
