@@ -9,7 +9,7 @@ send a tensor of 8 MiB there and back. Plain, they use the veth; else the link, 
 has it, the kernel's own module. All take turns; the median of a turn's messages counts, and of those the median.
 
 What headers alone cost is the least that a link can: TCP carries 1,448 bytes in a frame of 1,514, and over the link
-1,368 in one of 1,494, so 1.045 times the time of plain. "CPU" is how long all cores of the machine were busy, for each
+1,368 in one of 1,494, so 1.044 times the time of plain. "CPU" is how long all cores of the machine were busy, for each
 GiB that was sent.
 """
 
