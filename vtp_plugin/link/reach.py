@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import json
 import re
 import socket
 from collections.abc import Iterator, Sequence
@@ -18,6 +17,7 @@ from typing import Any, Literal
 from vtp_plugin.link.link_plan import LinkCommand
 from vtp_plugin.link.run_commands import run_command
 from vtp_plugin.link.site_file import LinkSite
+from vtp_plugin.util.untrusted_files import parse_json
 
 _ENCRYPTED = ("wireguard", "tun", "xfrm")  # wireguard-go and other VPNs make a tun; xfrm is IPsec
 _ANY = ("0.0.0.0", "::", "*")
@@ -87,7 +87,7 @@ def read_interfaces(text: str) -> tuple[NetInterface, ...]:
     (NetInterface(name='lo', kind='loopback', addresses=('127.0.0.1',)),)
     """
     found: list[NetInterface] = []
-    for each in json.loads(text or "[]"):
+    for each in parse_json(text or "[]"):
         if "UP" not in each.get("flags", ()):
             continue
         kind = each.get("linkinfo", {}).get("info_kind", "")
