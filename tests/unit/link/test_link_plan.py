@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import shlex
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -202,6 +206,19 @@ def test_variables_are_those_of_this_process_without_sudo() -> None:
     assert callers_variables({"A": "1", "SUDO_UID": "4242"}) == {"A": "1", "SUDO_UID": "4242"}  # no sudo runs this
     assert variables_of(site(master="10.8.0.1"))["MASTER_ADDR"] == "10.8.0.1"
     assert "MASTER_ADDR" not in variables_of(site())
+
+
+def test_the_variables_that_sudo_took_away_come_back(tmp_path: Path) -> None:
+    """A shell by the name of sudo gives its child almost none of its own."""
+    sudo = tmp_path / "sudo"
+    shutil.copy("/bin/sh", sudo)
+    code = "import os; from vtp_plugin.link.enter import callers_variables as v; print(v(os.environ).get('KEPT'))"
+    words = ["env", "-i", "SUDO_UID=4242", f"PYTHONPATH={ROOT}", sys.executable, "-c", code]
+    command = [str(sudo), "-c", f"{shlex.join(words)}; true"]  # the shell stays
+    done = subprocess.run(
+        command, env={"PATH": "/usr/bin:/bin", "KEPT": "kept"}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "kept\n"
 
 
 def test_interfaces_are_read() -> None:
