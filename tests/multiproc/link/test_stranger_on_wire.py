@@ -21,6 +21,7 @@ import pytest
 from tests.multiproc.link.stranger import payloads
 from tests.multiproc.link.two_networks import (
     ADDRESSES,
+    FOLDER_VARIABLE,
     INSIDE,
     Networks,
     linked,
@@ -29,7 +30,6 @@ from tests.multiproc.link.two_networks import (
     two_networks,
     write_sites,
 )
-from tests.multiproc.link.watched_gpt import FOLDER_VARIABLE
 from tests.rules.launcher_commands import environment
 from tests.support.hosts import ROOT
 from tests.support.lines import warnings

@@ -20,6 +20,7 @@ from tests.rules.launcher_commands import environment
 
 REQUIRED_VARIABLE = "VTP_TEST_LINK"
 NEEDED = ("ip", "ss", "nft", "wg", "wireguard-go", "nsenter")
+FOLDER_VARIABLE = "VTP_TEST_LINK_FOLDER"  # where watched_gpt.py writes what it has seen
 ADDRESSES = {"edge": "198.18.0.1", "cloud": "198.18.0.2"}
 INSIDE = {"edge": "10.8.0.1", "cloud": "10.8.0.2"}
 STRANGER = "198.18.0.66"

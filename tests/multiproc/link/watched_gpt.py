@@ -13,9 +13,9 @@ import megatron.training.training as training
 import torch
 
 from tests.multiproc.hooks.leak_watch import Watch
+from tests.multiproc.link.two_networks import FOLDER_VARIABLE
 from tests.support.hosts import ROOT
 
-FOLDER_VARIABLE = "VTP_TEST_LINK_FOLDER"
 HELD_AT = 3
 PIECE_BYTES = 16
 
