@@ -71,7 +71,7 @@ DATA = PlainData((Colour, Plan, Caller, Counts), lambda error: f"{type(error).__
 VALUES: list[Any] = [
     None,
     [True, 1, -(1 << 200), 1.5, float("inf"), "text", b"\x00\x1b", (), {"a": [1]}, {1, 2}, frozenset({3})],
-    {("key", (0, 1), slice(None, 3)): torch.Size([2, 3])},
+    {("key", (0, 1)): (torch.Size([2, 3]), slice(None, 3))},
     [torch.float32, torch.bfloat16, torch.strided, torch.contiguous_format],
     collections.OrderedDict([("b", 1), ("a", 2)]),
     {Caller("here", 1): Counts(3)},
