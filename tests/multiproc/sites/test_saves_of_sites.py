@@ -48,7 +48,7 @@ def test_a_shared_checkpoint_names_nothing(pool: Pool, tmp_path: Path, options: 
 
 
 def test_files_of_each_rank_name_nothing(pool: Pool, tmp_path: Path) -> None:
-    """Packed rows, timers of all ranks, and a file of each rank in a folder of each site."""
+    """Timers of all ranks, and a file of each rank in a folder of each site."""
     folders = {rank: ["--save", str(tmp_path / site)] for rank, site in enumerate(("edge", "cloud", "cloud"))}
     extra = [*EVALUATION, *U_SHAPE, "--ckpt-format", "torch", "--save-interval", "2", "--timing-log-level", "2"]
     train(pool, "1,2", [*extra, "--timing-log-option", "all", "--vtp-timing"], by_rank=folders)
