@@ -221,8 +221,8 @@ def watch_pictures(case: MimoCase, *, leak: str = "") -> tuple[int, list[str]]:
         one.how
         for one in outgoing
         if isinstance(one.values, torch.Tensor)
-        # Of hundreds of float32 numbers two have been those of weights by chance, on one kind of processor; a leak that is
-        # injected has five.
+        # Of hundreds of float32 numbers two have been those of weights by chance, on one kind of processor; an injected
+        # leak has five.
         and int(torch.isin(one.values.flatten().double(), secrets).sum()) > 3
     ]
     return len(outgoing), found
