@@ -91,6 +91,7 @@ def test_one_finds_a_guide_by_clicking(
     assert brightness > 200 if color_scheme == "light" else brightness < 60
 
 
+@pytest.mark.timeout(1800)  # 82 pages; 526 s at a load of 15
 def test_no_page_is_wider_than_a_telephone_or_has_an_error(browser_page: Callable[..., Any], site: Path) -> None:
     page = browser_page((site / __version__ / "search.html").as_uri(), width=400, color_scheme="dark").page
     pages = sorted((site / __version__ / "docs").rglob("*.html"))
