@@ -3,9 +3,7 @@
 The source folder is the root of the tree, so links between docs/, examples/ and CONTRIBUTING.md are those of the files.
 
 References into torch's and Megatron's own sites are plain links. Sphinx could resolve names with an inventory of those
-sites (`objects.inv`) that is kept here, but no package on the index ships one: intersphinx-registry has only addresses,
-sphobjinv only the inventories of its tests (neither torch nor Megatron among them), and the wheels and source archives
-of torch and megatron-core have none.
+sites (`objects.inv`) that is kept here; a search of the package index by name found no package that ships one.
 """
 
 from __future__ import annotations
