@@ -131,7 +131,9 @@ def test_a_private_address_without_a_vpn_is_warned_of(plain: Seen, over_link: tu
 
 
 def _script(site: str) -> list[str]:
-    return ["bash", str(ROOT / f"examples/edge_cloud/{site}.sh")]
+    """The example, with one seed on both sites: two runs whose losses are compared start from the same weights."""
+    shared = ["--vtp-edge-seed", "shared"] if site == "edge" else []
+    return ["bash", str(ROOT / f"examples/edge_cloud/{site}.sh"), *shared]
 
 
 def _name(file: Path) -> str:
