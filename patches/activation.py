@@ -44,7 +44,8 @@ def activate(session: Session, host: MegatronHost) -> None:
     moments = (Moment.STAGES,) if (has_list or wants_bridges) and not session.applied.has_bridges else ()
     if has_list:
         if host.mindspeed is not None:
-            refuse(host.mindspeed.problems(is_planned=session.config.has_planned_schedule))
+            config = session.config
+            refuse(host.mindspeed.problems(is_planned=config.has_planned_schedule, is_split=config.split_backward))
         moments += list_moments(session.config)
         moments += (Moment.MM_RINGS,) if session.is_planned and session.planned.first_ring is not None else ()
     if wants_bridges:

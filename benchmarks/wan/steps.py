@@ -132,7 +132,7 @@ class Sleeper:
         self._shapes = shapes
         self._live: Counter[int] = Counter()
 
-    def forward(self, action: Action, activation: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, action: Action, activation: torch.Tensor | None, *, is_split: bool) -> torch.Tensor:
         """Sleep for a forward; somebody keeps the output until its backward, or not."""
         self._sleep(self._costs.forward[action.vstage])
         output = torch.zeros(*self._shapes[action.vstage])

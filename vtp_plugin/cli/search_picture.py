@@ -12,8 +12,14 @@ from vtp_plugin.tune.search.evaluate import Candidate
 from vtp_plugin.tune.search.find_best import SearchResult
 from vtp_plugin.tune.search.schedule_time import compiled_for
 
-_COLOURS = {"forward": "#3f6ca8", "backward": "#b4540a", "gradients": "#9a3f73", "optimizer": "#6b4a9b"}
-_KINDS = {Op.F: "forward", Op.B: "backward"}
+_COLOURS = {
+    "forward": "#3f6ca8",
+    "backward": "#b4540a",
+    "weights": "#6b5a14",
+    "gradients": "#9a3f73",
+    "optimizer": "#6b4a9b",
+}
+_KINDS = {Op.F: "forward", Op.B: "backward", Op.I: "backward", Op.W: "weights"}
 # Once all stages are busy, every further microbatch looks like the one before.
 _MOST_MICROBATCHES = 16
 

@@ -193,7 +193,12 @@ class PlannedRun:
         if self.is_active and config.has_planned_schedule and num_stages > 1:
             steps = self.log_interval_steps
             orders = read_schedule_options(
-                config, num_stages, self.tensor_bytes, num_chunks=num_chunks, report_interval_steps=steps
+                config,
+                num_stages,
+                self.tensor_bytes,
+                num_chunks=num_chunks,
+                fixed=placement if config.split_backward else None,
+                report_interval_steps=steps,
             )
         if self.companions and orders is None:
             kinds = ", ".join(companion.kind for companion in self.companions)

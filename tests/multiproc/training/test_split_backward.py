@@ -1,0 +1,55 @@
+"""Split backwards: to the last bit what whole ones give, and what the uniform run gives."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.multiproc.cases.core_cases import (
+    DISTRIBUTED,
+    OVERLAPPED,
+    PER_TOKEN,
+    Case,
+    Run,
+    Runs,
+    assemble,
+    assert_close,
+    assert_identical,
+)
+from tests.multiproc.jobs.split_job import SplitResult
+from tests.support.hosts import fitted, host_name
+
+pytestmark = pytest.mark.needs("core_grid")
+
+LISTS = {"num_microbatches": 6, "schedule": "planned"}
+CASES = [
+    Case.of(sizes=(1, 2), **LISTS),
+    Case.of(sizes=(2, 1, 3), sequence_parallel=True, seq=12, **LISTS, **PER_TOKEN),
+    Case.of(sizes=(1, 2, 1), vpp=2, **LISTS),
+    Case.of(sizes=(1, 2), dp=2, bucket_size=500, **LISTS, **OVERLAPPED),
+    Case.of(sizes=(1, 1), dp_list=(1, 2), **LISTS, **DISTRIBUTED),
+]
+FAMILIES = [
+    Case.of(sizes=(1, 2), tied=True, **LISTS),
+    Case.of(sizes=(1, 2), recompute=True, **LISTS),
+    Case.of(sizes=(1, 2), attention="latent", **LISTS),
+    Case.of(sizes=(1, 2), dtype="bf16", dp=2, **LISTS, **OVERLAPPED),
+    Case.of(sizes=(1, 2), mtp=1, layout="Et|tmL", **LISTS),
+    Case.of(
+        sizes=(1, 2), experts="gathered", has_bias=False, seq=12, sequence_parallel=True, ep_list=(1, 2), etp=1, **LISTS
+    ),
+]
+
+
+def split(runs: Runs, case: Case) -> tuple[Run, list[SplitResult]]:
+    """Train a case with split backwards."""
+    case = fitted(case.but(split_backward=True), host_name())
+    found = runs._pool.run(case.world_size, "tests.multiproc.jobs.split_job:train", {"case": case})
+    return assemble(case, [one.result for one in found]), found
+
+
+@pytest.mark.parametrize("case", [*CASES, *FAMILIES], ids=str)
+def test_it_is_the_run_with_whole_backwards_to_the_last_bit(runs: Runs, case: Case) -> None:
+    ours, ranks = split(runs, case)
+    assert_identical(ours, runs.run(case))
+    assert_close(ours, runs.oracle(case))
+    assert all(rank.num_split for rank in ranks) and any(rank.num_apart for rank in ranks)
