@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from tests.multiproc.cases.core_cases import (
@@ -18,9 +20,7 @@ from tests.multiproc.cases.core_cases import (
 from tests.multiproc.jobs.split_job import SplitResult
 from tests.support.hosts import fitted, host_name
 
-pytestmark = pytest.mark.needs("core_grid")
-
-LISTS = {"num_microbatches": 6, "schedule": "planned"}
+LISTS: dict[str, Any] = {"num_microbatches": 6, "schedule": "planned", "wants_weights": True}
 CASES = [
     Case.of(sizes=(1, 2), **LISTS),
     Case.of(sizes=(2, 1, 3), sequence_parallel=True, seq=12, **LISTS, **PER_TOKEN),
@@ -31,9 +31,9 @@ CASES = [
 FAMILIES = [
     Case.of(sizes=(1, 2), tied=True, **LISTS),
     Case.of(sizes=(1, 2), recompute=True, **LISTS),
-    Case.of(sizes=(1, 2), attention="latent", **LISTS),
+    Case.of(sizes=(1, 2), attention="latent", gathered_attention=True, **LISTS),
     Case.of(sizes=(1, 2), dtype="bf16", dp=2, **LISTS, **OVERLAPPED),
-    Case.of(sizes=(1, 2), mtp=1, layout="Et|tmL", **LISTS),
+    Case.of(sizes=(1, 2), mtp=1, attention="rotary", layout="Et|tmL", **LISTS),
     Case.of(
         sizes=(1, 2), experts="gathered", has_bias=False, seq=12, sequence_parallel=True, ep_list=(1, 2), etp=1, **LISTS
     ),
@@ -51,5 +51,5 @@ def split(runs: Runs, case: Case) -> tuple[Run, list[SplitResult]]:
 def test_it_is_the_run_with_whole_backwards_to_the_last_bit(runs: Runs, case: Case) -> None:
     ours, ranks = split(runs, case)
     assert_identical(ours, runs.run(case))
-    assert_close(ours, runs.oracle(case))
+    assert_close(ours, runs.oracle(case), rel=1e-5 if case.numerics.dtype == "fp32" else 1e-3)
     assert all(rank.num_split for rank in ranks) and any(rank.num_apart for rank in ranks)

@@ -139,9 +139,7 @@ def test_less_memory_fills_less() -> None:
 
 
 def test_what_is_simulated_knows_both_parts() -> None:
-    costs = Costs(
-        forward=(1.0,), backward=(5.0,), latency=(), bandwidth=(), message_bytes=(), weights=(2.0,)
-    )
+    costs = Costs(forward=(1.0,), backward=(5.0,), latency=(), bandwidth=(), message_bytes=(), weights=(2.0,))
     schedule = replace(one_f_one_b(1, 2), orders=(parse_actions("0F0 0I0 0F1 0I1 0W0 0W1"),))
     spans = simulate(schedule, costs).spans[0]
     assert [span.end - span.start for span in spans] == [1, 3, 1, 3, 2, 2]
