@@ -5,12 +5,12 @@
 
 A backward computes the gradient of its input, for which the stage before waits, and the gradients of its weights, for
 which nobody waits before the step ends. An order that runs the two parts apart (zero bubble, arXiv 2401.10241) fills
-the waits of a pipeline with the second. This says what that gains: the step of an order with whole backwards, and of the
-one that `--vtp-split-backward` plans, over a bound that no order can beat, split or not.
+the waits of a pipeline with the second. This says what that gains: the step of an order with whole backwards, and of
+the one that `--vtp-split-backward` plans, over a bound that no order can beat, split or not.
 
-Pipelines were drawn before the planner was written, by fixed seeds and ranges: two to six stages, up to 32 microbatches,
-parts of unequal duration, links with latency, and limits of memory. Nothing is run: times are simulated, in units of
-the mean forward.
+Pipelines were drawn before the planner was written, by fixed seeds and ranges: two to six stages, up to 32
+microbatches, parts of unequal duration, links with latency, and limits of memory. Nothing is run: times are simulated,
+in units of the mean forward.
 """
 
 from __future__ import annotations
@@ -154,7 +154,8 @@ def table(pipelines: Sequence[SplitPipeline]) -> Iterator[str]:
     ratios = [time_of_split(each) / split_bound(each) for each in pipelines]
     for name, found in (("whole backwards", wholes), ("split backwards", ratios)):
         quarters = statistics.quantiles(found, n=4, method="inclusive")
-        yield f"{name}: median {quarters[1]:.3f}, quarters {quarters[0]:.3f} and {quarters[2]:.3f}, most {max(found):.3f}"
+        spread = f"quarters {quarters[0]:.3f} and {quarters[2]:.3f}, most {max(found):.3f}"
+        yield f"{name}: median {quarters[1]:.3f}, {spread}"
     gains = [split / whole for split, whole in zip(ratios, wholes, strict=True)]
     yield f"split over whole: median {statistics.median(gains):.3f}, least {min(gains):.3f}, most {max(gains):.3f}"
     yield "the farthest from the bound, with split backwards:"

@@ -17,6 +17,7 @@ from tests.multiproc.cases.core_cases import (
     assert_close,
     assert_identical,
 )
+from tests.multiproc.cases.u_shape_cases import Saved, check_u_shape, u_shaped
 from tests.multiproc.jobs.split_job import SplitResult
 from tests.support.hosts import fitted, host_name
 
@@ -53,3 +54,26 @@ def test_it_is_the_run_with_whole_backwards_to_the_last_bit(runs: Runs, case: Ca
     assert_identical(ours, runs.run(case))
     assert_close(ours, runs.oracle(case), rel=1e-5 if case.numerics.dtype == "fp32" else 1e-3)
     assert all(rank.num_split for rank in ranks) and any(rank.num_apart for rank in ranks)
+
+
+US = [
+    u_shaped(1, 2, **LISTS),
+    u_shaped(2, 1, 3, sequence_parallel=True, seq=12, recompute=True, **LISTS, **PER_TOKEN),
+    u_shaped(1, 1, dp=2, tied=True, **LISTS, **OVERLAPPED),
+]
+
+
+@pytest.mark.parametrize("case", US, ids=str)
+def test_a_u_is_the_sequential_run(runs: Runs, saved: Saved, case: Case) -> None:
+    """And to the last bit the U with whole backwards, in its own order."""
+    found: list[SplitResult] = []
+
+    def train(case: Case) -> Run:
+        run, ranks = split(runs, case)
+        found.extend(ranks)
+        return run
+
+    ours = check_u_shape(runs, saved, case, train)
+    whole = check_u_shape(runs, saved, case)
+    assert_identical(ours, whole)
+    assert all(rank.num_split for rank in found) and any(rank.num_apart for rank in found)
