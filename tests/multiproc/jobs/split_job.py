@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch.distributed as dist
 
 from tests.multiproc.cases.core_cases import Case, RankResult
 from tests.multiproc.jobs.core_job import Trainer, applied, model_parallel
 from tests.support.pool import init_gloo
 from vtp_plugin.api import _Holder
 from vtp_plugin.plan.schedule.order.actions import Op
+from vtp_plugin.runtime.step.weight_gradients import WeightGradients
 
 
 @dataclass(slots=True, kw_only=True)
@@ -27,13 +32,38 @@ class SplitResult:
     num_split: int
 
 
-def train(case: Case, costs: str | None = None) -> SplitResult:
-    """Run a case on this rank; `costs` is as ``--vtp-costs``."""
+@contextmanager
+def _spoilt(fault: str) -> Iterator[None]:
+    compute, num_calls = WeightGradients.compute, 0
+
+    def spoilt(self: WeightGradients, vstage: int, microbatch: int) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        waiting = self._waiting[vstage, microbatch]
+        if num_calls == 2 and fault == "left out":
+            waiting.clear()
+        elif num_calls == 2 and fault == "doubled":
+            waiting *= 2
+        elif num_calls == 2 and fault:
+            waiting[0] = replace(waiting[0], inputs=waiting[0].inputs.roll(1, dims=0))
+        compute(self, vstage, microbatch)
+
+    if fault and dist.get_rank() == 0:
+        WeightGradients.compute = spoilt  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        WeightGradients.compute = compute  # type: ignore[method-assign]
+
+
+def train(case: Case, fault: str = "") -> SplitResult:
+    """Run a case on this rank; `fault` says what goes wrong once on rank 0."""
     init_gloo()
-    with applied(case, force=False, costs=costs), model_parallel(case):
+    with applied(case, force=False), model_parallel(case):
         trainer = Trainer(case)
         try:
-            result = trainer.run()
+            with _spoilt(fault):
+                result = trainer.run()
             assert _Holder.session is not None
             runner = _Holder.session.running.require_schedule_runner()
             (schedule, *_) = [one for one in reversed(runner._schedules.values()) if not one.forward_only]

@@ -41,13 +41,15 @@ FAMILIES = [
 ]
 
 
-def split(runs: Runs, case: Case) -> tuple[Run, list[SplitResult]]:
+def split(runs: Runs, case: Case, fault: str = "") -> tuple[Run, list[SplitResult]]:
     """Train a case with split backwards."""
     case = fitted(case.but(split_backward=True), host_name())
-    found = runs._pool.run(case.world_size, "tests.multiproc.jobs.split_job:train", {"case": case})
+    found = runs._pool.run(case.world_size, "tests.multiproc.jobs.split_job:train", {"case": case, "fault": fault})
     return assemble(case, [one.result for one in found]), found
 
 
+@pytest.mark.needs("latent_attention", cases=("1,2 schedule=planned num-microbatches=6 gathered",))
+@pytest.mark.needs("layouts", cases=("1,2 schedule=planned num-microbatches=6 attention=rotary mtp=1 layout",))
 @pytest.mark.parametrize("case", [*CASES, *FAMILIES], ids=str)
 def test_it_is_the_run_with_whole_backwards_to_the_last_bit(runs: Runs, case: Case) -> None:
     ours, ranks = split(runs, case)
@@ -77,3 +79,11 @@ def test_a_u_is_the_sequential_run(runs: Runs, saved: Saved, case: Case) -> None
     whole = check_u_shape(runs, saved, case)
     assert_identical(ours, whole)
     assert all(rank.num_split for rank in found) and any(rank.num_apart for rank in found)
+
+
+@pytest.mark.parametrize("fault", ["left out", "doubled", "of other rows"])
+def test_a_gradient_that_is_wrong_on_purpose_shows(runs: Runs, fault: str) -> None:
+    """The control: of one microbatch of one step, on one rank."""
+    ours, _ = split(runs, CASES[0], fault)
+    with pytest.raises(AssertionError):
+        assert_close(ours, runs.oracle(CASES[0]))
