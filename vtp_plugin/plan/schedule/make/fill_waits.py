@@ -43,7 +43,9 @@ def split_backwards(schedule: Schedule) -> Schedule:
     return replace(schedule, name=f"{schedule.name}-split", orders=orders)
 
 
-def fill_waits(schedule: Schedule, costs: Costs, kept: Sequence[int], *, patience: float) -> Schedule:
+def fill_waits(
+    schedule: Schedule, costs: Costs, kept: Sequence[int], *, patience: float, keeps_order: bool = True
+) -> Schedule:
     """Compute the gradients of weights where a worker waits, or where it may keep no more microbatches.
 
     Args:
@@ -54,6 +56,12 @@ def fill_waits(schedule: Schedule, costs: Costs, kept: Sequence[int], *, patienc
             forward.
         patience: Share of such a gradient's time by which it may end after the next compute could begin, from 0 (it
             is computed only if the wait is long enough) to 1 (whenever there is a wait).
+        keeps_order: Whether each worker keeps its order of forwards and gradients of inputs. If not, it takes what is
+            there first, gradients before forwards, and the last virtual stage before the others.
+
+    Raises:
+        PlanError: The workers wait for each other: the schedule breaks the limits, or replicas that wait for each other
+            do not find together if no order is kept.
 
     >>> from vtp_plugin.plan.schedule.cost.costs import uniform_costs
     >>> from vtp_plugin.plan.schedule.make.generate import one_f_one_b
@@ -62,7 +70,7 @@ def fill_waits(schedule: Schedule, costs: Costs, kept: Sequence[int], *, patienc
     stage 0: 0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2
     stage 1: 1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
     """
-    walk = _Walk(schedule, costs, kept, patience)
+    walk = _Walk(schedule, costs, kept, patience, keeps_order=keeps_order)
     return replace(schedule, name=f"{schedule.name}-filled", orders=walk.orders())
 
 
@@ -75,41 +83,49 @@ class _Worker:
     """What a worker has done and still has to do.
 
     Attributes:
-        left: forwards and backwards that are not done, in their order.
+        queues: forwards and backwards that are not done; the first of each queue can be next, the most urgent one is
+            that of the first queue.
         done: what it has done.
         waiting: gradients of weights that could be computed.
         live: how many computes each of its microbatches still has, for those that have begun.
-        is_parked: whether it waits for something of which nobody knows yet when it will be there.
+        parked_at: since when it waits for something that may come at any time; None if it does not.
     """
 
-    left: deque[Action]
+    queues: list[deque[Action]]
     done: list[Action]
     waiting: deque[Action]
     live: Counter[int]
-    is_parked: bool = False
+    parked_at: float | None = None
+
+
+def _queues(order: Actions, *, keeps_order: bool) -> list[deque[Action]]:
+    """Queue an order as it is, or each virtual stage's backwards, and forwards, by themselves."""
+    if keeps_order:
+        return [deque(order)]
+    kinds = sorted({(action.op is Op.F, -action.vstage) for action in order})
+    return [deque(action for action in order if (action.op is Op.F, -action.vstage) == kind) for kind in kinds]
 
 
 class _Walk:
     """A step as it happens: the worker whose time is the earliest goes on."""
 
-    def __init__(self, schedule: Schedule, costs: Costs, kept: Sequence[int], patience: float) -> None:
+    def __init__(
+        self, schedule: Schedule, costs: Costs, kept: Sequence[int], patience: float, *, keeps_order: bool
+    ) -> None:
         self.placement = schedule.placement
         self.costs = costs
         self.kept = kept
         self.patience = patience
         self.workers = [
-            _Worker(left=deque(order), done=[], waiting=deque(), live=Counter()) for order in schedule.orders
+            _Worker(queues=_queues(order, keeps_order=keeps_order), done=[], waiting=deque(), live=Counter())
+            for order in schedule.orders
         ]
         # How many computes a microbatch has on a worker; a backward counts as two.
         self.num_computes = [
             Counter(action.microbatch for action in order for _ in range(1 + (action.op is Op.B)))
             for order in schedule.orders
         ]
-        self.durations = {
-            Op.F: costs.forward,
-            Op.I: costs.of_input,
-            Op.W: costs.of_weights,
-        }
+        self.durations = {Op.F: costs.forward, Op.I: costs.of_input, Op.W: costs.of_weights}
         # When a compute ends; when a message arrives, by its receive.
         self.ends: dict[Action, float] = {}
         self.arrivals: dict[Action, float] = {}
@@ -122,30 +138,27 @@ class _Walk:
         while self.heap:
             now, number = heappop(self.heap)
             self.go_on(now, number)
-        if any(worker.left or worker.waiting for worker in self.workers):
+        if any(any(worker.queues) or worker.waiting for worker in self.workers):
             raise PlanError("deadlock: the orders wait for each other")
         return tuple(tuple(worker.done) for worker in self.workers)
 
     def go_on(self, now: float, number: int) -> None:
         """Let a worker begin its next compute, or wait."""
         worker = self.workers[number]
-        worker.is_parked = False
-        if not worker.left:
-            if worker.waiting:
-                self.run_weights(now, number)
-            return
-        action = worker.left[0]
-        is_new = action.microbatch not in worker.live
-        if worker.waiting and is_new and len(worker.live) >= self.kept[number]:
-            self.run_weights(now, number)
-            return
-        ready = self.ready_at(action)
-        if ready is not None and ready <= now:
-            self.begin(now, number)
-        elif worker.waiting and self.is_worth_it(now, ready, worker.waiting[0]):
-            self.run_weights(now, number)
+        worker.parked_at = None
+        heads = [queue[0] for queue in worker.queues if queue]
+        is_full = len(worker.live) >= self.kept[number]
+        allowed = [head for head in heads if not is_full or head.microbatch in worker.live]
+        times = [(self.ready_at(head), head) for head in allowed]
+        for ready, head in times:
+            if ready is not None and ready <= now:
+                self.begin(now, head)
+                return
+        ready = min((time for time, _ in times if time is not None), default=None)
+        if worker.waiting and (len(allowed) < len(heads) or self.is_worth_it(now, ready, worker.waiting[0])):
+            self.note(now, number, worker.waiting.popleft())
         elif ready is None:
-            worker.is_parked = True
+            worker.parked_at = now
         else:
             heappush(self.heap, (ready, number))
 
@@ -165,20 +178,19 @@ class _Walk:
         known = [time for time in times if time is not None]
         return max(known, default=0.0) if len(known) == len(times) else None
 
-    def begin(self, now: float, number: int) -> None:
+    def begin(self, now: float, action: Action) -> None:
         """Begin a worker's next compute; of a joint one, all workers' once the last of them has come."""
-        action = self.workers[number].left[0]
         together = (action, *joint_with(self.placement, action))
         self.comings[action] = now
-        if not all(one in self.comings for one in together):
-            return
-        for one in together:
-            self.compute(now, self.placement.worker_of(one.vstage, one.microbatch))
+        if all(one in self.comings for one in together):
+            for one in together:
+                self.compute(now, one)
 
-    def compute(self, now: float, number: int) -> None:
+    def compute(self, now: float, action: Action) -> None:
         """Run a forward or the gradient of an input, and send its result."""
+        number = self.placement.worker_of(action.vstage, action.microbatch)
         worker = self.workers[number]
-        action = worker.left.popleft()
+        next(queue for queue in worker.queues if queue and queue[0] == action).popleft()
         if action.op is Op.B:
             action, gradient = _parts(action)
             worker.waiting.append(gradient)
@@ -191,10 +203,6 @@ class _Walk:
             receive = peer_of(self.placement, send)
             self.arrivals[receive] = left + self.costs.latency[link]
             self.wake(self.placement.worker_of(receive.vstage, receive.microbatch))
-
-    def run_weights(self, now: float, number: int) -> None:
-        """Compute the gradients of weights that have waited longest."""
-        self.note(now, number, self.workers[number].waiting.popleft())
 
     def note(self, now: float, number: int, action: Action) -> float:
         """Note a compute that begins, and return when it ends."""
@@ -212,6 +220,9 @@ class _Walk:
     def wake(self, number: int) -> None:
         """Let a parked worker look again at what it waits for."""
         worker = self.workers[number]
-        if worker.is_parked and (ready := self.ready_at(worker.left[0])) is not None:
-            worker.is_parked = False
-            heappush(self.heap, (ready, number))
+        if worker.parked_at is not None:
+            times = [self.ready_at(queue[0]) for queue in worker.queues if queue]
+            ready = min((time for time in times if time is not None), default=None)
+            if ready is not None:
+                heappush(self.heap, (max(ready, worker.parked_at), number))
+                worker.parked_at = None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
+from vtp_plugin.errors import PlanError
 from vtp_plugin.plan.schedule.cost.compiled import CompiledSchedule
 from vtp_plugin.plan.schedule.cost.costs import Costs
 from vtp_plugin.plan.schedule.cost.step_bounds import ROUNDING
@@ -65,10 +67,14 @@ def choose_split(bases: Sequence[Schedule], costs: Costs, kept: Sequence[int]) -
     wholes = [(makespan(base), base) for base in bases]
     whole_makespan, best = min(wholes, key=lambda pair: pair[0])
     found = whole_makespan
-    for base in bases:
-        for patience in _PATIENCES:
-            filled = fill_waits(base, costs, kept, patience=patience)
-            time = makespan(filled)
-            if time < found * (1 - ROUNDING):
-                found, best = time, filled
+    # Also an order that takes what is there first: only its placement counts, so one base is enough.
+    walks = [*((base, True) for base in bases), (bases[0], False)]
+    for (base, keeps_order), patience in product(walks, _PATIENCES):
+        try:
+            filled = fill_waits(base, costs, kept, patience=patience, keeps_order=keeps_order)
+        except PlanError:
+            continue
+        time = makespan(filled)
+        if time < found * (1 - ROUNDING):
+            found, best = time, filled
     return SplitOrder(schedule=best, makespan=found, whole_makespan=whole_makespan)
