@@ -9,7 +9,7 @@ import pytest
 from tests.expected.schedule_oracle import Machine, makespan, peaks
 from vtp_plugin.plan.schedule.cost.costs import Costs, u_costs, uniform_costs
 from vtp_plugin.plan.schedule.cost.simulator import simulate
-from vtp_plugin.plan.schedule.make.fill_waits import fill_waits, split_backwards
+from vtp_plugin.plan.schedule.make.fill_waits import fill_waits, split_backwards, time_of_whole
 from vtp_plugin.plan.schedule.make.generate import interleaved_one_f_one_b, one_f_one_b
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
 from vtp_plugin.plan.schedule.make.u_shape import plan_u_shape
@@ -155,7 +155,10 @@ def test_forwards_and_gradients_of_inputs_keep_their_order(patience: float) -> N
     ]
     for base in bases:
         kept = (base.num_microbatches,) * base.placement.num_workers
-        filled = fill_waits(base, uniform_costs(base.placement, latency=0.4), kept, patience=patience)
+        costs = uniform_costs(base.placement, latency=0.4)
+        filled, time = fill_waits(base, costs, kept, patience=patience)
+        assert time == pytest.approx(simulate(filled, costs).makespan)
+        assert time_of_whole(base, costs) == pytest.approx(simulate(base, costs).makespan)
         assert check(filled) == () and check(lower(filled)) == ()
         for before, after in zip(base.orders, filled.orders, strict=True):
             assert list(before) == [action.whole for action in after if action.op is not Op.W]

@@ -45,7 +45,7 @@ def split_backwards(schedule: Schedule) -> Schedule:
 
 def fill_waits(
     schedule: Schedule, costs: Costs, kept: Sequence[int], *, patience: float, keeps_order: bool = True
-) -> Schedule:
+) -> tuple[Schedule, float]:
     """Compute the gradients of weights where a worker waits, or where it may keep no more microbatches.
 
     Args:
@@ -59,6 +59,9 @@ def fill_waits(
         keeps_order: Whether each worker keeps its order of forwards and gradients of inputs. If not, it takes what is
             there first, gradients before forwards, and the last virtual stage before the others.
 
+    Returns:
+        The order, and the time of a step: that of :func:`~vtp_plugin.plan.schedule.cost.simulator.simulate`.
+
     Raises:
         PlanError: The workers wait for each other: the schedule breaks the limits, or replicas that wait for each other
             do not find together if no order is kept.
@@ -66,12 +69,29 @@ def fill_waits(
     >>> from vtp_plugin.plan.schedule.cost.costs import uniform_costs
     >>> from vtp_plugin.plan.schedule.make.generate import one_f_one_b
     >>> schedule = one_f_one_b(2, 3)
-    >>> print(fill_waits(schedule, uniform_costs(schedule.placement), (2, 2), patience=1.0).describe())
+    >>> filled, time = fill_waits(schedule, uniform_costs(schedule.placement), (2, 2), patience=1.0)
+    >>> print(filled.describe())
     stage 0: 0F0 0F1 0I0 0W0 0F2 0I1 0W1 0I2 0W2
     stage 1: 1F0 1I0 1F1 1I1 1W0 1F2 1I2 1W1 1W2
+    >>> time
+    10.0
     """
     walk = _Walk(schedule, costs, kept, patience, keeps_order=keeps_order)
-    return replace(schedule, name=f"{schedule.name}-filled", orders=walk.orders())
+    return replace(schedule, name=f"{schedule.name}-filled", orders=walk.orders()), walk.makespan
+
+
+def time_of_whole(schedule: Schedule, costs: Costs) -> float:
+    """Return the time of a step with whole backwards, as :func:`fill_waits` does, without proving anything.
+
+    >>> from vtp_plugin.plan.schedule.cost.costs import uniform_costs
+    >>> from vtp_plugin.plan.schedule.make.generate import one_f_one_b
+    >>> time_of_whole(one_f_one_b(2, 3), uniform_costs(one_f_one_b(2, 3).placement))
+    12.0
+    """
+    unlimited = (schedule.num_microbatches,) * len(schedule.orders)
+    walk = _Walk(schedule, costs, unlimited, 0.0, keeps_order=True, is_split=False)
+    walk.orders()
+    return walk.makespan
 
 
 def _parts(backward: Action) -> tuple[Action, Action]:
@@ -110,7 +130,14 @@ class _Walk:
     """A step as it happens: the worker whose time is the earliest goes on."""
 
     def __init__(
-        self, schedule: Schedule, costs: Costs, kept: Sequence[int], patience: float, *, keeps_order: bool
+        self,
+        schedule: Schedule,
+        costs: Costs,
+        kept: Sequence[int],
+        patience: float,
+        *,
+        keeps_order: bool,
+        is_split: bool = True,
     ) -> None:
         self.placement = schedule.placement
         self.costs = costs
@@ -120,12 +147,14 @@ class _Walk:
             _Worker(queues=_queues(order, keeps_order=keeps_order), done=[], waiting=deque(), live=Counter())
             for order in schedule.orders
         ]
-        # How many computes a microbatch has on a worker; a backward counts as two.
+        # How many computes a microbatch has on a worker; a backward that is split counts as two.
         self.num_computes = [
-            Counter(action.microbatch for action in order for _ in range(1 + (action.op is Op.B)))
+            Counter(action.microbatch for action in order for _ in range(1 + (is_split and action.op is Op.B)))
             for order in schedule.orders
         ]
-        self.durations = {Op.F: costs.forward, Op.I: costs.of_input, Op.W: costs.of_weights}
+        self.is_split = is_split
+        self.durations = {Op.F: costs.forward, Op.B: costs.backward, Op.I: costs.of_input, Op.W: costs.of_weights}
+        self.makespan = 0.0
         # When a compute ends; when a message arrives, by its receive.
         self.ends: dict[Action, float] = {}
         self.arrivals: dict[Action, float] = {}
@@ -191,7 +220,7 @@ class _Walk:
         number = self.placement.worker_of(action.vstage, action.microbatch)
         worker = self.workers[number]
         next(queue for queue in worker.queues if queue and queue[0] == action).popleft()
-        if action.op is Op.B:
+        if action.op is Op.B and self.is_split:
             action, gradient = _parts(action)
             worker.waiting.append(gradient)
         end = self.note(now, number, action)
@@ -214,6 +243,7 @@ class _Walk:
         if not worker.live[action.microbatch]:
             del worker.live[action.microbatch]
         end = now + self.durations[action.op][action.vstage]
+        self.makespan = max(self.makespan, end)
         heappush(self.heap, (end, number))
         return end
 

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from itertools import product
 
 from vtp_plugin.errors import PlanError
-from vtp_plugin.plan.schedule.cost.compiled import CompiledSchedule
 from vtp_plugin.plan.schedule.cost.costs import Costs
 from vtp_plugin.plan.schedule.cost.step_bounds import ROUNDING
-from vtp_plugin.plan.schedule.make.fill_waits import fill_waits
+from vtp_plugin.plan.schedule.make.fill_waits import fill_waits, time_of_whole
 from vtp_plugin.plan.schedule.order.schedule import Schedule
 
 _PATIENCES = (0.0, 0.5, 1.0)
@@ -60,21 +59,16 @@ def choose_split(bases: Sequence[Schedule], costs: Costs, kept: Sequence[int]) -
         costs: Costs of the placement.
         kept: Most microbatches on each worker, see :func:`~vtp_plugin.plan.schedule.make.fill_waits.fill_waits`.
     """
-
-    def makespan(schedule: Schedule) -> float:
-        return CompiledSchedule(schedule).times(costs, mode="buffered").makespan
-
-    wholes = [(makespan(base), base) for base in bases]
+    wholes = [(time_of_whole(base, costs), base) for base in bases]
     whole_makespan, best = min(wholes, key=lambda pair: pair[0])
     found = whole_makespan
     # Also an order that takes what is there first: only its placement counts, so one base is enough.
     walks = [*((base, True) for base in bases), (bases[0], False)]
     for (base, keeps_order), patience in product(walks, _PATIENCES):
         try:
-            filled = fill_waits(base, costs, kept, patience=patience, keeps_order=keeps_order)
+            filled, time = fill_waits(base, costs, kept, patience=patience, keeps_order=keeps_order)
         except PlanError:
             continue
-        time = makespan(filled)
         if time < found * (1 - ROUNDING):
             found, best = time, filled
     return SplitOrder(schedule=best, makespan=found, whole_makespan=whole_makespan)
