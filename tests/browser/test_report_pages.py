@@ -206,7 +206,9 @@ def test_commands_are_copied(open_page: Callable[..., Page], tmp_path: Path) -> 
     commands = [command for node in nodes for command in node["commands"]]
     for number, command in enumerate(commands):
         page.locator(".copy").nth(number).click()
-        page.wait_for_function("number => document.querySelectorAll('.copy')[number].textContent === 'copied'", arg=number)
+        page.wait_for_function(
+            "number => document.querySelectorAll('.copy')[number].textContent === 'copied'", arg=number
+        )
         assert page.evaluate("navigator.clipboard.readText()") == command
 
 
