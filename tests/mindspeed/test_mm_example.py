@@ -24,7 +24,7 @@ from tests.mindspeed.mm import own_data, samples
 from tests.mindspeed.mm.converted import write_hugging_face
 from tests.mindspeed.mm.model import write_files
 from tests.mindspeed.test_mm_lane import SCRIPT, STEPS, TIMEOUT_S, Numbers, assert_equal, environment, numbers
-from tests.mindspeed.test_mm_weights import assert_near, gathered, weights
+from tests.mindspeed.test_mm_weights import Tensors, assert_near, gathered, weights
 from tests.multiproc.cases.example_runs import start_sites
 from tests.support.hosts import ROOT
 from tests.support.pool import free_port
@@ -125,6 +125,20 @@ def one_rank(folder: Path, form: Form) -> Numbers:
     return numbers(output)
 
 
+def without_key_biases(tensors: Tensors, model: dict[str, Any]) -> Tensors:
+    """Leave out what Adam makes of nothing: keys shift all scores of a query alike, so their biases have no gradient.
+
+    What is left of it is rounding, which Adam takes for a direction.
+    """
+    groups, heads = model["num_query_groups"], model["num_attention_heads"]
+    kept = dict(tensors)
+    for name, tensor in tensors.items():
+        if name.startswith("text_decoder.") and name.endswith("linear_qkv.bias"):
+            by_head = tensor.unflatten(-1, (groups, heads // groups + 2, -1))
+            kept[name] = torch.cat([by_head[..., :-2, :], by_head[..., -1:, :]], dim=-2)
+    return kept
+
+
 @pytest.mark.parametrize("form", FORMS.values(), ids=[*FORMS])
 def test_the_example_trains_resumes_and_goes_back_to_hugging_face(tmp_path: Path, form: Form) -> None:
     import transformers
@@ -136,7 +150,8 @@ def test_the_example_trains_resumes_and_goes_back_to_hugging_face(tmp_path: Path
     second = numbers(both_sites(tmp_path, form), STEPS - BROKEN_OFF)
     assert_equal({name: first[name] + second[name] for name in expected}, expected)
     ours, theirs = (weights(gathered(tmp_path / name, STEPS)) for name in ("trained", "of_one_rank"))
-    assert_near(ours, theirs, 1e-4)  # with Adam, as in test_mm_weights.py
+    model = json.loads((tmp_path / "model.json").read_text())["text_decoder"]
+    assert_near(without_key_biases(ours, model), without_key_biases(theirs, model))
     trained, published, tuned = (str(tmp_path / name) for name in ("trained", "published", "tuned"))
     main(["checkpoint", "export", "--from", trained, "--hf", tuned, "--like", published])
     before, after = (

@@ -18,7 +18,7 @@ from vtp_plugin.checkpoint.format.checkpoint_files import find_checkpoint
 from vtp_plugin.checkpoint.format.contents import Contents
 from vtp_plugin.checkpoint.format.manifest import MANIFEST
 from vtp_plugin.checkpoint.format.optimizer_formats import BY_BLOCK, IN_MODEL_SPACE
-from vtp_plugin.checkpoint.save.edge_key_file import EDGE_KEY, read_edge_key, write_edge_key
+from vtp_plugin.checkpoint.save.edge_key_file import EDGE_KEY, read_kept_key, write_edge_key
 from vtp_plugin.checkpoint.tools.reshardable import form_for_any, loses_random_states, note_of_experts
 from vtp_plugin.checkpoint.tools.verify import Verification
 from vtp_plugin.cli.boundaries import format_bytes
@@ -206,8 +206,8 @@ def _reshard(options: argparse.Namespace) -> None:
     if not re.fullmatch(r"iter_\d{7,}|release", name):
         name = f"iter_{contents.common.get('iteration') or 0:07d}"
     target = options.target / name
-    key_file = contents.folder.parent / EDGE_KEY
-    key = read_edge_key(key_file, f"--from {options.source}") if key_file.exists() else None
+    kept = contents.folder.parent
+    key = read_kept_key(kept, f"--from {options.source}") if (kept / EDGE_KEY).exists() else None
     work, ending = reshard(contents, target, form)
     total = sum(piece.num_bytes for piece in work.pieces)
     with progress(total, "reshard") as on_written, holding(options.target):

@@ -19,6 +19,7 @@ from vtp_plugin.checkpoint.save.edge_key_file import (
     EDGE_KEY,
     NEW_KEY_BYTES,
     read_edge_key,
+    read_kept_key,
     require_same_key,
     write_edge_key,
 )
@@ -67,14 +68,14 @@ class EdgeSeed:
                 f"the edge's layers are drawn from --seed ({_FLAG} shared): the cloud has it too, can draw the same "
                 "layers, and read tokens from activations"
             )
-        found = [Path(folder) / EDGE_KEY for folder in folders if folder and (Path(folder) / EDGE_KEY).exists()]
+        found = [Path(folder) for folder in folders if folder and (Path(folder) / EDGE_KEY).exists()]
         if config.edge_seed not in (None, "random"):
             self._key, source = read_edge_key(Path(config.edge_seed), _FLAG), f"the key in {config.edge_seed}"
             self._is_given = True
-            for file in found[:1]:
-                require_same_key(self._key, f"{_FLAG} {config.edge_seed}", file.parent)
+            for folder in found[:1]:
+                require_same_key(self._key, f"{_FLAG} {config.edge_seed}", folder)
         elif found:
-            self._key, source = read_edge_key(found[0], "--load"), f"the key in {found[0]}"
+            self._key, source = read_kept_key(found[0], "--load"), f"the key in {found[0] / EDGE_KEY}"
         else:
             self._key, source = self._key or secrets.token_bytes(NEW_KEY_BYTES), "a new random key"
         return (

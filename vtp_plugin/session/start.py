@@ -61,7 +61,7 @@ class Start:
         if not planned.is_recorded:
             return
         config, coord = planned.config, planned.layout.coord(rank)
-        recorder.counts_traffic = len(planned.reporting_ranks) > 1
+        recorder.counts_traffic = config.has_several_sites
         owner = Owner(
             run=ranks.name_run(),
             rank=rank,

@@ -100,9 +100,10 @@ PACKED += ["--max-position-embeddings", "28", "--global-batch-size", "4"]
 def test_no_sample_leaves_the_edge(
     pool: Pool, tmp_path: Path, data: Path, sizes: str, layers: str, packing: list[str]
 ) -> None:
+    sites = ["--vtp-sites", ",".join(["edge", *["cloud"] * sizes.count(",")])]
     audit = ["--vtp-audit", str(tmp_path / "audit.jsonl")]
     hooks = ["watch_edge", *(["packed_samples"] if packing else [])]
-    runs = succeeded(_run(pool, tmp_path, data, sizes, layers, hooks=hooks, extra=[*packing, *audit]))
+    runs = succeeded(_run(pool, tmp_path, data, sizes, layers, hooks=hooks, extra=[*packing, *sites, *audit]))
     edge, *cloud = (run.facts for run in runs)
     rows = 1 if packing else MICRO_BATCH_SIZE
     assert edge["num_samples"] >= 2 * NUM_STEPS * NUM_MICROBATCHES * rows

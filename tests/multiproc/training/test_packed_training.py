@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,7 @@ from tests.multiproc.cases.script_cases import (
     ScriptRun,
     arguments,
     assert_same_training,
+    grad_norms,
     launch,
     losses,
     num_ranks,
@@ -38,8 +40,9 @@ def pool(script_pool: Pool) -> Pool:
     return script_pool
 
 
-def train_packed(pool: Pool, sizes: str, extra: Sequence[str] = (), *, dp: int = 1) -> list[ScriptRun]:
-    return train(pool, sizes, [*PACKED, *ONE_ROW, *extra], dp=dp, hooks=["packed_samples", "note_lengths"])
+def train_packed(pool: Pool, sizes: str, extra: Sequence[str] = (), *, dp: int = 1, **options: Any) -> list[ScriptRun]:
+    hooks = ["packed_samples", "note_lengths"]
+    return train(pool, sizes, [*PACKED, *ONE_ROW, *extra], dp=dp, hooks=hooks, **options)
 
 
 def assert_same_lengths(runs: Sequence[ScriptRun], reference: Sequence[ScriptRun]) -> None:
@@ -118,6 +121,22 @@ def test_lengths_cross_to_the_cloud(
     assert_same_training(runs, reference, first=2)
     assert runs[0].evaluations == pytest.approx(reference[-1].evaluations[1:], rel=1e-5)
     assert_same_lengths(runs, reference)
+
+
+def test_lengths_cross_to_another_site(pool: Pool) -> None:
+    """The guards between sites change no digit; the cloud has no tokenizer."""
+    shape = [*LONGER, "--eval-interval", "3", "--eval-iters", "1", *U_SHAPE, "1,2,1"]
+    reference = train_packed(pool, "1,1", shape)
+    sites = ["--vtp-sites", "edge,cloud", "--vtp-edge-seed", "shared", "--vtp-timing"]
+    nothing = {1: ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "not-here"]}
+    runs = train_packed(pool, "1,1", [*shape, *sites], by_rank=nothing)
+    for read in (losses, grad_norms):
+        assert read(runs) == read(reference)
+    assert runs[0].evaluations == reference[0].evaluations
+    assert_same_lengths(runs, reference)
+    # Of each of 8 rows an activation and a gradient cross each way, [13, 1, 64] in fp32, and 14 numbers into the cloud.
+    there, back = 8 * (2 * 4 * 13 * 64 + 4 * 14), 8 * 2 * 4 * 13 * 64
+    assert f"edge: sent {there:,} bytes, received {back:,} bytes" in runs[0].output
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from tests.multiproc.cases.script_cases import (
 from tests.support.hosts import host_name, resharding_flags
 from tests.support.lines import error_line, warnings
 from tests.support.pool import Pool
-from vtp_plugin.checkpoint.save.edge_key_file import EDGE_KEY
+from vtp_plugin.checkpoint.save.edge_key_file import EDGE_KEY, write_edge_key
 
 pytestmark = pytest.mark.needs("scripts_here")
 
@@ -110,7 +110,7 @@ def test_each_site_keeps_its_part_and_dropout_goes_on(pool: Pool, tmp_path: Path
     assert losses(runs) == losses(whole)[2:] and grad_norms(runs) == grad_norms(whole)[2:]
 
     (tmp_path / "edge" / EDGE_KEY).unlink()
-    _refuse_on_edge(launch(pool, 2, loading), "has no vtp_edge_key: the key .* is lost", "--vtp-edge-seed FILE")
+    _refuse_on_edge(launch(pool, 2, loading), "has no vtp_edge_key/key: the key .* is lost", "--vtp-edge-seed FILE")
     own = ["--vtp-edge-seed", str(_key_file(tmp_path))]
     again = {"arguments": command, "by_rank": {rank: [*words, *own] for rank, words in places.items()}}
     assert losses(succeeded(launch(pool, 2, again))) == losses(whole)[2:]
@@ -203,10 +203,10 @@ def test_what_is_no_key_ends_all_ranks(
 
 
 def test_another_key_than_the_checkpoints_ends_all_ranks(pool: Pool, tmp_path: Path) -> None:
-    _key_file(tmp_path, bytes(40)).rename(tmp_path / EDGE_KEY)
+    write_edge_key(tmp_path, bytes(40))
     own = ["--vtp-edge-seed", str(_key_file(tmp_path)), "--load", str(tmp_path)]
     runs = launch(pool, 2, {"arguments": arguments("1,1", extra=[*TWO_SITES, *own])})
-    _refuse_on_edge(runs, "/key holds another key than .*/vtp_edge_key, .*; leave the flag out")
+    _refuse_on_edge(runs, "/key holds another key than .*/vtp_edge_key/key, .*; leave the flag out")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from vtp_plugin.checkpoint.save.edge_key_file import EDGE_KEY, read_edge_key, require_same_key, write_edge_key
+from vtp_plugin.checkpoint.save.edge_key_file import (
+    EDGE_KEY,
+    read_edge_key,
+    read_kept_key,
+    require_same_key,
+    write_edge_key,
+)
 from vtp_plugin.errors import ConfigError
 
 KEY = b"\x00\xff0123456789abcd"
@@ -28,22 +34,43 @@ def test_a_key_is_kept_for_its_owner_alone(tmp_path: Path) -> None:
     finally:
         os.umask(before)
     file = tmp_path / "new" / EDGE_KEY
-    assert file.stat().st_mode & 0o777 == 0o600
-    assert read_edge_key(file, "--load") == KEY
+    assert [path.stat().st_mode & 0o777 for path in (file, file.parent)] == [0o600, 0o700]
+    assert read_kept_key(tmp_path / "new", "--load") == KEY
     number = file.stat().st_ino
     write_edge_key(tmp_path / "new", KEY)
     assert file.stat().st_ino == number, "written again"
     write_edge_key(tmp_path / "new", KEY * 2)
-    assert read_edge_key(file, "--load") == KEY * 2
-    assert [path.name for path in (tmp_path / "new").iterdir()] == [EDGE_KEY]
+    assert read_kept_key(tmp_path / "new", "--load") == KEY * 2
+    assert [*(tmp_path / "new").rglob("*")] == [file.parent, file]
+
+
+def test_files_that_a_script_opens_to_its_group_stay_closed(tmp_path: Path) -> None:
+    """As MindSpeed-LLM does with all files under --save: the key's folder keeps others out."""
+    write_edge_key(tmp_path, KEY)
+    for folder, _, names in os.walk(tmp_path):
+        for name in names:
+            Path(folder, name).chmod(0o640)
+    assert read_kept_key(tmp_path, "--load") == KEY
+    write_edge_key(tmp_path, KEY * 2)
+    place = (tmp_path / EDGE_KEY).parent
+    place.chmod(0o750)
+    with pytest.raises(ConfigError, match=rf"^--load: {place} has mode 0750, .*; chmod 700 {place}$"):
+        read_kept_key(tmp_path, "--load")
+    write_edge_key(tmp_path, KEY * 2)
+    assert read_kept_key(tmp_path, "--load") == KEY * 2
 
 
 def test_a_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
     elsewhere = _put(tmp_path / "elsewhere", b"other people's")
+    place = (tmp_path / EDGE_KEY).parent
+    place.symlink_to(tmp_path)
+    write_edge_key(tmp_path, KEY)
+    assert not place.is_symlink() and [*place.iterdir()] == [tmp_path / EDGE_KEY]
+    (tmp_path / EDGE_KEY).unlink()
     (tmp_path / EDGE_KEY).symlink_to(elsewhere)
     write_edge_key(tmp_path, KEY)
     assert elsewhere.read_bytes() == b"other people's"
-    assert not (tmp_path / EDGE_KEY).is_symlink() and read_edge_key(tmp_path / EDGE_KEY, "--load") == KEY
+    assert not (tmp_path / EDGE_KEY).is_symlink() and read_kept_key(tmp_path, "--load") == KEY
 
 
 @pytest.mark.parametrize(

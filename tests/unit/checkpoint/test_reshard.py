@@ -38,7 +38,7 @@ from vtp_plugin.checkpoint.format.entries import Extent
 from vtp_plugin.checkpoint.format.map_file import MAP
 from vtp_plugin.checkpoint.format.optimizer_formats import BY_BLOCK, BY_BUCKET_OLDER, BY_RANK, IN_MODEL_SPACE, PLAIN
 from vtp_plugin.checkpoint.save.atomic_dir import clear
-from vtp_plugin.checkpoint.save.edge_key_file import EDGE_KEY, read_edge_key, write_edge_key
+from vtp_plugin.checkpoint.save.edge_key_file import EDGE_KEY, read_kept_key, write_edge_key
 from vtp_plugin.checkpoint.tools.writer import JOURNAL, NewPiece, PieceWriter
 
 Run = Callable[..., tuple[int, list[str]]]
@@ -72,15 +72,15 @@ def test_it_is_the_same_state_by_name(run: Run, tmp_path: Path, is_older: bool, 
 def test_the_key_of_an_edge_goes_along(run: Run, tmp_path: Path) -> None:
     """For its owner alone; one that others could read already is not copied, and nothing is written."""
     a = by_bucket(tmp_path / "a", make_model())
-    key = a.parent / EDGE_KEY
     write_edge_key(a.parent, bytes(range(32)))
-    key.chmod(0o644)
+    place = (a.parent / EDGE_KEY).parent
+    place.chmod(0o755)
     code, (line,) = run("reshard", "--from", a, "--to", tmp_path / "b")
-    assert code == 2 and "has mode 0644" in line and not (tmp_path / "b").exists()
-    key.chmod(0o600)
+    assert code == 2 and "has mode 0755" in line and not (tmp_path / "b").exists()
+    place.chmod(0o700)
     code, lines = run("reshard", "--from", a, "--to", tmp_path / "b")
     assert code == 0 and f"{EDGE_KEY}, the key of the edge's layers, is copied, too" in lines[1]
-    assert read_edge_key(tmp_path / "b" / EDGE_KEY, "--load") == bytes(range(32))
+    assert read_kept_key(tmp_path / "b", "--load") == bytes(range(32))
 
 
 def test_torch_reads_what_was_written(run: Run, tmp_path: Path) -> None:
