@@ -326,8 +326,7 @@ def read_schedule_options(
     """
     if config.costs is not None and fixed is None and not config.layerwise_disaggregated:
         raise LayoutError(
-            "--vtp-costs is used by U-shaped pipelines and split backwards only; leave it out, or add "
-            "--layerwise-disaggregated-training or --vtp-split-backward"
+            "--vtp-costs is for U-shaped pipelines and split backwards; leave it out, or ask for one of them"
         )
     in_flight = config.in_flight
     if in_flight is not None:

@@ -237,8 +237,8 @@ def _whole_weights(chunk: Any) -> list[torch.Tensor]:
     """
     kinds = (torch.nn.Embedding, VocabParallelEmbedding)
     found = [module.weight for module in chunk.modules() if isinstance(module, kinds)]
-    layers = [getattr(module, "output_layer", None) for module in chunk.modules()]
-    return found + [layer.weight for layer in layers if getattr(layer, "weight", None) is not None]
+    outputs = [getattr(getattr(module, "output_layer", None), "weight", None) for module in chunk.modules()]
+    return found + [weight for weight in outputs if weight is not None]
 
 
 def chunks_of(model: Any) -> list[Any]:

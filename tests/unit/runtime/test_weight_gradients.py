@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -92,9 +93,10 @@ def test_who_listens_is_told_once_for_each_microbatch() -> None:
     """By a hook on the accumulation of the gradient, as Megatron's DDP does."""
     (weight,) = parameters((IN, IN))
     told: list[int] = []
-    node = weight.expand_as(weight).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+    node: Any = weight.expand_as(weight).grad_fn
+    (accumulation, _), *_ = node.next_functions
     later = WeightGradients()
-    node.register_hook(lambda *_: told.append(later.num_bytes))
+    accumulation.register_hook(lambda *_: told.append(later.num_bytes))
     model = Shared(later, weight)
     losses = []
     for number in range(2):
