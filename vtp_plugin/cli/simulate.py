@@ -136,7 +136,9 @@ def _write(
     """Write the page, the picture or the trace."""
     title = f"{schedule.name}, {simulation.title}, {simulation.request.num_microbatches} microbatches"
     if is_page(options.output):
-        page = page_of_simulation(options, simulation.flags, timeline, parts, title=title, unit=simulation.unit)
+        page = page_of_simulation(
+            options, simulation.flags, schedule, timeline, parts, title=title, unit=simulation.unit
+        )
         write_page(options.output, page)
     elif options.output.suffix == ".svg":
         write_file(options.output, draw_svg(timeline, title=title, unit=simulation.unit))

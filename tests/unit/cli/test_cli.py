@@ -248,6 +248,7 @@ def test_plan_says_what_a_rank_holds(output_of: Output) -> None:
     assert memory[2] == {
         "rank": 2,
         "in_flight": None,
+        "num_waiting": None,
         "num_parameters": 280,
         "weight_bytes": 560,
         "gradient_bytes": 1120,
@@ -255,6 +256,7 @@ def test_plan_says_what_a_rank_holds(output_of: Output) -> None:
         "overhead_bytes": (28 + 32) * 2**20 + (3 * 24 + 2) * (9 * 2**20 + 3 * 2**16),
         "activation_bytes": None,
         "kept_bytes": {},
+        "waiting_bytes": None,
     }
     assert lines[7] == "activations: give --seq-length, --micro-batch-size to see them"
     known = [*model, "--seq-length", "4", "--micro-batch-size", "1"]
