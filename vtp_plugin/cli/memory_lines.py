@@ -8,7 +8,9 @@ from dataclasses import asdict
 from itertools import groupby, islice
 
 from vtp_plugin.cli.boundaries import format_bytes
+from vtp_plugin.cli.fit_flags import CARD_MEMORY
 from vtp_plugin.cli.run_flags import Run
+from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.layout.describe import format_ranks
 from vtp_plugin.plan.memory.footprint import Footprint
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
@@ -74,6 +76,30 @@ def peaks_by_stage(flags: Run) -> tuple[Peaks, ...]:
     )
     schedule, _ = make_schedule(request)
     return tuple(peaks_kept(schedule, stage) for stage in range(placement.num_stages))
+
+
+def check_card_memory(flags: Run, limit_bytes: int | None) -> None:
+    """Refuse a fitted layout that takes too much with split backwards; the fit counts whole ones.
+
+    Args:
+        flags: the run.
+        limit_bytes: memory of a device; None where it is not known.
+
+    Raises:
+        ConfigError: a rank would hold more.
+    """
+    is_split = flags.schedule_options.split_backward
+    if flags.fitted is None or limit_bytes is None or not is_split or isinstance(flags.memory, str):
+        return
+    for stage, peaks in enumerate(peaks_by_stage(flags)):
+        ranks = [flags.memory[rank] for rank in flags.layout.stage_ranks(stage)]
+        size = max(held.held_bytes(*held.fullest(peaks)) for held in ranks)
+        if size > limit_bytes:
+            raise ConfigError(
+                f"{CARD_MEMORY} {format_bytes(limit_bytes)}: with split backwards stage {stage} holds "
+                f"{format_bytes(size)}; a layout is fitted to whole ones; leave --vtp-split-backward out, or keep "
+                "fewer with --vtp-in-flight"
+            )
 
 
 def _rows(flags: Run, memory: Sequence[Footprint], peaks: Sequence[Peaks]) -> Iterator[tuple[str, ...]]:

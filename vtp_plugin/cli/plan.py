@@ -12,7 +12,7 @@ from vtp_plugin.cli.boundaries import BoundaryView, explain, format_bytes, site_
 from vtp_plugin.cli.bridges import add_bridge_flag, bridge_lines, bridges_as_json, read_modules, view_bridges
 from vtp_plugin.cli.fit_flags import Fitted
 from vtp_plugin.cli.launch_text import add_slurm_flag, launch_lines, launch_of_run
-from vtp_plugin.cli.memory_lines import memory_as_json, memory_lines
+from vtp_plugin.cli.memory_lines import check_card_memory, memory_as_json, memory_lines
 from vtp_plugin.cli.page_file import write_page
 from vtp_plugin.cli.pages import page_of_bridges, page_of_plan
 from vtp_plugin.cli.parser import PAGE, Parser, check_ending, print_json, read_sizes
@@ -70,6 +70,7 @@ def run(options: argparse.Namespace) -> None:
         _print_bridges(options)
         return
     flags = read_run(options)
+    check_card_memory(flags, options.card_memory)
     views = view_boundaries(flags)
     launch, note = launch_of_run(options, flags)
     if options.output is not None:
