@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -36,7 +36,9 @@ def keep_one_more(facts: dict[str, Any]) -> None:
     original = WeightGradients.backward
 
     @contextmanager
-    def backward(self: WeightGradients, vstage: int, microbatch: int, whole: Sequence[torch.Tensor]) -> Iterator[None]:
+    def backward(
+        self: WeightGradients, vstage: int, microbatch: int, whole: Collection[torch.Tensor]
+    ) -> Iterator[None]:
         with original(self, vstage, microbatch, whole):
             yield
         uses = self._waiting[vstage, microbatch]
