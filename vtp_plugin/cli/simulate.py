@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from vtp_plugin.cli.bridges import add_bridge_flag, read_modules
+from vtp_plugin.cli.memory_lines import check_card_memory
 from vtp_plugin.cli.page_file import write_page
 from vtp_plugin.cli.pages import page_of_simulation
 from vtp_plugin.cli.parser import PAGE, Parser, check_ending, is_page, print_json, write_file
@@ -136,7 +137,9 @@ def _write(
     """Write the page, the picture or the trace."""
     title = f"{schedule.name}, {simulation.title}, {simulation.request.num_microbatches} microbatches"
     if is_page(options.output):
-        page = page_of_simulation(options, simulation.flags, timeline, parts, title=title, unit=simulation.unit)
+        page = page_of_simulation(
+            options, simulation.flags, schedule, timeline, parts, title=title, unit=simulation.unit
+        )
         write_page(options.output, page)
     elif options.output.suffix == ".svg":
         write_file(options.output, draw_svg(timeline, title=title, unit=simulation.unit))
@@ -147,6 +150,7 @@ def _write(
 
 def _of_pipeline(options: argparse.Namespace) -> _Simulation:
     flags = read_run(options, takes_all_costs=True)
+    check_card_memory(flags, options.card_memory)
     given = flags.num_microbatches if options.num_microbatches is None else options.num_microbatches
     num_microbatches, about_number = _num_microbatches(given, flags.placement)
     stated = flags.schedule_options.costs

@@ -103,12 +103,38 @@ def peak_activations(schedule: Schedule, vstage: int) -> int:
     >>> [peak_activations(reference_u_shape(3, 8), vstage) for vstage in range(4)]
     [4, 3, 2, 1]
     """
+    return max(activations for activations, _ in peaks_kept(schedule, vstage))
+
+
+def peaks_kept(schedule: Schedule, vstage: int) -> tuple[tuple[int, int], ...]:
+    """Return what one worker keeps of a virtual stage at the same time: numbers of activations, and of what waits.
+
+    A microbatch waits from the gradient of its input to those of its weights. Left out are pairs of which another one
+    has at least as many of both.
+
+    >>> from vtp_plugin.plan.schedule.cost.costs import uniform_costs
+    >>> from vtp_plugin.plan.schedule.make.fill_waits import fill_waits
+    >>> from vtp_plugin.plan.schedule.make.generate import one_f_one_b
+    >>> order = one_f_one_b(3, 8)
+    >>> [peaks_kept(order, vstage) for vstage in range(3)]
+    [((3, 0),), ((2, 0),), ((1, 0),)]
+    >>> split = fill_waits(order, uniform_costs(order.placement), (3, 3, 3), patience=1.0)
+    >>> [peaks_kept(split, vstage) for vstage in range(3)]
+    [((3, 0), (2, 1)), ((2, 1), (1, 2)), ((1, 2), (0, 3))]
+    """
     placement = schedule.placement
     if schedule.forward_only or not placement.is_trained(vstage):
-        return 0
-    workers = {placement.worker_of(vstage, microbatch) for microbatch in range(schedule.num_microbatches)}
-    orders = [[action.op for action in schedule.orders[worker] if action.vstage == vstage] for worker in workers]
-    return max(max(accumulate((op is Op.F) - (op in (Op.B, Op.I)) for op in ops), default=0) for ops in orders)
+        return ((0, 0),)
+    found: set[tuple[int, int]] = set()
+    for worker in {placement.worker_of(vstage, microbatch) for microbatch in range(schedule.num_microbatches)}:
+        ops = [action.op for action in schedule.orders[worker] if action.vstage == vstage]
+        activations = accumulate((op is Op.F) - (op in (Op.B, Op.I)) for op in ops)
+        found |= {*zip(activations, accumulate((op is Op.I) - (op is Op.W) for op in ops), strict=True)}
+    most: dict[int, int] = {}
+    for activations, waiting in sorted(found, reverse=True):
+        if waiting > max(most.values(), default=-1):
+            most[activations] = waiting
+    return tuple(most.items())
 
 
 def _in_flight(schedule: Schedule, worker: int) -> Iterator[tuple[int, Action]]:
