@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from tests.expected.schedule_oracle import Machine, makespan, peaks
 from vtp_plugin.plan.schedule.cost.costs import Costs, u_costs, uniform_costs
 from vtp_plugin.plan.schedule.cost.simulator import simulate
-from vtp_plugin.plan.schedule.make.fill_waits import fill_waits, split_backwards, time_of_whole
+from vtp_plugin.plan.schedule.make.fill_waits import fill_waits, time_of_whole
 from vtp_plugin.plan.schedule.make.generate import interleaved_one_f_one_b, one_f_one_b
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
 from vtp_plugin.plan.schedule.make.u_shape import plan_u_shape
@@ -37,6 +38,14 @@ PLACEMENTS = [
     replace(u_placement(3), num_frozen=2),
     Placement(stages=(0, 1, 2), successors=(2, 2)),
 ]
+
+
+def split_backwards(schedule: Schedule) -> Schedule:
+    """Both parts of every backward, one directly after the other."""
+    orders = (
+        " ".join(re.sub(r"(\d+)B(\d+)", r"\1I\2 \1W\2", str(action)) for action in order) for order in schedule.orders
+    )
+    return replace(schedule, orders=tuple(map(parse_actions, orders)))
 
 
 def with_order(worker: int, text: str) -> Schedule:

@@ -28,21 +28,6 @@ from vtp_plugin.plan.schedule.order.messages import (
 from vtp_plugin.plan.schedule.order.schedule import Actions, Schedule
 
 
-def split_backwards(schedule: Schedule) -> Schedule:
-    """Replace every whole backward by its two parts, one directly after the other.
-
-    >>> from vtp_plugin.plan.schedule.make.generate import one_f_one_b
-    >>> print(split_backwards(one_f_one_b(2, 2)).describe())
-    stage 0: 0F0 0F1 0I0 0W0 0I1 0W1
-    stage 1: 1F0 1I0 1W0 1F1 1I1 1W1
-    """
-    orders = tuple(
-        tuple(part for action in order for part in (_parts(action) if action.op is Op.B else (action,)))
-        for order in schedule.orders
-    )
-    return replace(schedule, name=f"{schedule.name}-split", orders=orders)
-
-
 def fill_waits(
     schedule: Schedule, costs: Costs, kept: Sequence[int], *, patience: float, keeps_order: bool = True
 ) -> tuple[Schedule, float]:

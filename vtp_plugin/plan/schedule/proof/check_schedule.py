@@ -118,7 +118,7 @@ def peaks_kept(schedule: Schedule, vstage: int) -> tuple[tuple[int, int], ...]:
     >>> order = one_f_one_b(3, 8)
     >>> [peaks_kept(order, vstage) for vstage in range(3)]
     [((3, 0),), ((2, 0),), ((1, 0),)]
-    >>> split = fill_waits(order, uniform_costs(order.placement), (3, 3, 3), patience=1.0)
+    >>> split, _ = fill_waits(order, uniform_costs(order.placement), (3, 3, 3), patience=1.0)
     >>> [peaks_kept(split, vstage) for vstage in range(3)]
     [((3, 0), (2, 1)), ((2, 1), (1, 2)), ((1, 2), (0, 3))]
     """
