@@ -144,7 +144,8 @@ def pipeline_time(
     3001.5
     """
     num_stages = placement.num_stages
-    most = max((num_stages, *in_flight))
+    # Split backwards may keep as many as interleaving has in flight before a step is regular.
+    most = max((placement.num_vstages if is_split else num_stages, *in_flight))
     # Interleaved microbatches go in groups of as many as there are stages.
     simulated = min(num_microbatches, -(-(4 * most + 4) // num_stages) * num_stages)
     compiled = compiled_for(placement, costs, simulated, is_planned=is_planned, in_flight=in_flight, is_split=is_split)
@@ -229,7 +230,8 @@ def _choose_split(
         order = pipeline_time(placement, costs, num_microbatches, is_split=True)
         return order if fits(order.peaks) else None
     usual = min(placement.num_stages, num_microbatches)
-    row = tuple(min(limit, max((usual, *best.in_flight))) for limit in most)
+    # A stage that may keep more than the one before it would wait for that.
+    row = tuple(accumulate((min(limit, max((usual, *best.in_flight))) for limit in most), min))
     in_flight = () if set(row) == {usual} else row
     return pipeline_time(placement, costs, num_microbatches, in_flight=in_flight, is_split=True)
 
