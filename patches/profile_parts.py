@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from vtp_plugin.errors import MissingError
+from vtp_plugin.host.mindspeed import has_mindspeed
 from vtp_plugin.host.rules.context import OptionContext
 from vtp_plugin.host.rules.table.rows_split import SPLIT_RULES
 from vtp_plugin.host.versions import find_host
@@ -70,16 +71,15 @@ def time_parts(asked: ProfileRequest, session: Session) -> Iterator[list[Time]]:
         asked: what is timed.
         session: the applied plugin, which knows the card.
     """
-    platform, host, waiting = session.choose_platform(), load_host(find_host()[0].name), None
-    if host.mindspeed is None:
-        split_layers(session, host)
-        waiting = session.pipelines.weight_gradients
+    platform = session.choose_platform()
+    if not has_mindspeed():  # its linear layers are its own
+        split_layers(session, load_host(find_host()[0].name))
     for tp in asked.sizes:
         args = _read([*_needed_on(platform, asked.words), *asked.words], tp)
         with _alone(tp, platform):
             for kind in asked.kinds:
                 own = _of_part(args, asked.vocabulary, kind)
-                timed = _Timed(own, kind, platform, waiting, has_ends=kind == asked.kinds[0])
+                timed = _Timed(own, kind, session, has_ends=kind == asked.kinds[0])
                 for length, size, is_recomputed in _cases(asked):
                     yield timed.times(length, size, asked.num_rounds, is_recomputed=is_recomputed)
                 if timed.has_ends:
@@ -161,20 +161,11 @@ class _Timed:
     Args:
         args: its arguments.
         kind: kind of its layers.
-        platform: the card.
-        waiting: what split backwards leave for later; None where layers cannot split theirs.
+        session: the applied plugin, which knows the card.
         has_ends: time the ends of the model, too.
     """
 
-    def __init__(
-        self,
-        args: argparse.Namespace,
-        kind: Part,
-        platform: Platform,
-        waiting: WeightGradients | None,
-        *,
-        has_ends: bool,
-    ) -> None:
+    def __init__(self, args: argparse.Namespace, kind: Part, session: Session, *, has_ends: bool) -> None:
         from megatron.core.enums import ModelType
         from megatron.core.utils import get_attr_wrapped_model, get_model_config
         from megatron.training.global_vars import set_args
@@ -184,11 +175,11 @@ class _Timed:
         self.has_ends = has_ends
         self._args = args
         self._kind: Part = kind
-        self._device = platform.device()
-        self._watch = _Stopwatch(platform)
+        self._device = session.choose_platform().device()
+        self._watch = _Stopwatch(session.choose_platform())
         (self._model,) = get_model(lambda **ends: _build(args, **ends), ModelType.encoder_or_decoder)
         self._model.train()
-        self._waiting = waiting if waiting is not None and _can_split(args, self._model) else None
+        self._waiting = session.pipelines.weight_gradients if _can_split(args, self._model) else None
         self._config = get_model_config(self._model)
         decoder = get_attr_wrapped_model(self._model, "decoder")
         decoder.register_forward_pre_hook(self._watch.before_layers, with_kwargs=True)
@@ -320,7 +311,8 @@ def _can_split(args: argparse.Namespace, model: torch.nn.Module) -> bool:
     from vtp_plugin.patches.core.tensor_parallel.layers import layers_that_cannot_split
 
     context = OptionContext(tp_sizes=(args.tensor_model_parallel_size,), has_split_backward=True)
-    return not any(layers_that_cannot_split([model])) and not any(rule.refuses(args, context) for rule in SPLIT_RULES)
+    refused = any(rule.refuses(args, context) for rule in SPLIT_RULES)
+    return not (refused or has_mindspeed() or any(layers_that_cannot_split([model])))
 
 
 def _build(args: argparse.Namespace, **ends: Any) -> torch.nn.Module:
