@@ -56,7 +56,7 @@ def fit_split(nodes: Sequence[Node], constraints: Constraints, fitted: Candidate
     Args:
         nodes: the nodes, in any order.
         constraints: what the layout had to satisfy.
-        fitted: the layout; it is not chosen anew, since a run would not.
+        fitted: the layout; a run would not choose another one, either.
     """
     return with_split(fit_problem(in_order(nodes, constraints.sites), constraints), fitted)
 
