@@ -60,6 +60,11 @@ def activate(session: Session, host: MegatronHost) -> None:
         warn_of_unreached(session)
 
 
+def split_layers(session: Session, host: MegatronHost) -> None:
+    """Let linear layers leave the gradients of their weights for later, where there is no run: they are timed."""
+    _put(session, host, records_at(session, host, Moment.SPLIT))
+
+
 def _argument_records(session: Session, host: MegatronHost) -> tuple[Record, ...]:
     """Give the records that apply at once and change nothing by themselves.
 

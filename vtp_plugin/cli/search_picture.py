@@ -48,7 +48,12 @@ def _rows(candidate: Candidate) -> Iterator[tuple[str, list[Box]]]:
     number = min(_MOST_MICROBATCHES, candidate.split.num_microbatches)
     order = candidate.order
     compiled = compiled_for(
-        candidate.placement, candidate.costs, number, is_planned=order.is_planned, in_flight=order.in_flight
+        candidate.placement,
+        candidate.costs,
+        number,
+        is_planned=order.is_planned,
+        in_flight=order.in_flight,
+        is_split=order.is_split,
     )
     timeline = timeline_of(compiled, candidate.costs, mode="rendezvous")
     names = candidate.node_names

@@ -153,15 +153,15 @@ def _of_pipeline(options: argparse.Namespace) -> _Simulation:
     check_card_memory(flags, options.card_memory)
     given = flags.num_microbatches if options.num_microbatches is None else options.num_microbatches
     num_microbatches, about_number = _num_microbatches(given, flags.placement)
-    stated = flags.schedule_options.costs
+    stated, is_split = flags.schedule_options.costs, flags.schedule_options.split_backward
     costs, unit = (_model_costs(flags), "") if stated is None else (stated, "ms")
     # None stands for the model durations, which know nothing of split microbatches.
     request = ScheduleRequest(
         placement=flags.placement,
         num_microbatches=num_microbatches,
-        costs=costs if stated is not None or flags.replicas.is_split else None,
+        costs=costs if stated is not None or flags.replicas.is_split or is_split else None,
         in_flight=flags.schedule_options.in_flight,
-        split_backward=flags.schedule_options.split_backward,
+        split_backward=is_split,
     )
     why, least = _why(flags, request, costs)
     return _Simulation(

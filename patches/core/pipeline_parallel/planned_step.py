@@ -218,7 +218,7 @@ def run_step(backend: StepBackend, **arguments: Any) -> list[Any]:
         ),
         num_tokens=torch.zeros([], dtype=torch.int, device="cuda"),
         waiting=runner.weight_gradients,
-        whole={number: _whole_weights(chunk) for number, chunk in enumerate(chunks)},
+        whole={number: whole_weights(chunk) for number, chunk in enumerate(chunks)},
     )
     with _timed(config):
         with compute.sync.step():
@@ -229,7 +229,7 @@ def run_step(backend: StepBackend, **arguments: Any) -> list[Any]:
     return compute.reports
 
 
-def _whole_weights(chunk: Any) -> list[torch.Tensor]:
+def whole_weights(chunk: Any) -> list[torch.Tensor]:
     """List the weights of a chunk whose gradients come with whole backwards.
 
     An embedding's, which an output layer may use, too; and an output layer's, which would have to keep the gradient of

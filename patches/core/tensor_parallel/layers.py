@@ -39,13 +39,12 @@ def _linear(
 
     A bias is added outside: Megatron's layer of a frozen weight gives it no gradient.
     """
-    own = session.pipelines.own
-    runner = None if own is None else own.schedule_runner
-    if runner is None or not runner.weight_gradients.is_left_for_later(weight, input):
+    waiting = session.pipelines.weight_gradients
+    if not waiting.is_left_for_later(weight, input):
         return original(input, weight, bias, *args, **kwargs)
     output = layers.linear_with_frozen_weight(input, weight.detach(), None, *args, **kwargs)
     gather = partial(_gathered, kwargs.get("tp_group")) if kwargs.get("sequence_parallel") else _as_it_is
-    runner.weight_gradients.watch(output, weight=weight, inputs=input, gather=gather)
+    waiting.watch(output, weight=weight, inputs=input, gather=gather)
     return output if bias is None else output + bias
 
 
