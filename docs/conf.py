@@ -34,6 +34,7 @@ exclude_patterns = [".*", "out", "build", "dist", "**/__pycache__"]
 html_theme = "furo"
 html_favicon = "pictures/favicon.svg"
 html_copy_source = False
+html_static_path = html_css_files = ["site.css"]
 
 myst_enable_extensions = ["html_image"]
 # Links name headings as code hosts do.

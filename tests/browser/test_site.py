@@ -104,6 +104,12 @@ def test_no_page_is_wider_than_a_telephone_or_has_an_error(browser_page: Callabl
     assert wide == []
 
 
+def test_the_table_of_options_is_whole_on_a_wide_screen(browser_page: Callable[..., Any], site: Path) -> None:
+    page = browser_page((site / __version__ / "docs/reference/megatron-options.html").as_uri()).page
+    sizes = page.eval_on_selector_all(".table-wrapper", "all => all.map(one => [one.scrollWidth, one.clientWidth])")
+    assert sizes and all(scrolled <= shown for scrolled, shown in sizes), sizes
+
+
 def test_home_fits_a_screen(browser_page: Callable[..., Any], site: Path) -> None:
     page = browser_page((site / __version__ / "docs/index.html").as_uri()).page
     last = page.locator("article p").last.bounding_box()

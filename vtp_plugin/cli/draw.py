@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from vtp_plugin.cli.bridges import add_bridge_flag, bridge_picture, read_modules, view_bridges
-from vtp_plugin.cli.parser import Parser, check_ending, print_json, write_file
+from vtp_plugin.cli.parser import OneFile, Parser, check_ending, print_json, write_file
 from vtp_plugin.cli.run_flags import add_run_flags, read_run
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.report.pictures.draw_pipeline import draw_pipeline
@@ -25,6 +25,7 @@ def add_arguments(parser: Parser) -> None:
     add_bridge_flag(parser)
     parser.add_argument_group("Of the picture").add_argument(
         "--output",
+        action=OneFile,
         type=Path,
         metavar="FILE.svg",
         help=f"file to write; default: {_OWN_NAME}, which replaces only an earlier picture",

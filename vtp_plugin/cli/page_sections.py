@@ -90,7 +90,8 @@ def crossing_cells(view: PlansView) -> tuple[str, str]:
     """Say how many messages cross forward, and how much they carry together."""
     transfers = view.forward.transfers
     if view.itemsize_bytes is None:
-        return str(len(transfers)), f"{float(sum(map(view.share, transfers))):g} tensors"
+        share = float(sum(map(view.share, transfers)))
+        return str(len(transfers)), f"{share:g} tensor{'' if share == 1 else 's'}"
     return str(len(transfers)), format_bytes(sum(view.num_bytes(transfer) or 0 for transfer in transfers))
 
 

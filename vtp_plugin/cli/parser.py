@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import os
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -107,6 +108,19 @@ class _HelpAll(argparse.Action):
         parser.exit()
 
 
+class OneFile(argparse.Action):
+    """Keeps the path of the file to write; a second one is refused, since the first would not be written."""
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: object) -> None:
+        """Keep `values`, or leave with the error."""
+        if (first := getattr(namespace, self.dest)) is not None:
+            flag = self.option_strings[0]
+            raise argparse.ArgumentError(
+                None, f"{flag} {first} and {values}: a command writes one file; give one of them"
+            )
+        setattr(namespace, self.dest, values)
+
+
 def _add_group(
     formatter: argparse.HelpFormatter, group: argparse._ArgumentGroup, actions: Iterable[argparse.Action]
 ) -> None:
@@ -178,8 +192,24 @@ def _check_replaced(path: Path, flag: str) -> None:
         raise ConfigError(f"{flag} {path} is no picture; only pictures are replaced; choose another file")
 
 
+def check_folder(path: Path, *, flag: str = "--output") -> None:
+    """Refuse a file that cannot be written where it is to be, before work is done for it.
+
+    Args:
+        path: path that the flag gave.
+        flag: flag that gave the path, for the error.
+
+    Raises:
+        ConfigError: its folder is not there, or it may not be written.
+    """
+    if not path.parent.is_dir():
+        raise ConfigError(f"{flag} {path}: there is no folder {path.parent}; make it, or choose another file")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ConfigError(f"{flag} {path} may not be written; choose another file")
+
+
 def check_ending(path: Path | None, endings: Mapping[str, str], *, flag: str = "--output") -> None:
-    """Refuse a file whose ending names no format of the command.
+    """Refuse a file whose ending names no format of the command, or that cannot be written.
 
     Args:
         path: path that the flag gave; None is accepted.
@@ -187,12 +217,15 @@ def check_ending(path: Path | None, endings: Mapping[str, str], *, flag: str = "
         flag: flag that gave the path, for the error.
 
     Raises:
-        ConfigError: the ending is another one.
+        ConfigError: the ending is another one, or see :func:`check_folder`.
         ImportError: the file is to be a page, and the package that pages need is missing.
     """
-    if path is not None and path.suffix not in endings:
+    if path is None:
+        return
+    if path.suffix not in endings:
         known = " or ".join(f"{ending} ({what})" for ending, what in endings.items())
         raise ConfigError(f"{flag} {path}: the name must end in {known}")
+    check_folder(path, flag=flag)
     if is_page(path):
         import_module("jinja2")  # now, and not when a search is over
 

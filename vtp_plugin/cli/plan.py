@@ -15,7 +15,7 @@ from vtp_plugin.cli.launch_text import add_slurm_flag, launch_lines, launch_of_r
 from vtp_plugin.cli.memory_lines import check_card_memory, memory_as_json, memory_lines
 from vtp_plugin.cli.page_file import write_page
 from vtp_plugin.cli.pages import page_of_bridges, page_of_plan
-from vtp_plugin.cli.parser import PAGE, Parser, check_ending, print_json, read_sizes
+from vtp_plugin.cli.parser import PAGE, OneFile, Parser, check_ending, print_json, read_sizes
 from vtp_plugin.cli.run_flags import Run, add_run_flags, read_run
 from vtp_plugin.config.parse_values import format_value
 from vtp_plugin.errors import ConfigError
@@ -56,7 +56,13 @@ def add_arguments(parser: Parser) -> None:
         "eight devices suffice, else one for each stage",
     )
     add_slurm_flag(group)
-    group.add_argument("--output", type=Path, metavar="FILE.html", help="a page with all of it, to open in a browser")
+    group.add_argument(
+        "--output",
+        action=OneFile,
+        type=Path,
+        metavar="FILE.html",
+        help="a page with all of it, to open in a browser",
+    )
     add_bridge_flag(parser)
     parser.epilog = _KEYS
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import vtp_plugin
 from vtp_plugin.api import choose_device, current_session
-from vtp_plugin.cli.parser import Parser, print_json, read_sizes, with_values, write_file
+from vtp_plugin.cli.parser import Parser, check_folder, print_json, read_sizes, with_values, write_file
 from vtp_plugin.cli.run_flags import add_run_flags, check_unknown
 from vtp_plugin.cli.search_request import features_of, read_any_list
 from vtp_plugin.cli.terminal import progress
@@ -63,10 +63,7 @@ def add_arguments(parser: Parser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Time and write."""
-    if not options.out.resolve().parent.is_dir():
-        raise ConfigError(
-            f"--out {options.out}: there is no folder {options.out.parent}; make it, or choose another file"
-        )
+    check_folder(options.out, flag="--out")
     if options.links:
         _links(options)
         return

@@ -13,7 +13,7 @@ from vtp_plugin.cli.boundaries import format_bytes
 from vtp_plugin.cli.launch_text import add_slurm_flag, launch_lines, launch_of_found
 from vtp_plugin.cli.model_flags import read_model
 from vtp_plugin.cli.page_file import write_page
-from vtp_plugin.cli.parser import PAGE, Parser, check_ending, is_page, print_json, read_sizes, write_file
+from vtp_plugin.cli.parser import PAGE, OneFile, Parser, check_ending, is_page, print_json, read_sizes, write_file
 from vtp_plugin.cli.run_flags import add_run_flags, check_unknown
 from vtp_plugin.cli.search_page import page_of_search
 from vtp_plugin.cli.search_picture import draw_found
@@ -81,6 +81,7 @@ def add_arguments(parser: Parser) -> None:
     group.add_argument("--num-best", type=int, default=3, metavar="N", help="layouts to print at most, default 3")
     group.add_argument(
         "--output",
+        action=OneFile,
         type=Path,
         metavar="FILE",
         help="FILE.html: page to open in a browser; FILE.svg: picture of the best step and of stock Megatron's",

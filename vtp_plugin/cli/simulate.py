@@ -14,7 +14,7 @@ from vtp_plugin.cli.bridges import add_bridge_flag, read_modules
 from vtp_plugin.cli.memory_lines import check_card_memory
 from vtp_plugin.cli.page_file import write_page
 from vtp_plugin.cli.pages import page_of_simulation
-from vtp_plugin.cli.parser import PAGE, Parser, check_ending, is_page, print_json, write_file
+from vtp_plugin.cli.parser import PAGE, OneFile, Parser, check_ending, is_page, print_json, write_file
 from vtp_plugin.cli.run_flags import Run, add_run_flags, read_run
 from vtp_plugin.cli.terminal import TextTable, show
 from vtp_plugin.config import VtpConfig
@@ -65,6 +65,7 @@ def add_arguments(parser: Parser) -> None:
     )
     group.add_argument(
         "--output",
+        action=OneFile,
         type=Path,
         metavar="FILE",
         help="FILE.html: page; FILE.svg: picture; FILE.json: trace for Perfetto",

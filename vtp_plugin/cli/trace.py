@@ -10,7 +10,7 @@ from pathlib import Path
 
 from vtp_plugin.cli.page_file import write_page
 from vtp_plugin.cli.page_sections import quoted, split_parts
-from vtp_plugin.cli.parser import PAGE, check_ending, is_page, print_json, write_file
+from vtp_plugin.cli.parser import PAGE, OneFile, check_ending, is_page, print_json, write_file
 from vtp_plugin.cli.terminal import TextTable, show
 from vtp_plugin.plan.schedule.cost.cost_text import format_costs
 from vtp_plugin.report.page.report_page import ReportPage
@@ -74,6 +74,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output",
         "--out",
+        action=OneFile,
         type=Path,
         metavar="FILE",
         help="FILE.html: page to open in a browser; FILE.json: trace for Perfetto (ui.perfetto.dev) or Chrome; "

@@ -479,6 +479,22 @@ def test_draw_writes_a_file_of_its_own_name_and_replaces_only_a_picture(
     assert output_of("draw", "--vtp-size-list", "1,2", "--output", "other.svg") == "wrote other.svg\n"
 
 
+@pytest.mark.parametrize("command", ["plan", "search", "simulate", "trace", "draw"])
+def test_two_files_are_refused(command: str, error_of: Error, tmp_path: Path) -> None:
+    words = [command, *({"search": ["--cluster", "c"], "trace": ["."]}.get(command, []))]
+    error = error_of(*words, "--output", "a.svg", "--output", "b.html")
+    assert "error: --output a.svg and b.html: a command writes one file; give one of them; see: " in error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_file_without_rights_is_refused_before_the_work(error_of: Error, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[Path, int]] = []
+    monkeypatch.setattr(os, "access", lambda path, mode: asked.append((path, mode)))  # root has all rights
+    words = ["--num-layers", "2", "--cluster", "absent.toml"]  # is read next
+    error = error_of("search", *words, "--output", "x.html")
+    assert error.endswith("--output x.html may not be written; choose another file") and asked == [(Path(), os.W_OK)]
+
+
 @pytest.mark.parametrize("words", [["draw"], ["simulate", "--num-microbatches", "2"]], ids=lambda words: words[0])
 def test_a_picture_replaces_pictures_only(words: list[str], output_of: Output, error_of: Error, tmp_path: Path) -> None:
     words = [*words, "--vtp-size-list", "1,2", "--output", "named.svg"]
@@ -660,7 +676,10 @@ def test_simulate_writes_a_picture_or_a_trace_and_sums_up(output_of: Output, tmp
             "boundary 0->1 joins context-parallel sizes 1 and 2, and ",
         ),
         (("draw", "--vtp-size-list", "1,-2", "--output", "x.svg"), "'-2', which is not a positive whole number"),
-        (("draw", "--vtp-size-list", "1,2", "--output", "absent/x.svg"), "--output absent/x.svg cannot be written"),
+        (
+            ("draw", "--vtp-size-list", "1,2", "--output", "absent/x.svg"),
+            "--output absent/x.svg: there is no folder absent; make",
+        ),
         (
             ("draw", "--vtp-size-list", "1,2", "--output", "x.png"),
             "--output x.png: the name must end in .svg (picture)",
@@ -693,11 +712,14 @@ def test_simulate_writes_a_picture_or_a_trace_and_sums_up(output_of: Output, tmp
         ),
         (("trace", ".", "--out", "x.png"), "--output x.png: the name must end in .json (trace"),
         (("plan", "--vtp-size-list", "1,2", "--output", "x.svg"), "--output x.svg: the name must end in .html (page)"),
-        (("plan", "--vtp-size-list", "1,2", "--output", "absent/x.html"), "--output absent/x.html cannot be written"),
+        (
+            ("plan", "--vtp-size-list", "1,2", "--output", "absent/x.html"),
+            "--output absent/x.html: there is no folder absent; ma",
+        ),
         (("simulate", *U, "--output", "x.png"), "--output x.png: the name must end in .svg (picture) or .json (trace"),
         (
             ("simulate", *U, "--num-microbatches", "8", "--output", "absent/x.svg"),
-            "--output absent/x.svg cannot be written",
+            "--output absent/x.svg: there is no folder absent; make it, or choose another file",
         ),
         (("doctor", "--device", "tpu"), "device 'tpu' is unknown; use one of auto, cuda, npu, cpu"),
         (("doctor", "--vebose"), "--vebose is unknown"),

@@ -17,7 +17,8 @@ _ROWS = (*RULES, *OLDER_RULES, *CONFIG_RULES, *STEP_RULES, *VERSION_RULES)
 _LEGEND = (
     "Where all stages have one TP size the plugin leaves Megatron as it is, and every option works as in Megatron. "
     'An option accepted "with a warning" is named when a run starts, with the reason. '
-    'A run with an option that is "not supported" stops at start-up; that holds also for one TP size with --vtp-force.'
+    'A run with an option that is "not supported" stops at start-up; that holds also for one TP size with '
+    "`--vtp-force`."
 )
 
 
