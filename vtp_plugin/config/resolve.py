@@ -325,9 +325,7 @@ def read_schedule_options(
         ConfigError: limits or costs do not fit the pipeline, or its order is fixed.
     """
     if config.costs is not None and fixed is None and not config.layerwise_disaggregated:
-        raise LayoutError(
-            "--vtp-costs is for U-shaped pipelines and split backwards; leave it out, or ask for one of them"
-        )
+        raise LayoutError("--vtp-costs is for a U or split backwards; leave it out, or ask for one of them")
     in_flight = config.in_flight
     if in_flight is not None:
         if not config.has_planned_schedule or (num_chunks > 1 and not config.layerwise_disaggregated):

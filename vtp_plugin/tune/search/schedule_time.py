@@ -73,10 +73,13 @@ def kept_at_most(compiled: CompiledSchedule) -> tuple[int, ...]:
 
     Of a split backward a part stays until the gradients of weights are there; here it counts as everything.
 
+    >>> from vtp_plugin.plan.schedule.cost.costs import uniform_costs
+    >>> from vtp_plugin.plan.schedule.make.fill_waits import fill_waits
     >>> from vtp_plugin.plan.schedule.make.generate import one_f_one_b
-    >>> from vtp_plugin.plan.schedule.make.fill_waits import split_backwards
-    >>> kept_at_most(CompiledSchedule(split_backwards(one_f_one_b(2, 4))))
-    (2, 1)
+    >>> order = one_f_one_b(2, 4)
+    >>> filled, _ = fill_waits(order, uniform_costs(order.placement), (2, 2), patience=1.0)
+    >>> kept_at_most(CompiledSchedule(filled))
+    (2, 2)
     """
     schedule, steps = compiled.schedule, {Op.F: 1, Op.B: -1, Op.W: -1}
     return tuple(

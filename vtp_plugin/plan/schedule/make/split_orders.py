@@ -62,8 +62,10 @@ def choose_split(bases: Sequence[Schedule], costs: Costs, kept: Sequence[int]) -
     wholes = [(time_of_whole(base, costs), base) for base in bases]
     whole_makespan, best = min(wholes, key=lambda pair: pair[0])
     found = whole_makespan
-    # Also an order that takes what is there first: only its placement counts, so one base is enough.
-    walks = [*((base, True) for base in bases), (bases[0], False)]
+    walks = [(base, True) for base in bases]
+    if bases[0].placement.num_vstages == bases[0].placement.num_stages:
+        # Also one that takes what is there first. Only its placement counts, so one base is enough.
+        walks.append((bases[0], False))
     for (base, keeps_order), patience in product(walks, _PATIENCES):
         try:
             filled, time = fill_waits(base, costs, kept, patience=patience, keeps_order=keeps_order)
