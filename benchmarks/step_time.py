@@ -10,7 +10,8 @@ Variants, all with stages of size 2,2 and the same model: Megatron's own groups 
 train a few steps in turn (see ``turns.py``), so that a slow moment of the machine hits all; each round has processes of
 its own. Printed are, of the time of a step and of the CPU time of all ranks in it, medians, the mean (geometric) of the
 ratios of the rounds with its 95 % interval, and their range. An interval that contains 1 shows no cost. With
-``--traced`` the variants are the plugin forced on without and with ``--vtp-trace``, which records every measured step.
+``--traced`` the variants are the plugin forced on without and with ``--vtp-trace``, which records every measured step;
+with ``--split`` a planned order without and with split backwards.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ VARIANTS: dict[str, dict[str, object]] = {
     "plugin": {"force": True},
     "plugin, rank0": {"force": True, "transport": "rank0"},
     "plugin, traced": {"force": True, "trace_steps": (2, 1_000_000)},
+    "planned": {"force": True, "schedule": "planned"},
+    "planned, split": {"force": True, "schedule": "planned", "split_backward": True},
 }
 NUM_TURNS = 8
 ROOT = Path(__file__).resolve().parent.parent
@@ -77,7 +80,9 @@ def main() -> None:
 
 
 def _compare(options: argparse.Namespace) -> None:
-    variants = ["plugin", "plugin, traced"] if options.traced else ["Megatron", "plugin", "plugin, rank0"]
+    variants = ["Megatron", "plugin", "plugin, rank0"]
+    if options.traced or options.split:
+        variants = ["plugin", "plugin, traced"] if options.traced else ["planned", "planned, split"]
     command = [sys.executable, "-m", "benchmarks.step_time", *sys.argv[1:]]
     programs = [(ROOT, [*command, "--variant", name]) for name in variants]
     rounds = [in_turn(programs, NUM_TURNS) for _ in range(options.rounds)]
@@ -120,6 +125,7 @@ def _measure(options: argparse.Namespace) -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traced", action="store_true", help="what --vtp-trace costs")
+    parser.add_argument("--split", action="store_true", help="what --vtp-split-backward costs")
     parser.add_argument("--variant", choices=VARIANTS, default="plugin", help="with --turns")
     parser.add_argument("--turns", help="measure when told so over this address, see turns.py")
     parser.add_argument("--model", choices=("dense", "moe"), default="dense")

@@ -44,7 +44,8 @@ def activate(session: Session, host: MegatronHost) -> None:
     moments = (Moment.STAGES,) if (has_list or wants_bridges) and not session.applied.has_bridges else ()
     if has_list:
         if host.mindspeed is not None:
-            refuse(host.mindspeed.problems(is_planned=session.config.has_planned_schedule))
+            config = session.config
+            refuse(host.mindspeed.problems(is_planned=config.has_planned_schedule, is_split=config.split_backward))
         moments += list_moments(session.config)
         moments += (Moment.MM_RINGS,) if session.is_planned and session.planned.first_ring is not None else ()
     if wants_bridges:
@@ -57,6 +58,11 @@ def activate(session: Session, host: MegatronHost) -> None:
     if has_list:
         warn_of_untried(host.name)
         warn_of_unreached(session)
+
+
+def split_layers(session: Session, host: MegatronHost) -> None:
+    """Let linear layers leave the gradients of their weights for later, where there is no run: they are timed."""
+    _put(session, host, records_at(session, host, Moment.SPLIT))
 
 
 def _argument_records(session: Session, host: MegatronHost) -> tuple[Record, ...]:

@@ -13,6 +13,7 @@ class Moment(TextEnum):
     CPU = "On the CPU platform"
     STAGES = "With a list of sizes, or with `--vtp-bridges`"
     LIST = "With a list of sizes"
+    SPLIT = "With `--vtp-split-backward`"
     BRIDGES = "With `--vtp-bridges`"
     U_SHAPE = "With `--layerwise-disaggregated-training`"
     SITES = "With two sites in `--vtp-sites`"

@@ -12,15 +12,23 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import product
 from typing import Any
 
 import torch
 
 from vtp_plugin.errors import MissingError
+from vtp_plugin.host.mindspeed import has_mindspeed
+from vtp_plugin.host.rules.context import OptionContext
+from vtp_plugin.host.rules.table.rows_split import SPLIT_RULES
+from vtp_plugin.host.versions import find_host
+from vtp_plugin.patches.activation import split_layers
+from vtp_plugin.patches.hosts import load_host
 from vtp_plugin.platform import Platform
 from vtp_plugin.platform.single_process import alone_in_world
+from vtp_plugin.runtime.step.weight_gradients import WeightGradients
+from vtp_plugin.session import Session
 from vtp_plugin.tune.cluster.machines import Part, Time
 
 # Enough that what a single layer does besides, as the norm behind the last one, hardly counts.
@@ -56,19 +64,22 @@ class ProfileRequest:
     num_rounds: int
 
 
-def time_parts(asked: ProfileRequest, platform: Platform) -> Iterator[list[Time]]:
+def time_parts(asked: ProfileRequest, session: Session) -> Iterator[list[Time]]:
     """Yield the times of all parts, case after case; the peers of a tensor-parallel size do not exist.
 
     Args:
         asked: what is timed.
-        platform: the card.
+        session: the applied plugin, which knows the card.
     """
+    platform = session.choose_platform()
+    if not has_mindspeed():  # its linear layers are its own
+        split_layers(session, load_host(find_host()[0].name))
     for tp in asked.sizes:
         args = _read([*_needed_on(platform, asked.words), *asked.words], tp)
         with _alone(tp, platform):
             for kind in asked.kinds:
                 own = _of_part(args, asked.vocabulary, kind)
-                timed = _Timed(own, kind, platform, has_ends=kind == asked.kinds[0])
+                timed = _Timed(own, kind, session, has_ends=kind == asked.kinds[0])
                 for length, size, is_recomputed in _cases(asked):
                     yield timed.times(length, size, asked.num_rounds, is_recomputed=is_recomputed)
                 if timed.has_ends:
@@ -150,11 +161,11 @@ class _Timed:
     Args:
         args: its arguments.
         kind: kind of its layers.
-        platform: the card.
+        session: the applied plugin, which knows the card.
         has_ends: time the ends of the model, too.
     """
 
-    def __init__(self, args: argparse.Namespace, kind: Part, platform: Platform, *, has_ends: bool) -> None:
+    def __init__(self, args: argparse.Namespace, kind: Part, session: Session, *, has_ends: bool) -> None:
         from megatron.core.enums import ModelType
         from megatron.core.utils import get_attr_wrapped_model, get_model_config
         from megatron.training.global_vars import set_args
@@ -164,10 +175,11 @@ class _Timed:
         self.has_ends = has_ends
         self._args = args
         self._kind: Part = kind
-        self._device = platform.device()
-        self._watch = _Stopwatch(platform)
+        self._device = session.choose_platform().device()
+        self._watch = _Stopwatch(session.choose_platform())
         (self._model,) = get_model(lambda **ends: _build(args, **ends), ModelType.encoder_or_decoder)
         self._model.train()
+        self._waiting = session.pipelines.weight_gradients if _can_split(args, self._model) else None
         self._config = get_model_config(self._model)
         decoder = get_attr_wrapped_model(self._model, "decoder")
         decoder.register_forward_pre_hook(self._watch.before_layers, with_kwargs=True)
@@ -176,7 +188,12 @@ class _Timed:
     def times(self, length: int, size: int, num_rounds: int, *, is_recomputed: bool) -> list[Time]:
         """Give the times of the parts; of the ends, which no layer changes, only once."""
         self._recompute(is_recomputed)
-        found = self._medians(size, length, num_rounds)
+        found = self._medians(size, length, num_rounds, None)
+        weights_s = None
+        if self._waiting is not None:
+            apart = self._medians(size, length, num_rounds, self._waiting)
+            both_s = apart["layers backward"] + apart["layers weights"]
+            weights_s = found["layers backward"] * apart["layers weights"] / both_s / _NUM_LAYERS
         parts: list[tuple[Part, str, int]] = [(self._kind, "layers", _NUM_LAYERS)]
         if self.has_ends and not is_recomputed:
             parts.append(("embedding", "embedding", 1))
@@ -190,6 +207,7 @@ class _Timed:
                 is_recomputed=is_recomputed,
                 forward_s=found[f"{name} forward"] / number,
                 backward_s=found[f"{name} backward"] / number,
+                weights_s=weights_s if name == "layers" else None,
             )
             for part, name, number in parts
         ]
@@ -201,8 +219,11 @@ class _Timed:
             config.recompute_method, config.recompute_num_layers = "uniform", 1
         config.recompute_granularity = "full" if is_recomputed else None if asked == "full" else asked
 
-    def _medians(self, size: int, length: int, num_rounds: int) -> dict[str, float]:
-        """Run microbatches forward and backward, and give the median of what each part took."""
+    def _medians(self, size: int, length: int, num_rounds: int, waiting: WeightGradients | None) -> dict[str, float]:
+        """Run microbatches forward and backward, with ``waiting`` split, and give the median of what each part took."""
+        from vtp_plugin.patches.core.pipeline_parallel.planned_step import whole_weights
+
+        whole, unsplit = whole_weights(self._model), nullcontext()
         tokens = torch.randint(self._args.padded_vocab_size, (size, length), device=self._device)
         positions = torch.arange(length, device=self._device).expand(size, -1)
         mask = None
@@ -212,11 +233,16 @@ class _Timed:
             # Gradients are summed over replicas after the last microbatch only.
             with self._model.no_sync():
                 self._watch.start()
-                losses = self._model(tokens, positions, mask, labels=tokens)
+                with unsplit if waiting is None else waiting.forward(whole):
+                    losses = self._model(tokens, positions, mask, labels=tokens)
                 loss = losses.float().mean()
                 self._watch.note("head forward")
-                loss.backward()
+                with unsplit if waiting is None else waiting.backward(0, 0, whole):
+                    loss.backward()
                 self._watch.note("embedding backward")
+                if waiting is not None:
+                    waiting.compute(0, 0)
+                    self._watch.note("layers weights")
         return self._watch.medians(num_rounds)
 
     def update(self, asked: ProfileRequest) -> Time:
@@ -278,6 +304,15 @@ class _Stopwatch:
         self.note("layers forward")
         hidden = output[0] if isinstance(output, tuple) else output
         hidden.register_hook(lambda _gradient: self.note("head backward"))
+
+
+def _can_split(args: argparse.Namespace, model: torch.nn.Module) -> bool:
+    """Tell whether a run with these arguments may leave the gradients of weights for later."""
+    from vtp_plugin.patches.core.tensor_parallel.layers import layers_that_cannot_split
+
+    context = OptionContext(tp_sizes=(args.tensor_model_parallel_size,), has_split_backward=True)
+    refused = any(rule.refuses(args, context) for rule in SPLIT_RULES)
+    return not (refused or has_mindspeed() or any(layers_that_cannot_split([model])))
 
 
 def _build(args: argparse.Namespace, **ends: Any) -> torch.nn.Module:

@@ -64,6 +64,7 @@ MODULES: Final[Mapping[Moment, tuple[str, ...]]] = {
         "training.training",
         "training.arguments",
     ),
+    Moment.SPLIT: ("core.tensor_parallel.layers",),
     Moment.BRIDGES: (
         "core.pipeline_parallel.bridge_communicator",
         "core.models.mimo.comm.colocated_communicator",
@@ -129,4 +130,5 @@ def platform_records(session: Session, host: MegatronHost) -> tuple[Record, ...]
 def list_moments(config: VtpConfig) -> tuple[Moment, ...]:
     """Return the moments that come with a list of sizes, besides ``Moment.STAGES``."""
     u_shape = (Moment.U_SHAPE,) if config.layerwise_disaggregated else ()
-    return (Moment.LIST, *u_shape, *((Moment.SITES,) if config.has_several_sites else ()))
+    split = (Moment.SPLIT,) if config.split_backward else ()
+    return (Moment.LIST, *u_shape, *split, *((Moment.SITES,) if config.has_several_sites else ()))

@@ -286,11 +286,12 @@ def _pictures() -> dict[str, str]:
     from scripts.draw_architecture import draw_architecture
     from vtp_plugin.plan.boundary.strategies.transport_rules import TransportRules
     from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
-    from vtp_plugin.plan.schedule.cost.costs import u_costs
+    from vtp_plugin.plan.schedule.cost.costs import u_costs, uniform_costs
     from vtp_plugin.plan.schedule.cost.simulator import simulate
     from vtp_plugin.plan.schedule.cost.step_bounds import in_flight_needed
+    from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
     from vtp_plugin.plan.schedule.make.u_shape import plan_u_shape
-    from vtp_plugin.plan.schedule.order.placement import u_placement
+    from vtp_plugin.plan.schedule.order.placement import plain_placement, u_placement
     from vtp_plugin.report.pictures.draw_pipeline import draw_pipeline
     from vtp_plugin.report.pictures.draw_timeline import draw_svg
 
@@ -299,11 +300,18 @@ def _pictures() -> dict[str, str]:
     limit = in_flight_needed(u_placement(3), costs) + 2
     step = simulate(plan_u_shape(3, 8, costs, limits=(limit,) * 3).schedule, costs)
     title = "One step of a U-shaped pipeline: 8 microbatches, latency 1 between edge and cloud"
+    equal = ScheduleRequest(placement=plain_placement(4), num_microbatches=8)
+    without, split = (
+        simulate(make_schedule(replace(equal, split_backward=is_split))[0], uniform_costs(equal.placement))
+        for is_split in (False, True)
+    )
     return {
         "pictures/architecture.svg": draw_architecture(),
         "pictures/pipeline-1-4-4.svg": draw_pipeline(PipelineLayout.from_sizes((1, 4, 4), world_size=9)),
         "pictures/transport-rank0.svg": draw_pipeline(unequal, rules=TransportRules(transport="rank0")),
         "pictures/transport-sliced.svg": draw_pipeline(unequal, rules=TransportRules(transport="sliced")),
+        "pictures/split-backward.svg": draw_svg(split, title="Split backwards: gradients of weights fill the waits"),
+        "pictures/split-backward-without.svg": draw_svg(without, title="1F1B with whole backwards"),
         "pictures/u-shape-timeline.svg": draw_svg(step, title=title),
     }
 

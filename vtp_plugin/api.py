@@ -63,6 +63,7 @@ def apply(
     encoder_layer_list: Sequence[int] | str | None = None,
     edge_seed: str | None = None,
     audit: str | None = None,
+    split_backward: bool = False,
     in_flight: int | str | Sequence[int] | None = None,
     costs: str | Sequence[str] | None = None,
     replan_share: float = 0.25,
@@ -114,6 +115,7 @@ def apply(
         edge_seed: what the edge of a U of two sites draws its layers from: ``"random"`` (as ``None``), ``"shared"``
             or a file, see :class:`~vtp_plugin.config.VtpConfig`; core scripts build in ``drawing_edge_weights()``.
         audit: file that records every message between stages; each rank adds its number to the name.
+        split_backward: compute gradients of weights where a stage would wait; see docs/guides/split-backward.md.
         in_flight: most microbatches in flight in a U or a planned order, one number for all stages or one for each.
         costs: durations and links for which the order of a U is planned, such as ``"latency_ms=9"``; ``None`` measures.
         replan_share: share by which a step of a U may last longer or shorter than planned before it is planned again.

@@ -29,7 +29,7 @@ from vtp_plugin.plan.layout.channel_id import ChannelId, Direction
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.plan.layout.replica_map import DpMode, ReplicaMap
 from vtp_plugin.plan.schedule.cost.costs import Costs, split_costs
-from vtp_plugin.plan.schedule.order.actions import Action
+from vtp_plugin.plan.schedule.order.actions import Action, Op
 from vtp_plugin.plan.schedule.order.schedule import Schedule
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.runtime.comm.channel import Channel
@@ -132,7 +132,7 @@ class Sleeper:
         self._shapes = shapes
         self._live: Counter[int] = Counter()
 
-    def forward(self, action: Action, activation: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, action: Action, activation: torch.Tensor | None, *, is_split: bool) -> torch.Tensor:
         """Sleep for a forward; somebody keeps the output until its backward, or not."""
         self._sleep(self._costs.forward[action.vstage])
         output = torch.zeros(*self._shapes[action.vstage])
@@ -150,9 +150,14 @@ class Sleeper:
         *,
         is_last: bool,
     ) -> torch.Tensor | None:
-        """Sleep for a backward."""
-        self._sleep(self._costs.backward[action.vstage])
+        """Sleep for a backward, or for its part for the input."""
+        times = self._costs.of_input if action.op is Op.I else self._costs.backward
+        self._sleep(times[action.vstage])
         return torch.zeros(*self._shapes[action.vstage - 1]) if action.vstage else None
+
+    def weights(self, action: Action, *, is_last: bool) -> None:
+        """Sleep for the gradients of weights."""
+        self._sleep(self._costs.of_weights[action.vstage])
 
     def release(self, output: torch.Tensor) -> None:
         """Keep everything: memory is counted, not saved."""

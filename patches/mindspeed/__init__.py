@@ -62,12 +62,15 @@ class MindSpeed:
         self._features.register_features_args(parser)
         return frozenset(parser._option_string_actions)
 
-    def problems(self, *, is_planned: bool) -> Iterator[str]:
+    def problems(self, *, is_planned: bool, is_split: bool) -> Iterator[str]:
         """Say what MindSpeed has put where a run with a list goes past it, or would be wrong.
 
         Args:
             is_planned: the schedule is planned: Megatron's, and what MindSpeed makes of it, does not run.
+            is_split: gradients of weights are to be computed apart.
         """
+        if is_split:
+            yield "--vtp-split-backward with MindSpeed: its linear layers are its own; never run; leave the flag out"
         for name in (*_BELOW_EXCHANGE, *(_SCHEDULES if is_planned else ())):
             for home in self._homes(name):
                 if home.startswith(_LENGTHS):

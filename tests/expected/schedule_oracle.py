@@ -12,7 +12,8 @@ from vtp_plugin.plan.schedule.order.actions import Action, Op
 from vtp_plugin.plan.schedule.order.placement import Placement
 from vtp_plugin.plan.schedule.order.schedule import Actions, Schedule
 
-Node = tuple[str, int, int]  # "F" or "B", virtual stage, microbatch
+Node = tuple[str, int, int]  # "F", "B" (whole or the gradient of the input), or "W"; virtual stage, microbatch
+COMPUTES = (Op.F, Op.B, Op.I, Op.W)
 
 
 def inputs_of(node: Node, placement: Placement) -> list[Node]:
@@ -20,6 +21,8 @@ def inputs_of(node: Node, placement: Placement) -> list[Node]:
     kind, v, n = node
     if kind == "F":
         return [("F", before, n) for before, after in enumerate(placement.successors) if after == v]
+    if kind == "W":
+        return [("B", v, n)]
     return [("F", v, n)] + ([("B", placement.successors[v], n)] if v + 1 < placement.num_vstages else [])
 
 
@@ -35,7 +38,7 @@ def workers(placement: Placement) -> list[tuple[int, int]]:
 
 
 def node_of(action: Action) -> Node:
-    return action.op.value, action.vstage, action.microbatch
+    return "B" if action.op is Op.I else action.op.value, action.vstage, action.microbatch
 
 
 def start_and_end(schedule: Schedule, costs: Costs) -> dict[Node, tuple[float, float]]:
@@ -45,8 +48,11 @@ def start_and_end(schedule: Schedule, costs: Costs) -> dict[Node, tuple[float, f
     """
     stages = schedule.placement.stages
     before: dict[Node, list[Node]] = {}
+    durations: dict[Node, float] = {}
+    kinds = {Op.F: costs.forward, Op.B: costs.backward, Op.I: costs.of_input, Op.W: costs.of_weights}
     for worker, order in zip(workers(schedule.placement), schedule.orders, strict=True):
-        computes = [node_of(action) for action in order if action.op in (Op.F, Op.B)]
+        computes = [node_of(action) for action in order if action.op in COMPUTES]
+        durations |= {node_of(action): kinds[action.op][action.vstage] for action in order if action.op in COMPUTES}
         for i, node in enumerate(computes):
             assert node not in before, f"{node} comes twice"
             assert who(schedule.placement, *node[1:]) == worker, f"{node} stands on {worker}"
@@ -58,8 +64,7 @@ def start_and_end(schedule: Schedule, costs: Costs) -> dict[Node, tuple[float, f
             low = min(other[1], node[1])
             far = other in inputs_of(node, schedule.placement) and stages[other[1]] != stages[node[1]]
             start = max(start, times[other][1] + (costs.latency[low] if far else 0.0))
-        duration = (costs.forward if node[0] == "F" else costs.backward)[node[1]]
-        times[node] = (start, start + duration)
+        times[node] = (start, start + durations[node])
     return times
 
 
@@ -71,7 +76,7 @@ def peaks(schedule: Schedule) -> tuple[int, ...]:
     """Count the microbatches that have begun and not left a stage, compute by compute."""
     result: list[int] = []
     for order in schedule.orders:
-        microbatches = [action.microbatch for action in order if action.op in (Op.F, Op.B)]
+        microbatches = [action.microbatch for action in order if action.op in COMPUTES]
         first = {n: microbatches.index(n) for n in microbatches}
         last = {n: len(microbatches) - 1 - microbatches[::-1].index(n) for n in microbatches}
         result.append(max(sum(first[n] <= i <= last[n] for n in first) for i in range(len(microbatches))))
@@ -151,7 +156,7 @@ class Machine:
         kind, v = action.op[-1], action.vstage
         place = who(placement, v, action.microbatch)
         assert place == workers(placement)[worker], f"{action} runs elsewhere"
-        if action.op in (Op.F, Op.B):
+        if action.op in COMPUTES:
             node = node_of(action)
             missing = set(inputs_of(node, placement)) - self.tensors[worker]
             assert not missing, f"{action} runs without {missing}"

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import statistics
 from collections.abc import Iterator
 
 import pytest
 
-from benchmarks.split_bound import SplitPipeline, draw_pipelines, split_bound, time_of_today
+from benchmarks.split_bound import SplitPipeline, draw_pipelines, split_bound, time_of_split, time_of_today
 
 Part = tuple[str, int]
 
@@ -83,3 +84,26 @@ def test_today_is_never_below_the_bound() -> None:
     pipelines = draw_pipelines(40)
     assert all(split_bound(each) <= time_of_today(each) * (1 + 1e-9) for each in pipelines)
     assert pipelines == draw_pipelines(200)[:40] and pipelines != draw_pipelines(40, seed=1)
+
+
+def test_split_backwards_are_never_slower_and_close_to_the_bound() -> None:
+    """`python -m benchmarks.split_bound` does the same for all 200."""
+    pipelines = draw_pipelines(24)
+    bounds, splits, wholes = (
+        [find(each) for each in pipelines] for find in (split_bound, time_of_split, time_of_today)
+    )
+    assert all(bound <= split * (1 + 1e-9) for bound, split in zip(bounds, splits, strict=True))
+    assert all(split <= whole * (1 + 1e-9) for split, whole in zip(splits, wholes, strict=True))
+    ratios = [split / bound for split, bound in zip(splits, bounds, strict=True)]
+    assert statistics.median(ratios) < 1.08 and max(ratios) < 1.25
+
+
+@pytest.mark.parametrize(("num_stages", "num_microbatches"), [(2, 3), (3, 2)])
+def test_small_ones_are_near_the_best_of_all_orders(num_stages: int, num_microbatches: int) -> None:
+    wide = [each for each in draw_pipelines(30) if len(each.forward) >= num_stages]
+    ratios = []
+    for pipeline in (small(each, num_stages, num_microbatches) for each in wide):
+        best = best_of_all(pipeline)
+        ratios.append(time_of_split(pipeline) / best)
+        assert ratios[-1] >= 1 - 1e-9
+    assert max(ratios) < 1.06 and statistics.median(ratios) < 1.001

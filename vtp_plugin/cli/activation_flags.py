@@ -138,5 +138,6 @@ def _routing(args: argparse.Namespace) -> Routing:
         num_groups=args.moe_router_num_groups or 0,
         group_topk=args.moe_router_group_topk or 1,
         is_gathered=args.moe_token_dispatcher_type == "allgather",
+        is_grouped=args.moe_grouped_gemm,
         has_aux_loss=kinds != ["none"] and any(map(float, shares)),
     )

@@ -13,11 +13,11 @@ from vtp_plugin.config.parse_values import parse_bytes
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.tune.cluster.stage_memory import StageMemory
-from vtp_plugin.tune.fit.as_flags import fitted_flags
+from vtp_plugin.tune.fit.as_flags import fitted_flags, order_flags
 from vtp_plugin.tune.fit.available_cards import read_have
 from vtp_plugin.tune.fit.chosen import Chosen
 from vtp_plugin.tune.fit.constraints import Constraints
-from vtp_plugin.tune.fit.fit_layout import fit
+from vtp_plugin.tune.fit.fit_layout import fit, fit_split
 from vtp_plugin.tune.fit.options_of_run import read_constraints, write_fitted
 from vtp_plugin.tune.fit.reasons import describe
 from vtp_plugin.tune.search.evaluate import Candidate
@@ -79,13 +79,23 @@ def fit_to_cards(args: argparse.Namespace, config: VtpConfig) -> tuple[VtpConfig
     if has_memory:
         constraints = _with_memory(args, constraints)
     layouts = fit(nodes, constraints)
-    chosen = Chosen.of(layouts[0])
+    best, reasons = layouts[0], describe(layouts, constraints)
+    if config.split_backward:
+        best = fit_split(nodes, constraints, best)
+        reasons += (_about_split(best),)
+        config = dataclasses.replace(config, split_backward=best.order.is_split)
+    chosen = Chosen.of(best)
     is_forced = len({*chosen.sizes}) == 1 and not config.layerwise_disaggregated
+    flags = fitted_flags(chosen, constraints, num_predicting=args.mtp_num_layers or 0, is_forced=is_forced)
     return write_fitted(config, chosen), Fitted(
-        candidate=layouts[0],
-        reasons=describe(layouts, constraints),
-        flags=fitted_flags(chosen, constraints, num_predicting=args.mtp_num_layers or 0, is_forced=is_forced),
+        candidate=best, reasons=reasons, flags=(*flags, *order_flags(best, constraints))
     )
+
+
+def _about_split(best: Candidate) -> str:
+    if best.whole is None:
+        return "--vtp-split-backward: gains nothing here, or the memory is too small; left out"
+    return f"--vtp-split-backward: a simulated step takes {best.step_s:.6g}, {best.whole.step_s:.6g} without"
 
 
 def _with_memory(args: argparse.Namespace, constraints: Constraints) -> Constraints:

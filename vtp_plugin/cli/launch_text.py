@@ -24,6 +24,8 @@ _LAYOUT_FLAGS = (
     "--decoder-last-pipeline-num-layers",
 )
 _VOCABULARY = "--make-vocab-size-divisible-by"
+# What a search decides by itself, besides what its flags say.
+_FOUND = (*OF_A_FIT, "--vtp-split-backward")
 _RUN = ("-m", "vtp_plugin", "run")
 _SCRIPT = ("SCRIPT", "FLAGS")
 
@@ -46,7 +48,7 @@ def launch_of_run(options: argparse.Namespace, flags: Run) -> tuple[Launch, str]
     """
     layout, note = flags.layout, ""
     own = () if flags.fitted is None else flags.fitted.flags
-    words = (*_given(options.argv, but=(*OF_A_FIT, *own) if own else ()), *own)
+    words = (*_given(options.argv, but=(*_FOUND, *own) if own else ()), *own)
     if options.nodes is not None and flags.fitted is not None:
         raise ConfigError("--nodes and --have say the devices of every node twice; leave --nodes out")
     if flags.fitted is not None:
@@ -77,7 +79,7 @@ def launch_of_found(
         flags: flags that say the layout; without any of the plugin, the run does without it.
     """
     if any(flag.startswith("--vtp-") for flag in flags):
-        words = [*_RUN, *_SCRIPT, *_given(argv, but=(*OF_A_FIT, *flags))]
+        words = [*_RUN, *_SCRIPT, *_given(argv, but=(*_FOUND, *flags))]
     else:
         words = [*_SCRIPT, *_given(argv, but=(*(flag.name for flag in VTP_FLAGS), *flags))]
     return Launch(layout=layout, nodes=named_nodes(node_names, layout), program=_quoted((*words, *flags)))

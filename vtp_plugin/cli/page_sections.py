@@ -8,6 +8,7 @@ from itertools import groupby
 
 from vtp_plugin.cli.boundaries import BoundaryView, PlansView, explain, format_bytes
 from vtp_plugin.cli.fit_flags import CARD_MEMORY
+from vtp_plugin.cli.memory_lines import Peaks
 from vtp_plugin.cli.run_flags import Run
 from vtp_plugin.cli.terminal import TextTable
 from vtp_plugin.plan.launch.launch_commands import Launch
@@ -94,41 +95,42 @@ def crossing_cells(view: PlansView) -> tuple[str, str]:
     return str(len(transfers)), format_bytes(sum(view.num_bytes(transfer) or 0 for transfer in transfers))
 
 
-def memory_section(flags: Run, limit_bytes: int | None, in_flight: Sequence[int]) -> MemorySection | None:
+def memory_section(flags: Run, limit_bytes: int | None, peaks: Sequence[Peaks]) -> MemorySection | None:
     """Draw what every rank holds; None where it is not known.
 
     Args:
         flags: the run.
         limit_bytes: memory of a device; None where it is not known.
-        in_flight: most microbatches in flight on each stage; empty where that is not known.
+        peaks: most microbatches in flight, and waiting, on each stage; empty where that is not known.
     """
     if isinstance(flags.memory, str):
         return None
     notes = [f"activations: {flags.about_activations}"]
-    number = "as many microbatches as a stage has in flight at most" if in_flight else "one microbatch"
+    number = "as many microbatches as a stage has in flight at most" if peaks else "one microbatch"
     notes.append(f"drawn are those of {number}")
     if limit_bytes is None:
         notes.append(f"{CARD_MEMORY} 80GiB or the like draws the memory of a device beside them")
-    return MemorySection(bars=tuple(_bars(flags.layout, flags.memory, limit_bytes, in_flight)), notes=tuple(notes))
+    return MemorySection(bars=tuple(_bars(flags.layout, flags.memory, limit_bytes, peaks)), notes=tuple(notes))
 
 
 def _bars(
     layout: PipelineLayout,
     memory: Sequence[Footprint],
     limit_bytes: int | None,
-    in_flight: Sequence[int],
+    peaks: Sequence[Peaks],
 ) -> Iterator[MemoryBar]:
     for stage in range(layout.num_stages):
-        number = in_flight[stage] if in_flight else 1
         alike: dict[tuple[tuple[str, int], ...], list[int]] = {}
         for rank in layout.stage_ranks(stage):
             held = memory[rank]
+            in_flight, waiting = held.fullest(peaks[stage]) if peaks else (1, 0)
             pieces = (
                 ("weights", held.weight_bytes),
                 ("gradients", held.gradient_bytes),
                 ("optimizer", held.optimizer_bytes),
                 ("overhead", held.overhead_bytes),
-                ("activations", number * (held.activation_bytes or 0)),
+                ("activations", in_flight * (held.activation_bytes or 0)),
+                ("waiting for gradients of weights", waiting * (held.waiting_bytes or 0)),
             )
             alike.setdefault(pieces, []).append(rank)
         for pieces, ranks in alike.items():

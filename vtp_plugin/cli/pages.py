@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from vtp_plugin.cli.boundaries import BoundaryView, explain, view_boundaries
 from vtp_plugin.cli.bridges import BridgeView, Module, bridge_picture
-from vtp_plugin.cli.memory_lines import in_flight_by_stage
+from vtp_plugin.cli.memory_lines import Peaks, peaks_by_stage
 from vtp_plugin.cli.page_sections import (
     CROSSING_HEADER,
     crossing_cells,
@@ -25,6 +25,8 @@ from vtp_plugin.config.resolve import option_context
 from vtp_plugin.plan.launch.launch_commands import Launch
 from vtp_plugin.plan.launch.node_ranks import named_nodes, usual_nodes
 from vtp_plugin.plan.schedule.cost.simulator import Timeline
+from vtp_plugin.plan.schedule.order.schedule import Schedule
+from vtp_plugin.plan.schedule.proof.check_schedule import peaks_kept
 from vtp_plugin.report.page.report_page import Crossing, PageTable, ReportPage
 from vtp_plugin.report.pictures.draw_pipeline import draw_pipeline
 from vtp_plugin.report.pictures.draw_timeline import draw_svg
@@ -59,7 +61,7 @@ def page_of_plan(
         picture=_pipeline(flags),
         crossing_header=CROSSING_HEADER,
         crossings=page_crossings(views),
-        memory=memory_section(flags, options.card_memory, in_flight_by_stage(flags)),
+        memory=memory_section(flags, options.card_memory, peaks_by_stage(flags)),
         script="\n".join(launch.slurm_lines()) if options.slurm else "",
     )
 
@@ -92,6 +94,7 @@ def page_of_bridges(
 def page_of_simulation(
     options: argparse.Namespace,
     flags: Run | None,
+    schedule: Schedule,
     timeline: Timeline,
     parts: Iterable[str | TextTable],
     *,
@@ -103,6 +106,7 @@ def page_of_simulation(
     Args:
         options: parsed arguments.
         flags: the run; None for modules.
+        schedule: the order of the step.
         timeline: the step.
         parts: what the command prints.
         title: heading of the step.
@@ -125,10 +129,14 @@ def page_of_simulation(
     nodes = named_nodes(fitted.candidate.node_names, layout) if fitted else usual_nodes(layout, flags.sites)
     assumed = "the nodes are assumed; plan --nodes 8,6 takes their devices, and says what to start on each"
 
-    most = dict.fromkeys(range(layout.num_stages), 0)
-    for worker, number in enumerate(timeline.in_flight):
-        stage, _ = timeline.placement.stage_and_replica(worker)
-        most[stage] = max(most[stage], number)
+    if flags.is_ring or flags.replicas.is_split:
+        most = dict.fromkeys(range(layout.num_stages), 0)
+        for worker, number in enumerate(timeline.in_flight):
+            stage, _ = timeline.placement.stage_and_replica(worker)
+            most[stage] = max(most[stage], number)
+        peaks: list[Peaks] = [((number, 0),) for number in most.values()]
+    else:
+        peaks = [peaks_kept(schedule, stage) for stage in range(layout.num_stages)]
     return replace(
         page,
         nodes=page_nodes(nodes, layout, flags.sites),
@@ -137,7 +145,7 @@ def page_of_simulation(
         picture=_pipeline(flags),
         crossing_header=CROSSING_HEADER,
         crossings=page_crossings(view_boundaries(flags)),
-        memory=memory_section(flags, options.card_memory, [*most.values()]),
+        memory=memory_section(flags, options.card_memory, peaks),
     )
 
 

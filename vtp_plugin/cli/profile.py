@@ -142,7 +142,7 @@ def _profile(
             about = f"Megatron {origin.megatron}, medians of {options.rounds} rounds, forward + backward"
             print(f"{origin.device}, {about}", file=stdout, flush=True)
         try:
-            for found in time_parts(asked, platform):
+            for found in time_parts(asked, session):
                 times += found
                 tell(1)
                 if not options.json:
@@ -200,6 +200,7 @@ def _line_of(found: Sequence[Time]) -> str:
         return f"tp {first.tp}: optimizer {1e3 * first.forward_s:.4g} ms for each million parameters"
     parts = (
         f"{_NAMES.get(time.part, time.part)} {1e3 * time.forward_s:.4g} + {1e3 * time.backward_s:.4g} ms"
+        + ("" if time.weights_s is None else f" ({1e3 * time.weights_s:.4g} of weights)")
         for time in found
     )
     how = ", recomputed" if first.is_recomputed else ""

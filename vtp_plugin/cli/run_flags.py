@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from vtp_plugin.cli import activation_flags, model_flags
 from vtp_plugin.cli.fit_flags import CARD_MEMORY, Fitted, add_have_flags, fit_to_cards
 from vtp_plugin.cli.parser import Parser, is_page, with_values
+from vtp_plugin.cli.search_request import allowing_split
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.config.resolve import (
     ScheduleOptions,
@@ -201,9 +202,9 @@ def _read_sizes(args: argparse.Namespace) -> tuple[VtpConfig, Fitted | None]:
     """Read the plugin's flags with TP sizes, or fit these to ``--have``."""
     if args.have is not None and args.vtp_size_list is None:
         args = with_values(args, vtp_size_list="auto")
-    config = read_flags(args, VtpConfig())
     if args.have is not None:
-        return fit_to_cards(args, config)
+        return fit_to_cards(args, read_flags(allowing_split(args), VtpConfig()))
+    config = read_flags(args, VtpConfig())
     if args.card_memory is not None and not is_page(getattr(args, "output", None)):
         raise ConfigError(
             f"{CARD_MEMORY} is for --have, and for a page (--output FILE.html); give one of them, or neither"

@@ -24,7 +24,7 @@ from vtp_plugin.errors import ConfigError, LayoutError
 from vtp_plugin.plan.launch.launch_commands import Launch
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.tune.cluster.read_cluster import read_cluster
-from vtp_plugin.tune.fit.as_flags import fitted_flags, stock_flags
+from vtp_plugin.tune.fit.as_flags import fitted_flags, order_flags, stock_flags
 from vtp_plugin.tune.fit.chosen import Chosen
 from vtp_plugin.tune.search.evaluate import Candidate
 from vtp_plugin.tune.search.find_best import SearchResult, find_best
@@ -37,18 +37,20 @@ _COLUMNS = (
     *("", "TP sizes", "layers", "replicas", "microbatch size", "devices", "step", "tokens/s", "price per M tokens"),
     "times from",
 )
+_STEP = _COLUMNS.index("step")
 _TEXT = """\
 Every layout (TP sizes, replicas, layers of each stage) that the devices allow is bounded or simulated; nothing is
 started. Times of layers come from the cluster's file: measured by `profile`, fitted to that, or from data sheets. What
 a file holds: docs/guides/search.md."""
 _KEYS = """\
-Keys of --json: is_complete (false: the time was over, or Ctrl-C came), megatron (whose flags layouts are given in),
-and layouts: best; stock, the best one that this Megatron can run without the plugin (one size, any layers that its
-flags can say, equal replicas; null without one); equal, likewise with equally many layers on every stage. Each has:
-sizes, layers, num_chunks (virtual stages of each stage), num_replicas, micro_batch_size, in_flight (microbatches, of
-every part), transport, nodes (of every stage, by replica), num_cards, step_s, pipeline_s, sums_s (gradients), update_s,
-tokens_per_s, price_per_million_tokens (null without prices), busy (share of the step that each stage computes),
-memory_bytes (of a rank, by stage), source (of the times: measured, fitted, data sheet), flags."""
+Keys of --json: is_complete (false: the time was over, or Ctrl-C came), megatron (whose flags layouts are given in), and
+layouts: best; stock, the best one that this Megatron can run without the plugin (one size, any layers that its flags
+can say, equal replicas; null without one); equal, likewise with equally many layers on every stage. Each has: sizes,
+layers, num_chunks (virtual stages of each stage), num_replicas, micro_batch_size, in_flight (microbatches, of every
+part), transport, nodes (of every stage, by replica), num_cards, step_s, whole_step_s (with whole backwards; null where
+they are not split), pipeline_s, sums_s (gradients), update_s, tokens_per_s, price_per_million_tokens (null without
+prices), busy (share of the step that each stage computes), memory_bytes (of a rank, by stage), source (of the times:
+measured, fitted, data sheet), flags."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -60,6 +62,7 @@ def add_arguments(parser: Parser) -> None:
         "--vtp-stages": "the fewest and the most stages to look at",
         "--vtp-data-parallel-size": "replicas of every stage; default: any number",
         "--layerwise-disaggregated-training": "look for U-shapes",
+        "--vtp-split-backward": "allow split backwards, where they gain",
     }
     group = parser.add_argument_group("Of the search")
     group.add_argument("--cluster", type=Path, required=True, metavar="FILE.toml", help="devices, nodes and links")
@@ -146,7 +149,12 @@ def _lines(request: SearchRequest, result: SearchResult) -> Iterator[str | TextT
         yield "the search ended before all layouts were bounded: there may be better ones; --limit-s gives it more time"
     named = _named(request, result)
     rows = [_row(request, name, candidate) for name, candidate in named]
-    yield TextTable.aligned(_COLUMNS, rows, marked=0)
+    columns = [*_COLUMNS]
+    if request.problem.split_backward:
+        columns.insert(_STEP + 1, "whole backwards")
+        for row, (_, candidate) in zip(rows, named, strict=True):
+            row.insert(_STEP + 1, f"{(candidate.whole or candidate).step_s:.4g} s")
+    yield TextTable.aligned(columns, rows, marked=0)
     yield (
         request.about_memory
         + ": "
@@ -194,6 +202,11 @@ def _compared(request: SearchRequest, result: SearchResult) -> Iterator[str]:
     yield from _padded(request, best)
     if "--vtp-force" in flags(request, best):
         yield "--vtp-force: all stages have one size, and --vtp-transport is the plugin's"
+    if best.order.is_split:
+        yield (
+            "--vtp-split-backward: for Megatron's own linear layers, with --transformer-impl local and "
+            "--no-gradient-accumulation-fusion; a run plans the order for what it measures"
+        )
     yield f"flags of 1: {shlex.join(flags(request, best))}"
 
 
@@ -210,9 +223,9 @@ def _padded(request: SearchRequest, candidate: Candidate) -> Iterator[str]:
         )
 
 
-def _row(request: SearchRequest, name: str, candidate: Candidate) -> tuple[str, ...]:
+def _row(request: SearchRequest, name: str, candidate: Candidate) -> list[str]:
     price = _price(request, candidate)
-    return (
+    return [
         name,
         format_value(candidate.sizes),
         format_value(candidate.layers) + (f" in {candidate.num_chunks} parts each" if candidate.num_chunks > 1 else ""),
@@ -223,7 +236,7 @@ def _row(request: SearchRequest, name: str, candidate: Candidate) -> tuple[str, 
         f"{_tokens_per_s(request, candidate):.4g}",
         "-" if price is None else f"{price:.3g}",
         candidate.source,
-    )
+    ]
 
 
 def _tokens_per_s(request: SearchRequest, candidate: Candidate) -> float:
@@ -265,9 +278,7 @@ def _bottleneck(candidate: Candidate) -> str:
 def flags(request: SearchRequest, candidate: Candidate) -> Sequence[str]:
     """Give the flags with which a run has this layout: Megatron's own, where they suffice."""
     chosen, size = Chosen.of(candidate), str(candidate.split.micro_batch_size)
-    extra: list[str] = []
-    if candidate.order.is_planned and request.constraints.ends is None and candidate.num_chunks == 1:
-        extra += ["--vtp-schedule", "planned"]
+    extra = [*order_flags(candidate, request.constraints)]
     if candidate.transport != request.problem.rules.transport:
         extra += ["--vtp-transport", candidate.transport]
     is_unequal = len({*candidate.sizes}) > 1 or request.constraints.ends is not None
@@ -324,6 +335,7 @@ def _candidate_as_json(request: SearchRequest, candidate: Candidate) -> dict[str
         "nodes": candidate.node_names,
         "num_cards": candidate.num_cards,
         "step_s": candidate.step_s,
+        "whole_step_s": None if candidate.whole is None else candidate.whole.step_s,
         "pipeline_s": candidate.order.pipeline_s,
         "sums_s": candidate.sums_s,
         "update_s": candidate.update_s,

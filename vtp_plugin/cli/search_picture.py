@@ -12,8 +12,14 @@ from vtp_plugin.tune.search.evaluate import Candidate
 from vtp_plugin.tune.search.find_best import SearchResult
 from vtp_plugin.tune.search.schedule_time import compiled_for
 
-_COLOURS = {"forward": "#3f6ca8", "backward": "#b4540a", "gradients": "#9a3f73", "optimizer": "#6b4a9b"}
-_KINDS = {Op.F: "forward", Op.B: "backward"}
+_COLOURS = {
+    "forward": "#3f6ca8",
+    "backward": "#b4540a",
+    "weights": "#6b5a14",
+    "gradients": "#9a3f73",
+    "optimizer": "#6b4a9b",
+}
+_KINDS = {Op.F: "forward", Op.B: "backward", Op.I: "backward", Op.W: "weights"}
 # Once all stages are busy, every further microbatch looks like the one before.
 _MOST_MICROBATCHES = 16
 
@@ -42,7 +48,12 @@ def _rows(candidate: Candidate) -> Iterator[tuple[str, list[Box]]]:
     number = min(_MOST_MICROBATCHES, candidate.split.num_microbatches)
     order = candidate.order
     compiled = compiled_for(
-        candidate.placement, candidate.costs, number, is_planned=order.is_planned, in_flight=order.in_flight
+        candidate.placement,
+        candidate.costs,
+        number,
+        is_planned=order.is_planned,
+        in_flight=order.in_flight,
+        is_split=order.is_split,
     )
     timeline = timeline_of(compiled, candidate.costs, mode="rendezvous")
     names = candidate.node_names

@@ -12,7 +12,10 @@ from vtp_plugin.config import VtpConfig
 from vtp_plugin.config.parse_values import parse_cp_list, parse_ep_list, parse_etp_list
 from vtp_plugin.config.resolve import transport_rules
 from vtp_plugin.config.vtp_flags import read_flags
-from vtp_plugin.errors import ConfigError
+from vtp_plugin.errors import ConfigError, refuse
+from vtp_plugin.host.rules.context import OptionContext
+from vtp_plugin.host.rules.table.check_options import refusals
+from vtp_plugin.host.rules.table.rows_split import SPLIT_RULES
 from vtp_plugin.host.versions import HOSTS, find_megatron
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.plan.memory.footprint import Training
@@ -103,6 +106,7 @@ def read_request(args: argparse.Namespace, cluster: Cluster) -> SearchRequest:
         rules=transport_rules(read_flags(args, VtpConfig()), None, is_sharded=args.sequence_parallel),
         chunks=tuple(args.virtual_stages or ()),
         layers=constraints.layers,
+        split_backward=args.vtp_split_backward,
         tied_bytes=model.vocab * model.hidden * training.gradient_itemsize_bytes if model.is_tied else 0,
     )
     about = "overhead, " + ("estimated activations" if why_not or microbatch.is_estimated else "activations")
@@ -168,7 +172,7 @@ def read_any_list(args: argparse.Namespace, command: str) -> tuple[Constraints, 
             f"--vtp-size-list {args.vtp_size_list} with {command}, which is for all layouts; leave it out"
         )
     stages, sizes = _read_lists(args)
-    args = with_values(args, vtp_size_list="auto", **sizes)
+    args = with_values(allowing_split(args), vtp_size_list="auto", **sizes)
     config = read_flags(args, VtpConfig())
     if stages is not None and config.stages not in (None, (stages, stages)):
         raise ConfigError(
@@ -182,6 +186,21 @@ def read_any_list(args: argparse.Namespace, command: str) -> tuple[Constraints, 
     )
     _check(args, command)
     return constraints, read_padded_model(args, constraints)
+
+
+def allowing_split(args: argparse.Namespace) -> argparse.Namespace:
+    """Let ``--vtp-split-backward`` alone allow split backwards: the planned schedule that they need is advised, too.
+
+    Args:
+        args: parsed arguments.
+
+    Raises:
+        ConfigError: no run could split its backwards.
+    """
+    if not args.vtp_split_backward:
+        return args
+    refuse(refusals(SPLIT_RULES, args, OptionContext(tp_sizes=(1,), has_split_backward=True)))
+    return with_values(args, vtp_schedule="planned")
 
 
 def read_padded_model(args: argparse.Namespace, constraints: Constraints) -> GPTModel:

@@ -17,7 +17,7 @@ from vtp_plugin.report.page.report_page import ReportPage
 from vtp_plugin.report.pictures import chrome
 from vtp_plugin.report.pictures.draw_rows import Box, Group, draw_rows
 from vtp_plugin.report.trace.between_sites import RankPlace, SiteTraffic, traffic_between
-from vtp_plugin.report.trace.causes import MEANINGS, Cause, Stretch
+from vtp_plugin.report.trace.causes import COMPUTES, MEANINGS, Cause, Stretch
 from vtp_plugin.report.trace.compare_steps import (
     Difference,
     TracedStep,
@@ -36,6 +36,7 @@ _ENDINGS = {".json": "trace for Perfetto or Chrome", ".svg": "picture of the las
 _COLOURS: dict[str, str] = {
     Cause.FORWARD: "#3f6ca8",
     Cause.BACKWARD: "#b4540a",
+    Cause.WEIGHTS: "#6b5a14",
     Cause.LOSS: "#8da7d6",
     Cause.PACK: "#2f7d78",
     Cause.POST: "#5aa39e",
@@ -50,7 +51,6 @@ _COLOURS: dict[str, str] = {
     Cause.EVALUATE: "#6f8f3d",
     Cause.TRACE: "#c0392b",
 }
-_PASSES = (Cause.FORWARD, Cause.BACKWARD)
 _NUM_SHOWN = 10
 _RUN, _PLAN = 0, 1
 _TEXT = """\
@@ -155,8 +155,8 @@ def _picture(files: Sequence[RankFile], step: TracedStep) -> str:
                 kind=one.cause,
                 start=1e3 * (one.start_s - zero_s),
                 end=1e3 * (one.end_s - zero_s),
-                text=one.name if one.cause in _PASSES else "",
-                short=_microbatch(one.name) if one.cause in _PASSES else "",
+                text=one.name if one.cause in COMPUTES else "",
+                short=_microbatch(one.name) if one.cause in COMPUTES else "",
             )
             for one in stretches
         ]
@@ -178,11 +178,11 @@ def _microbatch(name: str) -> str:
     >>> _microbatch("2F13")
     '13'
     """
-    return name[max(name.rfind(letter) for letter in "FB") + 1 :]
+    return name[max(name.rfind(letter) for letter in "FBIW") + 1 :]
 
 
 def _box(process: int, row: int, one: Stretch, shift_s: float) -> chrome.Event:
-    says_all = one.cause in (Cause.FORWARD, Cause.BACKWARD, Cause.OTHER) and one.name
+    says_all = one.cause in (*COMPUTES, Cause.OTHER) and one.name
     name = one.name if says_all else f"{one.cause} {one.name}".strip()
     return chrome.box(process, row, name, one.cause, one.start_s + shift_s, one.end_s + shift_s)
 

@@ -61,6 +61,13 @@ class VtpConfig(Failure, Saved, Trust, ScheduleFields, TransportFields, StageFie
                 f"vtp_sites {','.join(self.sites)!r} names {len(self.sites)} sites, the size list has "
                 f"{len(self.size_list)} stages; name one site per stage, such as edge,cloud,cloud"
             )
+        if self.split_backward and not self.has_planned_schedule:
+            raise LayoutError(
+                "--vtp-split-backward with Megatron's schedules, whose backwards are whole; add --vtp-schedule "
+                "planned, or leave it out"
+            )
+        if self.split_backward and self.bridges:
+            raise LayoutError("--vtp-split-backward with --vtp-bridges: modules run whole backwards; leave one out")
         self.check_stages()
         self.check_transport()
         self.check_schedule()

@@ -31,12 +31,14 @@ class ScheduleOptions:
         replan_share: if a step is longer or shorter than planned by more than this share, measured costs are measured
             again.
         report_interval_steps: training steps from one comparison of planned and real times to the next.
+        split_backward: whether gradients of weights may be computed later than those of inputs.
     """
 
     costs: Costs | None = None
     in_flight: tuple[int, ...] | None = None
     replan_share: float = 0.25
     report_interval_steps: int = 100
+    split_backward: bool = False
 
 
 def plan_layout(
@@ -221,6 +223,7 @@ def option_context(config: VtpConfig, layout: PipelineLayout, *, device: str = "
         is_split=replica_map(config, layout).is_split,
         forced=config.is_forced,
         is_planned=config.has_planned_schedule and layout.num_stages > 1,
+        has_split_backward=config.split_backward,
         is_u_shaped=config.layerwise_disaggregated,
         num_rings=config.num_rings,
         device=device,
@@ -315,16 +318,14 @@ def read_schedule_options(
         num_stages: number of pipeline stages.
         message_bytes: size of an activation, if known.
         num_chunks: model chunks of every stage.
-        fixed: placement of a pipeline whose order is fixed, to read costs for it, too; by default they are rejected.
+        fixed: placement of a pipeline that is no U, to read costs for it, too; by default they are rejected.
         report_interval_steps: training steps from one comparison of planned and real times to the next.
 
     Raises:
         ConfigError: limits or costs do not fit the pipeline, or its order is fixed.
     """
     if config.costs is not None and fixed is None and not config.layerwise_disaggregated:
-        raise LayoutError(
-            "--vtp-costs is used by U-shaped pipelines only; leave it out, or add --layerwise-disaggregated-training"
-        )
+        raise LayoutError("--vtp-costs is for a U or split backwards; leave it out, or ask for one of them")
     in_flight = config.in_flight
     if in_flight is not None:
         if not config.has_planned_schedule or (num_chunks > 1 and not config.layerwise_disaggregated):
@@ -344,4 +345,5 @@ def read_schedule_options(
         in_flight=in_flight,
         replan_share=config.replan_share,
         report_interval_steps=report_interval_steps,
+        split_backward=config.split_backward,
     )

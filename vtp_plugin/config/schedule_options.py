@@ -26,6 +26,13 @@ class ScheduleFields:
         "before the compute that precedes it, and no compute waits for a send; with --vtp-bridges also the orders of "
         "several modules",
     )
+    split_backward: bool = option(
+        same("vtp_split_backward"),
+        False,
+        "with --vtp-schedule planned or a U-shape: compute the gradients of linear layers' weights later than those of "
+        "their inputs, where a stage would otherwise wait; where that gains nothing, the order stays as it is. A stage "
+        "keeps more for this; --vtp-in-flight limits it",
+    )
     in_flight: tuple[int, ...] | None = option(
         same("vtp_in_flight", none=""),
         None,

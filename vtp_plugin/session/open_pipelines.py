@@ -26,6 +26,7 @@ from vtp_plugin.runtime.step.companion_tensors import join_companions
 from vtp_plugin.runtime.step.schedule_runner import ScheduleRunner
 from vtp_plugin.runtime.step.tied_weight import TiedWeight, join_tied_weight
 from vtp_plugin.runtime.step.try_transports import settle, try_strategies
+from vtp_plugin.runtime.step.weight_gradients import WeightGradients
 from vtp_plugin.session.pipeline_plan import PipelinePlan
 from vtp_plugin.session.ranks import Agree, AllRanks
 from vtp_plugin.util import log
@@ -269,6 +270,7 @@ class Pipelines:
 
     def __init__(self) -> None:
         self._open: list[Pipeline] = []
+        self._timed = WeightGradients()
 
     def __iter__(self) -> Iterator[Pipeline]:
         return iter(self._open)
@@ -277,6 +279,12 @@ class Pipelines:
     def own(self) -> Pipeline | None:
         """The run's own; None before it is open, or without a list of sizes."""
         return next((one for one in self._open if not one.plan.ends.are_bridged), None)
+
+    @property
+    def weight_gradients(self) -> WeightGradients:
+        """What split backwards leave for later: in the run's own planned steps, or without them in timed layers."""
+        runner = None if self.own is None else self.own.schedule_runner
+        return self._timed if runner is None else runner.weight_gradients
 
     def of_module(self, pipeline_group: dist.ProcessGroup | None) -> Pipeline | None:
         """Return the pipeline of the module that a group belongs to; None if there is none, or it has no channels."""

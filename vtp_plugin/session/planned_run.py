@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.config.resolve import (
+    ScheduleOptions,
     is_active,
     option_context,
     read_schedule_options,
@@ -32,7 +33,7 @@ from vtp_plugin.plan.layout.pipeline_layout import Coord, PipelineLayout
 from vtp_plugin.plan.layout.replica_map import ReplicaMap
 from vtp_plugin.plan.layout.share import expert_spans
 from vtp_plugin.plan.layout.u_layers import FirstRing, check_layers, check_two_rings
-from vtp_plugin.plan.schedule.order.placement import place_workers
+from vtp_plugin.plan.schedule.order.placement import Placement, place_workers
 from vtp_plugin.platform.interface import Platform
 from vtp_plugin.runtime.step.companion_tensors import Companion
 from vtp_plugin.session.pipeline_plan import Ends, PipelinePlan
@@ -189,12 +190,7 @@ class PlannedRun:
             )
         # In a U both copies are on the edge.
         is_tied = not (self.has_stock_ends or is_u_shaped or num_stages == 1)
-        orders = None
-        if self.is_active and config.has_planned_schedule and num_stages > 1:
-            steps = self.log_interval_steps
-            orders = read_schedule_options(
-                config, num_stages, self.tensor_bytes, num_chunks=num_chunks, report_interval_steps=steps
-            )
+        orders = self._orders(placement, num_chunks)
         if self.companions and orders is None:
             kinds = ", ".join(companion.kind for companion in self.companions)
             raise ConfigError(
@@ -221,6 +217,20 @@ class PlannedRun:
             is_sharded=self.is_sharded,
             orders=orders,
             companions=self.companions,
+        )
+
+    def _orders(self, placement: Placement, num_chunks: int) -> ScheduleOptions | None:
+        """Read the options of a planned order; None where Megatron's schedules run."""
+        config, num_stages = self.config, self.layout.num_stages
+        if not (self.is_active and config.has_planned_schedule and num_stages > 1):
+            return None
+        return read_schedule_options(
+            config,
+            num_stages,
+            self.tensor_bytes,
+            num_chunks=num_chunks,
+            fixed=placement if config.split_backward else None,
+            report_interval_steps=self.log_interval_steps,
         )
 
     def statement(self) -> dict[str, object]:

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from megatron.core.pipeline_parallel import schedules
+from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
 from megatron.core.utils import get_model_config
 
-from vtp_plugin.plan.schedule.order.actions import Action
+from vtp_plugin.plan.schedule.order.actions import Action, Op
 from vtp_plugin.plan.schedule.order.schedule import Schedule
 from vtp_plugin.runtime.step.executor import Inputs
 from vtp_plugin.runtime.step.grad_sync import GradSync
 from vtp_plugin.runtime.step.links import LinkId, StageLink
 from vtp_plugin.runtime.step.schedule_runner import ScheduleRunner
+from vtp_plugin.runtime.step.weight_gradients import WeightGradients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,9 +129,16 @@ class _Compute:
     passes: StepPasses
     sync: GradSync
     num_tokens: torch.Tensor
+    waiting: WeightGradients
+    whole: Mapping[int, Sequence[torch.Tensor]]
     reports: list[Any] = field(default_factory=list[Any])
 
-    def forward(self, action: Action, activation: Inputs) -> torch.Tensor:
+    def forward(self, action: Action, activation: Inputs, *, is_split: bool) -> torch.Tensor:
+        chunk = self.schedule.placement.chunk(action.vstage)
+        with self.waiting.forward(self.whole[chunk]) if is_split else contextlib.nullcontext():
+            return self._forward(action, activation)
+
+    def _forward(self, action: Action, activation: Inputs) -> torch.Tensor:
         placement, call = self.schedule.placement, self.call
         chunk = placement.chunk(action.vstage)
         # Replicas take turns, and Megatron counts only the microbatches of this rank.
@@ -162,9 +172,14 @@ class _Compute:
         *,
         is_last: bool,
     ) -> Inputs:
-        chunk = self.schedule.placement.chunk(action.vstage)
-        with self.sync.backward(chunk, is_last=is_last):
+        chunk, is_split = self.schedule.placement.chunk(action.vstage), action.op is Op.I
+        waiting = self.waiting.backward(action.vstage, action.microbatch, self.whole[chunk]) if is_split else None
+        with self.sync.backward(chunk, is_last=is_last, has_rest=is_split), waiting or contextlib.nullcontext():
             return self.passes.backward(chunk, activation, output, gradient, is_last_stage=self._is_last_stage(action))
+
+    def weights(self, action: Action, *, is_last: bool) -> None:
+        with self.sync.backward(self.schedule.placement.chunk(action.vstage), is_last=is_last):
+            self.waiting.compute(action.vstage, action.microbatch)
 
     def release(self, output: torch.Tensor) -> None:
         schedules.deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
@@ -202,6 +217,8 @@ def run_step(backend: StepBackend, **arguments: Any) -> list[Any]:
             take_turns=runner.take_turns,
         ),
         num_tokens=torch.zeros([], dtype=torch.int, device="cuda"),
+        waiting=runner.weight_gradients,
+        whole={number: whole_weights(chunk) for number, chunk in enumerate(chunks)},
     )
     with _timed(config):
         with compute.sync.step():
@@ -210,6 +227,18 @@ def run_step(backend: StepBackend, **arguments: Any) -> list[Any]:
             num_tokens = compute.num_tokens if config.calculate_per_token_loss else None
             config.finalize_model_grads_func(chunks, num_tokens, **plan.finalize_options)
     return compute.reports
+
+
+def whole_weights(chunk: Any) -> list[torch.Tensor]:
+    """List the weights of a chunk whose gradients come with whole backwards.
+
+    An embedding's, which an output layer may use, too; and an output layer's, which would have to keep the gradient of
+    all logits.
+    """
+    kinds = (torch.nn.Embedding, VocabParallelEmbedding)
+    found = [module.weight for module in chunk.modules() if isinstance(module, kinds)]
+    outputs = [getattr(getattr(module, "output_layer", None), "weight", None) for module in chunk.modules()]
+    return found + [weight for weight in outputs if weight is not None]
 
 
 def chunks_of(model: Any) -> list[Any]:

@@ -18,6 +18,7 @@ from vtp_plugin.host.patching import Writes, replaces
 from vtp_plugin.host.rules.table.check_options import check_step
 from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import tensor_format, tensor_formats
 from vtp_plugin.patches.core.pipeline_parallel.planned_step import StepCall, StepPlan, chunks_of, run_step
+from vtp_plugin.patches.core.tensor_parallel.layers import layers_that_cannot_split
 from vtp_plugin.patches.core.timers import waiting_for_computes
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.patch_set import Moment
@@ -276,6 +277,8 @@ class PipelineBackend:
         problems = check_step(call, context)
         if num_rings > 1:
             problems = (*problems, *_problems_of_chunks(chunks))
+        if context.has_split_backward:
+            problems = (*problems, *layers_that_cannot_split(chunks))
         configs = [*map(get_model_config, chunks[:num_rings])]
         return tensor_formats(self.session, self.pipeline, configs, functools.partial(refuse, problems))
 

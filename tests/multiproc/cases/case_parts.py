@@ -163,6 +163,7 @@ class Execution:
             the plugin, takes it back and then trains as stock.
         schedule: "planned" runs the plugin's executor.
         in_flight: most microbatches in flight on every stage, of a planned schedule; empty for the default.
+        split_backward: gradients of weights are computed where a stage would wait.
         vpp_group_size: microbatches that a chunk takes in a row; Megatron's default is the number of stages.
         transport: of all boundaries.
         sequence_parallel: on every stage of more than one tensor-parallel rank.
@@ -175,6 +176,7 @@ class Execution:
     plugin: Plugin = "on"
     schedule: Literal["stock", "planned"] = "stock"
     in_flight: tuple[int, ...] = ()
+    split_backward: bool = False
     vpp_group_size: int | None = None
     transport: str = "auto"
     batch_p2p: bool = False

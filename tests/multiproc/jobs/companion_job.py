@@ -37,7 +37,7 @@ class Reading:
         self._iterators = iterators
         self._varies = varies
 
-    def forward(self, action: Action, activation: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, action: Action, activation: torch.Tensor | None, *, is_split: bool) -> torch.Tensor:
         iterator = self._iterators[self._placement.chunk(action.vstage)]
         self.noted.append((action.vstage, action.microbatch, dict(next(iterator)) if iterator else {}))
         return torch.ones(SHAPE[0] + (action.microbatch % 3 if self._varies else 0), *SHAPE[1:])

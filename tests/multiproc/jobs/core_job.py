@@ -82,6 +82,7 @@ def applied(case: Case, *, force: bool, **options: Any) -> Iterator[None]:
         force=force,
         schedule=case.execution.schedule,
         in_flight=case.execution.in_flight or None,
+        split_backward=case.execution.split_backward,
         layerwise_disaggregated=bool(case.model.layers),
         num_layer_list=None if _HAS_LAYOUTS else case.model.layers or None,
         **options,

@@ -89,7 +89,7 @@ class Numbers:
         self._last = num_vstages - 1
         self._forward_ms = forward_ms
 
-    def forward(self, action: Action, activation: torch.Tensor | None) -> torch.Tensor:
+    def forward(self, action: Action, activation: torch.Tensor | None, *, is_split: bool) -> torch.Tensor:
         v, n = action.vstage, action.microbatch
         time.sleep(1e-3 * self._forward_ms[v])
         self._check(action, activation, None if v == 0 else 100 * n + sum(range(v)))

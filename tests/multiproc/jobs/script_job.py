@@ -55,6 +55,7 @@ from tests.multiproc.hooks.gathered_attention import GatheredAttention, chunk_po
 from tests.multiproc.hooks.gradient_probe import note_gradients
 from tests.multiproc.hooks.held_activations import LatentAttention, balance_routers, note_activations
 from tests.multiproc.hooks.held_memory import held_memory
+from tests.multiproc.hooks.held_waiting import keep_one_more, note_waiting
 from tests.multiproc.hooks.hf_hooks import note_logits, store_gradients
 from tests.multiproc.hooks.kill_hooks import KILL_HOOKS
 from tests.multiproc.hooks.optimizer_dump import dump_optimizer
@@ -581,6 +582,8 @@ HOOKS: dict[str, Callable[[dict[str, Any]], Callable[[], None] | None]] = {
     "note_patches": _note_patches,
     "note_progress": _note_progress,
     "note_activations": note_activations,
+    "note_waiting": note_waiting,
+    "keep_one_more": keep_one_more,
     "latent_attention": _take_latent_heads,
     "balanced_routers": balance_routers,
     "short_documents": shorten_documents,

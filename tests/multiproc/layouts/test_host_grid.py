@@ -17,7 +17,8 @@ pytestmark = pytest.mark.needs("core_grid_of_older")
 PER_TOKEN = {"per_token_loss": True, "loss_tuple": 3, "masked": True}
 DISTRIBUTED = {"optimizer": "adam", "distributed_optimizer": True}
 MIXED = {"has_bias": False, "seq": 12, "sequence_parallel": True, "ep_list": (1, 2), "etp": 1}
-OF_STAGES = ("dp_list", "ep_list", "etp", "schedule", "sequence_parallel", "transport")
+OVERLAPPED = {**DISTRIBUTED, "overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 500}
+OF_STAGES = ("dp_list", "ep_list", "etp", "schedule", "sequence_parallel", "split_backward", "transport")
 TOLERANCE = 1e-5
 
 
@@ -44,6 +45,7 @@ def losses(results: list[RankResult], num_stages: int) -> list[float]:
         ((1, 2), {"dp": 2, **DISTRIBUTED}),
         ((1, 2), {"schedule": "planned"}),
         ((2, 3), {"schedule": "planned", "tied": True, **PER_TOKEN}),
+        ((1, 2), {"dp": 2, "split_backward": True, "schedule": "planned", "num_microbatches": 6, **OVERLAPPED}),
         ((1, 2), {"transport": "rank0", "varying_lengths": True}),
         ((1, 1), {"dp_list": (1, 2), "num_microbatches": 4}),
         ((2, 1), {"dp_list": (1, 2), "num_microbatches": 4, **DISTRIBUTED}),

@@ -126,3 +126,59 @@ def test_plan_counts_every_byte(
         assert {name: found[name] for name in COLUMNS} == {name: wanted[name] for name in COLUMNS}, f"rank {rank}"
         kept = sum(runs[rank].facts["activations"])
         assert found["activation_bytes"] == pytest.approx(kept, rel=0.02), f"rank {rank}"
+
+
+SPLIT = ["--vtp-schedule", "planned", "--vtp-split-backward"]
+BIASLESS = ["--disable-bias-linear", "--no-bias-gelu-fusion"]
+SPLIT_CASES = [
+    plain("tied-biases", "1,2", full=False),
+    plain("odd-sharded", "2,1,3", *ODD, "--sequence-parallel", "--num-layers", "6", full=False),
+    plain("gated-spread", "1,4", *GATED, *SPREAD, "--bf16"),
+    plain("spread-sharded", "4,1", *SPREAD, "--qk-layernorm", "--sequence-parallel", "--bf16"),
+    plain("layers-again", "2,1", *ODD, *WHOLE, "uniform", *AGAIN, "--num-layers", "6"),
+    plain("blocks-again", "1,2", *GATED, *WHOLE, "block", *AGAIN, "--sequence-parallel"),
+    plain("modules-again", "1,2", *GATED, *SELECTED),
+    plain("predictions", "2,3", *TWICE, *ODD, "--sequence-parallel"),
+    plain("prediction-again", "1,2", *PREDICTING, *WHOLE, "uniform", *AGAIN),
+    plain("latent", "1,2", *LATENT.split(), "--position-embedding-type", "rope", "--no-rope-fusion"),
+    plain("latent-unnormed-sharded", "3,1", *LATENT.split(), *GATED, "--sequence-parallel"),
+    plain("latent-sharded", "3,1", *LATENT.split(), "--qk-layernorm", *GATED, "--sequence-parallel", "--bf16"),
+    plain("latent-keys-only", "1,2", *LATENT.split()[:1], *LATENT.split()[3:], *GATED),
+    plain("experts", "1,2", *EXPERTS.split(), *BIASLESS, full=False),
+    plain("experts-gathered", "1,2", *EXPERTS.split(), *GATHERED, *BIASLESS, "--bf16"),
+    plain("experts-cut-shared", "2,1", *EXPERTS.split()[:-4], *GATED, *SHARED),
+    plain("experts-spread", "1,2", *EXPERTS.split(), *GATED, dp=2),
+]
+
+
+def check_split(
+    pool: Pool, capsys: pytest.CaptureFixture[str], sizes: str, extra: Sequence[str], dp: int, hooks: Sequence[str]
+) -> None:
+    """Compare, after every compute of a step, what waits with the plan; and the most that is kept at a time."""
+    extra = [*extra, *SPLIT, "--no-create-attention-mask-in-dataloader"]
+    words = [*arguments(sizes, dp=dp, extra=extra), *ONE_STEP, "--vtp-data-parallel-size", str(dp)]
+    main(["plan", "--json", *words])
+    planned = json.loads(capsys.readouterr().out)["memory"]
+    hooks = [*hooks, "note_waiting"]
+    hooks += ["latent_attention"] if "--multi-latent-attention" in extra else []
+    hooks += ["balanced_routers"] if "--num-experts" in extra else []
+    runs = train(pool, sizes, [*extra, *ONE_STEP], dp=dp, hooks=hooks)
+    assert len(planned) == len(runs) > 1 and any(number > 1 for run in runs for _, number, _ in run.facts["kept"])
+    for rank, (found, run) in enumerate(zip(planned, runs, strict=True)):
+        one, waiting = found["activation_bytes"], found["waiting_bytes"]
+        for _, number, num_bytes in run.facts["kept"]:
+            assert num_bytes == number * waiting, f"rank {rank}"
+        most = max(in_flight * one + num_bytes for in_flight, _, num_bytes in run.facts["kept"])
+        assert most == found["in_flight"] * one + found["num_waiting"] * waiting, f"rank {rank}"
+
+
+@pytest.mark.parametrize(("sizes", "extra", "dp"), SPLIT_CASES)
+def test_plan_counts_every_byte_that_waits(
+    script_pool: Pool, capsys: pytest.CaptureFixture[str], sizes: str, extra: Sequence[str], dp: int
+) -> None:
+    check_split(script_pool, capsys, sizes, extra, dp, [])
+
+
+def test_one_tensor_more_is_found(script_pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(AssertionError, match="rank 0"):
+        check_split(script_pool, capsys, "1,2", [], 1, ["keep_one_more"])

@@ -23,18 +23,21 @@ EXPERTS = [
     *("--num-experts", "6", "--moe-layer-freq", "([0]*1+[1]*3)", "--moe-token-dispatcher-type", "alltoall"),
     *("--disable-bias-linear", "--sequence-parallel", "--moe-ffn-hidden-size", "24"),
 ]
-# The command, and how often it ran a layer forward.
+# The command, how many gradients of weights were left for later, and how often it ran a layer forward.
 COUNTING = """
 import sys
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from vtp_plugin.cli.main import main
+from vtp_plugin.runtime.step import weight_gradients
+product, products = weight_gradients._Waiting.product, []
+weight_gradients._Waiting.product = lambda use: products.append(1) or product(use)
 forward, calls = TransformerLayer.forward, []
 def counted(*args, **kwargs):
     calls.append(1)
     return forward(*args, **kwargs)
 TransformerLayer.forward = counted
 main(sys.argv[1:])
-print(len(calls))
+print(len(products), len(calls))
 """
 CLUSTER = """
 [cards.here]
@@ -62,6 +65,9 @@ def test_parts_are_timed_and_searched_with(words: list[str], tmp_path: Path) -> 
         ("update", tp, 1, False) for tp in (1, 3)
     }
     assert all(time.forward_s > 0 and (time.backward_s > 0) == (time.part != "update") for time in times)
+    # Both parts of a layer's backward, whose own linear layers split theirs here.
+    assert {time.part for time in times if time.weights_s is not None} == {*layers}
+    assert all(0 < time.weights_s < time.backward_s for time in times if time.weights_s is not None)
     # What is timed, a line for each measurement, and what to do with the file; nothing of Megatron's.
     first, *lines = text.splitlines()
     assert ", Megatron 0." in first and "medians of 3 rounds, forward + backward" in first
@@ -74,8 +80,12 @@ def test_parts_are_timed_and_searched_with(words: list[str], tmp_path: Path) -> 
         f"    {own_command()} search --cluster CLUSTER.toml [Megatron's flags of the model]",
     ]
     assert len(lines) == len(measured) + 2 + 4
-    # Two layers, five passes with those to warm up, two sizes of both kinds; the recomputed ones run forward twice.
-    assert int(text.split()[-1]) == len(layers) * 2 * 2 * (2 * 5 + 2 * 2 * 5)
+    # Of four linear layers each; experts have as many as got tokens.
+    num_products = int(text.split()[-2])
+    assert num_products == 2 * 4 * 2 * 2 * 2 * 5 if not words else num_products > 0
+    # Two layers, five passes with those to warm up, with whole backwards and with split ones, two sizes of both kinds;
+    # the recomputed ones run forward twice.
+    assert int(text.split()[-1]) == len(layers) * 2 * 2 * 2 * (2 * 5 + 2 * 2 * 5)
     (tmp_path / "cluster.toml").write_text(CLUSTER)
     text = start_python(
         *("-m", "vtp_plugin", "search", *MODEL, *words, "--global-batch-size", "8", "--vtp-stages", "1:2"),

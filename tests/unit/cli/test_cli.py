@@ -248,6 +248,7 @@ def test_plan_says_what_a_rank_holds(output_of: Output) -> None:
     assert memory[2] == {
         "rank": 2,
         "in_flight": None,
+        "num_waiting": None,
         "num_parameters": 280,
         "weight_bytes": 560,
         "gradient_bytes": 1120,
@@ -255,6 +256,7 @@ def test_plan_says_what_a_rank_holds(output_of: Output) -> None:
         "overhead_bytes": (28 + 32) * 2**20 + (3 * 24 + 2) * (9 * 2**20 + 3 * 2**16),
         "activation_bytes": None,
         "kept_bytes": {},
+        "waiting_bytes": None,
     }
     assert lines[7] == "activations: give --seq-length, --micro-batch-size to see them"
     known = [*model, "--seq-length", "4", "--micro-batch-size", "1"]
@@ -310,6 +312,35 @@ def test_plan_says_what_a_rank_holds_in_all(output_of: Output) -> None:
     parts = ("weight_bytes", "gradient_bytes", "optimizer_bytes", "overhead_bytes")
     total = sum(held[part] for part in parts) + 3 * held["activation_bytes"]
     assert line.split("  ")[-2:] == ["3", format_bytes(total)]
+
+
+def test_plan_counts_what_split_backwards_keep(output_of: Output, error_of: Error) -> None:
+    """Each of four equal stages has begun four microbatches: stage 3 one forward, and three that wait."""
+    model = ["--num-layers", "4", "--hidden-size", "8", "--num-attention-heads", "2", "--vocab-size", "5000"]
+    model += ["--seq-length", "64", "--micro-batch-size", "1", "--position-embedding-type", "rope"]
+    model += ["--vtp-schedule", "planned", "--global-batch-size", "8", "--transformer-impl", "local"]
+    split = ["plan", *model, "--vtp-split-backward"]
+    sizes = ["--vtp-size-list", "1,1,1,1", "--vtp-force"]
+    memory = json.loads(output_of(*split, *sizes, "--json"))["memory"]
+    assert [(held["in_flight"], held["num_waiting"]) for held in memory] == [(4, 0), (3, 1), (2, 2), (1, 3)]
+    # Inputs of 8, 8, 8 and 32 channels, and gradients of 24, 8, 32 and 8, at 64 positions of 4 bytes.
+    assert {held["waiting_bytes"] for held in memory} == {64 * (56 + 72) * 4}
+    lines = output_of(*split, *sizes).splitlines()
+    (line,) = (line for line in lines if line.startswith("stage 3  "))
+    parts = ("weight_bytes", "gradient_bytes", "optimizer_bytes", "overhead_bytes", "activation_bytes")
+    total = sum(memory[3][part] for part in parts) + 3 * memory[3]["waiting_bytes"]
+    assert line.split("  ")[-2:] == ["1 + 3", format_bytes(total)]
+    assert "waiting: of one microbatch, from the gradient of its input to those of its weights" in lines
+    engine = output_of("plan", *model[:-2], "--vtp-split-backward", *sizes, "--bf16")
+    assert "waiting: not known but of Megatron's own layers" in engine and "  in flight" not in engine
+    # A layout that fits without a split has no room for what waits.
+    have = ["--have", "1,1,1,1", "--vtp-stages", "4:4", "--vtp-data-parallel-size", "1"]
+    whole = json.loads(output_of("plan", *model, *have, "--json"))["memory"]
+    held = [sum(one[part] for part in parts[:4]) + one["activation_bytes"] * one["in_flight"] for one in whole]
+    assert held[3] == max(held)
+    limit = ["--card-memory", str(held[3])]
+    assert output_of("plan", *model, *have, *limit)
+    assert "with split backwards stage 3 holds" in error_of(*split, *have, *limit)
 
 
 @pytest.mark.parametrize("command", ["plan", "draw", "simulate"])

@@ -153,6 +153,8 @@ def test_a_run_is_refused(
         sizes = ("", 6)
     if rule.verdict is Verdict.REFUSED_U_SHAPED:
         flags += ["--layerwise-disaggregated-training", "--num-layer-list", "1,1,1", "--num-layers", "3"]
+    if rule.verdict is Verdict.REFUSED_SPLIT:
+        flags += ["--vtp-schedule", "planned", "--vtp-split-backward"]
     with pytest.raises(ConfigError) as caught:
         start(monkeypatch, megatron, flags, sizes, put, family_for(rule))
     lines = str(caught.value).split(" | ")
@@ -193,9 +195,11 @@ def in_use(rule: OptionRule) -> dict[str, object]:
 def test_a_first_step_is_refused(monkeypatch: pytest.MonkeyPatch, rule: OptionRule) -> None:
     from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import tensor_format
 
-    is_planned = rule.verdict is Verdict.REFUSED_PLANNED
-    session = planned_session(monkeypatch, schedule="planned" if is_planned else "stock")
-    situation = "a planned schedule" if is_planned else "--vtp-size-list 1,2"
+    options, situation = {
+        Verdict.REFUSED_PLANNED: ({"schedule": "planned"}, "a planned schedule"),
+        Verdict.REFUSED_SPLIT: ({"schedule": "planned", "split_backward": True}, "--vtp-split-backward"),
+    }.get(rule.verdict, ({}, "--vtp-size-list 1,2"))
+    session = planned_session(monkeypatch, **options)
     with pytest.raises(ConfigError) as caught:
         tensor_format(session, session.running, model_config(**in_use(rule)))
     assert str(caught.value) == f"{rule.option} with {situation}; {rule.reason}; {rule.way_out}"

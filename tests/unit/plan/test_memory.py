@@ -9,9 +9,9 @@ import pytest
 from vtp_plugin.plan.layout.chunks import Chunk, plain_chunks
 from vtp_plugin.plan.layout.grids import ExpertGrid, StageGrid
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
-from vtp_plugin.plan.memory.activations import kept_by_module
-from vtp_plugin.plan.memory.footprint import Training, footprints
-from vtp_plugin.plan.memory.layer_sizes import Microbatch, Recompute, Sizes
+from vtp_plugin.plan.memory.activations import kept_by_module, waiting_by_module
+from vtp_plugin.plan.memory.footprint import Footprint, Training, footprints
+from vtp_plugin.plan.memory.layer_sizes import Microbatch, Recompute, Routing, Sizes
 from vtp_plugin.plan.memory.overhead import overhead_bytes
 from vtp_plugin.plan.memory.parameters import Parameter, chunk_parameters
 from vtp_plugin.plan.model.gpt_model import Experts, GPTModel
@@ -127,3 +127,27 @@ def test_a_rank_holds_activations_once_for_every_microbatch_in_flight() -> None:
             fixed = held.weight_bytes + held.gradient_bytes + held.optimizer_bytes + held.overhead_bytes
             assert held.overhead_bytes > ALWAYS and held.activation_bytes == sum(held.kept_bytes.values()) > 0
             assert held.held_bytes(3) == fixed + 3 * held.activation_bytes
+
+
+def test_what_waits_is_known_of_local_layers_alone() -> None:
+    """Recomputed or not, since it is computed again by then."""
+    routing = Routing(topk=2)
+    local = replace(BATCH, is_engine=False, has_fused_rope=False, routing=routing)
+    sparse = replace(MODEL, experts=Experts(number=4, ffn=32, shared_ffn=16, layers=(True,) * 4))
+    for model in (MODEL, sparse):
+        sizes = Sizes(model=model, batch=local, tp=2, etp=2)
+        whole = waiting_by_module(sizes, [MIDDLE])
+        assert whole == waiting_by_module(sizes, [replace(MIDDLE, is_first=True, is_last=True)])
+        for again in (Recompute(method="block", num_layers=1), Recompute(core_attention=True, feed_forward=True)):
+            assert waiting_by_module(replace(sizes, batch=replace(local, recompute=again)), [MIDDLE]) == whole
+        for unknown in (BATCH, replace(local, routing=replace(routing, is_grouped=True))):
+            assert waiting_by_module(replace(sizes, batch=unknown), [MIDDLE]) is None
+
+
+def test_a_rank_is_fullest_with_what_takes_most_together() -> None:
+    held = Footprint(
+        num_parameters=1, weight_bytes=1, gradient_bytes=2, optimizer_bytes=3, overhead_bytes=4, activation_bytes=100,
+        kept_bytes={}, waiting_bytes=30,
+    )  # fmt: skip
+    assert held.held_bytes(2, 1) == 10 + 2 * 100 + 30
+    assert held.fullest([(3, 0), (2, 3)]) == (3, 0) and held.fullest([(3, 0), (2, 4)]) == (2, 4)

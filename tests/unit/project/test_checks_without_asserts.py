@@ -76,7 +76,7 @@ class Compute:
     def __init__(self, output=None):
         self.output = output
 
-    def forward(self, action, activation):
+    def forward(self, action, activation, *, is_split):
         return self.output
 
 

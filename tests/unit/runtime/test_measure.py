@@ -37,7 +37,7 @@ class Work:
     def __init__(self, spend: Any) -> None:
         self._spend = spend
 
-    def forward(self, action: Action, activation: Inputs) -> torch.Tensor:
+    def forward(self, action: Action, activation: Inputs, *, is_split: bool) -> torch.Tensor:
         self._spend(10 * (action.vstage + 1) + action.microbatch**2)
         return torch.zeros(3, 1, 2)
 

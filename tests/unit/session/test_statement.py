@@ -35,6 +35,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "dp_mode": {"dp_mode": "split"},
     "bridges": {"bridges": "extended"},
     "schedule": {"schedule": "planned"},
+    "split_backward": {"split_backward": True, "schedule": "planned"},
     "in_flight": {"in_flight": (3, 2)},
     "costs": {"costs": ("latency_ms=20", "mbit=5")},
     "replan_share": {"replan_share": 0.5},

@@ -24,9 +24,10 @@ from vtp_plugin.tune.cluster.profile_files import check_origins, features, read_
 from vtp_plugin.tune.cluster.read_cluster import read_cluster
 from vtp_plugin.tune.cluster.speed import Link
 
+LAYER = Time(part="dense", tp=1, micro_batch_size=2, seq_length=16, forward_s=3.0, backward_s=6.0, weights_s=2.5)
 TIMES = [
-    Time(part="dense", tp=1, micro_batch_size=2, seq_length=16, forward_s=3.0, backward_s=6.0),
-    Time(part="dense", tp=1, micro_batch_size=2, seq_length=16, forward_s=3.0, backward_s=9.5, is_recomputed=True),
+    LAYER,
+    replace(LAYER, backward_s=9.5, is_recomputed=True),
     Time(part="head", tp=1, micro_batch_size=2, seq_length=16, forward_s=1.0, backward_s=2.0),
     Time(part="update", tp=1, micro_batch_size=2, seq_length=16, forward_s=0.5, backward_s=0.0),
 ]
@@ -81,6 +82,27 @@ def test_recomputed_layers_have_times_of_their_own_or_are_fitted() -> None:
     fitted = speed_of(replace(card, times=(TIMES[0], *TIMES[2:])), Links(), MODEL, again, 1, 1)
     assert (fitted.backward_s[0], fitted.source) == (9.0, "fitted")
     assert fitted.last_s == measured.last_s == (1.0, 2.0)
+
+
+def test_a_profile_may_say_what_of_a_backward_is_for_weights(folder: Path) -> None:
+    """Older files do not: then it is half of what is not recomputed."""
+    path = folder / "new.toml"
+    assert path.read_text().count("weights_ms = 2500.0") == 2
+    path.write_text(path.read_text().replace("weights_ms = 2500.0\n", ""))
+    origin, times = read_profile(path)
+    assert (origin, times) == (ORIGIN, tuple(replace(time, weights_s=None) for time in TIMES))
+    again, twice = replace(BATCH, is_recomputed=True), replace(LAYER, micro_batch_size=4, backward_s=9.0, weights_s=3.5)
+    for known, batch, seconds in (
+        (TIMES, BATCH, 2.5),
+        (TIMES, again, 2.5),
+        ((*TIMES, twice), replace(BATCH, size=3), 3.0),
+        (times, BATCH, 3.0),
+        (times, again, 3.25),
+    ):
+        found = speed_of(replace(SHEET, flops_per_s=None, times=tuple(known)), Links(), MODEL, batch, 1, 1)
+        assert (found.weights_s[0], found.weights_sums[-1]) == (seconds, seconds * MODEL.num_layers)
+    of_sheet = speed_of(SHEET, Links(), MODEL, again, 1, 1)
+    assert of_sheet.weights_s == of_sheet.forward_s and of_sheet.backward_s[0] == 3 * of_sheet.forward_s[0]
 
 
 def test_sums_that_were_measured_go_before_those_that_follow_from_links() -> None:
@@ -151,6 +173,10 @@ def test_times_of_several_versions_are_refused() -> None:
         (("format = 1", "format = 2"), "new.toml: format 2 is another version's, this vtp_plugin reads 1"),
         (('part = "head"', 'part = "tail"'), "part is 'tail'; it is one of dense, experts, embedding, head, update"),
         (("tp = 1", "tp = 0"), "tp must be a whole number from 1 on, not 0"),
+        (
+            ("weights_ms = 2500.0", "weights_ms = 6001"),
+            "weights_ms must not be above backward_ms, of which it is a part",
+        ),
         (("recomputed = true", "recomputed = 1"), "recomputed must be true or false, not 1"),
         (("[model]", "[model"), "new.toml is no TOML"),
     ],

@@ -20,6 +20,7 @@ class OptionContext:
         is_split: Replicas of stages with unequal data-parallel sizes share microbatches (``--vtp-dp-mode split``).
         forced: The plugin's groups and communicator are used even for a uniform list.
         is_planned: The plugin's executor runs the steps, not Megatron's schedules.
+        has_split_backward: Gradients of weights are computed later than those of inputs (``--vtp-split-backward``).
         is_u_shaped: The first stage holds both ends of the model.
         num_rings: How often a microbatch passes the cloud of a U; 0 without one.
         device: The platform: ``"cuda"``, ``"npu"`` or ``"cpu"``, or ``"auto"`` while it is not known.
@@ -34,6 +35,7 @@ class OptionContext:
     is_split: bool = False
     forced: bool = False
     is_planned: bool = False
+    has_split_backward: bool = False
     is_u_shaped: bool = False
     num_rings: int = 0
     device: str = "auto"

@@ -198,6 +198,31 @@ def _shared_ffn(s: Sizes) -> int:
     return s.model.experts.shared_ffn // s.tp if s.has_experts and s.model.experts is not None else 0
 
 
+def _waiting_ffn(s: Sizes, ffn: int) -> int:
+    """Give both inputs, and the gradients of both outputs, of a feed-forward layer."""
+    return _hidden(s) + s.numbers(s.positions * ((3 if s.model.is_gated else 2) * ffn + s.model.hidden))
+
+
+def _waiting_experts(s: Sizes) -> int:
+    """Give as for a feed-forward layer; the experts' inputs are parts of one tensor, and so are the last gradients."""
+    assert s.batch.routing is not None and s.model.experts is not None
+    rows = s.slices * s.batch.routing.topk * s.etp
+    return s.numbers(rows * (2 * s.model.hidden + (3 if s.model.is_gated else 2) * s.model.experts.ffn // s.etp))
+
+
+def _waiting_latents(s: Sizes) -> int:
+    """Give the input that the projections to latents share, those of the projections from them, and the gradients."""
+    latent, is_normed = s.model.latent, s.model.has_query_norm
+    assert latent is not None
+    # Without a norm the latent keys are a part of a tensor, and a rank's slice is one of the whole sequence.
+    beside = latent.kv_lora_rank + latent.qk_pos_emb_head_dim
+    keys = s.slices * latent.kv_lora_rank if is_normed else s.positions * beside
+    queries = (s.slices if is_normed else s.positions) * latent.q_lora_rank
+    down = (beside + latent.q_lora_rank) // s.tp
+    up = s.heads * (2 * latent.qk_head_dim + latent.qk_pos_emb_head_dim + latent.v_head_dim)
+    return _hidden(s) + s.numbers(keys + queries + s.positions * (down + up))
+
+
 def _has_angles(s: Sizes) -> bool:
     """Whether the layers of a chunk share the angles: they are recomputed, or rotate in one kernel."""
     again = s.num_again or (s.batch.recompute.method == "uniform" and s.num_layers)
@@ -299,3 +324,27 @@ ROWS: Mapping[str, tuple[KeptRow, ...]] = {
 }  # fmt: skip
 """The rows of a layer; of a chunk; of the first and the last chunk; of a loss; and of a layer of multi-token prediction
 besides its loss and the layer in it."""
+
+WAITING: Mapping[str, tuple[KeptRow, ...]] = {
+    "layer": (
+        KeptRow("linear_qkv", "input; gradient of the output", _LINEAR,
+            lambda s: _hidden(s) + s.numbers(s.positions * (s.model.queries + 2 * s.model.keys) // s.tp),
+            when=lambda s: not s.model.latent),
+        KeptRow("self_attention", "inputs; gradients of the outputs", _LATENT, _waiting_latents,
+            when=lambda s: s.model.latent),
+        KeptRow("linear_proj", "input; gradient of the output", _LINEAR,
+            lambda s: _context(s) + s.numbers(s.positions * s.model.hidden)),
+        KeptRow("mlp", "inputs; gradients of the outputs", _MLP, lambda s: _waiting_ffn(s, s.model.ffn // s.tp),
+            when=lambda s: not s.has_experts),
+        KeptRow("experts", "inputs; gradients of the outputs", "transformer/moe/experts.py", _waiting_experts,
+            when=lambda s: s.has_experts),
+        KeptRow("shared_experts", "inputs; gradients of the outputs", _MLP, lambda s: _waiting_ffn(s, _shared_ffn(s)),
+            when=_shared_ffn),
+    ),
+    "prediction": (
+        KeptRow("mtp", "input of eh_proj; gradient of its output", _MTP,
+            lambda s: 2 * _hidden(s) + s.numbers(s.positions * s.model.hidden // s.tp)),
+    ),
+}  # fmt: skip
+"""What local linear layers keep of a microbatch from the gradient of its input to those of its weights, recomputed or
+not. Norms, routers, embeddings and the output layer keep nothing: their backwards are whole."""

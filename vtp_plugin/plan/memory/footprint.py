@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from vtp_plugin.plan.layout.chunks import Chunk
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
-from vtp_plugin.plan.memory.activations import kept_by_module
+from vtp_plugin.plan.memory.activations import kept_by_module, waiting_by_module
 from vtp_plugin.plan.memory.layer_sizes import Microbatch, Sizes
 from vtp_plugin.plan.memory.overhead import overhead_bytes
 from vtp_plugin.plan.memory.parameters import Parameter, chunk_parameters
@@ -57,6 +57,8 @@ class Footprint:
         overhead_bytes: bytes on a device that are no tensor of the model, such as buffers of collectives.
         activation_bytes: bytes kept for one microbatch between its forward and its backward; None if not known.
         kept_bytes: bytes kept for one microbatch, by module.
+        waiting_bytes: bytes kept for one microbatch between the gradient of its input and those of its weights, where
+            backwards are split; None if not known.
     """
 
     num_parameters: int
@@ -66,11 +68,16 @@ class Footprint:
     overhead_bytes: int
     activation_bytes: int | None
     kept_bytes: Mapping[str, int]
+    waiting_bytes: int | None
 
-    def held_bytes(self, in_flight: int) -> int:
-        """Give all that it holds with the activations, where they are known, of so many microbatches."""
+    def held_bytes(self, in_flight: int, waiting: int = 0) -> int:
+        """Give all that it holds with so many microbatches in flight, and so many waiting, where that is known."""
         steady = self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.overhead_bytes
-        return steady + (self.activation_bytes or 0) * in_flight
+        return steady + (self.activation_bytes or 0) * in_flight + (self.waiting_bytes or 0) * waiting
+
+    def fullest(self, peaks: Sequence[tuple[int, int]]) -> tuple[int, int]:
+        """Give the pair of activations and waiting microbatches with which it holds the most."""
+        return max(peaks, key=lambda pair: self.held_bytes(*pair))
 
 
 def footprints(
@@ -103,9 +110,10 @@ def footprints(
             grid, experts, own = layout.stages[place.stage], layout.experts[place.stage], chunks[place.stage]
             sizes = batch and Sizes(model=model, batch=batch, tp=grid.tp, cp=grid.cp, etp=experts.tp)
             kept = sizes and kept_by_module(sizes, own)
+            waiting = sizes and waiting_by_module(sizes, own)
             flat = [parameter for parameters in held[place.stage] for parameter in parameters]
             overhead = overhead_bytes(training.backend, sizes, flat, own, grid, experts if model.experts else None)
-            known[place] = _footprint(training, held[place.stage], place, kept, overhead)
+            known[place] = _footprint(training, held[place.stage], place, kept, waiting, overhead)
     return tuple(known[_place(layout, rank)] for rank in range(layout.world_size))
 
 
@@ -136,6 +144,7 @@ def _footprint(
     held: Sequence[Sequence[Parameter]],
     place: _Place,
     kept: Mapping[str, int] | None,
+    waiting: Mapping[str, int] | None,
     overhead: int,
 ) -> Footprint:
     num_parameters = num_buffered = num_owned = 0
@@ -158,6 +167,7 @@ def _footprint(
         overhead_bytes=overhead,
         activation_bytes=None if kept is None else sum(kept.values()),
         kept_bytes=kept or {},
+        waiting_bytes=None if waiting is None else sum(waiting.values()),
     )
 
 

@@ -23,6 +23,7 @@ class Routing:
         group_topk: number of groups that a token uses.
         has_aux_loss: experts are balanced by a loss.
         is_gathered: ranks gather all tokens, and each takes out those of its experts.
+        is_grouped: the products of experts are computed together.
     """
 
     topk: int
@@ -32,6 +33,7 @@ class Routing:
     group_topk: int = 1
     has_aux_loss: bool = False
     is_gathered: bool = False
+    is_grouped: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

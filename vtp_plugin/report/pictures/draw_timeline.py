@@ -30,6 +30,8 @@ rect.forward-first { fill: #3f6ca8; }
 rect.forward-later { fill: #2f7d78; }
 rect.backward-first { fill: #b4540a; }
 rect.backward-later { fill: #9a3f73; }
+rect.weights-first { fill: #6b5a14; }
+rect.weights-later { fill: #5f4b8b; }
 line.message, line.sample { stroke: $line; stroke-opacity: 0.8; }
 line.tick { stroke: $line; stroke-opacity: 0.4; }"""
 _KINDS = {
@@ -37,19 +39,24 @@ _KINDS = {
     "forward-later": "forward, later chunk",
     "backward-first": "backward, first chunk",
     "backward-later": "backward, later chunk",
+    "weights-first": "gradients of weights, first chunk",
+    "weights-later": "gradients of weights, later chunk",
 }
+_FILLINGS = {"forward": "-", "backward": "=", "weights": "+"}
 _MESSAGE = "message on its way"
 _LEGEND = """\
 Time runs from left to right. 0F3---: part 0 of the model runs the forward of microbatch 3; 0B3===: its backward; where
 that is too long, the last digit of the microbatch; dots: the stage is idle."""
+_SPLIT_LEGEND = """
+0I3===: the first half of a split backward, the gradient of the input; 0W3+++: the gradients of the weights."""
 
 
 def draw_text(timeline: Timeline, *, columns: int = 120) -> str:
     """Draw one line for each worker, time from left to right, and a legend.
 
     A compute shows its action, or the last digit of its microbatch where the action is too long, padded to its duration
-    with `-` (forward) or `=` (backward). A dot is idle time. Of a step with too many microbatches for that, only the
-    first and the last part are drawn.
+    with `-` (forward), `=` (backward) or `+` (gradients of weights alone). A dot is idle time. Of a step with too many
+    microbatches for that, only the first and the last part are drawn.
 
     Args:
         timeline: the timeline to draw.
@@ -70,7 +77,7 @@ def draw_text(timeline: Timeline, *, columns: int = 120) -> str:
     for label, spans in zip(labels, timeline.spans, strict=True):
         row = _CUT.join(_row(spans, *window) for window in windows)
         lines.append(f"{label:{max(map(len, labels))}} |{row}|")
-    lines.append(_LEGEND)
+    lines.append(_LEGEND + (_SPLIT_LEGEND if _is_split(timeline) else ""))
     if len(windows) > 1:
         length = f"{windows[0][1]:.4g}"
         of_all = f"the last {length} of {timeline.makespan:.6g} are drawn"
@@ -165,7 +172,8 @@ def draw_svg(timeline: Timeline, *, title: str, unit: str = "", width: int = 660
     body += _messages(timeline, left, scale, top)
     body += [box for worker in range(len(labels)) for box in _boxes(timeline, worker, left, scale, top)]
     about = (
-        f"Rows of boxes over time: {', '.join(labels)}. A box is the forward or the backward of a microbatch. "
+        f"Rows of boxes over time: {', '.join(labels)}. A box is the forward or the backward of a microbatch"
+        f"{', or one of the two parts of a backward' if _is_split(timeline) else ''}. "
         f"{summarize(timeline, unit=unit)}."
     )
     return svg.document(full_width, bottom + 30, title=title, about=about, style=_STYLE, body=body)
@@ -202,11 +210,17 @@ def _cell(action: Action, length: int) -> str:
     name = str(action)
     if len(name) > length:
         name = name[-1]
-    return name.ljust(length, "=" if action.op is Op.B else "-")[:length]
+    return name.ljust(length, _FILLINGS[_pass_name(action)])[:length]
 
 
 def _pass_name(action: Action) -> str:
-    return "backward" if action.op is Op.B else "forward"
+    if action.op is Op.W:
+        return "weights"
+    return "backward" if action.op.is_backward else "forward"
+
+
+def _is_split(timeline: Timeline) -> bool:
+    return any(span.action.op is Op.W for spans in timeline.spans for span in spans)
 
 
 def _kind(timeline: Timeline, span: Span) -> str:

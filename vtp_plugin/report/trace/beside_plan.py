@@ -16,10 +16,10 @@ from vtp_plugin.plan.schedule.order.actions import Action, Op, parse_action
 from vtp_plugin.plan.schedule.order.messages import peer_of, receives_for
 from vtp_plugin.plan.schedule.order.placement import Placement
 from vtp_plugin.plan.schedule.order.schedule import Schedule
-from vtp_plugin.report.trace.causes import Cause, Stretch
+from vtp_plugin.report.trace.causes import COMPUTES, Cause, Stretch
 from vtp_plugin.report.trace.explain import TimeShare, arrivals
 
-_COMPUTES = {Op.F: Cause.FORWARD, Op.B: Cause.BACKWARD}
+_COMPUTES = {Op.F: Cause.FORWARD, Op.B: Cause.BACKWARD, Op.I: Cause.BACKWARD, Op.W: Cause.WEIGHTS}
 Boundary = tuple[int, int, Direction]
 """Upstream stage, downstream stage, and what crosses."""
 _BOUNDARY = re.compile(r"boundary (\d+)->(\d+)\b.*?, (forward|backward)(?:,|$)")
@@ -105,7 +105,7 @@ def name_computes(stretches: Sequence[Stretch], order: Iterable[Action]) -> Iter
     """
     computes = iter([action for action in order if action.op.is_compute])
     for one in stretches:
-        if one.cause in (Cause.FORWARD, Cause.BACKWARD) and not one.name:
+        if one.cause in COMPUTES and not one.name:
             action = next(computes, None)
             if action is not None and _COMPUTES[action.op] is one.cause:
                 yield Stretch(cause=one.cause, name=str(action), start_s=one.start_s, end_s=one.end_s)
@@ -138,7 +138,7 @@ def measured_costs(placement: Placement, steps: Sequence[Sequence[TimeShare]]) -
     for shares in steps:
         for share in shares:
             for one in share.stretches:
-                if one.cause in (Cause.FORWARD, Cause.BACKWARD) and one.name:
+                if one.cause in COMPUTES and one.name:
                     computes[one.cause, parse_action(one.name).vstage, share.rank].append(1e3 * one.length_s)
         for _, name, took_s in crossings_of(shares):
             boundary = boundary_of(name)
@@ -151,12 +151,14 @@ def measured_costs(placement: Placement, steps: Sequence[Sequence[TimeShare]]) -
         return max(map(statistics.median, own), default=0.0)
 
     links = [*pairwise(placement.stages)]
+    weights = tuple(slowest(Cause.WEIGHTS, v) for v in vstages)
     return Costs(
         forward=tuple(slowest(Cause.FORWARD, v) for v in vstages),
-        backward=tuple(slowest(Cause.BACKWARD, v) for v in vstages),
+        backward=tuple(slowest(Cause.BACKWARD, v) + weights[v] for v in vstages),
         latency=tuple(statistics.median(crossings[link]) if crossings[link] else 0.0 for link in links),
         bandwidth=(math.inf,) * len(links),
         message_bytes=(0,) * len(links),
+        weights=weights if any(weights) else (),
     )
 
 

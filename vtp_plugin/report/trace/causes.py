@@ -18,6 +18,7 @@ class Cause(TextEnum):
 
     FORWARD = "forward"
     BACKWARD = "backward"
+    WEIGHTS = "weights"
     LOSS = "loss"
     BATCH = "batch"
     PACK = "pack"
@@ -37,10 +38,14 @@ class Cause(TextEnum):
     OTHER = "other"
 
 
+COMPUTES = (Cause.FORWARD, Cause.BACKWARD, Cause.WEIGHTS)
+"""What an order of computes is made of."""
+
 MEANINGS: Mapping[Cause, str] = MappingProxyType(
     {
         Cause.FORWARD: "a forward of one microbatch, with the collectives inside the stage that the model makes",
-        Cause.BACKWARD: "a backward of one microbatch, likewise",
+        Cause.BACKWARD: "a backward of one microbatch, likewise; of a split one the gradient of the input",
+        Cause.WEIGHTS: "the gradients of weights of one microbatch, where backwards are split",
         Cause.LOSS: "the script's loss function; it waits for other replicas where it sums over them (0.12)",
         Cause.BATCH: "reading a batch, where the script times that",
         Cause.PACK: "a tensor is made ready to cross: gathered inside the stage, cut, made dense",

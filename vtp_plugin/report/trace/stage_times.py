@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from vtp_plugin.report.trace.causes import Cause
+from vtp_plugin.report.trace.causes import COMPUTES, Cause
 from vtp_plugin.report.trace.explain import TimeShare, explain, totals
 
 PARTS: Mapping[str, frozenset[Cause]] = MappingProxyType(
     {
-        "compute": frozenset({Cause.FORWARD, Cause.BACKWARD}),
+        "compute": frozenset(COMPUTES),
         "exposed communication": frozenset({Cause.PACK, Cause.POST, Cause.SEND, Cause.MESSAGE, Cause.FINISH}),
         "bubble": frozenset({Cause.BUBBLE}),
     }

@@ -31,8 +31,11 @@ Inputs = torch.Tensor | tuple[torch.Tensor | None, ...] | None
 class Compute(Protocol):
     """What a virtual stage computes, by Megatron's own step functions."""
 
-    def forward(self, action: Action, activation: Inputs) -> torch.Tensor:
-        """Run a forward; the first virtual stage gets no activation, and the last one returns the loss."""
+    def forward(self, action: Action, activation: Inputs, *, is_split: bool) -> torch.Tensor:
+        """Run a forward; the first virtual stage gets no activation, and the last one returns the loss.
+
+        ``is_split`` says that its backward comes in two parts.
+        """
         ...
 
     def backward(
@@ -44,11 +47,15 @@ class Compute(Protocol):
         *,
         is_last: bool,
     ) -> Inputs:
-        """Run a backward and return the gradient of the activation, or of each.
+        """Run a backward, or its part for the input, and return the gradient of the activation, or of each.
 
         The last virtual stage gets no gradient of its output: its output is the loss. ``is_last`` marks the last
-        backward of this virtual stage in the step.
+        such compute of this virtual stage in the step.
         """
+        ...
+
+    def weights(self, action: Action, *, is_last: bool) -> None:
+        """Compute the gradients of weights that an earlier part has left; ``is_last`` is as in :meth:`backward`."""
         ...
 
     def release(self, output: torch.Tensor) -> None:
@@ -91,7 +98,8 @@ class Executor:
         self._companions = companions or Companions()
         self._recorder = None if schedule.forward_only else recorder
         self.shapes: dict[int, tuple[int, ...]] = {}
-        self._num_backwards_left = Counter(action.vstage for action in self._actions if action.op is Op.B)
+        self._num_left = Counter(map(_turn, self._actions))
+        self._split = {(action.vstage, action.microbatch) for action in self._actions if action.op is Op.I}
         self._current: Action | None = None
         self._posted: dict[Action, Receive] = {}
         self._received: dict[Action, torch.Tensor | None] = {}
@@ -101,6 +109,8 @@ class Executor:
         self._handlers: Mapping[Op, Callable[[Action], None]] = {
             Op.F: self._forward,
             Op.B: self._backward,
+            Op.I: self._backward,
+            Op.W: self._weights,
             **dict.fromkeys((Op.RECV_F, Op.RECV_B), self._post_receive),
             **dict.fromkeys((Op.WAIT_RECV_F, Op.WAIT_RECV_B), self._wait_for_receive),
             **dict.fromkeys((Op.SEND_F, Op.SEND_B), self._send),
@@ -159,7 +169,8 @@ class Executor:
         activation = received if len(received) > 1 else next(iter(received), None)
         self._companions.enter(action)
         with self._noting(Cause.FORWARD, action):
-            output = self._compute.forward(action, activation)
+            is_split = (action.vstage, action.microbatch) in self._split
+            output = self._compute.forward(action, activation, is_split=is_split)
         self._keep_result(action, output)
         if not self._schedule.forward_only:
             self.shapes.setdefault(action.vstage, tuple(output.shape))
@@ -170,12 +181,20 @@ class Executor:
 
     def _backward(self, action: Action) -> None:
         activation, output = self._kept.pop((action.vstage, action.microbatch))
-        self._num_backwards_left[action.vstage] -= 1
-        is_last = self._num_backwards_left[action.vstage] == 0
+        is_last = self._is_last(action)
         (gradient,) = self._take_received(action) or (None,)
         with self._noting(Cause.BACKWARD, action):
             result = self._compute.backward(action, activation, output, gradient, is_last=is_last)
         self._keep_result(action, result)
+
+    def _weights(self, action: Action) -> None:
+        is_last = self._is_last(action)
+        with self._noting(Cause.WEIGHTS, action):
+            self._compute.weights(action, is_last=is_last)
+
+    def _is_last(self, action: Action) -> bool:
+        self._num_left[_turn(action)] -= 1
+        return self._num_left[_turn(action)] == 0
 
     def _noting(self, cause: Cause, action: Action) -> AbstractContextManager[object]:
         """Note a compute alone: the waits for what it takes are over."""
@@ -197,3 +216,8 @@ class Executor:
                     "on its input, and return it"
                 )
             self._results[send] = result
+
+
+def _turn(action: Action) -> tuple[int, Op]:
+    """Return what counts down to the last compute of a kind on a virtual stage: both kinds of backwards as one."""
+    return action.vstage, action.whole.op

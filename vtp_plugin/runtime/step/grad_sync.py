@@ -21,7 +21,8 @@ class GradSync:
     A chunk's gradients are complete after its last backward. Without ``grad_sync_func``, Megatron's DDP sums them
     bucket by bucket inside that backward, as soon as the context of ``no_sync_func`` is left. With ``grad_sync_func``,
     that hook starts the sum right after the backward. The first chunk of the first stage is an exception: nothing runs
-    after its last backward that could hide the sum.
+    after its last backward that could hide the sum. Of a split backward both parts count: norms get their gradients
+    with the first, linear layers with the second.
 
     A pass without backward calls no hook.
 
@@ -90,12 +91,18 @@ class GradSync:
             self._num_gathered = max(self._num_gathered, wanted)
 
     @contextmanager
-    def backward(self, chunk: int, *, is_last: bool) -> Iterator[None]:
-        """Surround a backward; the last backward of a chunk lets its gradients be summed."""
-        if not is_last:
+    def backward(self, chunk: int, *, is_last: bool, has_rest: bool = False) -> Iterator[None]:
+        """Surround a backward or a part of it; the last of a chunk lets its gradients be summed.
+
+        Args:
+            chunk: number of the chunk.
+            is_last: whether it is the last of its kind in the step.
+            has_rest: whether gradients of weights are still to come.
+        """
+        is_inside = self._grad_sync is None or (self._is_first_stage and chunk == 0)
+        if not is_last or (has_rest and not is_inside):
             yield
             return
-        is_inside = self._grad_sync is None or (self._is_first_stage and chunk == 0)
         if is_inside:
             self._open.close()
         yield

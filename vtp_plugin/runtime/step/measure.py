@@ -1,4 +1,4 @@
-"""How long this rank computes and how fast its links are: the costs that a U-shaped pipeline's order is planned for."""
+"""How long this rank computes and how fast its links are: the costs that an order is planned for."""
 
 from __future__ import annotations
 
@@ -95,7 +95,9 @@ def _combined(combine: Callable[[Sequence[Posted]], str], reports: Sequence[Post
 
 
 def report_computes(noted: Sequence[Noted], watch: Stopwatch) -> Report:
-    """Return the median duration of forwards and backwards, by virtual stage.
+    """Return the median duration of forwards, backwards and, where they are apart, gradients of weights.
+
+    Each by virtual stage.
 
     Args:
         noted: spans that the recorder has noted in one or more steps.
@@ -107,7 +109,7 @@ def report_computes(noted: Sequence[Noted], watch: Stopwatch) -> Report:
             durations[one.cause, one.name.vstage].append(watch.between_ms(one.start, one.end))
     report: Report = {"forward_ms": {}, "backward_ms": {}}
     for (cause, vstage), each in durations.items():
-        report[f"{cause}_ms"][str(vstage)] = statistics.median(each)
+        report.setdefault(f"{cause}_ms", {})[str(vstage)] = statistics.median(each)
     return report
 
 

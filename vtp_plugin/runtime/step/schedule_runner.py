@@ -26,6 +26,7 @@ from vtp_plugin.runtime.step.executor import Compute, Executor
 from vtp_plugin.runtime.step.links import LinkId, StageLink
 from vtp_plugin.runtime.step.measure import Report, measure_links, report_computes
 from vtp_plugin.runtime.step.step_times import MOST_REPLANS, StepTime, StepTimes
+from vtp_plugin.runtime.step.weight_gradients import WeightGradients
 from vtp_plugin.util import log
 from vtp_plugin.util.printable import one_line
 
@@ -52,11 +53,11 @@ class Ranks(Protocol):
 class ScheduleRunner:
     """Makes the schedule of each kind of step once, and runs steps over this rank's channels.
 
-    The order of a U-shape depends on durations and links. If the user does not state these costs, the run measures
-    them. The first steps run in an order made for assumed costs. Training steps 2 to 4 are timed, and the links are
-    tried after them. All ranks then combine their figures (medians over the steps) into one set of costs, and later
-    steps are planned for these, once for each number of microbatches. A new order does not change what is computed:
-    every chunk keeps the order of its backwards.
+    The order of a U-shape depends on durations and links, and so does any order with split backwards. If the user does
+    not state these costs, the run measures them. The first steps run in an order made for assumed costs. Training steps
+    2 to 4 are timed, and the links are tried after them. All ranks then combine their figures (medians over the steps)
+    into one set of costs, and later steps are planned for these, once for each number of microbatches. A new order does
+    not change what is computed: every chunk keeps the order of its backwards.
 
     From then on the time of the steps is compared with the time that the schedule promises. If they are too far apart,
     measured costs are measured again and the order is replanned, a few times at most; for stated costs there is a
@@ -71,6 +72,9 @@ class ScheduleRunner:
         options: kind of schedule, costs and limits for which orders are planned.
         companions: tensors that cross with activations.
         recorder: notes what this rank does; None makes one.
+
+    Attributes:
+        weight_gradients: what split backwards have left for later on this rank.
     """
 
     def __init__(
@@ -87,6 +91,8 @@ class ScheduleRunner:
         self._companions = companions or Companions()
         self.costs = options.costs
         self._in_flight = options.in_flight
+        self._split_backward = options.split_backward
+        self.weight_gradients = WeightGradients()
         self._worker = worker
         self._stage = placement.stage_of(worker)
         self._ranks = ranks
@@ -96,7 +102,8 @@ class ScheduleRunner:
         self._num_trained = 0
         self._report: Report | None = None
         self._noted: list[Noted] = []
-        self._num_left = NUM_MEASURED_STEPS if self.costs is None and num_rings(placement) else 0
+        depends_on_costs = self._split_backward or num_rings(placement) > 0
+        self._num_left = NUM_MEASURED_STEPS if self.costs is None and depends_on_costs else 0
         self._num_replans = 0
         self._has_stated_costs = options.costs is not None
         self._has_warned = False
@@ -147,6 +154,7 @@ class ScheduleRunner:
             group_size=group_size,
             costs=self.costs,
             in_flight=self._in_flight,
+            split_backward=self._split_backward and not forward_only,
         )
         if request not in self._schedules:
             with self._recorder.span(Cause.PLAN):

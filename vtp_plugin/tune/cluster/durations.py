@@ -67,7 +67,8 @@ def speed_of(card: Card, links: Links, model: GPTModel, batch: Batch, tp: int, n
         numel = count(parameters) / tp
         updates[layer] += costs.update_s(numel, 0.0)
         sums[layer] += round(numel * batch.gradient_itemsize_bytes)
-    embedding = costs.part("embedding", 0.0) if any(time.part == "embedding" for time in card.times) else (0.0, 0.0)
+    has_embedding = any(time.part == "embedding" for time in card.times)
+    embedding = costs.part("embedding", 0.0) if has_embedding else _NO_TIME
     head = costs.part("head", 2.0 * batch.num_tokens * model.hidden * model.vocab)
     # A sum scatters, and then gathers.
     gather, broadcast = exchange / 2, links.inside_of(card.name).time_s(shared.activation_bytes) if tp > 1 else 0.0
@@ -76,8 +77,9 @@ def speed_of(card: Card, links: Links, model: GPTModel, batch: Batch, tp: int, n
     return Speed(
         forward_s=tuple(layer.forward_s for layer in layers),
         backward_s=tuple(layer.backward_s for layer in layers),
-        first_s=(embedding[0] + exchange, embedding[1]),
-        last_s=(head[0] + _NUM_LOSS_SUMS * of_tokens, head[1] + exchange),
+        weights_s=tuple(layer.weights_s for layer in layers),
+        first_s=(embedding.forward_s + exchange, embedding.backward_s),
+        last_s=(head.forward_s + _NUM_LOSS_SUMS * of_tokens, head.backward_s + exchange),
         update_s=tuple(updates),
         gradient_bytes=tuple(sums),
         expert_bytes=routed if any(routed) else (),
@@ -90,11 +92,23 @@ def speed_of(card: Card, links: Links, model: GPTModel, batch: Batch, tp: int, n
     )
 
 
+class _PartTime(NamedTuple):
+    """How long a part takes without messages; the fields are named as those of :class:`Speed`."""
+
+    forward_s: float
+    backward_s: float
+    weights_s: float
+
+
+_NO_TIME = _PartTime(0.0, 0.0, 0.0)
+
+
 class _Layer(NamedTuple):
     """What a layer costs; the fields are named as those of :class:`Speed`."""
 
     forward_s: float
     backward_s: float
+    weights_s: float
     update_s: float
     gradient_bytes: int
     expert_bytes: int
@@ -115,11 +129,11 @@ class _Costs:
         is_fitted = any(size > 1 and links.sum_of(card.name, size) is None for size in (tp, shared.etp))
         self.sure: set[Source] = {"fitted"} if is_fitted or batch.cp > 1 else set()
 
-    def part(self, name: str, flops: float) -> tuple[float, float]:
-        """Give the forward and backward seconds of a part."""
-        forward, backward, source = _part_s(self.card, name, flops, self.batch, self.tp)
+    def part(self, name: str, flops: float) -> _PartTime:
+        """Give the seconds of a part."""
+        seconds, source = _part_s(self.card, name, flops, self.batch, self.tp)
         self.sure.add(source)
-        return forward, backward
+        return seconds
 
     def update_s(self, dense: float, routed: float) -> float:
         """Give the optimizer's seconds for dense weights, and for those of experts that are summed separately."""
@@ -133,7 +147,7 @@ class _Costs:
         """Give what a layer costs."""
         batch, model, shared = self.batch, self.model, self.shared
         dense, routed = shared.layer(model, layer)
-        forward, backward = self.part("experts" if has_experts else "dense", layer_flops(model, batch, layer))
+        seconds = self.part("experts" if has_experts else "dense", layer_flops(model, batch, layer))
         # The sum of attention, and that of what comes behind it.
         own = 2 * self.exchange_s
         if has_experts and model.experts is not None:
@@ -141,8 +155,9 @@ class _Costs:
         passes = 2 if batch.is_recomputed else 1
         # Backward keys and values go round, and their gradients.
         return _Layer(
-            forward_s=forward + own + self.ring_s,
-            backward_s=backward + passes * (own + self.ring_s) + self.ring_s,
+            forward_s=seconds.forward_s + own + self.ring_s,
+            backward_s=seconds.backward_s + passes * (own + self.ring_s) + self.ring_s,
+            weights_s=seconds.weights_s,
             update_s=self.update_s(dense, routed),
             gradient_bytes=round(dense * batch.gradient_itemsize_bytes),
             expert_bytes=round(routed * batch.gradient_itemsize_bytes),
@@ -158,34 +173,37 @@ def _sum_s(card: Card, links: Links, num_bytes: float, tp: int) -> float:
     return all_reduce_s(num_bytes, tp, links.inside_of(card.name)) if measured is None else measured.time_s(num_bytes)
 
 
-def _part_s(card: Card, name: str, flops: float, batch: Batch, tp: int) -> tuple[float, float, Source]:
-    """Give the forward and backward seconds of a part, without messages."""
+def _part_s(card: Card, name: str, flops: float, batch: Batch, tp: int) -> tuple[_PartTime, Source]:
+    """Give the seconds of a part."""
     rows = [time for time in card.times if time.part == name]
     shares = batch.cp > 1 or (name == "experts" and (batch.ep > 1 or (batch.etp or tp) != tp))
     if rows:
         is_recomputed = batch.is_recomputed and name in _LAYERS
         if same := [time for time in rows if time.is_recomputed == is_recomputed]:
-            forward, backward, source = _fitted(same, batch, tp)
+            seconds, source = _fitted(same, batch, tp)
             # Timed on one card that has all experts, and the whole sequence.
-            return forward, backward, "fitted" if shares else source
+            return seconds, "fitted" if shares else source
         # Such a layer's backward begins with its forward.
-        forward, backward, _ = _fitted(rows, batch, tp)
-        return forward, backward + (forward if is_recomputed else -forward), "fitted"
+        seconds, _ = _fitted(rows, batch, tp)
+        again = seconds.forward_s if is_recomputed else -seconds.forward_s
+        return seconds._replace(backward_s=seconds.backward_s + again), "fitted"
     if card.flops_per_s is None:
         parts = ", ".join(sorted({time.part for time in card.times})) or "none"
         raise ConfigError(
             f"cards.{card.name} has no times of {name} (it has {parts}) and no teraflops; profile this model on it"
         )
     forward = flops / tp / card.flops_per_s
-    return forward, (3 if batch.is_recomputed and name in _LAYERS else 2) * forward, "data sheet"
+    # Both parts of a backward take as long as the forward.
+    passes = 3 if batch.is_recomputed and name in _LAYERS else 2
+    return _PartTime(forward, passes * forward, forward), "data sheet"
 
 
-def _fitted(rows: Sequence[Time], batch: Batch, tp: int) -> tuple[float, float, Source]:
+def _fitted(rows: Sequence[Time], batch: Batch, tp: int) -> tuple[_PartTime, Source]:
     """Fit the times of a part to measured ones, those nearest to what is asked for."""
     for time in rows:
         is_whole = batch.cp == 1
         if is_whole and (time.tp, time.micro_batch_size, time.seq_length) == (tp, batch.size, batch.length):
-            return time.forward_s, time.backward_s, "measured"
+            return _seconds(time), "measured"
 
     def of(time: Time) -> float:
         """The work of a row: tokens, shared by the ranks; longer sequences cost more for each token."""
@@ -198,12 +216,16 @@ def _fitted(rows: Sequence[Time], batch: Batch, tp: int) -> tuple[float, float, 
     if len(near) == 2 and of(near[0]) != of(near[1]):
         one, other = near
         share = (wanted - of(one)) / (of(other) - of(one))
-        forward = one.forward_s + share * (other.forward_s - one.forward_s)
-        backward = one.backward_s + share * (other.backward_s - one.backward_s)
+        pairs = zip(_seconds(one), _seconds(other), strict=True)
+        forward, backward, weights = (first + share * (second - first) for first, second in pairs)
         if forward > 0 and backward > 0:
-            return forward, backward, "fitted"
+            return _PartTime(forward, backward, min(max(0.0, weights), backward)), "fitted"
     scale = wanted / of(near[0])
-    return near[0].forward_s * scale, near[0].backward_s * scale, "fitted"
+    return _PartTime(*(scale * value for value in _seconds(near[0]))), "fitted"
+
+
+def _seconds(time: Time) -> _PartTime:
+    return _PartTime(time.forward_s, time.backward_s, time.of_weights_s)
 
 
 def _update_s(card: Card, numel: float) -> tuple[float, Source]:

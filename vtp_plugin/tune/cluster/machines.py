@@ -26,6 +26,8 @@ class Time:
             parameters.
         backward_s: seconds of the backward pass of a microbatch; 0 with ``update``.
         is_recomputed: whether whole layers are recomputed in the backward pass; ``backward_s`` includes that.
+        weights_s: the part of ``backward_s`` for the gradients of weights that a split backward leaves for later; None
+            where it was not measured.
     """
 
     part: Part
@@ -35,6 +37,20 @@ class Time:
     forward_s: float
     backward_s: float
     is_recomputed: bool = False
+    weights_s: float | None = None
+
+    @property
+    def of_weights_s(self) -> float:
+        """Seconds of the gradients of weights; where they were not measured, half of what is not recomputed.
+
+        >>> from dataclasses import replace
+        >>> layer = Time(part="dense", tp=1, micro_batch_size=1, seq_length=8, forward_s=1.0, backward_s=3.0)
+        >>> layer.of_weights_s, replace(layer, is_recomputed=True).of_weights_s
+        (1.5, 1.0)
+        """
+        if self.weights_s is not None:
+            return self.weights_s
+        return max(0.0, self.backward_s - self.forward_s * self.is_recomputed) / 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -109,8 +109,11 @@ def read_time(table: Table) -> Time:
         forward_s=table.number("forward_ms") / 1e3,
         backward_s=table.number("backward_ms", 0.0) / 1e3,
         is_recomputed=table.flag("recomputed"),
+        weights_s=table.number("weights_ms") / 1e3 if "weights_ms" in table else None,
     )
     table.done()
+    if time.weights_s is not None and time.weights_s > time.backward_s:
+        raise ConfigError(f"{table.path('weights_ms')} must not be above backward_ms, of which it is a part")
     return time
 
 
@@ -148,6 +151,7 @@ def write_profile(origin: Origin, times: Iterable[Time]) -> str:
         row |= {"forward_ms": _ms(time.forward_s)} | (
             {} if time.part == "update" else {"backward_ms": _ms(time.backward_s)}
         )
+        row |= {} if time.weights_s is None else {"weights_ms": _ms(time.weights_s)}
         lines += ["", "[[times]]", *_rows(row)]
     return "\n".join([*lines, ""])
 

@@ -29,6 +29,8 @@ class Speed:
     Attributes:
         forward_s: seconds of the forward pass of each layer, for one microbatch.
         backward_s: seconds of the backward pass of each layer, for one microbatch.
+        weights_s: the part of ``backward_s`` that a split backward leaves for later, the gradients of weights; empty
+            where it is not known, and then it is taken for half. Both ends of the model leave nothing for later.
         first_s: forward and backward seconds of what the first stage has before its layers.
         last_s: forward and backward seconds of what the last stage has behind its layers.
         update_s: seconds of the optimizer in a step, for each layer; empty for none.
@@ -44,8 +46,9 @@ class Speed:
         gather_s: seconds in which the ranks of a stage gather a tensor that crosses a boundary, of which each has a
             part, or in which one of them gathers or scatters it.
         broadcast_s: seconds in which one rank of a stage broadcasts a tensor that crosses a boundary.
-        forward_sums: prefix sums of ``forward_s``: entry i is the sum over the layers before i; so are the next five.
+        forward_sums: prefix sums of ``forward_s``: entry i is the sum over the layers before i; so are the next six.
         backward_sums: prefix sums of ``backward_s``.
+        weights_sums: prefix sums of ``weights_s``.
         update_sums: prefix sums of ``update_s``.
         gradient_sums: prefix sums of ``gradient_bytes``.
         expert_sums: prefix sums of ``expert_bytes``.
@@ -56,6 +59,7 @@ class Speed:
 
     forward_s: tuple[float, ...]
     backward_s: tuple[float, ...]
+    weights_s: tuple[float, ...] = ()
     first_s: tuple[float, float] = (0.0, 0.0)
     last_s: tuple[float, float] = (0.0, 0.0)
     update_s: tuple[float, ...] = ()
@@ -70,6 +74,7 @@ class Speed:
     broadcast_s: float = 0.0
     forward_sums: tuple[float, ...] = field(init=False, repr=False, compare=False)
     backward_sums: tuple[float, ...] = field(init=False, repr=False, compare=False)
+    weights_sums: tuple[float, ...] = field(init=False, repr=False, compare=False)
     update_sums: tuple[float, ...] = field(init=False, repr=False, compare=False)
     gradient_sums: tuple[float, ...] = field(init=False, repr=False, compare=False)
     expert_sums: tuple[float, ...] = field(init=False, repr=False, compare=False)
@@ -86,6 +91,7 @@ class Speed:
         derived = {
             "forward_sums": forward,
             "backward_sums": backward,
+            "weights_sums": _sums(self.weights_s or [whole / 2 for whole in self.backward_s]),
             "update_sums": _sums(self.update_s or nothing),
             "gradient_sums": _sums(self.gradient_bytes or nothing),
             "expert_sums": _sums(self.expert_bytes or nothing),
@@ -138,6 +144,7 @@ def slowest(speeds: Sequence[Speed], peer_s: float) -> Speed:
     return Speed(
         forward_s=layers([speed.forward_s for speed in speeds], 0),
         backward_s=layers([speed.backward_s for speed in speeds], 1),
+        weights_s=largest([speed.weights_s or [whole / 2 for whole in speed.backward_s] for speed in speeds]),
         first_s=ends([speed.first_s for speed in speeds]),
         last_s=ends([speed.last_s for speed in speeds]),
         update_s=largest([speed.update_s or nothing for speed in speeds]),

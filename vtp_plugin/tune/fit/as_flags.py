@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from vtp_plugin.config.parse_values import format_value
 from vtp_plugin.tune.fit.chosen import Chosen
 from vtp_plugin.tune.fit.constraints import Constraints
+from vtp_plugin.tune.search.evaluate import Candidate
 
 OF_A_FIT = ("--vtp-size-list", "--vtp-stages", "--vtp-data-parallel-size", "--vtp-sites", "--vtp-node")
 """Flags that a fit decides, and those that are for it alone."""
@@ -44,6 +45,21 @@ def fitted_flags(
     if len(chosen.layers) > len(chosen.sizes):
         return (*argv, "--num-layer-list", format_value(chosen.layers))
     return (*argv, *layer_flags(chosen.layers, num_predicting))
+
+
+def order_flags(candidate: Candidate, constraints: Constraints) -> tuple[str, ...]:
+    """Write the order of a layout's microbatches as flags, besides how many are in flight.
+
+    A U and an interleaved pipeline of whole backwards have an order of their own.
+
+    Args:
+        candidate: the layout.
+        constraints: what it had to satisfy.
+    """
+    order, argv = candidate.order, list[str]()
+    if order.is_planned and constraints.ends is None and (candidate.num_chunks == 1 or order.is_split):
+        argv += ["--vtp-schedule", "planned"]
+    return (*argv, *["--vtp-split-backward"] * order.is_split)
 
 
 def stock_flags(chosen: Chosen) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from vtp_plugin.tune.fit.available_cards import in_order
 from vtp_plugin.tune.fit.constraints import Constraints
 from vtp_plugin.tune.fit.fit_problem import fit_problem
 from vtp_plugin.tune.fit.reasons import why_nothing
-from vtp_plugin.tune.search.evaluate import Candidate
+from vtp_plugin.tune.search.evaluate import Candidate, with_split
 from vtp_plugin.tune.search.find_best import find_best
 
 
@@ -48,6 +48,17 @@ def fit(nodes: Sequence[Node], constraints: Constraints) -> tuple[Candidate, ...
     if not best:
         raise why_nothing(ordered, constraints)
     return best
+
+
+def fit_split(nodes: Sequence[Node], constraints: Constraints, fitted: Candidate) -> Candidate:
+    """Split the backwards of a fitted layout where the memory allows it and its step is shorter.
+
+    Args:
+        nodes: the nodes, in any order.
+        constraints: what the layout had to satisfy.
+        fitted: the layout; a run would not choose another one, either.
+    """
+    return with_split(fit_problem(in_order(nodes, constraints.sites), constraints), fitted)
 
 
 def _require_sites(nodes: Sequence[Node], constraints: Constraints) -> None:

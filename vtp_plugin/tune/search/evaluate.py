@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from vtp_plugin.plan.schedule.cost.costs import Costs
@@ -16,7 +16,7 @@ from vtp_plugin.tune.search.boundary_cost import BoundaryCost, cost_of_boundary,
 from vtp_plugin.tune.search.in_flight import most_in_flight
 from vtp_plugin.tune.search.memory_check import Part, held_bytes_of
 from vtp_plugin.tune.search.node_assignment import assign_nodes
-from vtp_plugin.tune.search.problem import BatchSplit, NodeIndex, StageType
+from vtp_plugin.tune.search.problem import BatchSplit, NodeIndex, SearchProblem, StageType
 from vtp_plugin.tune.search.schedule_time import Order, choose_order
 from vtp_plugin.tune.search.search_space import SearchSpace
 from vtp_plugin.tune.search.stage_cost import gradients_s, peer_s
@@ -46,6 +46,7 @@ class Candidate:
         sums_s: seconds that sums add to the step: of gradients over replicas, of weights that both ends of the model
             share, and of the gradients' norm over all stages.
         update_s: seconds of the optimizer on the slowest stage.
+        whole: the same layout with whole backwards; None where its backwards are not split.
     """
 
     stage_types: tuple[StageType, ...]
@@ -59,6 +60,7 @@ class Candidate:
     held_bytes: tuple[int, ...]
     sums_s: float
     update_s: float
+    whole: Candidate | None = None
 
     @property
     def step_s(self) -> float:
@@ -159,11 +161,36 @@ def evaluate(
     return min(candidates, key=lambda candidate: candidate.step_s, default=None)
 
 
+def with_split(problem: SearchProblem, candidate: Candidate) -> Candidate:
+    """Split the backwards of a layout where the memory allows it and the step is shorter; else give it as it is.
+
+    Args:
+        problem: the search problem that the layout was found for.
+        candidate: the layout, with whole backwards.
+    """
+    evaluation = _Evaluation(
+        SearchSpace.of(problem, candidate.split),
+        candidate.stage_types,
+        candidate.layers,
+        num_chunks=candidate.num_chunks,
+        is_split=True,
+    )
+    found = evaluation.on_nodes(candidate.nodes, candidate.transport)
+    is_quicker = found is not None and found.order.is_split and found.step_s < candidate.step_s
+    return replace(found, whole=candidate) if found is not None and is_quicker else candidate
+
+
 class _Evaluation:
     """Stages with their layers, wherever they are; the arguments are those of :func:`evaluate`."""
 
     def __init__(
-        self, space: SearchSpace, stage_types: Sequence[StageType], layers: Sequence[int], *, num_chunks: int
+        self,
+        space: SearchSpace,
+        stage_types: Sequence[StageType],
+        layers: Sequence[int],
+        *,
+        num_chunks: int,
+        is_split: bool = False,
     ) -> None:
         self.space, self.problem, self.split = space, space.problem, space.split
         self.stage_types, self.layers, self.num_chunks = stage_types, layers, num_chunks
@@ -175,8 +202,11 @@ class _Evaluation:
         # Different assignments of nodes often have the same links.
         self.known: dict[Costs, Order | None] = {}
         self.most: Sequence[int] | None = None
+        self.most_split: Sequence[int] | None = None
+        is_plain = self.placement.num_vstages == len(stage_types)
+        if is_split:
+            self.most_split = most_in_flight(space, stage_types, layers, is_split=True) if is_plain else ()
         if not self.problem.is_stock:
-            is_plain = self.placement.num_vstages == len(stage_types)
             ahead = self.problem.runs_ahead and is_plain
             self.most = most_in_flight(space, stage_types, layers) if ahead else ()
 
@@ -195,6 +225,10 @@ class _Evaluation:
                 best_s = candidate.step_s
                 yield candidate
 
+    def on_nodes(self, nodes: tuple[tuple[NodeIndex, ...], ...], transport: str) -> Candidate | None:
+        """Give the candidate on these nodes with this transport; None if the memory suffices for no order."""
+        return self._candidate(nodes, transport, self._boundary_costs(nodes, transport))
+
     def _held(self, peaks: Sequence[int]) -> list[int]:
         return held_bytes_of(self.split, self.stage_types, self.placement, self.parts, peaks)
 
@@ -209,7 +243,9 @@ class _Evaluation:
         costs = self._costs(nodes, boundaries)
         if costs not in self.known:
             num_microbatches = self.split.num_microbatches
-            self.known[costs] = choose_order(self.placement, costs, num_microbatches, self.most, self._fits)
+            self.known[costs] = choose_order(
+                self.placement, costs, num_microbatches, self.most, self._fits, most_split=self.most_split
+            )
         order = self.known[costs]
         if order is None:
             return None
@@ -244,7 +280,7 @@ class _Evaluation:
 
     def _costs(self, nodes: Sequence[Sequence[NodeIndex]], boundaries: Sequence[BoundaryCost]) -> Costs:
         last = self.placement.num_vstages - 1
-        forwards, backwards = [], []
+        forwards, backwards, weights = [], [], []
         for vstage, (stage, (start, end)) in enumerate(zip(self.placement.stages, self.parts, strict=True)):
             speed = self.speeds[stage]
             forward, backward = speed.times_s(start, end, is_first=not vstage, is_last=vstage == last)
@@ -254,6 +290,7 @@ class _Evaluation:
                 forward, backward = forward + numbers[0] * more_s, backward + numbers[1] * more_s
             forwards.append(forward)
             backwards.append(backward)
+            weights.append(min(speed.weights_sums[end] - speed.weights_sums[start], backward))
         for vstage, boundary in enumerate(boundaries):
             for end in (0, 1):
                 forwards[vstage + end] += boundary.forward_s[end]
@@ -264,6 +301,7 @@ class _Evaluation:
             latency=tuple(boundary.link.latency_s for boundary in boundaries),
             bandwidth=tuple(boundary.link.bytes_per_s for boundary in boundaries),
             message_bytes=tuple(boundary.num_bytes for boundary in boundaries),
+            weights=tuple(weights),
         )
 
     def _between_stages_s(self, costs: Costs, nodes: Sequence[Sequence[NodeIndex]]) -> float:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
 from vtp_plugin.tune.search.enumerate_lists import StageCounts, enumerate_lists
-from vtp_plugin.tune.search.evaluate import Candidate, evaluate
+from vtp_plugin.tune.search.evaluate import Candidate, evaluate, with_split
 from vtp_plugin.tune.search.fixed_edge import beside_edges
 from vtp_plugin.tune.search.interleave import interleaved_lists
 from vtp_plugin.tune.search.layer_split import LayerSplit, split_layers
@@ -117,12 +118,21 @@ def _fastest(problem: SearchProblem, num_best: int, limit_s: float, tell: Tell |
     *of_stock, last = searches
     equal, stock = (next(iter(search.best), None) for search in of_stock) if of_stock else (None, None)
     return SearchResult(
-        best=tuple(last.best),
+        best=_split(problem, last),
         stock=stock,
         equal=equal,
         is_complete=all(search.is_complete for search in searches),
         num_simulated=sum(search.num_simulated for search in searches),
     )
+
+
+def _split(problem: SearchProblem, search: _Search) -> tuple[Candidate, ...]:
+    """Split the backwards of the best layouts if that is allowed; lists are bounded and pruned with whole ones."""
+    found = search.best
+    if problem.split_backward and not search.is_interrupted:
+        with suppress(KeyboardInterrupt):
+            found = sorted((with_split(problem, each) for each in found), key=lambda each: each.step_s)
+    return tuple(found)
 
 
 def _phases(problem: SearchProblem, num_best: int) -> Iterator[tuple[SearchProblem, int, float]]:

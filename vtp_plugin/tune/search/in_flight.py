@@ -19,25 +19,28 @@ _SLACKS = (0, 1, 2)
 _SHORT = 6
 
 
-def most_in_flight(space: SearchSpace, stage_types: Sequence[StageType], layers: Sequence[int]) -> tuple[int, ...]:
+def most_in_flight(
+    space: SearchSpace, stage_types: Sequence[StageType], layers: Sequence[int], *, is_split: bool = False
+) -> tuple[int, ...]:
     """Give how many microbatches in flight the cards of every stage have memory for, at least those of 1F1B.
 
     Args:
         space: the search space.
         stage_types: the type of every stage, in order.
         layers: number of layers of every stage, for which the memory suffices in 1F1B.
+        is_split: whether backwards are split: then the last stage, too, may have more than one.
     """
     split, num_stages, found = space.split, len(stage_types), []
     starts = accumulate(layers[:-1], initial=0)
     for stage, (stage_type, start) in enumerate(zip(stage_types, starts, strict=True)):
         usual = num_stages - stage
-        spare = max(0, split.num_microbatches - usual)
-        if usual > 1 and split.held_bytes is not None and (limit := space.memory_bytes(stage_type)) is not None:
+        spare = max(0, split.num_microbatches - usual) if usual > 1 or is_split else 0
+        if spare and split.held_bytes is not None and (limit := space.memory_bytes(stage_type)) is not None:
             part = (start, start + layers[stage])
-            ends = {"is_first": stage == 0, "is_last": False}
+            ends = {"is_first": stage == 0, "is_last": usual == 1}
             held, more = (held_by(split, stage_type, part, usual + extra, **ends) for extra in (0, 1))
             spare = min(spare, (limit - held) // (more - held)) if more > held else spare
-        found.append(usual + spare if usual > 1 else 1)
+        found.append(usual + spare)
     return tuple(found)
 
 

@@ -98,6 +98,7 @@ class SearchProblem:
         objective: the objective.
         layers: how many layers stages may hold.
         is_stock: whether steps are stock Megatron's: its order, messages from rank to rank.
+        split_backward: whether the layouts that are found may run with split backwards, where that is quicker.
         runs_ahead: whether stages may have more microbatches in flight than in 1F1B: where links between sites are
             slow.
     """
@@ -115,6 +116,7 @@ class SearchProblem:
     objective: Objective = "step"
     layers: LayerRule = "any"
     is_stock: bool = False
+    split_backward: bool = False
     runs_ahead: bool = field(init=False)
 
     def __post_init__(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 from vtp_plugin.plan.schedule.cost.compiled import CompiledSchedule, Times
@@ -30,9 +31,10 @@ class Order(NamedTuple):
     Attributes:
         pipeline_s: seconds until the last stage is done.
         ends_s: seconds until each stage is done.
-        peaks: number of microbatches whose activations every virtual stage keeps at most.
+        peaks: number of microbatches whose activations every virtual stage keeps at most, see :func:`kept_at_most`.
         is_planned: whether receives are posted ahead, as the plugin's executor does.
         in_flight: most microbatches in flight on every stage, where they were chosen; else empty.
+        is_split: whether the gradients of weights are computed later than those of inputs.
     """
 
     pipeline_s: float
@@ -40,18 +42,52 @@ class Order(NamedTuple):
     peaks: tuple[int, ...]
     is_planned: bool
     in_flight: tuple[int, ...]
+    is_split: bool
 
 
 def compiled_for(
-    placement: Placement, costs: Costs, num_microbatches: int, *, is_planned: bool, in_flight: tuple[int, ...] = ()
+    placement: Placement,
+    costs: Costs,
+    num_microbatches: int,
+    *,
+    is_planned: bool,
+    in_flight: tuple[int, ...] = (),
+    is_split: bool = False,
 ) -> CompiledSchedule:
     """Order microbatches and compile the order; the arguments are those of :func:`pipeline_time`."""
-    if not num_rings(placement):
+    if not num_rings(placement) and not is_split:
         return _compile(placement, num_microbatches, is_planned, in_flight)
     return compile_schedule(
         ScheduleRequest(
-            placement=placement, num_microbatches=num_microbatches, costs=costs, in_flight=in_flight or None
+            placement=placement,
+            num_microbatches=num_microbatches,
+            costs=costs,
+            in_flight=in_flight or None,
+            split_backward=is_split,
         )
+    )
+
+
+def kept_at_most(compiled: CompiledSchedule) -> tuple[int, ...]:
+    """Count by virtual stage the microbatches whose activations a worker keeps at most, each as one that is whole.
+
+    Of a split backward a part stays until the gradients of weights are there; here it counts as everything.
+
+    >>> from vtp_plugin.plan.schedule.cost.costs import uniform_costs
+    >>> from vtp_plugin.plan.schedule.make.fill_waits import fill_waits
+    >>> from vtp_plugin.plan.schedule.make.generate import one_f_one_b
+    >>> order = one_f_one_b(2, 4)
+    >>> filled, _ = fill_waits(order, uniform_costs(order.placement), (2, 2), patience=1.0)
+    >>> kept_at_most(CompiledSchedule(filled))
+    (2, 2)
+    """
+    schedule, steps = compiled.schedule, {Op.F: 1, Op.B: -1, Op.W: -1}
+    return tuple(
+        max(
+            max(accumulate((steps.get(one.op, 0) for one in order if one.vstage == vstage), initial=0))
+            for order in schedule.orders
+        )
+        for vstage in range(schedule.placement.num_vstages)
     )
 
 
@@ -79,6 +115,7 @@ def pipeline_time(
     *,
     is_planned: bool = True,
     in_flight: tuple[int, ...] = (),
+    is_split: bool = False,
 ) -> Order:
     """Simulate the microbatches of a step.
 
@@ -92,6 +129,7 @@ def pipeline_time(
         is_planned: whether receives are posted ahead, as in a planned order; else when they are needed, as in
             Megatron's 1F1B.
         in_flight: most microbatches in flight on every stage, for a planned order; empty for its default.
+        is_split: whether the gradients of weights may be computed later than those of inputs.
 
     >>> from vtp_plugin.plan.schedule.cost.costs import uniform_costs
     >>> from vtp_plugin.plan.schedule.order.placement import interleaved_placement, plain_placement
@@ -101,21 +139,28 @@ def pipeline_time(
     [4003.0, 5003.0]
     >>> pipeline_time(placement, costs, 1000, in_flight=(3, 1)).pipeline_s
     3005.0
+    >>> four = plain_placement(4)
+    >>> [pipeline_time(four, uniform_costs(four), 8, is_split=is_split)[0] for is_split in (False, True)]
+    [33.0, 27.0]
     >>> twice = interleaved_placement(2, 2)
     >>> pipeline_time(twice, uniform_costs(twice, forward=0.5, backward=1.0), 1000).pipeline_s
     3001.5
     """
     num_stages = placement.num_stages
-    most = max((num_stages, *in_flight))
+    # Split backwards may keep as many as interleaving has in flight before a step is regular.
+    most = max((placement.num_vstages if is_split else num_stages, *in_flight))
     # Interleaved microbatches go in groups of as many as there are stages.
     simulated = min(num_microbatches, -(-(4 * most + 4) // num_stages) * num_stages)
-    compiled = compiled_for(placement, costs, simulated, is_planned=is_planned, in_flight=in_flight)
+    compiled = compiled_for(placement, costs, simulated, is_planned=is_planned, in_flight=in_flight, is_split=is_split)
     times = compiled.times(costs, mode="rendezvous")
     more = 0.0
     if num_microbatches > simulated:
         more = (num_microbatches - simulated) * _cycle_s(compiled, times, costs, simulated, most)
     ends_s = tuple(times.of[ends[-1]] + more for ends in compiled.ends)
-    return Order(times.makespan + more, ends_s, compiled.activations, is_planned, in_flight)
+    # Where nothing is gained the order is one of whole backwards.
+    is_split = is_split and any(action.op is Op.W for order in compiled.schedule.orders for action in order)
+    peaks = kept_at_most(compiled) if is_split else compiled.activations
+    return Order(times.makespan + more, ends_s, peaks, is_planned, in_flight, is_split)
 
 
 def _cycle_s(compiled: CompiledSchedule, times: Times, costs: Costs, num_microbatches: int, most: int) -> float:
@@ -130,7 +175,7 @@ def _cycle_s(compiled: CompiledSchedule, times: Times, costs: Costs, num_microba
         ends = [
             times.of[end]
             for action, end in zip(computes, compiled.ends[0], strict=True)
-            if action.op is Op.B and action.vstage == 0
+            if action.whole.op is Op.B and action.vstage == 0
         ]
         last = num_microbatches - most - 1
         return (ends[last] - ends[last - 2 * most]) / (2 * most)
@@ -146,6 +191,8 @@ def choose_order(
     num_microbatches: int,
     most: Sequence[int] | None,
     fits: Callable[[Sequence[int]], bool],
+    *,
+    most_split: Sequence[int] | None = None,
 ) -> Order | None:
     """Choose between Megatron's order and planned ones, which are taken where they gain.
 
@@ -157,10 +204,49 @@ def choose_order(
             1F1B, None for Megatron's order alone.
         fits: tells whether stages have memory for so many microbatches' activations of each virtual stage; not called
             for a plain pipeline, where that is known before.
+        most_split: number of microbatches that every stage of a plain pipeline has memory for until the gradients of
+            their weights are there; empty for other pipelines, None where backwards are whole.
 
     Returns:
         The order; None if none fits.
     """
+    best = _choose_whole(placement, costs, num_microbatches, most, fits)
+    if best is None or most_split is None or not costs.latency:
+        return best
+    split = _choose_split(placement, costs, num_microbatches, most_split, fits, best)
+    gains = split is not None and split.is_split and split.pipeline_s * (1 + _LEAST_GAIN) < best.pipeline_s
+    return split if gains else best
+
+
+def _choose_split(
+    placement: Placement,
+    costs: Costs,
+    num_microbatches: int,
+    most: Sequence[int],
+    fits: Callable[[Sequence[int]], bool],
+    best: Order,
+) -> Order | None:
+    """Plan an order with split backwards; each stage may keep as many as the first, and as in the best whole order."""
+    if num_rings(placement):
+        return _choose_u_order(placement, costs, num_microbatches, fits, is_split=True)
+    if not most:
+        order = pipeline_time(placement, costs, num_microbatches, is_split=True)
+        return order if fits(order.peaks) else None
+    usual = min(placement.num_stages, num_microbatches)
+    # A stage that may keep more than the one before it would wait for that.
+    row = tuple(accumulate((min(limit, max((usual, *best.in_flight))) for limit in most), min))
+    in_flight = () if set(row) == {usual} else row
+    return pipeline_time(placement, costs, num_microbatches, in_flight=in_flight, is_split=True)
+
+
+def _choose_whole(
+    placement: Placement,
+    costs: Costs,
+    num_microbatches: int,
+    most: Sequence[int] | None,
+    fits: Callable[[Sequence[int]], bool],
+) -> Order | None:
+    """Choose an order of whole backwards; the arguments are those of :func:`choose_order`."""
     if num_rings(placement):
         return _choose_u_order(placement, costs, num_microbatches, fits)
     if placement.num_vstages > placement.num_stages:
@@ -192,15 +278,20 @@ def _floor_s(costs: Costs, num_microbatches: int) -> float:
 
 
 def _choose_u_order(
-    placement: Placement, costs: Costs, num_microbatches: int, fits: Callable[[Sequence[int]], bool]
+    placement: Placement,
+    costs: Costs,
+    num_microbatches: int,
+    fits: Callable[[Sequence[int]], bool],
+    *,
+    is_split: bool = False,
 ) -> Order | None:
     """Plan the order of a U, with fewer microbatches in flight where the memory is too small."""
-    order = pipeline_time(placement, costs, num_microbatches)
+    order = pipeline_time(placement, costs, num_microbatches, is_split=is_split)
     limits, _ = choose_limits(None, placement, costs, num_microbatches)
     for most in range(max(limits) - 1, -1, -1):
         if fits(order.peaks):
             return order
         if most:
             row = tuple(min(limit, most) for limit in limits)
-            order = pipeline_time(placement, costs, num_microbatches, in_flight=row)
+            order = pipeline_time(placement, costs, num_microbatches, in_flight=row, is_split=is_split)
     return None

@@ -19,6 +19,7 @@ from vtp_plugin.host.rules.table.rows_kernels import KERNEL_RULES
 from vtp_plugin.host.rules.table.rows_model import MODEL_RULES
 from vtp_plugin.host.rules.table.rows_moe import MOE_RULES
 from vtp_plugin.host.rules.table.rows_parallelism import ORDER_RULES, PARALLELISM_RULES
+from vtp_plugin.host.rules.table.rows_split import SPLIT_CONFIG_RULES, SPLIT_RULES
 from vtp_plugin.host.rules.table.rows_training import TRAINING_RULES
 from vtp_plugin.host.rules.table.rule import OptionRule, case, on, refused_planned, refused_unequal
 
@@ -33,6 +34,7 @@ RULES: tuple[OptionRule, ...] = (
     *CHECKPOINT_RULES,
     *DATA_RULES,
     *ORDER_RULES,
+    *SPLIT_RULES,
 )
 """The table, by subject. Attributes name Megatron's parsed arguments. The first row that refuses an option counts."""
 
@@ -53,6 +55,7 @@ CONFIG_RULES: tuple[OptionRule, ...] = (
         "config.hybrid_context_parallel",
         "config.cuda_graph_impl local",
     ),
+    *SPLIT_CONFIG_RULES,
 )
 """Fields of the model's configuration: some have no flag, others are set by a script without a command line."""
 

@@ -22,6 +22,7 @@ class Verdict(TextEnum):
     REFUSED_UNEQUAL_DP = "not supported when data-parallel sizes differ"
     REFUSED_UNEQUAL = "not supported when sizes differ"
     REFUSED_PLANNED = "not supported with a planned schedule"
+    REFUSED_SPLIT = "not supported with split backwards"
     REFUSED_U_SHAPED = "not supported in a U-shape"
     REFUSED = "not supported"
 
@@ -77,6 +78,7 @@ class OptionRule:
             Verdict.REFUSED_UNEQUAL_DP: context.has_unequal_dp,
             Verdict.REFUSED_UNEQUAL: not context.is_uniform,
             Verdict.REFUSED_PLANNED: context.is_planned,
+            Verdict.REFUSED_SPLIT: context.has_split_backward,
             Verdict.REFUSED_U_SHAPED: context.is_u_shaped,
             Verdict.REFUSED: context.forced or not context.is_uniform,
         }
@@ -121,6 +123,8 @@ class OptionRule:
         """Name, in the user's words, what the option cannot be combined with."""
         if self.verdict is Verdict.REFUSED_U_SHAPED:
             return "--layerwise-disaggregated-training"
+        if self.verdict is Verdict.REFUSED_SPLIT:
+            return "--vtp-split-backward"
         return "a planned schedule" if self.verdict is Verdict.REFUSED_PLANNED else context.size_list
 
 
@@ -215,6 +219,13 @@ def refused_planned(reason: str, *names: str) -> tuple[OptionRule, ...]:
     way_out = "leave it out, or use --vtp-schedule stock where all layers of a stage lie in a row"
     cases = [case(name, attribute=name.partition(" ")[0].removeprefix("config.")) for name in names]
     return _rules(Verdict.REFUSED_PLANNED, reason, cases, way_out)
+
+
+def refused_split(
+    reason: str, *cases: OptionRule | str, way_out: str = "leave it, or --vtp-split-backward, out"
+) -> tuple[OptionRule, ...]:
+    """Make rows for options that do not work where backwards are split."""
+    return _rules(Verdict.REFUSED_SPLIT, reason, cases, way_out)
 
 
 def refused(reason: str, *cases: OptionRule | str, way_out: str = "leave it out") -> tuple[OptionRule, ...]:

@@ -28,7 +28,8 @@ class _Event(NamedTuple):
         first: number of the previous event on the same worker; for a message, of the event at which it is sent.
         second: number of the arrival that is waited for; for a message, of the event at which its receive is posted;
             for a wait before a joint compute, of the event at which the other worker comes to it.
-        duration: index of a compute's duration among all forwards, then all backwards, by virtual stage; else -1.
+        duration: index of a compute's duration among all forwards, then all whole backwards, then their parts for the
+            inputs, then those for the weights, by virtual stage; else -1.
         link: number of a message's link; -1 for other events.
         channel: number of a message's channel; -1 for other events.
     """
@@ -38,6 +39,9 @@ class _Event(NamedTuple):
     duration: int = -1
     link: int = -1
     channel: int = -1
+
+
+_KINDS = (Op.F, Op.B, Op.I, Op.W)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +105,7 @@ class CompiledSchedule:
         num_vstages = self.schedule.placement.num_vstages
         if len(costs.forward) != num_vstages:
             raise PlanError(f"costs of {len(costs.forward)} virtual stages for a placement of {num_vstages}")
-        durations = costs.forward + costs.backward
+        durations = costs.forward + costs.backward + costs.of_input + costs.of_weights
         links = [(latency, costs.transfer_time(link)) for link, latency in enumerate(costs.latency)]
         is_rendezvous = mode == "rendezvous"
         free_at = [0.0] * self._num_channels
@@ -172,7 +176,7 @@ class _Line:
                     return False
                 for other in others:
                     now = self.add(_Event(now, self.comings[other]))
-            duration = action.vstage + placement.num_vstages * (action.op is Op.B)
+            duration = action.vstage + placement.num_vstages * _KINDS.index(action.op)
             self.now[worker] = self.add(_Event(now, now, duration))
             self.ends[worker].append(self.now[worker])
             return True

@@ -38,6 +38,11 @@ COST_KEYS: Mapping[str, CostKey] = MappingProxyType(
             "cloud stage and the edge's last part follow); must be given",
         ),
         "backward_ms": CostKey(unit="milliseconds", meaning="its backward, likewise; default twice the forward"),
+        "weights_ms": CostKey(
+            unit="milliseconds",
+            meaning="the part of its backward that is for the gradients of weights, likewise; it counts with "
+            "--vtp-split-backward alone; default half of it",
+        ),
         "latency_ms": CostKey(
             unit="milliseconds",
             meaning="one way, from each part to the next; or one number for the links of the edge; default 0",
@@ -59,7 +64,8 @@ def parse_costs(words: Sequence[str], placement: Placement, *, message_bytes: in
     Args:
         words: `name=value,value,...` each:
             `forward_ms`: duration of a microbatch's forward, by virtual stage; the only one that must be there;
-            `backward_ms`: of its backward, likewise; default twice the forward;
+            `backward_ms`: of its whole backward, likewise; default twice the forward;
+            `weights_ms`: of that the gradients of weights, likewise; default half;
             `latency_ms`: one way, from each virtual stage to the next, or one number for the links from and to stage 0;
             `mbit`: bandwidth of these links in Mbit/s, written likewise; default, and from 1e6 on, no limit;
             `message_kib`: size of an activation in KiB; one number, or one from each virtual stage to the next.
@@ -98,6 +104,7 @@ def parse_costs(words: Sequence[str], placement: Placement, *, message_bytes: in
         latency=_by_link(values, "latency_ms", placement, nothing=0.0),
         bandwidth=tuple(rate * _BYTES_PER_MS if rate < _MOST_MBIT else math.inf for rate in bandwidth),
         message_bytes=tuple(round(size * 1024) for size in message_kib),
+        weights=_entries(values, "weights_ms", num_vstages, "virtual stages") if "weights_ms" in values else (),
     )
 
 
@@ -105,7 +112,7 @@ def format_costs(costs: Costs) -> str:
     """Write costs in ms for :func:`parse_costs`, which inverts this up to rounding to four digits.
 
     If no link has a limit of bandwidth, `mbit` is left out; if only some have one, the others get 1,000,000 Mbit/s.
-    Messages of one size are written as one number.
+    Messages of one size are written as one number. `weights_ms` is left out if it is not known.
 
     >>> from vtp_plugin.plan.schedule.cost.costs import u_costs
     >>> format_costs(u_costs(2, latency=0.5))
@@ -114,6 +121,7 @@ def format_costs(costs: Costs) -> str:
     rows = {
         "forward_ms": costs.forward,
         "backward_ms": costs.backward,
+        "weights_ms": costs.weights,
         "latency_ms": costs.latency,
         "mbit": tuple(min(rate / _BYTES_PER_MS, _MOST_MBIT) for rate in costs.bandwidth),
         "message_kib": tuple(size / 1024 for size in costs.message_bytes),
@@ -122,6 +130,8 @@ def format_costs(costs: Costs) -> str:
         rows["message_kib"] = rows["message_kib"][:1] or (0.0,)
     if min(rows["mbit"], default=_MOST_MBIT) >= _MOST_MBIT:
         del rows["mbit"]
+    if not costs.weights:
+        del rows["weights_ms"]
     return " ".join(f"{name}={','.join(f'{value:.4g}' for value in row)}" for name, row in rows.items())
 
 
@@ -130,8 +140,9 @@ def combine_reports(reports: Sequence[Mapping[str, Mapping[str, float]]], placem
 
     Args:
         reports: One for each rank: by the names `forward_ms`, `backward_ms` (keys: virtual stage), `latency_ms`,
-            `transfer_ms` and `message_bytes` (keys: virtual stage that the message comes from). Keys are text, as in
-            JSON.
+            `transfer_ms` and `message_bytes` (keys: virtual stage that the message comes from). Where backwards are
+            split, `backward_ms` is the gradient of the input, and `weights_ms` that of the weights. Keys are text, as
+            in JSON.
         placement: Which stage holds which virtual stage; every one has been measured by some rank.
 
     >>> from vtp_plugin.plan.schedule.order.placement import plain_placement
@@ -146,6 +157,7 @@ def combine_reports(reports: Sequence[Mapping[str, Mapping[str, float]]], placem
         return max((report.get(name, {}).get(str(vstage), 0.0) for report in reports), default=0.0)
 
     vstages = range(placement.num_vstages)
+    weights = tuple(slowest("weights_ms", v) for v in vstages) if any("weights_ms" in one for one in reports) else ()
     transfers = [slowest("transfer_ms", v) for v in vstages[:-1]]
     measured = [round(slowest("message_bytes", v)) for v in vstages[:-1]]
     # Of a replica's share, another stage may have measured the whole. In every ring something else crosses.
@@ -153,12 +165,13 @@ def combine_reports(reports: Sequence[Mapping[str, Mapping[str, float]]], placem
     sizes = [max(size for size, other in zip(measured, rings, strict=True) if other == ring) for ring in rings]
     return Costs(
         forward=tuple(slowest("forward_ms", v) for v in vstages),
-        backward=tuple(slowest("backward_ms", v) for v in vstages),
+        backward=tuple(slowest("backward_ms", v) + (weights[v] if weights else 0.0) for v in vstages),
         latency=tuple(slowest("latency_ms", v) for v in vstages[:-1]),
         bandwidth=tuple(
             size / time if size and time else math.inf for size, time in zip(measured, transfers, strict=True)
         ),
         message_bytes=tuple(sizes),
+        weights=weights,
     )
 
 

@@ -19,10 +19,12 @@ class Costs:
 
     Attributes:
         forward: Duration of one microbatch's forward, by virtual stage.
-        backward: Duration of one microbatch's backward, by virtual stage.
+        backward: Duration of one microbatch's whole backward, by virtual stage.
         latency: One-way latency from virtual stage v to v + 1, and back, by v. Not used if one stage holds both.
         bandwidth: Bytes per unit of time on the same link, in each direction; `math.inf` for no limit.
         message_bytes: Size of an activation from v to v + 1, and of its gradient.
+        weights: The part of `backward` that is for the gradients of weights, by virtual stage; empty if it is not
+            known, and then it is taken for half.
 
     Raises:
         ConfigError: A tuple has the wrong length, a duration or latency is negative or not finite, a bandwidth is not
@@ -34,20 +36,35 @@ class Costs:
     latency: tuple[float, ...]
     bandwidth: tuple[float, ...]
     message_bytes: tuple[int, ...]
+    weights: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         """Check lengths and values."""
         num_vstages = len(self.forward)
         lengths = {"backward": num_vstages} | dict.fromkeys(("latency", "bandwidth", "message_bytes"), num_vstages - 1)
+        if self.weights:
+            lengths["weights"] = num_vstages
         for name, length in lengths.items():
             found = len(getattr(self, name))
             if found != length:
                 raise ConfigError(f"{name} has {found} entries: {num_vstages} virtual stages need {length}")
-        for name in ("forward", "backward", "latency", "message_bytes"):
+        for name in ("forward", "backward", "latency", "message_bytes", "weights"):
             if not all(0 <= value < math.inf for value in getattr(self, name)):
                 raise ConfigError(f"{name} {getattr(self, name)}: every entry must be finite and not negative")
+        if any(part > whole for part, whole in zip(self.weights, self.backward, strict=False)):
+            raise ConfigError(f"weights {self.weights}: no entry may be longer than its backward, of {self.backward}")
         if not all(value > 0 for value in self.bandwidth):
             raise ConfigError(f"bandwidth {self.bandwidth}: every entry must be above 0")
+
+    @property
+    def of_weights(self) -> tuple[float, ...]:
+        """Duration of the gradients of weights, where a backward is split, by virtual stage."""
+        return self.weights or tuple(whole / 2 for whole in self.backward)
+
+    @property
+    def of_input(self) -> tuple[float, ...]:
+        """Duration of the gradient of the input, where a backward is split, by virtual stage."""
+        return tuple(whole - part for whole, part in zip(self.backward, self.of_weights, strict=True))
 
     def transfer_time(self, vstage: int) -> float:
         """Return how long a message from a virtual stage to the next keeps its channel busy, without the latency."""
@@ -96,6 +113,7 @@ def split_costs(placement: Placement, costs: Costs) -> Costs:
         costs,
         forward=tuple(multiple // n * duration for n, duration in zip(replicas, costs.forward, strict=True)),
         backward=tuple(multiple // n * duration for n, duration in zip(replicas, costs.backward, strict=True)),
+        weights=tuple(multiple // n * duration for n, duration in zip(replicas, costs.weights, strict=False)),
         message_bytes=tuple(
             multiple // max(pair) * size for pair, size in zip(pairwise(replicas), costs.message_bytes, strict=True)
         ),

@@ -2,23 +2,34 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import contextlib
+import operator
+from dataclasses import dataclass, replace
 
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.schedule.cost.compiled import CompiledSchedule
-from vtp_plugin.plan.schedule.cost.costs import Costs, u_costs
+from vtp_plugin.plan.schedule.cost.costs import Costs, u_costs, uniform_costs
 from vtp_plugin.plan.schedule.cost.simulator import choose_lookahead
-from vtp_plugin.plan.schedule.make.generate import interleaved_one_f_one_b, one_f_one_b, plain_forward_only
+from vtp_plugin.plan.schedule.make.generate import (
+    interleaved_one_f_one_b,
+    one_f_one_b,
+    one_f_one_b_limits,
+    plain_forward_only,
+)
 from vtp_plugin.plan.schedule.make.limits import choose_limits
-from vtp_plugin.plan.schedule.make.u_shape import plan_u_shape
+from vtp_plugin.plan.schedule.make.split_orders import choose_split
+from vtp_plugin.plan.schedule.make.u_shape import UOrder, plan_u_shape
 from vtp_plugin.plan.schedule.order.add_communication import lower
 from vtp_plugin.plan.schedule.order.placement import Placement, interleaved_placement, num_rings
 from vtp_plugin.plan.schedule.order.schedule import Schedule
-from vtp_plugin.plan.schedule.proof.check_schedule import peak_activations, require_valid
+from vtp_plugin.plan.schedule.proof.check_schedule import peak_activations, peak_in_flight, require_valid
 
 # How many computes ahead plain pipelines post a receive. One is enough without latency; over a slow link 1F1B is up to
 # 14 % slower with one, and forward only takes twice as long. The second costs the memory of one more activation.
 _PLAIN_LOOKAHEAD = 2
+# Microbatches in flight above what 1F1B needs that are tried where backwards are split, besides the limits themselves;
+# more hide slow links.
+_MORE_IN_FLIGHT = (0, 1, 2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,11 +41,12 @@ class ScheduleRequest:
         num_microbatches: Microbatches of the step.
         forward_only: No backward pass.
         group_size: Megatron's `microbatch_group_size_per_vp_stage`, of interleaved orders only; None for its default.
-        costs: Costs of the placement in ms, for the U's order only; None for the model U-shape of
-            :func:`~vtp_plugin.plan.schedule.cost.costs.u_costs`, without latency.
+        costs: Costs of the placement in ms, for the U's order and for split backwards; None for the model U-shape of
+            :func:`~vtp_plugin.plan.schedule.cost.costs.u_costs`, or else equal stages, without latency.
         in_flight: Most microbatches in flight. For the U's order: for all stages, or for each; None for the default of
             :func:`~vtp_plugin.plan.schedule.make.limits.choose_limits`. For 1F1B for each; None for as few as keep it
             going.
+        split_backward: Whether gradients of weights may be computed later than those of inputs.
     """
 
     placement: Placement
@@ -43,6 +55,7 @@ class ScheduleRequest:
     group_size: int | None = None
     costs: Costs | None = None
     in_flight: tuple[int, ...] | None = None
+    split_backward: bool = False
 
 
 def make_schedule(request: ScheduleRequest) -> tuple[Schedule, str]:
@@ -105,6 +118,8 @@ def _order(request: ScheduleRequest) -> tuple[Schedule, int, str]:
     placement, num_microbatches = request.placement, request.num_microbatches
     num_stages = placement.num_stages
     num_chunks = placement.num_vstages // num_stages
+    if request.split_backward and not request.forward_only:
+        return _split_order(request)
     if num_rings(placement):
         return _u_order(request)
     if placement.stages != interleaved_placement(num_stages, num_chunks).stages:
@@ -130,23 +145,72 @@ def _order(request: ScheduleRequest) -> tuple[Schedule, int, str]:
     return schedule, lookahead, (f"; replicas by stage {several}, " if several else "; ") + kept
 
 
-def _u_order(request: ScheduleRequest) -> tuple[Schedule, int, str]:
-    """Choose the order of a U; the reason names its costs, its limits, and the activations that it keeps."""
+def _split_order(request: ScheduleRequest) -> tuple[Schedule, int, str]:
+    """Choose an order with split backwards, from those that are known without a split."""
     placement = request.placement
-    rings = num_rings(placement)
-    costs = request.costs or u_costs(placement.num_stages, num_rings=rings)
-    limits, why = choose_limits(request.in_flight, placement, costs, request.num_microbatches)
+    if num_rings(placement):
+        costs = _u_costs(request)
+        # A good order of forwards and whole backwards, and one of forwards and gradients of inputs alone.
+        orders = [_plan_u(request, known) for known in (costs, replace(costs, backward=costs.of_input, weights=()))]
+        bases, kept = [order.schedule for order, _ in orders], placement.by_worker(orders[0][1][0])
+    else:
+        costs = request.costs or uniform_costs(placement)
+        whole = _order(replace(request, split_backward=False))[0]
+        # As many everywhere as the stage that keeps the most has without a split, unless the user says otherwise.
+        most = max(peak_in_flight(whole, worker) for worker in range(placement.num_workers))
+        limits = request.in_flight or (most,) * placement.num_stages
+        bases = _orders_up_to(request, limits) or [whole]
+        kept = placement.by_worker(limits)
+    chosen = choose_split(bases, costs, kept)
+    peaks = ",".join(str(peak_in_flight(chosen.schedule, worker)) for worker in range(placement.num_workers))
+    unit = "assumed durations, no latency" if request.costs is None else "times in ms"
+    reason = f"; {chosen.reason}, microbatches until the gradients of their weights by worker {peaks}; {unit}"
+    return chosen.schedule, choose_lookahead(chosen.schedule, costs), reason
+
+
+def _orders_up_to(request: ScheduleRequest, limits: tuple[int, ...]) -> list[Schedule]:
+    """List orders of a plain pipeline that run further and further ahead, up to the limits; none for others."""
+    placement = request.placement
+    if placement.num_vstages > placement.num_stages or max(map(max, placement.joint)) > 1:
+        return []
+    least = one_f_one_b_limits(placement)
+    most = max(0, *map(operator.sub, limits, least))
+    steps = {most, *(more for more in _MORE_IN_FLIGHT if more < most)}
+    ahead = {tuple(min(limit, own + more) for limit, own in zip(limits, least, strict=True)) for more in steps}
+    orders: list[Schedule] = []
+    for in_flight in sorted(ahead):
+        # Where replicas share a narrow stage, not every number more keeps stages from waiting for each other.
+        with contextlib.suppress(ConfigError):
+            orders.append(one_f_one_b(placement, request.num_microbatches, in_flight=in_flight))
+    return orders
+
+
+def _u_costs(request: ScheduleRequest) -> Costs:
+    return request.costs or u_costs(request.placement.num_stages, num_rings=num_rings(request.placement))
+
+
+def _plan_u(request: ScheduleRequest, costs: Costs) -> tuple[UOrder, tuple[tuple[int, ...], str]]:
+    """Plan the order of a U for some costs, under the limits that follow from those of the request."""
+    placement = request.placement
+    limits, why = choose_limits(request.in_flight, placement, _u_costs(request), request.num_microbatches)
     order = plan_u_shape(
         placement.num_stages,
         request.num_microbatches,
         costs,
-        num_rings=rings,
+        num_rings=num_rings(placement),
         num_replicas=placement.num_replicas,
         joint=placement.joint,
         num_frozen=placement.num_frozen,
         limits=placement.by_worker(limits),
         forward_only=request.forward_only,
     )
+    return order, (limits, why)
+
+
+def _u_order(request: ScheduleRequest) -> tuple[Schedule, int, str]:
+    """Choose the order of a U; the reason names its costs, its limits, and the activations that it keeps."""
+    costs = _u_costs(request)
+    order, (limits, why) = _plan_u(request, costs)
     unit = "model durations, no latency" if request.costs is None else "times in ms"
     kept = "none kept" if request.forward_only else f"kept activations by chunk {_kept(order.schedule)}"
     limited = f"limit {','.join(map(str, limits))} ({why}), {kept}"

@@ -178,8 +178,8 @@ def plan_u_shape(
 
     route = make_route(placement, costs, forward_only=forward_only)
     search = _Search(in_ticks(route), num_microbatches, limits)
-    # The reference knows neither evaluation nor replicas, and one ring only.
-    has_reference = not forward_only and max(placement.num_replicas) == 1 and num_rings == 1
+    # The reference knows neither evaluation nor replicas nor frozen layers, and one ring only.
+    has_reference = not forward_only and max(placement.num_replicas) == num_rings == 1 and not num_frozen
     reference = search.try_reference() if has_reference else None
     search.try_rules()
     search.try_perturbed()

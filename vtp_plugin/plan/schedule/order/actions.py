@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from vtp_plugin.errors import ConfigError
@@ -11,10 +11,17 @@ from vtp_plugin.util.text_enum import TextEnum
 
 
 class Op(TextEnum):
-    """Kinds of actions; :mod:`vtp_plugin.plan.schedule.order.add_communication` says what each one promises."""
+    """Kinds of actions; :mod:`vtp_plugin.plan.schedule.order.add_communication` says what each one promises.
+
+    A backward is whole, `B`, or split in two: `I` gives the gradient of the input, for which the stage before waits,
+    and `W`, later, the gradients of the weights, for which nobody waits before the step ends. The letters are those of
+    torch's pipeline schedules.
+    """
 
     F = "F"
     B = "B"
+    I = "I"  # noqa: E741 - torch's name
+    W = "W"
     SEND_F = "SEND_F"
     SEND_B = "SEND_B"
     RECV_F = "RECV_F"
@@ -27,12 +34,12 @@ class Op(TextEnum):
     @cached_property
     def is_compute(self) -> bool:
         """Whether the action computes; all others communicate."""
-        return self in (Op.F, Op.B)
+        return self in (Op.F, Op.B, Op.I, Op.W)
 
     @cached_property
     def is_backward(self) -> bool:
         """Whether the action belongs to the backward pass, and so is about a gradient, not an activation."""
-        return self.value.endswith("B")
+        return self in (Op.I, Op.W) or self.value.endswith("B")
 
 
 _TEXT = re.compile(r"(\d+)([A-Z_]+?)(\d+)(?::(\d+))?")
@@ -59,6 +66,15 @@ class Action:
     vstage: int
     microbatch: int
     source: int = -1
+
+    @property
+    def whole(self) -> Action:
+        """What this compute is to those who wait for its result: an `I` gives them the same as a whole `B`.
+
+        >>> str(parse_action("1I3").whole), str(parse_action("1W3").whole)
+        ('1B3', '1W3')
+        """
+        return replace(self, op=Op.B) if self.op is Op.I else self
 
     def __str__(self) -> str:
         return f"{self.vstage}{self.op}{self.microbatch}" + ("" if self.source < 0 else f":{self.source}")

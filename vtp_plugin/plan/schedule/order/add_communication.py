@@ -124,7 +124,7 @@ def _proved_sends(schedule: Schedule, max_unproved: int) -> list[list[list[Actio
             for compute, later in zip(order, waits[max_unproved:], strict=False):
                 later += sends_after(placement, compute)
         return proofs
-    index_of = {action: index for order in orders for index, action in enumerate(order)}
+    index_of = {action.whole: index for order in orders for index, action in enumerate(order)}
     clocks = [[0] * len(orders) for _ in orders]
     messages: dict[Action, list[int]] = {}
     open_sends: list[list[tuple[int, int, Action]]] = [[] for _ in orders]
@@ -138,7 +138,7 @@ def _proved_sends(schedule: Schedule, max_unproved: int) -> list[list[list[Actio
         for send in sends_after(placement, compute):
             peer = peer_of(placement, send)
             messages[peer] = [*clock]
-            taker = Action(op=compute.op, vstage=peer.vstage, microbatch=peer.microbatch)
+            taker = Action(op=compute.whole.op, vstage=peer.vstage, microbatch=peer.microbatch)
             dst = placement.worker_of(peer.vstage, peer.microbatch)
             open_sends[worker].append((dst, index_of[taker], send))
     return proofs
@@ -154,7 +154,7 @@ def _any_valid_order(schedule: Schedule) -> list[tuple[int, int]]:
         index, compute = entry
         if not inputs_of(schedule.placement, compute) <= done:
             return False
-        done.add(compute)
+        done.add(compute.whole)
         result.append((worker, index))
         return True
 

@@ -79,10 +79,14 @@ def link_of(placement: Placement, action: Action) -> int:
 def inputs_of(placement: Placement, compute: Action) -> set[Action]:
     """Return the computes whose results a compute takes as its input.
 
+    A gradient comes from a `B`, which may be split: the result names it as :attr:`Action.whole` does.
+
     >>> from vtp_plugin.plan.schedule.order.actions import parse_action
     >>> from vtp_plugin.plan.schedule.order.placement import plain_placement
     >>> sorted(map(str, inputs_of(plain_placement(3), parse_action("1B0"))))
     ['1F0', '2B0']
+    >>> [str(one) for one in inputs_of(plain_placement(3), parse_action("1W0"))]
+    ['1B0']
     >>> two_encoders = Placement(stages=(0, 1, 2), successors=(2, 2))
     >>> sorted(map(str, inputs_of(two_encoders, parse_action("2F0"))))
     ['0F0', '1F0']
@@ -90,6 +94,8 @@ def inputs_of(placement: Placement, compute: Action) -> set[Action]:
     v = compute.vstage
     if compute.op is Op.F:
         needed = [(Op.F, before) for before in placement.predecessors(v)]
+    elif compute.op is Op.W:
+        needed = [(Op.B, v)]
     else:
         needed = [(Op.F, v), *((Op.B, after) for after in placement.successors[v : v + 1])]
     return {Action(op=op, vstage=w, microbatch=compute.microbatch) for op, w in needed}
@@ -104,6 +110,8 @@ def joint_with(placement: Placement, compute: Action) -> tuple[Action, ...]:
     >>> [[str(one) for one in joint_with(placement, parse_action(text))] for text in ("1F3", "1B3")]
     [['1F2'], []]
     """
+    if compute.op is Op.W:
+        return ()
     together = placement.joint_microbatches(compute.vstage, compute.microbatch, is_backward=compute.op.is_backward)
     return tuple(
         Action(op=compute.op, vstage=compute.vstage, microbatch=h) for h in together if h != compute.microbatch
@@ -119,12 +127,16 @@ def receives_for(placement: Placement, compute: Action) -> tuple[Action, ...]:
     """
     if compute.op is Op.F:
         return _at_inputs(placement, Op.RECV_F, compute)
+    if compute.op is Op.W:
+        return ()
     return (_with_op(Op.RECV_B, compute),) if placement.crosses(compute.vstage) else ()
 
 
 def sends_after(placement: Placement, compute: Action) -> tuple[Action, ...]:
     """Return the sends of a compute's results; none if they stay on the stage."""
-    if compute.op is Op.B:
+    if compute.op is Op.W:
+        return ()
+    if compute.op.is_backward:
         return _at_inputs(placement, Op.SEND_B, compute)
     return (_with_op(Op.SEND_F, compute),) if placement.crosses(compute.vstage) else ()
 

@@ -30,13 +30,13 @@ def check(schedule: Schedule, *, limits: Sequence[int] | None = None) -> tuple[s
     """List everything that is wrong with a schedule; an empty list proves it.
 
     The proof: every compute is there exactly once, on the worker that holds its virtual stage and handles its
-    microbatch; the workers' orders do not wait for each other in a circle, neither for results nor in joint computes;
-    microbatches in flight keep the limits.
-    With communication, also: every message is sent once, after the compute that makes it, and received once; every send
-    and receive is waited for exactly once, after it is posted, a receive before the compute that takes it; on each
-    channel the receives are posted in the order of the sends; and nothing deadlocks, whether sends are buffered or
-    complete only with their receive (rendezvous). Each problem is one line that names an action. The search for
-    deadlocks starts only if all else is right.
+    microbatch, a backward whole or in its two parts; the gradients of a weight are summed in the order of the
+    microbatches' backwards; the workers' orders do not wait for each other in a circle, neither for results nor in
+    joint computes; microbatches in flight keep the limits. With communication, also: every message is sent once, after
+    the compute that makes it, and received once; every send and receive is waited for exactly once, after it is posted,
+    a receive before the compute that takes it; on each channel the receives are posted in the order of the sends; and
+    nothing deadlocks, whether sends are buffered or complete only with their receive (rendezvous). Each problem is one
+    line that names an action. The search for deadlocks starts only if all else is right.
 
     Args:
         schedule: Compute only, or lowered.
@@ -50,8 +50,12 @@ def check(schedule: Schedule, *, limits: Sequence[int] | None = None) -> tuple[s
     ()
     >>> check(replace(schedule, orders=(parse_actions("0B0 0F0"), schedule.orders[1])))
     ('deadlock: stage 0 stands before 0B0, which needs 1B0, 0F0; stage 1 stands before 1F0, which needs 0F0',)
+    >>> check(replace(schedule, orders=(parse_actions("0F0 0W0 0I0"), schedule.orders[1])))
+    ('deadlock: stage 0 stands before 0W0, which needs 0I0',)
     """
     problems = [*_compute_problems(schedule)]
+    if not problems:
+        problems += _sum_problems(schedule)
     if limits is not None:
         problems += _limit_problems(schedule, limits)
     if not is_lowered(schedule):
@@ -82,7 +86,8 @@ def is_lowered(schedule: Schedule) -> bool:
 def peak_in_flight(schedule: Schedule, worker: int) -> int:
     """Return the largest number of microbatches of which a worker holds an activation at the same time.
 
-    A microbatch is in flight on a worker from the start of its first compute there to the end of its last.
+    A microbatch is in flight on a worker from the start of its first compute there to the end of its last. The
+    gradients of its weights count: they need inputs of layers.
 
     >>> from vtp_plugin.plan.schedule.make.generate import one_f_one_b
     >>> [peak_in_flight(one_f_one_b(3, 8), stage) for stage in range(3)]
@@ -98,12 +103,38 @@ def peak_activations(schedule: Schedule, vstage: int) -> int:
     >>> [peak_activations(reference_u_shape(3, 8), vstage) for vstage in range(4)]
     [4, 3, 2, 1]
     """
+    return max(activations for activations, _ in peaks_kept(schedule, vstage))
+
+
+def peaks_kept(schedule: Schedule, vstage: int) -> tuple[tuple[int, int], ...]:
+    """Return what one worker keeps of a virtual stage at the same time: numbers of activations, and of what waits.
+
+    A microbatch waits from the gradient of its input to those of its weights. Left out are pairs of which another one
+    has at least as many of both.
+
+    >>> from vtp_plugin.plan.schedule.cost.costs import uniform_costs
+    >>> from vtp_plugin.plan.schedule.make.fill_waits import fill_waits
+    >>> from vtp_plugin.plan.schedule.make.generate import one_f_one_b
+    >>> order = one_f_one_b(3, 8)
+    >>> [peaks_kept(order, vstage) for vstage in range(3)]
+    [((3, 0),), ((2, 0),), ((1, 0),)]
+    >>> split, _ = fill_waits(order, uniform_costs(order.placement), (3, 3, 3), patience=1.0)
+    >>> [peaks_kept(split, vstage) for vstage in range(3)]
+    [((3, 0), (2, 1)), ((2, 1), (1, 2)), ((1, 2), (0, 3))]
+    """
     placement = schedule.placement
     if schedule.forward_only or not placement.is_trained(vstage):
-        return 0
-    workers = {placement.worker_of(vstage, microbatch) for microbatch in range(schedule.num_microbatches)}
-    orders = [[action.op for action in schedule.orders[worker] if action.vstage == vstage] for worker in workers]
-    return max(max(accumulate((op is Op.F) - (op is Op.B) for op in ops), default=0) for ops in orders)
+        return ((0, 0),)
+    found: set[tuple[int, int]] = set()
+    for worker in {placement.worker_of(vstage, microbatch) for microbatch in range(schedule.num_microbatches)}:
+        ops = [action.op for action in schedule.orders[worker] if action.vstage == vstage]
+        activations = accumulate((op is Op.F) - (op in (Op.B, Op.I)) for op in ops)
+        found |= {*zip(activations, accumulate((op is Op.I) - (op is Op.W) for op in ops), strict=True)}
+    most: dict[int, int] = {}
+    for activations, waiting in sorted(found, reverse=True):
+        if waiting > max(most.values(), default=-1):
+            most[activations] = waiting
+    return tuple(most.items())
 
 
 def _in_flight(schedule: Schedule, worker: int) -> Iterator[tuple[int, Action]]:
@@ -125,17 +156,44 @@ def _compute_problems(schedule: Schedule) -> Iterator[str]:
     if len(schedule.orders) != placement.num_workers:
         yield f"{len(schedule.orders)} orders for {placement.num_workers} workers"
         return
-    ops = (Op.F,) if schedule.forward_only else (Op.F, Op.B)
     for worker, order in enumerate(schedule.orders):
         found = Counter(action for action in order if action.op.is_compute)
+        # A backward that is there in part is split, so its other part must be there, too.
+        split = {(action.vstage, action.microbatch) for action in found if action.op in (Op.I, Op.W)}
         wanted = Counter(
             Action(op=op, vstage=vstage, microbatch=microbatch)
             for vstage in placement.vstages(placement.stage_of(worker))
-            for op in ops
-            if op is Op.F or placement.is_trained(vstage)
             for microbatch in placement.microbatches(worker, schedule.num_microbatches)
+            for op in (Op.F, *_backward_ops(schedule, vstage, is_split=(vstage, microbatch) in split))
         )
         yield from _count_problems(placement.label(worker), found, wanted)
+
+
+def _backward_ops(schedule: Schedule, vstage: int, *, is_split: bool) -> tuple[Op, ...]:
+    """Return what makes the backward of one microbatch."""
+    if schedule.forward_only or not schedule.placement.is_trained(vstage):
+        return ()
+    return (Op.I, Op.W) if is_split else (Op.B,)
+
+
+def _sum_problems(schedule: Schedule) -> Iterator[str]:
+    """Yield the first compute of each worker that adds to the gradients of weights out of turn.
+
+    Norms and others that are not split get theirs with the gradient of the input, so that order is the order of both.
+    """
+    placement = schedule.placement
+    for worker, order in enumerate(schedule.orders):
+        for vstage in placement.vstages(placement.stage_of(worker)):
+            own = [action for action in order if action.vstage == vstage]
+            inputs = [action.microbatch for action in own if action.op in (Op.B, Op.I)]
+            sums = [action for action in own if action.op in (Op.B, Op.W)]
+            for due, action in zip(inputs, sums, strict=True):
+                if action.microbatch != due:
+                    yield (
+                        f"{placement.label(worker)}: {action} adds to the gradients of weights where microbatch {due} "
+                        "is due"
+                    )
+                    break
 
 
 def _count_problems(label: str, found: Counter[Action], wanted: Counter[Action]) -> Iterator[str]:
@@ -195,7 +253,8 @@ def _order_problems(schedule: Schedule) -> Iterator[str]:
 def _deadlock(schedule: Schedule, mode: Mode) -> Iterator[str]:
     """Let all workers advance as far as they can; yield one line if some do not reach the end of their list."""
     lowered, placement = is_lowered(schedule), schedule.placement
-    before = {action: last for order in schedule.orders for last, action in pairwise(order)}
+    before = {action: last.whole for order in schedule.orders for last, action in pairwise(order)}
+    names = {action.whole: action for order in schedule.orders for action in order}
     done: set[Action] = set()
 
     def needed(action: Action) -> set[Action]:
@@ -210,13 +269,13 @@ def _deadlock(schedule: Schedule, mode: Mode) -> Iterator[str]:
     def run(_worker: int, action: Action) -> bool:
         if not needed(action) <= done:
             return False
-        done.add(action)
+        done.add(action.whole)
         return True
 
     reached = advance_orders(schedule.orders, run)
     stuck = [
         f"{placement.label(worker)} stands before {order[index]}, which needs "
-        + ", ".join(map(str, sorted(needed(order[index]) - done)))
+        + ", ".join(str(names.get(one, one)) for one in sorted(needed(order[index]) - done))
         for worker, (order, index) in enumerate(zip(schedule.orders, reached, strict=True))
         if index < len(order)
     ]

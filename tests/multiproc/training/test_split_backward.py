@@ -1,0 +1,89 @@
+"""Split backwards: to the last bit what whole ones give, and what the uniform run gives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.multiproc.cases.core_cases import (
+    DISTRIBUTED,
+    OVERLAPPED,
+    PER_TOKEN,
+    Case,
+    Run,
+    Runs,
+    assemble,
+    assert_close,
+    assert_identical,
+)
+from tests.multiproc.cases.u_shape_cases import Saved, check_u_shape, u_shaped
+from tests.multiproc.jobs.split_job import SplitResult
+from tests.support.hosts import fitted, host_name
+
+LISTS: dict[str, Any] = {"num_microbatches": 6, "schedule": "planned", "wants_weights": True}
+CASES = [
+    Case.of(sizes=(1, 2), **LISTS),
+    Case.of(sizes=(2, 1, 3), sequence_parallel=True, seq=12, **LISTS, **PER_TOKEN),
+    Case.of(sizes=(1, 2, 1), vpp=2, **LISTS),
+    Case.of(sizes=(1, 2), dp=2, bucket_size=500, **LISTS, **OVERLAPPED),
+    Case.of(sizes=(1, 1), dp_list=(1, 2), **LISTS, **DISTRIBUTED),
+]
+FAMILIES = [
+    Case.of(sizes=(1, 2), tied=True, **LISTS),
+    Case.of(sizes=(1, 2), recompute=True, **LISTS),
+    Case.of(sizes=(1, 2), attention="latent", gathered_attention=True, **LISTS),
+    Case.of(sizes=(1, 2), dtype="bf16", dp=2, **LISTS, **OVERLAPPED),
+    Case.of(sizes=(1, 2), mtp=1, attention="rotary", layout="Et|tmL", **LISTS),
+    Case.of(
+        sizes=(1, 2), experts="gathered", has_bias=False, seq=12, sequence_parallel=True, ep_list=(1, 2), etp=1, **LISTS
+    ),
+]
+
+
+def split(runs: Runs, case: Case, fault: str = "") -> tuple[Run, list[SplitResult]]:
+    """Train a case with split backwards."""
+    case = fitted(case.but(split_backward=True), host_name())
+    found = runs._pool.run(case.world_size, "tests.multiproc.jobs.split_job:train", {"case": case, "fault": fault})
+    return assemble(case, [one.result for one in found]), found
+
+
+@pytest.mark.needs("latent_attention", cases=("1,2 schedule=planned num-microbatches=6 gathered",))
+@pytest.mark.needs("layouts", cases=("1,2 schedule=planned num-microbatches=6 attention=rotary mtp=1 layout",))
+@pytest.mark.parametrize("case", [*CASES, *FAMILIES], ids=str)
+def test_it_is_the_run_with_whole_backwards_to_the_last_bit(runs: Runs, case: Case) -> None:
+    ours, ranks = split(runs, case)
+    assert_identical(ours, runs.run(case))
+    assert_close(ours, runs.oracle(case), rel=1e-5 if case.numerics.dtype == "fp32" else 1e-3)
+    assert all(rank.num_split for rank in ranks) and any(rank.num_apart for rank in ranks)
+
+
+US = [
+    u_shaped(1, 2, **LISTS),
+    u_shaped(2, 1, 3, sequence_parallel=True, seq=12, recompute=True, **LISTS, **PER_TOKEN),
+    u_shaped(1, 1, dp=2, tied=True, **LISTS, **OVERLAPPED),
+]
+
+
+@pytest.mark.parametrize("case", US, ids=str)
+def test_a_u_is_the_sequential_run(runs: Runs, saved: Saved, case: Case) -> None:
+    """And to the last bit the U with whole backwards, in its own order."""
+    found: list[SplitResult] = []
+
+    def train(case: Case) -> Run:
+        run, ranks = split(runs, case)
+        found.extend(ranks)
+        return run
+
+    ours = check_u_shape(runs, saved, case, train)
+    whole = check_u_shape(runs, saved, case)
+    assert_identical(ours, whole)
+    assert all(rank.num_split for rank in found) and any(rank.num_apart for rank in found)
+
+
+@pytest.mark.parametrize("fault", ["left out", "doubled", "of other rows"])
+def test_a_gradient_that_is_wrong_on_purpose_shows(runs: Runs, fault: str) -> None:
+    """The control: of one microbatch of one step, on one rank."""
+    ours, _ = split(runs, CASES[0], fault)
+    with pytest.raises(AssertionError):
+        assert_close(ours, runs.oracle(CASES[0]))

@@ -1,0 +1,159 @@
+"""Gradients of weights that are computed later: the same ones, once each, and told to whoever listens."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from vtp_plugin.errors import PlanError
+from vtp_plugin.runtime.step.weight_gradients import WeightGradients
+
+S, B, IN, OUT = 3, 2, 5, 4
+
+
+class Linear(torch.nn.Module):
+    """As Megatron's linear layer with the patch."""
+
+    def __init__(self, later: WeightGradients | None, weight: torch.nn.Parameter) -> None:
+        super().__init__()
+        self.later, self.weight = later, weight
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        if self.later is None or not self.later.is_left_for_later(self.weight, inputs):
+            return inputs @ self.weight.t()
+        output = inputs @ self.weight.detach().t()
+        self.later.watch(output, weight=self.weight, inputs=inputs, gather=lambda tensor: tensor)
+        return output
+
+
+def parameters(*shapes: tuple[int, ...]) -> list[torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+
+
+def splitting(later: WeightGradients | None) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext() if later is None else later.forward(())
+
+
+def samples(number: int = 0, rows: int = S) -> torch.Tensor:
+    return torch.randn((rows, B, IN), generator=torch.Generator().manual_seed(number)).requires_grad_()
+
+
+def both(model: type[torch.nn.Module], weights: int, inputs: torch.Tensor) -> Iterator[list[torch.Tensor]]:
+    """Gradients of a model with whole backwards, then with split ones."""
+    for later in (None, WeightGradients()):
+        own = parameters(*[(IN, IN)] * weights)
+        with splitting(later):
+            loss = model(later, *own)(inputs).square().sum()
+        with contextlib.nullcontext() if later is None else later.backward(0, 0, ()):
+            loss.backward()
+        if later is not None:
+            assert all(weight.grad is None for weight in own)
+            later.compute(0, 0)
+            assert later.num_bytes == 0
+        yield [weight.grad for weight in own if weight.grad is not None]
+
+
+class Two(torch.nn.Module):
+    def __init__(self, later: WeightGradients | None, first: torch.nn.Parameter, second: torch.nn.Parameter) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(Linear(later, first), torch.nn.GELU(), Linear(later, second))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return self.layers(inputs)
+
+
+class Shared(Two):
+    """One weight, twice."""
+
+    def __init__(self, later: WeightGradients | None, weight: torch.nn.Parameter) -> None:
+        super().__init__(later, weight, weight)
+
+
+class Recomputed(Two):
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.layers, inputs, use_reentrant=True)
+
+
+@pytest.mark.parametrize(("model", "weights"), [(Two, 2), (Shared, 1), (Recomputed, 2)])
+@pytest.mark.parametrize("rows", [S, 0])
+def test_they_are_those_of_a_whole_backward(model: type[torch.nn.Module], weights: int, rows: int) -> None:
+    """To the last bit; also of an expert that gets no tokens."""
+    whole, split = both(model, weights, samples(rows=rows))
+    assert len(whole) == len(split) == weights
+    assert all(torch.equal(one, other) for one, other in zip(whole, split, strict=True))
+
+
+def test_who_listens_is_told_once_for_each_microbatch() -> None:
+    """By a hook on the accumulation of the gradient, as Megatron's DDP does."""
+    (weight,) = parameters((IN, IN))
+    told: list[int] = []
+    node: Any = weight.expand_as(weight).grad_fn
+    (accumulation, _), *_ = node.next_functions
+    later = WeightGradients()
+    accumulation.register_hook(lambda *_: told.append(later.num_bytes))
+    model = Shared(later, weight)
+    losses = []
+    for number in range(2):
+        with later.forward(()):
+            losses.append(model(samples(number)).sum())
+    for number, loss in enumerate(losses):
+        with later.backward(0, number, ()):
+            loss.backward()
+    assert told == []
+    for number in range(2):
+        later.compute(0, number)
+    assert len(told) == 2 and told[0] > 0 == told[1]
+
+
+def test_some_stay_whole() -> None:
+    """Where the input needs no gradient, where the weight is frozen or used elsewhere, and outside a split forward."""
+    later = WeightGradients()
+    (weight,), inputs = parameters((IN, IN)), samples()
+    assert not later.is_left_for_later(weight, inputs)
+    with later.forward(()):
+        assert later.is_left_for_later(weight, inputs)
+        assert not later.is_left_for_later(weight, inputs.detach())
+        assert not later.is_left_for_later(weight.detach(), inputs)
+        with torch.no_grad():
+            assert not later.is_left_for_later(weight, inputs)
+    with later.forward([weight]):
+        assert not later.is_left_for_later(weight, inputs)
+        assert later.is_left_for_later(torch.nn.Parameter(weight.detach()), inputs)
+
+
+def test_a_first_layer_without_a_gradient_of_its_input_is_whole() -> None:
+    """As behind a frozen embedding."""
+    later, (first, second) = WeightGradients(), parameters((IN, IN), (IN, IN))
+    with later.forward(()):
+        loss = Two(later, first, second)(samples().detach()).sum()
+    with later.backward(0, 0, ()):
+        loss.backward()
+    assert first.grad is not None and second.grad is None
+    later.compute(0, 0)
+    assert second.grad is not None
+
+
+def test_what_waits_is_counted() -> None:
+    """Inputs and gradients of outputs; a tensor that two layers share counts once."""
+    later, (first, second) = WeightGradients(), parameters((OUT, IN), (OUT, IN))
+    inputs = samples()
+    with later.forward(()):
+        loss = torch.stack([Linear(later, weight)(inputs) for weight in (first, second)]).square().sum()
+    with later.backward(0, 0, ()):
+        loss.backward()
+    gradients = 2 * S * B * OUT
+    assert later.num_bytes == 4 * (S * B * IN + gradients)
+
+
+def test_a_whole_backward_through_a_split_forward_is_a_mistake() -> None:
+    later, (weight,) = WeightGradients(), parameters((IN, IN))
+    with later.forward(()):
+        loss = Linear(later, weight)(samples()).sum()
+    with pytest.raises(PlanError, match="a backward that is not split runs through a forward that is"):
+        loss.backward()
