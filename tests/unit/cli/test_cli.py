@@ -333,14 +333,25 @@ def test_plan_counts_what_split_backwards_keep(output_of: Output, error_of: Erro
     assert "waiting: of one microbatch, from the gradient of its input to those of its weights" in lines
     engine = output_of("plan", *model[:-2], "--vtp-split-backward", *sizes, "--bf16")
     assert "waiting: not known but of Megatron's own layers" in engine and "  in flight" not in engine
-    # A layout that fits without a split has no room for what waits.
+    # A layout that fits without a split has no room for what waits: it keeps whole backwards, or fewer in flight.
     have = ["--have", "1,1,1,1", "--vtp-stages", "4:4", "--vtp-data-parallel-size", "1"]
     whole = json.loads(output_of("plan", *model, *have, "--json"))["memory"]
     held = [sum(one[part] for part in parts[:4]) + one["activation_bytes"] * one["in_flight"] for one in whole]
     assert held[3] == max(held)
     limit = ["--card-memory", str(held[3])]
     assert output_of("plan", *model, *have, *limit)
-    assert "with split backwards stage 3 holds" in error_of(*split, *have, *limit)
+    fitted = json.loads(output_of(*split, *have, *limit, "--json"))["memory"]
+    for one in fitted:
+        kept = one["activation_bytes"] * one["in_flight"] + (one["waiting_bytes"] or 0) * (one["num_waiting"] or 0)
+        assert sum(one[part] for part in parts[:4]) + kept <= held[3]
+    # What is computed again keeps less than what waits, which is known only once the order is.
+    again = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+    small = [*model, *again, "--vocab-size", "8", "--make-vocab-size-divisible-by", "8"]
+    whole = json.loads(output_of("plan", *small, *have, "--json"))["memory"]
+    held = [sum(one[part] for part in parts[:4]) + one["activation_bytes"] * one["in_flight"] for one in whole]
+    limit = ["--card-memory", str(max(held) + 15000)]
+    error = error_of("plan", *small, "--vtp-split-backward", *have, *limit)
+    assert "with split backwards stage 0 holds" in error
 
 
 @pytest.mark.parametrize("command", ["plan", "draw", "simulate"])
@@ -670,7 +681,7 @@ def test_simulate_writes_a_picture_or_a_trace_and_sums_up(output_of: Output, tmp
         (("plan", *U, "--num-layer-list", "1,2,1"), "--num-layer-list has 3 parts (1,2,1), 3 stages need 4"),
         (("plan", *U, "--num-virtual-stages-per-pipeline-rank", "2"), "2 with --layerwise-disaggregated-training; "),
         (("plan", "--vtp-size-list", "1,2", "--vtp-in-flight", "2"), "add --vtp-schedule planned and leave interl"),
-        (("plan", "--vtp-size-list", "1,2", "--vtp-costs", "forward_ms=1,1"), "is used by U-shaped pipelines only"),
+        (("plan", "--vtp-size-list", "1,2", "--vtp-costs", "forward_ms=1,1"), "is for a U or split backwards"),
         (
             ("plan", "--vtp-size-list", "1,2", "--vtp-cp-list", "1,2", "--vtp-transport", "rank0"),
             "boundary 0->1 joins context-parallel sizes 1 and 2, and ",
