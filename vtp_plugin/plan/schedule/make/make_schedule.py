@@ -19,6 +19,7 @@ from vtp_plugin.plan.schedule.make.generate import (
 from vtp_plugin.plan.schedule.make.limits import choose_limits
 from vtp_plugin.plan.schedule.make.split_orders import choose_split
 from vtp_plugin.plan.schedule.make.u_shape import UOrder, plan_u_shape
+from vtp_plugin.plan.schedule.order.actions import Op
 from vtp_plugin.plan.schedule.order.add_communication import lower
 from vtp_plugin.plan.schedule.order.placement import Placement, interleaved_placement, num_rings
 from vtp_plugin.plan.schedule.order.schedule import Schedule
@@ -88,6 +89,11 @@ def summarise(request: ScheduleRequest, schedule: Schedule) -> str:
     ...     print(summarise(request, make_schedule(request)[0]))
     planned 1F1B of 8 microbatches: up to 2,1 in flight on the stages
     planned a U of 8 microbatches: up to 3 in flight on each stage
+    >>> for placement in (plain_placement(2), plain_placement(2, num_replicas=(1, 4), joint=((1, 1), (2, 2)))):
+    ...     request = ScheduleRequest(placement=placement, num_microbatches=8, split_backward=True)
+    ...     print(summarise(request, make_schedule(request)[0]))
+    planned 1F1B of 8 microbatches, backwards split: up to 2,1 in flight on the stages
+    planned 1F1B of 8 microbatches, backwards whole, since a split gains nothing: up to 5,1 in flight on the stages
     """
     placement = schedule.placement
     is_interleaved = placement.num_vstages > placement.num_stages
@@ -95,6 +101,9 @@ def summarise(request: ScheduleRequest, schedule: Schedule) -> str:
     what = f"planned {kind} of {request.num_microbatches} microbatches"
     if request.forward_only:
         return f"{what}, forward only"
+    if request.split_backward:
+        is_split = any(action.op is Op.I for order in schedule.orders for action in order)
+        what += ", backwards split" if is_split else ", backwards whole, since a split gains nothing"
     peaks = [max(peak_activations(schedule, v) for v in placement.vstages(s)) for s in range(placement.num_stages)]
     if len(set(peaks)) == 1:
         return f"{what}: up to {peaks[0]} in flight on each stage"
