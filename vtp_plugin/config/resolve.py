@@ -325,7 +325,8 @@ def read_schedule_options(
         ConfigError: limits or costs do not fit the pipeline, or its order is fixed.
     """
     if config.costs is not None and fixed is None and not config.layerwise_disaggregated:
-        raise LayoutError("--vtp-costs is for a U or split backwards; leave it out, or ask for one of them")
+        way_out = "leave it out, or add --layerwise-disaggregated-training or --vtp-split-backward"
+        raise LayoutError(f"--vtp-costs is for a U or split backwards; {way_out}")
     in_flight = config.in_flight
     if in_flight is not None:
         if not config.has_planned_schedule or (num_chunks > 1 and not config.layerwise_disaggregated):
