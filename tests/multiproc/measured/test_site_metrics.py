@@ -83,8 +83,8 @@ def test_bytes_are_those_of_the_plan_and_a_slow_link_is_exposed(
             assert all(0 < one["goodput_mbit"] < most_mbit for one in sites.values()), sites
             main(["trace", str(folder / "trace")])
             assert f"edge: sent {planned['edge']:,} bytes" in capsys.readouterr().out
-    # The edge waits at least for the first microbatch's way to the cloud and back, less what it computes meanwhile. On a
-    # loaded machine the fast one waits as long, for the cloud to compute: what is under way tells the two apart.
+    # The edge waits at least for the first microbatch's way to the cloud and back, less what it computes meanwhile. On
+    # a loaded machine the fast one waits as long, for the cloud to compute: what is under way tells the two apart.
     assert seen["slow"]["exposed"] > 1e3 * LINK_DELAY_S, seen
     assert seen["slow"]["on_way"] > seen["fast"]["on_way"] + 1e3 * LINK_DELAY_S, seen
 
