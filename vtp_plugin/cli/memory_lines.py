@@ -79,7 +79,9 @@ def peaks_by_stage(flags: Run) -> tuple[Peaks, ...]:
 
 
 def check_card_memory(flags: Run, limit_bytes: int | None) -> None:
-    """Refuse a fitted layout that takes too much with split backwards; the fit counts whole ones.
+    """Refuse a fitted layout that takes too much with split backwards.
+
+    The fit counts what waits as one more activation; where layers are computed again, it is more.
 
     Args:
         flags: the run.
@@ -97,8 +99,7 @@ def check_card_memory(flags: Run, limit_bytes: int | None) -> None:
         if size > limit_bytes:
             raise ConfigError(
                 f"{CARD_MEMORY} {format_bytes(limit_bytes)}: with split backwards stage {stage} holds "
-                f"{format_bytes(size)}; a layout is fitted to whole ones; leave --vtp-split-backward out, or keep "
-                "fewer with --vtp-in-flight"
+                f"{format_bytes(size)}; the fit counts what waits as activations; leave --vtp-split-backward out"
             )
 
 
