@@ -1,8 +1,9 @@
 """Split backwards: the gradients of weights, for which nobody waits, are computed where a worker would wait.
 
 The idea is that of zero bubble (ZB-H1, arXiv 2401.10241). There it is a rule for equal stages. Here any order of
-forwards and backwards is taken, under any costs, and each worker keeps its order of forwards and of gradients of
-inputs. Only the places of the gradients of weights are chosen, by walking through the step as it would happen.
+forwards and backwards is taken, under any costs, and the places of the gradients of weights are chosen by walking
+through the step as it would happen. Each worker keeps its order of forwards and of gradients of inputs, or takes what
+is there first.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def fill_waits(
         patience: Share of such a gradient's time by which it may end after the next compute could begin, from 0 (it
             is computed only if the wait is long enough) to 1 (whenever there is a wait).
         keeps_order: Whether each worker keeps its order of forwards and gradients of inputs. If not, it takes what is
-            there first, gradients before forwards, and the last virtual stage before the others.
+            there first, gradients before forwards; then its stage must hold one virtual stage.
 
     Returns:
         The order, and the time of a step: that of :func:`~vtp_plugin.plan.schedule.cost.simulator.simulate`.
@@ -104,11 +105,10 @@ class _Worker:
 
 
 def _queues(order: Actions, *, keeps_order: bool) -> list[deque[Action]]:
-    """Queue an order as it is, or each virtual stage's backwards, and forwards, by themselves."""
+    """Queue an order as it is, or backwards and forwards by themselves."""
     if keeps_order:
         return [deque(order)]
-    kinds = sorted({(action.op is Op.F, -action.vstage) for action in order})
-    return [deque(action for action in order if (action.op is Op.F, -action.vstage) == kind) for kind in kinds]
+    return [deque(action for action in order if action.op is op) for op in (Op.B, Op.F)]
 
 
 class _Walk:

@@ -1,4 +1,4 @@
-"""Which order a step with split backwards runs: the fastest of some, and today's where none is faster."""
+"""Which order a step with split backwards runs: the fastest of some, and one without a split where none is faster."""
 
 from __future__ import annotations
 
