@@ -130,12 +130,12 @@ class _Compute:
     sync: GradSync
     num_tokens: torch.Tensor
     waiting: WeightGradients
-    whole: Mapping[int, Sequence[torch.Tensor]]
     reports: list[Any] = field(default_factory=list[Any])
+    _whole: dict[int, Sequence[torch.Tensor]] = field(default_factory=dict[int, Sequence[torch.Tensor]])
 
     def forward(self, action: Action, activation: Inputs, *, is_split: bool) -> torch.Tensor:
         chunk = self.schedule.placement.chunk(action.vstage)
-        with self.waiting.forward(self.whole[chunk]) if is_split else contextlib.nullcontext():
+        with self.waiting.forward(self._whole_of(chunk)) if is_split else contextlib.nullcontext():
             return self._forward(action, activation)
 
     def _forward(self, action: Action, activation: Inputs) -> torch.Tensor:
@@ -173,13 +173,19 @@ class _Compute:
         is_last: bool,
     ) -> Inputs:
         chunk, is_split = self.schedule.placement.chunk(action.vstage), action.op is Op.I
-        waiting = self.waiting.backward(action.vstage, action.microbatch, self.whole[chunk]) if is_split else None
+        waiting = self.waiting.backward(action.vstage, action.microbatch, self._whole_of(chunk)) if is_split else None
         with self.sync.backward(chunk, is_last=is_last, has_rest=is_split), waiting or contextlib.nullcontext():
             return self.passes.backward(chunk, activation, output, gradient, is_last_stage=self._is_last_stage(action))
 
     def weights(self, action: Action, *, is_last: bool) -> None:
         with self.sync.backward(self.schedule.placement.chunk(action.vstage), is_last=is_last):
             self.waiting.compute(action.vstage, action.microbatch)
+
+    def _whole_of(self, chunk: int) -> Sequence[torch.Tensor]:
+        """Look for these weights once a step, and only where backwards are split."""
+        if chunk not in self._whole:
+            self._whole[chunk] = whole_weights(self.chunks[chunk])
+        return self._whole[chunk]
 
     def release(self, output: torch.Tensor) -> None:
         schedules.deallocate_output_tensor(output, self.config.deallocate_pipeline_outputs)
@@ -218,7 +224,6 @@ def run_step(backend: StepBackend, **arguments: Any) -> list[Any]:
         ),
         num_tokens=torch.zeros([], dtype=torch.int, device="cuda"),
         waiting=runner.weight_gradients,
-        whole={number: whole_weights(chunk) for number, chunk in enumerate(chunks)},
     )
     with _timed(config):
         with compute.sync.step():

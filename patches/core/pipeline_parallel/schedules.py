@@ -277,7 +277,7 @@ class PipelineBackend:
         problems = check_step(call, context)
         if num_rings > 1:
             problems = (*problems, *_problems_of_chunks(chunks))
-        if context.has_split_backward:
+        if context.has_split_backward and self.pipeline.form is None:  # in the first step
             problems = (*problems, *layers_that_cannot_split(chunks))
         configs = [*map(get_model_config, chunks[:num_rings])]
         return tensor_formats(self.session, self.pipeline, configs, functools.partial(refuse, problems))
