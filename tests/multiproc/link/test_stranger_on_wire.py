@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import pytest
 
@@ -189,20 +190,26 @@ def _run(
 
 @contextmanager
 def _watching(networks: Networks, file: Path) -> Iterator[dict[str, int]]:
-    """Let the stranger watch; afterwards the result has the numbers of frames."""
+    """Let the stranger watch to the end; afterwards the result has the numbers of frames."""
     ports = [f"{networks.ports[site]}={_hardware_address(networks, site)}" for site in ADDRESSES]
     command = networks.on_wire([sys.executable, "-m", "tests.multiproc.link.stranger", "watch", file, *ports])
     counted: dict[str, int] = {}
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment(), cwd=ROOT
-    ) as process:
+    with (
+        TemporaryFile("w+") as said,
+        subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True, env=environment(), cwd=ROOT
+        ) as process,
+    ):
         assert process.stdin is not None and process.stdout is not None
         try:
             assert process.stdout.readline() == "ready\n"
             yield counted
         finally:
             process.stdin.close()
-            counted |= json.loads(process.stdout.read() or "{}")
+            printed, code = process.stdout.read(), process.wait(timeout=60)
+        said.seek(0)
+        assert code == 0, said.read()
+        counted |= json.loads(printed)
 
 
 def _hardware_address(networks: Networks, site: str) -> str:
