@@ -55,13 +55,11 @@ def slow_cluster(folder: Path, memory: str) -> str:
 def test_a_layout_is_never_slower_where_split_backwards_are_allowed(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--cluster", CLUSTER, "--vtp-stages", "1:3", "--global-batch-size", "24", "--num-best", "3")
     without, allowed = printed(capsys, "search", *words), printed(capsys, "search", *words, SPLIT)
-    whole = {str((one["sizes"], one["layers"], one["num_replicas"])): one["step_s"] for one in without["best"]}
-    assert len(allowed["best"]) == len(whole) == 3
-    for one in allowed["best"]:
-        before_s = whole[str((one["sizes"], one["layers"], one["num_replicas"]))]
-        assert (one["whole_step_s"] or one["step_s"]) == before_s
+    assert len(allowed["best"]) == len(without["best"]) == 3
+    for one, other in zip(allowed["best"], without["best"], strict=True):
+        assert one["step_s"] <= other["step_s"]
         is_split = SPLIT in one["flags"]
-        assert (one["step_s"] < before_s) is is_split is (one["whole_step_s"] is not None)
+        assert (one["step_s"] < (one["whole_step_s"] or 0)) is is_split
         assert not is_split or one["flags"][one["flags"].index("--vtp-schedule") + 1] == "planned"
     steps = [one["step_s"] for one in allowed["best"]]
     assert steps == sorted(steps) and steps[0] < without["best"][0]["step_s"]
@@ -84,8 +82,7 @@ def test_the_flags_simulate_to_the_step_that_was_promised(
     words = (*FEW, "--cluster", slow_cluster(tmp_path, "200GiB"), "--num-best", "1", SPLIT)
     best = printed(capsys, "search", *words)["best"][0]
     assert best["step_s"] < 0.97 * best["whole_step_s"] and SPLIT in best["flags"]
-    (candidate,) = chosen
-    costs = candidate.costs
+    costs = min(chosen, key=lambda candidate: candidate.step_s).costs
     given = [
         f"{name}={','.join(repr(1e3 * value) for value in row)}"
         for name, row in (
@@ -120,7 +117,7 @@ def test_what_no_run_can_split_is_refused(tmp_path: Path, capsys: pytest.Capture
 
 def test_a_stage_keeps_no_more_than_its_memory_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     gains, rows = [], []
-    for memory in ("200GiB", "58GiB", "52GiB"):
+    for memory in ("200GiB", "58GiB", "48GiB"):
         words = (*FEW, "--cluster", slow_cluster(tmp_path, memory), "--num-best", "1", SPLIT)
         best = printed(capsys, "search", *words)["best"][0]
         assert max(best["memory_bytes"]) <= parse_bytes(memory)
@@ -197,3 +194,11 @@ def test_a_fit_says_whether_split_backwards_gain(capsys: pytest.CaptureFixture[s
     alone = printed(capsys, "plan", *words[2:], "--have", "4", "--vtp-stages", "1:1", SPLIT)
     assert "gains nothing" in alone["fit"]["reasons"][-1]
     assert not any(SPLIT in command for node in alone["launch"]["nodes"] for command in node["commands"])
+
+
+def test_a_layout_is_found_that_is_good_only_with_split_backwards(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without them it is slower than the best layout, by more than what any other is looked at for."""
+    words = ("--cluster", CLUSTER, "--num-best", "1")
+    without, allowed = (printed(capsys, "search", *words, *more)["best"][0] for more in ((), (SPLIT,)))
+    assert allowed["sizes"] != without["sizes"]
+    assert allowed["step_s"] < 0.95 * without["step_s"] and allowed["whole_step_s"] > 1.01 * without["step_s"]

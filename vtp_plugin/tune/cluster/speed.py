@@ -55,6 +55,8 @@ class Speed:
         message_sums: prefix sums of ``peer_messages``, forward and backward.
         ends_s: forward and backward seconds together of the model's ends: of none, of the first, of the last, of both.
         least_s: forward and backward seconds of the quickest layer.
+        least_passing_s: the same of a backward without the gradients of weights.
+        least_forward_share: the least share that a forward has of forward and backward, of all layers and both ends.
     """
 
     forward_s: tuple[float, ...]
@@ -81,23 +83,29 @@ class Speed:
     message_sums: tuple[tuple[float, ...], tuple[float, ...]] = field(init=False, repr=False, compare=False)
     ends_s: tuple[float, float, float, float] = field(init=False, repr=False, compare=False)
     least_s: float = field(init=False, repr=False, compare=False)
+    least_passing_s: float = field(init=False, repr=False, compare=False)
+    least_forward_share: float = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         nothing = (0.0,) * len(self.forward_s)
         counts = self.peer_messages or ((0, 0),) * len(self.forward_s)
         forward, backward = _sums(self.forward_s), _sums(self.backward_s)
-        both = (forward[i + 1] - forward[i] + backward[i + 1] - backward[i] for i in range(len(self.forward_s)))
+        both = [forward[i + 1] - forward[i] + backward[i + 1] - backward[i] for i in range(len(self.forward_s))]
+        weights = self.weights_s or tuple(whole / 2 for whole in self.backward_s)
+        parts = [*zip(self.forward_s, self.backward_s, strict=True), self.first_s, self.last_s]
         first, last = sum(self.first_s), sum(self.last_s)
         derived = {
             "forward_sums": forward,
             "backward_sums": backward,
-            "weights_sums": _sums(self.weights_s or [whole / 2 for whole in self.backward_s]),
+            "weights_sums": _sums(weights),
             "update_sums": _sums(self.update_s or nothing),
             "gradient_sums": _sums(self.gradient_bytes or nothing),
             "expert_sums": _sums(self.expert_bytes or nothing),
             "message_sums": (_sums([number[0] for number in counts]), _sums([number[1] for number in counts])),
             "ends_s": (0.0, first, last, first + last),
             "least_s": min(both, default=math.inf),
+            "least_passing_s": min((time - part for time, part in zip(both, weights, strict=True)), default=math.inf),
+            "least_forward_share": min((part[0] / sum(part) for part in parts if sum(part)), default=0.0),
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)

@@ -108,7 +108,8 @@ class _Enumeration:
         yield layers_demanded(self.space, self.stage_types, self.most_layers, below_s)
         fewest = min((stage_type.tp for stage_type in self.stage_types), default=1) * split.num_replicas
         num_stages = min(self.most_stages, sum(self.num_cards) // fewest)
-        if self.stage_types and not problem.runs_ahead and below_s < math.inf and num_stages < split.num_microbatches:
+        is_1f1b = not problem.runs_ahead and not problem.split_backward
+        if self.stage_types and is_1f1b and below_s < math.inf and num_stages < split.num_microbatches:
             yield steps_demanded(self.space, self.stage_types, below_s)
 
     def _budget(self, of_type: Sequence[float], most: float) -> _Budget:

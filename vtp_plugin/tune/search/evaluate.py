@@ -17,7 +17,7 @@ from vtp_plugin.tune.search.in_flight import most_in_flight
 from vtp_plugin.tune.search.memory_check import Part, held_bytes_of
 from vtp_plugin.tune.search.node_assignment import assign_nodes
 from vtp_plugin.tune.search.problem import BatchSplit, NodeIndex, SearchProblem, StageType
-from vtp_plugin.tune.search.schedule_time import Order, choose_order
+from vtp_plugin.tune.search.schedule_time import Order, choose_order, least_pipeline_s
 from vtp_plugin.tune.search.search_space import SearchSpace
 from vtp_plugin.tune.search.stage_cost import gradients_s, peer_s
 
@@ -159,6 +159,12 @@ def evaluate(
     evaluation = _Evaluation(space, stage_types, layers, num_chunks=num_chunks)
     candidates = [candidate for nodes in assign_nodes(space, stage_types) for candidate in evaluation.candidates(nodes)]
     return min(candidates, key=lambda candidate: candidate.step_s, default=None)
+
+
+def least_split_s(candidate: Candidate) -> float:
+    """Bound the step of a layout with split backwards from below, in seconds."""
+    least_s = least_pipeline_s(candidate.placement, candidate.costs, candidate.split.num_microbatches, is_split=True)
+    return least_s + candidate.update_s
 
 
 def with_split(problem: SearchProblem, candidate: Candidate) -> Candidate:

@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import NamedTuple
 
 from vtp_plugin.tune.search.enumerate_lists import StageCounts, enumerate_lists
-from vtp_plugin.tune.search.evaluate import Candidate, evaluate, with_split
+from vtp_plugin.tune.search.evaluate import Candidate, evaluate, least_split_s, with_split
 from vtp_plugin.tune.search.fixed_edge import beside_edges
 from vtp_plugin.tune.search.interleave import interleaved_lists
 from vtp_plugin.tune.search.layer_split import LayerSplit, split_layers
@@ -109,16 +108,16 @@ def _fastest(problem: SearchProblem, num_best: int, limit_s: float, tell: Tell |
         say = None if tell is None else partial(_say_part, tell, done, share)
         search = _Search(phase_problem, number, start_s + limit_s * (done + share), say)
         for known in searches:
-            search.add(*known.best)
+            search.keep(*known.best)
         # After a KeyboardInterrupt what is known already is the answer.
         if not any(each.is_interrupted for each in searches):
             search.try_quickest()
         searches.append(search)
         done += share
-    *of_stock, last = searches
+    of_stock = [search for search in searches if search.problem.is_stock]
     equal, stock = (next(iter(search.best), None) for search in of_stock) if of_stock else (None, None)
     return SearchResult(
-        best=_split(problem, last),
+        best=tuple(searches[-1].best),
         stock=stock,
         equal=equal,
         is_complete=all(search.is_complete for search in searches),
@@ -126,25 +125,21 @@ def _fastest(problem: SearchProblem, num_best: int, limit_s: float, tell: Tell |
     )
 
 
-def _split(problem: SearchProblem, search: _Search) -> tuple[Candidate, ...]:
-    """Split the backwards of the best layouts if that is allowed; lists are bounded and pruned with whole ones."""
-    found = search.best
-    if problem.split_backward and not search.is_interrupted:
-        with suppress(KeyboardInterrupt):
-            found = sorted((with_split(problem, each) for each in found), key=lambda each: each.step_s)
-    return tuple(found)
-
-
 def _phases(problem: SearchProblem, num_best: int) -> Iterator[tuple[SearchProblem, int, float]]:
     """Yield the problems to solve one after another, each with how many layouts to return and its share of the time.
 
-    Those of stock Megatron come first: their result prunes the others early.
+    Those of stock Megatron come first, and whole backwards before split ones, which take longer to plan: each result
+    prunes the next search early.
     """
-    is_in_megatron = problem.edge_layers is None
-    if is_in_megatron:
-        yield in_megatron(problem, "equal"), 1, _EQUAL_SHARE
-        yield in_megatron(problem, problem.layers), 1, _STOCK_SHARE
-    yield problem, num_best, 1.0 - (_EQUAL_SHARE + _STOCK_SHARE) * is_in_megatron
+    whole, left = replace(problem, split_backward=False), 1.0
+    if problem.edge_layers is None:
+        yield in_megatron(whole, "equal"), 1, _EQUAL_SHARE
+        yield in_megatron(whole, problem.layers), 1, _STOCK_SHARE
+        left -= _EQUAL_SHARE + _STOCK_SHARE
+    if problem.split_backward:
+        left /= 2
+        yield whole, num_best, left
+    yield problem, num_best, left
 
 
 def _say_part(tell: Tell, done: float, share: float, part: float, best_s: float) -> None:
@@ -185,6 +180,8 @@ class _Search:
     def try_quickest(self) -> None:
         """Try all lists, then what their bounds leave open."""
         try:
+            if self.problem.split_backward:
+                self.keep(*(with_split(self.problem, each) for each in self.best))
             # A few lists first: what is good among them bounds the others.
             for is_quick in (True, False):
                 self._try_lists(is_quick=is_quick)
@@ -277,9 +274,10 @@ class _Search:
         stage_types, whole_layers = space.whole_stage_types(order), space.whole_layers(layers)
         candidate = evaluate(space.whole, stage_types, whole_layers, num_chunks=num_chunks)
         if candidate is not None:
-            self.add(candidate)
+            is_split = self.problem.split_backward and least_split_s(candidate) < self.below_s
+            self.keep(with_split(self.problem, candidate) if is_split else candidate)
 
-    def add(self, *candidates: Candidate) -> None:
+    def keep(self, *candidates: Candidate) -> None:
         """Keep candidates; of those that have the same flags, the quickest."""
         best: dict[tuple[object, ...], Candidate] = {}
         for candidate in sorted([*self.best, *candidates], key=lambda candidate: candidate.step_s):

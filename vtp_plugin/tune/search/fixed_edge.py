@@ -81,6 +81,7 @@ def _middle_speed(speed: Speed, start: int, end: int) -> Speed:
         speed,
         forward_s=speed.forward_s[part],
         backward_s=speed.backward_s[part],
+        weights_s=speed.weights_s[part],
         first_s=(0.0, 0.0),
         last_s=(0.0, 0.0),
         update_s=speed.update_s[part],

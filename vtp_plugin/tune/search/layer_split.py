@@ -13,7 +13,12 @@ idles at least R_i - (w_i - 1) b_i. With m > w_i both add up:
 
 Between sites a planned order may have more in flight (:mod:`~vtp_plugin.tune.search.in_flight`): there w_i is m.
 
-The first stage is the last one to end, so what it does with its gradients then comes on top: P_1 begins with that.
+With split backwards, whose gradients of weights take g_i of b_i, any stage may keep as many as the first until g is
+done: w_i = min(p, m). What comes back to a stage has taken f_j + b_j - g_j on each later one. Nobody waits for the last
+g of a stage, so P_i is only what a microbatch takes on its way to the stage.
+
+With whole backwards the first stage is the last one to end, so what it does with its gradients then comes on top: P_1
+begins with that.
 
 As stages are added, R_i grows and P_i stays. So four numbers per beginning (:class:`_Beginning`) give the bound of the
 whole, and of two beginnings with equally many layers, one that is better in none of the four is dropped. But a step is
@@ -146,8 +151,11 @@ class _Stages:
         self.speeds = [space.speeds[stage_type] for stage_type in stage_types]
         self.limits = [space.memory_bytes(stage_type) for stage_type in stage_types]
 
-    def ends(self, stage: int, start: int) -> Iterator[tuple[int, tuple[float, float]]]:
-        """Yield where a stage that begins at a layer can end, with its forward and backward seconds then."""
+    def ends(self, stage: int, start: int) -> Iterator[tuple[int, tuple[float, float, float]]]:
+        """Yield where a stage that begins at a layer can end, with its seconds then.
+
+        They are those of the forward, of the backward, and of the part of it that may be left for later.
+        """
         problem, speed, more = self.space.problem, self.speeds[stage], self.more_s[stage]
         num_after = len(self.stage_types) - stage - 1
         last = problem.num_layers - num_after
@@ -156,10 +164,13 @@ class _Stages:
             ends = range(start + self.number, min(start + self.number, last) + 1)
         for end in ends:
             forward, backward = speed.times_s(start, end, is_first=not stage, is_last=not num_after)
-            times = (forward + more[0], backward + more[1])
-            if sum(times) >= self.most_s or not self._fits_memory(stage, (start, end)):
+            later = 0.0
+            if problem.split_backward:
+                later = min(speed.weights_sums[end] - speed.weights_sums[start], backward)
+            forward, backward = forward + more[0], backward + more[1]
+            if forward + backward >= self.most_s or not self._fits_memory(stage, (start, end)):
                 return
-            yield end, times
+            yield end, (forward, backward, later)
 
     def _fits_memory(self, stage: int, layers: tuple[int, int]) -> bool:
         """Whether a stage's cards can hold its layers."""
@@ -222,19 +233,21 @@ def _quickest_s(space: SearchSpace, stage_types: Sequence[StageType], more_s: Se
 def _least(stages: _Stages, below_s: float, most_alike: int) -> list[LayerSplit]:
     space, stage_types, speeds = stages.space, stages.stage_types, stages.speeds
     num_stages, num_layers, num_microbatches = len(stage_types), space.problem.num_layers, space.split.num_microbatches
+    is_split = space.problem.split_backward
     hops_s = [*(2 * best_hop_s(space, *pair) for pair in pairwise(stage_types)), 0.0]
     # What is still to come after each stage, at best.
     rates, hops_left, least = [0.0], [0.0], [math.inf]
     for speed, hop in zip(reversed(speeds[1:]), reversed(hops_s[1:]), strict=True):
         rates.append(rates[-1] + 1 / speed.least_s)
         hops_left.append(hops_left[-1] + hop)
-        least.append(min(least[-1], speed.least_s))
+        least.append(min(least[-1], speed.least_passing_s if is_split else speed.least_s))
     rates, hops_left, least = rates[::-1], hops_left[::-1], least[::-1]
     near_s = _NEAR * below_s if most_alike == 1 and below_s < math.inf else 0.0
     begins: dict[int, list[_Beginning]] = {0: [_START]}
     for stage, stage_type in enumerate(stage_types):
         grown: dict[int, list[_Beginning]] = {}
-        in_flight = num_microbatches if space.problem.runs_ahead else min(num_stages - stage, num_microbatches)
+        in_flight = num_stages if is_split else num_stages - stage
+        in_flight = num_microbatches if space.problem.runs_ahead else min(in_flight, num_microbatches)
         for start, row in begins.items():
             first_s = min(begin.before_s for begin in row)
             for end, times in stages.ends(stage, start):
@@ -242,10 +255,12 @@ def _least(stages: _Stages, below_s: float, most_alike: int) -> list[LayerSplit]
                 to_come_s = hops_left[stage] + (left * least[stage] if left else 0.0)
                 rest_s = num_microbatches * left / rates[stage] if left else 0.0
                 ending_s = 0.0 if stage else tail_s(space, stage_type, end)
-                if first_s + ending_s + sum(times) + hops_s[stage] + rest_s >= below_s:
+                ahead_s = times[0] + hops_s[stage] / 2 if is_split else times[0] + times[1] + hops_s[stage] + ending_s
+                if first_s + ahead_s + rest_s >= below_s:
                     continue
+                stage_s = (*times, hops_s[stage], ahead_s, ending_s)
                 for begin in row:
-                    new = _add(begin, times, hops_s[stage], in_flight, num_microbatches, end - start, ending_s)
+                    new = _add(begin, stage_s, in_flight, num_microbatches, end - start)
                     if new.before_s + rest_s < below_s and new.least_s(to_come_s) < below_s:
                         _keep(grown.setdefault(end, []), new, near_s, most_alike)
         begins = grown
@@ -254,19 +269,25 @@ def _least(stages: _Stages, below_s: float, most_alike: int) -> list[LayerSplit]
 
 def _add(
     begin: _Beginning,
-    times_s: tuple[float, float],
-    hop_s: float,
+    stage_s: tuple[float, float, float, float, float, float],
     in_flight: int,
     num_microbatches: int,
     num_layers: int,
-    tail_s: float,
 ) -> _Beginning:
-    """Extend a beginning by a stage and the link behind it."""
+    """Extend a beginning by a stage and the link behind it.
+
+    Args:
+        begin: the beginning.
+        stage_s: seconds of the stage's forward, of its backward, of the part of it that may be left for later, of the
+            link there and back, of what the stage and its link add to P, and of what follows the stage's last backward.
+        in_flight: w of the stage.
+        num_microbatches: m.
+        num_layers: number of layers of the stage.
+    """
     # Without function calls: this is asked millions of times.
-    forward, backward = times_s
-    both = forward + backward
-    before_s = begin.before_s + tail_s
-    own = before_s + num_microbatches * both
+    forward, backward, later, hop_s, ahead_s, tail_s = stage_s
+    own = begin.before_s + tail_s + num_microbatches * (forward + backward)
+    both = forward + backward - later
     least, most = (in_flight - 1) * forward, (in_flight - 1) * backward
     if most < least:
         least, most = most, least
@@ -277,7 +298,7 @@ def _add(
         # With all microbatches in flight at once the two times of idling may be one.
         twice_s = max(twice_s, other - most)
     return _Beginning(
-        before_s + both + hop_s,
+        begin.before_s + ahead_s,
         own if own > still_s else still_s,
         (other if other > once_s else once_s) + hop_s,
         twice_s + 2 * hop_s,

@@ -37,8 +37,9 @@ def bound_list(space: SearchSpace, chosen: Sequence[tuple[StageType, int]], belo
     if problem.layers == "equal":
         each, left = divmod(num_layers, sum(counts))
         return math.inf if left else num_microbatches * each * max(speed.least_s for speed in speeds)
-    if problem.runs_ahead:
-        any_s = _bound_any_order_s(num_microbatches, num_layers, speeds, counts)
+    if problem.runs_ahead or problem.split_backward:
+        share = min(speed.least_forward_share for speed in speeds) if problem.split_backward else 1.0
+        any_s = _bound_any_order_s(num_microbatches, num_layers, speeds, counts, share)
         if any_s < below_s:
             any_s = max(any_s, num_microbatches * _busiest_s(num_layers, speeds, counts))
         return any_s
@@ -259,24 +260,28 @@ def _bound_1f1b_s(
     return max(least, found)
 
 
-def _bound_any_order_s(num_microbatches: int, num_layers: int, speeds: Sequence[Speed], counts: Sequence[int]) -> float:
+def _bound_any_order_s(
+    num_microbatches: int, num_layers: int, speeds: Sequence[Speed], counts: Sequence[int], share: float
+) -> float:
     """Bound a step from below, with any number of microbatches in flight, as if layers could be cut.
 
     Let B be the bound of :mod:`~vtp_plugin.tune.search.layer_split`, without links: for each stage i, P_i + m t_i <= B,
-    where P_i is the sum of t before it. So B - P_(i+1) = B - P_i - t_i >= (1 - 1/m) (B - P_i), and t_i <= B / m (1 -
-    1/m)^(i-1). In that time stages compute most layers where the quickest is the first; all together must compute L.
+    where P_i is at least a share s of the sum of t before it. So B - P_(i+1) >= B - P_i - s t_i >= (1 - s/m) (B - P_i),
+    if P is no more than that, and t_i <= B / m (1 - s/m)^(i-1). In that time stages compute most layers where the
+    quickest is the first; all together must compute L.
 
     Args:
         num_microbatches: m, the number of microbatches of a replica.
         num_layers: L, the number of layers of the model.
         speeds: the speed of each stage type.
         counts: number of stages of each type.
+        share: s; 1 with whole backwards, with split ones the share of forwards.
     """
-    left = 1 - 1 / num_microbatches
-    share, layers_s = 1.0, 0.0
+    lost = share / num_microbatches
+    left, now, layers_s = 1 - lost, 1.0, 0.0
     for layer_s, count in sorted((speed.least_s, count) for speed, count in zip(speeds, counts, strict=True)):
-        rest = share * left**count
-        # The sum of a geometric series, times 1 - left.
-        layers_s += (share - rest) / layer_s
-        share = rest
-    return num_layers / layers_s
+        then = now * left**count
+        # The sum of a geometric series, times its first factor.
+        layers_s += ((now - then) / lost if lost else count) / layer_s
+        now = then
+    return num_microbatches * num_layers / layers_s

@@ -256,7 +256,7 @@ def _choose_whole(
     if most is None or not costs.latency:
         return best
     planned = [pipeline_time(placement, costs, num_microbatches)]
-    least_s, floor_s = planned[0].pipeline_s, _floor_s(costs, num_microbatches)
+    least_s, floor_s = planned[0].pipeline_s, least_pipeline_s(placement, costs, num_microbatches)
     for in_flight in more_in_flight(placement, costs, num_microbatches, most) if most else ():
         if least_s <= floor_s * (1 + _NEAR):
             break
@@ -267,14 +267,32 @@ def _choose_whole(
     return best
 
 
-def _floor_s(costs: Costs, num_microbatches: int) -> float:
-    """Bound a step of a plain pipeline from below: each stage computes all, from its first microbatch to its last."""
-    before_s, floor_s = 0.0, 0.0
-    for stage, both in enumerate(zip(costs.forward, costs.backward, strict=True)):
-        floor_s = max(floor_s, before_s + num_microbatches * sum(both))
-        if stage < len(costs.latency):
-            before_s += sum(both) + 2 * (costs.latency[stage] + costs.transfer_time(stage))
-    return floor_s
+def least_pipeline_s(placement: Placement, costs: Costs, num_microbatches: int, *, is_split: bool = False) -> float:
+    """Bound the microbatches of a step from below: each stage computes all, from its first microbatch to its last.
+
+    With whole backwards the last microbatch then has its way back to the first stage. With split ones a stage may have
+    work left that fills this time.
+
+    Args:
+        placement: which stage holds which virtual stage.
+        costs: durations and links of a microbatch.
+        num_microbatches: number of microbatches of a replica.
+        is_split: whether the gradients of weights may be computed later than those of inputs.
+
+    >>> from vtp_plugin.plan.schedule.cost.costs import uniform_costs
+    >>> from vtp_plugin.plan.schedule.order.placement import plain_placement
+    >>> four = plain_placement(4)
+    >>> [least_pipeline_s(four, uniform_costs(four), 8, is_split=is_split) for is_split in (False, True)]
+    [33.0, 27.0]
+    """
+    way_s, before_s, loads_s = 0.0, dict[int, float](), [0.0] * placement.num_stages
+    for vstage, (stage, *both) in enumerate(zip(placement.stages, costs.forward, costs.backward, strict=True)):
+        before_s.setdefault(stage, way_s)
+        loads_s[stage] += sum(both)
+        way_s += both[0] if is_split else sum(both)
+        if vstage < len(costs.latency) and placement.stages[vstage + 1] != stage:
+            way_s += (1 if is_split else 2) * (costs.latency[vstage] + costs.transfer_time(vstage))
+    return max(before_s[stage] + num_microbatches * load_s for stage, load_s in enumerate(loads_s))
 
 
 def _choose_u_order(
