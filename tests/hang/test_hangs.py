@@ -103,6 +103,25 @@ def test_all_survivors_name_the_rank_that_was_killed(
             assert named == [str(victim)], line
 
 
+@pytest.mark.parametrize(
+    ("event", "victim"),
+    [("kill", 2), pytest.param("stop", 0, marks=pytest.mark.full), pytest.param("stop", 2, marks=pytest.mark.full)],
+)
+def test_a_rank_that_is_lost_in_a_split_backward_ends_all_others(
+    rank_server: Server, tmp_path: Path, event: str, victim: int
+) -> None:
+    """The others compute the gradients of weights that they have left, and then wait as ever."""
+    with run(tmp_path, rank_server, world_size=WORLD) as whole:
+        start_all(
+            whole, "--schedule=planned", "--split-backward", "--moment=backward", f"--victim={victim}", "--num-steps=3"
+        )
+        whole.reached(victim)
+        time.sleep(SETTLE_S * whole.pace)
+        whole.ranks[victim].send(EVENTS[event])
+        lines = assert_ends(whole, [rank for rank in range(WORLD) if rank != victim])
+    assert any(re.search(WAITED, line) for line in lines), lines
+
+
 @pytest.mark.full
 @pytest.mark.parametrize(("event", "moment", "victim"), [("kill", "forward", 2), ("stop", "save", 0)])
 def test_ranks_that_are_scripts_of_their_own(tmp_path: Path, event: str, moment: str, victim: int) -> None:

@@ -158,6 +158,7 @@ def apply_plugin(options: argparse.Namespace) -> None:
             timeout_s=timeout_s,
             force=options.force,
             schedule=options.schedule,
+            split_backward=options.split_backward,
         )
 
     apply(options.timeout_s)
@@ -330,6 +331,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--pipeline-dtype", default="float32")
     parser.add_argument("--takes", choices=("original", "subclass"))
     parser.add_argument("--schedule", default="stock")
+    parser.add_argument("--split-backward", action="store_true")
     parser.add_argument("--bridge", action="store_true", help="cross a bridge instead of training")
     parser.add_argument("--switched-on", nargs="*", default=[], help="switches of the model's configuration")
     return parser.parse_args(arguments)

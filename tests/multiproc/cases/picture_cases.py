@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ class PictureCase:
         dp: replicas of every stage.
         dp_list: replicas of every stage where they differ.
         setup: other fields of ``Setup``.
-        transport, sites, in_flight: of the plugin.
+        transport, sites, in_flight, split_backward: of the plugin.
         is_alone: without the plugin, on one rank that runs the microbatches of all replicas.
         is_evaluated: the steps' microbatches are passed forward before every step.
     """
@@ -41,6 +41,7 @@ class PictureCase:
     transport: str = "auto"
     sites: tuple[str, ...] = ()
     in_flight: tuple[int, ...] | None = None
+    split_backward: bool = False
     is_alone: bool = False
     is_evaluated: bool = False
 
@@ -69,8 +70,8 @@ class PictureCase:
     def __str__(self) -> str:
         lists = "_".join(",".join(map(str, one)) for one in (self.sizes, self.encoder, self.language))
         words = [f"{name}={value}" for name, value in self.setup]
-        default = replace(self, dp=1, dp_list=(), num_microbatches=4, transport="auto", sites=(), in_flight=None)
-        for name in ("dp", "dp_list", "num_microbatches", "transport", "sites", "in_flight"):
+        default = PictureCase(sizes=(), encoder=(), language=())
+        for name in ("dp", "dp_list", "num_microbatches", "transport", "sites", "in_flight", "split_backward"):
             if getattr(self, name) != getattr(default, name):
                 words.append(f"{name}={getattr(self, name)}")
         return " ".join([lists, *words])
@@ -84,6 +85,7 @@ class PictureResult:
         losses: average of every step; 0 on ranks that compute none.
         evaluations: the same of the forward passes.
         parts: by name: axis of the cut, tensor-parallel rank, values.
+        num_split: backwards of a step that are split.
     """
 
     losses: list[float]
@@ -91,6 +93,7 @@ class PictureResult:
     norms: list[float]
     num_read: int
     parts: dict[str, tuple[int | None, int, np.ndarray]]
+    num_split: int = 0
 
 
 @dataclass(kw_only=True)

@@ -12,7 +12,7 @@ from tests.multiproc.cases.core_cases import Case, RankResult
 from tests.multiproc.jobs.core_job import Trainer, applied, model_parallel
 from tests.support.pool import init_gloo
 from vtp_plugin.api import _Holder
-from vtp_plugin.plan.schedule.order.actions import Op
+from vtp_plugin.plan.schedule.order.actions import Action, Op
 from vtp_plugin.runtime.step.weight_gradients import WeightGradients
 
 
@@ -56,6 +56,15 @@ def _spoilt(fault: str) -> Iterator[None]:
         WeightGradients.compute = compute
 
 
+def own_computes() -> list[Action]:
+    """List what this rank computed in its last training step, of whose weights no gradient may be waiting."""
+    assert _Holder.session is not None
+    runner = _Holder.session.running.require_schedule_runner()
+    assert not runner.weight_gradients._waiting
+    (schedule, *_) = [one for one in reversed(runner._schedules.values()) if not one.forward_only]
+    return [action for action in schedule.orders[runner._worker] if action.op.is_compute]
+
+
 def train(case: Case, fault: str = "") -> SplitResult:
     """Run a case on this rank; `fault` says what goes wrong once on rank 0."""
     init_gloo()
@@ -64,16 +73,12 @@ def train(case: Case, fault: str = "") -> SplitResult:
         try:
             with _spoilt(fault):
                 result = trainer.run()
-            assert _Holder.session is not None
-            runner = _Holder.session.running.require_schedule_runner()
-            (schedule, *_) = [one for one in reversed(runner._schedules.values()) if not one.forward_only]
-            order = [action for action in schedule.orders[runner._worker] if action.op.is_compute]
+            order = own_computes()
             apart = [
                 1
                 for before, action in zip(order, order[1:], strict=False)
                 if action.op is Op.W and (before.op, before.microbatch) != (Op.I, action.microbatch)
             ]
-            assert not runner.weight_gradients._waiting
             return SplitResult(
                 result=result, num_apart=len(apart), num_split=sum(action.op is Op.I for action in order)
             )

@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.multiproc.cases.script_cases import arguments, assert_refused, launch, losses, num_ranks, train
 from tests.support.pool import Pool
 from vtp_plugin.plan.schedule.order.actions import parse_action
-from vtp_plugin.report.trace.causes import Cause
+from vtp_plugin.report.trace.causes import COMPUTES, Cause
 from vtp_plugin.report.trace.compare_steps import differences, explained, join_files, slower_by_itself
 from vtp_plugin.report.trace.trace_files import RankFile, read_files
 
@@ -29,7 +29,9 @@ FORWARD_S, FORWARD_DELAY_S, PACK_DELAY_S = (
 _NOTED = {Cause.FORWARD, Cause.BACKWARD, Cause.PACK, Cause.SEND, Cause.WAIT, Cause.GRADIENTS, Cause.OPTIMIZER}
 
 
-def _check(files: list[RankFile], *, num_chunks: tuple[int, ...], has_actions: bool, loss_stage: int) -> None:
+def _check(
+    files: list[RankFile], *, num_chunks: tuple[int, ...], has_actions: bool, loss_stage: int, is_split: bool = False
+) -> None:
     """Every rank has noted two whole steps, one right after the other, and what it did in them."""
     for file in files:
         assert [step.number for step in file.steps] == [2, 3]
@@ -40,9 +42,10 @@ def _check(files: list[RankFile], *, num_chunks: tuple[int, ...], has_actions: b
             counts = Counter(one.cause for one in step.stretches)
             num_computes = num_chunks[file.owner.stage] * _NUM_MICROBATCHES
             assert counts[Cause.FORWARD] == counts[Cause.BACKWARD] == num_computes
+            assert (counts[Cause.WEIGHTS] > 0) is is_split
             assert counts[Cause.LOSS] == (_NUM_MICROBATCHES if file.owner.stage == loss_stage else 0)
             assert counts.keys() >= _NOTED and counts[Cause.OPTIMIZER] == 1, counts
-            names = [one.name for one in step.stretches if one.cause in (Cause.FORWARD, Cause.BACKWARD)]
+            names = [one.name for one in step.stretches if one.cause in COMPUTES]
             if has_actions:
                 order = files[0].plans[step.plan].schedule.orders[file.owner.worker]
                 assert names == [str(action) for action in order if action.op.is_compute]
@@ -57,12 +60,14 @@ def _check(files: list[RankFile], *, num_chunks: tuple[int, ...], has_actions: b
         assert waited == sent and len(sent) >= 2 * _NUM_MICROBATCHES
 
 
-@pytest.mark.parametrize("schedule", ["stock", pytest.param("planned", marks=pytest.mark.full)])
+@pytest.mark.parametrize("schedule", ["stock", pytest.param("planned", marks=pytest.mark.full), "split"])
 def test_what_each_rank_did_is_written(script_pool: Pool, tmp_path: Path, schedule: str) -> None:
     """With Megatron's schedules and with planned ones; the run computes what it computes without a trace."""
-    extra = ["--vtp-schedule", schedule]
+    is_split = schedule == "split"
+    extra = ["--vtp-schedule", "planned", "--vtp-split-backward"] if is_split else ["--vtp-schedule", schedule]
     runs = train(script_pool, "1,2", [*extra, "--vtp-trace", str(tmp_path / "a"), "--vtp-trace-steps", "2-3"])
-    _check(read_files(tmp_path / "a"), num_chunks=(1, 1), has_actions=schedule == "planned", loss_stage=1)
+    files = read_files(tmp_path / "a")
+    _check(files, num_chunks=(1, 1), has_actions=schedule != "stock", loss_stage=1, is_split=is_split)
     assert losses(runs) == losses(train(script_pool, "1,2", extra))
 
 

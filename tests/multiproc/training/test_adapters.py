@@ -50,19 +50,21 @@ def adapted(*sizes: int, **fields: object) -> Case:
     return Case.of(sizes=sizes, num_steps=5, **fields)  # pyright: ignore[reportArgumentType]
 
 
-# The first one runs by default.
+# The first two run by default.
 CASES = [
     adapted(1, 2),
+    adapted(1, 2, schedule="planned", num_microbatches=4, split_backward=True),
     adapted(2, 3, tied=True, **OVERLAPPED, clip=0.05),
     adapted(2, 1, seq=8, sequence_parallel=True, dp=2),
     adapted(1, 3, vpp=2, num_microbatches=4),
     adapted(1, 2, dp_list=(2, 1), schedule="planned", num_microbatches=4),
     adapted(1, 2, per_token_loss=True, loss_tuple=3, masked=True),
+    adapted(2, 1, 3, seq=12, sequence_parallel=True, schedule="planned", num_microbatches=6, split_backward=True),
 ]
 
 
 @mended
-@pytest.mark.parametrize("case", defaults_first(CASES, 1))
+@pytest.mark.parametrize("case", defaults_first(CASES, 2))
 def test_adapters(pool: Pool, case: Case) -> None:
     """Losses, norms and adapters are those of the uniform run; the job checks that the base stays to the last bit."""
     run, oracle = train(pool, case), train(pool, oracle_of(case))

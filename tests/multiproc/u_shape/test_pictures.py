@@ -65,6 +65,7 @@ def check_case(picture_runs: PictureRuns, case: PictureCase) -> None:
     run, oracle = picture_runs.run(case), picture_runs.oracle(case)
     has_adam = dict(case.setup).get("optimizer") == "adam"
     assert_trains_alike(run, oracle, atol=0.01 * 5 if has_adam else 0.0)
+    assert any(rank.num_split > 0 for rank in run.ranks) is case.split_backward
     if case.is_evaluated:
         assert run.evaluations.tolist() == pytest.approx(run.losses.tolist(), rel=1e-6)
     # Every chunk of the edge that needs data reads all; the cloud reads nothing.
@@ -99,6 +100,7 @@ def two_rings(
 TWO_RINGS = [
     two_rings(1, 2, 2, setup={"sequence_parallel": True, "is_tied": True}, is_evaluated=True),
     two_rings(1, 1, dp_list=(1, 2)),
+    two_rings(1, 2, split_backward=True),
     two_rings(1, 2, dp=2, num_microbatches=3, sites=("edge", "cloud")),
     two_rings(1, 2, setup={"some_without": True}, num_microbatches=6),
     two_rings(1, 1, num_microbatches=1),
@@ -113,11 +115,13 @@ TWO_RINGS = [
     two_rings(2, 1, dp_list=(1, 3), num_microbatches=6, setup={"some_without": True, "is_tied": True}),
     two_rings(1, 2, dp_list=(2, 1), num_microbatches=3, setup={"is_frozen": True}, sites=("edge", "cloud")),
     two_rings(1, 1, 2, setup={"is_frozen": True, "optimizer": "adam", "distributed_optimizer": True}),
+    two_rings(1, 1, 2, setup={"is_frozen": True}, split_backward=True),
+    two_rings(2, 1, dp_list=(1, 3), num_microbatches=6, setup={"recompute": True}, split_backward=True),
 ]
 
 
 @pytest.mark.needs("two_rings")
-@pytest.mark.parametrize("case", defaults_first(TWO_RINGS, 2), ids=str)
+@pytest.mark.parametrize("case", defaults_first(TWO_RINGS, 3), ids=str)
 def test_with_layers_of_the_encoder_in_the_cloud_it_trains_as_on_one_rank(
     picture_runs: PictureRuns, case: PictureCase
 ) -> None:
