@@ -139,7 +139,8 @@ def render() -> dict[str, str]:
         "guides/core-only.md": _filled("guides/core-only.md", {"examples/core_only.py": _core_only()}),
         "guides/edge-cloud.md": _filled("guides/edge-cloud.md", _crossing()),
         "guides/hugging-face.md": _filled("guides/hugging-face.md", {"fields": _fields()}),
-        "guides/memory.md": _filled("guides/memory.md", {"rows": _kept()}),
+        "guides/memory.md": _filled("guides/memory.md", {"rows": _kept("ROWS", "local", "Transformer Engine")}),
+        "guides/split-backward.md": _filled("guides/split-backward.md", {"waiting": _kept("WAITING", "local")}),
         "how/transports.md": _filled("how/transports.md", {"sliced over rank0": _sliced_over_rank0()}),
         **_pictures(),
     }
@@ -415,10 +416,11 @@ def _fields() -> str:
     return _table(("fields", "what becomes of them", "families"), rows)
 
 
-def _kept() -> str:
-    """Return what modules keep, in a model that has each of them."""
+def _kept(rows: str, *engines: str) -> str:
+    """Return what modules keep, in a model that has each of them: the first columns, as many as there are engines."""
     from vtp_plugin.cli.boundaries import format_bytes
-    from vtp_plugin.plan.memory.activation_rows import ROWS, KeptRow
+    from vtp_plugin.plan.memory import activation_rows
+    from vtp_plugin.plan.memory.activation_rows import KeptRow
     from vtp_plugin.plan.memory.layer_sizes import Microbatch, Recompute, Routing, Sizes
     from vtp_plugin.plan.model.gpt_model import Experts, GPTModel, Latent
 
@@ -449,8 +451,9 @@ def _kept() -> str:
                 return local, engine
         raise ValueError(f"no example has {row.module}: {row.kept}")
 
-    rows = [(f"`{row.module}`", row.kept, *cells(row), row.source) for place in ROWS.values() for row in place]
-    return _table(("module", "what it keeps", "local", "Transformer Engine", "source"), rows)
+    found = (row for place in getattr(activation_rows, rows).values() for row in place)
+    lines = [(f"`{row.module}`", row.kept, *cells(row)[: len(engines)], row.source) for row in found]
+    return _table(("module", "what it keeps", *engines, "source"), lines)
 
 
 def _patches() -> str:

@@ -234,7 +234,9 @@ def _model_costs(flags: Run) -> Costs:
 def _why(flags: Run, request: ScheduleRequest, costs: Costs) -> tuple[str, float | None]:
     """Return why this order was chosen, and the time that no order can beat; None if that is not known."""
     if request.split_backward:
-        whole = replace(request, split_backward=False)
+        # Without a split, limits of a plain pipeline are what its stages run ahead, not what they may.
+        in_flight = request.in_flight if flags.config.num_rings else None
+        whole = replace(request, split_backward=False, in_flight=in_flight)
         step = simulate(make_schedule(whole)[0], costs, mode="rendezvous").makespan
         return (
             "order: gradients of weights are computed apart, where a stage would wait (--vtp-split-backward); without "

@@ -147,6 +147,17 @@ def test_less_memory_fills_less() -> None:
     assert times == sorted(times, reverse=True) and times[0] > times[-1] == 27
 
 
+@pytest.mark.parametrize("in_flight", [(3, 2, 3), (2, 3, 3), (1, 3, 3), (1, 1, 1)])
+def test_a_later_stage_may_keep_more(in_flight: tuple[int, ...]) -> None:
+    """A limit says what a stage may keep, of however large memory; 1F1B would wait for more than stages before have."""
+    request = ScheduleRequest(
+        placement=plain_placement(3), num_microbatches=6, in_flight=in_flight, split_backward=True
+    )
+    schedule, _ = make_schedule(request)
+    assert all(peak <= limit for peak, limit in zip(peaks(schedule), in_flight, strict=True))
+    assert in_flight[0] == 1 or any(action.op is Op.W for order in schedule.orders for action in order)
+
+
 def test_what_is_simulated_knows_both_parts() -> None:
     costs = Costs(forward=(1.0,), backward=(5.0,), latency=(), bandwidth=(), message_bytes=(), weights=(2.0,))
     schedule = replace(one_f_one_b(1, 2), orders=(parse_actions("0F0 0I0 0F1 0I1 0W0 0W1"),))
