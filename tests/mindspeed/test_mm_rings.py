@@ -86,7 +86,7 @@ def test_two_replicas_of_three_stages_equal_the_oracle() -> None:
 @pytest.mark.parametrize("is_projector_frozen", [True, False], ids=["and its projector", "alone"])
 def test_a_frozen_tower_gets_no_gradient(tmp_path: Path, is_projector_frozen: bool) -> None:
     """As MindSpeed-MM's JSON has it; nor does it keep activations for a backward that nobody needs."""
-    audit = ("--vtp-audit", str(tmp_path / "audit.jsonl"))
+    audit = ("--vtp-audit", str(tmp_path / "audit.jsonl"), "--vtp-log-level", "DEBUG")
     frozen = {"is_frozen": True, "is_projector_frozen": is_projector_frozen}
     code, output = start_u("1,2", VISION, TEXT, *audit, *COSTS, **frozen)
     assert code == 0, output[-6000:]
@@ -133,4 +133,6 @@ def test_what_two_rings_cannot_do_is_one_line(
 ) -> None:
     code, output = start_u("1,2", vision, text, *extra)
     assert code != 0 and output.count("Traceback (most recent call last)") == 1, output[-6000:]
-    assert output.count(words) >= 3, output[-4000:]
+    # By the first rank of the machine, for all of them; the launcher repeats it.
+    said = [line for line in output.splitlines() if "] error: " in line and words in line]
+    assert len(said) == 1, output[-4000:]
