@@ -6,6 +6,7 @@ Opt-in, as :mod:`tests.mindspeed.test_mm_lane`, whose oracle this takes.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 import pytest
 
@@ -64,27 +65,34 @@ def _off(found: Numbers, expected: Numbers) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
-def test_in_bf16_stages_of_unequal_size_differ_as_uniform_runs_do(is_tied: bool) -> None:
-    """Rounding to 8 bits depends on the order of sums: tensor-parallel size 1 and 2 of the script alone differ, too."""
-    one = oracle("--bf16", is_tied=is_tied)
-    two = trained(2, [VISION_LAYERS], [TEXT_LAYERS], "--bf16", "--tensor-model-parallel-size", "2", is_tied=is_tied)
-    usual = _off(two, one)
+def test_in_bf16_stages_of_unequal_size_are_as_near_as_uniform_runs(is_tied: bool) -> None:
     pipeline = (*DEVICE, "--vtp-size-list", "1,2", "--bf16")
     code, output = start_u("1,2", [[2, 0], [0, 0]], [[1, 2], [1, 0]], "--bf16", is_tied=is_tied)
     assert code == 0, output[-6000:]
-    for found in (trained(3, [2, 0], [2, 2], *pipeline, is_run=True, is_tied=is_tied), numbers(output)):
-        assert_no_further(_off(found, one), usual)
+    plain = trained(3, [2, 0], [2, 2], *pipeline, is_run=True, is_tied=is_tied)
+    assert_as_near([plain, numbers(output)], VISION_LAYERS, is_tied=is_tied)
 
 
-def test_in_bf16_two_rings_differ_as_uniform_runs_do() -> None:
-    one = oracle("--bf16", vision=3)
-    usual = _off(trained(2, [3], [TEXT_LAYERS], "--bf16", "--tensor-model-parallel-size", "2"), one)
+def test_in_bf16_two_rings_are_as_near_as_uniform_runs() -> None:
     code, output = start_u("1,2", [[1, 1], [1, 0], [0, 0]], [[0, 0], [1, 2], [1, 0]], "--bf16")
     assert code == 0, output[-6000:]
-    assert_no_further(_off(numbers(output), one), usual)
+    assert_as_near([numbers(output)], 3)
 
 
-def assert_no_further(off: dict[str, float], usual: dict[str, float]) -> None:
-    """Compare what a run is off by with what two uniform runs differ by."""
+def assert_as_near(runs: Sequence[Numbers], vision: int, *, is_tied: bool = False) -> None:
+    """Compare with what the script alone is off by in bf16 from itself in fp32, with tensor-parallel size 1 and 2.
+
+    Rounding to 8 bits depends on the order of sums. What two runs in bf16 differ by says nothing of either: it changes
+    with the processor.
+    """
+    truth = oracle(vision=vision, is_tied=is_tied)
+    size_2 = ("--bf16", "--tensor-model-parallel-size", "2")
+    uniform = [
+        oracle("--bf16", vision=vision, is_tied=is_tied),
+        trained(2, [vision], [TEXT_LAYERS], *size_2, is_tied=is_tied),
+    ]
+    usual = [_off(run, truth) for run in uniform]
+    off = [_off(run, truth) for run in runs]
     print(f"off by {off}, uniform runs by {usual}")
-    assert all(off[name] < 2 * usual[name] for name in usual), (off, usual)
+    for name in truth:
+        assert max(one[name] for one in off) < 2 * max(one[name] for one in usual), (name, off, usual)
