@@ -139,8 +139,8 @@ def render() -> dict[str, str]:
         "guides/core-only.md": _filled("guides/core-only.md", {"examples/core_only.py": _core_only()}),
         "guides/edge-cloud.md": _filled("guides/edge-cloud.md", _crossing()),
         "guides/hugging-face.md": _filled("guides/hugging-face.md", {"fields": _fields()}),
-        "guides/memory.md": _filled("guides/memory.md", {"rows": _kept("ROWS", "local", "Transformer Engine")}),
-        "guides/split-backward.md": _filled("guides/split-backward.md", {"waiting": _kept("WAITING", "local")}),
+        "guides/memory.md": _filled("guides/memory.md", {"rows": _kept()}),
+        "guides/split-backward.md": _filled("guides/split-backward.md", {"waiting": _kept(is_waiting=True)}),
         "how/transports.md": _filled("how/transports.md", {"sliced over rank0": _sliced_over_rank0()}),
         **_pictures(),
     }
@@ -416,11 +416,10 @@ def _fields() -> str:
     return _table(("fields", "what becomes of them", "families"), rows)
 
 
-def _kept(rows: str, *engines: str) -> str:
-    """Return what modules keep, in a model that has each of them: the first columns, as many as there are engines."""
+def _kept(*, is_waiting: bool = False) -> str:
+    """Return what modules keep, in a model that has each of them; or what waits for the gradients of weights."""
     from vtp_plugin.cli.boundaries import format_bytes
-    from vtp_plugin.plan.memory import activation_rows
-    from vtp_plugin.plan.memory.activation_rows import KeptRow
+    from vtp_plugin.plan.memory.activation_rows import ROWS, WAITING, KeptRow
     from vtp_plugin.plan.memory.layer_sizes import Microbatch, Recompute, Routing, Sizes
     from vtp_plugin.plan.model.gpt_model import Experts, GPTModel, Latent
 
@@ -451,9 +450,11 @@ def _kept(rows: str, *engines: str) -> str:
                 return local, engine
         raise ValueError(f"no example has {row.module}: {row.kept}")
 
-    found = (row for place in getattr(activation_rows, rows).values() for row in place)
-    lines = [(f"`{row.module}`", row.kept, *cells(row)[: len(engines)], row.source) for row in found]
-    return _table(("module", "what it keeps", *engines, "source"), lines)
+    # Backwards of Transformer Engine's layers are not split.
+    engines = ("local",) if is_waiting else ("local", "Transformer Engine")
+    found = (row for place in (WAITING if is_waiting else ROWS).values() for row in place)
+    rows = [(f"`{row.module}`", row.kept, *cells(row)[: len(engines)], row.source) for row in found]
+    return _table(("module", "what it keeps", *engines, "source"), rows)
 
 
 def _patches() -> str:

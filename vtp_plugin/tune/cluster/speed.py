@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -91,24 +92,28 @@ class Speed:
         counts = self.peer_messages or ((0, 0),) * len(self.forward_s)
         forward, backward = _sums(self.forward_s), _sums(self.backward_s)
         both = [forward[i + 1] - forward[i] + backward[i + 1] - backward[i] for i in range(len(self.forward_s))]
-        weights = self.weights_s or tuple(whole / 2 for whole in self.backward_s)
         parts = [*zip(self.forward_s, self.backward_s, strict=True), self.first_s, self.last_s]
         first, last = sum(self.first_s), sum(self.last_s)
         derived = {
             "forward_sums": forward,
             "backward_sums": backward,
-            "weights_sums": _sums(weights),
+            "weights_sums": _sums(self.of_weights_s),
             "update_sums": _sums(self.update_s or nothing),
             "gradient_sums": _sums(self.gradient_bytes or nothing),
             "expert_sums": _sums(self.expert_bytes or nothing),
             "message_sums": (_sums([number[0] for number in counts]), _sums([number[1] for number in counts])),
             "ends_s": (0.0, first, last, first + last),
             "least_s": min(both, default=math.inf),
-            "least_passing_s": min((time - part for time, part in zip(both, weights, strict=True)), default=math.inf),
+            "least_passing_s": min(map(operator.sub, both, self.of_weights_s), default=math.inf),
             "least_forward_share": min((part[0] / sum(part) for part in parts if sum(part)), default=0.0),
         }
         for name, value in derived.items():
             object.__setattr__(self, name, value)
+
+    @property
+    def of_weights_s(self) -> tuple[float, ...]:
+        """Seconds of the gradients of weights of each layer."""
+        return self.weights_s or tuple(whole / 2 for whole in self.backward_s)
 
     def times_s(self, start: int, end: int, *, is_first: bool, is_last: bool) -> tuple[float, float]:
         """Give the forward and backward seconds of a stage that holds the layers from ``start`` to before ``end``."""
@@ -152,7 +157,7 @@ def slowest(speeds: Sequence[Speed], peer_s: float) -> Speed:
     return Speed(
         forward_s=layers([speed.forward_s for speed in speeds], 0),
         backward_s=layers([speed.backward_s for speed in speeds], 1),
-        weights_s=largest([speed.weights_s or [whole / 2 for whole in speed.backward_s] for speed in speeds]),
+        weights_s=largest([speed.of_weights_s for speed in speeds]),
         first_s=ends([speed.first_s for speed in speeds]),
         last_s=ends([speed.last_s for speed in speeds]),
         update_s=largest([speed.update_s or nothing for speed in speeds]),

@@ -88,6 +88,26 @@ class _Beginning(NamedTuple):
         )
 
 
+class _StageSeconds(NamedTuple):
+    """The seconds of a stage.
+
+    Attributes:
+        forward: of its forward.
+        backward: of its whole backward.
+        later: of the part of that which may be left for later.
+        hop: of the link behind it, there and back.
+        ahead: what the stage and its link add to P.
+        tail: of what follows its last backward.
+    """
+
+    forward: float
+    backward: float
+    later: float
+    hop: float
+    ahead: float
+    tail: float
+
+
 _START = _Beginning(0.0, 0.0, -math.inf, -math.inf, ())
 
 
@@ -258,7 +278,7 @@ def _least(stages: _Stages, below_s: float, most_alike: int) -> list[LayerSplit]
                 ahead_s = times[0] + hops_s[stage] / 2 if is_split else times[0] + times[1] + hops_s[stage] + ending_s
                 if first_s + ahead_s + rest_s >= below_s:
                     continue
-                stage_s = (*times, hops_s[stage], ahead_s, ending_s)
+                stage_s = _StageSeconds(*times, hops_s[stage], ahead_s, ending_s)
                 for begin in row:
                     new = _add(begin, stage_s, in_flight, num_microbatches, end - start)
                     if new.before_s + rest_s < below_s and new.least_s(to_come_s) < below_s:
@@ -269,7 +289,7 @@ def _least(stages: _Stages, below_s: float, most_alike: int) -> list[LayerSplit]
 
 def _add(
     begin: _Beginning,
-    stage_s: tuple[float, float, float, float, float, float],
+    stage_s: _StageSeconds,
     in_flight: int,
     num_microbatches: int,
     num_layers: int,
@@ -278,8 +298,7 @@ def _add(
 
     Args:
         begin: the beginning.
-        stage_s: seconds of the stage's forward, of its backward, of the part of it that may be left for later, of the
-            link there and back, of what the stage and its link add to P, and of what follows the stage's last backward.
+        stage_s: seconds of the stage.
         in_flight: w of the stage.
         num_microbatches: m.
         num_layers: number of layers of the stage.

@@ -8,7 +8,7 @@ A generator only decides which microbatch of which virtual stage a worker comput
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import combinations
 
 from vtp_plugin.errors import ConfigError
@@ -133,6 +133,19 @@ def one_f_one_b_limits(placement: Placement) -> tuple[int, ...]:
     for here, behind in zip(range(placement.num_stages - 2, -1, -1), placement.successors[::-1], strict=True):
         limits[here] = 1 + math.ceil(placement.num_replicas[behind] * limits[behind] / placement.num_replicas[here])
     return tuple(limits)
+
+
+def cut_in_flight(placement: Placement, in_flight: Sequence[int]) -> tuple[int, ...]:
+    """Cut values of k, by stage, to the largest ones under which stages of :func:`one_f_one_b` wait in no circle.
+
+    >>> cut_in_flight(plain_placement(3), (3, 1, 3)), cut_in_flight(plain_placement(2, num_replicas=(2, 1)), (1, 3))
+    ((3, 1, 1), (1, 2))
+    """
+    allowed, replicas = list(in_flight), placement.num_replicas
+    for stage, later in combinations(range(placement.num_stages), 2):
+        if later in _route(placement, stage):
+            allowed[later] = min(allowed[later], 1 + (replicas[stage] * allowed[stage] - 1) // replicas[later])
+    return tuple(allowed)
 
 
 def interleaved_one_f_one_b(

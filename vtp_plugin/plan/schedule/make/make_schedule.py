@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import math
 import operator
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from vtp_plugin.errors import ConfigError
@@ -13,6 +10,7 @@ from vtp_plugin.plan.schedule.cost.compiled import CompiledSchedule
 from vtp_plugin.plan.schedule.cost.costs import Costs, u_costs, uniform_costs
 from vtp_plugin.plan.schedule.cost.simulator import choose_lookahead
 from vtp_plugin.plan.schedule.make.generate import (
+    cut_in_flight,
     interleaved_one_f_one_b,
     one_f_one_b,
     one_f_one_b_limits,
@@ -170,8 +168,8 @@ def _split_order(request: ScheduleRequest) -> tuple[Schedule, int, str]:
         if limits is None:
             # As many everywhere as the stage that keeps the most has without a split.
             whole = _order(replace(request, split_backward=False))[0]
-            limits = (max(peak_in_flight(whole, worker) for worker in range(placement.num_workers)),)
-            limits *= placement.num_stages
+            most = max(peak_in_flight(whole, worker) for worker in range(placement.num_workers))
+            limits = (most,) * placement.num_stages
         bases = _orders_up_to(request, limits) or [_order(replace(request, split_backward=False))[0]]
         kept = placement.by_worker(limits)
     chosen = choose_split(bases, costs, kept)
@@ -190,33 +188,10 @@ def _orders_up_to(request: ScheduleRequest, limits: tuple[int, ...]) -> list[Sch
     most = max(0, *map(operator.sub, limits, least))
     steps = {most, *(more for more in _MORE_IN_FLIGHT if more < most)}
     ahead = {
-        _allowed_in_flight(placement, [min(limit, own + more) for limit, own in zip(limits, least, strict=True)])
+        cut_in_flight(placement, [min(limit, own + more) for limit, own in zip(limits, least, strict=True)])
         for more in steps
     }
-    orders: list[Schedule] = []
-    for in_flight in sorted(ahead):
-        # Where replicas share a narrow stage, not every number more keeps stages from waiting for each other.
-        with contextlib.suppress(ConfigError):
-            orders.append(one_f_one_b(placement, request.num_microbatches, in_flight=in_flight))
-    return orders
-
-
-def _allowed_in_flight(placement: Placement, in_flight: Sequence[int]) -> tuple[int, ...]:
-    """Cut numbers of microbatches in flight that may grow along a chain of stages, which 1F1B does not allow.
-
-    >>> from vtp_plugin.plan.schedule.order.placement import plain_placement
-    >>> _allowed_in_flight(plain_placement(3), (3, 1, 3))
-    (3, 1, 1)
-    >>> _allowed_in_flight(plain_placement(2, num_replicas=(2, 1)), (1, 3))
-    (1, 2)
-    """
-    if not placement.is_chain:
-        return tuple(in_flight)
-    allowed, together = list[int](), math.inf
-    for number, most in zip(placement.num_replicas, in_flight, strict=True):
-        allowed.append(int(min(most, (together - 1) // number + 1)))
-        together = min(together, number * allowed[-1])
-    return tuple(allowed)
+    return [one_f_one_b(placement, request.num_microbatches, in_flight=in_flight) for in_flight in sorted(ahead)]
 
 
 def _u_costs(request: ScheduleRequest) -> Costs:
