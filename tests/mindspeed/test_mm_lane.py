@@ -105,6 +105,13 @@ def assert_equal(found: Numbers, expected: Numbers, tolerance: float = 1e-5) -> 
         assert found[name] == pytest.approx(values, rel=tolerance), name
 
 
+def assert_said_once(code: int, output: str, words: str) -> None:
+    """Check that the first rank said what is wrong, for all of its machine; the one stack trace is the launcher's."""
+    assert code != 0 and output.count("Traceback (most recent call last)") == 1, output[-6000:]
+    said = [line for line in output.splitlines() if "] error: " in line and re.search(words, line)]
+    assert len(said) == 1, output[-4000:]
+
+
 def test_the_oracle_trains() -> None:
     found = oracle()
     assert found["losses"][-1] < found["losses"][0]
@@ -262,6 +269,4 @@ def test_what_does_not_fit_is_one_line(
         code, output = start(num_ranks(sizes, 1), vision, text, *words_given, is_run=True)
     else:
         code, output = start_u(sizes, vision, text, *extra, is_own=is_own)
-    # The only stack trace is the launcher's.
-    assert code != 0 and output.count("Traceback (most recent call last)") == 1, output[-6000:]
-    assert re.search(words, output), output[-4000:]
+    assert_said_once(code, output, words)

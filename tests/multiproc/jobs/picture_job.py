@@ -27,10 +27,9 @@ import vtp_plugin
 from tests.multiproc.cases.picture_cases import NUM_STEPS, PictureCase, PictureResult
 from tests.multiproc.hooks.leak_watch import Watch
 from tests.multiproc.jobs.core_job import cpu_only
-from tests.multiproc.jobs.split_job import own_computes
+from tests.multiproc.jobs.split_job import num_split
 from tests.support.pool import TIMEOUT_S, init_gloo
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.plan.schedule.order.actions import Op
 
 WINDOW = 4  # numbers in a row that do not come about by chance
 
@@ -102,7 +101,7 @@ def train(case: PictureCase) -> PictureResult:
             result.norms.append(norm)
         result.num_read = run.num_read
         if case.split_backward:
-            result.num_split = sum(action.op is Op.W for action in own_computes())
+            result.num_split = num_split()
         tp_rank = parallel_state.get_tensor_model_parallel_rank()
         for name, parameter, axis in named_parts(run.chunks):
             result.parts[name] = axis, tp_rank, parameter.detach().numpy().copy()

@@ -65,6 +65,11 @@ def own_computes() -> list[Action]:
     return [action for action in schedule.orders[runner._worker] if action.op.is_compute]
 
 
+def num_split() -> int:
+    """Count the backwards of this rank's last training step that were split."""
+    return sum(action.op is Op.I for action in own_computes())
+
+
 def train(case: Case, fault: str = "") -> SplitResult:
     """Run a case on this rank; `fault` says what goes wrong once on rank 0."""
     init_gloo()
@@ -79,8 +84,6 @@ def train(case: Case, fault: str = "") -> SplitResult:
                 for before, action in zip(order, order[1:], strict=False)
                 if action.op is Op.W and (before.op, before.microbatch) != (Op.I, action.microbatch)
             ]
-            return SplitResult(
-                result=result, num_apart=len(apart), num_split=sum(action.op is Op.I for action in order)
-            )
+            return SplitResult(result=result, num_apart=len(apart), num_split=num_split())
         finally:
             trainer.close()
