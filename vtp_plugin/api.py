@@ -304,8 +304,7 @@ def get_vtp_stage_ranks() -> list[list[int]] | None:
 
 def get_vtp_my_stage_idx() -> int | None:
     """Return the index of this rank's stage; None before the groups exist."""
-    session = _running_session()
-    return None if session is None else session.planned.own.stage
+    return None if (session := _running_session()) is None else session.planned.own.stage
 
 
 def is_vtp_stage_rank0() -> bool:
@@ -316,8 +315,7 @@ def is_vtp_stage_rank0() -> bool:
 
 def get_vtp_intra_stage_group() -> dist.ProcessGroup | None:
     """Return the tensor-parallel group of this rank's stage; None before the groups exist."""
-    session = _running_session()
-    return None if session is None else session.running.stage_group
+    return None if (session := _running_session()) is None else session.running.stage_group
 
 
 def _running_session() -> Session | None:
