@@ -57,16 +57,19 @@ def _spoilt(fault: str) -> Iterator[None]:
 
 
 def own_computes() -> list[Action]:
-    """List what this rank computed in its last training step, of whose weights no gradient may be waiting."""
+    """List what this rank computed in its first training steps; none of their gradients of weights may be waiting.
+
+    Later steps may have another order, which depends on what was measured.
+    """
     assert _Holder.session is not None
     runner = _Holder.session.running.require_schedule_runner()
     assert not runner.weight_gradients._waiting
-    (schedule, *_) = [one for one in reversed(runner._schedules.values()) if not one.forward_only]
+    schedule = next(one for one in runner._schedules.values() if not one.forward_only)
     return [action for action in schedule.orders[runner._worker] if action.op.is_compute]
 
 
 def num_split() -> int:
-    """Count the backwards of this rank's last training step that were split."""
+    """Count the backwards of this rank's first training step that were split."""
     return sum(action.op is Op.I for action in own_computes())
 
 

@@ -116,7 +116,7 @@ TWO_RINGS = [
     two_rings(1, 2, dp_list=(2, 1), num_microbatches=3, setup={"is_frozen": True}, sites=("edge", "cloud")),
     two_rings(1, 1, 2, setup={"is_frozen": True, "optimizer": "adam", "distributed_optimizer": True}),
     two_rings(1, 1, 2, setup={"is_frozen": True}, split_backward=True),
-    two_rings(2, 1, dp_list=(1, 3), num_microbatches=6, setup={"recompute": True}, split_backward=True),
+    two_rings(2, 1, dp_list=(2, 1), num_microbatches=3, setup={"recompute": True}, split_backward=True),
 ]
 
 
