@@ -111,6 +111,25 @@ def test_who_listens_is_told_once_for_each_microbatch() -> None:
     assert len(told) == 2 and told[0] > 0 == told[1]
 
 
+def test_one_gradient_is_there_at_a_time() -> None:
+    """In the order of the backward; all of a chunk at once would take as much memory as its weights."""
+    later, own = WeightGradients(), parameters((IN, IN), (IN, IN))
+    told: list[tuple[int, int]] = []
+
+    def take(weight: torch.Tensor) -> None:
+        told.append((next(n for n, one in enumerate(own) if one is weight), sum(one.grad is not None for one in own)))
+        weight.grad = None
+
+    for weight in own:
+        weight.register_post_accumulate_grad_hook(take)
+    with later.forward(()):
+        loss = Two(later, *own)(samples()).sum()
+    with later.backward(0, 0, ()):
+        loss.backward()
+    later.compute(0, 0)
+    assert told == [(1, 1), (0, 1)]
+
+
 def test_some_stay_whole() -> None:
     """Where the input needs no gradient, where the weight is frozen or used elsewhere, and outside a split forward."""
     later = WeightGradients()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -124,14 +125,33 @@ class WeightGradients:
         output.register_hook(keep)
 
     def compute(self, vstage: int, microbatch: int) -> None:
-        """Compute what one split backward has left for later.
+        """Compute what one split backward has left for later, weight after weight in the order of the backward.
 
-        A weight that was used several times gets the sum, in the order of the backward, as from autograd.
+        A weight that was used several times gets the sum, as from autograd. One pass of autograd takes them all, and
+        frees each gradient before it comes to the next.
         """
-        sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        uses: dict[int, list[_Waiting]] = {}
         for use in self._waiting.pop((vstage, microbatch)):
-            product = use.product()
-            _, before = sums.get(id(use.weight), (use.weight, None))
-            sums[id(use.weight)] = use.weight, product if before is None else before + product
-        for weight, gradient in sums.values():
-            torch.autograd.backward(weight.expand_as(weight), gradient)
+            uses.setdefault(id(use.weight), []).append(use)
+        # What was made last, autograd computes first. They are empty, as are their gradients.
+        outputs = [_Later.apply(own[0].weight, own) for own in reversed(uses.values())]
+        if outputs:
+            torch.autograd.backward(outputs, outputs)
+
+
+class _Later(torch.autograd.Function):
+    """Makes an empty tensor, whose backward computes the gradient of a weight."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: torch.Tensor, uses: list[_Waiting]) -> torch.Tensor:
+        ctx.uses = uses
+        return weight.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:
+        first, *rest = ctx.uses
+        del ctx.uses
+        gradient = first.product()
+        for use in rest:
+            gradient = gradient + use.product()
+        return gradient, None
