@@ -54,7 +54,7 @@ def lines(monkeypatch: pytest.MonkeyPatch, *names: str, is_wrapped: bool, is_spl
         "features_manager.feature": {"MindSpeedFeature": None},
         "patch_utils": {"MindSpeedPatchesManager": manager},
     }.items():
-        monkeypatch.setitem(sys.modules, f"mindspeed.{module}", SimpleNamespace(**content))  # type: ignore[arg-type]
+        monkeypatch.setitem(sys.modules, f"mindspeed.{module}", SimpleNamespace(**content))
     return MindSpeed().problems(is_planned=True, is_split=is_split)
 
 
