@@ -318,8 +318,7 @@ def read_schedule_options(
         num_stages: number of pipeline stages.
         message_bytes: size of an activation, if known.
         num_chunks: model chunks of every stage.
-        fixed: placement of a pipeline that is no U, to read costs for it, too; without it they are rejected, or, where
-            backwards are split, not looked at.
+        fixed: placement of a pipeline that is no U; without it costs are rejected or, for split backwards, not read.
         report_interval_steps: training steps from one comparison of planned and real times to the next.
 
     Raises:
@@ -339,9 +338,7 @@ def read_schedule_options(
         check_in_flight(in_flight, num_stages)
         if not is_u:
             in_flight = by_stage(in_flight, num_stages)
-    costs, placement = None, fixed
-    if placement is None and is_u:
-        placement = u_placement(num_stages, num_rings=config.num_rings)
+    costs, placement = None, fixed or (u_placement(num_stages, num_rings=config.num_rings) if is_u else None)
     if config.costs is not None and placement is not None:
         costs = parse_costs(config.costs, placement, message_bytes=message_bytes)
     return ScheduleOptions(
