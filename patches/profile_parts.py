@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from vtp_plugin.errors import MissingError
-from vtp_plugin.host.mindspeed import has_mindspeed
 from vtp_plugin.host.rules.context import OptionContext
 from vtp_plugin.host.rules.table.rows_split import SPLIT_RULES
 from vtp_plugin.host.versions import find_host
@@ -72,14 +71,16 @@ def time_parts(asked: ProfileRequest, session: Session) -> Iterator[list[Time]]:
         session: the applied plugin, which knows the card.
     """
     platform = session.choose_platform()
-    if not has_mindspeed():  # its linear layers are its own
-        split_layers(session, load_host(find_host()[0].name))
+    host = load_host(find_host()[0].name)
+    can_split = host.mindspeed is None or not any(host.mindspeed.problems_of_split())
+    if can_split:
+        split_layers(session, host)
     for tp in asked.sizes:
         args = _read([*_needed_on(platform, asked.words), *asked.words], tp)
         with _alone(tp, platform):
             for kind in asked.kinds:
                 own = _of_part(args, asked.vocabulary, kind)
-                timed = _Timed(own, kind, session, has_ends=kind == asked.kinds[0])
+                timed = _Timed(own, kind, session, has_ends=kind == asked.kinds[0], can_split=can_split)
                 for length, size, is_recomputed in _cases(asked):
                     yield timed.times(length, size, asked.num_rounds, is_recomputed=is_recomputed)
                 if timed.has_ends:
@@ -163,9 +164,12 @@ class _Timed:
         kind: kind of its layers.
         session: the applied plugin, which knows the card.
         has_ends: time the ends of the model, too.
+        can_split: linear layers can leave the gradients of their weights for later, if the arguments allow it.
     """
 
-    def __init__(self, args: argparse.Namespace, kind: Part, session: Session, *, has_ends: bool) -> None:
+    def __init__(
+        self, args: argparse.Namespace, kind: Part, session: Session, *, has_ends: bool, can_split: bool
+    ) -> None:
         from megatron.core.enums import ModelType
         from megatron.core.utils import get_attr_wrapped_model, get_model_config
         from megatron.training.global_vars import set_args
@@ -179,7 +183,7 @@ class _Timed:
         self._watch = _Stopwatch(session.choose_platform())
         (self._model,) = get_model(lambda **ends: _build(args, **ends), ModelType.encoder_or_decoder)
         self._model.train()
-        self._waiting = session.pipelines.weight_gradients if _can_split(args, self._model) else None
+        self._waiting = session.pipelines.weight_gradients if can_split and _can_split(args, self._model) else None
         self._config = get_model_config(self._model)
         decoder = get_attr_wrapped_model(self._model, "decoder")
         decoder.register_forward_pre_hook(self._watch.before_layers, with_kwargs=True)
@@ -312,7 +316,7 @@ def _can_split(args: argparse.Namespace, model: torch.nn.Module) -> bool:
 
     context = OptionContext(tp_sizes=(args.tensor_model_parallel_size,), has_split_backward=True)
     refused = any(rule.refuses(args, context) for rule in SPLIT_RULES)
-    return not (refused or has_mindspeed() or any(layers_that_cannot_split([model])))
+    return not (refused or any(layers_that_cannot_split([model])))
 
 
 def _build(args: argparse.Namespace, **ends: Any) -> torch.nn.Module:

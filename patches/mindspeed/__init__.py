@@ -22,6 +22,16 @@ _BELOW_EXCHANGE = (
 """What exchanges tensors between stages: ours runs instead."""
 _SCHEDULES = (f"{_SCHEDULE}.get_forward_backward_func",)
 """What a planned schedule goes past. Of the functions below it, MindSpeed-LLM always wraps one, for its --stage."""
+_LINEAR_LAYERS = tuple(
+    f"megatron.core.tensor_parallel.layers.{name}"
+    for name in (
+        "ColumnParallelLinear",
+        "RowParallelLinear",
+        "linear_with_grad_accumulation_and_async_allreduce",
+        "LinearWithGradAccumulationAndAsyncCommunication",
+    )
+)
+"""What a split backward takes apart, with all that is inside. Its patch calls neither of the last two."""
 _LENGTHS = "mindspeed.core.pipeline_parallel.variable_seq_length."
 """What --variable-seq-lengths puts there: shapes cross before tensors. Ours lies around it, and sends headers."""
 _OWN_U_SHAPE = "mindspeed_llm.core.layerwise_disaggregated_training"
@@ -70,7 +80,7 @@ class MindSpeed:
             is_split: gradients of weights are to be computed apart.
         """
         if is_split:
-            yield "--vtp-split-backward with MindSpeed: its linear layers are its own; never run; leave the flag out"
+            yield from self.problems_of_split()
         for name in (*_BELOW_EXCHANGE, *(_SCHEDULES if is_planned else ())):
             for home in self._homes(name):
                 if home.startswith(_LENGTHS):
@@ -86,6 +96,19 @@ class MindSpeed:
                     f"{home} of MindSpeed replaces {name}, which a run with --vtp-size-list"
                     f"{' and a planned schedule' if name in _SCHEDULES else ''} does not use; leave out the flag that "
                     "switches it on"
+                )
+
+    def problems_of_split(self) -> Iterator[str]:
+        """Say what MindSpeed has put in the place of Megatron's linear layers, or of what computes their gradients.
+
+        What has linear layers of its own besides, such as its grouped experts, computes them at once.
+        """
+        for name in self._patches.patches_info:
+            for home in self._homes(name) if name.startswith(_LINEAR_LAYERS) else ():
+                yield (
+                    f"--vtp-split-backward with {home} of MindSpeed in the place of {name}; only Megatron's own linear "
+                    "layers leave gradients of weights for later; leave out the flag that switches it on, or "
+                    "--vtp-split-backward"
                 )
 
     def _homes(self, name: str) -> list[str]:

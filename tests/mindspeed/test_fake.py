@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.mindspeed.launcher import launch
+from tests.mindspeed.split import PLANNED, SPLIT, costs, num_split
 from tests.multiproc.cases import script_cases
 from tests.multiproc.cases.script_cases import arguments, num_ranks
 from tests.support.hosts import PYTHON_PATH, ROOT
@@ -19,6 +20,7 @@ pytestmark = pytest.mark.needs("scripts_here")
 SCRIPT = Path(__file__).with_name("script_with_fake.py")
 PATH = os.pathsep.join([PYTHON_PATH, str(SCRIPT.parent / "fake")])
 TIMEOUT_S = 300.0
+PLANNED_AND_SPLIT = (*PLANNED, SPLIT, *costs(1, 1))
 _NUMBERS = {name: re.compile(rf"{name}: ([\d.E+-]+)") for name in ("lm loss", "grad norm")}
 
 
@@ -81,6 +83,21 @@ def test_trains_as_the_uniform_run(script_pool: Pool, reference: dict[str, list[
     assert_right(*start(script_pool, SCRIPT, "1,2", form=form), reference)
 
 
+@pytest.mark.parametrize("form", ["run", "repatch"])
+def test_trains_with_split_backwards(
+    script_pool: Pool, reference: dict[str, list[float]], tmp_path: Path, form: str
+) -> None:
+    extra = (*PLANNED_AND_SPLIT, "--vtp-trace", str(tmp_path))
+    assert_right(*start(script_pool, SCRIPT, "1,2", *extra, form=form), reference)
+    assert num_split(tmp_path) > 0
+
+
+def test_its_own_linear_layers_are_not_split(script_pool: Pool) -> None:
+    code, output = start(script_pool, SCRIPT, "1,2", *PLANNED_AND_SPLIT, "--own-linear-layers")
+    assert_one_line(code, output)
+    assert output.count("--vtp-split-backward with mindspeed.features_manager.own_features of MindSpeed in") >= 3
+
+
 @pytest.mark.full
 def test_started_by_torchrun(reference: dict[str, list[float]]) -> None:
     # Older Megatrons ask for the last variable.
@@ -113,6 +130,7 @@ print(loaded_adaptor(), "validate_args" in NAMES)
     words += ["--no-persist-layer-norm", "--no-gradient-accumulation-fusion", "--use-cpu-initialization"]
     out = start_python("-c", code, "profile", *words, "--rounds", "1", "--out", str(tmp_path / "a.toml"), path=PATH)
     assert out.splitlines()[-1] == "mindspeed.megatron_adaptor True"
+    assert "weights_ms = " in (tmp_path / "a.toml").read_text()
 
 
 @pytest.mark.full

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from tests.mindspeed.launcher import launch
+from tests.mindspeed.split import PLANNED, SPLIT, costs, num_split
 from tests.mindspeed.test_fake import assert_one_line, assert_same, numbers
 from tests.multiproc.cases.script_cases import num_ranks
 from tests.support.hosts import ROOT, host_name, prints_first_step
@@ -51,6 +53,7 @@ UNTIED = ("--untie-embeddings-and-output-weights",)
 # Megatron 0.12 places a tied embedding only where the weights before it end at a multiple of 128 elements.
 PLACED = ("--hidden-size", "128", "--num-attention-heads", "4")
 SEQUENCE = ("--sequence-parallel",)
+PLANNED_AND_SPLIT = (*PLANNED, SPLIT, *costs(1, 1))
 # As the scripts of MindSpeed-LLM's own examples, without what needs an NPU: fused kernels and flash attention.
 QWEN = tuple(
     shlex.split("""
@@ -208,6 +211,33 @@ def test_the_distributed_optimizer_goes_on_in_another_list(tmp_path: Path, model
     code, output = start("2,1", *extra, "--load", str(tmp_path), "--no-load-rng")
     assert code == 0, output[-6000:]
     assert_same(output, printed_from_step_2(whole))
+
+
+def test_split_backwards_are_whole_ones_to_the_last_bit(tmp_path: Path) -> None:
+    """And the run with one rank a stage; the control leaves gradients out."""
+    saving = ("--ckpt-format", "torch_dist", "--save-interval", "4", "--save")
+    split = (*PLANNED_AND_SPLIT, "--vtp-trace", str(tmp_path / "trace"), *saving)
+    trained("1,2", *PLANNED, *saving, str(tmp_path / "whole"))
+    assert_same(trained("1,2", *split, str(tmp_path / "split")), reference("1,2"))
+    assert num_split(tmp_path / "trace") > 0
+    left_out = own_script(tmp_path, after="from tests.mindspeed.split import leave_one_out; leave_one_out()\n")
+    trained("1,2", *split, str(tmp_path / "wrong"), script=left_out)
+    diff = [sys.executable, "-m", "vtp_plugin", "checkpoint", "diff", str(tmp_path / "whole")]
+    codes = [subprocess.run([*diff, str(tmp_path / name)], cwd=ROOT).returncode for name in ("split", "wrong")]
+    assert codes == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("flag", "home"),
+    [
+        ("--swap-attention", "mindspeed.core.memory.common"),
+        ("--use-ascend-coc", "mindspeed.core.tensor_parallel.coc_feature.adaptor"),
+    ],
+)
+def test_its_own_linear_layers_are_not_split(flag: str, home: str) -> None:
+    code, output = start("1,2", *PLANNED_AND_SPLIT, flag)
+    assert_one_line(code, output, of_launcher=1)
+    assert f"--vtp-split-backward with {home} of MindSpeed in the place of megatron.core" in output, output[-4000:]
 
 
 @needs_llm

@@ -178,14 +178,14 @@ def read_run(args: argparse.Namespace, *, takes_all_costs: bool = False) -> Run:
     why_no_activations = activation_flags.why_no_activations(args, layout)
     spans = expert_spans(layout, replicas)
     placement = place_workers(replicas, num_chunks=num_chunks, num_rings=config.num_rings, expert_spans=spans)
-    fixed = placement if takes_all_costs and not config.layerwise_disaggregated else None
+    takes_costs = (takes_all_costs or config.split_backward) and not config.layerwise_disaggregated
     return Run(
         config=config,
         layout=layout,
         placement=placement,
         rules=transport_rules(config, tensor_bytes, is_sharded=args.sequence_parallel),
         schedule_options=read_schedule_options(
-            config, layout.num_stages, tensor_bytes, num_chunks=num_chunks, fixed=fixed
+            config, layout.num_stages, tensor_bytes, num_chunks=num_chunks, fixed=placement if takes_costs else None
         ),
         shape=shape,
         itemsize_bytes=itemsize_bytes,

@@ -318,28 +318,28 @@ def read_schedule_options(
         num_stages: number of pipeline stages.
         message_bytes: size of an activation, if known.
         num_chunks: model chunks of every stage.
-        fixed: placement of a pipeline that is no U, to read costs for it, too; by default they are rejected.
+        fixed: placement of a pipeline that is no U; without it costs are rejected or, for split backwards, not read.
         report_interval_steps: training steps from one comparison of planned and real times to the next.
 
     Raises:
         ConfigError: limits or costs do not fit the pipeline, or its order is fixed.
     """
-    if config.costs is not None and fixed is None and not config.layerwise_disaggregated:
+    is_u = config.layerwise_disaggregated
+    if config.costs is not None and fixed is None and not (is_u or config.split_backward):
         way_out = "leave it out, or add --layerwise-disaggregated-training or --vtp-split-backward"
         raise LayoutError(f"--vtp-costs is for a U or split backwards; {way_out}")
     in_flight = config.in_flight
     if in_flight is not None:
-        if not config.has_planned_schedule or (num_chunks > 1 and not config.layerwise_disaggregated):
+        if not config.has_planned_schedule or (num_chunks > 1 and not is_u):
             raise LayoutError(
                 f"--vtp-in-flight {','.join(map(str, in_flight))}; it is used by planned schedules without "
                 "interleaving only; add --vtp-schedule planned and leave interleaving out, or leave --vtp-in-flight out"
             )
         check_in_flight(in_flight, num_stages)
-        if not config.layerwise_disaggregated:
+        if not is_u:
             in_flight = by_stage(in_flight, num_stages)
-    costs = None
-    if config.costs is not None:
-        placement = fixed or u_placement(num_stages, num_rings=config.num_rings)
+    costs, placement = None, fixed or (u_placement(num_stages, num_rings=config.num_rings) if is_u else None)
+    if config.costs is not None and placement is not None:
         costs = parse_costs(config.costs, placement, message_bytes=message_bytes)
     return ScheduleOptions(
         costs=costs,

@@ -15,10 +15,11 @@ from typing import Any
 from tests.mindspeed.mm import samples
 from tests.mindspeed.mm.standins import AfterImport, install_operators, npu_is_a_device, replace_constants
 from tests.mindspeed.mm.weights import fill
+from tests.mindspeed.split import leave_one_out
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.platform.find_device import is_cpu_mapping_installed
 
-DIGITS = 7
+DIGITS = 8  # behind the first: they tell all numbers of fp32 apart
 NORM_AT = 7  # among the arguments of training_log() after the losses
 POSITIONS = "mindspeed_mm.models.vision.vlm_attentionmask_for_llm"
 HAS_OWN_DATA = bool(os.environ.get("VTP_TEST_OWN_DATA"))
@@ -173,6 +174,7 @@ CONTROLS = {
     "ZERO_IDS": forget_positions,
     "UNCOUNTED": leave_layers_uncounted,
     "MIXED_UP": mix_up_pictures,
+    "LEFT_OUT": leave_one_out,
 }
 """What a control changes in the plugin, by the end of the variable that asks for it."""
 

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from vtp_plugin.config import VtpConfig, flags_of_fields, merge
 from vtp_plugin.config.parse_values import parse_bytes, parse_cp_list, parse_dp_list, parse_size_list
-from vtp_plugin.config.resolve import choose_cp_sizes
+from vtp_plugin.config.resolve import choose_cp_sizes, read_schedule_options
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.boundary.strategies.known_strategies import STRATEGIES
+from vtp_plugin.plan.schedule.order.placement import plain_placement
 
 SIZES = st.lists(st.integers(1, 64), min_size=1, max_size=8)
 
@@ -161,3 +162,16 @@ def test_a_threshold_is_for_auto() -> None:
         VtpConfig(transport="sliced", transport_threshold_bytes=1000)
     with pytest.raises(ConfigError, match="'1 kB' is not a number of bytes; write 262144, 256KiB or 4MiB"):
         parse_bytes("1 kB")
+
+
+def test_costs_of_a_pipeline_that_is_no_u_are_for_split_backwards() -> None:
+    """They are read once it is known how many chunks a stage has; before that a run may start."""
+    split = VtpConfig(size_list=(1, 2), schedule="planned", split_backward=True, costs=("forward_ms=1,3",))
+    assert read_schedule_options(split, 2, None).costs is None
+    costs = read_schedule_options(split, 2, None, fixed=plain_placement(2)).costs
+    assert costs is not None and costs.forward == (1.0, 3.0)
+    with pytest.raises(ConfigError, match="forward_ms has 2 entries"):
+        read_schedule_options(split, 3, None, fixed=plain_placement(3))
+    whole = VtpConfig(size_list=(1, 2), schedule="planned", costs=("forward_ms=1,3",))
+    with pytest.raises(ConfigError, match="is for a U or split backwards"):
+        read_schedule_options(whole, 2, None)

@@ -131,7 +131,7 @@ def test_one_gradient_is_there_at_a_time() -> None:
 
 
 def test_some_stay_whole() -> None:
-    """Where the input needs no gradient, where the weight is frozen or used elsewhere, and outside a split forward."""
+    """An input that needs no gradient; a weight that is frozen, sliced or used elsewhere; outside a split forward."""
     later = WeightGradients()
     (weight,), inputs = parameters((IN, IN)), samples()
     assert not later.is_left_for_later(weight, inputs)
@@ -139,6 +139,7 @@ def test_some_stay_whole() -> None:
         assert later.is_left_for_later(weight, inputs)
         assert not later.is_left_for_later(weight, inputs.detach())
         assert not later.is_left_for_later(weight.detach(), inputs)
+        assert not later.is_left_for_later(weight[:OUT], inputs)
         with torch.no_grad():
             assert not later.is_left_for_later(weight, inputs)
     with later.forward([weight]):

@@ -96,12 +96,14 @@ class WeightGradients:
         """Tell whether the layer that is about to run leaves the gradient of its weight for later.
 
         Not without a gradient of the input, since then nothing would run back through the layer; not in the first pass
-        of a recompute, which keeps nothing.
+        of a recompute, which keeps nothing; not where the weight is computed of others, such as a slice of one, since
+        these would get a gradient for each.
         """
         return (
             self.is_splitting
             and torch.is_grad_enabled()
             and weight.requires_grad
+            and weight.is_leaf
             and inputs.requires_grad
             and id(weight) not in self._whole
         )

@@ -70,6 +70,22 @@ class BasicFeature(MindSpeedFeature):
         patch_manager.register_patch("megatron.core.transformer.torch_norm.WrappedTorchNorm", mindspeed.training.Norm)
 
 
+class OwnLinearLayersFeature(MindSpeedFeature):
+    """As those that keep or quantize weights between forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__("own-linear-layers")
+
+    def register_args(self, parser: ArgumentParser) -> None:
+        """Declare the flag."""
+        parser.add_argument("--own-linear-layers", action="store_true")
+
+    def register_patches(self, patch_manager: Any, args: Namespace) -> None:
+        """Wrap the backward of Megatron's linear layers."""
+        backward = "megatron.core.tensor_parallel.layers.LinearWithGradAccumulationAndAsyncCommunication.backward"
+        patch_manager.register_patch(backward, _wrapping("backward"))
+
+
 class OwnUShapeFeature(MindSpeedFeature):
     """As MindSpeed-LLM's own layerwise-disaggregated training: it asks the arguments while patches are registered."""
 
