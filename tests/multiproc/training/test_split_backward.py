@@ -20,6 +20,7 @@ from tests.multiproc.cases.core_cases import (
 from tests.multiproc.cases.u_shape_cases import Saved, check_u_shape, u_shaped
 from tests.multiproc.jobs.split_job import SplitResult
 from tests.support.hosts import fitted, host_name
+from tests.support.pool import PoolError
 
 LISTS: dict[str, Any] = {"num_microbatches": 6, "schedule": "planned", "wants_weights": True}
 CASES = [
@@ -29,6 +30,8 @@ CASES = [
     Case.of(sizes=(1, 2), dp=2, bucket_size=500, **LISTS, **OVERLAPPED),
     Case.of(sizes=(1, 1), dp_list=(1, 2), **LISTS, **DISTRIBUTED),
 ]
+# Two on each rank of the second stage, for two experts each.
+FEW_TOKENS: dict[str, Any] = {"seq": 2, "sequence_parallel": True, "etp": 1, "has_bias": False}
 FAMILIES = [
     Case.of(sizes=(1, 2), tied=True, **LISTS),
     Case.of(sizes=(1, 2), recompute=True, **LISTS),
@@ -38,6 +41,7 @@ FAMILIES = [
     Case.of(
         sizes=(1, 2), experts="gathered", has_bias=False, seq=12, sequence_parallel=True, ep_list=(1, 2), etp=1, **LISTS
     ),
+    Case.of(sizes=(1, 2), experts="grouped", dtype="bf16", **FEW_TOKENS, **LISTS),
 ]
 
 
@@ -49,6 +53,10 @@ def split(runs: Runs, case: Case, fault: str = "") -> tuple[Run, list[SplitResul
 
 
 @pytest.mark.needs("latent_attention", cases=("1,2 schedule=planned num-microbatches=6 gathered",))
+@pytest.mark.needs(
+    "grouped_without_engine",
+    cases=("1,2 schedule=planned dtype=bf16 num-microbatches=6 seq=2 sequence-parallel experts",),
+)
 @pytest.mark.needs("layouts", cases=("1,2 schedule=planned num-microbatches=6 attention=rotary mtp=1 layout",))
 @pytest.mark.parametrize("case", [*CASES, *FAMILIES], ids=str)
 def test_it_is_the_run_with_whole_backwards_to_the_last_bit(runs: Runs, case: Case) -> None:
@@ -81,9 +89,37 @@ def test_a_u_is_the_sequential_run(runs: Runs, saved: Saved, case: Case) -> None
     assert all(rank.num_split for rank in found) and any(rank.num_apart for rank in found)
 
 
-@pytest.mark.parametrize("fault", ["left out", "doubled", "of other rows"])
+def test_megatron_is_told_when_a_gradient_is_complete(runs: Runs) -> None:
+    """Once a step: with the last gradient of inputs for norms, with the last gradient of weights for linear layers.
+
+    On the second stage, in every microbatch, at most four of a rank's six experts have tokens.
+    """
+    case = Case.of(sizes=(1, 2), experts="plain", align_grad_reduce=False, **FEW_TOKENS, **LISTS, **OVERLAPPED)
+    ours, ranks = split(runs, case)
+    assert_identical(ours, runs.run(case))
+    for rank in ranks:
+        assert sum(".local_experts." in name for name in rank.complete) == 12
+        for name, parts in rank.complete.items():
+            assert parts == ("W" if ".linear_" in name else "I") * case.data.num_steps, name
+
+
+FAULTS = {
+    "left out": CASES[0],
+    "doubled": CASES[0],
+    "of other rows": CASES[0],
+    "after its bucket left": CASES[3],
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_gradient_that_is_wrong_on_purpose_shows(runs: Runs, fault: str) -> None:
-    """The control: of one microbatch of one step, on one rank."""
-    ours, _ = split(runs, CASES[0], fault)
+    """The control: of one microbatch, on one rank."""
+    ours, _ = split(runs, FAULTS[fault], fault)
     with pytest.raises(AssertionError):
-        assert_close(ours, runs.oracle(CASES[0]))
+        assert_close(ours, runs.oracle(FAULTS[fault]))
+
+
+def test_a_gradient_of_weights_before_that_of_its_input_ends_the_run(runs: Runs) -> None:
+    """The proof refuses such an order; here it comes after the proof."""
+    with pytest.raises(PoolError, match="PlanError: 0W0 comes before 0I0, or twice"):
+        split(runs, CASES[0], "before its input's")

@@ -127,7 +127,12 @@ class WeightGradients:
         """Compute what one split backward has left for later.
 
         A weight that was used several times gets the sum, in the order of the backward, as from autograd.
+
+        Raises:
+            PlanError: nothing is left: that backward has not run, or its rest is computed already.
         """
+        if (vstage, microbatch) not in self._waiting:
+            raise PlanError(f"{vstage}W{microbatch} comes before {vstage}I{microbatch}, or twice")
         sums: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         for use in self._waiting.pop((vstage, microbatch)):
             product = use.product()
