@@ -45,6 +45,6 @@ class Noting:
 def test_parts_and_whole_backwards_count_together(order: str, last: list[str]) -> None:
     schedule = replace(one_f_one_b(1, 2), orders=(parse_actions(order),))
     assert check(schedule) == ()
-    noting = Noting()
+    noting: Any = Noting()
     Executor(schedule, 0, {}, noting).run()
     assert noting.last == last
