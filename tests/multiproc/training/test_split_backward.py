@@ -19,6 +19,7 @@ from tests.multiproc.cases.core_cases import (
 )
 from tests.multiproc.cases.u_shape_cases import Saved, check_u_shape, u_shaped
 from tests.multiproc.jobs.split_job import SplitResult
+from tests.multiproc.training.test_parity import BF16_REL
 from tests.support.hosts import fitted, host_name
 from tests.support.pool import PoolError
 
@@ -30,8 +31,6 @@ CASES = [
     Case.of(sizes=(1, 2), dp=2, bucket_size=500, **LISTS, **OVERLAPPED),
     Case.of(sizes=(1, 1), dp_list=(1, 2), **LISTS, **DISTRIBUTED),
 ]
-# Two on each rank of the second stage, for two experts each.
-FEW_TOKENS: dict[str, Any] = {"seq": 2, "sequence_parallel": True, "etp": 1, "has_bias": False}
 FAMILIES = [
     Case.of(sizes=(1, 2), tied=True, **LISTS),
     Case.of(sizes=(1, 2), recompute=True, **LISTS),
@@ -41,7 +40,6 @@ FAMILIES = [
     Case.of(
         sizes=(1, 2), experts="gathered", has_bias=False, seq=12, sequence_parallel=True, ep_list=(1, 2), etp=1, **LISTS
     ),
-    Case.of(sizes=(1, 2), experts="grouped", dtype="bf16", **FEW_TOKENS, **LISTS),
 ]
 
 
@@ -53,10 +51,6 @@ def split(runs: Runs, case: Case, fault: str = "") -> tuple[Run, list[SplitResul
 
 
 @pytest.mark.needs("latent_attention", cases=("1,2 schedule=planned num-microbatches=6 gathered",))
-@pytest.mark.needs(
-    "grouped_without_engine",
-    cases=("1,2 schedule=planned dtype=bf16 num-microbatches=6 seq=2 sequence-parallel experts",),
-)
 @pytest.mark.needs("layouts", cases=("1,2 schedule=planned num-microbatches=6 attention=rotary mtp=1 layout",))
 @pytest.mark.parametrize("case", [*CASES, *FAMILIES], ids=str)
 def test_it_is_the_run_with_whole_backwards_to_the_last_bit(runs: Runs, case: Case) -> None:
@@ -89,16 +83,21 @@ def test_a_u_is_the_sequential_run(runs: Runs, saved: Saved, case: Case) -> None
     assert all(rank.num_split for rank in found) and any(rank.num_apart for rank in found)
 
 
-def test_megatron_is_told_when_a_gradient_is_complete(runs: Runs) -> None:
-    """Once a step: with the last gradient of inputs for norms, with the last gradient of weights for linear layers.
+@pytest.mark.needs("grouped_without_engine", cases=("grouped-",))
+@pytest.mark.parametrize(("experts", "dtype", "num_weights"), [("plain", "fp32", 12), ("grouped", "bf16", 2)])
+def test_megatron_is_told_when_a_gradient_is_complete(runs: Runs, experts: str, dtype: Any, num_weights: int) -> None:
+    """Once a step: of linear layers with the last gradient of weights, of all others with the last one of inputs.
 
-    On the second stage, in every microbatch, at most four of a rank's six experts have tokens.
+    On the second stage, in every microbatch, at most four of a rank's six experts have tokens. Grouped experts are no
+    linear layers, and know bf16 only.
     """
-    case = Case.of(sizes=(1, 2), experts="plain", align_grad_reduce=False, **FEW_TOKENS, **LISTS, **OVERLAPPED)
+    few: dict[str, Any] = {"seq": 2, "sequence_parallel": True, "etp": 1, "has_bias": False}
+    case = Case.of(sizes=(1, 2), experts=experts, dtype=dtype, align_grad_reduce=False, **few, **LISTS, **OVERLAPPED)
     ours, ranks = split(runs, case)
     assert_identical(ours, runs.run(case))
+    assert_close(ours, runs.oracle(case), rel=1e-5 if dtype == "fp32" else BF16_REL)
     for rank in ranks:
-        assert sum(".local_experts." in name for name in rank.complete) == 12
+        assert sum(".experts." in name for name in rank.complete) == num_weights
         for name, parts in rank.complete.items():
             assert parts == ("W" if ".linear_" in name else "I") * case.data.num_steps, name
 

@@ -110,7 +110,8 @@ def test_a_cut_weight_without_a_mark_is_named() -> None:
         }
     )
     lines = problems(model)
-    assert [line.split(" ")[0] for line in lines] == ["sinks.weight", "gated.weight", "turned.weight", "held.child.weight"]
+    names = ["sinks.weight", "gated.weight", "turned.weight", "held.child.weight"]
+    assert [line.split(" ")[0] for line in lines] == names
     assert lines[0] == (
         "sinks.weight has no tensor_model_parallel mark and sharded_state_dict cuts it; norms and clipping would count "
         "it on one rank only, so they would depend on the sizes of the stages; call "
