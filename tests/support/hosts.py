@@ -84,6 +84,10 @@ NEEDS: dict[str, tuple[tuple[str, ...], str]] = {
         ("<0.15", ">=0.19"),
         "it builds latent attention with Transformer Engine only, which no run of these tests has",
     ),
+    "grouped_without_engine": (
+        ("<0.17",),
+        "it computes experts together with Transformer Engine only, and else one after another",
+    ),
     "experts_of_other_sizes": (
         ("<0.12", ">=0.15"),
         "stages of one size whose experts nobody cuts (EP 1, ETP 1) end in gloo, in Megatron itself",

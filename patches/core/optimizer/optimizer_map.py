@@ -40,7 +40,7 @@ def _cut(shard: ShardedTensor | ShardedTensorFactory) -> ShardSpec:
     else:
         # A factory cuts a parameter by views. Of a tensor without memory, their places can be read off.
         whole = torch.empty(shard.data.shape, dtype=shard.data.dtype, device="meta")
-        parts = list(nested_values(replace(shard, data=whole).build()))
+        parts = list(nested_values([replace(shard, data=whole).build()]))
         if any(part.data is not whole and part.data._base is not whole for part in parts):
             raise PlanError(f"{shard.key} is stored as copies of its parts")
         blocks = tuple(_block(part, part.data.storage_offset(), part.data.stride()) for part in parts)

@@ -157,7 +157,7 @@ class _Stored:
 
 def _covers_less(item: ShardedTensor | ShardedTensorFactory) -> bool:
     """Tell whether what this rank stores is less than the whole; layers and experts lie along axes of their own."""
-    parts = [item] if isinstance(item, ShardedTensor) else list(nested_values(item.build()))
+    parts = [item] if isinstance(item, ShardedTensor) else list(nested_values([item.build()]))
     covered: dict[tuple[Any, ...], int] = {}
     whole: dict[tuple[Any, ...], int] = {}
     for part in parts:

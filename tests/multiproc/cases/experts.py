@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tests.multiproc.cases.core_cases import Case, Part
 from tests.multiproc.hooks.gathered_attention import GatheredAttention, chunk_positions
+from tests.multiproc.hooks.grouped_products import stand_in_for_grouped_gemm
 
 NUM_EXPERTS = 6
 _COMMON = {
@@ -30,6 +31,8 @@ _COMMON = {
 _BALANCED = {**_COMMON, "moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.1}
 EXPERTS: dict[str, dict[str, Any]] = {
     "plain": _COMMON,
+    # Their products are one, and their weights none of Megatron's linear layers.
+    "grouped": {**_COMMON, "moe_grouped_gemm": True},
     "balanced": _BALANCED,
     "gathered": {**_BALANCED, "moe_token_dispatcher_type": "allgather", "moe_z_loss_coeff": 0.01},
     "by sequence": {**_BALANCED, "moe_router_load_balancing_type": "seq_aux_loss"},
@@ -81,6 +84,8 @@ def config_of(case: Case) -> dict[str, Any]:
 
 def block_spec(config: TransformerConfig, vp_stage: int | None, *, is_gathered: bool) -> Any:
     """Give the layers of a chunk, with experts where the configuration has them."""
+    if config.moe_grouped_gemm:
+        stand_in_for_grouped_gemm()
     chunk = {"vp_stage": vp_stage} if _HAS_CHUNKS else {}
     spec: Any = get_gpt_decoder_block_spec(config, use_transformer_engine=False, **chunk)
     for layer in spec.layer_specs if is_gathered else ():

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
+import pytest
 import torch.distributed as dist
+from megatron.core.distributed import param_and_grad_buffer
 
 from tests.multiproc.cases.core_cases import Case, RankResult
 from tests.multiproc.jobs.core_job import Trainer, applied, model_parallel
 from tests.support.pool import init_gloo
 from vtp_plugin.api import _Holder
+from vtp_plugin.errors import PlanError
 from vtp_plugin.plan.schedule.order.actions import Action, Op
+from vtp_plugin.plan.schedule.order.schedule import Actions, Schedule
+from vtp_plugin.runtime.step.executor import Executor
+from vtp_plugin.runtime.step.schedule_runner import ScheduleRunner
 from vtp_plugin.runtime.step.weight_gradients import WeightGradients
 
 
@@ -25,18 +34,22 @@ class SplitResult:
         num_apart: gradients of weights that this rank's order of a training step computes later than those of inputs,
             with other computes between.
         num_split: backwards of the order that are split.
+        complete: by parameter: the part of a backward, `I` or `W`, in which DDP was told that its gradient is complete,
+            once for each step; empty where sums do not overlap with backwards.
     """
 
     result: RankResult
     num_apart: int
     num_split: int
+    complete: dict[str, str]
 
 
 @contextmanager
 def _spoilt(fault: str) -> Iterator[None]:
-    compute, num_calls = WeightGradients.compute, 0
+    """Let something go wrong: on rank 0, but buckets leave alike on all ranks; nothing if the fault has no name."""
+    compute, run, is_last, num_calls = WeightGradients.compute, ScheduleRunner.run, Executor._is_last, 0
 
-    def spoilt(self: WeightGradients, vstage: int, microbatch: int) -> None:
+    def of_one_microbatch(self: WeightGradients, vstage: int, microbatch: int) -> None:
         nonlocal num_calls
         num_calls += 1
         waiting = self._waiting[vstage, microbatch]
@@ -44,16 +57,63 @@ def _spoilt(fault: str) -> Iterator[None]:
             waiting.clear()
         elif num_calls == 2 and fault == "doubled":
             waiting *= 2
-        elif num_calls == 2 and fault:
+        elif num_calls == 2:
             waiting[0] = replace(waiting[0], inputs=waiting[0].inputs.roll(1, dims=0))
         compute(self, vstage, microbatch)
 
-    if fault and dist.get_rank() == 0:
-        WeightGradients.compute = spoilt
-    try:
+    def before_its_input(self: ScheduleRunner, schedule: Schedule, *args: Any) -> None:
+        orders = list(schedule.orders)
+        orders[self._worker] = _too_early(orders[self._worker])
+        try:
+            run(self, replace(schedule, orders=tuple(orders)), *args)
+        except PlanError:
+            traceback.print_exc()
+            os._exit(1)  # others wait for this rank, and revert() would wait for them
+
+    def before_the_last(self: Executor, action: Action) -> bool:
+        was_last = is_last(self, action)
+        return self._num_left[action.vstage, Op.W] == 1 if action.op is Op.W else was_last
+
+    with pytest.MonkeyPatch.context() as patch:
+        if fault == "after its bucket left":
+            patch.setattr(Executor, "_is_last", before_the_last)
+        elif fault and dist.get_rank() == 0:
+            if fault == "before its input's":
+                patch.setattr(ScheduleRunner, "run", before_its_input)
+            else:
+                patch.setattr(WeightGradients, "compute", of_one_microbatch)
         yield
-    finally:
-        WeightGradients.compute = compute
+
+
+def _too_early(order: Actions) -> Actions:
+    """Compute the first gradient of weights directly before that of its input."""
+    late = next(action for action in order if action.op is Op.W)
+    others = [action for action in order if action != late]
+    place = others.index(replace(late, op=Op.I))
+    return (*others[:place], late, *others[place:])
+
+
+@contextmanager
+def _noting_completion(complete: dict[int, str]) -> Iterator[None]:
+    """Note what DDP is told, by the id of the parameter."""
+    group: Any = param_and_grad_buffer._ParamAndGradBucketGroup
+    compute, register, part = WeightGradients.compute, group.register_grad_ready, "I"
+
+    def computing(self: WeightGradients, *args: int) -> None:
+        nonlocal part
+        part = "W"
+        compute(self, *args)
+        part = "I"
+
+    def noting(self: Any, parameter: Any, *args: Any) -> None:
+        if self.is_last_microbatch:
+            complete[id(parameter)] = complete.get(id(parameter), "") + part
+        register(self, parameter, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WeightGradients, "compute", computing)
+        patch.setattr(group, "register_grad_ready", noting)
+        yield
 
 
 def own_computes() -> list[Action]:
@@ -74,12 +134,13 @@ def num_split() -> int:
 
 
 def train(case: Case, fault: str = "") -> SplitResult:
-    """Run a case on this rank; `fault` says what goes wrong once on rank 0."""
+    """Run a case on this rank; `fault` says what goes wrong."""
     init_gloo()
+    complete: dict[int, str] = {}
     with applied(case, force=False), model_parallel(case):
         trainer = Trainer(case)
         try:
-            with _spoilt(fault):
+            with _spoilt(fault), _noting_completion(complete):
                 result = trainer.run()
             order = own_computes()
             apart = [
@@ -87,6 +148,12 @@ def train(case: Case, fault: str = "") -> SplitResult:
                 for before, action in zip(order, order[1:], strict=False)
                 if action.op is Op.W and (before.op, before.microbatch) != (Op.I, action.microbatch)
             ]
-            return SplitResult(result=result, num_apart=len(apart), num_split=num_split())
+            names = {id(parameter): name for chunk in trainer.model for name, parameter in chunk.named_parameters()}
+            return SplitResult(
+                result=result,
+                num_apart=len(apart),
+                num_split=num_split(),
+                complete={names[key]: parts for key, parts in complete.items()},
+            )
         finally:
             trainer.close()

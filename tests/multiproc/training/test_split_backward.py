@@ -19,7 +19,9 @@ from tests.multiproc.cases.core_cases import (
 )
 from tests.multiproc.cases.u_shape_cases import Saved, check_u_shape, u_shaped
 from tests.multiproc.jobs.split_job import SplitResult
+from tests.multiproc.training.test_parity import BF16_REL
 from tests.support.hosts import fitted, host_name
+from tests.support.pool import PoolError
 
 LISTS: dict[str, Any] = {"num_microbatches": 6, "schedule": "planned", "wants_weights": True}
 CASES = [
@@ -81,9 +83,42 @@ def test_a_u_is_the_sequential_run(runs: Runs, saved: Saved, case: Case) -> None
     assert all(rank.num_split for rank in found) and any(rank.num_apart for rank in found)
 
 
-@pytest.mark.parametrize("fault", ["left out", "doubled", "of other rows"])
+@pytest.mark.needs("grouped_without_engine", cases=("grouped-",))
+@pytest.mark.parametrize(("experts", "dtype", "num_weights"), [("plain", "fp32", 12), ("grouped", "bf16", 2)])
+def test_megatron_is_told_when_a_gradient_is_complete(runs: Runs, experts: str, dtype: Any, num_weights: int) -> None:
+    """Once a step: of linear layers with the last gradient of weights, of all others with the last one of inputs.
+
+    On the second stage, in every microbatch, at most four of a rank's six experts have tokens. Grouped experts are no
+    linear layers, and know bf16 only.
+    """
+    few: dict[str, Any] = {"seq": 2, "sequence_parallel": True, "etp": 1, "has_bias": False}
+    case = Case.of(sizes=(1, 2), experts=experts, dtype=dtype, align_grad_reduce=False, **few, **LISTS, **OVERLAPPED)
+    ours, ranks = split(runs, case)
+    assert_identical(ours, runs.run(case))
+    assert_close(ours, runs.oracle(case), rel=1e-5 if dtype == "fp32" else BF16_REL)
+    for rank in ranks:
+        assert sum(".experts." in name for name in rank.complete) == num_weights
+        for name, parts in rank.complete.items():
+            assert parts == ("W" if ".linear_" in name else "I") * case.data.num_steps, name
+
+
+FAULTS = {
+    "left out": CASES[0],
+    "doubled": CASES[0],
+    "of other rows": CASES[0],
+    "after its bucket left": CASES[3],
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_gradient_that_is_wrong_on_purpose_shows(runs: Runs, fault: str) -> None:
-    """The control: of one microbatch of one step, on one rank."""
-    ours, _ = split(runs, CASES[0], fault)
+    """The control: of one microbatch, on one rank."""
+    ours, _ = split(runs, FAULTS[fault], fault)
     with pytest.raises(AssertionError):
-        assert_close(ours, runs.oracle(CASES[0]))
+        assert_close(ours, runs.oracle(FAULTS[fault]))
+
+
+def test_a_gradient_of_weights_before_that_of_its_input_ends_the_run(runs: Runs) -> None:
+    """The proof refuses such an order; here it comes after the proof."""
+    with pytest.raises(PoolError, match="PlanError: 0W0 comes before 0I0, or twice"):
+        split(runs, CASES[0], "before its input's")

@@ -47,6 +47,19 @@ class Gated(Stored):
         return {key: factory(key, self.weight, build, lambda parts: parts)}
 
 
+class Turned(Stored):
+    """A factory stores it in another form, as one tensor."""
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        key = f"{prefix}weight"
+        factory: Any = ShardedTensorFactory
+
+        def build(key: str, tensor: torch.Tensor, replica_id: Any, flattened_range: Any) -> ShardedTensor:
+            return ShardedTensor.from_rank_offsets(key, tensor.t(), (1, 0, self.num_parts))
+
+        return {key: factory(key, self.weight, build, lambda part: part)}
+
+
 class Holder(nn.Module):
     """Stores what its children cannot: as whole, unless told otherwise."""
 
@@ -78,6 +91,7 @@ def test_right_marks() -> None:
             "whole": Stored(),
             "cut": Stored(num_parts=2, is_marked=True),
             "gated": Gated(num_parts=2, is_marked=True),
+            "turned": Turned(num_parts=2, is_marked=True),
             "expert of a layer": Stored(num_experts=4),
             "norm": Holder(nn.LayerNorm(4)),
             "adapted": Holder(Adapted(Stored(num_parts=2, is_marked=True))),
@@ -91,11 +105,13 @@ def test_a_cut_weight_without_a_mark_is_named() -> None:
         {
             "sinks": Stored(num_parts=2),
             "gated": Gated(num_parts=2),
+            "turned": Turned(num_parts=2),
             "held": Holder(nn.Linear(2, 4, bias=False), num_parts=2),
         }
     )
     lines = problems(model)
-    assert [line.split(" ")[0] for line in lines] == ["sinks.weight", "gated.weight", "held.child.weight"]
+    names = ["sinks.weight", "gated.weight", "turned.weight", "held.child.weight"]
+    assert [line.split(" ")[0] for line in lines] == names
     assert lines[0] == (
         "sinks.weight has no tensor_model_parallel mark and sharded_state_dict cuts it; norms and clipping would count "
         "it on one rank only, so they would depend on the sizes of the stages; call "

@@ -62,6 +62,8 @@ def with_order(worker: int, text: str) -> Schedule:
         ("0F0 0F1 0W0 0I0 0I1 0W1", "deadlock: stage 0 stands before 0W0, which needs 0I0"),
         ("0F0 0F1 0I0 0I1 0W1 0W0", "stage 0: 0W1 adds to the gradients of weights where microbatch 0 is due"),
         ("0F0 0F1 0I1 0I0 0W0 0W1", "stage 0: 0W0 adds to the gradients of weights where microbatch 1 is due"),
+        # A whole backward that is the last one lets its bucket leave.
+        ("0F0 0F1 0I0 0B1 0W0", "stage 0: 0B1 adds to the gradients of weights where microbatch 0 is due"),
         ("0F0 0F1 0B0 0W0 0I1 0W1", "stage 0: 0B0 does not belong there"),
         ("0F0 0F1 0B0 0I0 0W0 0I1 0W1", "stage 0: 0B0 does not belong there"),
         ("0F0 0F1 0I0 0I1 0W0 1W1", "stage 0: 1W1 does not belong there"),

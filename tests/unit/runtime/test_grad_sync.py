@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +14,9 @@ from vtp_plugin.runtime.step.grad_sync import GradSync
 
 # The order in which a stage with two chunks runs two microbatches: chunk, whether it is the chunk's last backward.
 BACKWARDS = [(1, False), (1, True), (0, False), (0, True)]
+# What makes a backward, and whether gradients of weights are still to come.
+WHOLE = [("B", False)]
+SPLIT = [("I", True), ("W", False)]
 
 
 class Run:
@@ -37,7 +40,15 @@ class Run:
 
         return call
 
-    def step(self, *, aligned: bool, is_first_stage: bool, forward_only: bool = False, as_list: bool = True) -> None:
+    def step(
+        self,
+        *,
+        aligned: bool,
+        is_first_stage: bool,
+        forward_only: bool = False,
+        as_list: bool = True,
+        parts: Sequence[tuple[str, bool]] = WHOLE,
+    ) -> None:
         num_chunks = len(self.chunks)
         config = SimpleNamespace(
             no_sync_func=[self.no_sync] * num_chunks if as_list else self.no_sync,
@@ -49,9 +60,9 @@ class Run:
             for chunk in range(num_chunks):
                 sync.before_forward(chunk)
             for chunk, is_last in BACKWARDS if not forward_only else ():
-                if chunk < num_chunks:
-                    with sync.backward(chunk, is_last=is_last):
-                        self.events.append(f"B{chunk}, {'silent' if self.num_open else 'open'}")
+                for part, has_rest in parts if chunk < num_chunks else ():
+                    with sync.backward(chunk, is_last=is_last, has_rest=has_rest):
+                        self.events.append(f"{part}{chunk}, {'silent' if self.num_open else 'open'}")
         assert self.num_open == 0
 
 
@@ -72,6 +83,18 @@ def test_first_chunk_of_the_first_stage_has_nothing_to_hide_its_sum_behind() -> 
     run = Run(2)
     run.step(aligned=True, is_first_stage=True)
     assert run.events[2:] == ["B1, silent", "B1, silent", "grad 1, open", "B0, silent", "B0, open"]
+
+
+def test_norms_are_summed_with_the_last_inputs_and_linear_layers_with_the_last_weights() -> None:
+    """Of split backwards; aligned sums begin once both are there."""
+    run = Run(2)
+    run.step(aligned=False, is_first_stage=False, parts=SPLIT)
+    silent, opened = ["I{}, silent", "W{}, silent"], ["I{}, open", "W{}, open"]
+    assert run.events[2:] == [event.format(chunk) for chunk in (1, 0) for event in (*silent, *opened)]
+    run = Run(2)
+    run.step(aligned=True, is_first_stage=True, parts=SPLIT)
+    wanted = [(1, [*silent, *silent, "grad {}, open"]), (0, [*silent, *opened])]
+    assert run.events[2:] == [event.format(chunk) for chunk, events in wanted for event in events]
 
 
 def test_weights_are_gathered_one_chunk_ahead() -> None:

@@ -177,3 +177,17 @@ def test_a_whole_backward_through_a_split_forward_is_a_mistake() -> None:
         loss = Linear(later, weight)(samples()).sum()
     with pytest.raises(PlanError, match="a backward that is not split runs through a forward that is"):
         loss.backward()
+
+
+def test_what_is_not_left_cannot_be_computed() -> None:
+    """The proof of an order refuses it, too."""
+    later, (weight,) = WeightGradients(), parameters((IN, IN))
+    with later.forward(()):
+        loss = Linear(later, weight)(samples()).sum()
+    with pytest.raises(PlanError, match="0W0 comes before 0I0, or twice"):
+        later.compute(0, 0)
+    with later.backward(0, 0, ()):
+        loss.backward()
+    later.compute(0, 0)
+    with pytest.raises(PlanError, match="0W0 comes before 0I0, or twice"):
+        later.compute(0, 0)

@@ -98,7 +98,7 @@ class Executor:
         self._companions = companions or Companions()
         self._recorder = None if schedule.forward_only else recorder
         self.shapes: dict[int, tuple[int, ...]] = {}
-        self._num_left = Counter(map(_turn, self._actions))
+        self._num_left = Counter(turn for action in self._actions for turn in _turns(action))
         self._split = {(action.vstage, action.microbatch) for action in self._actions if action.op is Op.I}
         self._current: Action | None = None
         self._posted: dict[Action, Receive] = {}
@@ -193,8 +193,9 @@ class Executor:
             self._compute.weights(action, is_last=is_last)
 
     def _is_last(self, action: Action) -> bool:
-        self._num_left[_turn(action)] -= 1
-        return self._num_left[_turn(action)] == 0
+        turns = _turns(action)
+        self._num_left.subtract(turns)
+        return self._num_left[turns[0]] == 0
 
     def _noting(self, cause: Cause, action: Action) -> AbstractContextManager[object]:
         """Note a compute alone: the waits for what it takes are over."""
@@ -218,6 +219,10 @@ class Executor:
             self._results[send] = result
 
 
-def _turn(action: Action) -> tuple[int, Op]:
-    """Return what counts down to the last compute of a kind on a virtual stage: both kinds of backwards as one."""
-    return action.vstage, action.whole.op
+def _turns(action: Action) -> tuple[tuple[int, Op], ...]:
+    """Return what counts down to the last compute of a kind on a virtual stage: a whole backward counts as both parts.
+
+    Gradients of weights are not complete before the last whole backward, even if no other is split after it.
+    """
+    ops = (Op.I, Op.W) if action.op is Op.B else (action.op,)
+    return tuple((action.vstage, op) for op in ops)

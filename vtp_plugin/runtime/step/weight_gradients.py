@@ -131,7 +131,12 @@ class WeightGradients:
 
         A weight that was used several times gets the sum, as from autograd. One pass of autograd takes them all, and
         frees each gradient before it comes to the next.
+
+        Raises:
+            PlanError: nothing is left: that backward has not run, or its rest is computed already.
         """
+        if (vstage, microbatch) not in self._waiting:
+            raise PlanError(f"{vstage}W{microbatch} comes before {vstage}I{microbatch}, or twice")
         uses: dict[int, list[_Waiting]] = {}
         for use in self._waiting.pop((vstage, microbatch)):
             uses.setdefault(id(use.weight), []).append(use)
