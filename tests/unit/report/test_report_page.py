@@ -77,7 +77,9 @@ def test_a_fitted_layout_has_its_devices_and_its_microbatches_in_flight(monkeypa
     words = ("plan", "--have", "8,6", "--vtp-stages", "2", "--card-memory", "80GiB", *MODEL)
     page = page_of(monkeypatch, words)
     assert page.memory is not None and all(bar.fits and bar.limit_bytes == 80 * GIB for bar in page.memory.bars)
-    assert "drawn are those of as many microbatches as a stage has in flight at most" in page.memory.notes
+    assert (
+        "drawn are those of as many microbatches as a stage has in flight when it holds the most" in page.memory.notes
+    )
     assert [node.num_ranks for node in page.nodes] == [8, 4]
 
 
