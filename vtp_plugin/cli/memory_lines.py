@@ -102,7 +102,7 @@ def _rows(flags: Run, memory: Sequence[Footprint], peaks: Sequence[Peaks]) -> It
             number = kinds.setdefault(tuple("-" if size is None else format_bytes(size) for size in chunk), [0, 0])
             number[0] += in_flight
             number[1] += waiting
-        columns = [[kept for kept, _ in kinds], *([[waiting for _, waiting in kinds]] if is_split else [])]
+        columns = [[one for one, _ in kinds], *([[one for _, one in kinds]] if is_split else [])]
         if moments:
             columns.append([" + ".join(map(str, number[: 1 + is_split])) for number in kinds.values()])
         row += [", ".join(column) or "-" for column in columns]

@@ -153,13 +153,14 @@ SPLIT_CASES = [
 
 U = ["--layerwise-disaggregated-training", "--num-layer-list", "2,4,2", *DEEP]
 TWICE_ROUND = ["--num-virtual-stages-per-pipeline-rank", "2", *DEEP]
+SIX = ["--global-batch-size", "12"]
 KEPT_CASES = [
     plain("U", "1,2", *U, *SPLIT, full=False),
     plain("U-whole", "1,2", *U, *SPLIT[:2], full=False),
     plain("interleaved", "1,2", *TWICE_ROUND, *SPLIT, full=False),
     plain("interleaved-whole", "1,2", *TWICE_ROUND, *SPLIT[:2], full=False),
     plain("U-sharded", "2,1,3", *ODD, "--sequence-parallel", *U[:2], "1,3,2,2", *DEEP, *SPLIT),
-    plain("interleaved-again", "2,1,1", *GATED, *WHOLE, "uniform", *AGAIN, *TWICE_ROUND[:-1], "12", *SPLIT),
+    plain("interleaved-again", "2,1,1", *GATED, *WHOLE, "uniform", *AGAIN, *TWICE_ROUND[:-1], "12", *SIX, *SPLIT),
 ]
 
 

@@ -307,10 +307,20 @@ def test_plan_says_what_a_rank_holds_in_all(output_of: Output) -> None:
     assert counts(*sizes, "--vtp-schedule", "planned", "--vtp-in-flight", "4,2,1") == [4, 2, 2, 1]
     # A narrow stage keeps those of both replicas that it serves.
     assert counts("--vtp-size-list", "1,2", "--vtp-dp-list", "1,2") == [3, 1, 1, 1, 1]
-    # Nine forwards in turn, with four microbatches of each of two chunks in flight on the last of two stages at most.
+    # Before its first backward each of two stages runs two groups of two, and stage 0 two forwards more.
     twice = ["--vtp-size-list", "1,2", "--num-virtual-stages-per-pipeline-rank", "3"]
     assert counts(*twice) == counts(*twice, "--global-batch-size", "64") == [7, 5, 5]
     assert counts(*twice, "--global-batch-size", "2") == [6, 5, 5]
+    u = [*U, "--num-layer-list", "1,2,2,1", "--vtp-in-flight", "4,2,2"]
+    assert counts(*u) == [4, 2, 2, 2, 2]
+    memory = json.loads(output_of("plan", *u, *model, "--json"))["memory"]
+    assert [chunk["in_flight"] for chunk in memory[0]["chunks"]] == [3, 1] and len(memory[1]["chunks"]) == 1
+    kept = sum(chunk["in_flight"] * chunk["activation_bytes"] for chunk in memory[0]["chunks"])
+    steady = sum(memory[0][part] for part in ("weight_bytes", "gradient_bytes", "optimizer_bytes", "overhead_bytes"))
+    assert memory[0]["total_bytes"] == steady + kept
+    lines = output_of("plan", *u, *model).splitlines()
+    assert any(line.startswith("stage 0  ") and f"  3, 1  {format_bytes(steady + kept)}" in line for line in lines)
+    assert any(line.startswith("5, 1: of the chunks of a stage") for line in lines)
     # Both replicas of the wide stage share the samples of a microbatch.
     assert counts("--vtp-size-list", "1,2", "--vtp-dp-list", "1,2", "--vtp-dp-mode", "split") == [2, 1, 1, 1, 1]
     [line] = [line for line in output_of("plan", *sizes, *model).splitlines() if line.startswith("stage 0  ")]

@@ -128,7 +128,7 @@ def peaks_kept(schedule: Schedule, stage: int) -> tuple[Kept, ...]:
     >>> peaks_kept(split, 1)
     (((2, 1),), ((1, 2),))
     >>> peaks_kept(interleaved_one_f_one_b(2, 2, 4), 1)
-    (((3, 0), (1, 0)), ((2, 0), (2, 0)))
+    (((3, 0), (0, 0)), ((2, 0), (1, 0)))
     """
     placement = schedule.placement
     vstages = placement.vstages(stage)
