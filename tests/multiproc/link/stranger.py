@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import errno
 import json
+import resource
 import select
 import socket
 import struct
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from tests.multiproc.link.two_networks import STRANGER
@@ -21,7 +24,8 @@ _ALL = 0x0003
 _ETHERNET, _IP, _UDP = 14, 20, 8
 _LARGEST = 1514
 _EVERY = 5
-_BATCH = 2000
+_MOST_TRIED = 16000
+_SILENCE_S = 0.5  # in which no port answers
 _OWN = socket.inet_aton(STRANGER)
 
 
@@ -93,14 +97,22 @@ def payloads(file: Path) -> bytes:
 
 
 def scan(addresses: list[str]) -> dict[str, list[int]]:
-    """Try to connect to every TCP port; return those that are open."""
-    return {address: _open_ports(address, range(1, 65536)) for address in addresses}
+    """Try to connect to every TCP port; return those that are open.
+
+    Addresses that answer nothing are waited for after each batch: at once, and few batches.
+    """
+    _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))
+    batch = min(_MOST_TRIED, most_files // len(addresses) - 100)
+    with ThreadPoolExecutor(len(addresses)) as threads:
+        found = threads.map(partial(_open_ports, ports=range(1, 65536), batch=batch), addresses)
+        return dict(zip(addresses, found, strict=True))
 
 
-def _open_ports(address: str, ports: range) -> list[int]:
+def _open_ports(address: str, ports: range, batch: int) -> list[int]:
     found: list[int] = []
-    for first in range(0, len(ports), _BATCH):
-        tried = {port: socket.socket(socket.AF_INET, socket.SOCK_STREAM) for port in ports[first : first + _BATCH]}
+    for first in range(0, len(ports), batch):
+        tried = {port: socket.socket(socket.AF_INET, socket.SOCK_STREAM) for port in ports[first : first + batch]}
         waiting: dict[int, int] = {}
         for port, each in tried.items():
             each.setblocking(False)
@@ -112,13 +124,14 @@ def _open_ports(address: str, ports: range) -> list[int]:
         poller = select.poll()
         for number in waiting:
             poller.register(number, select.POLLOUT)
-        end_s = time.monotonic() + 0.5
+        end_s = time.monotonic() + _SILENCE_S
         while waiting and time.monotonic() < end_s:
             for number, _ in poller.poll(50):
                 poller.unregister(number)
                 port = waiting.pop(number)
                 if tried[port].getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:
                     found.append(port)
+                end_s = time.monotonic() + _SILENCE_S
         for each in tried.values():
             each.close()
     return sorted(found)

@@ -74,7 +74,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     with two_networks() as networks:
         known = {"MASTER_ADDR": ADDRESSES["edge"], "GLOO_SOCKET_IFNAME": "eth0"}
         commands = {site: networks.inside(site, _script(site)) for site in ADDRESSES}
-        return _run(networks, tmp_path_factory.mktemp("plain"), commands, known, networks.sites)
+        return _run(networks, tmp_path_factory.mktemp("plain"), commands, known, networks.sites, [*ADDRESSES.values()])
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def over_link(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Seen, 
         commands = {site: networks.inside(site, [*program, file, "--", *_script(site)]) for site, file in files.items()}
         names = {site: f"vtp-{_name(file)}" for site, file in files.items()}
         keys = [path.read_bytes().strip() for path in (*folder.rglob("*.key"), *folder.rglob("*.psk"))]
-        yield _run(networks, folder, commands, {}, names), keys
+        yield _run(networks, folder, commands, {}, names, [*ADDRESSES.values(), *INSIDE.values()]), keys
 
 
 def test_the_run_is_as_without_the_link(plain: Seen, over_link: tuple[Seen, list[bytes]]) -> None:
@@ -147,8 +147,9 @@ def _run(
     commands: Mapping[str, list[str]],
     variables: Mapping[str, str],
     names: Mapping[str, str],
+    addresses: list[str],
 ) -> Seen:
-    """Train, with a stranger who watches and disturbs, and scans while the run stands at a step."""
+    """Train, with a stranger who watches and disturbs, and scans the addresses while the run stands at a step."""
     known = environment(
         STEPS=STEPS,
         MASTER_PORT=PORT,
@@ -167,7 +168,7 @@ def _run(
                     started.append(subprocess.Popen(command, env=known, stdout=log, stderr=subprocess.STDOUT, cwd=ROOT))
             _await(folder / "held", started, logs)
             listeners = {port for name in names.values() for port in _listeners(name)}
-            opened = _scan(networks)
+            opened = _scan(networks, addresses)
             (folder / "go").touch()
             codes = [process.wait(timeout=_RUN_S * pace()) for process in started]
         finally:
@@ -231,10 +232,9 @@ def _listeners(namespace: str) -> list[int]:
     return [int(port) for address, _, port in found if not address.startswith(("127.", "[::1]"))]
 
 
-def _scan(networks: Networks) -> dict[str, list[int]]:
+def _scan(networks: Networks, addresses: list[str]) -> dict[str, list[int]]:
     for site, address in INSIDE.items():
         must(["ip", "-n", networks.wire, "route", "replace", f"{address}/32", "via", ADDRESSES[site]])
-    addresses = [*ADDRESSES.values(), *INSIDE.values()]
     command = networks.on_wire([sys.executable, "-m", "tests.multiproc.link.stranger", "scan", *addresses])
     done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment(), cwd=ROOT)
     return json.loads(done.stdout)
