@@ -164,14 +164,11 @@ def _split_order(request: ScheduleRequest) -> tuple[Schedule, int, str]:
         bases, kept = [order.schedule for order, _ in orders], placement.by_worker(orders[0][1][0])
     else:
         costs = request.costs or uniform_costs(placement)
-        limits = request.in_flight
-        if limits is None:
-            # As many everywhere as the stage that keeps the most has without a split.
-            whole = _order(replace(request, split_backward=False))[0]
-            most = max(peak_in_flight(whole, worker) for worker in range(placement.num_workers))
-            limits = (most,) * placement.num_stages
-        bases = _orders_up_to(request, limits) or [_order(replace(request, split_backward=False))[0]]
-        kept = placement.by_worker(limits)
+        whole, _, _ = _order(replace(request, split_backward=False, in_flight=None))
+        # By default as many everywhere as the stage that keeps the most has without a split.
+        most = max(peak_in_flight(whole, worker) for worker in range(placement.num_workers))
+        limits = request.in_flight or (most,) * placement.num_stages
+        bases, kept = _orders_up_to(request, limits) or [whole], placement.by_worker(limits)
     chosen = choose_split(bases, costs, kept)
     peaks = ",".join(str(peak_in_flight(chosen.schedule, worker)) for worker in range(placement.num_workers))
     unit = "assumed durations, no latency" if request.costs is None else "times in ms"
