@@ -194,7 +194,7 @@ def held_bytes(artifact: Artifact, micro_batch_size: int) -> HeldBytes:
             rows.append((state, kept))
 
     def held(part: HeldPart) -> int:
-        tp, _, start, end, is_first, is_last, in_flight = part
+        tp, _, start, end, is_first, is_last, in_flight, _ = part
         (state, kept), (before, not_kept) = sums[tp][end + 1 + is_last], sums[tp][start + 1 - is_first]
         return state - before + (kept - not_kept) * in_flight + (2 if tp == 1 else 3) * 10**9
 

@@ -86,7 +86,7 @@ def problem(num_nodes: int, *, is_mixed: bool) -> SearchProblem:
 
 
 def _held_bytes(part: HeldPart) -> int:
-    tp, num_replicas, start, end, _, _, in_flight = part
+    tp, num_replicas, start, end, _, _, in_flight, _ = part
     state = (end - start) * 400_000_000 * 6 // tp + (end - start) * 400_000_000 * 12 // tp // num_replicas
     return state + in_flight * (end - start) * (1 << 30) // tp
 

@@ -83,6 +83,28 @@ def peaks(schedule: Schedule) -> tuple[int, ...]:
     return tuple(result)
 
 
+def kept(schedule: Schedule, worker: int) -> list[tuple[tuple[int, int], ...]]:
+    """Look up, after every compute of a worker, what it keeps of each chunk: activations, and what waits."""
+    order = [action for action in schedule.orders[worker] if action.op in COMPUTES]
+    stage, _ = workers(schedule.placement)[worker]
+    # Where each microbatch has its forward, its gradient of the input, and its gradients of weights.
+    places: dict[int, dict[int, list[int]]] = {v: {} for v, own in enumerate(schedule.placement.stages) if own == stage}
+    for i, action in enumerate(order):
+        places[action.vstage].setdefault(action.microbatch, []).extend([i, i] if action.op is Op.B else [i])
+    return [
+        tuple(
+            (sum(f <= i < b for f, b, _ in own.values()), sum(b <= i < w for _, b, w in own.values()))
+            for own in places.values()
+        )
+        for i in range(len(order))
+    ]
+
+
+def most_kept(schedule: Schedule) -> tuple[int, ...]:
+    """Count, by worker, the activations of all its chunks that it keeps at most, and what waits as such."""
+    return tuple(max(sum(map(sum, now)) for now in kept(schedule, w)) for w in range(len(schedule.orders)))
+
+
 def random_schedule(placement: Placement, num_microbatches: int, *, forward_only: bool, seed: int) -> Schedule:
     """Draw an order at random among all that respect the needs; microbatches may overtake each other."""
     rng = random.Random(seed)

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from tests.expected.schedule_oracle import most_kept
 from tests.property.test_search_properties import (
     TOLERANCE,
     Nodes,
@@ -75,20 +76,23 @@ def step(problem: SearchProblem, split: BatchSplit, stages: Stages, nodes: Nodes
     placement, best = interleaved_placement(len(stages), chunks), math.inf
     for costs in all_costs(problem, split, nodes, own, forward, backward):
         request = ScheduleRequest(placement=placement, num_microbatches=split.num_microbatches, costs=costs)
-        timeline = simulate(make_schedule(request)[0], costs, mode="rendezvous")
-        if holds(problem, stages, nodes, number, timeline.activations):
+        schedule, _ = make_schedule(request)
+        timeline = simulate(schedule, costs, mode="rendezvous")
+        if holds(problem, stages, nodes, number, chunks, most_kept(schedule)):
             end = max(spans[-1].end + own_s for spans, own_s in zip(timeline.spans, sums, strict=True))
             best = min(best, end + tail + 14 * sum(costs.latency[: len(stages) - 1]))
     return best
 
 
-def holds(problem: SearchProblem, stages: Stages, nodes: Nodes, number: int, kept_of: Sequence[int]) -> bool:
+def holds(
+    problem: SearchProblem, stages: Stages, nodes: Nodes, number: int, chunks: int, kept_of: Sequence[int]
+) -> bool:
     held_bytes = problem.splits[0].held_bytes
     assert held_bytes is not None
-    kept, held = held_bytes(HeldPart(1, 1, 0, 0, True, True, 1)), [0] * len(stages)
-    for part, in_flight in enumerate(kept_of):
-        stage = part % len(stages)
-        held[stage] += math.ceil(number * 3 / stages[stage][0]) + kept * in_flight
+    kept = held_bytes(HeldPart(1, 1, 0, 0, True, True, 1))
+    held = [
+        chunks * math.ceil(number * 3 / size) + kept * most for (size, _), most in zip(stages, kept_of, strict=True)
+    ]
     limits = [[nodes[place][0].memory_bytes for place in places] for _, places in stages]
     return all(limit is None or own <= limit for own, row in zip(held, limits, strict=True) for limit in row)
 

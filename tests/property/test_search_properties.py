@@ -126,7 +126,9 @@ def random_question(seed: int, given_layers: int = 0) -> tuple[SearchProblem, li
                 message_bytes=4 * scale,
                 cp=cp,
                 # A microbatch in flight keeps something, too.
-                held_bytes=lambda part: math.ceil((part.end - part.start) * 3 / part.tp) + kept * part.in_flight,
+                held_bytes=lambda part: (
+                    math.ceil((part.end - part.start) * 3 / part.tp) + kept * (part.in_flight + part.waiting)
+                ),
             )
             for replicas in (1, 2)
         ),

@@ -8,6 +8,7 @@ import random
 
 import pytest
 
+from tests.expected.schedule_oracle import most_kept
 from tests.property.test_search_properties import (
     TOLERANCE,
     Nodes,
@@ -75,7 +76,9 @@ def random_question(seed: int) -> SearchProblem:
                 micro_batch_size=1,
                 pools=pools,
                 message_bytes=4,
-                held_bytes=lambda part: math.ceil((part.end - part.start) * 3 / part.tp) + KEPT * part.in_flight,
+                held_bytes=lambda part: (
+                    math.ceil((part.end - part.start) * 3 / part.tp) + KEPT * (part.in_flight + part.waiting)
+                ),
             )
             for replicas in (1, 2)
         ),
@@ -136,11 +139,12 @@ def step(problem: SearchProblem, split: BatchSplit, stages: Stages, ends: list[i
             costs=costs,
             in_flight=None if most is None else (most,) * len(stages),
         )
-        timeline = simulate(make_schedule(request)[0], costs, mode="rendezvous")
-        held = [0] * len(stages)
+        schedule, _ = make_schedule(request)
+        timeline = simulate(schedule, costs, mode="rendezvous")
+        held = [KEPT * number for number in most_kept(schedule)]
         for part, stage in enumerate(placement.stages):
             size = stages[stage][0]
-            held[stage] += math.ceil((ends[part + 1] - ends[part]) * 3 / size) + KEPT * timeline.activations[part]
+            held[stage] += math.ceil((ends[part + 1] - ends[part]) * 3 / size)
         limits = [[nodes[place][0].memory_bytes for place in places] for _, places in stages]
         if all(limit is None or number <= limit for number, row in zip(held, limits, strict=True) for limit in row):
             end = max(spans[-1].end + one for spans, one in zip(timeline.spans, sums, strict=True))

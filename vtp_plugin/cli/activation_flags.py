@@ -53,7 +53,6 @@ def why_no_activations(args: argparse.Namespace, layout: PipelineLayout) -> str:
         "--moe-router-dtype fp64": args.moe_router_dtype != "fp64",
         "--sft": not args.sft,
         "--dataloader-inter-document-masking": not args.dataloader_inter_document_masking,
-        "--vtp-dp-mode split": args.vtp_dp_mode != "split",
     }
     odd += [name for name, is_modelled in modelled.items() if not is_modelled]
     if odd:

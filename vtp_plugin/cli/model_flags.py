@@ -11,6 +11,7 @@ from vtp_plugin.errors import ConfigError
 from vtp_plugin.host.rules.checks.divisibility import feed_forward_size
 from vtp_plugin.plan.layout.chunks import Chunk, plain_chunks, u_chunks
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
+from vtp_plugin.plan.layout.replica_map import ReplicaMap
 from vtp_plugin.plan.memory.footprint import Footprint, Training, footprints
 from vtp_plugin.plan.model.gpt_model import Experts, GPTModel, Latent
 
@@ -134,6 +135,7 @@ def read_footprints(
     num_chunks: int,
     u_layers: Sequence[int] | None,
     layers: Sequence[int] | None,
+    replicas: ReplicaMap,
     *,
     has_activations: bool,
 ) -> tuple[Footprint, ...]:
@@ -145,14 +147,19 @@ def read_footprints(
         num_chunks: number of model chunks of every stage.
         u_layers: number of layers of every part of a U-shape; None without one.
         layers: number of layers of every stage, where they were fitted.
+        replicas: the replicas of all stages.
         has_activations: whether activations are known.
 
     Raises:
         ConfigError: the layers cannot be shared out.
     """
     chunks = read_chunks(args, layout.num_stages, num_chunks, u_layers, layers)
-    microbatch = read_microbatch(args) if has_activations else None
-    return footprints(read_model(args, layout), read_training(args, layout), layout, chunks, microbatch)
+    model, training = read_model(args, layout), read_training(args, layout)
+    if not has_activations:
+        return footprints(model, training, layout, chunks)
+    microbatch = read_microbatch(args)
+    samples = [replicas.micro_batch(stage, microbatch.size) for stage in range(layout.num_stages)]
+    return footprints(model, training, layout, chunks, microbatch, samples)
 
 
 def read_chunks(

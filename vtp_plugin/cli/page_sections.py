@@ -101,12 +101,12 @@ def memory_section(flags: Run, limit_bytes: int | None, peaks: Sequence[Peaks]) 
     Args:
         flags: the run.
         limit_bytes: memory of a device; None where it is not known.
-        peaks: most microbatches in flight, and waiting, on each stage; empty where that is not known.
+        peaks: what a rank of each stage keeps at its fullest moments; empty where that is not known.
     """
     if isinstance(flags.memory, str):
         return None
     notes = [f"activations: {flags.about_activations}"]
-    number = "as many microbatches as a stage has in flight at most" if peaks else "one microbatch"
+    number = "as many microbatches as a stage has in flight when it holds the most" if peaks else "one microbatch"
     notes.append(f"drawn are those of {number}")
     if limit_bytes is None:
         notes.append(f"{CARD_MEMORY} 80GiB or the like draws the memory of a device beside them")
@@ -123,14 +123,16 @@ def _bars(
         alike: dict[tuple[tuple[str, int], ...], list[int]] = {}
         for rank in layout.stage_ranks(stage):
             held = memory[rank]
-            in_flight, waiting = held.fullest(peaks[stage]) if peaks else (1, 0)
+            activations, waiting = held.kept_parts(
+                held.fullest(peaks[stage]) if peaks else ((1, 0),) * len(held.chunks)
+            )
             pieces = (
                 ("weights", held.weight_bytes),
                 ("gradients", held.gradient_bytes),
                 ("optimizer", held.optimizer_bytes),
                 ("overhead", held.overhead_bytes),
-                ("activations", in_flight * (held.activation_bytes or 0)),
-                ("waiting for gradients of weights", waiting * (held.waiting_bytes or 0)),
+                ("activations", activations),
+                ("waiting for gradients of weights", waiting),
             )
             alike.setdefault(pieces, []).append(rank)
         for pieces, ranks in alike.items():

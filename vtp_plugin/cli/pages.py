@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from vtp_plugin.cli.boundaries import BoundaryView, explain, view_boundaries
 from vtp_plugin.cli.bridges import BridgeView, Module, bridge_picture
-from vtp_plugin.cli.memory_lines import Peaks, peaks_by_stage
+from vtp_plugin.cli.memory_lines import peaks_by_stage
 from vtp_plugin.cli.page_sections import (
     CROSSING_HEADER,
     crossing_cells,
@@ -128,15 +128,7 @@ def page_of_simulation(
     fitted, layout = flags.fitted, flags.layout
     nodes = named_nodes(fitted.candidate.node_names, layout) if fitted else usual_nodes(layout, flags.sites)
     assumed = "the nodes are assumed; plan --nodes 8,6 takes their devices, and says what to start on each"
-
-    if flags.is_ring or flags.replicas.is_split:
-        most = dict.fromkeys(range(layout.num_stages), 0)
-        for worker, number in enumerate(timeline.in_flight):
-            stage, _ = timeline.placement.stage_and_replica(worker)
-            most[stage] = max(most[stage], number)
-        peaks: list[Peaks] = [((number, 0),) for number in most.values()]
-    else:
-        peaks = [peaks_kept(schedule, stage) for stage in range(layout.num_stages)]
+    peaks = [peaks_kept(schedule, stage) for stage in range(layout.num_stages)]
     return replace(
         page,
         nodes=page_nodes(nodes, layout, flags.sites),

@@ -12,7 +12,7 @@ from vtp_plugin.cli.boundaries import BoundaryView, explain, format_bytes, site_
 from vtp_plugin.cli.bridges import add_bridge_flag, bridge_lines, bridges_as_json, read_modules, view_bridges
 from vtp_plugin.cli.fit_flags import Fitted
 from vtp_plugin.cli.launch_text import add_slurm_flag, launch_lines, launch_of_run
-from vtp_plugin.cli.memory_lines import check_card_memory, memory_as_json, memory_lines
+from vtp_plugin.cli.memory_lines import memory_as_json, memory_lines
 from vtp_plugin.cli.page_file import write_page
 from vtp_plugin.cli.pages import page_of_bridges, page_of_plan
 from vtp_plugin.cli.parser import PAGE, OneFile, Parser, check_ending, print_json, read_sizes
@@ -31,11 +31,12 @@ Keys of --json: fit (null without --have): sizes, layers, num_replicas, nodes (o
 (devices of every node), step (as simulated; a layer takes a device 1), reasons;
 world_size, rank_order, writer_rank, is_active (false: all stages have one size, and Megatron works
 alone); tensor: shape [S, B, H] and bytes of what crosses, null where a flag is missing; stages: tp, cp, dp, site,
-ranks, leaders; memory: rank, in_flight (most microbatches whose activations it keeps, null where not
-known), num_waiting (microbatches whose weights' gradients are missing at that time), num_parameters, weight_bytes,
-gradient_bytes, optimizer_bytes, overhead_bytes, activation_bytes (of a microbatch, null where not known), kept_bytes
-(the same by module) and waiting_bytes (of a microbatch that waits) of every rank, or a text that says what is
-missing; boundaries: upstream, downstream, strategy, reason, num_replicas, hccl_buffer_bytes (of a channel), and of the
+ranks, leaders; memory: rank, in_flight (activations that it keeps when it holds the most, null where not known),
+num_waiting (microbatches whose weights' gradients are missing then), total_bytes (held then), num_parameters,
+weight_bytes, gradient_bytes, optimizer_bytes, overhead_bytes, activation_bytes (of a microbatch, null where not known),
+kept_bytes (the same by module), waiting_bytes (of a microbatch that waits) and chunks (in_flight, num_waiting,
+activation_bytes and waiting_bytes of each) of every rank, or a text that says what is missing; boundaries: upstream,
+downstream, strategy, reason, num_replicas, hccl_buffer_bytes (of a channel), and of the
 first replica forward and backward: transfers with src, dst, share (of the tensor), bytes (null where unknown) and boxes
 (half-open intervals of S, B and H; of probe_shape where the shape is not known), before and after (collectives inside a
 stage); traffic: tensors and bytes from site to site for each microbatch of a replica; launch: nodes (node, ranks,
@@ -76,7 +77,6 @@ def run(options: argparse.Namespace) -> None:
         _print_bridges(options)
         return
     flags = read_run(options)
-    check_card_memory(flags, options.card_memory)
     views = view_boundaries(flags)
     launch, note = launch_of_run(options, flags)
     if options.output is not None:

@@ -280,7 +280,10 @@ def _memory(
         return "the sizes of the encoder are not among the flags"
     parts = config.num_layer_list if is_u_shaped else None
     layers = None if fitted is None or is_u_shaped else fitted.candidate.layers
-    return model_flags.read_footprints(args, layout, num_chunks, parts, layers, has_activations=has_activations)
+    replicas = replica_map(config, layout)
+    return model_flags.read_footprints(
+        args, layout, num_chunks, parts, layers, replicas, has_activations=has_activations
+    )
 
 
 def _check(args: argparse.Namespace, config: VtpConfig, layout: PipelineLayout, replicas: ReplicaMap) -> None:

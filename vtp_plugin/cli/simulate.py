@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from vtp_plugin.cli.bridges import add_bridge_flag, read_modules
-from vtp_plugin.cli.memory_lines import check_card_memory
 from vtp_plugin.cli.page_file import write_page
 from vtp_plugin.cli.pages import page_of_simulation
 from vtp_plugin.cli.parser import PAGE, OneFile, Parser, check_ending, is_page, print_json, write_file
@@ -151,7 +150,6 @@ def _write(
 
 def _of_pipeline(options: argparse.Namespace) -> _Simulation:
     flags = read_run(options, takes_all_costs=True)
-    check_card_memory(flags, options.card_memory)
     given = flags.num_microbatches if options.num_microbatches is None else options.num_microbatches
     num_microbatches, about_number = _num_microbatches(given, flags.placement)
     stated, is_split = flags.schedule_options.costs, flags.schedule_options.split_backward

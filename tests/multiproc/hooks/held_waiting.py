@@ -15,7 +15,10 @@ from vtp_plugin.runtime.step.weight_gradients import WeightGradients
 
 
 def note_waiting(facts: dict[str, Any]) -> None:
-    """Note after every compute how many activations are kept, how many microbatches wait, and the bytes of these."""
+    """Note after every compute which activations are kept, which microbatches wait, and the bytes of these.
+
+    A microbatch is named by its virtual stage alone, and there is a list of each.
+    """
     facts["kept"] = []
 
     def noting(original: Callable[..., None]) -> Callable[..., None]:
@@ -23,7 +26,8 @@ def note_waiting(facts: dict[str, Any]) -> None:
             original(self, action)
             assert _Holder.session is not None
             waiting = _Holder.session.running.require_schedule_runner().weight_gradients
-            facts["kept"].append((len(self._kept), len(waiting._waiting), waiting.num_bytes))
+            kept = (sorted(vstage for vstage, _ in held) for held in (self._kept, waiting._waiting))
+            facts["kept"].append((*kept, waiting.num_bytes))
 
         return run
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.multiproc.cases.presets import LAYOUTS, PRESETS, command
-from tests.multiproc.cases.script_cases import arguments, train
+from tests.multiproc.cases.script_cases import arguments, launch, succeeded, train
 from tests.support.pool import Pool
 from vtp_plugin.cli import main
 
@@ -151,34 +151,78 @@ SPLIT_CASES = [
 ]
 
 
-def check_split(
+U = ["--layerwise-disaggregated-training", "--num-layer-list", "2,4,2", *DEEP]
+TWICE_ROUND = ["--num-virtual-stages-per-pipeline-rank", "2", *DEEP]
+SIX = ["--global-batch-size", "12"]
+KEPT_CASES = [
+    plain("U", "1,2", *U, *SPLIT, full=False),
+    plain("U-whole", "1,2", *U, *SPLIT[:2], full=False),
+    plain("interleaved", "1,2", *TWICE_ROUND, *SPLIT, full=False),
+    plain("interleaved-whole", "1,2", *TWICE_ROUND, *SPLIT[:2], full=False),
+    plain("U-sharded", "2,1,3", *ODD, "--sequence-parallel", *U[:2], "1,3,2,2", *DEEP, *SPLIT),
+    plain("interleaved-again", "2,1,1", *GATED, *WHOLE, "uniform", *AGAIN, *TWICE_ROUND[:-1], "12", *SIX, *SPLIT),
+]
+
+
+def check_kept(
     pool: Pool, capsys: pytest.CaptureFixture[str], sizes: str, extra: Sequence[str], dp: int, hooks: Sequence[str]
 ) -> None:
     """Compare, after every compute of a step, what waits with the plan; and the most that is kept at a time."""
-    extra = [*extra, *SPLIT, "--no-create-attention-mask-in-dataloader"]
+    is_split = "--vtp-split-backward" in extra
+    extra = [*extra, "--no-create-attention-mask-in-dataloader"]
     words = [*arguments(sizes, dp=dp, extra=extra), *ONE_STEP, "--vtp-data-parallel-size", str(dp)]
     main(["plan", "--json", *words])
     planned = json.loads(capsys.readouterr().out)["memory"]
-    hooks = [*hooks, "note_waiting"]
+    # A forward whose backward is split keeps what waits beside what autograd saves.
+    hooks = [*hooks, "note_waiting", *([] if is_split else ["note_activations"])]
     hooks += ["latent_attention"] if "--multi-latent-attention" in extra else []
     hooks += ["balanced_routers"] if "--num-experts" in extra else []
     runs = train(pool, sizes, [*extra, *ONE_STEP], dp=dp, hooks=hooks)
-    assert len(planned) == len(runs) > 1 and any(number > 1 for run in runs for _, number, _ in run.facts["kept"])
+    moments = [run.facts["kept"] for run in runs]
+    assert len(planned) == len(runs) > 1
+    assert any(len(waiting) > 1 for rank in moments for _, waiting, _ in rank) is is_split
     for rank, (found, run) in enumerate(zip(planned, runs, strict=True)):
-        one, waiting = found["activation_bytes"], found["waiting_bytes"]
-        for _, number, num_bytes in run.facts["kept"]:
-            assert num_bytes == number * waiting, f"rank {rank}"
-        most = max(in_flight * one + num_bytes for in_flight, _, num_bytes in run.facts["kept"])
-        assert most == found["in_flight"] * one + found["num_waiting"] * waiting, f"rank {rank}"
+        vstages = sorted({vstage for kept, _, _ in moments[rank] for vstage in kept})
+        of = dict(zip(vstages, found["chunks"], strict=True))
+        kept_bytes = []
+        for kept, waiting, num_bytes in moments[rank]:
+            assert num_bytes == sum(of[vstage]["waiting_bytes"] for vstage in waiting), f"rank {rank}"
+            kept_bytes.append(sum(of[vstage]["activation_bytes"] for vstage in kept) + num_bytes)
+        steady = sum(found[name] for name in ("weight_bytes", "gradient_bytes", "optimizer_bytes", "overhead_bytes"))
+        assert max(kept_bytes) == found["total_bytes"] - steady, f"rank {rank}"
+        if not is_split:
+            sizes_of = [chunk["activation_bytes"] for chunk in found["chunks"]]
+            assert sizes_of == pytest.approx(run.facts["activations"], rel=0.02), f"rank {rank}"
 
 
 @pytest.mark.parametrize(("sizes", "extra", "dp"), SPLIT_CASES)
 def test_plan_counts_every_byte_that_waits(
     script_pool: Pool, capsys: pytest.CaptureFixture[str], sizes: str, extra: Sequence[str], dp: int
 ) -> None:
-    check_split(script_pool, capsys, sizes, extra, dp, [])
+    check_kept(script_pool, capsys, sizes, [*extra, *SPLIT], dp, [])
+
+
+@pytest.mark.parametrize(("sizes", "extra", "dp"), KEPT_CASES)
+def test_plan_counts_every_byte_of_several_chunks(
+    script_pool: Pool, capsys: pytest.CaptureFixture[str], sizes: str, extra: Sequence[str], dp: int
+) -> None:
+    check_kept(script_pool, capsys, sizes, extra, dp, [])
 
 
 def test_one_tensor_more_is_found(script_pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(AssertionError, match="rank 0"):
-        check_split(script_pool, capsys, "1,2", [], 1, ["keep_one_more"])
+        check_kept(script_pool, capsys, "1,2", SPLIT, 1, ["keep_one_more"])
+
+
+def test_a_stage_with_fewer_replicas_keeps_the_samples_of_several(
+    script_pool: Pool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    extra = ["--vtp-dp-list", "1,2", "--vtp-dp-mode", "split", *DEEP, *ONE_STEP]
+    words = arguments("1,1", extra=[*extra, "--no-create-attention-mask-in-dataloader"])
+    main(["plan", "--json", *words])
+    planned = json.loads(capsys.readouterr().out)["memory"]
+    runs = succeeded(launch(script_pool, 3, {"arguments": words, "hooks": ["note_activations", "note_waiting"]}))
+    for rank, (found, run) in enumerate(zip(planned, runs, strict=True)):
+        assert [found["activation_bytes"]] == pytest.approx(run.facts["activations"], rel=0.02), f"rank {rank}"
+        assert found["in_flight"] == max(len(kept) for kept, _, _ in run.facts["kept"]), f"rank {rank}"
+    assert planned[0]["activation_bytes"] > 1.5 * planned[1]["activation_bytes"]

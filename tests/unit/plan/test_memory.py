@@ -10,7 +10,7 @@ from vtp_plugin.plan.layout.chunks import Chunk, plain_chunks
 from vtp_plugin.plan.layout.grids import ExpertGrid, StageGrid
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.plan.memory.activations import kept_by_module, waiting_by_module
-from vtp_plugin.plan.memory.footprint import Footprint, Training, footprints
+from vtp_plugin.plan.memory.footprint import ChunkBytes, Footprint, Training, footprints
 from vtp_plugin.plan.memory.layer_sizes import Microbatch, Recompute, Routing, Sizes
 from vtp_plugin.plan.memory.overhead import overhead_bytes
 from vtp_plugin.plan.memory.parameters import Parameter, chunk_parameters
@@ -126,7 +126,9 @@ def test_a_rank_holds_activations_once_for_every_microbatch_in_flight() -> None:
         for held in footprints(model, training, layout, plain_chunks(4, 2), BATCH):
             fixed = held.weight_bytes + held.gradient_bytes + held.optimizer_bytes + held.overhead_bytes
             assert held.overhead_bytes > ALWAYS and held.activation_bytes == sum(held.kept_bytes.values()) > 0
-            assert held.held_bytes(3) == fixed + 3 * held.activation_bytes
+            (chunk,) = held.chunks
+            assert held.steady_bytes == fixed and chunk.activation_bytes == held.activation_bytes
+            assert held.held_bytes(((3, 0),)) == fixed + 3 * chunk.activation_bytes
 
 
 def test_what_waits_is_known_of_local_layers_alone() -> None:
@@ -146,8 +148,21 @@ def test_what_waits_is_known_of_local_layers_alone() -> None:
 
 def test_a_rank_is_fullest_with_what_takes_most_together() -> None:
     held = Footprint(
-        num_parameters=1, weight_bytes=1, gradient_bytes=2, optimizer_bytes=3, overhead_bytes=4, activation_bytes=100,
-        kept_bytes={}, waiting_bytes=30,
+        num_parameters=1, weight_bytes=1, gradient_bytes=2, optimizer_bytes=3, overhead_bytes=4, kept_bytes={},
+        chunks=(ChunkBytes(100, 30), ChunkBytes(10, None)),
     )  # fmt: skip
-    assert held.held_bytes(2, 1) == 10 + 2 * 100 + 30
-    assert held.fullest([(3, 0), (2, 3)]) == (3, 0) and held.fullest([(3, 0), (2, 4)]) == (2, 4)
+    assert (held.activation_bytes, held.waiting_bytes) == (110, 30)
+    assert held.held_bytes(((2, 1), (3, 1))) == 10 + 2 * 100 + 30 + 3 * 10
+    few, many = ((3, 0), (0, 0)), ((2, 3), (1, 0))
+    assert held.fullest([few, many]) == few and held.fullest([few, ((2, 3), (2, 0))]) == ((2, 3), (2, 0))
+
+
+def test_a_stage_with_larger_microbatches_keeps_more() -> None:
+    training = Training(
+        weight_itemsize_bytes=2, gradient_itemsize_bytes=4, num_moments=2, is_distributed=False, bucket_size=None
+    )
+    layout = PipelineLayout.from_sizes((1, 1), world_size=2)
+    chunks = plain_chunks(4, 2)
+    small, large = (footprints(MODEL, training, layout, chunks, replace(BATCH, size=size)) for size in (2, 6))
+    assert footprints(MODEL, training, layout, chunks, BATCH, (6, 2)) == (large[0], small[1])
+    assert large[0].chunks != small[0].chunks and large[0].steady_bytes == small[0].steady_bytes

@@ -77,7 +77,9 @@ def test_a_fitted_layout_has_its_devices_and_its_microbatches_in_flight(monkeypa
     words = ("plan", "--have", "8,6", "--vtp-stages", "2", "--card-memory", "80GiB", *MODEL)
     page = page_of(monkeypatch, words)
     assert page.memory is not None and all(bar.fits and bar.limit_bytes == 80 * GIB for bar in page.memory.bars)
-    assert "drawn are those of as many microbatches as a stage has in flight at most" in page.memory.notes
+    assert (
+        "drawn are those of as many microbatches as a stage has in flight when it holds the most" in page.memory.notes
+    )
     assert [node.num_ranks for node in page.nodes] == [8, 4]
 
 
@@ -94,6 +96,23 @@ def test_activations_are_those_of_the_microbatches_in_flight(monkeypatch: pytest
     assert page.step.count("<rect") > 72 and "simulated step" in page.notes[0]
     assert page.table is not None and page.table.marked == 1 and not page.has_commands
     assert "nodes are assumed" in page.about_nodes[0]
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--layerwise-disaggregated-training", "--num-layer-list", "8,8,9,8"),
+        ("--num-virtual-stages-per-pipeline-rank", "2", "--num-layers", "30"),
+    ],
+    ids=["U", "interleaved"],
+)
+def test_what_several_chunks_keep_is_drawn_as_planned(monkeypatch: pytest.MonkeyPatch, words: Sequence[str]) -> None:
+    """Where backwards are split, what waits is drawn apart from activations."""
+    words = ("--vtp-size-list", "1,4,4", *MODEL, "--global-batch-size", "12", *words, "--vtp-schedule", "planned")
+    words += ("--vtp-split-backward", "--transformer-impl", "local", "--no-gradient-accumulation-fusion")
+    simulated, planned = (page_of(monkeypatch, [command, *words]).memory for command in ("simulate", "plan"))
+    assert simulated is not None and planned is not None and simulated.bars == planned.bars
+    assert any(dict(bar.pieces)["waiting for gradients of weights"] for bar in simulated.bars)
 
 
 def test_a_search_has_the_best_layout_beside_stock(monkeypatch: pytest.MonkeyPatch) -> None:

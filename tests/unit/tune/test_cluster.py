@@ -183,7 +183,7 @@ def test_memory_as_a_sum_is_that_of_the_plan(model: GPTModel, layers: tuple[int,
     planned = footprints(model, training, layout, plain_chunks(6, len(layers), layers=layers), batch)
     start = 0
     for stage, number in enumerate(layers):
-        expected = planned[layout.leader(stage, 0, 0)].held_bytes(len(layers) - stage)
+        expected = planned[layout.leader(stage, 0, 0)].held_bytes(((len(layers) - stage, 0),))
         is_last = stage == len(layers) - 1
         part = HeldPart(2, 1, start, start + number, stage == 0, is_last, len(layers) - stage)
         assert held(part) == expected
@@ -213,8 +213,10 @@ def test_virtual_stages_of_a_rank_share_communicators(
     memory = StageMemory(model, training, batch)
     shape: Any = SimpleNamespace(num_replicas=1, held_bytes=memory.held_bytes, counted_twice=memory.counted_twice)
     placement, parts = virtual_stages(2, layers, num_chunks)
-    found = held_bytes_of(shape, [StageType((0,), 2), StageType((0,), 4)], placement, parts, [0] * len(parts))
-    assert found == [planned[0].held_bytes(0), planned[2].held_bytes(0)]
+    # Two activations and a microbatch that waits, of the next chunk one more of each.
+    kept = [tuple((2 + chunk, 1 + chunk) for chunk, _ in enumerate(own)) for own in chunks]
+    found = held_bytes_of(shape, [StageType((0,), 2), StageType((0,), 4)], placement, parts, [[one] for one in kept])
+    assert found == [planned[0].held_bytes(kept[0]), planned[2].held_bytes(kept[1])]
     assert planned[0].overhead_bytes > 1 << 20
 
 
@@ -231,7 +233,7 @@ def test_memory_of_ranks_that_share_a_sequence_and_experts_is_that_of_the_plan()
     layout = PipelineLayout.from_sizes((2, 2), world_size=16, cp=2, ep=4)
     planned = footprints(SPARSE, training, layout, plain_chunks(6, 2, layers=(2, 4)), batch)
     for stage, (start, end) in enumerate(((0, 2), (2, 6))):
-        expected = planned[layout.leader(stage, 0, 0)].held_bytes(2 - stage)
+        expected = planned[layout.leader(stage, 0, 0)].held_bytes(((2 - stage, 0),))
         assert held(HeldPart(2, 2, start, end, stage == 0, stage == 1, 2 - stage)) == expected
 
 

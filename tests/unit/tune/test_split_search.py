@@ -13,10 +13,11 @@ import pytest
 from tests.unit.cli.test_search import CLUSTER, MODEL, U_SITES
 from vtp_plugin.cli.main import main
 from vtp_plugin.config.parse_values import parse_bytes
+from vtp_plugin.plan.layout.chunks import Kept
 from vtp_plugin.plan.schedule.cost.costs import Costs, u_costs, uniform_costs
 from vtp_plugin.plan.schedule.order.placement import Placement, interleaved_placement, plain_placement, u_placement
 from vtp_plugin.tune.search import evaluate
-from vtp_plugin.tune.search.schedule_time import choose_order, compiled_for, pipeline_time
+from vtp_plugin.tune.search.schedule_time import choose_order, choose_split_order, compiled_for, pipeline_time
 
 SPLIT = "--vtp-split-backward"
 FEW = ("--vtp-data-parallel-size", "1", "--global-batch-size", "8", "--vtp-stages", "3:3")
@@ -128,6 +129,11 @@ def test_a_stage_keeps_no_more_than_its_memory_holds(tmp_path: Path, capsys: pyt
     assert rows == [[3, 3, 2], [3, 2, 2], [3, 2, 1]] and 1.05 < gains[2] < min(gains[:2]), (gains, rows)
 
 
+def all_kept(kept: Sequence[Sequence[Kept]]) -> int:
+    """Count what stages keep at their fullest, activations and what waits alike."""
+    return sum(max(sum(map(sum, moment)) for moment in moments) for moments in kept)
+
+
 FOUR, U = interleaved_placement(4, 2), u_placement(4)
 
 
@@ -136,17 +142,34 @@ FOUR, U = interleaved_placement(4, 2), u_placement(4)
 )
 def test_an_order_that_does_not_fit_is_not_taken(placement: Placement, costs: Costs) -> None:
     whole = choose_order(placement, costs, 8, (), lambda _: True)
-    free = choose_order(placement, costs, 8, (), lambda _: True, most_split=())
-    assert whole is not None and free is not None
-    assert free.is_split and free.pipeline_s < whole.pipeline_s and sum(free.peaks) > sum(whole.peaks)
+    assert whole is not None
+    free = choose_split_order(placement, costs, 8, (), lambda _: True, whole)
+    assert free.is_split and free.pipeline_s < whole.pipeline_s and all_kept(free.kept) > all_kept(whole.kept)
 
-    def fits(peaks: Sequence[int]) -> bool:
-        return sum(peaks) <= sum(whole.peaks)
+    def fits(kept: Sequence[Sequence[Kept]]) -> bool:
+        return all_kept(kept) <= all_kept(whole.kept)
 
-    tight = choose_order(placement, costs, 8, (), fits, most_split=())
-    assert tight is not None and fits(tight.peaks) and free.pipeline_s < tight.pipeline_s <= whole.pipeline_s
+    tight = choose_split_order(placement, costs, 8, (), fits, whole)
+    assert fits(tight.kept) and free.pipeline_s < tight.pipeline_s <= whole.pipeline_s
     # A U may have fewer in flight; nothing limits how many an interleaved pipeline has.
     assert tight.is_split is (placement == U)
+
+
+def test_a_later_stage_may_keep_more_than_one_before_it() -> None:
+    """Its gradients of weights may wait, while those of the stage before, which has less memory, are there."""
+    placement = plain_placement(4)
+    durations = (2.0, 1.0, 1.0, 2.0)
+    costs = replace(
+        uniform_costs(placement, latency=1.0), forward=durations, backward=tuple(2 * one for one in durations),
+        weights=durations,
+    )  # fmt: skip
+    whole = choose_order(placement, costs, 8, (4, 3, 2, 1), lambda _: True)
+    assert whole is not None
+    grown, cut = (
+        choose_split_order(placement, costs, 8, most, lambda _: True, whole) for most in ((4, 3, 2, 4), (4, 3, 2, 2))
+    )
+    assert (grown.in_flight, cut.in_flight) == ((4, 3, 2, 4), (4, 3, 2, 2))
+    assert grown.peaks[3] > cut.peaks[3] and grown.pipeline_s < 0.97 * cut.pipeline_s
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.layout.u_layers import layers_of_chunk
 
+Kept = tuple[tuple[int, int], ...]
+"""What a rank keeps at a time of each of its chunks: how many activations, and of how many microbatches only what the
+gradients of weights need, which wait."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
@@ -33,9 +37,8 @@ def u_chunks(layers: Sequence[int]) -> tuple[tuple[Chunk, ...], ...]:
         layers: number of layers of the edge's first part, of every cloud stage, and of the edge's last part.
 
     >>> [[chunk.layers for chunk in chunks] for chunks in u_chunks((1, 2, 1))]
-    [[(0,), (3,)], [(1, 2), ()]]
+    [[(0,), (3,)], [(1, 2)]]
     """
-    stages = range(len(layers) - 1)
     return tuple(
         tuple(
             Chunk(
@@ -44,9 +47,10 @@ def u_chunks(layers: Sequence[int]) -> tuple[tuple[Chunk, ...], ...]:
                 is_last=(stage, chunk) == (0, 1),
                 is_whole=False,
             )
-            for chunk in (0, 1)
+            # The cloud's second chunk has no layers.
+            for chunk in ((0, 1) if stage == 0 else (0,))
         )
-        for stage in stages
+        for stage in range(len(layers) - 1)
     )
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from vtp_plugin.plan.layout.chunks import Chunk
+from vtp_plugin.plan.layout.chunks import Chunk, Kept
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.plan.memory.activations import kept_by_module, waiting_by_module
 from vtp_plugin.plan.memory.layer_sizes import Microbatch, Sizes
@@ -45,6 +46,19 @@ class Training:
     backend: str = "gloo"
 
 
+class ChunkBytes(NamedTuple):
+    """What a chunk keeps of one microbatch on a rank.
+
+    Attributes:
+        activation_bytes: bytes between its forward and its backward.
+        waiting_bytes: bytes between the gradient of its input and those of its weights, where backwards are split; None
+            if not known.
+    """
+
+    activation_bytes: int
+    waiting_bytes: int | None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
     """What one rank holds.
@@ -55,10 +69,8 @@ class Footprint:
         gradient_bytes: bytes of its gradient buffers.
         optimizer_bytes: bytes of moments and of weights in full precision, without the counters of steps.
         overhead_bytes: bytes on a device that are no tensor of the model, such as buffers of collectives.
-        activation_bytes: bytes kept for one microbatch between its forward and its backward; None if not known.
-        kept_bytes: bytes kept for one microbatch, by module.
-        waiting_bytes: bytes kept for one microbatch between the gradient of its input and those of its weights, where
-            backwards are split; None if not known.
+        kept_bytes: bytes kept for one microbatch by all chunks, by module.
+        chunks: bytes kept for one microbatch by each chunk; empty if not known.
     """
 
     num_parameters: int
@@ -66,18 +78,40 @@ class Footprint:
     gradient_bytes: int
     optimizer_bytes: int
     overhead_bytes: int
-    activation_bytes: int | None
     kept_bytes: Mapping[str, int]
-    waiting_bytes: int | None
+    chunks: tuple[ChunkBytes, ...]
 
-    def held_bytes(self, in_flight: int, waiting: int = 0) -> int:
-        """Give all that it holds with so many microbatches in flight, and so many waiting, where that is known."""
-        steady = self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.overhead_bytes
-        return steady + (self.activation_bytes or 0) * in_flight + (self.waiting_bytes or 0) * waiting
+    @property
+    def steady_bytes(self) -> int:
+        """Bytes that it holds all the time."""
+        return self.weight_bytes + self.gradient_bytes + self.optimizer_bytes + self.overhead_bytes
 
-    def fullest(self, peaks: Sequence[tuple[int, int]]) -> tuple[int, int]:
-        """Give the pair of activations and waiting microbatches with which it holds the most."""
-        return max(peaks, key=lambda pair: self.held_bytes(*pair))
+    @property
+    def activation_bytes(self) -> int | None:
+        """Bytes of the activations of one microbatch in all chunks; None if not known."""
+        return sum(chunk.activation_bytes for chunk in self.chunks) if self.chunks else None
+
+    @property
+    def waiting_bytes(self) -> int | None:
+        """Bytes of one microbatch that waits in all chunks; None if not known."""
+        known = [chunk.waiting_bytes for chunk in self.chunks if chunk.waiting_bytes is not None]
+        return sum(known) if known else None
+
+    def kept_parts(self, kept: Kept) -> tuple[int, int]:
+        """Give the bytes of so many activations, and of so many microbatches that wait, as far as they are known."""
+        pairs = [*zip(self.chunks, kept, strict=True)] if self.chunks else []
+        return (
+            sum(chunk.activation_bytes * number for chunk, (number, _) in pairs),
+            sum((chunk.waiting_bytes or 0) * number for chunk, (_, number) in pairs),
+        )
+
+    def held_bytes(self, kept: Kept) -> int:
+        """Give all that it holds with so many activations and waiting microbatches of each chunk, where known."""
+        return self.steady_bytes + sum(self.kept_parts(kept))
+
+    def fullest(self, peaks: Sequence[Kept]) -> Kept:
+        """Give the moment at which it holds the most."""
+        return max(peaks, key=self.held_bytes)
 
 
 def footprints(
@@ -86,6 +120,7 @@ def footprints(
     layout: PipelineLayout,
     chunks: Sequence[Sequence[Chunk]],
     batch: Microbatch | None = None,
+    samples: Sequence[int] = (),
 ) -> tuple[Footprint, ...]:
     """Give what every rank holds, rank 0 first.
 
@@ -95,6 +130,7 @@ def footprints(
         layout: the ranks of every stage.
         chunks: chunks of every stage.
         batch: a microbatch; None where activations are not known.
+        samples: number of samples of a microbatch on every stage, where stages run microbatches of their own sizes.
 
     Raises:
         ConfigError: a stage cannot cut the model.
@@ -108,12 +144,11 @@ def footprints(
         place = _place(layout, rank)
         if place not in known:
             grid, experts, own = layout.stages[place.stage], layout.experts[place.stage], chunks[place.stage]
-            sizes = batch and Sizes(model=model, batch=batch, tp=grid.tp, cp=grid.cp, etp=experts.tp)
-            kept = sizes and kept_by_module(sizes, own)
-            waiting = sizes and waiting_by_module(sizes, own)
+            here = replace(batch, size=samples[place.stage]) if batch and samples else batch
+            sizes = here and Sizes(model=model, batch=here, tp=grid.tp, cp=grid.cp, etp=experts.tp)
             flat = [parameter for parameters in held[place.stage] for parameter in parameters]
             overhead = overhead_bytes(training.backend, sizes, flat, own, grid, experts if model.experts else None)
-            known[place] = _footprint(training, held[place.stage], place, kept, waiting, overhead)
+            known[place] = _footprint(training, held[place.stage], place, overhead, sizes, own)
     return tuple(known[_place(layout, rank)] for rank in range(layout.world_size))
 
 
@@ -143,9 +178,9 @@ def _footprint(
     training: Training,
     held: Sequence[Sequence[Parameter]],
     place: _Place,
-    kept: Mapping[str, int] | None,
-    waiting: Mapping[str, int] | None,
     overhead: int,
+    sizes: Sizes | None,
+    chunks: Sequence[Chunk],
 ) -> Footprint:
     num_parameters = num_buffered = num_owned = 0
     for number, parameters in enumerate(held):
@@ -165,10 +200,14 @@ def _footprint(
         gradient_bytes=num_buffered * training.gradient_itemsize_bytes,
         optimizer_bytes=num_owned * (_MASTER_BYTES * training.num_moments + masters),
         overhead_bytes=overhead,
-        activation_bytes=None if kept is None else sum(kept.values()),
-        kept_bytes=kept or {},
-        waiting_bytes=None if waiting is None else sum(waiting.values()),
+        kept_bytes=kept_by_module(sizes, chunks) if sizes else {},
+        chunks=tuple(_chunk_bytes(sizes, chunk) for chunk in chunks) if sizes else (),
     )
+
+
+def _chunk_bytes(sizes: Sizes, chunk: Chunk) -> ChunkBytes:
+    waiting = waiting_by_module(sizes, [chunk])
+    return ChunkBytes(sum(kept_by_module(sizes, [chunk]).values()), None if waiting is None else sum(waiting.values()))
 
 
 def _buffers(parameters: Sequence[Parameter], place: _Place) -> Iterator[tuple[Sequence[Parameter], tuple[int, int]]]:

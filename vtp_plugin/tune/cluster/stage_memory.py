@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from functools import cache
 from itertools import accumulate, product
@@ -25,6 +26,7 @@ class HeldPart(NamedTuple):
         is_first: whether it has the embedding.
         is_last: whether it has the head.
         in_flight: number of microbatches whose activations it keeps.
+        waiting: number of microbatches that keep only what the gradients of their weights need.
     """
 
     tp: int
@@ -34,6 +36,15 @@ class HeldPart(NamedTuple):
     is_first: bool
     is_last: bool
     in_flight: int
+    waiting: int = 0
+
+
+class _Held(NamedTuple):
+    """Bytes that the fullest rank of a stage holds: all the time, for one activation, for one microbatch that waits."""
+
+    steady_bytes: int
+    activation_bytes: int
+    waiting_bytes: int
 
 
 HeldBytes = Callable[[HeldPart], int]
@@ -75,23 +86,20 @@ class StageMemory:
 
     def held_bytes(self, part: HeldPart) -> int:
         """Answer as ``HeldBytes``."""
-        tp, num_replicas, start, end, is_first, is_last, in_flight = part
+        tp, num_replicas, start, end, is_first, is_last, in_flight, num_waiting = part
         rows, ends = self._sums(tp, num_replicas)
-        state, kept = ends[is_first, is_last]
-        state += rows[end][0] - rows[start][0]
-        kept += rows[end][1] - rows[start][1]
-        return state + kept * in_flight
+        bare, below, above = ends[is_first, is_last], rows[start], rows[end]
+        held = bare[0] + above[0] - below[0] + (bare[1] + above[1] - below[1]) * in_flight
+        return held + (bare[2] + above[2] - below[2]) * num_waiting
 
     def counted_twice(self, tp: int, num_replicas: int, ends: tuple[tuple[bool, bool], ...]) -> int:
         """Answer as ``CountedTwice``: communicators, workspaces, blocks of the allocator."""
         return self._twice(tp, num_replicas, ends)
 
-    def _sum_layers(
-        self, tp: int, num_replicas: int
-    ) -> tuple[tuple[tuple[int, int], ...], dict[tuple[bool, bool], tuple[int, int]]]:
+    def _sum_layers(self, tp: int, num_replicas: int) -> tuple[tuple[_Held, ...], dict[tuple[bool, bool], _Held]]:
         """Give prefix sums of what layers add, and what a stage without layers holds, by the model's ends on it."""
 
-        def held(layers: tuple[int, ...], ends: tuple[bool, bool] = (False, False)) -> tuple[int, int]:
+        def held(layers: tuple[int, ...], ends: tuple[bool, bool] = (False, False)) -> _Held:
             return self._fullest(tp, num_replicas, _chunk(layers, ends))
 
         model = self._model
@@ -99,24 +107,26 @@ class StageMemory:
         firsts = {kind: kinds.index(kind) for kind in set(kinds)}
         one = {kind: held((layer,)) for kind, layer in firsts.items()}
         two = {kind: held((layer, layer)) for kind, layer in firsts.items()}
-        added = [tuple(b - a for a, b in zip(one[kind], two[kind], strict=True)) for kind in kinds]
-        rows = zip(*(accumulate(column, initial=0) for column in zip(*added, strict=True)), strict=True)
+        added = [_Held(*map(operator.sub, two[kind], one[kind])) for kind in kinds]
+        sums = (accumulate(column, initial=0) for column in zip(*added, strict=True))
+        rows = tuple(_Held(*row) for row in zip(*sums, strict=True))
         whole = {(first, last): held((0,), (first, last)) for first, last in product((False, True), repeat=2)}
-        bare = {ends: (state - added[0][0], kept - added[0][1]) for ends, (state, kept) in whole.items()}
-        return tuple((state, kept) for state, kept in rows), bare
+        return rows, {ends: _Held(*map(operator.sub, one, added[0])) for ends, one in whole.items()}
 
     def _count_twice(self, tp: int, num_replicas: int, ends: tuple[tuple[bool, bool], ...]) -> int:
         chunks = [_chunk((0,), own) for own in ends]
         apart = sum(self._fullest(tp, num_replicas, chunk)[0] for chunk in chunks)
         return apart - self._fullest(tp, num_replicas, *chunks)[0]
 
-    def _fullest(self, tp: int, num_replicas: int, *chunks: Chunk) -> tuple[int, int]:
-        """Give the bytes that the fullest rank holds without activations, and of a microbatch's activations."""
+    def _fullest(self, tp: int, num_replicas: int, *chunks: Chunk) -> _Held:
         layout = PipelineLayout.from_sizes(
             (tp,), world_size=tp * self._cp * num_replicas, cp=self._cp, ep=self._ep, etp=self._etp
         )
         held = footprints(self._model, self._training, layout, (chunks,), self._batch)
-        return max(one.held_bytes(0) for one in held), max(one.activation_bytes or 0 for one in held)
+        one = max(held, key=lambda one: one.steady_bytes)
+        # Where it is not known what waits, nothing of an activation is free before the gradients of weights are there.
+        waiting = one.activation_bytes if one.waiting_bytes is None else one.waiting_bytes
+        return _Held(one.steady_bytes, one.activation_bytes or 0, waiting or 0)
 
 
 def _chunk(layers: tuple[int, ...], ends: tuple[bool, bool]) -> Chunk:

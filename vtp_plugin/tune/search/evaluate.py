@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
+from vtp_plugin.plan.layout.chunks import Kept
 from vtp_plugin.plan.schedule.cost.costs import Costs
 from vtp_plugin.plan.schedule.order.placement import Placement, interleaved_placement, plain_placement, u_placement
 from vtp_plugin.tune.cluster.machines import Node
@@ -17,7 +18,7 @@ from vtp_plugin.tune.search.in_flight import most_in_flight
 from vtp_plugin.tune.search.memory_check import Part, held_bytes_of
 from vtp_plugin.tune.search.node_assignment import assign_nodes
 from vtp_plugin.tune.search.problem import BatchSplit, NodeIndex, SearchProblem, StageType
-from vtp_plugin.tune.search.schedule_time import Order, choose_order, least_pipeline_s
+from vtp_plugin.tune.search.schedule_time import Order, choose_order, choose_split_order, least_pipeline_s
 from vtp_plugin.tune.search.search_space import SearchSpace
 from vtp_plugin.tune.search.stage_cost import gradients_s, peer_s
 
@@ -174,16 +175,10 @@ def with_split(problem: SearchProblem, candidate: Candidate) -> Candidate:
         problem: the search problem that the layout was found for.
         candidate: the layout, with whole backwards.
     """
-    evaluation = _Evaluation(
-        SearchSpace.of(problem, candidate.split),
-        candidate.stage_types,
-        candidate.layers,
-        num_chunks=candidate.num_chunks,
-        is_split=True,
-    )
-    found = evaluation.on_nodes(candidate.nodes, candidate.transport)
-    is_quicker = found is not None and found.order.is_split and found.step_s < candidate.step_s
-    return replace(found, whole=candidate) if found is not None and is_quicker else candidate
+    space = SearchSpace.of(problem, candidate.split)
+    evaluation = _Evaluation(space, candidate.stage_types, candidate.layers, num_chunks=candidate.num_chunks)
+    found = evaluation.with_split(candidate)
+    return replace(found, whole=candidate) if found.step_s < candidate.step_s else candidate
 
 
 class _Evaluation:
@@ -196,7 +191,6 @@ class _Evaluation:
         layers: Sequence[int],
         *,
         num_chunks: int,
-        is_split: bool = False,
     ) -> None:
         self.space, self.problem, self.split = space, space.problem, space.split
         self.stage_types, self.layers, self.num_chunks = stage_types, layers, num_chunks
@@ -208,12 +202,9 @@ class _Evaluation:
         # Different assignments of nodes often have the same links.
         self.known: dict[Costs, Order | None] = {}
         self.most: Sequence[int] | None = None
-        self.most_split: Sequence[int] | None = None
-        is_plain = self.placement.num_vstages == len(stage_types)
-        if is_split:
-            self.most_split = most_in_flight(space, stage_types, layers, is_split=True) if is_plain else ()
+        self.is_plain = self.placement.num_vstages == len(stage_types)
         if not self.problem.is_stock:
-            ahead = self.problem.runs_ahead and is_plain
+            ahead = self.problem.runs_ahead and self.is_plain
             self.most = most_in_flight(space, stage_types, layers) if ahead else ()
 
     def candidates(self, nodes: tuple[tuple[NodeIndex, ...], ...]) -> Iterator[Candidate]:
@@ -231,16 +222,19 @@ class _Evaluation:
                 best_s = candidate.step_s
                 yield candidate
 
-    def on_nodes(self, nodes: tuple[tuple[NodeIndex, ...], ...], transport: str) -> Candidate | None:
-        """Give the candidate on these nodes with this transport; None if the memory suffices for no order."""
-        return self._candidate(nodes, transport, self._boundary_costs(nodes, transport))
+    def with_split(self, whole: Candidate) -> Candidate:
+        """Give a candidate with split backwards, where they gain and fit."""
+        most = most_in_flight(self.space, self.stage_types, self.layers, is_split=True) if self.is_plain else ()
+        number = self.split.num_microbatches
+        order = choose_split_order(self.placement, whole.costs, number, most, self._fits, whole.order)
+        return self._in_order(whole.nodes, whole.transport, whole.costs, order)
 
-    def _held(self, peaks: Sequence[int]) -> list[int]:
-        return held_bytes_of(self.split, self.stage_types, self.placement, self.parts, peaks)
+    def _held(self, kept: Sequence[Sequence[Kept]]) -> list[int]:
+        return held_bytes_of(self.split, self.stage_types, self.placement, self.parts, kept)
 
-    def _fits(self, peaks: Sequence[int]) -> bool:
+    def _fits(self, kept: Sequence[Sequence[Kept]]) -> bool:
         limits = (self.space.memory_bytes(stage_type) for stage_type in self.stage_types)
-        held = zip(limits, self._held(peaks), strict=True)
+        held = zip(limits, self._held(kept), strict=True)
         return all(limit is None or num_bytes <= limit for limit, num_bytes in held)
 
     def _candidate(
@@ -249,12 +243,13 @@ class _Evaluation:
         costs = self._costs(nodes, boundaries)
         if costs not in self.known:
             num_microbatches = self.split.num_microbatches
-            self.known[costs] = choose_order(
-                self.placement, costs, num_microbatches, self.most, self._fits, most_split=self.most_split
-            )
+            self.known[costs] = choose_order(self.placement, costs, num_microbatches, self.most, self._fits)
         order = self.known[costs]
-        if order is None:
-            return None
+        return None if order is None else self._in_order(nodes, transport, costs, order)
+
+    def _in_order(
+        self, nodes: tuple[tuple[NodeIndex, ...], ...], transport: str, costs: Costs, order: Order
+    ) -> Candidate:
         updates_s = (
             sum(speed.update_sums[end] - speed.update_sums[start] for start, end in own)
             for speed, own in zip(self.speeds, self.by_stage, strict=True)
@@ -268,7 +263,7 @@ class _Evaluation:
             transport=transport,
             costs=costs,
             order=order,
-            held_bytes=tuple(self._held(order.peaks)),
+            held_bytes=tuple(self._held(order.kept)),
             sums_s=max(end + sums for end, sums in zip(order.ends_s, self._sums_s(nodes), strict=True))
             - order.pipeline_s
             + self._between_stages_s(costs, nodes),

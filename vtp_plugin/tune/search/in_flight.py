@@ -28,7 +28,8 @@ def most_in_flight(
         space: the search space.
         stage_types: the type of every stage, in order.
         layers: number of layers of every stage, for which the memory suffices in 1F1B.
-        is_split: whether backwards are split: then the last stage, too, may have more than one.
+        is_split: whether backwards are split: then the last stage, too, may have more than one, and what waits may be
+            more than an activation.
     """
     split, num_stages, found = space.split, len(stage_types), []
     starts = accumulate(layers[:-1], initial=0)
@@ -38,8 +39,14 @@ def most_in_flight(
         if spare and split.held_bytes is not None and (limit := space.memory_bytes(stage_type)) is not None:
             part = (start, start + layers[stage])
             ends = {"is_first": stage == 0, "is_last": usual == 1}
-            held, more = (held_by(split, stage_type, part, usual + extra, **ends) for extra in (0, 1))
-            spare = min(spare, (limit - held) // (more - held)) if more > held else spare
+            held, more = (
+                max(
+                    held_by(split, stage_type, part, *kept, **ends)
+                    for kept in ((number, 0), (0, number))[: 1 + is_split]
+                )
+                for number in (usual, usual + 1)
+            )
+            spare = max(0, min(spare, (limit - held) // (more - held))) if more > held else spare
         found.append(usual + spare)
     return tuple(found)
 

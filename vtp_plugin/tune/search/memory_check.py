@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from vtp_plugin.plan.layout.chunks import Kept
 from vtp_plugin.plan.schedule.order.placement import Placement
 from vtp_plugin.tune.cluster.stage_memory import HeldPart
 from vtp_plugin.tune.search.problem import BatchSplit, StageType
@@ -17,7 +18,7 @@ def held_bytes_of(
     stage_types: Sequence[StageType],
     placement: Placement,
     parts: Sequence[Part],
-    peaks: Sequence[int],
+    peaks: Sequence[Sequence[Kept]],
 ) -> list[int]:
     """Give the bytes that the fullest rank of every stage holds.
 
@@ -26,18 +27,20 @@ def held_bytes_of(
         stage_types: the type of every stage.
         placement: which stage holds which virtual stage.
         parts: the layers of every virtual stage.
-        peaks: number of microbatches whose activations each virtual stage keeps.
+        peaks: what a rank of every stage keeps at its fullest moments.
     """
-    held = [0] * len(stage_types)
-    ends: list[list[tuple[bool, bool]]] = [[] for _ in stage_types]
-    for vstage, (stage, part, peak) in enumerate(zip(placement.stages, parts, peaks, strict=True)):
-        is_first, is_last = vstage == 0, vstage == placement.num_vstages - 1
-        held[stage] += held_by(split, stage_types[stage], part, peak, is_first=is_first, is_last=is_last)
-        ends[stage].append((is_first, is_last))
-    return [
-        num_bytes - held_twice(split, stage_type, own)
-        for num_bytes, stage_type, own in zip(held, stage_types, ends, strict=True)
-    ]
+    found, last = [], placement.num_vstages - 1
+    for stage, (stage_type, moments) in enumerate(zip(stage_types, peaks, strict=True)):
+        own = [(parts[vstage], vstage == 0, vstage == last) for vstage in placement.vstages(stage)]
+        held = max(
+            sum(
+                held_by(split, stage_type, part, *pair, is_first=is_first, is_last=is_last)
+                for (part, is_first, is_last), pair in zip(own, kept, strict=True)
+            )
+            for kept in moments
+        )
+        found.append(held - held_twice(split, stage_type, [(is_first, is_last) for _, is_first, is_last in own]))
+    return found
 
 
 def held_twice(split: BatchSplit, stage_type: StageType, ends: Sequence[tuple[bool, bool]]) -> int:
@@ -47,14 +50,24 @@ def held_twice(split: BatchSplit, stage_type: StageType, ends: Sequence[tuple[bo
     return split.counted_twice(stage_type.tp, split.num_replicas, tuple(ends))
 
 
-def held_by(split: BatchSplit, stage_type: StageType, part: Part, peak: int, *, is_first: bool, is_last: bool) -> int:
+def held_by(
+    split: BatchSplit,
+    stage_type: StageType,
+    part: Part,
+    in_flight: int,
+    waiting: int = 0,
+    *,
+    is_first: bool,
+    is_last: bool,
+) -> int:
     """Give the bytes that a virtual stage adds to what its stage holds.
 
     Args:
         split: how the samples of the step are shared out.
         stage_type: the type of the stage.
         part: the layers of the virtual stage.
-        peak: number of microbatches whose activations it keeps.
+        in_flight: number of microbatches whose activations it keeps.
+        waiting: number of microbatches that keep only what the gradients of their weights need.
         is_first: whether it has the embedding.
         is_last: whether it has the head.
     """
@@ -68,6 +81,7 @@ def held_by(split: BatchSplit, stage_type: StageType, part: Part, peak: int, *, 
             end=part[1],
             is_first=is_first,
             is_last=is_last,
-            in_flight=peak,
+            in_flight=in_flight,
+            waiting=waiting,
         )
     )

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from itertools import accumulate
 from typing import NamedTuple
 
+from vtp_plugin.plan.layout.chunks import Kept
 from vtp_plugin.plan.schedule.cost.compiled import CompiledSchedule, Times
 from vtp_plugin.plan.schedule.cost.costs import Costs
 from vtp_plugin.plan.schedule.make.generate import one_f_one_b
@@ -24,6 +24,9 @@ _NEAR = 0.002
 # Orders that are kept: many layouts in a row have as many stages. One of 64 stages takes 33 MB.
 _MOST_COMPILED = 8
 
+Fits = Callable[[Sequence[Sequence[Kept]]], bool]
+"""Tells whether ranks have memory for what they keep at their fullest moments, by stage."""
+
 
 class Order(NamedTuple):
     """An order of microbatches, with its simulated times.
@@ -31,7 +34,9 @@ class Order(NamedTuple):
     Attributes:
         pipeline_s: seconds until the last stage is done.
         ends_s: seconds until each stage is done.
-        peaks: number of microbatches whose activations every virtual stage keeps at most, see :func:`kept_at_most`.
+        kept: what a rank keeps at its fullest moments, by stage
+            (:func:`~vtp_plugin.plan.schedule.proof.check_schedule.peaks_kept`).
+        peaks: most microbatches in flight, by virtual stage; until the gradients of their weights are there.
         is_planned: whether receives are posted ahead, as the plugin's executor does.
         in_flight: most microbatches in flight on every stage, where they were chosen; else empty.
         is_split: whether the gradients of weights are computed later than those of inputs.
@@ -39,6 +44,7 @@ class Order(NamedTuple):
 
     pipeline_s: float
     ends_s: tuple[float, ...]
+    kept: tuple[tuple[Kept, ...], ...]
     peaks: tuple[int, ...]
     is_planned: bool
     in_flight: tuple[int, ...]
@@ -65,29 +71,6 @@ def compiled_for(
             in_flight=in_flight or None,
             split_backward=is_split,
         )
-    )
-
-
-def kept_at_most(compiled: CompiledSchedule) -> tuple[int, ...]:
-    """Count by virtual stage the microbatches whose activations a worker keeps at most, each as one that is whole.
-
-    Of a split backward a part stays until the gradients of weights are there; here it counts as everything.
-
-    >>> from vtp_plugin.plan.schedule.cost.costs import uniform_costs
-    >>> from vtp_plugin.plan.schedule.make.fill_waits import fill_waits
-    >>> from vtp_plugin.plan.schedule.make.generate import one_f_one_b
-    >>> order = one_f_one_b(2, 4)
-    >>> filled, _ = fill_waits(order, uniform_costs(order.placement), (2, 2), patience=1.0)
-    >>> kept_at_most(CompiledSchedule(filled))
-    (2, 2)
-    """
-    schedule, steps = compiled.schedule, {Op.F: 1, Op.B: -1, Op.W: -1}
-    return tuple(
-        max(
-            max(accumulate((steps.get(one.op, 0) for one in order if one.vstage == vstage), initial=0))
-            for order in schedule.orders
-        )
-        for vstage in range(schedule.placement.num_vstages)
     )
 
 
@@ -159,8 +142,11 @@ def pipeline_time(
     ends_s = tuple(times.of[ends[-1]] + more for ends in compiled.ends)
     # Where nothing is gained the order is one of whole backwards.
     is_split = is_split and any(action.op is Op.W for order in compiled.schedule.orders for action in order)
-    peaks = kept_at_most(compiled) if is_split else compiled.activations
-    return Order(times.makespan + more, ends_s, peaks, is_planned, in_flight, is_split)
+    peaks = tuple(
+        max(sum(kept[placement.chunk(vstage)]) for kept in compiled.kept[stage])
+        for vstage, stage in enumerate(placement.stages)
+    )
+    return Order(times.makespan + more, ends_s, compiled.kept, peaks, is_planned, in_flight, is_split)
 
 
 def _cycle_s(compiled: CompiledSchedule, times: Times, costs: Costs, num_microbatches: int, most: int) -> float:
@@ -186,15 +172,9 @@ def _cycle_s(compiled: CompiledSchedule, times: Times, costs: Costs, num_microba
 
 
 def choose_order(
-    placement: Placement,
-    costs: Costs,
-    num_microbatches: int,
-    most: Sequence[int] | None,
-    fits: Callable[[Sequence[int]], bool],
-    *,
-    most_split: Sequence[int] | None = None,
+    placement: Placement, costs: Costs, num_microbatches: int, most: Sequence[int] | None, fits: Fits
 ) -> Order | None:
-    """Choose between Megatron's order and planned ones, which are taken where they gain.
+    """Choose between Megatron's order and planned ones with whole backwards, which are taken where they gain.
 
     Args:
         placement: which stage holds which virtual stage.
@@ -202,56 +182,17 @@ def choose_order(
         num_microbatches: number of microbatches of a replica.
         most: number of microbatches in flight that every stage of a plain pipeline has memory for; empty for those of
             1F1B, None for Megatron's order alone.
-        fits: tells whether stages have memory for so many microbatches' activations of each virtual stage; not called
-            for a plain pipeline, where that is known before.
-        most_split: number of microbatches that every stage of a plain pipeline has memory for until the gradients of
-            their weights are there; empty for other pipelines, None where backwards are whole.
+        fits: tells whether ranks have memory for what they keep; not called for a plain pipeline, where that is known
+            before.
 
     Returns:
         The order; None if none fits.
     """
-    best = _choose_whole(placement, costs, num_microbatches, most, fits)
-    if best is None or most_split is None or not costs.latency:
-        return best
-    split = _choose_split(placement, costs, num_microbatches, most_split, fits, best)
-    gains = split is not None and split.is_split and split.pipeline_s * (1 + _LEAST_GAIN) < best.pipeline_s
-    return split if gains else best
-
-
-def _choose_split(
-    placement: Placement,
-    costs: Costs,
-    num_microbatches: int,
-    most: Sequence[int],
-    fits: Callable[[Sequence[int]], bool],
-    best: Order,
-) -> Order | None:
-    """Plan an order with split backwards; each stage may keep as many as the first, and as in the best whole order."""
-    if num_rings(placement):
-        return _choose_u_order(placement, costs, num_microbatches, fits, is_split=True)
-    if not most:
-        order = pipeline_time(placement, costs, num_microbatches, is_split=True)
-        return order if fits(order.peaks) else None
-    usual = min(placement.num_stages, num_microbatches)
-    # A stage that may keep more than the one before it would wait for that.
-    row = tuple(accumulate((min(limit, max((usual, *best.in_flight))) for limit in most), min))
-    in_flight = () if set(row) == {usual} else row
-    return pipeline_time(placement, costs, num_microbatches, in_flight=in_flight, is_split=True)
-
-
-def _choose_whole(
-    placement: Placement,
-    costs: Costs,
-    num_microbatches: int,
-    most: Sequence[int] | None,
-    fits: Callable[[Sequence[int]], bool],
-) -> Order | None:
-    """Choose an order of whole backwards; the arguments are those of :func:`choose_order`."""
     if num_rings(placement):
         return _choose_u_order(placement, costs, num_microbatches, fits)
     if placement.num_vstages > placement.num_stages:
         order = pipeline_time(placement, costs, num_microbatches)
-        return order if fits(order.peaks) else None
+        return order if fits(order.kept) else None
     best = pipeline_time(placement, costs, num_microbatches, is_planned=False)
     if most is None or not costs.latency:
         return best
@@ -265,6 +206,38 @@ def _choose_whole(
     if least_s * (1 + _LEAST_GAIN) < best.pipeline_s:
         best = next(order for order in planned if order.pipeline_s <= least_s * (1 + _NEAR))
     return best
+
+
+def choose_split_order(
+    placement: Placement, costs: Costs, num_microbatches: int, most: Sequence[int], fits: Fits, whole: Order
+) -> Order:
+    """Give an order with split backwards where it gains and fits, else the one with whole backwards.
+
+    Args:
+        placement: which stage holds which virtual stage.
+        costs: durations and links of a microbatch.
+        num_microbatches: number of microbatches of a replica.
+        most: number of microbatches that every stage of a plain pipeline has memory for until the gradients of their
+            weights are there; empty for other pipelines.
+        fits: tells whether ranks have memory for what they keep.
+        whole: the order of :func:`choose_order`.
+    """
+    if not costs.latency:
+        return whole
+    split: Order | None
+    if num_rings(placement):
+        split = _choose_u_order(placement, costs, num_microbatches, fits, is_split=True)
+    else:
+        # Each stage may keep as many as the first, and as in the best whole order.
+        usual = min(placement.num_stages, num_microbatches)
+        row = tuple(min(limit, max((usual, *whole.in_flight))) for limit in most)
+        in_flight = () if {*row} <= {usual} else row
+        split = pipeline_time(placement, costs, num_microbatches, in_flight=in_flight, is_split=True)
+        # A run that measures its costs may choose another order within these limits.
+        kept = [(((number, 0),), ((0, number),)) for number in row] or split.kept
+        split = split if fits(kept) else None
+    gains = split is not None and split.is_split and split.pipeline_s * (1 + _LEAST_GAIN) < whole.pipeline_s
+    return split if split is not None and gains else whole
 
 
 def least_pipeline_s(placement: Placement, costs: Costs, num_microbatches: int, *, is_split: bool = False) -> float:
@@ -299,7 +272,7 @@ def _choose_u_order(
     placement: Placement,
     costs: Costs,
     num_microbatches: int,
-    fits: Callable[[Sequence[int]], bool],
+    fits: Fits,
     *,
     is_split: bool = False,
 ) -> Order | None:
@@ -307,7 +280,7 @@ def _choose_u_order(
     order = pipeline_time(placement, costs, num_microbatches, is_split=is_split)
     limits, _ = choose_limits(None, placement, costs, num_microbatches)
     for most in range(max(limits) - 1, -1, -1):
-        if fits(order.peaks):
+        if fits(order.kept):
             return order
         if most:
             row = tuple(min(limit, most) for limit in limits)

@@ -18,7 +18,7 @@ from vtp_plugin.plan.schedule.order.add_communication import lower
 from vtp_plugin.plan.schedule.order.advance import advance_orders
 from vtp_plugin.plan.schedule.order.messages import channel_of, joint_with, link_of, peer_of, started_by
 from vtp_plugin.plan.schedule.order.schedule import Schedule
-from vtp_plugin.plan.schedule.proof.check_schedule import Mode, is_lowered, peak_activations, require_valid
+from vtp_plugin.plan.schedule.proof.check_schedule import Mode, is_lowered, peaks_kept, require_valid
 
 
 class _Event(NamedTuple):
@@ -67,7 +67,7 @@ class CompiledSchedule:
         events: All events, each after those that it needs.
         ends: Events at which the computes of each worker end, in their order, by worker.
         messages: Send, channel and event of arrival of each message.
-        activations: Most activations that one worker keeps for its backwards at a time, by virtual stage.
+        kept: What one worker keeps at its fullest moments, by stage (:func:`peaks_kept`).
     """
 
     def __init__(self, schedule: Schedule) -> None:
@@ -88,9 +88,18 @@ class CompiledSchedule:
         self.events = tuple(line.events)
         self.ends = tuple(map(tuple, line.ends))
         self.messages = tuple(line.messages)
-        self.activations = tuple(peak_activations(schedule, vstage) for vstage in range(len(schedule.placement.stages)))
+        self.kept = tuple(peaks_kept(schedule, stage) for stage in range(schedule.placement.num_stages))
         self._lasts = tuple(line.now)
         self._num_channels = len(line.queues)
+
+    @property
+    def activations(self) -> tuple[int, ...]:
+        """Most activations that one worker keeps for its backwards at a time, by virtual stage."""
+        placement = self.schedule.placement
+        return tuple(
+            max(kept[placement.chunk(vstage)][0] for kept in self.kept[stage])
+            for vstage, stage in enumerate(placement.stages)
+        )
 
     def times(self, costs: Costs, *, mode: Mode) -> Times:
         """Return the time of every event.

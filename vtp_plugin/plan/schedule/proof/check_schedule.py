@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import operator
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, chain, pairwise
+from itertools import chain, pairwise
 from typing import Literal
 
 from vtp_plugin.errors import PlanError
+from vtp_plugin.plan.layout.chunks import Kept
 from vtp_plugin.plan.schedule.order.actions import Action, Op
 from vtp_plugin.plan.schedule.order.advance import advance_orders
 from vtp_plugin.plan.schedule.order.messages import (
@@ -103,38 +105,55 @@ def peak_activations(schedule: Schedule, vstage: int) -> int:
     >>> [peak_activations(reference_u_shape(3, 8), vstage) for vstage in range(4)]
     [4, 3, 2, 1]
     """
-    return max(activations for activations, _ in peaks_kept(schedule, vstage))
+    placement = schedule.placement
+    chunk = placement.chunk(vstage)
+    return max(kept[chunk][0] for kept in peaks_kept(schedule, placement.stages[vstage]))
 
 
-def peaks_kept(schedule: Schedule, vstage: int) -> tuple[tuple[int, int], ...]:
-    """Return what one worker keeps of a virtual stage at the same time: numbers of activations, and of what waits.
+def peaks_kept(schedule: Schedule, stage: int) -> tuple[Kept, ...]:
+    """Return what one worker of a stage keeps at its fullest moments.
 
-    A microbatch waits from the gradient of its input to those of its weights. Left out are pairs of which another one
-    has at least as many of both.
+    A microbatch's activation is kept from its forward to the gradient of its input, then it waits until the gradients
+    of its weights are there. Left out are moments of which another one has at least as many of all kinds; which of the
+    others is the fullest depends on what each kind takes.
 
     >>> from vtp_plugin.plan.schedule.cost.costs import uniform_costs
     >>> from vtp_plugin.plan.schedule.make.fill_waits import fill_waits
-    >>> from vtp_plugin.plan.schedule.make.generate import one_f_one_b
+    >>> from vtp_plugin.plan.schedule.make.generate import interleaved_one_f_one_b, one_f_one_b
     >>> order = one_f_one_b(3, 8)
-    >>> [peaks_kept(order, vstage) for vstage in range(3)]
-    [((3, 0),), ((2, 0),), ((1, 0),)]
+    >>> [peaks_kept(order, stage) for stage in range(3)]
+    [(((3, 0),),), (((2, 0),),), (((1, 0),),)]
     >>> split, _ = fill_waits(order, uniform_costs(order.placement), (3, 3, 3), patience=1.0)
-    >>> [peaks_kept(split, vstage) for vstage in range(3)]
-    [((3, 0), (2, 1)), ((2, 1), (1, 2)), ((1, 2), (0, 3))]
+    >>> peaks_kept(split, 1)
+    (((2, 1),), ((1, 2),))
+    >>> peaks_kept(interleaved_one_f_one_b(2, 2, 4), 1)
+    (((3, 0), (0, 0)), ((2, 0), (1, 0)))
     """
     placement = schedule.placement
-    if schedule.forward_only or not placement.is_trained(vstage):
-        return ((0, 0),)
-    found: set[tuple[int, int]] = set()
-    for worker in {placement.worker_of(vstage, microbatch) for microbatch in range(schedule.num_microbatches)}:
-        ops = [action.op for action in schedule.orders[worker] if action.vstage == vstage]
-        activations = accumulate((op is Op.F) - (op in (Op.B, Op.I)) for op in ops)
-        found |= {*zip(activations, accumulate((op is Op.I) - (op is Op.W) for op in ops), strict=True)}
-    most: dict[int, int] = {}
-    for activations, waiting in sorted(found, reverse=True):
-        if waiting > max(most.values(), default=-1):
-            most[activations] = waiting
-    return tuple(most.items())
+    vstages = placement.vstages(stage)
+    # Two places for each chunk: activations, and what waits.
+    places = {vstage: 2 * chunk for chunk, vstage in enumerate(vstages) if placement.is_trained(vstage)}
+    found = {(0,) * (2 * len(vstages))}
+    workers = range(placement.num_replicas[stage]) if not schedule.forward_only else ()
+    for replica in workers:
+        now = [0] * (2 * len(vstages))
+        for action in schedule.orders[placement.worker(stage, replica)]:
+            place = places.get(action.vstage)
+            if place is None or not action.op.is_compute:
+                continue
+            if action.op is Op.W:
+                now[place + 1] -= 1
+                continue
+            now[place] += 1 if action.op is Op.F else -1
+            now[place + 1] += action.op is Op.I
+            if action.op is not Op.B:
+                found.add(tuple(now))
+    fullest: list[tuple[int, ...]] = []
+    for one in sorted(found, reverse=True):
+        # Whatever has at least as many of all kinds comes first.
+        if not any(all(map(operator.ge, other, one)) for other in fullest):
+            fullest.append(one)
+    return tuple(tuple(zip(one[::2], one[1::2], strict=True)) for one in fullest)
 
 
 def _in_flight(schedule: Schedule, worker: int) -> Iterator[tuple[int, Action]]:
