@@ -10,13 +10,14 @@ from itertools import groupby, islice
 
 from vtp_plugin.cli.boundaries import format_bytes
 from vtp_plugin.cli.run_flags import Run
+from vtp_plugin.plan.layout.chunks import Kept
 from vtp_plugin.plan.layout.describe import format_ranks
 from vtp_plugin.plan.memory.footprint import Footprint
 from vtp_plugin.plan.schedule.cost.costs import u_costs
 from vtp_plugin.plan.schedule.make.limits import choose_limits
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
 from vtp_plugin.plan.schedule.order.placement import num_rings
-from vtp_plugin.plan.schedule.proof.check_schedule import Kept, peaks_kept
+from vtp_plugin.plan.schedule.proof.check_schedule import peaks_kept
 
 Peaks = tuple[Kept, ...]
 """The fullest moments of a rank of a stage: what it keeps of each of its chunks."""

@@ -13,6 +13,7 @@ import pytest
 from tests.unit.cli.test_search import CLUSTER, MODEL, U_SITES
 from vtp_plugin.cli.main import main
 from vtp_plugin.config.parse_values import parse_bytes
+from vtp_plugin.plan.layout.chunks import Kept
 from vtp_plugin.plan.schedule.cost.costs import Costs, u_costs, uniform_costs
 from vtp_plugin.plan.schedule.order.placement import Placement, interleaved_placement, plain_placement, u_placement
 from vtp_plugin.plan.schedule.proof.check_schedule import Kept
@@ -153,6 +154,23 @@ def test_an_order_that_does_not_fit_is_not_taken(placement: Placement, costs: Co
     assert fits(tight.kept) and free.pipeline_s < tight.pipeline_s <= whole.pipeline_s
     # A U may have fewer in flight; nothing limits how many an interleaved pipeline has.
     assert tight.is_split is (placement == U)
+
+
+def test_a_later_stage_may_keep_more_than_one_before_it() -> None:
+    """Its gradients of weights may wait, while those of the stage before, which has less memory, are there."""
+    placement = plain_placement(4)
+    durations = (2.0, 1.0, 1.0, 2.0)
+    costs = replace(
+        uniform_costs(placement, latency=1.0), forward=durations, backward=tuple(2 * one for one in durations),
+        weights=durations,
+    )  # fmt: skip
+    whole = choose_order(placement, costs, 8, (4, 3, 2, 1), lambda _: True)
+    assert whole is not None
+    grown, cut = (
+        choose_split_order(placement, costs, 8, most, lambda _: True, whole) for most in ((4, 3, 2, 4), (4, 3, 2, 2))
+    )
+    assert (grown.in_flight, cut.in_flight) == ((4, 3, 2, 4), (4, 3, 2, 2))
+    assert grown.peaks[3] > cut.peaks[3] and grown.pipeline_s < 0.97 * cut.pipeline_s
 
 
 @pytest.mark.parametrize(

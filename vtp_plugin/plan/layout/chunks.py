@@ -8,6 +8,10 @@ from dataclasses import dataclass
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.layout.u_layers import layers_of_chunk
 
+Kept = tuple[tuple[int, int], ...]
+"""What a rank keeps at a time of each of its chunks: how many activations, and of how many microbatches only what the
+gradients of weights need, which wait."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from vtp_plugin.plan.layout.chunks import Chunk
+from vtp_plugin.plan.layout.chunks import Chunk, Kept
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.plan.memory.activations import kept_by_module, waiting_by_module
 from vtp_plugin.plan.memory.layer_sizes import Microbatch, Sizes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from vtp_plugin.plan.layout.chunks import Kept
 from vtp_plugin.plan.schedule.order.placement import Placement
 from vtp_plugin.plan.schedule.proof.check_schedule import Kept
 from vtp_plugin.tune.cluster.stage_memory import HeldPart

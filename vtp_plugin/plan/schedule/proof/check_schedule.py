@@ -9,6 +9,7 @@ from itertools import chain, pairwise
 from typing import Literal
 
 from vtp_plugin.errors import PlanError
+from vtp_plugin.plan.layout.chunks import Kept
 from vtp_plugin.plan.schedule.order.actions import Action, Op
 from vtp_plugin.plan.schedule.order.advance import advance_orders
 from vtp_plugin.plan.schedule.order.messages import (
