@@ -20,7 +20,6 @@ from vtp_plugin.plan.memory.layer_sizes import Microbatch, Sizes
 from vtp_plugin.plan.memory.overhead import overhead_bytes
 from vtp_plugin.plan.memory.parameters import Parameter, chunk_parameters
 from vtp_plugin.plan.model.gpt_model import GPTModel
-from vtp_plugin.plan.schedule.proof.check_schedule import Kept
 
 _START, _END = 64, 128
 _MASTER_BYTES = 4

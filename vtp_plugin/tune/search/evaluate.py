@@ -11,7 +11,6 @@ from itertools import accumulate, pairwise
 from vtp_plugin.plan.layout.chunks import Kept
 from vtp_plugin.plan.schedule.cost.costs import Costs
 from vtp_plugin.plan.schedule.order.placement import Placement, interleaved_placement, plain_placement, u_placement
-from vtp_plugin.plan.schedule.proof.check_schedule import Kept
 from vtp_plugin.tune.cluster.machines import Node
 from vtp_plugin.tune.cluster.speed import Source, least_sure
 from vtp_plugin.tune.search.boundary_cost import BoundaryCost, cost_of_boundary, transports

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from vtp_plugin.plan.layout.chunks import Kept
 from vtp_plugin.plan.schedule.order.placement import Placement
-from vtp_plugin.plan.schedule.proof.check_schedule import Kept
 from vtp_plugin.tune.cluster.stage_memory import HeldPart
 from vtp_plugin.tune.search.problem import BatchSplit, StageType
 

@@ -15,7 +15,6 @@ from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, compile
 from vtp_plugin.plan.schedule.order.actions import Op
 from vtp_plugin.plan.schedule.order.add_communication import lower
 from vtp_plugin.plan.schedule.order.placement import Placement, num_rings
-from vtp_plugin.plan.schedule.proof.check_schedule import Kept
 from vtp_plugin.tune.search.in_flight import more_in_flight
 
 # A planned order is taken where it is quicker by the first share; fewer microbatches in flight are taken where they are

@@ -26,8 +26,6 @@ from vtp_plugin.plan.schedule.order.messages import (
 from vtp_plugin.plan.schedule.order.schedule import Schedule
 
 Mode = Literal["buffered", "rendezvous"]
-Kept = tuple[tuple[int, int], ...]
-"""What a worker keeps at a time: of each of its chunks, the numbers of activations and of microbatches that wait."""
 
 
 def check(schedule: Schedule, *, limits: Sequence[int] | None = None) -> tuple[str, ...]:
