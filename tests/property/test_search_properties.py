@@ -141,9 +141,32 @@ def random_question(seed: int, given_layers: int = 0) -> tuple[SearchProblem, li
     return problem, cards
 
 
+class BruteLayout(NamedTuple):
+    """One way to lay out a run, with what its stages take, and what its step takes at least."""
+
+    split: BatchSplit
+    nodes: Nodes
+    stages: Stages
+    ends: list[int]
+    forward: list[float]
+    backward: list[float]
+    sums: list[float]
+    tail: float
+    least: float
+
+
 def brute(problem: SearchProblem, cards: list[int]) -> float:
     """Return the shortest step of all layouts, in stock Megatron of those with one size."""
     best = math.inf
+    # One that takes at least as long as another one need not be simulated: most, if those that may be short come first.
+    for layout in sorted(layouts(problem, cards), key=lambda layout: layout.least):
+        if layout.least < best:
+            best = step(problem, layout, best)
+    return best
+
+
+def layouts(problem: SearchProblem, cards: list[int]) -> Iterator[BruteLayout]:
+    """Yield all that memory allows."""
     for split in problem.splits:
         pools = [pool for pool in split.pools for _ in pool.cards_per_node]
         nodes = [*zip(pools, cards, strict=True)]
@@ -161,8 +184,7 @@ def brute(problem: SearchProblem, cards: list[int]) -> float:
                     continue
                 usual = tuple(range(num_stages, 0, -1))
                 if all(holds(problem, stages, ends, stage, nodes, usual) for stage in range(num_stages)):
-                    best = min(best, step(problem, split, stages, ends, nodes, best))
-    return best
+                    yield layout_of(problem, split, stages, ends, nodes)
 
 
 def are_together(stages: Stages, nodes: Nodes) -> bool:
@@ -208,9 +230,7 @@ def holds(
     return all(limit is None or held <= limit for limit in limits)
 
 
-def step(
-    problem: SearchProblem, split: BatchSplit, stages: Stages, ends: list[int], nodes: Nodes, best: float
-) -> float:
+def layout_of(problem: SearchProblem, split: BatchSplit, stages: Stages, ends: list[int], nodes: Nodes) -> BruteLayout:
     forward, backward, sums, updates = [], [], [], []
     for stage, (size, places) in enumerate(stages):
         speeds = [nodes[place][0].speeds[size] for place in places]
@@ -232,8 +252,13 @@ def step(
         pairs = [between(problem, nodes, *pair) for pair in zip(stages[0][1], stages[-1][1], strict=True)]
         tail += max(link.latency_s + problem.tied_bytes / link.bytes_per_s for link in pairs)
     # Each stage computes all microbatches, after the first has come to it, and before the last has gone back from it.
-    if max(sum(both[:stage]) + split.num_microbatches * both[stage] for stage in range(len(both))) + tail >= best:
-        return math.inf
+    least = max(sum(both[:stage]) + split.num_microbatches * both[stage] for stage in range(len(both))) + tail
+    return BruteLayout(split, nodes, stages, ends, forward, backward, sums, tail, least)
+
+
+def step(problem: SearchProblem, layout: BruteLayout, best: float) -> float:
+    """Simulate a layout in all orders and over all transports; return what is shorter, its step or the best so far."""
+    split, nodes, stages, ends, forward, backward, sums, tail, _ = layout
     placement, number = plain_placement(len(stages)), split.num_microbatches
     has_sites = len({pool.site for pool, _ in nodes}) > 1
     ahead = [
