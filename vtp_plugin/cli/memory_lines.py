@@ -25,7 +25,7 @@ _HEADS = ("memory of a rank", "parameters", "weights", "gradients", "optimizer",
 _ABOUT_WAITING = "of one microbatch, from the gradient of its input to those of its weights"
 _NOT_WAITING = "not known but of Megatron's own layers (--transformer-impl local) without --moe-grouped-gemm"
 _ABOUT_CHUNKS = (
-    "5, 1: of the chunks of a stage, in the order of the model; chunks that keep as much are counted together"
+    "several numbers: of a stage's chunks, in the order of the model; chunks that keep as much are counted together"
 )
 
 
