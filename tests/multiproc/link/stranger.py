@@ -56,7 +56,7 @@ def watch(file: Path, ports: dict[str, bytes]) -> dict[str, int]:
             kind = "other" if is_own else {6: "tcp", 17: "udp"}.get(protocol, "other")
             found[kind] += 1
             if kind == "udp" and found["udp"] % _EVERY == 0 and len(frame) <= _LARGEST and frame[:6] in sockets:
-                for changed in (_again(frame), _garbled(frame), _cut(frame)):
+                for changed in (_again(frame), _garbled(frame), cut(frame)):
                     found["sent"] += _send(sockets[frame[:6]], changed)
     return found
 
@@ -148,7 +148,8 @@ def _garbled(frame: bytes) -> bytes:
     return frame[:middle] + bytes([frame[middle] ^ 0xFF]) + frame[middle + 1 :]
 
 
-def _cut(frame: bytes) -> bytes:
+def cut(frame: bytes) -> bytes:
+    """Give a packet of UDP with half of what it carries, and headers that say so."""
     payload = frame[_ETHERNET + _IP + _UDP :]
     payload = payload[: len(payload) // 2]
     udp = frame[_ETHERNET + _IP : _ETHERNET + _IP + 4] + struct.pack("!HH", _UDP + len(payload), 0)
@@ -156,7 +157,9 @@ def _cut(frame: bytes) -> bytes:
     ip[2:4] = struct.pack("!H", _IP + _UDP + len(payload))
     ip[10:12] = b"\0\0"
     total = sum(struct.unpack("!10H", ip))
-    ip[10:12] = struct.pack("!H", 0xFFFF ^ ((total & 0xFFFF) + (total >> 16)))
+    while total >> 16:
+        total = (total & 0xFFFF) + (total >> 16)
+    ip[10:12] = struct.pack("!H", 0xFFFF ^ total)
     return frame[:_ETHERNET] + bytes(ip) + udp + payload
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+import struct
 import subprocess
 import sys
 import time
@@ -19,7 +20,7 @@ from tempfile import TemporaryFile
 
 import pytest
 
-from tests.multiproc.link.stranger import payloads
+from tests.multiproc.link.stranger import cut, payloads
 from tests.multiproc.link.two_networks import (
     ADDRESSES,
     FOLDER_VARIABLE,
@@ -65,6 +66,17 @@ class Seen:
     numbers: dict[str, int]
     listeners: set[int]
     opened: dict[str, list[int]]
+
+
+def test_headers_of_cut_packets_are_right() -> None:
+    """Whatever they add up to; a wrong one would be dropped before anybody reads the packet."""
+    whole = (
+        bytes(14) + struct.pack("!BBHHHBBH8x", 0x45, 0, 28 + 40, 0, 0, 64, 17, 0) + struct.pack("!HHHH", 1, 2, 48, 0)
+    )
+    for number in range(1 << 16):
+        frame = cut(whole[:18] + struct.pack("!H", number) + whole[20:26] + b"\xff" * 8 + whole[34:] + bytes(40))
+        total = sum(struct.unpack("!10H", frame[14:34]))
+        assert total % 0xFFFF == 0 and len(frame) == 14 + 28 + 20
 
 
 @pytest.fixture(scope="module")
