@@ -218,7 +218,8 @@ def test_virtual_stages_are_taken_where_they_gain(tmp_path: Path, capsys: pytest
     plain = json.loads(found(capsys, *words))["best"][0]
     best = json.loads(found(capsys, *words, "--virtual-stages", "2,3"))["best"][0]
     assert best["step_s"] < 0.9 * plain["step_s"] and best["num_chunks"] in (2, 3) and plain["num_chunks"] == 1
-    assert max(plain["memory_bytes"]) < max(best["memory_bytes"]) <= 60 << 30
+    # More layers of more microbatches; the fullest stage of the other layout has one layer more.
+    assert sum(plain["memory_bytes"]) < sum(best["memory_bytes"]) and max(best["memory_bytes"]) <= 60 << 30
     flag = ["--num-virtual-stages-per-pipeline-rank", str(best["num_chunks"])]
     assert flag[0] in best["flags"] and best["flags"][best["flags"].index(flag[0]) + 1] == flag[1]
     main(["plan", *MODEL, *best["flags"], "--world-size", "4", "--json"])
