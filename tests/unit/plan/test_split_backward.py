@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from tests.expected.schedule_oracle import Machine, makespan, peaks
+from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.schedule.cost.costs import Costs, u_costs, uniform_costs
 from vtp_plugin.plan.schedule.cost.simulator import simulate
 from vtp_plugin.plan.schedule.make.fill_waits import fill_waits, time_of_whole
@@ -23,7 +24,7 @@ from vtp_plugin.plan.schedule.order.placement import (
     u_placement,
 )
 from vtp_plugin.plan.schedule.order.schedule import Schedule
-from vtp_plugin.plan.schedule.proof.check_schedule import check
+from vtp_plugin.plan.schedule.proof.check_schedule import check, peak_in_flight
 
 TWO = one_f_one_b(2, 2)
 PLACEMENTS = [
@@ -158,6 +159,16 @@ def test_a_later_stage_may_keep_more(in_flight: tuple[int, ...]) -> None:
     schedule, _ = make_schedule(request)
     assert all(peak <= limit for peak, limit in zip(peaks(schedule), in_flight, strict=True))
     assert in_flight[0] == 1 or any(action.op is Op.W for order in schedule.orders for action in order)
+
+
+def test_limits_hold_where_replicas_compute_jointly() -> None:
+    """As without a split: too small ones are not supported, and more are used."""
+    placement = plain_placement(2, num_replicas=(1, 4), joint=((1, 1), (2, 2)))
+    request = ScheduleRequest(placement=placement, num_microbatches=16, split_backward=True)
+    with pytest.raises(ConfigError, match=re.escape("(4, 2) microbatches in flight on stages with (1, 4) replicas")):
+        make_schedule(replace(request, in_flight=(4, 2)))
+    schedule, _ = make_schedule(replace(request, in_flight=(12, 2)))
+    assert peak_in_flight(schedule, 0) == 12
 
 
 def test_what_is_simulated_knows_both_parts() -> None:

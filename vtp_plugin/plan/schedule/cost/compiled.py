@@ -18,7 +18,13 @@ from vtp_plugin.plan.schedule.order.add_communication import lower
 from vtp_plugin.plan.schedule.order.advance import advance_orders
 from vtp_plugin.plan.schedule.order.messages import channel_of, joint_with, link_of, peer_of, started_by
 from vtp_plugin.plan.schedule.order.schedule import Schedule
-from vtp_plugin.plan.schedule.proof.check_schedule import Mode, is_lowered, peaks_kept, require_valid
+from vtp_plugin.plan.schedule.proof.check_schedule import (
+    Mode,
+    is_lowered,
+    most_activations,
+    peaks_kept,
+    require_valid,
+)
 
 
 class _Event(NamedTuple):
@@ -95,11 +101,8 @@ class CompiledSchedule:
     @property
     def activations(self) -> tuple[int, ...]:
         """Most activations that one worker keeps for its backwards at a time, by virtual stage."""
-        placement = self.schedule.placement
-        return tuple(
-            max(kept[placement.chunk(vstage)][0] for kept in self.kept[stage])
-            for vstage, stage in enumerate(placement.stages)
-        )
+        placement, by_stage = self.schedule.placement, [*map(most_activations, self.kept)]
+        return tuple(by_stage[stage][placement.chunk(vstage)] for vstage, stage in enumerate(placement.stages))
 
     def times(self, costs: Costs, *, mode: Mode) -> Times:
         """Return the time of every event.

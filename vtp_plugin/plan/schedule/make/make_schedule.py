@@ -23,7 +23,12 @@ from vtp_plugin.plan.schedule.order.actions import Op
 from vtp_plugin.plan.schedule.order.add_communication import lower
 from vtp_plugin.plan.schedule.order.placement import Placement, interleaved_placement, num_rings
 from vtp_plugin.plan.schedule.order.schedule import Schedule
-from vtp_plugin.plan.schedule.proof.check_schedule import peak_activations, peak_in_flight, require_valid
+from vtp_plugin.plan.schedule.proof.check_schedule import (
+    most_activations,
+    peak_in_flight,
+    peaks_kept,
+    require_valid,
+)
 
 # How many computes ahead plain pipelines post a receive. One is enough without latency; over a slow link 1F1B is up to
 # 14 % slower with one, and forward only takes twice as long. The second costs the memory of one more activation.
@@ -104,7 +109,7 @@ def summarise(request: ScheduleRequest, schedule: Schedule) -> str:
     if request.split_backward:
         is_split = any(action.op is Op.I for order in schedule.orders for action in order)
         what += ", backwards split" if is_split else ", backwards whole, since a split gains nothing"
-    peaks = [max(peak_activations(schedule, v) for v in placement.vstages(s)) for s in range(placement.num_stages)]
+    peaks = [max(most_activations(peaks_kept(schedule, stage))) for stage in range(placement.num_stages)]
     if len(set(peaks)) == 1:
         return f"{what}: up to {peaks[0]} in flight on each stage"
     return f"{what}: up to {','.join(map(str, peaks))} in flight on the stages"
@@ -164,11 +169,14 @@ def _split_order(request: ScheduleRequest) -> tuple[Schedule, int, str]:
         bases, kept = [order.schedule for order, _ in orders], placement.by_worker(orders[0][1][0])
     else:
         costs = request.costs or uniform_costs(placement)
-        whole, _, _ = _order(replace(request, split_backward=False, in_flight=None))
-        # By default as many everywhere as the stage that keeps the most has without a split.
-        most = max(peak_in_flight(whole, worker) for worker in range(placement.num_workers))
-        limits = request.in_flight or (most,) * placement.num_stages
-        bases, kept = _orders_up_to(request, limits) or [whole], placement.by_worker(limits)
+        limits = request.in_flight
+        if limits is None:
+            # As many everywhere as the stage that keeps the most has without a split.
+            whole = _order(replace(request, split_backward=False))[0]
+            most = max(peak_in_flight(whole, worker) for worker in range(placement.num_workers))
+            limits = (most,) * placement.num_stages
+        bases = _orders_up_to(request, limits) or [_order(replace(request, split_backward=False))[0]]
+        kept = placement.by_worker(limits)
     chosen = choose_split(bases, costs, kept)
     peaks = ",".join(str(peak_in_flight(chosen.schedule, worker)) for worker in range(placement.num_workers))
     unit = "assumed durations, no latency" if request.costs is None else "times in ms"
@@ -230,6 +238,5 @@ def _kept(schedule: Schedule) -> str:
     >>> _kept(reference_u_shape(3, 8))
     '4+1,3,2'
     """
-    placement = schedule.placement
-    by_stage = [[peak_activations(schedule, v) for v in placement.vstages(s)] for s in range(placement.num_stages)]
+    by_stage = [most_activations(peaks_kept(schedule, stage)) for stage in range(schedule.placement.num_stages)]
     return ",".join("+".join(map(str, peaks)) for peaks in by_stage)

@@ -106,8 +106,16 @@ def peak_activations(schedule: Schedule, vstage: int) -> int:
     [4, 3, 2, 1]
     """
     placement = schedule.placement
-    chunk = placement.chunk(vstage)
-    return max(kept[chunk][0] for kept in peaks_kept(schedule, placement.stages[vstage]))
+    return most_activations(peaks_kept(schedule, placement.stages[vstage]))[placement.chunk(vstage)]
+
+
+def most_activations(moments: Sequence[Kept]) -> tuple[int, ...]:
+    """Return the most activations of each chunk in what :func:`peaks_kept` returns; these may be at different times.
+
+    >>> most_activations((((3, 0), (0, 0)), ((2, 0), (1, 0))))
+    (3, 1)
+    """
+    return tuple(max(activations for activations, _ in of_chunk) for of_chunk in zip(*moments, strict=True))
 
 
 def peaks_kept(schedule: Schedule, stage: int) -> tuple[Kept, ...]:
