@@ -27,7 +27,7 @@ from vtp_plugin.plan.schedule.cost.cost_text import format_costs
 from vtp_plugin.plan.schedule.cost.costs import Costs
 from vtp_plugin.plan.schedule.order.actions import Action
 from vtp_plugin.plan.schedule.order.placement import u_placement
-from vtp_plugin.plan.schedule.proof.check_schedule import peak_activations
+from vtp_plugin.plan.schedule.proof.check_schedule import most_activations, peaks_kept
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.runtime.comm.channel import Channel
 from vtp_plugin.runtime.comm.tensor_format import TensorFormat
@@ -175,7 +175,7 @@ def run(
         seen.digests.append(schedule.digest)
         seen.printed.append(printed.getvalue())
         seen.wrong += numbers.wrong
-        seen.planned.append({v: peak_activations(schedule, v) for v in own})
+        seen.planned.append(dict(zip(own, most_activations(peaks_kept(schedule, stage)), strict=True)))
         seen.kept.append({v: numbers.peaks[v] for v in own})
     seen.costs = None if pipeline.costs is None else format_costs(pipeline.costs)
     return seen

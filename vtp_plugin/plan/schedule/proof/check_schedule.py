@@ -98,17 +98,6 @@ def peak_in_flight(schedule: Schedule, worker: int) -> int:
     return max((live for live, _ in _in_flight(schedule, worker)), default=0)
 
 
-def peak_activations(schedule: Schedule, vstage: int) -> int:
-    """Return the largest number of activations of a virtual stage that one worker keeps for its backwards at a time.
-
-    >>> from vtp_plugin.plan.schedule.make.u_shape import reference_u_shape
-    >>> [peak_activations(reference_u_shape(3, 8), vstage) for vstage in range(4)]
-    [4, 3, 2, 1]
-    """
-    placement = schedule.placement
-    return most_activations(peaks_kept(schedule, placement.stages[vstage]))[placement.chunk(vstage)]
-
-
 def most_activations(moments: Sequence[Kept]) -> tuple[int, ...]:
     """Return the most activations of each chunk in what :func:`peaks_kept` returns; these may be at different times.
 
