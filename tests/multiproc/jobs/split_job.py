@@ -34,8 +34,8 @@ class SplitResult:
         num_apart: gradients of weights that this rank's order of a training step computes later than those of inputs,
             with other computes between.
         num_split: backwards of the order that are split.
-        complete: by parameter: the part of a backward, `I` or `W`, in which DDP was told that its gradient is complete,
-            once for each step; empty where sums do not overlap with backwards.
+        complete: by parameter: in which compute, `B`, `I` or `W`, DDP was told that its gradient is complete, once for
+            each step; empty where sums do not overlap with backwards.
     """
 
     result: RankResult
@@ -46,7 +46,7 @@ class SplitResult:
 
 @contextmanager
 def _spoilt(fault: str) -> Iterator[None]:
-    """Let something go wrong: on rank 0, but buckets leave alike on all ranks; nothing if the fault has no name."""
+    """Let something go wrong: on the last rank, but buckets leave alike on all; nothing if the fault has no name."""
     compute, run, is_last, num_calls = WeightGradients.compute, ScheduleRunner.run, Executor._is_last, 0
 
     def of_one_microbatch(self: WeightGradients, vstage: int, microbatch: int) -> None:
@@ -77,7 +77,7 @@ def _spoilt(fault: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if fault == "after its bucket left":
             patch.setattr(Executor, "_is_last", before_the_last)
-        elif fault and dist.get_rank() == 0:
+        elif fault and dist.get_rank() == dist.get_world_size() - 1:
             if fault == "before its input's":
                 patch.setattr(ScheduleRunner, "run", before_its_input)
             else:
@@ -97,13 +97,26 @@ def _too_early(order: Actions) -> Actions:
 def _noting_completion(complete: dict[int, str]) -> Iterator[None]:
     """Note what DDP is told, by the id of the parameter."""
     group: Any = param_and_grad_buffer._ParamAndGradBucketGroup
-    compute, register, part = WeightGradients.compute, group.register_grad_ready, "I"
+    backward, compute, register, part = (
+        WeightGradients.backward,
+        WeightGradients.compute,
+        group.register_grad_ready,
+        "B",
+    )
 
-    def computing(self: WeightGradients, *args: int) -> None:
+    @contextmanager
+    def of_input(self: WeightGradients, *args: Any) -> Iterator[None]:
+        nonlocal part
+        part = "I"
+        with backward(self, *args):
+            yield
+        part = "B"
+
+    def of_weights(self: WeightGradients, *args: int) -> None:
         nonlocal part
         part = "W"
         compute(self, *args)
-        part = "I"
+        part = "B"
 
     def noting(self: Any, parameter: Any, *args: Any) -> None:
         if self.is_last_microbatch:
@@ -111,7 +124,8 @@ def _noting_completion(complete: dict[int, str]) -> Iterator[None]:
         register(self, parameter, *args)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(WeightGradients, "compute", computing)
+        patch.setattr(WeightGradients, "backward", of_input)
+        patch.setattr(WeightGradients, "compute", of_weights)
         patch.setattr(group, "register_grad_ready", noting)
         yield
 

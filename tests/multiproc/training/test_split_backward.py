@@ -29,6 +29,8 @@ CASES = [
     Case.of(sizes=(2, 1, 3), sequence_parallel=True, seq=12, **LISTS, **PER_TOKEN),
     Case.of(sizes=(1, 2, 1), vpp=2, **LISTS),
     Case.of(sizes=(1, 2), dp=2, bucket_size=500, **LISTS, **OVERLAPPED),
+    # The first stage splits all backwards but the last two.
+    Case.of(sizes=(1, 2), dp=2, bucket_size=500, in_flight=(3, 1), **LISTS, **OVERLAPPED),
     Case.of(sizes=(1, 1), dp_list=(1, 2), **LISTS, **DISTRIBUTED),
 ]
 FAMILIES = [
@@ -57,7 +59,12 @@ def test_it_is_the_run_with_whole_backwards_to_the_last_bit(runs: Runs, case: Ca
     ours, ranks = split(runs, case)
     assert_identical(ours, runs.run(case))
     assert_close(ours, runs.oracle(case), rel=1e-5 if case.numerics.dtype == "fp32" else 1e-3)
-    assert all(rank.num_split for rank in ranks) and any(rank.num_apart for rank in ranks)
+    assert any(rank.num_apart for rank in ranks)
+    # For the gradients of inputs of the first layers nobody waits.
+    num_first = case.stages.sizes[0] * case.stages.dp_sizes[0]
+    first_splits = case.model.vpp > 1 or case.execution.in_flight != ()
+    assert all((rank.num_split > 0) is first_splits for rank in ranks[:num_first])
+    assert all(rank.num_split for rank in ranks[num_first:])
 
 
 US = [
@@ -88,8 +95,8 @@ def test_a_u_is_the_sequential_run(runs: Runs, saved: Saved, case: Case) -> None
 def test_megatron_is_told_when_a_gradient_is_complete(runs: Runs, experts: str, dtype: Any, num_weights: int) -> None:
     """Once a step: of linear layers with the last gradient of weights, of all others with the last one of inputs.
 
-    On the second stage, in every microbatch, at most four of a rank's six experts have tokens. Grouped experts are no
-    linear layers, and know bf16 only.
+    The first stage splits nothing. On the second one, in every microbatch, at most four of a rank's six experts have
+    tokens. Grouped experts are no linear layers, and know bf16 only.
     """
     few: dict[str, Any] = {"seq": 2, "sequence_parallel": True, "etp": 1, "has_bias": False}
     case = Case.of(sizes=(1, 2), experts=experts, dtype=dtype, align_grad_reduce=False, **few, **LISTS, **OVERLAPPED)
@@ -98,8 +105,9 @@ def test_megatron_is_told_when_a_gradient_is_complete(runs: Runs, experts: str, 
     assert_close(ours, runs.oracle(case), rel=1e-5 if dtype == "fp32" else BF16_REL)
     for rank in ranks:
         assert sum(".experts." in name for name in rank.complete) == num_weights
+        of_others, of_linear = "IW" if rank.num_split else "BB"
         for name, parts in rank.complete.items():
-            assert parts == ("W" if ".linear_" in name else "I") * case.data.num_steps, name
+            assert parts == (of_linear if ".linear_" in name else of_others) * case.data.num_steps, name
 
 
 FAULTS = {
@@ -120,5 +128,5 @@ def test_a_gradient_that_is_wrong_on_purpose_shows(runs: Runs, fault: str) -> No
 
 def test_a_gradient_of_weights_before_that_of_its_input_ends_the_run(runs: Runs) -> None:
     """The proof refuses such an order; here it comes after the proof."""
-    with pytest.raises(PoolError, match="PlanError: 0W0 comes before 0I0, or twice"):
+    with pytest.raises(PoolError, match="PlanError: 1W0 comes before 1I0, or twice"):
         split(runs, CASES[0], "before its input's")

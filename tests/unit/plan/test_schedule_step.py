@@ -115,6 +115,17 @@ def test_the_slowest_rank_counts() -> None:
     assert combine_reports(reports[::-1], u_placement(2)) == costs
 
 
+def test_gradients_of_weights_that_were_never_apart_count_as_half() -> None:
+    reports = [
+        {"forward_ms": {"0": 4.0}, "backward_ms": {"0": 8.0}},
+        {"forward_ms": {"1": 5.0}, "backward_ms": {"1": 9.0}, "weights_ms": {"1": 3.0}},
+        {"forward_ms": {"1": 5.0}, "backward_ms": {"1": 7.0}, "weights_ms": {"1": 3.5}},
+    ]
+    costs = combine_reports(reports, plain_placement(2))
+    assert (costs.backward, costs.weights) == ((8, 9), (4, 3.5))
+    assert combine_reports(reports[:1], plain_placement(1)).weights == ()
+
+
 def test_links_too_fast_to_measure_have_no_limit() -> None:
     costs = combine_reports([{"transfer_ms": {"0": 0.0}, "message_bytes": {"0": 1000}}], plain_placement(2))
     assert costs.bandwidth == (math.inf,)

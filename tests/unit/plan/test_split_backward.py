@@ -139,6 +139,30 @@ def test_a_u_hides_its_links(num_stages: int, latency: float, most: float) -> No
     assert simulate(split, costs).makespan <= most * at_once
 
 
+@pytest.mark.parametrize(
+    ("placement", "in_flight", "num_microbatches", "first"),
+    [
+        (plain_placement(2), None, 4, "0F0 0F1 0B0 0F2 0B1 0F3 0B2 0B3"),
+        # Gradients of two replicas come at once.
+        (plain_placement(2, num_replicas=(1, 2)), None, 4, "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3"),
+        # The second stage waits for a forward.
+        (plain_placement(2), (3, 2), 4, "0F0 0F1 0I0 0F2 0I1 0W0 0F3 0I2 0W1 0W2 0B3"),
+    ],
+    ids=str,
+)
+def test_what_nobody_waits_for_stays_whole(
+    placement: Placement, in_flight: tuple[int, ...] | None, num_microbatches: int, first: str
+) -> None:
+    """Of the first stage, unless it has something else to do before the gradients of weights."""
+    request = ScheduleRequest(
+        placement=placement, num_microbatches=num_microbatches, in_flight=in_flight, split_backward=True
+    )
+    schedule, _ = make_schedule(request)
+    computes = [[action for action in order if action.op.is_compute] for order in schedule.orders]
+    assert tuple(computes[0]) == parse_actions(first)
+    assert all(action.op is not Op.B for order in computes[1:] for action in order)
+
+
 def test_less_memory_fills_less() -> None:
     request = ScheduleRequest(placement=plain_placement(4), num_microbatches=8, split_backward=True)
     costs = uniform_costs(request.placement)

@@ -20,11 +20,12 @@ from vtp_plugin.plan.schedule.cost.costs import Costs, uniform_costs
 from vtp_plugin.plan.schedule.cost.simulator import simulate
 from vtp_plugin.plan.schedule.make.generate import one_f_one_b
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
-from vtp_plugin.plan.schedule.order.actions import Action
+from vtp_plugin.plan.schedule.order.actions import Action, parse_action
 from vtp_plugin.plan.schedule.order.placement import plain_placement, u_placement
 from vtp_plugin.plan.schedule.order.schedule import Schedule
 from vtp_plugin.platform.cpu import CpuPlatform
-from vtp_plugin.runtime.comm.recorder import Recorder, Stopwatch
+from vtp_plugin.report.trace.causes import Cause
+from vtp_plugin.runtime.comm.recorder import Noted, Recorder, Stopwatch
 from vtp_plugin.runtime.step.executor import Executor, Inputs
 from vtp_plugin.runtime.step.links import LinkId
 from vtp_plugin.runtime.step.measure import Report, report_computes, share_reports
@@ -129,6 +130,21 @@ def test_a_device_is_timed_by_events_in_its_stream() -> None:
     assert compute_all(platform, Work(spend)) == {
         "forward_ms": {"0": 11, "3": 41},
         "backward_ms": {"0": 22, "3": 82},
+    }
+
+
+def test_a_backward_counts_whole_and_its_gradients_of_weights_where_they_are_apart() -> None:
+    """A stage may split some of its backwards, or none."""
+    durations = {"0F0": 3, "0B0": 50, "0I1": 4, "0W1": 2, "0I2": 8, "0W2": 3, "0I3": 5, "0W3": 7, "1F0": 2, "1B0": 6}
+    noted = [
+        Noted(cause=Cause.BACKWARD, name=parse_action(name), start=100, end=100 + took, num_bytes=0)
+        for name, took in durations.items()
+    ]
+    watch: Any = SimpleNamespace(between_ms=lambda start, end: end - start)
+    assert report_computes(noted, watch) == {
+        "forward_ms": {"0": 3, "1": 2},
+        "backward_ms": {"0": 5 + 3, "1": 6},
+        "weights_ms": {"0": 3},
     }
 
 

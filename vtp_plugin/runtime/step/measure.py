@@ -16,9 +16,8 @@ import torch.distributed as dist
 
 from vtp_plugin.errors import PeerError
 from vtp_plugin.plan.layout.channel_id import Direction
-from vtp_plugin.plan.schedule.order.actions import Action
+from vtp_plugin.plan.schedule.order.actions import Action, Op
 from vtp_plugin.platform.interface import Platform
-from vtp_plugin.report.trace.causes import Cause
 from vtp_plugin.runtime.comm.link import ChannelLink
 from vtp_plugin.runtime.comm.recorder import Noted, Stopwatch
 from vtp_plugin.runtime.health.store import Topic, open_round, part_of
@@ -95,21 +94,26 @@ def _combined(combine: Callable[[Sequence[Posted]], str], reports: Sequence[Post
 
 
 def report_computes(noted: Sequence[Noted], watch: Stopwatch) -> Report:
-    """Return the median duration of forwards, backwards and, where they are apart, gradients of weights.
+    """Return the median duration of forwards, whole backwards and, where they are apart, gradients of weights.
 
-    Each by virtual stage.
+    Each by virtual stage. A backward in two parts counts with the sum of theirs, also beside some that are whole.
 
     Args:
         noted: spans that the recorder has noted in one or more steps.
         watch: stopwatch that made their marks.
     """
-    durations: defaultdict[tuple[Cause, int], list[float]] = defaultdict(list)
+    durations: defaultdict[int, defaultdict[Op, list[float]]] = defaultdict(lambda: defaultdict(list))
     for one in noted:
         if isinstance(one.name, Action) and one.name.op.is_compute:
-            durations[one.cause, one.name.vstage].append(watch.between_ms(one.start, one.end))
+            durations[one.name.vstage][one.name.op].append(watch.between_ms(one.start, one.end))
     report: Report = {"forward_ms": {}, "backward_ms": {}}
-    for (cause, vstage), each in durations.items():
-        report.setdefault(f"{cause}_ms", {})[str(vstage)] = statistics.median(each)
+    for vstage, each in durations.items():
+        medians = {op: statistics.median(times) for op, times in each.items()}
+        if Op.I in medians:
+            medians[Op.B] = medians[Op.I] + medians[Op.W]
+        for name, op in (("forward_ms", Op.F), ("backward_ms", Op.B), ("weights_ms", Op.W)):
+            if op in medians:
+                report.setdefault(name, {})[str(vstage)] = medians[op]
     return report
 
 

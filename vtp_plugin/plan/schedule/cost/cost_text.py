@@ -140,9 +140,9 @@ def combine_reports(reports: Sequence[Mapping[str, Mapping[str, float]]], placem
 
     Args:
         reports: One for each rank: by the names `forward_ms`, `backward_ms` (keys: virtual stage), `latency_ms`,
-            `transfer_ms` and `message_bytes` (keys: virtual stage that the message comes from). Where backwards are
-            split, `backward_ms` is the gradient of the input, and `weights_ms` that of the weights. Keys are text, as
-            in JSON.
+            `transfer_ms` and `message_bytes` (keys: virtual stage that the message comes from). `backward_ms` is that
+            of whole backwards, and `weights_ms` what gradients of weights take of it: half where only other virtual
+            stages have measured that. Keys are text, as in JSON.
         placement: Which stage holds which virtual stage; every one has been measured by some rank.
 
     >>> from vtp_plugin.plan.schedule.order.placement import plain_placement
@@ -157,7 +157,8 @@ def combine_reports(reports: Sequence[Mapping[str, Mapping[str, float]]], placem
         return max((report.get(name, {}).get(str(vstage), 0.0) for report in reports), default=0.0)
 
     vstages = range(placement.num_vstages)
-    weights = tuple(slowest("weights_ms", v) for v in vstages) if any("weights_ms" in one for one in reports) else ()
+    backward = tuple(slowest("backward_ms", v) for v in vstages)
+    weights = tuple(slowest("weights_ms", v) or whole / 2 for v, whole in enumerate(backward))
     transfers = [slowest("transfer_ms", v) for v in vstages[:-1]]
     measured = [round(slowest("message_bytes", v)) for v in vstages[:-1]]
     # Of a replica's share, another stage may have measured the whole. In every ring something else crosses.
@@ -165,13 +166,13 @@ def combine_reports(reports: Sequence[Mapping[str, Mapping[str, float]]], placem
     sizes = [max(size for size, other in zip(measured, rings, strict=True) if other == ring) for ring in rings]
     return Costs(
         forward=tuple(slowest("forward_ms", v) for v in vstages),
-        backward=tuple(slowest("backward_ms", v) + (weights[v] if weights else 0.0) for v in vstages),
+        backward=backward,
         latency=tuple(slowest("latency_ms", v) for v in vstages[:-1]),
         bandwidth=tuple(
             size / time if size and time else math.inf for size, time in zip(measured, transfers, strict=True)
         ),
         message_bytes=tuple(sizes),
-        weights=weights,
+        weights=weights if any("weights_ms" in one for one in reports) else (),
     )
 
 
