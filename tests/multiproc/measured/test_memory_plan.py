@@ -210,7 +210,7 @@ def test_plan_counts_every_byte_of_several_chunks(
 
 
 def test_one_tensor_more_is_found(script_pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(AssertionError, match="rank 0"):
+    with pytest.raises(AssertionError, match="rank 1"):
         check_kept(script_pool, capsys, "1,2", SPLIT, 1, ["keep_one_more"])
 
 

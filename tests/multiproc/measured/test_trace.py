@@ -42,7 +42,8 @@ def _check(
             counts = Counter(one.cause for one in step.stretches)
             num_computes = num_chunks[file.owner.stage] * _NUM_MICROBATCHES
             assert counts[Cause.FORWARD] == counts[Cause.BACKWARD] == num_computes
-            assert (counts[Cause.WEIGHTS] > 0) is is_split
+            # The first stage has nothing to do between the parts of a backward.
+            assert (counts[Cause.WEIGHTS] > 0) is (is_split and file.owner.stage > 0)
             assert counts[Cause.LOSS] == (_NUM_MICROBATCHES if file.owner.stage == loss_stage else 0)
             assert counts.keys() >= _NOTED and counts[Cause.OPTIMIZER] == 1, counts
             names = [one.name for one in step.stretches if one.cause in COMPUTES]
