@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -202,6 +203,18 @@ def simulated(layers: Sequence[int], sizes: Sequence[int], num_microbatches: int
     )
     schedule = lower(one_f_one_b(plain_placement(len(sizes)), num_microbatches), lookahead=0)
     return simulate(schedule, costs, mode="rendezvous").makespan
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "sizes", "num_microbatches", "layers"),
+    [(5, [2, 1, 6, 5], 2, (1, 1, 1, 2)), (4, [1, 4, 4], 2, (1, 1, 2)), (6, [1, 4, 4], 5, (1, 2, 3))],
+)
+def test_the_least_bound_is_not_always_the_shortest_step(
+    num_layers: int, sizes: list[int], num_microbatches: int, layers: tuple[int, ...]
+) -> None:
+    """With few microbatches other layers took 1.5 to 3.7 % less."""
+    nodes = [Node(name=f"n{i}", num_cards=size, memory_bytes=None) for i, size in enumerate(sizes)]
+    assert search(nodes, on_own_nodes(sizes, num_layers, num_microbatches))[1].layers == layers
 
 
 @settings(max_examples=100, deadline=None)
