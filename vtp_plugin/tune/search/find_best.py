@@ -195,7 +195,7 @@ class _Search:
         """Try the lists in the order of the objective, with the largest edge of a U first, until one fits."""
         for space in sorted(self.spaces, key=lambda space: 0 if space.edge is None else -space.edge.stage_type.tp):
             for row in enumerate_lists(space, lambda: math.inf):
-                self.unfinished.clear()
+                self.unfinished.clear()  # those of lists that do not fit
                 self._try_list(space, row)
                 if self.best:
                     self._try_again()

@@ -91,10 +91,11 @@ def _join(placement: Placement, order: Actions) -> Actions:
     joined: list[Action] = []
     num_unawaited = 0  # of the last computes
     for action in order:
-        of_input = replace(action, op=Op.I)
-        if action.op is Op.W and of_input in joined[len(joined) - num_unawaited :]:
-            joined[joined.index(of_input)] = of_input.whole
-            continue
+        if action.op is Op.W:
+            of_input = replace(action, op=Op.I)
+            if of_input in joined[len(joined) - num_unawaited :]:
+                joined[joined.index(of_input)] = of_input.whole
+                continue
         joined.append(action)
         is_unawaited = action.op is Op.I and not sends_after(placement, action) and not joint_with(placement, action)
         num_unawaited = num_unawaited + 1 if is_unawaited else 0

@@ -21,7 +21,7 @@ class SplitOrder:
 
     Attributes:
         schedule: Order of compute; without a split where that is as fast.
-        makespan: Its simulated time, in the unit of the costs.
+        makespan: Its simulated time, or a little more, in the unit of the costs.
         whole_makespan: Time of the fastest order without a split.
     """
 
