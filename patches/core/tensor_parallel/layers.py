@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import torch
+from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.tensor_parallel import layers
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
 from vtp_plugin.host.patching import replaces
 from vtp_plugin.patches.patch_set import Moment
+from vtp_plugin.runtime.step.weight_gradients import WeightGradients
 from vtp_plugin.session import Session
 
 _NAME = "linear_with_grad_accumulation_and_async_allreduce"
+
+
+_Whole: Any = layers.LinearWithGradAccumulationAndAsyncCommunication
+# What its forward takes after input, weight and bias.
+_OPTIONS = tuple(inspect.signature(_Whole.forward).parameters)[4:]
+_DEFAULTS = {"grad_output_buffer": None, "wgrad_deferral_limit": 0, "tp_group": None, "gtp_remat_size": 1}
 
 
 @replaces(
@@ -35,26 +46,77 @@ def _linear(
     *args: Any,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Run a linear layer; in a forward whose backward is split as if its weight were frozen, but watched.
+    """Run a linear layer; in a forward whose backward is split as a function of our own.
 
-    A bias is added outside: Megatron's layer of a frozen weight gives it no gradient.
+    Megatron's own layers give all options by name.
     """
     waiting = session.pipelines.weight_gradients
-    if not waiting.is_left_for_later(weight, input):
+    if args or not waiting.is_left_for_later(weight, input):
         return original(input, weight, bias, *args, **kwargs)
-    output = layers.linear_with_frozen_weight(input, weight.detach(), None, *args, **kwargs)
-    gather = partial(_gathered, kwargs.get("tp_group")) if kwargs.get("sequence_parallel") else _as_it_is
-    waiting.watch(output, weight=weight, inputs=input, gather=gather)
-    return output if bias is None else output + bias
+    options = {**_DEFAULTS, **kwargs}
+    if options["tp_group"] is None:
+        options["tp_group"] = get_tensor_model_parallel_group()
+    # The use stands where gradient_accumulation_fusion does, which is off: hooks see as many gradients as otherwise.
+    _, *rest = (options[name] for name in _OPTIONS)
+    return _Split.apply(input, waiting.entry(weight), bias, _Use(weight, waiting), *rest)
 
 
-def _gathered(group: Any, inputs: torch.Tensor) -> torch.Tensor:
-    with torch.no_grad():
-        return gather_from_sequence_parallel_region(inputs, group=group)
+@dataclass(frozen=True, slots=True)
+class _Use:
+    """One use of a weight, whose gradient is left for later."""
+
+    weight: torch.Tensor
+    waiting: WeightGradients
 
 
-def _as_it_is(inputs: torch.Tensor) -> torch.Tensor:
-    return inputs
+class _Split(torch.autograd.Function):
+    """Megatron's linear layer; its backward leaves the gradient of the weight for later.
+
+    It saves what Megatron's saves, and its backward gets what Megatron's gets, after the hooks of users.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: torch.Tensor, entry: torch.Tensor, bias: torch.Tensor | None, use: _Use, *options: Any
+    ) -> torch.Tensor:
+        ctx.use, ctx.is_whole = use, False
+        return _Whole.forward(ctx, inputs, use.weight, bias, False, *options)
+
+    @staticmethod
+    @layers.custom_bwd
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        use: _Use = ctx.use
+        inputs, weight = ctx.saved_tensors
+        own = SimpleNamespace(**vars(ctx), saved_tensors=(inputs, weight))
+        if ctx.is_whole or not use.waiting.is_keeping:
+            return _Whole.backward(own, gradient)
+        # Megatron's function leaves the gradient of the weight out where that of an output layer is deferred. The kernel
+        # of fused accumulation would compute that one; here nothing does, and a detached weight has nothing to fill.
+        own.saved_tensors, own.main_grad, own.use_bias = (inputs, weight.detach()), None, False
+        own.gradient_accumulation_fusion, own.grad_output_buffer, own.wgrad_deferral_limit = True, list[Any](), 0
+        of_input, _, _, *nothing = _Whole.backward(own, gradient)
+        del own.saved_tensors, own.grad_output_buffer
+        use.waiting.keep(use.weight, partial(_of_weight, own), inputs, gradient)
+        return of_input, None, _rows(gradient, gradient)[0].sum(dim=0) if ctx.use_bias else None, *nothing
+
+
+def _keep_whole(node: Any, hook: Callable[..., Any]) -> Any:
+    """Register a hook on the node of a layer, which sees all gradients that the layer gives: they come at once."""
+    node.is_whole = True
+    return torch.autograd.function.BackwardCFunction.register_hook(node, hook)
+
+
+cast("Any", _Split)._backward_cls.register_hook = _keep_whole
+_rows: Any = layers.prepare_input_tensors_for_wgrad_compute
+
+
+@layers.custom_bwd
+def _of_weight(layer: Any, inputs: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    """Compute the gradient of a weight by the same operations as Megatron's layer."""
+    if layer.sequence_parallel:
+        inputs = gather_from_sequence_parallel_region(inputs, group=getattr(layer, "tp_group", None))
+    gradient, inputs = _rows(gradient, inputs)
+    return gradient.t().matmul(inputs)
 
 
 def layers_that_cannot_split(chunks: Sequence[torch.nn.Module]) -> Iterator[str]:

@@ -1,13 +1,14 @@
 """Split backwards: what the gradients of weights are computed from, kept until their turn comes.
 
-A linear layer's forward runs as if its weight were frozen, so its backward gives the gradient of the input alone. What
-the weight's own gradient needs is kept: the input, and the gradient of the output. Later the gradient is computed, and
-given to autograd as that of the weight, so that whoever listens there (Megatron's DDP) is told as by a whole backward.
+A linear layer's backward gives the gradient of the input alone. What the weight's own gradient needs is kept: the
+input, and the gradient of the output, as the operation's backward sees them, after all hooks of users. Later the
+gradient is computed, and given to autograd as that of the weight, so that whoever listens there (Megatron's DDP) is
+told as by a whole backward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,6 @@ import torch
 
 from vtp_plugin.errors import PlanError
 
-Gather = Callable[[torch.Tensor], torch.Tensor]
 Key = tuple[int, int]
 """Virtual stage and microbatch."""
 
@@ -27,20 +27,33 @@ class _Waiting:
 
     Attributes:
         weight: the parameter, ``[out, in]``.
-        inputs: the layer's input on this rank, ``[..., in]``.
-        gradient: the gradient of its output, ``[..., out]``.
-        gather: makes the input whole, where ranks hold slices of it.
+        tensors: what its gradient is computed from.
+        product: computes it.
+        versions: how often each tensor was changed in place before.
     """
 
     weight: torch.Tensor
-    inputs: torch.Tensor
-    gradient: torch.Tensor
-    gather: Gather
+    tensors: tuple[torch.Tensor, ...]
+    product: Callable[..., torch.Tensor]
+    versions: tuple[int, ...]
 
-    def product(self) -> torch.Tensor:
-        """Return the gradient of the weight, by the same operations as Megatron's layer."""
-        whole = self.gather(self.inputs)
-        return self.gradient.reshape(-1, self.gradient.shape[-1]).t().matmul(whole.reshape(-1, whole.shape[-1]))
+    def gradient(self) -> torch.Tensor:
+        """Compute the gradient of the weight.
+
+        Raises:
+            PlanError: something that it is computed from was changed in place meanwhile.
+        """
+        if self.versions != _versions(self.tensors):
+            raise PlanError(
+                f"the input of a linear layer with a weight of {list(self.weight.shape)}, or the gradient of its output, "
+                "was changed in place after its backward; with --vtp-split-backward the gradient of the weight still "
+                "needs both; change a copy, or leave --vtp-split-backward out"
+            )
+        return self.product(*self.tensors)
+
+
+def _versions(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
+    return tuple(tensor._version for tensor in tensors)
 
 
 class WeightGradients:
@@ -63,7 +76,7 @@ class WeightGradients:
             tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
             for uses in self._waiting.values()
             for use in uses
-            for tensor in (use.inputs, use.gradient)
+            for tensor in use.tensors
         }
         return sum(storages.values())
 
@@ -108,23 +121,40 @@ class WeightGradients:
             and id(weight) not in self._whole
         )
 
-    def watch(self, output: torch.Tensor, *, weight: torch.Tensor, inputs: torch.Tensor, gather: Gather) -> None:
-        """Keep, once the gradient of a layer's output is there, what the gradient of its weight needs.
+    @property
+    def is_keeping(self) -> bool:
+        """Whether a split backward runs, so that gradients of weights may wait."""
+        return self._current is not None
+
+    def keep(self, weight: torch.Tensor, product: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> None:
+        """Keep what the gradient of a weight is computed from, or give it at once where the backward is whole.
 
         Args:
-            output: of the layer, whose graph goes to the input alone.
-            weight: of the layer.
-            inputs: of the layer, on this rank.
-            gather: makes the input whole, where ranks hold slices of it.
+            weight: the parameter, ``[out, in]``.
+            product: computes its gradient of the tensors.
+            tensors: as the backward of the layer sees them.
         """
-        kept = inputs.detach()
+        use = _Waiting(weight=weight, tensors=tensors, product=product, versions=_versions(tensors))
+        if self._current is None:
+            _give([use])
+        else:
+            self._current.append(use)
 
-        def keep(gradient: torch.Tensor) -> None:
-            if self._current is None:
-                raise PlanError("a backward that is not split runs through a forward that is")
-            self._current.append(_Waiting(weight=weight, inputs=kept, gradient=gradient, gather=gather))
+    def entry(self, weight: torch.Tensor) -> torch.Tensor:
+        """Make what stands for a weight in the graph; a gradient that a backward gives it is kept for the weight.
 
-        output.register_hook(keep)
+        A split backward gives none. But one that a user runs inside a forward is whole, and so is one whose gradients
+        a hook of the layer's node wants to see.
+        """
+        entry = weight.detach().requires_grad_()
+
+        def take(entry: torch.Tensor) -> None:
+            gradient, entry.grad = entry.grad, None
+            if gradient is not None:
+                self.keep(weight, _as_it_is, gradient)
+
+        entry.register_post_accumulate_grad_hook(take)
+        return entry
 
     def compute(self, vstage: int, microbatch: int) -> None:
         """Compute what one split backward has left for later, weight after weight in the order of the backward.
@@ -140,10 +170,20 @@ class WeightGradients:
         uses: dict[int, list[_Waiting]] = {}
         for use in self._waiting.pop((vstage, microbatch)):
             uses.setdefault(id(use.weight), []).append(use)
-        # What was made last, autograd computes first. They are empty, as are their gradients.
-        outputs = [_Later.apply(own[0].weight, own) for own in reversed(uses.values())]
-        if outputs:
-            torch.autograd.backward(outputs, outputs)
+        _give(*uses.values())
+
+
+def _as_it_is(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient
+
+
+def _give(*uses: list[_Waiting]) -> None:
+    """Let autograd take the gradients of weights, one after the other; each list has the uses of one weight."""
+    # What was made last, autograd computes first. They are empty, as are their gradients.
+    with torch.enable_grad():  # a hook of a backward runs without
+        outputs = [_Later.apply(own[0].weight, own) for own in reversed(uses)]
+    if outputs:
+        torch.autograd.backward(outputs, outputs)
 
 
 class _Later(torch.autograd.Function):
@@ -158,7 +198,7 @@ class _Later(torch.autograd.Function):
     def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, None]:
         first, *rest = ctx.uses
         del ctx.uses
-        gradient = first.product()
+        gradient = first.gradient()
         for use in rest:
-            gradient = gradient + use.product()
+            gradient = gradient + use.gradient()
         return gradient, None
