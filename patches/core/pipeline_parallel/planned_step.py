@@ -6,12 +6,14 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
 from megatron.core.pipeline_parallel import schedules
-from megatron.core.tensor_parallel.layers import VocabParallelEmbedding
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from megatron.core.utils import get_model_config
+from torch.nn.utils.parametrize import is_parametrized
 
 from vtp_plugin.plan.schedule.order.actions import Action, Op
 from vtp_plugin.plan.schedule.order.schedule import Schedule
@@ -225,6 +227,8 @@ def run_step(backend: StepBackend, **arguments: Any) -> list[Any]:
         num_tokens=torch.zeros([], dtype=torch.int, device="cuda"),
         waiting=runner.weight_gradients,
     )
+    if not call.forward_only:
+        runner.settle_whole(partial(linear_layers, chunks))
     with _timed(config):
         with compute.sync.step():
             runner.run(plan.schedule, plan.links, compute)
@@ -244,6 +248,24 @@ def whole_weights(chunk: Any) -> list[torch.Tensor]:
     found = [module.weight for module in chunk.modules() if isinstance(module, kinds)]
     outputs = [getattr(getattr(module, "output_layer", None), "weight", None) for module in chunk.modules()]
     return found + [weight for weight in outputs if weight is not None]
+
+
+def linear_layers(chunks: Sequence[Any]) -> dict[str, tuple[torch.Tensor | None, bool]]:
+    """Find Megatron's linear layers by name: their weights, and whether something waits for a weight's gradient.
+
+    That is a hook on it, or what it is computed from; then it is no parameter, and None stands for it.
+    """
+    found: dict[str, tuple[torch.Tensor | None, bool]] = {}
+    for number, chunk in enumerate(chunks):
+        for name, layer in chunk.named_modules():
+            if isinstance(layer, (ColumnParallelLinear, RowParallelLinear)):
+                weight: Any = layer._parameters.get("weight")
+                if weight is None:
+                    waits = is_parametrized(layer, "weight") or vars(layer).get("weight") is not None
+                else:
+                    waits = bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
+                found[name if len(chunks) == 1 else f"chunk {number}, {name}"] = weight, waits
+    return found
 
 
 def chunks_of(model: Any) -> list[Any]:

@@ -96,7 +96,9 @@ class _Split(torch.autograd.Function):
         own.gradient_accumulation_fusion, own.grad_output_buffer, own.wgrad_deferral_limit = True, list[Any](), 0
         of_input, _, _, *nothing = _Whole.backward(own, gradient)
         del own.saved_tensors, own.grad_output_buffer
-        use.waiting.keep(use.weight, partial(_of_weight, own), inputs, gradient)
+        # Not where a user asks, in a forward that runs again, for the gradient of something else.
+        if torch._C._will_engine_execute_node(ctx.next_functions[1][0]):
+            use.waiting.keep(use.weight, partial(_of_weight, own), inputs, gradient)
         return of_input, None, _rows(gradient, gradient)[0].sum(dim=0) if ctx.use_bias else None, *nothing
 
 

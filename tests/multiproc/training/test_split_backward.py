@@ -18,6 +18,7 @@ from tests.multiproc.cases.core_cases import (
     assert_identical,
 )
 from tests.multiproc.cases.u_shape_cases import Saved, check_u_shape, u_shaped
+from tests.multiproc.jobs.listener_job import SPLIT, WHOLE, Heard
 from tests.multiproc.jobs.split_job import SplitResult
 from tests.multiproc.training.test_parity import BF16_REL
 from tests.support.hosts import fitted, host_name
@@ -130,3 +131,28 @@ def test_a_gradient_of_weights_before_that_of_its_input_ends_the_run(runs: Runs)
     """The proof refuses such an order; here it comes after the proof."""
     with pytest.raises(PoolError, match="PlanError: 1W0 comes before 1I0, or twice"):
         split(runs, CASES[0], "before its input's")
+
+
+LISTENED = [
+    Case.of(sizes=(1, 2), sequence_parallel=True, seq=12, in_flight=(3, 1), **LISTS),
+    Case.of(sizes=(1, 2), in_flight=(3, 1), recompute=True, **LISTS),
+]
+
+
+@pytest.mark.parametrize("case", LISTENED, ids=str)
+def test_who_listens_to_a_layer_sees_and_changes_what_a_whole_backward_has(runs: Runs, case: Case) -> None:
+    """To the last bit, as often and in the same order; only layers whose weight is listened to stay whole."""
+    names = [*SPLIT, *WHOLE]
+    case = fitted(case, host_name())
+
+    def listen(case: Case) -> list[dict[str, Heard]]:
+        return runs._pool.run(case.world_size, "tests.multiproc.jobs.listener_job:listen", {"case": case, "names": names})
+
+    whole, split = listen(case), listen(case.but(split_backward=True))
+    for rank, (ours, theirs) in enumerate(zip(split, whole, strict=True)):
+        assert ours["nobody"].left and not theirs["nobody"].left
+        for name in names:
+            assert ours[name].result == theirs[name].result, name
+            assert ours[name].seen == theirs[name].seen, name
+            stays = "nothing" if rank == 0 and name == "weights_of_one_rank" else WHOLE.get(name, "nothing")
+            assert ours[name].left == {k: n for k, n in ours["nobody"].left.items() if stays not in k}, name

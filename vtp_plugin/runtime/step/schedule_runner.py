@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 
 from vtp_plugin.config.resolve import ScheduleOptions
@@ -129,6 +130,29 @@ class ScheduleRunner:
         """Whether several replicas of this rank's stage share the microbatches of a step."""
         return self.placement.num_replicas[self._stage] > 1
 
+    def settle_whole(self, find: Callable[[], Mapping[str, tuple[torch.Tensor | None, bool]]]) -> None:
+        """Find, in the first training step with split backwards, which layers leave nothing for later; collective then.
+
+        A hook on a weight wants its gradient in the order of a whole backward. It may be on one rank of a layer alone,
+        but all ranks of a layer compute and sum its gradients in one order. So what one rank finds holds for all.
+
+        Args:
+            find: gives the linear layers of this rank by name: the weight, if it is a parameter, and whether the layer
+                leaves nothing for later.
+        """
+        if not self._split_backward or self.weight_gradients.always_whole is not None:
+            return
+        layers = {f"stage {self._stage}: {name}": layer for name, layer in find().items()}
+        own = {"whole": {name: 1.0 for name, (_, is_whole) in layers.items() if is_whole}}
+        named = self._ranks.share_reports(own, _all_whole).splitlines()
+        self.weight_gradients.always_whole = [
+            weight for name, (weight, _) in layers.items() if name in named and weight is not None
+        ]
+        if named and dist.get_rank() == 0:
+            more = f" and {len(named) - 1} more" if len(named) > 1 else ""
+            log.warning(f"--vtp-split-backward: {named[0]}{more}: whole backwards, since hooks on weights, or "
+                "parametrizations, need the gradients at once")
+
     def schedule(
         self, num_microbatches: int, *, forward_only: bool, group_size: int | None, batch: int | None = None
     ) -> Schedule:
@@ -247,3 +271,7 @@ class ScheduleRunner:
                 f"--vtp-costs says {time.predicted_ms:.1f} ms for a step that takes {time.real_ms:.1f} ms: the order "
                 "may be a poor one; correct the costs, or leave them out to let the run measure them"
             )
+
+
+def _all_whole(reports: Sequence[Report]) -> str:
+    return "\n".join(sorted({name for report in reports for name in report["whole"]}))

@@ -61,10 +61,12 @@ class WeightGradients:
 
     Attributes:
         is_splitting: whether the compute that runs leaves the gradients of its weights for later.
+        always_whole: weights that no backward leaves for later; None until the first step finds them.
     """
 
     def __init__(self) -> None:
         self.is_splitting = False
+        self.always_whole: Collection[torch.Tensor] | None = None
         self._waiting: dict[Key, list[_Waiting]] = {}
         self._current: list[_Waiting] | None = None
         self._whole: set[int] = set()
@@ -88,7 +90,7 @@ class WeightGradients:
             whole: weights whose gradients are not left for later: those that something else than linear layers uses,
                 since autograd must sum both gradients of such a weight.
         """
-        self._whole = {id(weight) for weight in whole}
+        self._whole = {id(weight) for weights in (whole, self.always_whole or ()) for weight in weights}
         self.is_splitting = True
         try:
             yield
