@@ -17,7 +17,7 @@ from torch.autograd.graph import register_multi_grad_hook, save_on_cpu, saved_te
 from torch.nn.utils.parametrize import register_parametrization
 
 from tests.multiproc.cases.core_cases import Case
-from tests.multiproc.jobs.core_job import Trainer, applied, model_parallel
+from tests.multiproc.jobs.core_job import Trainer, applied, cpu_only, mapped_only, model_parallel
 from tests.support.pool import init_gloo
 from vtp_plugin.api import _Holder
 from vtp_plugin.runtime.step.weight_gradients import WeightGradients
@@ -302,8 +302,8 @@ def nobody(ear: Ear) -> None:
 SPLIT = {
     one.__name__: one
     for one in (
-        *(nobody, outputs, outputs_in_place, inputs, retained, modules, modules_the_old_way, nodes, saved),
-        *(saved_on_cpu, asked, several, biases, accumulators),
+        *(nobody, outputs, outputs_in_place, inputs, retained, modules, modules_the_old_way, nodes),
+        *(saved_on_cpu, asked, several, biases, accumulators, saved),
     )
 }
 """Layers that are listened to like this leave the gradients of weights for later all the same."""
@@ -321,16 +321,18 @@ WHOLE = {
 def listen(case: Case, names: list[str]) -> dict[str, Heard]:
     """Train a step of a case with each listener in turn."""
     init_gloo()
-    with applied(case, force=False), model_parallel(case), contextlib.closing(Trainer(case)) as trainer:
+    alone = {"stock": cpu_only, "mapped": mapped_only}.get(case.execution.plugin)
+    with alone() if alone else applied(case, force=False), model_parallel(case), contextlib.closing(Trainer(case)) as trainer:
         (model,) = trainer.model
         return {name: _one(trainer, Ear(model=model), globals()[name]) for name in names}
 
 
 def _one(trainer: Trainer, ear: Ear, listener: Callable[[Ear], None]) -> Heard:
-    assert _Holder.session is not None
-    runner = _Holder.session.running.require_schedule_runner()
-    runner.weight_gradients.always_whole = None  # as in the first step
-    runner._num_left = 0  # the order stays
+    if trainer.case.execution.schedule == "planned":
+        assert _Holder.session is not None
+        runner = _Holder.session.running.require_schedule_runner()
+        runner.weight_gradients.always_whole = None  # as in the first step
+        runner._num_left = 0  # the order stays
     with _counting(ear.model) as left, ear.stack:
         listener(ear)
         losses, _, grad_norm, _ = trainer.step(0)

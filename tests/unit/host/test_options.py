@@ -132,6 +132,7 @@ def context_of(rule: OptionRule, context: OptionContext) -> OptionContext:
         device="cpu" if on_cpu else "cuda",
         dp_sizes=(1, 2) if is_meant[Verdict.REFUSED_UNEQUAL_DP] else (),
         is_u_shaped=is_meant[Verdict.REFUSED_U_SHAPED],
+        is_planned=is_meant[Verdict.REFUSED_PLANNED],
         has_split_backward=is_meant[Verdict.REFUSED_SPLIT],
     )
 

@@ -153,6 +153,8 @@ def test_a_run_is_refused(
         sizes = ("", 6)
     if rule.verdict is Verdict.REFUSED_U_SHAPED:
         flags += ["--layerwise-disaggregated-training", "--num-layer-list", "1,1,1", "--num-layers", "3"]
+    if rule.verdict is Verdict.REFUSED_PLANNED:
+        flags += ["--vtp-schedule", "planned"]
     if rule.verdict is Verdict.REFUSED_SPLIT:
         flags += ["--vtp-schedule", "planned", "--vtp-split-backward"]
     with pytest.raises(ConfigError) as caught:

@@ -219,3 +219,13 @@ def test_forwards_and_gradients_of_inputs_keep_their_order(patience: float) -> N
         assert check(filled) == () and check(lower(filled)) == ()
         for before, after in zip(base.orders, filled.orders, strict=True):
             assert list(before) == [action.whole for action in after if action.op is not Op.W]
+
+
+@pytest.mark.parametrize("is_split", [False, True])
+@pytest.mark.parametrize("num_replicas", [(2, 2), (1, 2)])
+def test_interleaving_with_replicas_in_turn_is_refused(num_replicas: tuple[int, ...], is_split: bool) -> None:
+    """An order of one replica each would leave the others without a microbatch."""
+    placement = replace(interleaved_placement(2, 2), num_replicas=num_replicas)
+    said = re.escape(f"{','.join(map(str, num_replicas))} replicas that share the microbatches, with 2 chunks on each")
+    with pytest.raises(ConfigError, match=said):
+        make_schedule(ScheduleRequest(placement=placement, num_microbatches=4, split_backward=is_split))

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from vtp_plugin.errors import PlanError
+from vtp_plugin.errors import ConfigError, PlanError
 
 Key = tuple[int, int]
 """Virtual stage and microbatch."""
@@ -41,10 +41,10 @@ class _Waiting:
         """Compute the gradient of the weight.
 
         Raises:
-            PlanError: something that it is computed from was changed in place meanwhile.
+            ConfigError: something that it is computed from was changed in place meanwhile.
         """
         if self.versions != _versions(self.tensors):
-            raise PlanError(
+            raise ConfigError(
                 f"the input of a linear layer with a weight of {list(self.weight.shape)}, or the gradient of its output, "
                 "was changed in place after its backward; with --vtp-split-backward the gradient of the weight still "
                 "needs both; change a copy, or leave --vtp-split-backward out"
@@ -53,7 +53,8 @@ class _Waiting:
 
 
 def _versions(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
-    return tuple(tensor._version for tensor in tensors)
+    """Count changes; 0 for a part of a larger tensor, which counts those of its other parts, too."""
+    return tuple(tensor._version if tensor.untyped_storage().nbytes() == tensor.nbytes else 0 for tensor in tensors)
 
 
 class WeightGradients:

@@ -11,6 +11,7 @@ from vtp_plugin.host.rules.table.rule import (
     off,
     on,
     refused,
+    refused_planned,
     refused_u_shaped,
     refused_unequal,
     refused_unequal_dp,
@@ -89,6 +90,11 @@ PARALLELISM_RULES: tuple[OptionRule, ...] = (
 )
 
 ORDER_RULES: tuple[OptionRule, ...] = (
+    *refused_planned(
+        "only Megatron's schedules do this, the plugin's executor does not",
+        "--defer-embedding-wgrad-compute",
+        "--fine-grained-activation-offloading",
+    ),
     *refused_unequal_dp(
         "no interleaved order is known for different data-parallel sizes",
         case("--num-virtual-stages-per-pipeline-rank", given),

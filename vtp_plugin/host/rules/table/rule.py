@@ -215,9 +215,9 @@ def refused_u_shaped(reason: str, *cases: OptionRule | str, way_out: str = "leav
 
 
 def refused_planned(reason: str, *names: str) -> tuple[OptionRule, ...]:
-    """Make rows for what planned schedules leave out: fields of the configuration, or arguments of the step."""
+    """Make rows for what planned schedules leave out: flags, fields of the configuration, or arguments of the step."""
     way_out = "leave it out, or use --vtp-schedule stock where all layers of a stage lie in a row"
-    cases = [case(name, attribute=name.partition(" ")[0].removeprefix("config.")) for name in names]
+    cases = [replace(case(name.removeprefix("config.")), option=name) for name in names]
     return _rules(Verdict.REFUSED_PLANNED, reason, cases, way_out)
 
 

@@ -139,6 +139,11 @@ def _order(request: ScheduleRequest) -> tuple[Schedule, int, str]:
     if placement.stages != interleaved_placement(num_stages, num_chunks).stages:
         raise ConfigError(f"no order is known for the placement {placement.stages}")
     if num_chunks > 1:
+        if placement.num_workers > num_stages:
+            raise ConfigError(
+                f"{','.join(map(str, placement.num_replicas))} replicas that share the microbatches, with {num_chunks} "
+                "chunks on each stage; an interleaved order is that of one replica each; plan one replica, or one chunk"
+            )
         schedule = interleaved_one_f_one_b(
             num_stages, num_chunks, num_microbatches, group_size=request.group_size, forward_only=request.forward_only
         )
