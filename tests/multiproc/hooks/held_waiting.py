@@ -46,6 +46,7 @@ def keep_one_more(facts: dict[str, Any]) -> None:
         with original(self, vstage, microbatch, whole):
             yield
         uses = self._waiting[vstage, microbatch]
-        uses.append(replace(uses[0], inputs=uses[0].inputs.clone()))
+        inputs, gradient = uses[0].tensors
+        uses.append(replace(uses[0], tensors=(inputs.clone(), gradient), versions=(0, uses[0].versions[1])))
 
     WeightGradients.backward = backward

@@ -58,7 +58,8 @@ def _spoilt(fault: str) -> Iterator[None]:
         elif num_calls == 2 and fault == "doubled":
             waiting *= 2
         elif num_calls == 2:
-            waiting[0] = replace(waiting[0], inputs=waiting[0].inputs.roll(1, dims=0))
+            right = waiting[0].product
+            waiting[0] = replace(waiting[0], product=lambda inputs, gradient: right(inputs.roll(1, dims=0), gradient))
         compute(self, vstage, microbatch)
 
     def before_its_input(self: ScheduleRunner, schedule: Schedule, *args: Any) -> None:

@@ -10,14 +10,36 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from vtp_plugin.errors import PlanError
+from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.runtime.step.weight_gradients import WeightGradients
 
 S, B, IN, OUT = 3, 2, 5, 4
 
 
-class Linear(torch.nn.Module):
+class Split(torch.autograd.Function):
     """As Megatron's linear layer with the patch."""
+
+    @staticmethod
+    def forward(ctx: Any, inputs: torch.Tensor, entry: torch.Tensor, layer: Any) -> torch.Tensor:
+        ctx.save_for_backward(inputs, layer.weight)
+        ctx.layer = layer
+        return inputs @ layer.weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        inputs, weight = ctx.saved_tensors
+        if not ctx.layer.later.is_keeping:
+            return gradient @ weight, product(inputs, gradient), None
+        ctx.layer.later.keep(ctx.layer.weight, product, inputs, gradient)
+        return gradient @ weight, None, None
+
+
+def product(inputs: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.reshape(-1, gradient.shape[-1]).t() @ inputs.reshape(-1, inputs.shape[-1])
+
+
+class Linear(torch.nn.Module):
+    """A layer whose weight's gradient is left for later, where it can be."""
 
     def __init__(self, later: WeightGradients | None, weight: torch.nn.Parameter) -> None:
         super().__init__()
@@ -26,9 +48,7 @@ class Linear(torch.nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if self.later is None or not self.later.is_left_for_later(self.weight, inputs):
             return inputs @ self.weight.t()
-        output = inputs @ self.weight.detach().t()
-        self.later.watch(output, weight=self.weight, inputs=inputs, gather=lambda tensor: tensor)
-        return output
+        return Split.apply(inputs, self.later.entry(self.weight), self)
 
 
 def parameters(*shapes: tuple[int, ...]) -> list[torch.nn.Parameter]:
@@ -171,12 +191,51 @@ def test_what_waits_is_counted() -> None:
     assert later.num_bytes == 4 * (S * B * IN + gradients)
 
 
-def test_a_whole_backward_through_a_split_forward_is_a_mistake() -> None:
-    later, (weight,) = WeightGradients(), parameters((IN, IN))
+def test_a_whole_backward_through_a_split_forward_gives_the_gradient_at_once() -> None:
+    """As a user's own backward inside a forward; gradients of inputs alone leave the weight as it is."""
+    later, (weight,), inputs = WeightGradients(), parameters((IN, IN)), samples()
     with later.forward(()):
-        loss = Linear(later, weight)(samples()).sum()
-    with pytest.raises(PlanError, match="a backward that is not split runs through a forward that is"):
+        loss = Linear(later, weight)(inputs).square().sum()
+        (gradient,) = torch.autograd.grad(loss, inputs, retain_graph=True)
+        assert weight.grad is None
         loss.backward()
+    whole = Linear(None, other := torch.nn.Parameter(weight.detach()))(again := samples())
+    whole.square().sum().backward()
+    assert torch.equal(gradient, again.grad) and torch.equal(inputs.grad, again.grad)
+    assert torch.equal(weight.grad, other.grad)
+
+
+@pytest.mark.parametrize("part", ["inputs", "gradient"])
+def test_what_is_kept_must_not_be_changed_in_place(part: str) -> None:
+    later, (weight,), inputs = WeightGradients(), parameters((IN, IN)), samples()
+    kept = []
+    with later.forward(()):
+        output = Linear(later, weight)(inputs)
+    output.register_hook(kept.append)
+    with later.backward(0, 0, ()):
+        output.square().sum().backward()
+    changed = inputs.detach() if part == "inputs" else kept[0]
+    changed.mul_(2)
+    with pytest.raises(ConfigError, match=r"with a weight of \[5, 5\], .* changed in place after its backward; .*copy"):
+        later.compute(0, 0)
+
+
+def test_other_parts_of_a_larger_tensor_may_be() -> None:
+    later, (weight,), inputs = WeightGradients(), parameters((IN, IN)), samples()
+    whole = inputs.detach().repeat(2, 1, 1)
+    with later.forward(()):
+        loss = Linear(later, weight)(whole[:S].requires_grad_()).square().sum()
+    with later.backward(0, 0, ()):
+        loss.backward()
+    whole[S:] = 0
+    later.compute(0, 0)
+
+
+def test_layers_that_always_stay_whole() -> None:
+    later, (weight, other) = WeightGradients(), parameters((IN, IN), (IN, IN))
+    later.always_whole = [weight]
+    with later.forward([other]):
+        assert not later.is_left_for_later(weight, samples()) and not later.is_left_for_later(other, samples())
 
 
 def test_what_is_not_left_cannot_be_computed() -> None:
