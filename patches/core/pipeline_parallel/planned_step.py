@@ -264,7 +264,7 @@ def linear_layers(chunks: Sequence[Any]) -> dict[str, tuple[torch.Tensor | None,
                     waits = is_parametrized(layer, "weight") or vars(layer).get("weight") is not None
                 else:
                     waits = bool(weight._backward_hooks or weight._post_accumulate_grad_hooks)
-                found[name if len(chunks) == 1 else f"chunk {number}, {name}"] = weight, waits
+                found[f"{f'chunk {number}, ' if number else ''}{name.replace('module.', '')}"] = weight, waits
     return found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any, cast
@@ -16,7 +15,6 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 
 from vtp_plugin.host.patching import replaces
 from vtp_plugin.patches.patch_set import Moment
-from vtp_plugin.runtime.step.weight_gradients import WeightGradients
 from vtp_plugin.session import Session
 
 _NAME = "linear_with_grad_accumulation_and_async_allreduce"
@@ -56,17 +54,9 @@ def _linear(
     options = {**_DEFAULTS, **kwargs}
     if options["tp_group"] is None:
         options["tp_group"] = get_tensor_model_parallel_group()
-    # The use stands where gradient_accumulation_fusion does, which is off: hooks see as many gradients as otherwise.
+    # In the place of gradient_accumulation_fusion, which is off: hooks see as many gradients as otherwise.
     _, *rest = (options[name] for name in _OPTIONS)
-    return _Split.apply(input, waiting.entry(weight), bias, _Use(weight, waiting), *rest)
-
-
-@dataclass(frozen=True, slots=True)
-class _Use:
-    """One use of a weight, whose gradient is left for later."""
-
-    weight: torch.Tensor
-    waiting: WeightGradients
+    return _Split.apply(input, waiting.entry(weight), bias, (weight, waiting), *rest)
 
 
 class _Split(torch.autograd.Function):
@@ -77,28 +67,29 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, inputs: torch.Tensor, entry: torch.Tensor, bias: torch.Tensor | None, use: _Use, *options: Any
+        ctx: Any, inputs: torch.Tensor, entry: torch.Tensor, bias: Any, use: Any, *options: Any
     ) -> torch.Tensor:
-        ctx.use, ctx.is_whole = use, False
-        return _Whole.forward(ctx, inputs, use.weight, bias, False, *options)
+        (weight, _), ctx.is_whole = use, False
+        ctx.use = use
+        return _Whole.forward(ctx, inputs, weight, bias, False, *options)
 
     @staticmethod
     @layers.custom_bwd
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        use: _Use = ctx.use
-        inputs, weight = ctx.saved_tensors
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        parameter, waiting = ctx.use
+        (gradient,), (inputs, weight) = gradients, ctx.saved_tensors
         own = SimpleNamespace(**vars(ctx), saved_tensors=(inputs, weight))
-        if ctx.is_whole or not use.waiting.is_keeping:
+        if ctx.is_whole or not waiting.is_keeping:
             return _Whole.backward(own, gradient)
-        # Megatron's function leaves the gradient of the weight out where that of an output layer is deferred. The kernel
-        # of fused accumulation would compute that one; here nothing does, and a detached weight has nothing to fill.
+        # Megatron's function leaves the gradient of a weight out where that of an output layer is deferred, with fused
+        # accumulation. A detached weight has no gradient to add to, so nothing is fused.
         own.saved_tensors, own.main_grad, own.use_bias = (inputs, weight.detach()), None, False
         own.gradient_accumulation_fusion, own.grad_output_buffer, own.wgrad_deferral_limit = True, list[Any](), 0
         of_input, _, _, *nothing = _Whole.backward(own, gradient)
         del own.saved_tensors, own.grad_output_buffer
         # Not where a user asks, in a forward that runs again, for the gradient of something else.
         if torch._C._will_engine_execute_node(ctx.next_functions[1][0]):
-            use.waiting.keep(use.weight, partial(_of_weight, own), inputs, gradient)
+            waiting.keep(parameter, partial(_of_weight, own), inputs, gradient)
         return of_input, None, _rows(gradient, gradient)[0].sum(dim=0) if ctx.use_bias else None, *nothing
 
 

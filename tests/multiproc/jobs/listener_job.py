@@ -21,6 +21,7 @@ from tests.multiproc.jobs.core_job import Trainer, applied, cpu_only, mapped_onl
 from tests.support.pool import init_gloo
 from vtp_plugin.api import _Holder
 from vtp_plugin.runtime.step.weight_gradients import WeightGradients
+from vtp_plugin.util import log
 
 
 @dataclass(slots=True, kw_only=True)
@@ -31,11 +32,13 @@ class Heard:
         result: losses, norm, and all weights after it.
         seen: by listener and by when it heard (in forwards or in backwards), in this order.
         left: how often the gradient of each weight was left for later, by name.
+        said: warnings.
     """
 
     result: Any
     seen: dict[str, list[Any]]
     left: dict[str, int]
+    said: list[str]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -322,7 +325,11 @@ def listen(case: Case, names: list[str]) -> dict[str, Heard]:
     """Train a step of a case with each listener in turn."""
     init_gloo()
     alone = {"stock": cpu_only, "mapped": mapped_only}.get(case.execution.plugin)
-    with alone() if alone else applied(case, force=False), model_parallel(case), contextlib.closing(Trainer(case)) as trainer:
+    with (
+        alone() if alone else applied(case, force=False),
+        model_parallel(case),
+        contextlib.closing(Trainer(case)) as trainer,
+    ):
         (model,) = trainer.model
         return {name: _one(trainer, Ear(model=model), globals()[name]) for name in names}
 
@@ -333,17 +340,18 @@ def _one(trainer: Trainer, ear: Ear, listener: Callable[[Ear], None]) -> Heard:
         runner = _Holder.session.running.require_schedule_runner()
         runner.weight_gradients.always_whole = None  # as in the first step
         runner._num_left = 0  # the order stays
-    with _counting(ear.model) as left, ear.stack:
+    said: list[str] = []
+    with _counting(ear.model, said) as left, ear.stack:
         listener(ear)
         losses, _, grad_norm, _ = trainer.step(0)
     parameters = ear.model.named_parameters()
     after = {name.replace("parametrizations.weight.original", "weight"): digest(one) for name, one in parameters}
-    return Heard(result=(losses, float(grad_norm), after), seen=ear.seen, left=dict(left))
+    return Heard(result=(losses, float(grad_norm), after), seen=ear.seen, left=dict(left), said=said)
 
 
 @contextlib.contextmanager
-def _counting(model: Any) -> Iterator[Counter[str]]:
-    """Count the gradients of weights that are left for later."""
+def _counting(model: Any, said: list[str]) -> Iterator[Counter[str]]:
+    """Count the gradients of weights that are left for later, and note warnings."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     left, keep = Counter[str](), WeightGradients.keep
 
@@ -353,4 +361,5 @@ def _counting(model: Any) -> Iterator[Counter[str]]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(WeightGradients, "keep", counting)
+        patch.setattr(log, "warning", said.append)
         yield left

@@ -154,6 +154,9 @@ def test_who_listens_to_a_layer_sees_and_changes_what_a_whole_backward_has(runs:
             assert ours[name].seen == theirs[name].seen, name
             stays = "nothing" if rank == 0 and name == "weights_of_one_rank" else WHOLE.get(name, "nothing")
             assert ours[name].left == {k: n for k, n in ours["nobody"].left.items() if stays not in k}, name
+            said = "".join(ours[name].said)
+            assert (WHOLE.get(name, "nothing") in said) is (rank == 0 and name in WHOLE), said
+            assert len(ours[name].said) == said.count("--vtp-split-backward: whole backwards of stage "), said
     if case.model.experts:
         return
     alike = [name for name in SPLIT if name != "saved"]  # how often something is saved depends on the size

@@ -150,8 +150,9 @@ class ScheduleRunner:
         ]
         if named and dist.get_rank() == 0:
             more = f" and {len(named) - 1} more" if len(named) > 1 else ""
-            log.warning(f"--vtp-split-backward: {named[0]}{more}: whole backwards, since hooks on weights, or "
-                "parametrizations, need the gradients at once")
+            log.warning(
+                f"--vtp-split-backward: whole backwards of {named[0]}{more}, for hooks on weights or parametrizations"
+            )
 
     def schedule(
         self, num_microbatches: int, *, forward_only: bool, group_size: int | None, batch: int | None = None

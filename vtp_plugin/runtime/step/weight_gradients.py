@@ -45,9 +45,9 @@ class _Waiting:
         """
         if self.versions != _versions(self.tensors):
             raise ConfigError(
-                f"the input of a linear layer with a weight of {list(self.weight.shape)}, or the gradient of its output, "
-                "was changed in place after its backward; with --vtp-split-backward the gradient of the weight still "
-                "needs both; change a copy, or leave --vtp-split-backward out"
+                f"the input of a linear layer with a weight of {list(self.weight.shape)}, or its output's gradient, "
+                "was changed in place after its backward; with --vtp-split-backward the gradient of the weight needs "
+                "both; change a copy, or leave --vtp-split-backward out"
             )
         return self.product(*self.tensors)
 
@@ -154,7 +154,7 @@ class WeightGradients:
         def take(entry: torch.Tensor) -> None:
             gradient, entry.grad = entry.grad, None
             if gradient is not None:
-                self.keep(weight, _as_it_is, gradient)
+                self.keep(weight, torch.Tensor.detach, gradient)
 
         entry.register_post_accumulate_grad_hook(take)
         return entry
@@ -174,10 +174,6 @@ class WeightGradients:
         for use in self._waiting.pop((vstage, microbatch)):
             uses.setdefault(id(use.weight), []).append(use)
         _give(*uses.values())
-
-
-def _as_it_is(gradient: torch.Tensor) -> torch.Tensor:
-    return gradient
 
 
 def _give(*uses: list[_Waiting]) -> None:
