@@ -46,17 +46,20 @@ def _linear(
 ) -> torch.Tensor:
     """Run a linear layer; in a forward whose backward is split as a function of our own.
 
-    Megatron's own layers give all options by name.
+    Megatron's own layers give all options by name. Under autocast, whose types a backward takes over, backwards are
+    whole.
     """
     waiting = session.pipelines.weight_gradients
-    if args or not waiting.is_left_for_later(weight, input):
+    if args or torch.is_autocast_enabled("cuda") or not waiting.is_left_for_later(weight, input):
         return original(input, weight, bias, *args, **kwargs)
     options = {**_DEFAULTS, **kwargs}
     if options["tp_group"] is None:
         options["tp_group"] = get_tensor_model_parallel_group()
     # In the place of gradient_accumulation_fusion, which is off: hooks see as many gradients as otherwise.
     _, *rest = (options[name] for name in _OPTIONS)
-    return _Split.apply(input, waiting.entry(weight), bias, (weight, waiting), *rest)
+    # A leaf in the place of the weight; it gets a gradient only where a backward computes that at once.
+    entry = weight.detach().requires_grad_()
+    return _Split.apply(input, entry, bias, (weight, entry, waiting), *rest)
 
 
 class _Split(torch.autograd.Function):
@@ -69,17 +72,16 @@ class _Split(torch.autograd.Function):
     def forward(
         ctx: Any, inputs: torch.Tensor, entry: torch.Tensor, bias: Any, use: Any, *options: Any
     ) -> torch.Tensor:
-        (weight, _), ctx.is_whole = use, False
-        ctx.use = use
-        return _Whole.forward(ctx, inputs, weight, bias, False, *options)
+        ctx.use, ctx.is_whole = use, False
+        return _Whole.forward(ctx, inputs, use[0], bias, False, *options)
 
     @staticmethod
-    @layers.custom_bwd
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        parameter, waiting = ctx.use
+        parameter, entry, waiting = ctx.use
         (gradient,), (inputs, weight) = gradients, ctx.saved_tensors
         own = SimpleNamespace(**vars(ctx), saved_tensors=(inputs, weight))
         if ctx.is_whole or not waiting.is_keeping:
+            waiting.take(entry, parameter)
             return _Whole.backward(own, gradient)
         # Megatron's function leaves the gradient of a weight out where that of an output layer is deferred, with fused
         # accumulation. A detached weight has no gradient to add to, so nothing is fused.
@@ -103,7 +105,6 @@ cast("Any", _Split)._backward_cls.register_hook = _keep_whole
 _rows: Any = layers.prepare_input_tensors_for_wgrad_compute
 
 
-@layers.custom_bwd
 def _of_weight(layer: Any, inputs: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
     """Compute the gradient of a weight by the same operations as Megatron's layer."""
     if layer.sequence_parallel:

@@ -20,18 +20,19 @@ class Split(torch.autograd.Function):
     """As Megatron's linear layer with the patch."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, entry: torch.Tensor, layer: Any) -> torch.Tensor:
+    def forward(ctx: Any, inputs: torch.Tensor, _entry: torch.Tensor, layer: Any, entry: Any) -> torch.Tensor:
         ctx.save_for_backward(inputs, layer.weight)
-        ctx.layer = layer
+        ctx.layer, ctx.entry = layer, entry
         return inputs @ layer.weight.t()
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> Any:
         inputs, weight = ctx.saved_tensors
         if not ctx.layer.later.is_keeping:
-            return gradient @ weight, product(inputs, gradient), None
+            ctx.layer.later.take(*ctx.entry, ctx.layer.weight)
+            return gradient @ weight, product(inputs, gradient), None, None
         ctx.layer.later.keep(ctx.layer.weight, product, inputs, gradient)
-        return gradient @ weight, None, None
+        return gradient @ weight, None, None, None
 
 
 def product(inputs: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -48,7 +49,8 @@ class Linear(torch.nn.Module):
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         if self.later is None or not self.later.is_left_for_later(self.weight, inputs):
             return inputs @ self.weight.t()
-        return Split.apply(inputs, self.later.entry(self.weight), self)
+        entry = self.weight.detach().requires_grad_()
+        return Split.apply(inputs, entry, self, (entry,))
 
 
 def parameters(*shapes: tuple[int, ...]) -> list[torch.nn.Parameter]:

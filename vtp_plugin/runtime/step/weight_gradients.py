@@ -143,13 +143,16 @@ class WeightGradients:
         else:
             self._current.append(use)
 
-    def entry(self, weight: torch.Tensor) -> torch.Tensor:
-        """Make what stands for a weight in the graph; a gradient that a backward gives it is kept for the weight.
+    def take(self, entry: torch.Tensor, weight: torch.Tensor) -> None:
+        """Keep for a weight the gradient that a backward is about to give to what stands for it in the graph.
 
         A split backward gives none. But one that a user runs inside a forward is whole, and so is one whose gradients
         a hook of the layer's node wants to see.
+
+        Args:
+            entry: a leaf of the graph.
+            weight: the parameter for which it stands.
         """
-        entry = weight.detach().requires_grad_()
 
         def take(entry: torch.Tensor) -> None:
             gradient, entry.grad = entry.grad, None
@@ -157,7 +160,6 @@ class WeightGradients:
                 self.keep(weight, torch.Tensor.detach, gradient)
 
         entry.register_post_accumulate_grad_hook(take)
-        return entry
 
     def compute(self, vstage: int, microbatch: int) -> None:
         """Compute what one split backward has left for later, weight after weight in the order of the backward.
