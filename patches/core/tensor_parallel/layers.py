@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from megatron.core.parallel_state import get_tensor_model_parallel_group
@@ -62,6 +62,18 @@ def _linear(
     return _Split.apply(input, entry, bias, (weight, entry, waiting), *rest)
 
 
+def _keep_whole(node: Any, hook: Callable[..., Any]) -> Any:
+    """Register a hook on the node of a layer, which sees all gradients that the layer gives: they come at once."""
+    node.is_whole = True
+    return torch.autograd.function.BackwardCFunction.register_hook(node, hook)
+
+
+def _noticing_hooks(cls: Any) -> Any:
+    cls._backward_cls.register_hook = _keep_whole
+    return cls
+
+
+@_noticing_hooks
 class _Split(torch.autograd.Function):
     """Megatron's linear layer; its backward leaves the gradient of the weight for later.
 
@@ -95,13 +107,6 @@ class _Split(torch.autograd.Function):
         return of_input, None, _rows(gradient, gradient)[0].sum(dim=0) if ctx.use_bias else None, *nothing
 
 
-def _keep_whole(node: Any, hook: Callable[..., Any]) -> Any:
-    """Register a hook on the node of a layer, which sees all gradients that the layer gives: they come at once."""
-    node.is_whole = True
-    return torch.autograd.function.BackwardCFunction.register_hook(node, hook)
-
-
-cast("Any", _Split)._backward_cls.register_hook = _keep_whole
 _rows: Any = layers.prepare_input_tensors_for_wgrad_compute
 
 
