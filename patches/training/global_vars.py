@@ -14,6 +14,7 @@ from vtp_plugin.host.patching import Writes, Written, replaces
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.runtime.health.store import Topic, part_of
 from vtp_plugin.runtime.health.store_posts import PostError, read_post
+from vtp_plugin.runtime.health.waiting import STORE_KEEPER, until_store_ends
 from vtp_plugin.session import Session
 from vtp_plugin.util.undo import Name, UndoStack
 
@@ -114,6 +115,7 @@ def _on_edge(
     return tokenizer
 
 
+@until_store_ends(STORE_KEEPER, "the edge's tokenizer")
 def _read_sizes(store: dist.Store) -> tuple[int, int]:
     """Read the two sizes of the edge's vocabulary.
 

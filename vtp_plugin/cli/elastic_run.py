@@ -29,9 +29,9 @@ from vtp_plugin.runtime.health.redaction import Redaction
 from vtp_plugin.tune.fit.as_flags import OF_A_FIT, without
 from vtp_plugin.util import log
 
-# Of the timeout, for a card to be tried.
-_PROBE_SHARE = 0.3
-_MAX_PROBE_S = 60.0
+# Of the timeout, for a card to be tried; and with what goes before, so that rank 0 still waits for the result.
+_PROBE_SHARE, _MAX_PROBE_S = 0.3, 60.0
+_WITH_START_SHARE = 0.8
 
 
 def fit_run(argv: Sequence[str]) -> tuple[list[str], Membership]:
@@ -93,7 +93,7 @@ def _own_card(args: argparse.Namespace, config: VtpConfig, redaction: Redaction)
     host = socket.gethostname()
     node = args.vtp_node or host
     limit_s = min(_MAX_PROBE_S, _PROBE_SHARE * config.timeout_s)
-    kind, why = try_card(config.device, node, int(local), limit_s)
+    kind, why = try_card(config.device, node, int(local), limit_s, _WITH_START_SHARE * config.timeout_s - limit_s)
     return RankCard(
         # A name that the user gives is for all; a host's own name stays at its site.
         node=args.vtp_node or redaction.name(host),

@@ -1,7 +1,8 @@
 """Try one card: is it there, does it compute correctly, does it answer? Runs as a script in a process of its own.
 
 The process may hang or die with its card, and takes the card's memory with it. It imports torch only where there may
-be an accelerator, and nothing of the plugin.
+be an accelerator, and nothing of the plugin. It prints :data:`READY` once all is imported: how long that takes says
+nothing about the card.
 
 On CPUs a fault file simulates bad cards: each line has a node's name, a local rank, and absent, erring or hanging.
 """
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 _SIZE = 512
+READY = "ready"
+"""The line that is printed before the card is used for the first time."""
 
 
 def probe(device: str, node: str, local_rank: int, fault_file: str) -> dict[str, str]:
@@ -26,6 +29,8 @@ def probe(device: str, node: str, local_rank: int, fault_file: str) -> dict[str,
         local_rank: index of the card.
         fault_file: path of the fault file; empty for none.
     """
+    if device == "cpu":
+        print(READY, flush=True)
     module = None if device == "cpu" else _accelerator(device)
     if module is None:
         return {"kind": "cpu", "why": _played(node, local_rank, fault_file)}
@@ -48,8 +53,11 @@ def _accelerator(device: str) -> Any:
 
     import torch
 
-    if device in ("npu", "auto") and importlib.util.find_spec("torch_npu") is not None:
+    has_npu = device in ("npu", "auto") and importlib.util.find_spec("torch_npu") is not None
+    if has_npu:
         importlib.import_module("torch_npu")
+    print(READY, flush=True)
+    if has_npu:
         return torch.get_device_module("npu")
     if device == "cuda" or torch.cuda.is_available():
         return torch.cuda

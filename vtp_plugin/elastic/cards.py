@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -13,17 +15,29 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from vtp_plugin.elastic.card_probe import READY
 from vtp_plugin.elastic.outcome import Outcome
 from vtp_plugin.errors import LayoutError, PeerError, ShortageError, is_final
 from vtp_plugin.runtime.health.redaction import Redaction, first_line
 from vtp_plugin.runtime.health.store import Topic, part_of
-from vtp_plugin.runtime.health.store_posts import read_post
-from vtp_plugin.runtime.health.waiting import JUDGE_SHARE, WAITED, WaitingLines, poll, some_ranks
+from vtp_plugin.runtime.health.store_posts import parse_post, read_post
+from vtp_plugin.runtime.health.waiting import (
+    JUDGE_SHARE,
+    STORE_KEEPER,
+    WAITED,
+    AwakeClock,
+    WaitingLines,
+    await_readers,
+    poll,
+    some_ranks,
+    tell_read,
+    until_store_ends,
+)
 from vtp_plugin.util.printable import one_line
 from vtp_plugin.util.typed_json import ShapeError, read_typed
 
 _PROBE = Path(__file__).with_name("card_probe.py")
-_FAREWELL_S = 5.0
+_LOOK_S, _END_S = 0.1, 1.0
 # Errors that end a fit; a class stands before those that it inherits from.
 _KINDS = (PeerError, ShortageError, LayoutError)
 # Tests simulate bad cards with it.
@@ -59,31 +73,73 @@ class _Found:
     why: str
 
 
-def try_card(device: str, node: str, local_rank: int, limit_s: float) -> tuple[str, str]:
+def try_card(device: str, node: str, local_rank: int, limit_s: float, start_limit_s: float = 300.0) -> tuple[str, str]:
     """Try a card in a process of its own.
+
+    Time in which this process itself stands still, as on a busy or suspended machine, does not count.
 
     Args:
         device: ``cuda``, ``npu``, ``cpu``, or ``auto`` for the first of these that is there.
         node: name of this machine.
         local_rank: index of the card.
-        limit_s: seconds after which the card counts as not answering.
+        limit_s: seconds after which the card counts as not answering; they begin when the process uses it.
+        start_limit_s: seconds after which that process counts as slow, if it has not used the card yet.
 
     Returns:
-        The kind of the card, and why it is bad; empty if it is good.
+        The kind of the card, and why it is bad; empty if it is good. A why that begins with a word of
+        ``failed_cards.UNTESTED`` says nothing of the card.
     """
     command = [sys.executable, str(_PROBE), device, node, str(local_rank), os.environ.get(FAULT_FILE_VARIABLE, "")]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, stdin=subprocess.DEVNULL)
-    except subprocess.TimeoutExpired:
-        return "", f"hanging: no answer within {limit_s:g} s"
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines()
-        return "", f"erring: its test ended with {done.returncode} ({first_line(lines[-1]) if lines else 'no message'})"
+        test = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    except OSError as error:
+        return "", f"untested: its test could not be started ({error.strerror})"
+    clock, is_ready, has_ended, said, complaint = AwakeClock(), False, False, b"", b""
+    while not has_ended:
+        has_ended = test.poll() is not None  # what is read afterwards is all that it has said
+        said, complaint = _read(test, _LOOK_S)
+        if not is_ready and READY in _lines(said):
+            clock, is_ready = AwakeClock(), True
+        if not has_ended and test.poll() is None and clock.seconds() > (limit_s if is_ready else start_limit_s):
+            test.kill()
+            _leave(test)
+            if is_ready:
+                return "", f"hanging: no answer within {limit_s:g} s"
+            return "", f"slow: its test did not start within {start_limit_s:g} s (a busy machine or a slow disk)"
+    _leave(test)
+    lines = _lines(said)
+    if code := test.returncode:
+        last = "".join(_lines(complaint)[-1:])
+        text = f"its test ended with {code} ({first_line(last) or 'no message'})"
+        if not is_ready or -code in (signal.SIGKILL, signal.SIGTERM) or "out of memory" in last:
+            return "", f"untested: {text}, which says nothing of the device"
+        return "", f"erring: {text}"
     try:
-        found = read_typed(_Found, "".join(done.stdout.splitlines()[-1:]))
+        found = read_typed(_Found, "".join(lines[-1:]))
     except ShapeError as error:
         return "", f"erring: what its test printed {error}"
     return found.kind, found.why
+
+
+def _lines(data: bytes) -> list[str]:
+    return data.decode(errors="backslashreplace").strip().splitlines()
+
+
+def _read(test: subprocess.Popen[bytes], limit_s: float) -> tuple[bytes, bytes]:
+    """Read what a test has printed so far; a process that it has started may keep the pipes open."""
+    try:
+        return test.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired as late:
+        return late.output or b"", late.stderr or b""
+
+
+def _leave(test: subprocess.Popen[bytes]) -> None:
+    """Wait for the end of a test, but not for long: the driver of a bad card may keep the process for ever."""
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        test.wait(_END_S)
+    for pipe in (test.stdout, test.stderr):
+        assert pipe is not None
+        pipe.close()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +157,7 @@ class Ended:
     is_final: bool
 
 
+@until_store_ends(STORE_KEEPER, "the choice of the layout")
 def settle_seats(
     store: dist.Store,
     own: RankCard,
@@ -138,21 +195,24 @@ def settle_seats(
             ended = Ended(error=text, kind=next(kinds, LayoutError).__name__, is_final=is_final(error))
             part.set("seats", json.dumps(asdict(ended)))
             # This process may own the store's server: it leaves last, or the others never learn why.
-            poll(lambda: part.add("read", 0) >= world_size - 1, _FAREWELL_S)
+            num_others = sum(part.check([str(other)]) for other in range(1, world_size))
+            await_readers(part, "read", num_others, timeout_s)
             raise
-        part.set("seats", json.dumps(asdict(outcome)))
+        post = json.dumps(asdict(outcome))
+        part.set("seats", post)
     else:
         lines = WaitingLines(timeout_s, lambda: "rank 0, which chooses the layout")
         if not poll(lambda: part.check(["seats"]), timeout_s, pause_s=0.1, lines=lines):
             raise PeerError(
                 f"{WAITED} {timeout_s:.1f} s for rank 0 to choose the layout: no answer; look for a rank 0 that ended"
             )
-        part.add("read", 1)
-        if "error" in read_post(dict[str, object], part, "seats", Topic.CARDS.key):
-            ended = read_post(Ended, part, "seats", Topic.CARDS.key)
+        post = part.get("seats")
+        tell_read(part, "read")
+        if "error" in parse_post(dict[str, object], post, Topic.CARDS.key, "seats"):
+            ended = parse_post(Ended, post, Topic.CARDS.key, "seats")
             raised = next((one for one in _KINDS if one.__name__ == ended.kind), PeerError)
             raise raised(ended.error, is_final=ended.is_final and redaction.trusts_coordinator)
-    return read_post(Outcome, part, "seats", Topic.CARDS.key)
+    return parse_post(Outcome, post, Topic.CARDS.key, "seats")
 
 
 def _cards(part: dist.Store, world_size: int, timeout_s: float) -> list[RankCard]:

@@ -15,7 +15,7 @@ from vtp_plugin.checkpoint.save.folder_lock import LOCK_VARIABLE, FolderLock, pa
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.config.parse_values import format_value
 from vtp_plugin.elastic.cards import RankCard
-from vtp_plugin.elastic.failed_cards import leave_out, name_card
+from vtp_plugin.elastic.failed_cards import SILENT, UNTESTED, kind_of, leave_out, name_card
 from vtp_plugin.elastic.outcome import Outcome
 from vtp_plugin.elastic.progress import LastStep, read_last, write_last
 from vtp_plugin.errors import LayoutError, VtpError
@@ -131,11 +131,19 @@ class Coordinator:
             # What another site posts may be wrong: it must not stop this one for good.
             error.is_final = error.is_final and self.redaction.trusts_coordinator
             raise
-        layouts = fit(nodes, constraints)
+        bad = [f"excluded device: {name_card(card)} is {card.why}" for card in cards if card.why]
+        try:
+            layouts = fit(nodes, constraints)
+        except VtpError as error:
+            # A machine that was busy has its devices again after a restart.
+            is_cured = any(kind_of(card.why) in (SILENT, *UNTESTED) for card in cards)
+            error.is_final = error.is_final and not is_cured
+            for line in bad:
+                log.warning(line)
+            raise
         best = layouts[0]
         layout = constraints.layout(best.sizes, best.num_replicas)
         assert layout is not None
-        bad = [f"excluded device: {name_card(card)} is {card.why}" for card in cards if card.why]
         outcome = Outcome(
             seats=assign_ranks(best.node_names, layout, numbers),
             chosen=Chosen.of(best),

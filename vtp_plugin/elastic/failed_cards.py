@@ -23,7 +23,13 @@ MEMORY = "vtp_cards.json"
 """The name of the file."""
 CARD_VARIABLE = "VTP_CARD"
 """Set in the ranks of a fitted run: the card that a rank has."""
+SILENT = "hanging"
+"""First word of a card's ``why`` where it did not answer in time: it, or its machine, which may be busy."""
+UNTESTED = ("slow", "untested")
+"""First words of it where the test of the card did not come so far as to try it."""
 _MOST_FAILURES = 2
+_HEALTHY_STARTS = 2
+"""So many, one after the other, forgive that a card did not answer in time."""
 _ERROR = "vtp_card_error."
 # What a device reports of itself; messages of NCCL and HCCL are mostly about another rank.
 _OF_A_CARD = re.compile(
@@ -36,6 +42,10 @@ def leave_out(cards: Sequence[RankCard], folder: Path, *, forgives: str = "") ->
 
     A card fails when it is bad and was good the last time that it was seen: one that stays bad has failed once. A card
     that works now has failed as well if it reported an error in an earlier attempt (:func:`note_error`).
+
+    A card that did not answer in time may have been on a busy machine. So that counts only where another card of its
+    machine has answered, and is forgotten once the card works in two starts, one after the other. What a card reported
+    is not forgotten. A test that did not come so far as to try the card says nothing of it.
 
     Args:
         cards: cards of all ranks of this attempt.
@@ -50,24 +60,55 @@ def leave_out(cards: Sequence[RankCard], folder: Path, *, forgives: str = "") ->
     if forgives and known.get("forgiven by") != forgives:
         known = {"forgiven by": forgives, "cards": {}}
     remembered: dict[str, Any] = known.setdefault("cards", {})
+    answering = {card.node for card in cards if kind_of(card.why) not in (*UNTESTED, SILENT, "absent")}
     found = []
     for card in cards:
-        name = name_card(card)
-        entry: dict[str, Any] = remembered.get(name, {"failures": 0, "is bad": False, "why": ""})
-        if error := _take_error(folder, name):
-            entry = {"failures": entry["failures"] + 1, "is bad": True, "why": error}
-            remembered[name] = entry
-        if card.why:
-            number = entry["failures"] + (0 if entry["is bad"] else 1)
-            remembered[name] = {"failures": number, "is bad": True, "why": card.why}
-        elif name in remembered:
-            entry["is bad"] = False
+        name, kind = name_card(card), kind_of(card.why)
+        entry = _whole(remembered.get(name, {"failures": 0, "is bad": False, "why": ""}))
+        is_unknown = kind in UNTESTED or (kind == SILENT and card.node not in answering)
+        for why in (_take_error(folder, name), "" if is_unknown else card.why):
+            if why:
+                remembered[name] = entry = _after_failure(entry, why)
+        if not card.why and name in remembered:
+            remembered[name] = entry = {**entry, "is bad": False, "healthy": entry["healthy"] + 1}
+            if entry["healthy"] >= _HEALTHY_STARTS and entry["silent"]:
+                entry |= {"failures": entry["failures"] - entry["silent"], "silent": 0, "why": entry["error"]}
             if entry["failures"] >= _MOST_FAILURES:
                 why = f"excluded: it failed {entry['failures']} times, the last time as {entry['why']}"
                 card = replace(card, why=f"{why}; --vtp-forgive uses it again")
         found.append(card)
     _write(path, known)
     return found
+
+
+def kind_of(why: str) -> str:
+    """Return the first word of a card's ``why``, its kind; behind it stands what its site shows.
+
+    >>> kind_of("hanging: no answer within 18 s"), kind_of("slow (why stays at its site)"), kind_of("")
+    ('hanging', 'slow', '')
+    """
+    return re.split(r"\W", why, maxsplit=1)[0]
+
+
+def _whole(entry: Mapping[str, Any]) -> dict[str, Any]:
+    """Complete what an older version has written, which kept only the last reason."""
+    is_silent = kind_of(entry["why"]) == SILENT
+    error = "unknown" if is_silent and entry["failures"] > 1 else "" if is_silent else entry["why"]
+    return {"silent": int(is_silent), "error": error, "healthy": 0, **entry}
+
+
+def _after_failure(entry: Mapping[str, Any], why: str) -> dict[str, Any]:
+    """Note that a card is bad: a failure if it was good; what it reports is kept beside what may be forgiven."""
+    is_new, is_silent = not entry["is bad"], kind_of(why) == SILENT
+    has_reported = not is_new and not is_silent and kind_of(entry["why"]) == SILENT  # in the end
+    return {
+        "failures": entry["failures"] + is_new,
+        "is bad": True,
+        "why": entry["why"] if is_silent and not is_new else why,
+        "silent": entry["silent"] + (is_new and is_silent) - has_reported,
+        "error": entry["error"] if is_silent else why,
+        "healthy": 0,
+    }
 
 
 def name_card(card: RankCard) -> str:

@@ -31,8 +31,9 @@ START_VARIABLE: Final = "VTP_START"
 MOST_EQUAL: Final = 5
 """So many starts may end in one way."""
 _MOST_REASONS, _MOST_CHARS = 20, 500
-# A restart cures a peer that is gone, and a machine that joins ends the ranks of all others.
-_OF_A_PEER = re.compile(r"gloo|nccl|hccl|connection|broken pipe|socket|tcpstore", re.IGNORECASE)
+# A restart cures a peer that is gone, and a machine that joins ends the ranks of all others. What timed out may be
+# faster next time.
+_OF_A_PEER = re.compile(r"gloo|nccl|hccl|connection|broken pipe|socket|tcpstore|timed? ?out", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from vtp_plugin.runtime.health.board import Board
 from vtp_plugin.runtime.health.monitor import DONE
 from vtp_plugin.runtime.health.store import Round, Topic, connect_again, part_of
-from vtp_plugin.runtime.health.waiting import poll
+from vtp_plugin.runtime.health.waiting import AwakeClock, poll
 
 _LOOK_S = 1.0
 
@@ -48,7 +48,7 @@ class SpareRank:
 
     def wait(self) -> str | None:
         """Wait for the end of the run. Return why it failed; None if all its ranks ended well."""
-        life, begin_s = -1, time.monotonic()
+        life, silence = -1, AwakeClock()
         watched: dist.Store | None = None
         try:
             while self._part.add("ended", 0) < self._num_ranks:
@@ -56,14 +56,14 @@ class SpareRank:
                     watched = Round(part_of(connect_again(self._store), Topic.WATCH), 1).posts
                 if watched is None:
                     # Ranks that are still starting end by themselves if one of them does not come.
-                    begin_s = time.monotonic()
+                    silence = AwakeClock()
                 else:
                     if (failure := Board(watched).read().failure) is not None:
                         return failure
                     seen = watched.add("life/0", 0)
                     if seen != life or seen >= DONE:
-                        life, begin_s = seen, time.monotonic()
-                if self._num_ranks > 1 and time.monotonic() - begin_s > self._timeout_s:
+                        life, silence = seen, AwakeClock()
+                if self._num_ranks > 1 and silence.seconds() > self._timeout_s:
                     return f"rank 0 showed no sign of life for {self._timeout_s:.0f} s"
                 time.sleep(_LOOK_S)
         except RuntimeError:

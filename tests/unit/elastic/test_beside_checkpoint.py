@@ -249,6 +249,28 @@ class TestProgress:
         )
         assert begin("", "")[-1] == "the attempt with TP sizes 1 ended after step 5"
 
+    def test_a_slow_machine_ends_no_run_for_good(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+        """The edge of a U-shape without its device does; but not where the device was not tried, or the node hangs."""
+        sizes = {"context_parallel_size": 1, "expert_model_parallel_size": 1, "expert_tensor_parallel_size": None}
+        args = SimpleNamespace(num_layers=4, micro_batch_size=1, global_batch_size=8, **sizes)
+        config = VtpConfig(
+            size_list="auto",
+            stages=(2, 2),
+            data_parallel_size=1,
+            layerwise_disaggregated=True,
+            num_layer_list=(1, 2, 1),
+            sites=("edge", "cloud"),
+        )
+        slow, absent = "slow: its test did not start within 420 s (a busy machine or a slow disk)", "absent: gone"
+        for why, is_final in ((slow, False), ("hanging: no answer within 60 s", False), (absent, True)):
+            edge = replace(cards(why)[0], node="e", site="edge")
+            coordinator = Coordinator(args=args, config=config, folder=tmp_path)
+            with pytest.raises(LayoutError, match="site edge has no device left") as found:
+                coordinator.decide([edge, replace(cards("")[0], site="cloud")])
+            coordinator.close()
+            assert found.value.is_final is is_final
+            assert f"excluded device: e local rank 0 is {why}" in caplog.text
+
     def test_only_one_rank_writes(self, tmp_path: Path) -> None:
         environment = {RUN_FOLDER_VARIABLE: str(tmp_path), "RANK": "1"}
         hand_on("2,2", None, environment)
@@ -272,8 +294,22 @@ FITTED = """
 """
 
 
+# Found by each interpreter that starts: the test of a device takes this long to begin.
+SLOW_START = """
+import os, sys, time
+if any("card_probe" in word for word in sys.orig_argv):
+    time.sleep(float(os.environ["SLOW_START_S"]))
+"""
+
+
 def test_only_a_script_that_ends_well_has_lost_nothing(tmp_path: Path) -> None:
-    """Also before Megatron has begun, when nobody watches the run yet. One has the sampler that depends on replicas."""
+    """Also before Megatron has begun, when nobody watches the run yet. One has the sampler that depends on replicas.
+
+    The tests of two devices start more slowly than a device may take to answer: they are used all the same.
+    """
+    timeout_s = 20.0 * pace()
+    slow = {"PYTHONPATH": f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}", "SLOW_START_S": str(0.35 * timeout_s)}
+    (tmp_path / "sitecustomize.py").write_text(SLOW_START)
     ends = {"return": "", "status 0": "sys.exit(0)", "status 3": "sys.exit(3)", "error": "raise RuntimeError"}
     runs: dict[str, subprocess.Popen[bytes]] = {}
     for way, line in ends.items():
@@ -283,6 +319,9 @@ def test_only_a_script_that_ends_well_has_lost_nothing(tmp_path: Path) -> None:
         env = {**os.environ, **place, "MASTER_PORT": str(free_port()), "OMP_NUM_THREADS": "1"}
         words = [sys.executable, "-m", "vtp_plugin", "run", str(script), *FITTED.split(), "--save", str(tmp_path / way)]
         words += ["--dataloader-type", "cyclic" if way == "return" else "single"]
+        if way in ("return", "status 0"):
+            env |= slow
+            words += ["--vtp-timeout-s", str(timeout_s)]
         with (tmp_path / f"{way}.log").open("w") as log:
             runs[way] = subprocess.Popen(words, cwd=ROOT, env=env, stderr=log)
     assert {way: run.wait(timeout=120 * pace()) for way, run in runs.items()} == dict(
@@ -409,6 +448,9 @@ class TestFailedStarts:
             ConfigError("--save x belongs to another run", is_final=False),
             RuntimeError("[gloo/transport/tcp/pair.cc:534] Connection closed by peer [10.0.0.2]:4711"),
             KeyboardInterrupt(),
+            RuntimeError("wait timeout after 600000ms, keys: /vtp/0/default_pg/0//worker_count"),
+            TimeoutError("the tokenizer's server"),
+            subprocess.TimeoutExpired("make", 60),
         ],
         ids=repr,
     )

@@ -11,7 +11,6 @@ import pytest
 import torch.distributed as dist
 
 from vtp_plugin.config import VtpConfig
-from vtp_plugin.elastic import cards as cards_module
 from vtp_plugin.elastic.cards import FAULT_FILE_VARIABLE, RankCard, settle_seats, try_card
 from vtp_plugin.elastic.coordinator import Coordinator, group_by_node
 from vtp_plugin.elastic.join import join_run
@@ -118,8 +117,7 @@ def test_all_ranks_end_with_one_line() -> None:
         (1, r"start-up: waited 0\.5 s for rank 0 to choose the layout: no answer; look for a rank 0 that ended$"),
     ],
 )
-def test_a_rank_that_does_not_come_is_named(rank: int, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cards_module, "_FAREWELL_S", 0.1)
+def test_a_rank_that_does_not_come_is_named(rank: int, text: str) -> None:
     with pytest.raises(PeerError, match=text):
         place: Any = {"rank": rank, "world_size": 2, "timeout_s": 0.5, "redaction": ONE_SITE}
         settle_seats(dist.HashStore(), card("a", rank), not_asked, **place)

@@ -20,7 +20,16 @@ import torch.distributed as dist
 from vtp_plugin.errors import PeerError
 from vtp_plugin.runtime.health.store import Topic, part_of
 from vtp_plugin.runtime.health.store_posts import PostError, read_post, read_text
-from vtp_plugin.runtime.health.waiting import JUDGE_SHARE, UNKNOWN_PEER, WAITED, WaitingLines, poll, some_ranks
+from vtp_plugin.runtime.health.waiting import (
+    JUDGE_SHARE,
+    STORE_KEEPER,
+    UNKNOWN_PEER,
+    WAITED,
+    WaitingLines,
+    poll,
+    some_ranks,
+    until_store_ends,
+)
 
 _LOOK_S = 0.05
 _MOST_RANKS = 1 << 20
@@ -28,6 +37,7 @@ _MOST_RANKS = 1 << 20
 _MAX_LOOKS_PER_S = 4000
 
 
+@until_store_ends(STORE_KEEPER, "start")
 def agree_on_attempt(store: dist.Store, *, rank: int, world_size: int, timeout_s: float) -> str:
     """Agree with the other ranks of this attempt on its name.
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from vtp_plugin.errors import PeerError
 from vtp_plugin.runtime.health.store import Topic, open_round, part_of
 from vtp_plugin.runtime.health.store_posts import read_post
+from vtp_plugin.runtime.health.waiting import STORE_KEEPER, until_store_ends
 
 # Most round trips are as long as the shortest; a few are held up. On each, rank 0 answers once.
 _NUM_ROUND_TRIPS = 8
@@ -31,6 +32,7 @@ class ClockOffset:
     error_s: float
 
 
+@until_store_ends(STORE_KEEPER, "comparison of clocks")
 def estimate_offset(store: dist.Store, *, rank: int, world_size: int, timeout_s: float) -> ClockOffset:
     """Compare this rank's clock, ``time.perf_counter``, with that of rank 0; a collective call of all ranks.
 

@@ -25,7 +25,7 @@ from vtp_plugin.runtime.health.store_server import (
     serve,
     serves_store,
 )
-from vtp_plugin.runtime.health.waiting import WAITED, WaitingLines, poll, time_limit
+from vtp_plugin.runtime.health.waiting import STORE_KEEPER, WAITED, WaitingLines, poll, time_limit, until_store_ends
 
 _NUM_PINGS = 5
 ATTEMPT_VARIABLE = "VTP_ATTEMPT"
@@ -83,6 +83,7 @@ def open_store(rank: int, world_size: int, timeout_s: float) -> dist.Store:
     return dist.PrefixStore(f"vtp/{attempt}", store)
 
 
+@until_store_ends(STORE_KEEPER, "the store of this attempt")
 def open_own_store(store: dist.Store, rank: int, environment: MutableMapping[str, str], timeout_s: float) -> dist.Store:
     """Open a store for this attempt alone, where the launcher keeps one store over several attempts.
 

@@ -220,8 +220,8 @@ class Monitor:
             self._liveness_check.answer(notices.num_calls, self.position.stand)
             self.early_exits.note(notices.leaver, self._clock_s)
             if self._failure is None and notices.failure is not None:
+                self._failure = notices.failure  # first: when all have said farewell, the store may be gone
                 self._say_farewell()
-                self._failure = notices.failure
             self._contact_s = self._clock_s
             self._stopping.wait(self._look_interval_s)
 

@@ -9,11 +9,12 @@ import torch.distributed as dist
 from vtp_plugin.errors import LayoutError, PeerError
 from vtp_plugin.runtime.health.store import Topic, part_of
 from vtp_plugin.runtime.health.store_posts import read_number
-from vtp_plugin.runtime.health.waiting import WAITED, poll, some_ranks
+from vtp_plugin.runtime.health.waiting import STORE_KEEPER, WAITED, poll, some_ranks, until_store_ends
 
 _MOST_RANKS = 1 << 20
 
 
+@until_store_ends(STORE_KEEPER, "the ranks of each node")
 def gather_node_sizes(
     store: dist.Store, environment: Mapping[str, str], *, divisor: int, timeout_s: float
 ) -> tuple[int, ...]:

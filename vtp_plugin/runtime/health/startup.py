@@ -22,7 +22,6 @@ from vtp_plugin.runtime.health.redaction import (
     HIDDEN,
     Redaction,
     describe_error,
-    first_line,
     is_same_value,
     show_stated,
 )
@@ -34,16 +33,18 @@ from vtp_plugin.runtime.health.waiting import (
     UNKNOWN_PEER,
     WAITED,
     WaitingLines,
+    await_readers,
     poll,
     some_ranks,
+    tell_read,
     time_limit,
+    until_store_ends,
 )
 from vtp_plugin.util.printable import one_line
 
 _SAME_START = "start every rank with the same command line and the same versions"
 # What differs in later checks may be files, of which machines learn late.
 _OF_FLAGS = ("start", "start-up check")
-_FAREWELL_S = 5.0
 # Once an error is known, rank 0 waits no longer than this for ranks that have not come.
 _GRACE_S = 5.0
 # Rank 0 posts whom it waits for this soon, so that the first waiting lines of the others can name the ranks.
@@ -141,16 +142,12 @@ class _Check:
             else Post(says=self.redaction.state(statement))
         )
         begin_s = time.monotonic()
-        try:
-            with time_limit(self.agreement.rank, self.timeout_s, f"for the store at {self.name}: no answer"):
-                verdict = self._exchange(write_post(asdict(own)), begin_s)
-        except dist.DistError as broken:
-            waited = f"{WAITED} {time.monotonic() - begin_s:.1f} s"
-            whom = f"for rank {self.coordinator} or the launcher, which keeps the store, at {self.name}"
-            raise PeerError(
-                f"{waited} {whom}: the connection broke ({first_line(str(broken))}); it ended",
-                shared=f"{waited} {whom}: the connection broke; it ended",
-            ) from None
+        keeper = f"rank {self.coordinator} or the launcher, which keeps the store"
+        with (
+            until_store_ends(keeper, self.name),
+            time_limit(self.agreement.rank, self.timeout_s, f"for the store at {self.name}: no answer"),
+        ):
+            verdict = self._exchange(write_post(asdict(own)), begin_s)
         if not verdict.text:
             return
         text = verdict.text
@@ -191,7 +188,7 @@ class _Check:
         posts.set(str(rank), own)
         if rank != self.coordinator:
             verdict = self._read_verdict(posts, begin_s)
-            posts.add("farewell", 1)
+            tell_read(posts, "farewell")
             return verdict
         verdict, num_present = self._compare_posts(posts, begin_s)
         posts.set("verdict", json.dumps(asdict(verdict)))
@@ -199,7 +196,7 @@ class _Check:
             exchange.clear_last([*map(str, self.agreement.ranks), "verdict", "missing", "farewell"])
         if verdict.text:
             # This rank may own the store's server: it leaves last, or the others never learn why.
-            poll(lambda: posts.add("farewell", 0) >= num_present - 1, min(_FAREWELL_S, 0.15 * self.timeout_s))
+            await_readers(posts, "farewell", num_present - 1, self.timeout_s)
         return verdict
 
     def _compare_posts(self, posts: dist.Store, begin_s: float) -> tuple[CheckResult, int]:

@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 
 from vtp_plugin.runtime.health.store_posts import require_word
+from vtp_plugin.runtime.health.waiting import STORE_KEEPER, until_store_ends
 
 
 class Topic(Enum):
@@ -81,12 +82,14 @@ def part_of(store: dist.Store, topic: Topic, share: str = "") -> dist.Store:
     return dist.PrefixStore(f"{topic.key} {share}".rstrip(), store)
 
 
+@until_store_ends(STORE_KEEPER, "the name of the run")
 def name_run(store: dist.Store) -> str:
     """Return a random name of this attempt of a run, the same on all ranks that reach the store."""
     name = part_of(store, Topic.FOLDER).compare_set("run", "", uuid.uuid4().hex)
     return require_word(name, Topic.FOLDER.key, "run", "[0-9a-f]{32}")
 
 
+@until_store_ends(STORE_KEEPER, "another connection to it")
 def connect_again(store: dist.Store) -> dist.Store:
     """Open a connection to the run's store that nobody else uses, so that one long wait does not delay another.
 
@@ -139,6 +142,7 @@ class Round:
             last.delete_key(key)
 
 
+@until_store_ends(STORE_KEEPER, "an exchange between ranks")
 def open_round(part: dist.Store, rank: int) -> Round:
     """Begin the next exchange.
 

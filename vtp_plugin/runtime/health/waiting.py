@@ -9,7 +9,11 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 
+import torch.distributed as dist
+
+from vtp_plugin.errors import PeerError
 from vtp_plugin.runtime.health.error_file import write_error_file
+from vtp_plugin.runtime.health.redaction import first_line
 from vtp_plugin.util import log
 
 EXIT_CODE = 1
@@ -22,8 +26,28 @@ UNKNOWN_PEER = (
     "it did not start, ended, or runs without vtp_plugin (every rank needs apply() or 'python -m vtp_plugin run')"
 )
 _NEXT_LINE_S = 60.0
+_MOST_STEP_S = 5.0
+_FAREWELL_S, _FAREWELL_SHARE = 20.0, 0.15
+STORE_KEEPER = "rank 0 or the launcher, which keeps the store"
 # Tests shorten it.
 _FIRST_LINE_VARIABLE = "VTP_FIRST_WAITING_LINE_S"
+
+
+class AwakeClock:
+    """Counts seconds from its creation; asked often, since a longer time without a question counts as a short one.
+
+    So time in which this process stands still, as one that is suspended, accuses nobody.
+    """
+
+    def __init__(self) -> None:
+        self._seen_s, self._spent_s = time.monotonic(), 0.0
+
+    def seconds(self) -> float:
+        """Return the seconds so far; since the last question at most :data:`_MOST_STEP_S`."""
+        now_s = time.monotonic()
+        self._spent_s += min(now_s - self._seen_s, _MOST_STEP_S)
+        self._seen_s = now_s
+        return self._spent_s
 
 
 class WaitingLines:
@@ -73,9 +97,9 @@ def poll(
 
     It is called often at first, since most waits are short, and then every ``pause_s``.
     """
-    deadline_s, next_s = time.monotonic() + limit_s, _FIRST_POLL_S
+    clock, next_s = AwakeClock(), _FIRST_POLL_S
     while not is_true():
-        if time.monotonic() > deadline_s:
+        if clock.seconds() > limit_s:
             return False
         if lines is not None:
             lines.say()
@@ -95,24 +119,66 @@ def report(rank: int, text: str, *, is_consequence: bool = False) -> None:
 
 
 @contextlib.contextmanager
+def until_store_ends(whom: str, where: str = "start-up") -> Iterator[None]:
+    """Turn torch's error about the connection to the run's store into one line; also a decorator.
+
+    Args:
+        whom: who keeps the store, as far as it is known.
+        where: what this rank does meanwhile.
+
+    Raises:
+        PeerError: the store is gone, or does not answer.
+    """
+    begin_s = time.monotonic()
+    try:
+        yield
+    except dist.DistError as broken:
+        text = f"{WAITED} {time.monotonic() - begin_s:.1f} s for {whom}, at {where}: the connection broke"
+        raise PeerError(f"{text} ({first_line(str(broken))}); it ended", shared=f"{text}; it ended") from None
+
+
+def tell_read(part: dist.Store, key: str) -> None:
+    """Tell the rank that keeps the store, which leaves last, that this one has read what was there for it.
+
+    Called when all is read: the store may be gone at once, which matters no longer.
+    """
+    with contextlib.suppress(dist.DistError):
+        part.add(key, 1)
+
+
+def await_readers(part: dist.Store, key: str, number: int, timeout_s: float) -> None:
+    """Wait until so many ranks have told that they have read; one that has died does not tell.
+
+    Args:
+        part: part of the store with the posts.
+        key: key under which the ranks count.
+        number: number of ranks that are there.
+        timeout_s: timeout of the run, of which this is a small share.
+    """
+    poll(lambda: part.add(key, 0) >= number, min(_FAREWELL_S, _FAREWELL_SHARE * timeout_s))
+
+
+@contextlib.contextmanager
 def time_limit(rank: int, timeout_s: float, what: str) -> Iterator[None]:
     """End the process if the block takes clearly longer than its own timeout.
 
     A call on a store never returns while the store's server is stopped (suspended, not dead).
     """
-    limit_s = 1.1 * timeout_s + 1.0
+    limit_s, is_over = 1.1 * timeout_s + 1.0, threading.Event()
 
-    def leave() -> None:
+    def watch() -> None:
+        clock = AwakeClock()
+        while clock.seconds() <= limit_s:
+            if is_over.wait(min(1.0, limit_s / 4)):
+                return
         report(rank, f"{WAITED} {limit_s:.1f} s {what}; the process that keeps the store is stopped")
         os._exit(EXIT_CODE)
 
-    timer = threading.Timer(limit_s, leave)
-    timer.daemon = True
-    timer.start()
+    threading.Thread(target=watch, daemon=True).start()
     try:
         yield
     finally:
-        timer.cancel()
+        is_over.set()
 
 
 def some_ranks(ranks: list[int]) -> str:

@@ -22,6 +22,7 @@ from vtp_plugin.runtime.comm.link import ChannelLink
 from vtp_plugin.runtime.comm.recorder import Noted, Stopwatch
 from vtp_plugin.runtime.health.store import Topic, open_round, part_of
 from vtp_plugin.runtime.health.store_posts import PostError, parse_post, read_post
+from vtp_plugin.runtime.health.waiting import STORE_KEEPER, until_store_ends
 from vtp_plugin.runtime.step.links import LinkId
 from vtp_plugin.util.printable import one_line
 from vtp_plugin.util.typed_json import MOST_BYTES
@@ -33,6 +34,7 @@ _Kind = TypeVar("_Kind")
 _NUM_PINGS = 5
 
 
+@until_store_ends(STORE_KEEPER, "exchange of reports")
 def share_reports(
     store: dist.Store,
     own: Posted,
