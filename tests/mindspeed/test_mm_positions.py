@@ -176,7 +176,7 @@ def test_as_many_patches_as_tokens_stand_for_are_given() -> None:
         assert len(pixels) == size[1] * size[2]
     with pytest.raises(ConfigError, match="10 at most"):
         two_rings.grids(args).read({"image_grid_thw": torch.tensor([[1, 1, 11]])})
-    longer = SimpleNamespace(**{**vars(of_two_rings()), "variable_seq_lengths": True})
+    longer: Any = SimpleNamespace(**{**vars(of_two_rings()), "variable_seq_lengths": True})
     assert len(two_rings.grids(longer).read({"image_grid_thw": torch.tensor([[1, 2, 320]])})) == 10
 
 
