@@ -122,7 +122,7 @@ class PlainData:
             return _Writer(self).written(value)
         except _Unfit as error:
             raise ConfigError(
-                f"an object that would cross between sites {error}; the other site refuses it; send less at once and "
+                f"an object that would cross between sites {error}; the other site rejects it; send less at once and "
                 "texts of one line, or leave --vtp-sites out if one owner has all machines"
             ) from None
 
