@@ -77,6 +77,17 @@ _CLASSES: Final[Mapping[str, tuple[str, ...]]] = {
     "vtp_plugin.checkpoint.format.shard_map": ("Strided", "Block", "ShardSpec", "BucketEntry", "Bucket"),
 }
 
+# Of classes whose attributes only their constructor names.
+_FIELDS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "megatron.core.rerun_state_machine.QuickStats": {
+        "samples": list[float],
+        "pos": int,
+        "zero_cnt": int,
+        "max": float,
+        "max_size": int,
+    }
+}
+
 
 def close_objects(session: Session) -> None:
     """Let objects cross between sites as data alone, from now on; undone with the records."""
@@ -124,7 +135,7 @@ def _write(
 
 def _read(session: Session, given: Mapping[str, Any], original: Callable[[], Any]) -> Any:
     """Replace `_tensor_to_object`."""
-    return _plain_data(session).read(given["tensor"].cpu().numpy().tobytes()[: int(given["tensor_size"])])
+    return _plain_data(session).read(given["tensor"].cpu().numpy()[: int(given["tensor_size"])].tobytes())
 
 
 def _bounded(session: Session, given: Mapping[str, Any], original: Callable[[], Any]) -> Any:
@@ -134,7 +145,7 @@ def _bounded(session: Session, given: Mapping[str, Any], original: Callable[[], 
 
 
 def _plain_data(session: Session) -> PlainData:
-    return PlainData(_known_classes(), session.ranks.redaction.describe)
+    return PlainData(_known_classes(), session.ranks.redaction.describe, _FIELDS)
 
 
 def _known_classes() -> Iterator[type]:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from vtp_plugin.errors import LayoutError, refuse
+from vtp_plugin.errors import ConfigError, LayoutError, refuse
 from vtp_plugin.host.rules.checks.batch import most_tokens
 from vtp_plugin.host.rules.checks.layer_counts import check_counts, check_places
 from vtp_plugin.host.rules.checks.packed import packing_flag
@@ -33,7 +33,7 @@ from vtp_plugin.plan.layout.layer_lists import (
     rows_of_u,
 )
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
-from vtp_plugin.runtime.step.companion_tensors import Companion
+from vtp_plugin.runtime.step.companion_tensors import Companion, CompanionError
 from vtp_plugin.session import Session
 from vtp_plugin.util import log
 
@@ -49,6 +49,8 @@ _SWITCH = "layerwise_disaggregated_training"
 _POSITIONS = "mindspeed_mm.models.vision.vlm_attentionmask_for_llm"
 # Its collator pads a batch to a multiple of it.
 _MULTIPLE = 8
+_MOST_PLACE = 1 << 24
+_PLACES = f"they count from 0 to {_MOST_PLACE} at most, as far as fp32 does, and a mask has zeros and ones"
 
 
 def is_multimodal(args: object) -> bool:
@@ -271,11 +273,28 @@ def _read(args: argparse.Namespace, batch: Mapping[str, Any]) -> torch.Tensor:
         **{name: value for name, value in batch.items() if name == "second_per_grid_ts"},
     )
     is_token = torch.ones_like(ids) if mask is None else mask
-    return torch.cat([places.int(), is_token.int().unsqueeze(0)]).permute(2, 1, 0).contiguous()
+    rows = torch.cat([places.long(), is_token.long().unsqueeze(0)]).permute(2, 1, 0)
+    if not _are_places(rows):
+        raise ConfigError(
+            f"a batch with positions or a mask of other numbers; {_PLACES}; correct what the data loader gives as "
+            "position_ids and attention_mask"
+        )
+    return rows.int().contiguous()
+
+
+def _are_places(rows: torch.Tensor) -> bool:
+    """Tell whether numbers are places of tokens and a mask; attention sums up the mask, and reads memory there."""
+    return bool((rows >= 0).all() & (rows[..., :3] <= _MOST_PLACE).all() & (rows[..., 3] <= 1).all())
 
 
 def _batch(rows: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Give what the script reads in the cloud: positions, a mask, and ids of which only the form counts."""
+    """Give what the script reads in the cloud: positions, a mask, and ids of which only the form counts.
+
+    Raises:
+        CompanionError: these have other numbers.
+    """
+    if not _are_places(rows):
+        raise CompanionError("positions of tokens, or a mask, that cannot be", _PLACES)
     by_row = rows.long().permute(2, 1, 0)
     mask = by_row[3].contiguous()
     return {"input_ids": torch.zeros_like(mask), "attention_mask": mask, "position_ids": by_row[:3].contiguous()}

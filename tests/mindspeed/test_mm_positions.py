@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from vtp_plugin.errors import ConfigError, LayoutError
+from vtp_plugin.errors import ConfigError, LayoutError, PeerError
 from vtp_plugin.plan.boundary.message_kind import MessageKind
 from vtp_plugin.runtime.comm.audit import require_allowed
 
@@ -113,23 +113,86 @@ def test_in_each_of_two_rings_something_else_crosses(seen: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("kind", ["image", "video"])
 def test_sizes_of_pictures_arrive_and_no_pixel(kind: str) -> None:
-    companion = two_rings.grids(ARGS)  # pyright: ignore[reportArgumentType]
-    sizes = torch.tensor([[1, 2, 2], [2, 4, 6]])
+    companion = two_rings.grids(of_two_rings())
+    sizes = torch.tensor([[1, 2, 2], [2, 2, 8]])
     sent = companion.read({**{name: BATCH[name] for name in ("input_ids", "pixel_values")}, f"{kind}_grid_thw": sizes})
     require_allowed(MessageKind.GRIDS, sent)
     assert not bool((sent == SECRET).any())
     given = companion.give(sent)
     assert torch.equal(given["image_grid_thw"], sizes)
-    assert given["pixel_values"].shape == (4 + 48, 1) and not given["pixel_values"].any()
+    assert given["pixel_values"].shape == (4 + 32, 1) and not given["pixel_values"].any()
     assert given["input_ids"] is None and given.keys() == {"input_ids", "pixel_values", "image_grid_thw"}
 
 
 @pytest.mark.parametrize("sizes", [None, torch.zeros(0, 3), torch.ones(11, 3)], ids=["none", "no", "more than tokens"])
 def test_a_batch_without_a_picture_is_refused(sizes: Any) -> None:
-    companion = two_rings.grids(ARGS)  # pyright: ignore[reportArgumentType]
+    companion = two_rings.grids(of_two_rings())
     with pytest.raises(ConfigError, match="has one at least, and at most as many as tokens") as refused:
         companion.read({"input_ids": BATCH["input_ids"], "image_grid_thw": sizes})
     assert "\n" not in str(refused.value)
+
+
+LARGEST = 2**31 - 1
+NO_SIZES = {
+    "one large picture": [[1, 30000, 30000]],
+    "many large pictures": [[1, 46340, 46340]] * 10,
+    "just too large": [[1, 2, 22]],
+    "negative": [[1, -6, 4]],
+    "twice negative": [[1, -2, -2]],
+    "all negative": [[-LARGEST - 1] * 3] * 10,
+    "largest": [[LARGEST] * 3],
+    "an overflow to little": [[1 << 30, 1 << 30, 16]],
+    "an overflow to nothing": [[1 << 22, 1 << 22, 1 << 22]],
+    "no frames": [[0, 2, 2]],
+    "no rows": [[1, 0, 2]],
+    "no picture": [],
+    "half tokens": [[1, 3, 4]],
+}
+
+
+@pytest.mark.parametrize("name", NO_SIZES)
+def test_sizes_that_cannot_be_are_one_line(name: str) -> None:
+    """Ten tokens stand for forty patches at most; who sends sizes does not choose how much memory the cloud takes."""
+    companion = two_rings.grids(of_two_rings())
+    rows = torch.zeros(10, 1, 3, dtype=torch.int32)
+    for row, size in enumerate(NO_SIZES[name]):
+        rows[row, 0] = torch.tensor(size)
+    for give in (companion.give, two_rings._give):
+        with pytest.raises(PeerError, match=r"^sizes of pictures that cannot be, .*; .* 40 at most, .*; ") as caught:
+            give(rows)
+        assert str(caught.value).isprintable() and caught.value.shared == str(caught.value)
+    sizes = torch.tensor(NO_SIZES[name]).view(-1, 3)
+    with pytest.raises(ConfigError, match="^a batch (of 0 pictures|whose pictures have other sizes)"):
+        companion.read({"image_grid_thw": sizes})
+
+
+def test_as_many_patches_as_tokens_stand_for_are_given() -> None:
+    tower = SimpleNamespace(pipeline_num_layers=TWO_RINGS[0], spatial_merge_size=1)
+    args = of_two_rings()
+    args.mm.model.image_encoder.vision_encoder = tower
+    for given, size in ((of_two_rings(), [1, 2, 20]), (args, [1, 3, 3])):
+        companion = two_rings.grids(given)
+        pixels = companion.give(companion.read({"image_grid_thw": torch.tensor([size])}))["pixel_values"]
+        assert len(pixels) == size[1] * size[2]
+    with pytest.raises(ConfigError, match="10 at most"):
+        two_rings.grids(args).read({"image_grid_thw": torch.tensor([[1, 1, 11]])})
+    longer: Any = SimpleNamespace(**{**vars(of_two_rings()), "variable_seq_lengths": True})
+    assert len(two_rings.grids(longer).read({"image_grid_thw": torch.tensor([[1, 2, 320]])})) == 10
+
+
+@pytest.mark.parametrize(("place", "value"), [(0, -1), (1, LARGEST), (2, -LARGEST - 1), (3, 2), (3, -1), (3, LARGEST)])
+def test_positions_that_cannot_be_are_one_line(seen: dict[str, Any], place: int, value: int) -> None:
+    companion = multimodal.positions(ARGS)  # pyright: ignore[reportArgumentType]
+    sent = companion.read(BATCH)
+    sent[3, 1, place] = value
+    with pytest.raises(PeerError, match=r"^positions of tokens, or a mask, that cannot be, .*; .*; ") as caught:
+        companion.give(sent)
+    assert str(caught.value).isprintable() and caught.value.shared == str(caught.value)
+    if place == 3:
+        mask = BATCH["attention_mask"].clone()
+        mask[1, 3] = value
+        with pytest.raises(ConfigError, match="^a batch with positions or a mask of other numbers; "):
+            companion.read({**BATCH, "attention_mask": mask})
 
 
 @pytest.mark.parametrize("tensor", [torch.zeros(5, 2, 4), torch.zeros(5, 2, 3, dtype=torch.int32)])

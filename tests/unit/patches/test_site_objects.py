@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import io
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.checkpoint.filesystem import _StorageInfo, _StoragePrefix
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import WriteResult
 
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import ConfigError
@@ -16,7 +32,7 @@ from vtp_plugin.host.patching import Writes, Written, declared
 from vtp_plugin.patches import site_objects
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.patches.registry import list_moments
-from vtp_plugin.runtime.comm.plain_data import ObjectError
+from vtp_plugin.runtime.comm.plain_data import ObjectError, PlainData
 from vtp_plugin.runtime.health.redaction import Redaction
 
 BOUNDED = {target.partition(":")[2] for target in site_objects._BOUNDED}
@@ -115,3 +131,36 @@ def test_all_that_collects_objects_is_bounded() -> None:
     """A new function of torch that reads objects needs a record of its own."""
     public = {name for name in distributed_c10d.__all__ if "object" in name}
     assert public == {*BOUNDED, "send_object_list"}
+
+
+def test_what_is_said_of_a_checkpoint_crosses_with_its_types() -> None:
+    """Annotations of every class of the table are known, and what torch and Megatron make is of these types."""
+    pytest.importorskip("megatron.core")
+    from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor
+    from megatron.core.rerun_state_machine import QuickStats
+
+    for module in site_objects._CLASSES:
+        with contextlib.suppress(ModuleNotFoundError):
+            importlib.import_module(module)
+    known = {f"{kind.__module__}.{kind.__qualname__}": kind for kind in site_objects._known_classes()}
+    data = PlainData(known.values(), fields=site_objects._FIELDS)
+    for key, kind in known.items():
+        assert data.record(key).names or kind.__name__ == "MCoreSavePlan", key
+    size = torch.Size([2, 3])
+    index = MetadataIndex("weight", size, 0)
+    written = TensorWriteData(ChunkStorageMetadata(size, size), TensorProperties(), size)
+    sharded = ShardedTensor.from_rank_offsets("weight", torch.ones(2, 3), (0, 1, 2), replica_id=(0, 1))
+    stats = QuickStats()
+    stats.record(0.5)
+    plan = SavePlan([WriteItem(index, WriteItemType.SHARD, tensor_data=written)], _StoragePrefix("__0_"), {"a": ("b",)})
+    for value in (
+        plan,
+        LoadPlan([ReadItem(LoadItemType.TENSOR, index, size, index, size, size)]),
+        [WriteResult(index, 24, _StorageInfo("__0_0.distcp", 0, 24))],
+    ):
+        assert data.read(data.write(value)) == value
+    rng = ShardedObject("rng", io.BytesIO(b"state"), (1,), (0,))
+    assert data.read(data.write(rng)).data.getvalue() == b"state"
+    assert vars(data.read(data.write(stats))) == vars(stats)
+    assert sharded.data is not None and torch.equal(data.read(data.write(sharded)).data, sharded.data)
+    assert vars(data.read(data.write(sharded.without_data()))) == vars(sharded.without_data())

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
-from vtp_plugin.errors import ConfigError
+from vtp_plugin.errors import ConfigError, PeerError
 from vtp_plugin.plan.boundary.message_kind import MessageKind
 from vtp_plugin.runtime.comm.audit import require_allowed
-from vtp_plugin.runtime.step.packed_rows import padded_ends
+from vtp_plugin.runtime.step.packed_rows import packed_rows, padded_ends
 
 
 @pytest.mark.parametrize("ends", [[[0, 3, 7]], [[0, 3, 7, 7, 7]], [[0, 0, 3, 3, 7]], [0, 7]])
@@ -52,3 +54,41 @@ def test_other_forms_do_not_leave_as_lengths(tensor: torch.Tensor) -> None:
     require_allowed(MessageKind.LENGTHS, torch.zeros(8, 1, 1, dtype=torch.int32))
     with pytest.raises(ConfigError, match="is no lengths"):
         require_allowed(MessageKind.LENGTHS, tensor)
+
+
+LARGEST = 2**31 - 1
+
+
+@pytest.mark.parametrize("ends", [[0, 3, 7, 7], [0, 7, 7, 7], [0, 0, 0, 0]])
+def test_lengths_arrive_as_they_were_sent(ends: list[int]) -> None:
+    companion = packed_rows(7)
+    sent = companion.shaped(padded_ends({"cu_seqlens": torch.tensor([ends])}, 8)) if ends[-1] else None
+    came = torch.tensor([*ends, *ends[-1:] * 4], dtype=torch.int32).view(8, 1, 1)
+    assert sent is None or torch.equal(sent, came)
+    given = companion.give(came)
+    assert given["cu_seqlens"].shape == (1, 8) and given["cu_seqlens"].flatten().tolist() == came.flatten().tolist()
+    assert given["max_seqlen"].tolist() == [max(b - a for a, b in pairwise(ends))]
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        [-1, 3],
+        [0, -LARGEST],
+        [0, LARGEST, -LARGEST - 1],
+        [0, LARGEST],
+        [0, 8],
+        [0, 5, 3],
+        [1, 2],
+        [LARGEST] * 8,
+        [-7] * 8,
+    ],
+)
+def test_lengths_that_cannot_be_are_one_line(ends: list[int]) -> None:
+    """Kernels would read memory there."""
+    came = torch.tensor([*ends, *ends[-1:] * (8 - len(ends))], dtype=torch.int32).view(8, 1, 1)
+    with pytest.raises(
+        PeerError, match=r"^lengths of packed samples .*; .* 7, the tokens of a row, at most; "
+    ) as caught:
+        packed_rows(7).give(came)
+    assert str(caught.value).isprintable() and caught.value.shared == str(caught.value)

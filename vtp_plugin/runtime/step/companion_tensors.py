@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from vtp_plugin.errors import ConfigError
+from vtp_plugin.errors import ConfigError, PeerError
 from vtp_plugin.plan.boundary.message_kind import MessageKind
 from vtp_plugin.plan.layout.channel_id import ChannelId, Direction
 from vtp_plugin.plan.schedule.order.actions import Action, Op
@@ -43,7 +43,8 @@ class Companion:
             tensors pass.
         shape: shape of every companion. If its first lengths are None they vary, and a header goes before each.
         read: makes the companion from what the script's iterator gives.
-        give: makes what the script's forward step reads at the stages that want the companion; entries of a batch.
+        give: makes what the script's forward step reads at the stages that want the companion; entries of a batch. It
+            raises a :class:`CompanionError` of values that size memory or point into it, and cannot be.
         unit: name of what the script reads for a microbatch, such as ``"row"``, for errors.
         says: what later stages would not know without the companion, for errors.
         way_out: advice for the error about a forward that reads several batches.
@@ -90,6 +91,22 @@ class Companion:
     def shaped(self, made: torch.Tensor) -> torch.Tensor:
         """Give what was read its shape, unless it has one of its own."""
         return made if None in self.shape else made.view(self.least_shape)
+
+
+class CompanionError(PeerError):
+    """A companion has values that cannot be, so nothing is made of it.
+
+    Args:
+        what: the companion, and what is wrong with its values.
+        rule: what they must be.
+    """
+
+    def __init__(self, what: str, rule: str) -> None:
+        text = (
+            f"{what}, from another stage; {rule}; install one version on all ranks, or ask the owner of that stage "
+            "what it has sent (docs/guides/edge-cloud.md)"
+        )
+        super().__init__(text, shared=text)
 
 
 class Companions:

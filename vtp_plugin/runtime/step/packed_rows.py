@@ -10,7 +10,7 @@ import torch
 
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.boundary.message_kind import MessageKind
-from vtp_plugin.runtime.step.companion_tensors import Companion
+from vtp_plugin.runtime.step.companion_tensors import Companion, CompanionError
 
 _WAY_OUT = "give rows as Megatron's data sets do, with --micro-batch-size 1"
 
@@ -35,15 +35,24 @@ def packed_rows(row_length: int) -> Companion:
 def _row(ends: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return a row's lengths in the form of Megatron's data sets.
 
-    Kernels read memory at these positions, so the numbers are clamped to ascend inside the row. A check would have to
-    wait for the device.
+    Kernels read memory at these positions, so they are checked. That waits for the device, as Megatron does a moment
+    later for the longest sample.
 
-    >>> _row(torch.tensor([0, 2, 5, 5]))["cu_seqlens"].tolist(), _row(torch.tensor([-7, 9, 1]))["cu_seqlens"].tolist()
-    ([[0, 2, 3, 3]], [[0, 2, 2]])
+    Raises:
+        CompanionError: they do not count up inside the row.
+
+    >>> _row(torch.tensor([0, 2, 3, 3]))
+    {'cu_seqlens': tensor([[0, 2, 3, 3]]), 'max_seqlen': tensor([2])}
     """
-    inside = ends.flatten().clamp(0, ends.numel() - 1)
-    lengths = inside.cummax(0).values.view(1, -1)
-    return {"cu_seqlens": lengths, "max_seqlen": lengths.diff().amax(dim=1)}
+    row = ends.flatten()
+    lengths = row.diff()
+    # A difference of two int32 may overflow, so the ends are looked at first.
+    if bool((row[:1] != 0).any() | (row < 0).any() | (row >= row.numel()).any() | (lengths < 0).any()):
+        raise CompanionError(
+            "lengths of packed samples that do not count up inside their row",
+            f"they start at 0 and end at {row.numel() - 1}, the tokens of a row, at most",
+        )
+    return {"cu_seqlens": row.view(1, -1), "max_seqlen": lengths.amax(dim=0, keepdim=True)}
 
 
 def padded_ends(row: Any, length: int) -> torch.Tensor:
