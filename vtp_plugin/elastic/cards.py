@@ -16,7 +16,7 @@ import torch.distributed as dist
 from vtp_plugin.elastic.outcome import Outcome
 from vtp_plugin.errors import LayoutError, PeerError, ShortageError, is_final
 from vtp_plugin.runtime.health.redaction import Redaction, first_line
-from vtp_plugin.runtime.health.store import Topic, part_of
+from vtp_plugin.runtime.health.store import Topic, count, part_of
 from vtp_plugin.runtime.health.store_posts import read_post
 from vtp_plugin.runtime.health.waiting import JUDGE_SHARE, WAITED, WaitingLines, poll, some_ranks
 from vtp_plugin.util.printable import one_line
@@ -147,7 +147,7 @@ def settle_seats(
             raise PeerError(
                 f"{WAITED} {timeout_s:.1f} s for rank 0 to choose the layout: no answer; look for a rank 0 that ended"
             )
-        part.add("read", 1)
+        count(part, "read")
         if "error" in read_post(dict[str, object], part, "seats", Topic.CARDS.key):
             ended = read_post(Ended, part, "seats", Topic.CARDS.key)
             raised = next((one for one in _KINDS if one.__name__ == ended.kind), PeerError)

@@ -110,7 +110,16 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         log.warning(f"{path} cannot be read ({error}); which devices failed is not known")
         return {}
-    return found if isinstance(found, dict) else {}
+    cards = found.get("cards", {}) if isinstance(found, dict) else None
+    if isinstance(cards, dict) and all(map(_is_entry, cards.values())):
+        return found
+    log.warning(f"{path} is no memory of devices; which ones failed is not known")
+    return {}
+
+
+def _is_entry(entry: object) -> bool:
+    kinds = {"failures": int, "is bad": bool, "why": str}
+    return isinstance(entry, dict) and {name: type(each) for name, each in entry.items()} == kinds
 
 
 def _write(path: Path, known: dict[str, Any]) -> None:
