@@ -1,14 +1,19 @@
-"""The places that read bytes of another site, or of a stranger at the store's port, and how each of them is attacked."""
+"""The places that read bytes of another site, or of a stranger at the port of the store, and what attacks them."""
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import functools
 import io
 import json
+import os
 import pickle
+import socket
 import struct
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,9 +26,10 @@ from tests.attacker.inputs import Inputs
 from tests.attacker.play import Entry
 from tests.attacker.served import Served
 from vtp_plugin import adapters
+from vtp_plugin.checkpoint.format.shard_map import Block, Bucket, BucketEntry, ShardSpec, Strided
+from vtp_plugin.checkpoint.save import folder_lock
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.config.resolve import ScheduleOptions
-from vtp_plugin.elastic import cards as cards_module
 from vtp_plugin.elastic.cards import RankCard, settle_seats
 from vtp_plugin.elastic.coordinator import Coordinator
 from vtp_plugin.elastic.failed_cards import MEMORY, leave_out
@@ -31,6 +37,7 @@ from vtp_plugin.elastic.failed_starts import FAILED_STARTS, note_failed_start
 from vtp_plugin.elastic.progress import PROGRESS, read_last
 from vtp_plugin.elastic.spare_rank import SpareRank
 from vtp_plugin.link.site_file import read_site
+from vtp_plugin.patches.core.dist_checkpointing.serialization import _text_of
 from vtp_plugin.patches.mindspeed import multimodal, two_rings
 from vtp_plugin.patches.site_objects import _BoundedMemory
 from vtp_plugin.patches.training.checkpointing import require_common_folder
@@ -50,6 +57,7 @@ from vtp_plugin.runtime.comm.headers import Headers
 from vtp_plugin.runtime.comm.plain_data import PlainData
 from vtp_plugin.runtime.comm.recorder import Recorder
 from vtp_plugin.runtime.comm.tensor_format import TensorFormat
+from vtp_plugin.runtime.health import meeting_store
 from vtp_plugin.runtime.health.attempt import agree_on_attempt
 from vtp_plugin.runtime.health.board import Board, Leaver
 from vtp_plugin.runtime.health.clock import estimate_offset
@@ -70,6 +78,7 @@ from vtp_plugin.runtime.step.step_times import StepTimes
 from vtp_plugin.runtime.step.timing import StepSums, Timing, _sum_up
 from vtp_plugin.runtime.step.try_transports import TransportChoice, _read_times, _slowest
 
+LOCK = "vtp_lock.json"
 _HEALTH = "vtp_plugin/runtime/health"
 _STEP = "vtp_plugin/runtime/step"
 _ELASTIC = "vtp_plugin/elastic"
@@ -510,17 +519,20 @@ def _take_beside(given: tuple[str, bytes]) -> None:
         elif name == FAILED_STARTS:
             environment = {"VTP_RUN_FOLDER": folder, "VTP_START": "f a"}
             note_failed_start(OSError("disk"), environment)
+        elif name == LOCK:
+            _require_lines([folder_lock._describe(data.decode(errors="replace"))])
         else:
             leave_out([RankCard(**_CARD), RankCard(**{**_CARD, "local_rank": 2, "why": "erring: x"})], Path(folder))
 
 
 _PROGRESS = {**_SEATS["last"]}
+_HOLDER = {"run": "r1", "host": "n2", "process": 7, "since": "2026-01-01 00:00:00", "token": "t"}
 _STARTS = {"flags": "f", "reasons": {"OSError: disk": [2, "b"]}}
 _MEMORY = {"forgiven by": "x", "cards": {"a local rank 1": {"failures": 2, "is bad": False, "why": "erring: y"}}}
 
 
 def _make_beside(inputs: Inputs) -> tuple[str, bytes]:
-    files = {PROGRESS: _PROGRESS, FAILED_STARTS: _STARTS, MEMORY: _MEMORY}
+    files = {PROGRESS: _PROGRESS, FAILED_STARTS: _STARTS, MEMORY: _MEMORY, LOCK: _HOLDER}
     name = inputs.random.choice([*files])
     return name, inputs.post(files[name])
 
@@ -701,11 +713,96 @@ def _take_object(data: bytes) -> None:
     _DATA.read(data)
 
 
+_SHARD = ShardSpec(name="w", shape=(4, 3), blocks=(Block(((0, 2), (0, 3)), Strided(0, (3, 1))),))
+_BUCKET = Bucket("0", 8, (BucketEntry(_SHARD, 2),))
+
+
+def _make_parts(inputs: Inputs) -> list[Any]:
+    """Make what ranks send of a map, with a part of it replaced: of such objects only the classes are known."""
+    return [[(_BUCKET,)], _with_another(inputs, [(_BUCKET,), (_BUCKET, _BUCKET)])]
+
+
+def _with_another(inputs: Inputs, value: Any) -> Any:
+    if inputs.chance(0.2):
+        return _as_object(inputs, inputs.value())
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changed = copy.copy(value)
+        name = inputs.random.choice([field.name for field in dataclasses.fields(value)])
+        object.__setattr__(changed, name, _with_another(inputs, getattr(value, name)))
+        return changed
+    if isinstance(value, list | tuple) and value:
+        at = inputs.random.randrange(len(value))
+        return type(value)([*value[:at], _with_another(inputs, value[at]), *value[at + 1 :]])
+    return _as_object(inputs, inputs.value())
+
+
 def _take_length(length: int) -> None:
     """Take the memory for an object of a length, as torch does."""
     with _BoundedMemory(3):
         buffer = torch.empty(length, dtype=torch.uint8)
         buffer.resize_(length)
+
+
+# --- what answers where a store should be ---
+
+
+def _make_answers(inputs: Inputs) -> list[bytes | None]:
+    """Make what a listener answers to each message; None for the answer to a ping, which says again what it got.
+
+    To no request that reads a length: torch's client takes as much memory as the keeper of a store says.
+    """
+    if inputs.chance(0.01):
+        return [b""] * 9  # it never answers
+    kind = inputs.random.randrange(3)
+    return [inputs.garbage() or b"x", *([] if kind else [inputs.garbage()])] if kind < 2 else [None, b"\x00", b"\x07"]
+
+
+class _Listener:
+    """Answers what it is told to, and then closes the connection."""
+
+    def __init__(self, answers: Sequence[bytes | None]) -> None:
+        self._answers = answers
+        self._socket = socket.create_server(("127.0.0.1", 0))
+        self.port: int = self._socket.getsockname()[1]
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def _serve(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                threading.Thread(target=self._answer, args=(self._socket.accept()[0],), daemon=True).start()
+
+    def _answer(self, connected: socket.socket) -> None:
+        with contextlib.suppress(OSError), connected:
+            for answer in self._answers:
+                if not (got := connected.recv(1 << 16)):
+                    return
+                while answer is None and len(got) < 10:
+                    got += connected.recv(1 << 16)
+                connected.sendall(got[6:10] if answer is None else answer)
+
+    def close(self) -> None:
+        """Listen no more."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+def _take_doctor(answers: list[bytes | None]) -> None:
+    listener = _Listener(answers)
+    try:
+        _require_lines(meeting_store.test_rendezvous(f"127.0.0.1:{listener.port}", 0.02)[0])
+    finally:
+        listener.close()
+
+
+def _take_start(answers: list[bytes | None]) -> None:
+    """Start as rank 1, where something else listens."""
+    listener = _Listener(answers)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(listener.port), LOCAL_RANK="1")
+    try:
+        meeting_store.open_store(1, 2, 0.02)
+    finally:
+        listener.close()
 
 
 # --- files and words that the other site's owner gives ---
@@ -760,7 +857,7 @@ def _counter(inputs: Inputs) -> bytes:
 ENTRIES: list[Entry] = [
     Entry(
         name="a statement of a check",
-        places=[f"{_HEALTH}/startup.py:_Check._read_post", f"{_HEALTH}/startup.py:_Check._compare_posts"],
+        places=[f"{_HEALTH}/startup.py:_Check._read_post"],
         make=lambda inputs: inputs.post(_STATEMENT, _ERROR),
         take=lambda post: _settle({"1": post, "farewell": b"1"}, 0),
     ),
@@ -772,7 +869,10 @@ ENTRIES: list[Entry] = [
     ),
     Entry(
         name="who is missing at a check, and the counters",
-        places=[f"{_HEALTH}/startup.py:_Check._exchange", f"{_HEALTH}/store.py:open_round"],
+        places=[
+            *(f"{_HEALTH}/startup.py:_Check.{name}" for name in ("_exchange", "_read_verdict.whom")),
+            *(f"{_HEALTH}/store.py:{name}" for name in ("open_round", "count")),
+        ],
         make=_pair(lambda inputs: inputs.word("1, 2 and 3 more"), lambda inputs: inputs.counter()),
         take=lambda given: (
             _settle({"missing": given[0], "farewell": given[1]}, 1)
@@ -837,7 +937,8 @@ ENTRIES: list[Entry] = [
         name="attempts in the launcher's store",
         places=[
             f"{_HEALTH}/attempt.py:agree_on_attempt",
-            *(f"{_HEALTH}/attempt.py:_Table.{name}" for name in ("open", "enter", "_newest", "_take", "_clear")),
+            f"{_HEALTH}/attempt.py:_Table.enter",
+            *(f"{_HEALTH}/attempt.py:_Table.{name}" for name in ("open", "_newest", "_take")),
         ],
         make=_make_attempt,
         take=_take_attempt,
@@ -928,6 +1029,7 @@ ENTRIES: list[Entry] = [
             f"{_ELASTIC}/progress.py:read_last",
             f"{_ELASTIC}/failed_starts.py:_read",
             f"{_ELASTIC}/failed_cards.py:_read",
+            "vtp_plugin/checkpoint/save/folder_lock.py:_holder",
         ],
         make=_make_beside,
         take=_take_beside,
@@ -973,6 +1075,28 @@ ENTRIES: list[Entry] = [
         places=["patches/site_objects.py:_bounded"],
         make=lambda inputs: inputs.whole(),
         take=_take_length,
+    ),
+    Entry(
+        name="parts of the map of a checkpoint",
+        places=["patches/core/dist_checkpointing/serialization.py:_write"],
+        make=_make_parts,
+        take=_text_of,
+    ),
+    Entry(
+        name="what answers where doctor looks for a store",
+        places=[
+            *(f"{_HEALTH}/meeting_store.py:{name}" for name in ("test_rendezvous", "_ask_store.ask")),
+            f"{_HEALTH}/store_server.py:attach",
+        ],
+        make=_make_answers,
+        take=_take_doctor,
+    ),
+    Entry(
+        name="what answers where a rank looks for a store",
+        places=[f"{_HEALTH}/meeting_store.py:_is_reachable", f"{_HEALTH}/store_server.py:attach"],
+        make=_make_answers,
+        take=_take_start,
+        may_exit=True,  # a store that is stopped is left so, with a line
     ),
     Entry(
         name="a site's file for the link",

@@ -59,7 +59,7 @@ class Served(dist.Store):
         """Forget a value."""
         return self._open().pop(key, None) is not None
 
-    deleteKey = delete_key  # noqa: N815  what torch looks for, behind a prefix
+    deleteKey = delete_key
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Return if all are there."""
