@@ -61,7 +61,7 @@ class Played:
 
     Attributes:
         problems: what was wrong, by entry.
-        took_s: how long each entry took.
+        took_s: seconds of processors that each entry took.
         places: places that each entry covers.
     """
 
