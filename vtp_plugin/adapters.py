@@ -70,8 +70,7 @@ def targets_of_chunks(
         stages = [reports[layout.stage_ranks(stage)[0]]["layers"] for stage in range(layout.num_stages)]
         return _describe(missing, stages) if missing else ""
 
-    if text := session.ranks.share_reports(own, refusal):
-        text = one_line(text)
+    if text := one_line(session.ranks.share_reports(own, refusal)):
         raise ConfigError(text, shared=text)
     return ["".join(names) for names in held] if isinstance(targets, str) else held
 

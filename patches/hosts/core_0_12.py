@@ -28,6 +28,7 @@ from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.plan.layout.layer_lists import first_layer, num_layers, read_rows
 from vtp_plugin.plan.layout.u_layers import layers_of_chunk
 from vtp_plugin.runtime.comm.model_group import ModelGroup
+from vtp_plugin.runtime.comm.plain_data import ObjectError
 from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.session import Session
 from vtp_plugin.util.undo import Name, UndoStack
@@ -309,10 +310,13 @@ def _same_groups(original: Callable[..., list[dict[str, Any]]], *args: Any, **kw
     own = [{name: value for name, value in group.items() if name != "params"} for group in groups]
     gathered: list[list[dict[str, Any]]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, own)
-    for group in (group for found in gathered for group in found):
-        if group["is_expert_parallel"] and group not in own:
-            own.append(group)
-            groups.append({"params": [], **group})
+    try:
+        for group in (group for found in gathered for group in found):
+            if group["is_expert_parallel"] and group not in own:
+                own.append(group)
+                groups.append({"params": [], **group})
+    except Exception as error:  # of whatever kind: another site may have sent anything
+        raise ObjectError(f"describes no groups of parameters ({type(error).__name__})") from error
     return groups
 
 

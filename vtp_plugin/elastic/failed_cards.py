@@ -151,7 +151,20 @@ def _read(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         log.warning(f"{path} cannot be read ({error}); which devices failed is not known")
         return {}
-    return found if isinstance(found, dict) else {}
+    cards = found.get("cards", {}) if isinstance(found, dict) else None
+    if isinstance(cards, dict) and all(map(_is_entry, cards.values())):
+        return found
+    log.warning(f"{path} is no memory of devices; which ones failed is not known")
+    return {}
+
+
+def _is_entry(entry: object) -> bool:
+    kinds = {"failures": int, "is bad": bool, "why": str, "silent": int, "error": str, "healthy": int}
+    return (
+        isinstance(entry, dict)
+        and entry.keys() >= {"failures", "is bad", "why"}
+        and all(type(each) is kinds.get(name) for name, each in entry.items())
+    )
 
 
 def _write(path: Path, known: dict[str, Any]) -> None:

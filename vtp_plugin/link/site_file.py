@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final, Literal, cast, get_args
 
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.util.printable import one_line
 from vtp_plugin.util.typos import question
 from vtp_plugin.util.untrusted_files import read_toml
 
@@ -20,6 +21,7 @@ Engine = Literal["auto", "kernel", "wireguard-go"]
 MTU: Final = 1420  # of Ethernet, less the 80 bytes that WireGuard adds with IPv6
 LEAST_MTU: Final = 1280  # of IPv6
 _MOST_MTU: Final = 65535
+_MOST_TEXT: Final = 1024
 _NAME: Final = re.compile(r"[a-z][a-z0-9-]{0,10}")  # an interface has at most 15 characters, 4 of them are "vtp-"
 _ENDPOINT: Final = re.compile(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+):(\d{1,5})", re.ASCII)
 _KEYS: Final = (
@@ -171,15 +173,15 @@ def _require_known(values: Mapping[str, Any], known: tuple[str, ...], prefix: st
     for key in values:
         if key not in known:
             hint = question(key, known) or f"; the keys are {', '.join(known)}"
-            raise ConfigError(f"{prefix}{key} is unknown{hint}")
+            raise ConfigError(f"{prefix}{one_line(key, _MOST_TEXT)} is unknown{hint}")
 
 
 def _text(values: Mapping[str, Any], key: str, *default: str) -> str:
     value = values.get(key, *default)
     if value is None:
         raise ConfigError(f"{key} is missing; a link needs it; docs/guides/link.md says what it is")
-    if not isinstance(value, str) or not value.isprintable():
-        raise ConfigError(f"{key} must be text, not {ascii(value)[:60]}; write it in quotes")
+    if not isinstance(value, str) or not value.isprintable() or len(value) > _MOST_TEXT:
+        raise ConfigError(f"{key} must be text of one line, not {ascii(value)[:60]}; write it in quotes")
     return value
 
 

@@ -22,6 +22,7 @@ from vtp_plugin.host.patching import replaces
 from vtp_plugin.patches.core.dist_checkpointing.plain_objects import common_of, plain_only
 from vtp_plugin.patches.core.optimizer.moved_state import MapPart
 from vtp_plugin.patches.patch_set import Moment
+from vtp_plugin.runtime.comm.plain_data import ObjectError
 from vtp_plugin.session import Session
 
 
@@ -98,10 +99,25 @@ def _write(folder: Path, own: list[tuple[Bucket, ...] | None]) -> None:
     dist.gather_object(own, found)
     if found is None:
         return
-    parts = [part for of_rank in found for part in of_rank]
+    text = _text_of(found)
     # Another save into this folder may have left one.
     (folder / MAP).unlink(missing_ok=True)
-    if parts and None not in parts:
+    if text is not None:
         partial = folder / f"{MAP}.partial"
-        partial.write_text(dump_map(sorted((each for part in parts for each in part), key=lambda each: each.key)))
+        partial.write_text(text)
         partial.replace(folder / MAP)
+
+
+def _text_of(found: list[Any]) -> str | None:
+    """Write the parts of all ranks as one map; None where a rank does not know its part.
+
+    Raises:
+        PeerError: another site has sent what is no part of a map.
+    """
+    try:
+        parts = [part for of_rank in found for part in of_rank]
+        if not parts or None in parts:
+            return None
+        return dump_map(sorted((each for part in parts for each in part), key=lambda each: each.key))
+    except Exception as error:  # of whatever kind: of such objects only the classes are known
+        raise ObjectError(f"is no part of the map of a checkpoint ({type(error).__name__})") from error

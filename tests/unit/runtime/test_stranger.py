@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
+import struct
 import subprocess
 import sys
 import time
@@ -131,6 +133,15 @@ def test_what_others_post_is_one_plain_line_of_a_bounded_length(
     assert all(" ... (cut)" in line for line in lines)
 
 
+def test_a_board_of_bytes_that_look_like_one_is_changed_in_no_endless_round() -> None:
+    """Shown as text, its escape is right; in the store it never is what a rank has read."""
+    store = dist.HashStore()
+    store.set("board", cast(Any, b'{"num_calls": 1, "failure": "\\\xff"}'))
+    board = Board(store)
+    assert board.read().failure and board.call_all() == 0
+    assert "is no UTF-8" in str(board._change(lambda now: replace(now, num_calls=9)).failure)
+
+
 def test_a_board_is_read_in_no_endless_round() -> None:
     store = dist.HashStore()
     store.set("board", cast(Any, b"\xff"))
@@ -154,6 +165,36 @@ def test_an_answer_that_no_rank_gave_counts_as_none(post: Any) -> None:
     roll_call = LivenessCheck(store, Board(store), 0, 2)
     store.set("here/1", post)
     assert roll_call.standing(1) is None
+
+
+def test_peers_that_come_a_million_times_are_not_asked_for() -> None:
+    store = dist.HashStore()
+    check = LivenessCheck(store, Board(store), 0, 2)
+    for peers, is_sound in (([0, 1], True), ([0, 0, 0], False), ([2], False)):
+        store.set("here/1", "1 " + json.dumps({"text": "waits", "peers": peers}))
+        assert (check.standing(1) is not None) is is_sound
+
+
+def test_a_counter_without_a_number_is_one_line(store: dist.TCPStore) -> None:
+    """Torch's server closes the connection of who counts there."""
+    part_of(store, Topic.REPORTS).set("rounds of 0", "x")
+    with pytest.raises(PeerError, match="the store cannot count 'rounds of 0'"):
+        share_reports(connect_only(store), {}, str, rank=0, world_size=1, timeout_s=20.0)
+    part_of(store, Topic.ATTEMPTS).set("count", "x")
+    with pytest.raises(PeerError, match="the store cannot count 'count'"):
+        agree_on_attempt(connect_only(store), rank=0, world_size=2, timeout_s=20.0)
+
+
+def connect_only(store: dist.TCPStore) -> dist.TCPStore:
+    return dist.TCPStore(HOST, store.port, is_master=False, wait_for_workers=False)
+
+
+def test_rank_0_does_not_clear_an_attempt_of_a_million_ranks() -> None:
+    """It would delete a key for each."""
+    store = dist.HashStore()
+    part_of(store, Topic.ATTEMPTS).set("newest", "[1, 1048576]")
+    with pytest.raises(PeerError, match="is attempt 1 of 1048576 ranks, which is none"):
+        agree_on_attempt(store, rank=0, world_size=2, timeout_s=20.0)
 
 
 def test_suspects_that_nobody_named_are_not_waited_for() -> None:
@@ -514,6 +555,30 @@ def test_the_store_of_torch_has_no_bound_of_its_own(store: dist.TCPStore) -> Non
     assert [len(store.get(f"anything {number}")) for number in range(3)] == [7 << 20] * 3
     limits = [word for word in dir(dist.TCPStore) if re.search("limit|max|auth|password|acl", word, re.IGNORECASE)]
     assert not limits, "torch can bound a store now: use it, and change the document"
+
+
+def test_a_client_of_torch_believes_the_keeper_of_a_store() -> None:
+    """Why docs/how/security.md says who should keep it; so large a length fails at once, and a smaller one does not."""
+    with socket.create_server((HOST, 0)) as listener, ThreadPoolExecutor(1) as threads:
+
+        def keep() -> None:
+            connected, _ = listener.accept()
+            with connected:
+                got = b""
+                while len(got) < 10:  # a greeting, and a ping that wants its number back
+                    got += connected.recv(100)
+                connected.sendall(got[6:10])
+                connected.recv(100)
+                connected.sendall(struct.pack("<Q", 1 << 62))
+                connected.recv(100)
+
+        keeping = threads.submit(keep)
+        limit: Any = {"timeout": timedelta(seconds=20), "wait_for_workers": False}
+        client = dist.TCPStore(HOST, listener.getsockname()[1], is_master=False, **limit)
+        with pytest.raises(MemoryError):
+            client.compare_set("key", "", "")
+        del client
+        keeping.result(60.0)
 
 
 def test_every_read_of_the_store_is_in_a_module_that_checks() -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 from vtp_plugin.errors import PeerError
-from vtp_plugin.runtime.health.store import Topic, part_of
+from vtp_plugin.runtime.health.store import Topic, count, part_of
 from vtp_plugin.runtime.health.store_posts import PostError, read_post, read_text
 from vtp_plugin.runtime.health.waiting import (
     JUDGE_SHARE,
@@ -32,7 +32,7 @@ from vtp_plugin.runtime.health.waiting import (
 )
 
 _LOOK_S = 0.05
-_MOST_RANKS = 1 << 20
+_MOST_RANKS = 1 << 16  # rank 0 deletes a key for each
 # The store's server is one thread: all ranks together look at most this often.
 _MAX_LOOKS_PER_S = 4000
 
@@ -54,7 +54,7 @@ def agree_on_attempt(store: dist.Store, *, rank: int, world_size: int, timeout_s
         PeerError: a rank did not come, or somebody has posted what is no attempt.
     """
     if world_size == 1:
-        return str(part_of(store, Topic.ATTEMPTS).add("count", 1))
+        return str(count(part_of(store, Topic.ATTEMPTS), "count"))
     table = _Table(part_of(store, Topic.ATTEMPTS), max(_LOOK_S, world_size / _MAX_LOOKS_PER_S))
     begin_s = time.monotonic()
     if rank == 0:
@@ -76,7 +76,7 @@ class _Table:
 
     def open(self, world_size: int, begin_s: float, timeout_s: float) -> int:
         """Open the next attempt on rank 0, and return its number once all ranks are there."""
-        number = self.part.add("count", 1)
+        number = count(self.part, "count")
         self._clear()
         self.part.set("newest", json.dumps([number, world_size]))
         seats = [f"{number} seat {rank}" for rank in range(1, world_size)]

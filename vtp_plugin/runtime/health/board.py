@@ -116,6 +116,8 @@ class Board:
             if found == wanted.text:
                 self._text = found
                 return wanted
+            if found == text:  # bytes that only look like it
+                return Notices(failure=str(PostError(Topic.WATCH.key, _KEY, "is no UTF-8")))
             text = found
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from vtp_plugin.errors import PeerError
 from vtp_plugin.runtime.health.store_posts import require_word
 from vtp_plugin.runtime.health.waiting import STORE_KEEPER, until_store_ends
 
@@ -152,4 +153,20 @@ def open_round(part: dist.Store, rank: int) -> Round:
         part: part of a store, for exchanges of one kind.
         rank: this rank.
     """
-    return Round(part, part.add(f"rounds of {rank}", 1))
+    return Round(part, count(part, f"rounds of {rank}"))
+
+
+def count(part: dist.Store, key: str) -> int:
+    """Count one more at a key that ranks count at, and return the number.
+
+    Raises:
+        PeerError: the store is gone. Torch's server closes the connection of who counts where no number stands.
+    """
+    try:
+        return part.add(key, 1)
+    except (dist.DistError, ValueError, IndexError) as error:  # the last ones of a store in memory or in a file
+        text = (
+            f"the store cannot count {key!r}: the process that keeps it ended, or only a stranger writes what stands "
+            "there; look for a rank that ended, and let nobody else reach MASTER_PORT (docs/guides/edge-cloud.md)"
+        )
+        raise PeerError(text, shared=text) from error

@@ -90,7 +90,7 @@ def _combined(combine: Callable[[Sequence[Posted]], str], reports: Sequence[Post
     """Combine reports of the right shape; one may still lack figures that the others have."""
     try:
         return combine(reports)
-    except (AttributeError, IndexError, KeyError, TypeError) as error:
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         problem = f"of a rank lacks what ranks report ({type(error).__name__}: {error})"
         raise PostError(Topic.REPORTS.key, "RANK", one_line(problem)) from error
 

@@ -197,7 +197,7 @@ class ScheduleRunner:
         try:
             self.costs = parse_costs(text.split(), self.placement)
         except ConfigError as error:
-            problem = f"is {one_line(text, 80)!r}, which are no costs ({error})"
+            problem = f"is {one_line(text, 80)!r}, which are no costs ({one_line(str(error), 80)})"
             raise PostError(Topic.REPORTS.key, "text", problem) from None
         self._report = None
         first = self._num_trained - NUM_MEASURED_STEPS + 1

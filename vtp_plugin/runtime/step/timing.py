@@ -13,8 +13,11 @@ from vtp_plugin.report.trace.stage_times import StageTimes, stage_times
 from vtp_plugin.report.trace.trace_files import Owner, read_step, step_line
 from vtp_plugin.runtime.comm.recorder import Recorder
 from vtp_plugin.runtime.health.clock import ClockOffset
+from vtp_plugin.runtime.health.store import Topic
+from vtp_plugin.runtime.health.store_posts import PostError
 from vtp_plugin.runtime.step.measure import read_shared
 from vtp_plugin.runtime.step.recorded import HostTimes, RecordedStep, begin_step
+from vtp_plugin.util.printable import one_line
 
 Line = dict[str, Any]
 ShareLines = Callable[[Line, Callable[[Sequence[Line]], str]], str]
@@ -77,7 +80,12 @@ class Timing:
         offset = self._compare_clocks()
         owner = {name: getattr(self._owner, name) for name in ("rank", "stage", "worker", "site", "network")}
         line = {**owner, "offset_s": offset.offset_s, **step_line(step.read(self._times))}
-        return read_shared(StepSums, self._share_lines(line, _sum_up))
+        sums = read_shared(StepSums, self._share_lines(line, _sum_up))
+        try:
+            [str(each) for each in (*sums.stages, *sums.sites)]
+        except KeyError as error:
+            raise PostError(Topic.REPORTS.key, "text", f"lacks {one_line(str(error), 80)}, a part of a step") from None
+        return sums
 
     def close(self) -> None:
         """Forget the step under way; idempotent."""
