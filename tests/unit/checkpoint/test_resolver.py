@@ -68,6 +68,7 @@ class Megatron:
             ranks=SimpleNamespace(store=None),
         )
         session, args = self.session, lambda: self.args
+        exists = functools.partial(ours._exists, session, checkpointing.checkpoint_exists)
         for module, name, value in (
             (checkpointing, "get_args", args),
             (global_vars, "get_args", args),
@@ -75,12 +76,10 @@ class Megatron:
             (
                 checkpointing,
                 "get_checkpoint_tracker_filename",
-                functools.partial(
-                    atomic_checkpoint._tracker, session, checkpointing.get_checkpoint_tracker_filename
-                ),
+                functools.partial(atomic_checkpoint._tracker, session, checkpointing.get_checkpoint_tracker_filename),
             ),
-            (checkpointing, "checkpoint_exists", functools.partial(ours._exists, session, checkpointing.checkpoint_exists)),
-        ):  # fmt: skip
+            (checkpointing, "checkpoint_exists", exists),
+        ):
             monkeypatch.setattr(module, name, value)
 
     def _load(self, folder: str, args: Any, rank0: bool, state: Any, iteration: int, release: bool, **_: Any) -> None:

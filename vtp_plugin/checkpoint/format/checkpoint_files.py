@@ -109,7 +109,7 @@ def way_out(checkpoint: Path, asked: Asked | None = None) -> str:
         asked, found = Asked(load_dir=str(checkpoint.parent)), Found(checkpoint.parent, _name_of(checkpoint))
     others = [
         other
-        for folder, is_persistent in asked.folders
+        for folder, is_persistent in dict.fromkeys((*asked.folders, *asked.chosen_from().folders))
         for number in iterations(folder, is_whole=True)
         if (other := Found(folder, str(number), is_persistent)).checkpoint != checkpoint
     ]
@@ -130,8 +130,7 @@ def _way_to(other: Found, asked: Asked) -> str | None:
     """Name the flag with which a run loads another checkpoint than it would, or None."""
     if replace(asked, step=int(other.name)).resolve() == other:
         return f"--ckpt-step {other.name}"
-    newest = replace(asked, step=None)
-    whole = (each for each in newest.candidates() if broken_file(each.checkpoint) is None)
+    whole = (each for each in asked.chosen_from().candidates() if broken_file(each.checkpoint) is None)
     if next(whole, None) != other:
         return None
     return f"--vtp-load-newest-valid{'' if asked.step is None else f', without --ckpt-step {asked.step}'}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
@@ -164,6 +164,15 @@ class Asked:
         if others is not None and newest is not None and newest.isdecimal() and int(newest) >= number:
             return Found(others, str(int(newest)), is_persistent=False)
         return None if number == -1 else Found(folder, RELEASE if text == RELEASE else str(number))
+
+    def chosen_from(self) -> Asked:
+        """Return where ``--vtp-load-newest-valid`` looks: at what a run has saved before ``--pretrained-checkpoint``.
+
+        Raises:
+            ConfigError: a tracker is no regular file, or too long.
+        """
+        own = replace(self, load_dir=self.passed_over, passed_over=None, step=None)
+        return own if self.passed_over is not None and own.candidates() else replace(self, step=None)
 
     def candidates(self) -> list[Found]:
         """Give what may be loaded, in the order in which Megatron would come to it, had it not those before.
