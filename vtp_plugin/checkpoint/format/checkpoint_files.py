@@ -116,7 +116,7 @@ def way_out(checkpoint: Path, asked: Asked | None = None) -> str:
     # The newest of the older ones first; a release has no place among them.
     is_after = {other: found.name != RELEASE and other.rank > found.rank for other in others}
     for other in sorted(others, key=lambda other: (not is_after[other], other.rank), reverse=True):
-        if (way := _way_to(other, asked)) is not None:
+        if (way := _way_to(other, asked, checkpoint)) is not None:
             return f"copy it again, or load {'another' if is_after[other] else 'an older'} one with {way}"
     return "copy it again, or load another folder"
 
@@ -126,11 +126,12 @@ def _name_of(checkpoint: Path) -> str:
     return str(int(number)) if number.isdecimal() else RELEASE
 
 
-def _way_to(other: Found, asked: Asked) -> str | None:
-    """Name the flag with which a run loads another checkpoint than it would, or None."""
+def _way_to(other: Found, asked: Asked, broken: Path) -> str | None:
+    """Name the flag with which a run loads another checkpoint than a broken one, or None."""
     if replace(asked, step=int(other.name)).resolve() == other:
         return f"--ckpt-step {other.name}"
-    whole = (each for each in asked.chosen_from().candidates() if broken_file(each.checkpoint) is None)
+    others = (each for each in asked.chosen_from().candidates() if each.checkpoint != broken)
+    whole = (each for each in others if broken_file(each.checkpoint) is None)
     if next(whole, None) != other:
         return None
     return f"--vtp-load-newest-valid{'' if asked.step is None else f', without --ckpt-step {asked.step}'}"
