@@ -31,7 +31,6 @@ from vtp_plugin.patches.core.dist_checkpointing.plain_objects import plain_only
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.patches.training.choose_checkpoint import (
-    ask,
     check_own_files,
     choose,
     look_at,
@@ -185,15 +184,14 @@ def _load(
             choose(session, asked, args)
         else:
             settle_trackers(session, asked)
-    asked = ask(session, load_dir, args)
+    asked = session.loading.asked = asked_by(args, load_dir, session.savings.trackers)
     if is_first:
         # Megatron looks again in a collective, which only ranks that see a checkpoint enter.
         _agree(session, functools.partial(_look, session, asked, args, rank0=rank0))
     elif (wanted := kwargs.get("sharded_state_dict")) is not None:
         # What is missing is found before Megatron changes a weight.
         _agree(session, functools.partial(_prepare, wanted, load_dir, args))
-    found, is_read = asked.resolve(), True
-    checkpoint = None if found is None else found.checkpoint
+    checkpoint, is_read = asked.checkpoint, True
     try:
         with naming_broken_files(asked):
             check_own_files(session, checkpoint)
@@ -277,9 +275,7 @@ def _look(session: Session, asked: Asked, args: Any, *, rank0: bool) -> dict[str
 
     if asked.load_dir is not None:
         look_at(session, asked, args)
-        found = asked.resolve()
-        checkpoint = None if found is None else found.checkpoint
-        require_plain_files(session, checkpoint, own_file(checkpoint, is_of_rank_0=rank0))
+        require_plain_files(session, asked.checkpoint, own_file(asked.checkpoint, is_of_rank_0=rank0))
     return {
         "checkpoint found in --load": checkpoint_exists(asked.load_dir),
         "non-persistent checkpoint found": asked.tracker(asked.non_persistent) is not None,

@@ -13,7 +13,7 @@ from typing import Any
 from vtp_plugin.checkpoint.format.checkpoint_files import TORCH_DIST, check_files, check_trackers, format_of, overruled
 from vtp_plugin.checkpoint.format.index import Index
 from vtp_plugin.checkpoint.format.manifest import MANIFEST, Manifest, load_manifest, problems_of_pieces
-from vtp_plugin.checkpoint.format.resolver import RELEASE, Asked, Found, asked_by, number_of
+from vtp_plugin.checkpoint.format.resolver import RELEASE, Asked, Found, number_of
 from vtp_plugin.checkpoint.save.newest import problem_of, problem_without_manifest, share_out
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.patches.core.dist_checkpointing.plain_objects import index_of, require_plain, require_plain_checkpoint
@@ -24,18 +24,6 @@ from vtp_plugin.util.printable import one_line
 
 # As a rank of another site may write them.
 _NAME = re.compile(r"[0-9]{1,18}|release")
-
-
-def ask(session: Session, load_dir: str | None, args: Any) -> Asked:
-    """Return where this load looks for a checkpoint, and note it in the session.
-
-    Args:
-        session: the applied plugin.
-        load_dir: folder of checkpoints that Megatron has chosen.
-        args: Megatron's arguments.
-    """
-    session.loading.asked = asked_by(args, load_dir, session.savings.trackers)
-    return session.loading.asked
 
 
 def look_at(session: Session, asked: Asked, args: Any) -> None:
@@ -50,8 +38,7 @@ def look_at(session: Session, asked: Asked, args: Any) -> None:
         ConfigError: a file is broken, or Megatron loads another one than ``--ckpt-step`` names.
     """
     refuse(check_trackers(asked))
-    found = asked.resolve()
-    checkpoint = None if found is None else found.checkpoint
+    checkpoint = asked.checkpoint
     is_reporter = args.rank in (session.planned.reporting_ranks.values() if session.is_planned else (0,))
     lines = [*overruled(asked, takes_optimizer_of_tracker=_takes_optimizer_of_tracker(checkpoint, args))]
     if session.is_active:
@@ -157,12 +144,14 @@ def choose(session: Session, asked: Asked, args: Any) -> Found | None:
     if asked.step is not None:
         raise ConfigError(f"--vtp-load-newest-valid with --ckpt-step {asked.step}; leave one of them out")
     passed: list[str] = []
-    for found in (names := asked.merged(_of_all(session, asked.names))):
+    for found in (names := asked.merged(_of_all(session, _read(asked.names)))):
         if not (problem := _agreed(session, _problem_here(found.checkpoint, args))):
             for each in passed:
                 log.info(f"skipped: {each}")
             log.info(f"loads {found.checkpoint}, the newest intact checkpoint")
-            _stand_in(session, asked, found)
+            for folder, is_persistent in asked.folders:  # of two that are alike Megatron takes the other
+                hides = found.is_persistent and not is_persistent
+                session.savings.trackers[folder] = None if hides else found.name
             return found
         passed.append(problem)
     if names:
@@ -175,43 +164,30 @@ def settle_trackers(session: Session, asked: Asked) -> None:
 
     Sites may have folders of their own, and a run may have been killed before all trackers were written.
     """
-
-    def own() -> list[list[str]]:
-        return [[name] if (name := asked.tracker(folder)) else [] for folder, _ in asked.folders]
-
-    for (folder, _), names in zip(asked.folders, _of_all(session, own), strict=False):
-        if names and RELEASE not in names and asked.tracker(folder) not in (None, names[0]):
+    own = _read(lambda: [[name] if (name := asked.tracker(folder)) else [] for folder, _ in asked.folders])
+    for (folder, _), mine, names in zip(asked.folders, own, _of_all(session, own), strict=False):
+        if names and RELEASE not in names and mine not in ([], names[:1]):
             session.savings.trackers[folder] = names[0]
 
 
-def _of_all(session: Session, find: Callable[[], Sequence[Sequence[str]]]) -> Sequence[Sequence[str]]:
-    """Give the names of checkpoints that any rank finds in each folder: a release, then the newest first."""
-    names: Sequence[Sequence[str]] = ()
+def _read(names: Callable[[], list[list[str]]]) -> list[list[str]]:
     with contextlib.suppress(ConfigError):  # of a tracker that cannot be read, which is said together
-        names = find()
+        return names()
+    return []
+
+
+def _of_all(session: Session, own: Sequence[Sequence[str]]) -> Sequence[Sequence[str]]:
+    """Give the names of checkpoints that any rank has in each folder: a release, then the newest first."""
     if session.ranks.store is None:
-        return names
-
-    def join(posts: Sequence[dict[str, dict[str, float]]]) -> str:
-        most = max(len(post) for post in posts)
-        rows = [{name for post in posts for name in post.get(str(place), ())} for place in range(most)]
-        valid = [[name for name in row if _NAME.fullmatch(name)] for row in rows]
-        return json.dumps(
-            [sorted(row, key=lambda name: (name == RELEASE, number_of(name)), reverse=True) for row in valid]
-        )
-
-    own = {str(place): dict.fromkeys(row, 0.0) for place, row in enumerate(names)}
-    joined = read_shared(tuple[tuple[str, ...], ...], session.ranks.share_reports(own, join))
+        return own
+    posted = {str(place): dict.fromkeys(row, 0.0) for place, row in enumerate(own)}
+    joined = read_shared(tuple[tuple[str, ...], ...], session.ranks.share_reports(posted, _join))
     return [[name for name in row if _NAME.fullmatch(name)] for row in joined]
 
 
-def _stand_in(session: Session, asked: Asked, found: Found) -> None:
-    """Let Megatron find a checkpoint in the place of what the trackers name."""
-    trackers = session.savings.trackers
-    if asked.folder is not None:
-        trackers[asked.folder] = found.name  # Megatron prefers one of two that is not persistent
-    if asked.non_persistent is not None:
-        trackers[asked.non_persistent] = None if found.is_persistent else found.name
+def _join(posts: Sequence[dict[str, dict[str, float]]]) -> str:
+    rows = [{name for post in posts for name in post.get(place, ()) if _NAME.fullmatch(name)} for place in ("0", "1")]
+    return json.dumps([sorted(row, key=lambda name: (name == RELEASE, number_of(name)), reverse=True) for row in rows])
 
 
 def _problem_here(checkpoint: Path, args: Any) -> str | None:

@@ -109,8 +109,7 @@ def require_loadable(
 
 def written_again(session: Session, form: str = "") -> str:
     """Name the command that writes the checkpoint that is loaded again, in a form that more runs can load."""
-    found = None if session.loading.asked is None else session.loading.asked.resolve()
-    source = shlex.quote(str(None if found is None else found.checkpoint))
+    source = shlex.quote(str(session.loading.asked and session.loading.asked.checkpoint))
     return f"write it again with {own_command()} checkpoint reshard {form}--from {source} --to DIR"
 
 

@@ -154,7 +154,7 @@ def test_ways_out_are_gone_until_a_run_trains(
 
 def _follow(line: str, flags: list[str]) -> list[str]:
     """Do what a line says, and return the flags with which the run starts again."""
-    way = re.search(r"(--ckpt-step (\d+)|--vtp-load-newest-valid.*|move \S+ away.*|leave --ckpt-step out.*)$", line)
+    way = re.search(r"(--ckpt-step (\d+)|--vtp-load-newest-valid|move \S+ away|leave --ckpt-step out)", line)
     other = re.search(r"write (\d+) into ([^\s,]+)", line)
     assert way or other, line
     if other:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import re
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -106,7 +106,8 @@ def way_out(checkpoint: Path, asked: Asked | None = None) -> str:
     """
     found = None if asked is None else asked.resolve()
     if asked is None or found is None or found.checkpoint != checkpoint:
-        asked, found = Asked(load_dir=str(checkpoint.parent)), Found(checkpoint.parent, _name_of(checkpoint))
+        found = Found(checkpoint.parent, checkpoint.name.removeprefix("iter_").lstrip("0"))
+        asked = Asked(load_dir=str(found.folder))
     others = [
         other
         for folder, is_persistent in dict.fromkeys((*asked.folders, *asked.chosen_from().folders))
@@ -119,11 +120,6 @@ def way_out(checkpoint: Path, asked: Asked | None = None) -> str:
         if (way := _way_to(other, asked, checkpoint)) is not None:
             return f"copy it again, or load {'another' if is_after[other] else 'an older'} one with {way}"
     return "copy it again, or load another folder"
-
-
-def _name_of(checkpoint: Path) -> str:
-    number = checkpoint.name.removeprefix("iter_")
-    return str(int(number)) if number.isdecimal() else RELEASE
 
 
 def _way_to(other: Found, asked: Asked, broken: Path) -> str | None:
@@ -177,13 +173,10 @@ def overruled(asked: Asked, *, takes_optimizer_of_tracker: bool = False) -> Iter
     else:
         why = f"since {tracker} says release"
     loads = "nothing" if found is None else found.checkpoint
-    way = next((way for way, then in _ways_to_step(asked, step) if _leads(then, wanted)), "leave --ckpt-step out")
+    way = next(
+        (way for way, then in _ways_to_step(asked, step) if then.checkpoint in wanted[:1]), "leave --ckpt-step out"
+    )
     yield f"--ckpt-step {step}; Megatron loads {loads} in its place, {why}; {way}"
-
-
-def _leads(asked: Asked, wanted: Sequence[Path]) -> bool:
-    found = asked.resolve()
-    return found is not None and found.checkpoint in wanted[:1]
 
 
 def _ways_to_step(asked: Asked, step: int) -> Iterator[tuple[str, Asked]]:

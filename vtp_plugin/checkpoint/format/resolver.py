@@ -165,6 +165,12 @@ class Asked:
             return Found(others, str(int(newest)), is_persistent=False)
         return None if number == -1 else Found(folder, RELEASE if text == RELEASE else str(number))
 
+    @property
+    def checkpoint(self) -> Path | None:
+        """Folder of the checkpoint that Megatron will load; see :meth:`resolve`."""
+        found = self.resolve()
+        return None if found is None else found.checkpoint
+
     def chosen_from(self) -> Asked:
         """Return where ``--vtp-load-newest-valid`` looks: at what a run has saved before ``--pretrained-checkpoint``.
 
