@@ -155,7 +155,7 @@ def done(line: str, args: Namespace, megatron: Megatron) -> Path | None:
     way, then = line.rpartition("; ")[2], Namespace(**vars(args))
     undo: list[Any] = []
     if match := re.search(r"write (\d+) into ([^ ,]+)", way):
-        file = Path(match[2])
+        file = Path(match[2] if match[2] != "it" else line.partition(" ")[0])
         before = file.read_text() if file.exists() else None
         undo.append(functools.partial(name, file.parent, before))
         file.write_text(match[1])
@@ -270,3 +270,106 @@ def _assert_ways_out(
         else:
             then = done(line, args, megatron)
             assert then in intact, (line, then)
+
+
+def _trackers(*texts: str | None) -> dict[str, dict[str, float]]:
+    """Return what another rank posts about the trackers that it sees."""
+    return {str(place): {} if text is None else {text: 0.0} for place, text in enumerate(texts)}
+
+
+def test_ranks_with_folders_of_their_own_load_the_newest_of_all(megatron: Megatron, tmp_path: Path) -> None:
+    """As Megatron's ``read_metadata``: a run may have been killed before all sites wrote their trackers."""
+    from vtp_plugin.patches.training.choose_checkpoint import settle_trackers
+
+    load, newest = tmp_path / "load", tmp_path / "load" / "non_persistent"
+    put(load, 2, 4)
+    name(load, "2")
+    put(newest, 1)
+    args = arguments(load=str(load), non_persistent_ckpt_type="global")
+    for others, wanted in (
+        (_trackers("2", "1"), load / "iter_0000002"),
+        (_trackers("4", "3"), load / "iter_0000004"),
+        (_trackers("2", "3"), newest / "iter_0000003"),
+        (_trackers(None, None), load / "iter_0000002"),
+        (_trackers("9" * 40, "../x"), load / "iter_0000002"),  # of a rank that means harm
+    ):
+        megatron.session.savings.trackers.clear()
+        megatron.session.ranks = SimpleNamespace(
+            store=object(), share_reports=lambda own, join, others=others: join([own, others])
+        )
+        asked = Asked(load_dir=str(load), kind="global", trackers=megatron.session.savings.trackers)
+        settle_trackers(megatron.session, asked)
+        assert asked.checkpoint == megatron(args) == wanted
+
+
+@pytest.mark.parametrize("spelled", ["{}", "{}/", "{}/../load/", "{}/./"])
+def test_a_folder_may_be_spelled_in_other_ways(megatron: Megatron, tmp_path: Path, spelled: str) -> None:
+    put(tmp_path / "load", 2, 4)
+    (tmp_path / "load" / "iter_0000004" / "common.pt").unlink()
+    args = arguments(load=spelled.format(tmp_path / "load"))
+    found = chosen(args, megatron)
+    assert found is not None and found.samefile(tmp_path / "load" / "iter_0000002")
+
+
+def test_a_release_overrules_a_step_and_is_passed_over(megatron: Megatron, tmp_path: Path) -> None:
+    put(tmp_path, 2, 4)
+    (tmp_path / "iter_0000004").rename(tmp_path / "release")
+    name(tmp_path, "release")
+    args = arguments(load=str(tmp_path), ckpt_step=2)
+    (line,) = overruled(asked_at_start(args))
+    assert done(line, args, megatron) == tmp_path / "iter_0000002"
+    args.ckpt_step = None
+    assert chosen(args, megatron) == tmp_path / "release"
+    (tmp_path / "release" / "common.pt").unlink()
+    (line,) = check_files(asked_at_start(args))
+    assert line.endswith("with --vtp-load-newest-valid") and done(line, args, megatron) == tmp_path / "iter_0000002"
+
+
+def test_a_step_of_the_folder_without_a_tracker_is_not_looked_for_in_the_other(
+    megatron: Megatron, tmp_path: Path
+) -> None:
+    load, pretrained = tmp_path / "load", tmp_path / "pretrained"
+    put(load, 2)
+    put(pretrained, 2, 4)
+    name(load, None)
+    args = arguments(load=str(load), pretrained_checkpoint=str(pretrained), ckpt_step=2)
+    (line,) = overruled(asked_at_start(args))
+    assert line.endswith(f"write 2 into {load / TRACKER}") and done(line, args, megatron) == load / "iter_0000002"
+    args.ckpt_step = 4
+    assert [*overruled(asked_at_start(args))] == [] and megatron(args) == pretrained / "iter_0000004"
+    args.ckpt_step = None
+    (line,) = check_trackers(asked_at_start(args))
+    assert "is missing; it must hold" in line and done(line, args, megatron) == load / "iter_0000002"
+    assert chosen(args, megatron) == load / "iter_0000002"
+
+
+def test_a_lost_tracker_of_those_that_are_not_persistent(megatron: Megatron, tmp_path: Path) -> None:
+    """Megatron then goes back to the persistent one; where that is newer, nothing is lost."""
+    newest = tmp_path / "non_persistent"
+    put(tmp_path, 2)
+    put(newest, 3)
+    args = arguments(load=str(tmp_path), non_persistent_ckpt_type="global")
+    for text in (None, "release", "3 and"):
+        name(newest, text)
+        (line,) = check_trackers(asked_at_start(args))
+        assert line.endswith("write 3 into it") and done(line, args, megatron) == newest / "iter_0000003"
+        assert chosen(args, megatron) == newest / "iter_0000003"
+    name(newest, None)
+    put(tmp_path, 4)
+    assert [*check_trackers(asked_at_start(args))] == []
+
+
+def test_an_optimizer_with_a_file_of_its_own_is_that_of_the_tracker(tmp_path: Path) -> None:
+    name(tmp_path, "4")
+    asked = Asked(load_dir=str(tmp_path), step=2)
+    (line,) = overruled(asked, takes_optimizer_of_tracker=True)
+    assert line.endswith("names; write 2 into it") and [*overruled(asked)] == []
+    name(tmp_path, "2")
+    assert [*overruled(asked, takes_optimizer_of_tracker=True)] == []
+
+
+@pytest.mark.parametrize(("kind", "other"), [("local", None), ("global", "msc://x")])
+def test_what_nobody_can_look_into_is_said(kind: str, other: str | None) -> None:
+    (line,) = overruled(Asked(load_dir="x", step=2, kind=kind, other=other))
+    assert line.endswith("leave --non-persistent-ckpt-type out")
+    assert [*overruled(Asked(load_dir="msc://x", step=2, kind=kind, other=other))] == []
