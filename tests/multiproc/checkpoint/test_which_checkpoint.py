@@ -166,3 +166,30 @@ def _follow(line: str, flags: list[str]) -> list[str]:
     if step := re.search(r"with --ckpt-step (\d+)", line):
         return ["--ckpt-step", step[1]]
     return [] if "leave --ckpt-step out" in line else flags
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("flag", ["--vtp-load-newest-valid", ""])
+def test_what_a_run_has_saved_comes_before_what_it_began_with(
+    pool: Pool, written: Written, tmp_path: Path, flag: str
+) -> None:
+    """A run that begins with other weights, and is stopped before its first persistent checkpoint."""
+    source, whole = written()
+    folder, pretrained = _lay(source, tmp_path / "runs", [], [2]), _lay(source, tmp_path / "pretrained", [3], [])
+    runs = succeeded(_load(pool, folder, "--pretrained-checkpoint", str(pretrained), *flag.split()))
+    if flag:
+        assert losses(runs) == whole[2:]
+        return
+    said = " ".join(runs[0].output.replace("[vtp rank 0]", "").split())
+    assert f"{folder}/non_persistent/iter_0000002 is there" in said and len(runs[0].steps) == 4
+
+
+@pytest.mark.full
+def test_options_are_taken_from_the_one_that_is_chosen(pool: Pool, written: Written, tmp_path: Path) -> None:
+    """With --use-checkpoint-args a checkpoint is read before there are groups."""
+    source, whole = written()
+    folder = _lay(source, tmp_path / "runs", [2], [3])
+    for file in (folder / "non_persistent" / "iter_0000003").glob("*.distcp"):
+        file.unlink()
+    runs = succeeded(_load(pool, folder, "--vtp-load-newest-valid", "--use-checkpoint-args"))
+    assert losses(runs) == whole[2:]
