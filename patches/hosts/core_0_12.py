@@ -7,7 +7,6 @@ import contextlib
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,7 +31,6 @@ from vtp_plugin.runtime.comm.plain_data import ObjectError
 from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.session import Session
 from vtp_plugin.util.undo import Name, UndoStack
-from vtp_plugin.util.untrusted_files import read_text
 
 _GONE = "Megatron 0.12 is no longer supported"
 _CHUNKS = "Megatron knows no chunks of different size on one stage; it asks here for every chunk"
@@ -115,13 +113,6 @@ class Megatron012(OlderHost):
         for part in stored_optimizers(state):
             part[TYPE] = BY_BLOCK
         state["args"].ckpt_fully_parallel_save = True  # by which Megatron knows this form
-
-    def loaded_iteration(self, load_dir: str) -> int:
-        from megatron.training.checkpointing import get_checkpoint_tracker_filename
-
-        # Not by Megatron's read_metadata(): all ranks meet in it, and only those without a file of their own come here.
-        text = read_text(Path(get_checkpoint_tracker_filename(load_dir))).strip()
-        return int(text) if text.isdigit() else 0
 
     def token_group(self) -> dist.ProcessGroup:
         # A loss function of this family gives the number of tokens of all context-parallel ranks.
@@ -243,9 +234,9 @@ def _load(original: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]
     "changed",
     remove_when=_GONE,
 )
-def _make_reader(original: type[Any]) -> type[Any]:
+def _make_reader(session: Session, original: type[Any]) -> type[Any]:
     """Make a reader that checks what it reads."""
-    return checking(original)
+    return checking(original, session)
 
 
 @replaces(

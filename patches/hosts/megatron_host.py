@@ -266,10 +266,6 @@ class MegatronHost(ABC):
     def take_for_reshardable(self, state: Mapping[str, Any]) -> None:
         """Let Megatron take an optimizer that is stored by bucket for one that any sizes can load."""
 
-    @abstractmethod
-    def loaded_iteration(self, load_dir: str) -> int:
-        """Return the iteration of the checkpoint that Megatron has begun to load."""
-
     def problems_of_saving(self, args: argparse.Namespace, *, device: str) -> Iterable[str]:
         """Say why Megatron could not save a checkpoint as its options ask.
 

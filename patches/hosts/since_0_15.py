@@ -167,11 +167,6 @@ class GroupedHost(MegatronHost):
         assert content is not None
         content[FORM] = IN_MODEL_SPACE
 
-    def loaded_iteration(self, load_dir: str) -> int:
-        from megatron.training.checkpointing import get_loaded_iteration
-
-        return get_loaded_iteration()
-
     def mtp_stages(self, config: Any, num_stages: int) -> Sequence[int]:
         if not getattr(config, "mtp_num_layers", None) or config.pipeline_model_parallel_layout is None:
             return super().mtp_stages(config, num_stages)

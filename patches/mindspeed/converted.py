@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from vtp_plugin.checkpoint.format.checkpoint_files import read_tracker
+from vtp_plugin.checkpoint.format.resolver import read_tracker
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.util.own_command import own_command
 
@@ -25,7 +25,7 @@ def problems_of_converted(load: str | None, layout: PipelineLayout, *, is_u_shap
     """Say why converted weights cannot be loaded by these stages.
 
     Args:
-        load: path of the checkpoint, the value of ``--load``.
+        load: folder of checkpoints that the run looks into.
         layout: who is where.
         is_u_shaped: the run is.
     """

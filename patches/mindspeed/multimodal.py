@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from vtp_plugin.checkpoint.format.resolver import asked_at_start
 from vtp_plugin.errors import ConfigError, LayoutError, refuse
 from vtp_plugin.host.rules.checks.batch import most_tokens
 from vtp_plugin.host.rules.checks.layer_counts import check_counts, check_places
@@ -163,7 +164,8 @@ def problems(
     if text is None or layout.num_stages == 1:
         return
     lists, chunks = _lists(args), args.virtual_pipeline_model_parallel_size or 1
-    yield from problems_of_converted(getattr(args, "load", None), layout, is_u_shaped=is_u_shaped)
+    found = asked_at_start(args).resolve()
+    yield from problems_of_converted(None if found is None else str(found.folder), layout, is_u_shaped=is_u_shaped)
     wrong = tuple(lists.problems(layout.num_stages, num_rows=len(lists.text) if is_u_shaped else chunks))
     yield from wrong or _problems_of_layers(args, lists, layout, is_u_shaped=is_u_shaped)
     yield from _problems_of_sequences(args, layout)

@@ -129,8 +129,9 @@ def _prepare(
     Raises:
         ConfigError: the arguments do not fit the list.
     """
-    if args.use_checkpoint_args and args.load is not None:
-        take_settings(args.load, args)
+    for folder in (getattr(args, "pretrained_checkpoint", None), args.load):  # as Megatron, which takes both
+        if args.use_checkpoint_args and folder is not None:
+            take_settings(folder, args)
     _choose_backend(session, args)
     session.open_log()
     session.resolve_auto(args.context_parallel_size)

@@ -98,7 +98,7 @@ def _tracker(session: Session, original: Callable[[str], str], folder: str) -> s
     savings = session.savings
     if savings.current is not None:
         return str(savings.scratch(Path(original(folder)).name))
-    return str(savings.trackers.get(str(folder)) or original(folder))
+    return str(savings.tracker(Path(folder)) or original(folder))
 
 
 @replaces(

@@ -19,6 +19,7 @@ from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from vtp_plugin.checkpoint.format.archive import load_object
 from vtp_plugin.checkpoint.format.checkpoint_files import naming_broken_files
 from vtp_plugin.checkpoint.format.entries import DamagedError, Extent
+from vtp_plugin.checkpoint.format.resolver import Asked, asked_by
 from vtp_plugin.checkpoint.hf.import_note import check_note
 from vtp_plugin.checkpoint.load.stored_optimizer import Request
 from vtp_plugin.checkpoint.save.atomic_dir import make_folder
@@ -32,12 +33,11 @@ from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.patches.training.choose_checkpoint import (
     check_own_files,
     choose,
-    chosen_step,
-    loaded,
     look_at,
     own_file,
     require_manifest,
     require_plain_files,
+    settle_trackers,
 )
 from vtp_plugin.patches.training.loadable import (
     open_optimizer,
@@ -178,28 +178,32 @@ def _load(
     """Run `_load_base_checkpoint`; all ranks then agree on what they found and whether it has this run's layout."""
     # The first look at a checkpoint; Megatron looks only once at those of the old format.
     is_first = rank0 or args.ckpt_format == "torch"
+    if is_first and load_dir is not None:
+        asked = asked_by(args, load_dir, session.savings.trackers)
+        if session.config.load_newest_valid:
+            choose(session, asked, args)
+        else:
+            settle_trackers(session, asked)
+    asked = session.loading.asked = asked_by(args, load_dir, session.savings.trackers)
     if is_first:
-        if session.config.load_newest_valid and load_dir is not None:
-            choose(session, load_dir, args)
         # Megatron looks again in a collective, which only ranks that see a checkpoint enter.
-        _agree(session, functools.partial(_look, session, load_dir, args, rank0=rank0))
+        _agree(session, functools.partial(_look, session, asked, args, rank0=rank0))
     elif (wanted := kwargs.get("sharded_state_dict")) is not None:
         # What is missing is found before Megatron changes a weight.
         _agree(session, functools.partial(_prepare, wanted, load_dir, args))
-    is_read = True
+    checkpoint, is_read = asked.checkpoint, True
     try:
-        with naming_broken_files(load_dir, chosen_step(session, load_dir, args)):
-            checkpoint = loaded(session, load_dir, args)
-            check_own_files(checkpoint)
+        with naming_broken_files(asked):
+            check_own_files(session, checkpoint)
             with plain_only(own := own_file(checkpoint, is_of_rank_0=rank0), str(own)):
                 result = original(load_dir, args, rank0=rank0, **kwargs)
     except SystemExit:
         # Megatron exits with code 0 when it cannot read its file. Rank 0's file may tell why.
-        is_read, result = False, _read_of_rank_0(host, load_dir)
+        is_read, result = False, _read_of_rank_0(checkpoint)
         if result is None:
-            if load_dir is None or host.loaded_iteration(load_dir) < 0:
+            if checkpoint is None:
                 raise
-            raise _unreadable(host, load_dir) from None
+            raise _unreadable(checkpoint) from None
     if not is_first:
         # Whoever wants something of it has it now.
         session.loading.keep(None)
@@ -207,7 +211,7 @@ def _load(
             result = _without_keys(result)
         session.loading.note_move(False)
     if is_first:
-        _agree(session, functools.partial(_judge, session, host, load_dir, args, result, is_read))
+        _agree(session, functools.partial(_judge, session, host, asked, args, result, is_read))
         session.loading.drop_index()
     stored = stored_arguments(result)
     if stored is not None and session.is_planned:
@@ -241,19 +245,41 @@ def _without_keys(result: tuple[Any, ...]) -> tuple[Any, ...]:
     return (state, *result[1:])
 
 
-def _look(session: Session, load_dir: str | None, args: Any, *, rank0: bool) -> dict[str, object]:
+@replaces(
+    "megatron.training.checkpointing:checkpoint_exists",
+    id="checkpoint-layout/exists",
+    when=Moment.LIST,
+    why="it asks for the tracker of `--load` alone; where that is missing, `--pretrained-checkpoint` is loaded, also "
+    "where `--vtp-load-newest-valid` would find a checkpoint",
+    remove_when="with `checkpoint-layout`",
+    aliases=("megatron.training.training:checkpoint_exists",),
+)
+def _exists(session: Session, original: Callable[[str | None], bool], folder: str | None) -> bool:
+    """Run `checkpoint_exists`; with `--vtp-load-newest-valid` any checkpoint counts that may be chosen."""
+    from megatron.training.global_vars import get_args
+
+    args: Any = get_args()
+    may_be_chosen = folder is not None and folder in (args.load, args.pretrained_checkpoint)
+    if original(folder) or not session.config.load_newest_valid or not may_be_chosen:
+        return original(folder)
+    return bool(asked_by(args, folder, session.savings.trackers).candidates())
+
+
+def _look(session: Session, asked: Asked, args: Any, *, rank0: bool) -> dict[str, object]:
     """Say whether there is a checkpoint; one rank of each site looks whether its files are whole.
 
     Raises:
-        ConfigError: a file is broken, or names what may run.
+        ConfigError: a file is broken, or names what may run; or another one than ``--ckpt-step`` names is loaded.
     """
     from megatron.training.checkpointing import checkpoint_exists
 
-    if load_dir is not None:
-        checkpoint = loaded(session, load_dir, args)
-        look_at(session, load_dir, args, checkpoint)
-        require_plain_files(session, checkpoint, own_file(checkpoint, is_of_rank_0=rank0))
-    return {"checkpoint found in --load": checkpoint_exists(load_dir)}
+    if asked.load_dir is not None:
+        look_at(session, asked, args)
+        require_plain_files(session, asked.checkpoint, own_file(asked.checkpoint, is_of_rank_0=rank0))
+    return {
+        "checkpoint found in --load": checkpoint_exists(asked.load_dir),
+        "non-persistent checkpoint found": asked.tracker(asked.non_persistent) is not None,
+    }
 
 
 def _prepare(wanted: Any, load_dir: str | None, args: Any) -> dict[str, object]:
@@ -280,33 +306,32 @@ def _agree(session: Session, prepare: Callable[[], dict[str, object]], name: str
         session.ranks.agree(name, prepare)
 
 
-def _read_of_rank_0(host: MegatronHost, load_dir: str | None) -> tuple[Any, ...] | None:
+def _read_of_rank_0(checkpoint: Path | None) -> tuple[Any, ...] | None:
     """Read rank 0's file of a checkpoint in the old format, without any collective; None if that cannot be done.
 
     Nothing that it names is made: what is asked of it are the arguments, and how the optimizer is stored.
     """
-    from megatron.training.checkpointing import CheckpointType, find_checkpoint_rank_0
+    from megatron.training.checkpointing import CheckpointType
 
-    name = None if load_dir is None else find_checkpoint_rank_0(load_dir, host.loaded_iteration(load_dir))
-    if name is None:
+    if (file := own_file(checkpoint, is_of_rank_0=True)) is None:
         return None
     try:
-        state = load_object(Path(name).parent, Extent(Path(name).name))
+        state = load_object(file.parent, Extent(file.name))
         stored = state["args"].state
-        return {**state, "args": Namespace(**stored)}, name, False, CheckpointType.LEGACY
+        return {**state, "args": Namespace(**stored)}, str(file), False, CheckpointType.LEGACY
     except (DamagedError, AttributeError, LookupError, TypeError):
         return None
 
 
 def _judge(
-    session: Session, host: MegatronHost, load_dir: str | None, args: Any, result: tuple[Any, ...], is_read: bool
+    session: Session, host: MegatronHost, asked: Asked, args: Any, result: tuple[Any, ...], is_read: bool
 ) -> dict[str, object]:
     """Say which checkpoint this rank found.
 
     Raises:
         ConfigError: it cannot be loaded.
     """
-    stored = stored_arguments(result)
+    stored, load_dir = stored_arguments(result), asked.load_dir
     require_same_model(load_dir, args, stored)
     require_loadable(session, host, load_dir, args, result)
     if session.is_planned:
@@ -314,19 +339,17 @@ def _judge(
         if result[3] is not None and result[3].name == "GLOBAL":
             require_padding(session, host, load_dir, args, stored)
     if not is_read:
-        raise _unreadable(host, load_dir)
+        raise _unreadable(Path(result[1]).parents[1])
     if stored is not None and result[1]:
-        require_manifest(result[1], stored)
+        require_manifest(session, result[1], stored)
     return {
         "iteration of the checkpoint": result[0].get("iteration") if isinstance(result[0], dict) else None,
         "vtp_size_list of the checkpoint": None if stored is None else ",".join(map(str, stored_tp_sizes(stored))),
     }
 
 
-def _unreadable(host: MegatronHost, load_dir: str | None) -> ConfigError:
-    from megatron.training.checkpointing import get_checkpoint_name
-
-    file = get_checkpoint_name(load_dir, host.loaded_iteration(load_dir or ""), False)
+def _unreadable(checkpoint: Path) -> ConfigError:
+    file = own_file(checkpoint, is_of_rank_0=False) or checkpoint
     return ConfigError(
         f"{file}, the file of this rank, cannot be read, see above; make the whole folder readable for every rank"
     )

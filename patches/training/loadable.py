@@ -78,7 +78,7 @@ def require_loadable(
     if form is not None:
         raise ConfigError(
             f"checkpoint {load_dir} holds the distributed optimizer as {form}, which this Megatron no longer reads; "
-            f"{written_again(load_dir, f'--form {IN_MODEL_SPACE} ')}, or load only the weights with --no-load-optim"
+            f"{written_again(session, f'--form {IN_MODEL_SPACE} ')}, or load only the weights with --no-load-optim"
         )
     layout = session.planned.layout
     here = (layout.tp_sizes, layout.ep_sizes, layout.etp_sizes)
@@ -102,14 +102,14 @@ def require_loadable(
     if args.use_distributed_optimizer and not host.is_reshardable(state) and _folder_by_bucket(host, result) is None:
         raise ConfigError(
             f"checkpoint {load_dir} holds a distributed optimizer of {wrote} in a form that only that layout can "
-            f"load, not {runs}; save it {host.for_any_list}, {written_again(load_dir)}, or load only the weights with "
+            f"load, not {runs}; save it {host.for_any_list}, {written_again(session)}, or load only the weights with "
             "--no-load-optim"
         )
 
 
-def written_again(load_dir: str | None, form: str = "") -> str:
-    """Name the command that writes a checkpoint again, in a form that more runs can load."""
-    source = shlex.quote(str(load_dir))
+def written_again(session: Session, form: str = "") -> str:
+    """Name the command that writes the checkpoint that is loaded again, in a form that more runs can load."""
+    source = shlex.quote(str(session.loading.asked and session.loading.asked.checkpoint))
     return f"write it again with {own_command()} checkpoint reshard {form}--from {source} --to DIR"
 
 
@@ -152,7 +152,7 @@ def open_optimizer(session: Session, host: MegatronHost, args: Any, result: tupl
             "layout that wrote it, or load only the weights with --no-load-optim"
         )
     require_masters(contents, args.rank, args.world_size)
-    session.loading.keep(StoredOptimizer(contents, checking(FileSystemReader)(str(folder))))
+    session.loading.keep(StoredOptimizer(contents, checking(FileSystemReader, session)(str(folder))))
     # So any layout can load it, and Megatron asks no more.
     host.take_for_reshardable(result[0])
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import math
-from pathlib import Path
 from typing import Any
 
-from vtp_plugin.checkpoint.format.checkpoint_files import TRACKER
+from vtp_plugin.checkpoint.format.resolver import asked_at_start
 from vtp_plugin.checkpoint.hf.import_note import read_note
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.host.versions import is_in
@@ -34,8 +33,9 @@ def note_vocabulary(session: Session, args: argparse.Namespace) -> None:
         f"padded vocabulary: a multiple of {multiple}; a uniform run with tensor-parallel size 1 pads the same with "
         f"{_DIVISOR} {multiple}"
     )
-    begins = args.save is not None and not (args.load is not None and (Path(args.load) / TRACKER).exists())
-    if begins and session.is_active and not getattr(args, "padded_vocab_size", None):
+    asked = asked_at_start(args)
+    resumes = asked.load_dir == args.load and asked.resolve() is not None
+    if args.save is not None and not resumes and session.is_active and not getattr(args, "padded_vocab_size", None):
         for note in _note_of_others(layout, args):
             log.info(note)
 
@@ -80,7 +80,7 @@ def require_padding(session: Session, host: MegatronHost, load_dir: str | None, 
     if session.loading.stored_optimizer is not None:
         raise ConfigError(
             f"{said}; an optimizer that is stored by bucket loads with the same number only; {keeps}, or "
-            f"{written_again(load_dir)} (then {new})"
+            f"{written_again(session)} (then {new})"
         )
     if args.rank in session.planned.reporting_ranks.values():
         log.warning(f"{said}: in the word embedding and the output layer {new}; to keep the loss, {keeps}")

@@ -20,7 +20,7 @@ from tests.mindspeed.mm.converted import convert, write_hugging_face
 from tests.mindspeed.mm.model import TEXT_LAYERS, VISION_LAYERS, write_files
 from tests.mindspeed.test_mm_lane import DEVICE, STEPS, Numbers, assert_equal, numbers, start, start_u
 from tests.multiproc.cases.script_cases import num_ranks
-from vtp_plugin.checkpoint.format.checkpoint_files import TRACKER
+from vtp_plugin.checkpoint.format.resolver import TRACKER
 
 pytestmark = test_mm_lane.pytestmark
 SHARDED = ("--ckpt-format", "torch_dist")

@@ -19,8 +19,9 @@ class Saved:
     load_newest_valid: bool = option(
         same("load_newest_valid"),
         False,
-        "if the checkpoint in --load is damaged, load the newest older one that is intact, and log what was skipped "
-        "and why. Each one is read whole to check it, then again to load it. Without this a damaged one is rejected",
+        "if the checkpoint that would be loaded is damaged, load the newest older one that is intact, persistent or "
+        "not, and log what was skipped and why. Each is read whole to check it, then again to load it. Without this a "
+        "damaged one is rejected",
     )
     keep_checkpoints: int | None = option(
         same("keep_checkpoints"),

@@ -7,10 +7,12 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from vtp_plugin.checkpoint.format.checkpoint_files import way_out
 from vtp_plugin.checkpoint.format.index import INDEX, Index, read_index
 
 if TYPE_CHECKING:
     from vtp_plugin.checkpoint.format.entries import Extent
+    from vtp_plugin.checkpoint.format.resolver import Asked
     from vtp_plugin.checkpoint.load.stored_optimizer import StoredOptimizer
 
 _BY_BUCKET: Final = re.compile(r"(?:chained_\d+\.)?optimizer\.distributed\.dp_group_idx_\d+\..*")
@@ -25,14 +27,20 @@ class Loading:
     Attributes:
         stored_optimizer: the checkpoint's optimizer, if it is read into another layout; None otherwise.
         is_moved: whether stages are unequal, or another layout has saved the checkpoint.
+        asked: where the run looks for it; None before the first load.
     """
 
     def __init__(self) -> None:
         self.stored_optimizer: StoredOptimizer | None = None
+        self.asked: Asked | None = None
         self.is_moved = False
         self._known: tuple[int, int, int, int] | None = None
         self._objects: Mapping[str, Extent] = {}
         self._index: Index | None = None
+
+    def way_out(self, checkpoint: Path) -> str:
+        """Say what to do about a checkpoint that cannot be loaded."""
+        return way_out(checkpoint, self.asked)
 
     def objects_of(self, checkpoint: Path, require: Callable[[Mapping[str, Extent]], None]) -> Mapping[str, Extent]:
         """Return where the objects of a checkpoint lie, by key; the index is read once for each load.

@@ -61,7 +61,7 @@ def _save(session: Session, original: Callable[..., Any], state: Any, folder: An
 def _load(session: Session, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run `load`, watched; torch wraps what is refused while it reads."""
     try:
-        with session.ranks.together("the load of a checkpoint"), naming_broken_files(None, None):
+        with session.ranks.together("the load of a checkpoint"), naming_broken_files(None):
             return original(*args, **kwargs)
     finally:
         session.loading.drop_index()

@@ -14,7 +14,7 @@ from tests.support.checkpoints import by_name, make_model, run_action
 from tests.support.hosts import background_flags, reshardable_flags, resharding_flags, resume_tolerance
 from tests.support.pool import Pool
 from vtp_plugin.checkpoint.format import index
-from vtp_plugin.checkpoint.format.checkpoint_files import TRACKER
+from vtp_plugin.checkpoint.format.resolver import TRACKER
 from vtp_plugin.checkpoint.format.safe_pickle import load_safely
 
 pytestmark = [pytest.mark.needs("scripts_here")]

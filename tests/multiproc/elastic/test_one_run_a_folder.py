@@ -19,7 +19,7 @@ from tests.support.hosts import PYTHON_PATH, ROOT, example_script
 from tests.support.lines import error_line
 from tests.support.pace import pace
 from tests.support.pool import ENVIRONMENT, Pool, free_port
-from vtp_plugin.checkpoint.format.checkpoint_files import TRACKER
+from vtp_plugin.checkpoint.format.resolver import TRACKER
 from vtp_plugin.checkpoint.save.folder_lock import LOCK
 
 pytestmark = pytest.mark.needs("scripts_here")

@@ -27,7 +27,7 @@ from tests.multiproc.faults.kill_trial import FORMATS, NUM_RANKS, OF_WORKERS, Tr
 from tests.multiproc.hooks.kill_hooks import CLEARING, OF_CLAIMS, OF_INDEX, OF_PIECES, REPLACED, SHARED
 from tests.support.hosts import exact_resume_tolerance, host_name, reason_to_skip, use_tree
 from tests.support.pool import Pool
-from vtp_plugin.checkpoint.format.checkpoint_files import TRACKER
+from vtp_plugin.checkpoint.format.resolver import TRACKER
 
 NUM_STEPS = 12
 _STEPS = ("--train-iters", str(NUM_STEPS))

@@ -15,8 +15,9 @@ from tests.multiproc.cases.script_cases import JOB, ScriptRun, arguments, losses
 from tests.multiproc.hooks.kill_hooks import CLEARING, OF_CLAIMS, OF_INDEX, OF_PIECES, ORDER, REPLACED, SHARED
 from tests.support.hosts import background_flags, exact_resume_tolerance, host_name
 from tests.support.pool import Pool
-from vtp_plugin.checkpoint.format.checkpoint_files import TRACKER, iterations
+from vtp_plugin.checkpoint.format.checkpoint_files import iterations
 from vtp_plugin.checkpoint.format.contents import Contents
+from vtp_plugin.checkpoint.format.resolver import TRACKER
 from vtp_plugin.checkpoint.save.atomic_dir import PARTIAL
 from vtp_plugin.checkpoint.save.newest import problem_of
 from vtp_plugin.checkpoint.tools.compare_checkpoints import Comparison

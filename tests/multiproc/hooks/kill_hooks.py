@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import FileSystemWriter
 
-from vtp_plugin.checkpoint.format.checkpoint_files import TRACKER
+from vtp_plugin.checkpoint.format.resolver import TRACKER
 from vtp_plugin.checkpoint.save import atomic_dir, saving
 from vtp_plugin.checkpoint.save.atomic_dir import PARTIAL, InParts
 

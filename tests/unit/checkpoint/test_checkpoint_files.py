@@ -10,7 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from vtp_plugin.checkpoint.format.checkpoint_files import TRACKER, check_files, check_tracker, naming_broken_files
+from vtp_plugin.checkpoint.format import checkpoint_files
+from vtp_plugin.checkpoint.format.checkpoint_files import naming_broken_files
+from vtp_plugin.checkpoint.format.resolver import TRACKER, Asked
 from vtp_plugin.errors import ConfigError, LayoutError
 
 
@@ -36,6 +38,16 @@ class Key:
     """A key with the name of a tensor, as torch's."""
 
     fqn: str
+
+
+def check_tracker(folder: str, step: int | None = None) -> tuple[str, ...]:
+    """Check the tracker of a folder."""
+    return (*checkpoint_files.check_trackers(Asked(load_dir=folder, step=step)),)
+
+
+def check_files(folder: str, step: int | None = None) -> tuple[str, ...]:
+    """Check the files of the checkpoint that a run would load from a folder."""
+    return checkpoint_files.check_files(Asked(load_dir=folder, step=step))
 
 
 @pytest.mark.parametrize("note", ["4", " 4\n", "release"])
@@ -110,12 +122,12 @@ def test_the_old_format(tmp_path: Path) -> None:
 
 def test_an_error_is_explained_by_a_broken_file_only(tmp_path: Path) -> None:
     folder = make(tmp_path, 4, note="4")
-    with pytest.raises(SystemExit), naming_broken_files(str(folder), None):
+    with pytest.raises(SystemExit), naming_broken_files(Asked(load_dir=str(folder))):
         raise SystemExit
     (folder / "iter_0000004" / "common.pt").unlink()
-    with pytest.raises(ConfigError, match=r"common\.pt is missing"), naming_broken_files(str(folder), None):
+    with pytest.raises(ConfigError, match=r"common\.pt is missing"), naming_broken_files(Asked(load_dir=str(folder))):
         raise SystemExit
-    with pytest.raises(LayoutError), naming_broken_files(str(folder), None):
+    with pytest.raises(LayoutError), naming_broken_files(Asked(load_dir=str(folder))):
         raise LayoutError("another reason")
-    with pytest.raises(SystemExit), naming_broken_files(None, None):
+    with pytest.raises(SystemExit), naming_broken_files(None):
         raise SystemExit

@@ -19,13 +19,14 @@ from torch.distributed.checkpoint.utils import _create_file_view
 
 from tests.support.checkpoints import by_bucket, make_model
 from tests.unit.checkpoint.test_show_and_verify import Run, run  # noqa: F401
-from vtp_plugin.checkpoint.format.checkpoint_files import TRACKER, iterations
+from vtp_plugin.checkpoint.format.checkpoint_files import iterations, way_out
 from vtp_plugin.checkpoint.format.digest import ALGORITHMS, Hashing, hash_bytes
 from vtp_plugin.checkpoint.format.entries import Extent
 from vtp_plugin.checkpoint.format.manifest import MANIFEST, Manifest, dump_manifest, load_manifest, make_manifest
+from vtp_plugin.checkpoint.format.resolver import TRACKER, Asked
 from vtp_plugin.checkpoint.save import piece_checks
 from vtp_plugin.checkpoint.save.atomic_dir import clear, discard, partial_of, put_in_place, whole_folder, write_whole
-from vtp_plugin.checkpoint.save.newest import candidates, problem_of
+from vtp_plugin.checkpoint.save.newest import problem_of
 from vtp_plugin.checkpoint.save.piece_checks import PieceChecks
 from vtp_plugin.checkpoint.save.saving import Kept, Saving, Savings
 from vtp_plugin.errors import ConfigError
@@ -83,15 +84,15 @@ def test_a_changed_piece_is_found_while_it_is_read(tmp_path: Path) -> None:
     checkpoint = _save(tmp_path, 2)
     (checkpoint / "__9_0.distcp").write_bytes(b"0123456789")
     manifest = make_manifest(checkpoint, _pieces(checkpoint / "__9_0.distcp", 4, 6))
-    with PieceChecks(checkpoint, manifest) as checks:
+    with PieceChecks(checkpoint, manifest, way_out) as checks:
         _watch(checks, checkpoint, Extent("__9_0.distcp", 0, 4))
         _watch(checks, checkpoint, Extent("__0_0.distcp", 3, 5))
     _flip(checkpoint / "__9_0.distcp")
-    with PieceChecks(checkpoint, manifest) as checks:
+    with PieceChecks(checkpoint, manifest, way_out) as checks:
         _watch(checks, checkpoint, Extent("__9_0.distcp", 0, 4))
     with (
         pytest.raises(ConfigError, match=r"__9_0\.distcp is damaged between bytes 4 and 10; without it .*; copy it"),
-        PieceChecks(checkpoint, manifest) as checks,
+        PieceChecks(checkpoint, manifest, way_out) as checks,
     ):
         _watch(checks, checkpoint, Extent("__9_0.distcp", 4, 6))
         raise ValueError("which torch raises of a damaged archive")
@@ -119,7 +120,7 @@ def test_a_piece_is_checked_in_whatever_order_it_is_read(data: st.DataObject) ->
         with contextlib.ExitStack() as stack:
             if damage is not None:
                 stack.enter_context(pytest.raises(ConfigError, match=f"is damaged between bytes {start} and {size}"))
-            file = _watch(stack.enter_context(PieceChecks(checkpoint, manifest)), checkpoint, extent)
+            file = _watch(stack.enter_context(PieceChecks(checkpoint, manifest, way_out)), checkpoint, extent)
             wanted = (checkpoint / "__9_0.distcp").read_bytes()[start:]
             for at, count, is_into in reads:
                 file.seek(at)
@@ -137,7 +138,7 @@ def test_torch_reads_a_piece_once_and_little_of_it_is_read_again(
     manifest = make_manifest(tmp_path, _pieces(tmp_path / "__9_0.distcp", size))
     again: list[int] = []
     monkeypatch.setattr(piece_checks, "hash_bytes", lambda *args: again.append(args[3]) or hash_bytes(*args))
-    with PieceChecks(tmp_path, manifest) as checks:
+    with PieceChecks(tmp_path, manifest, way_out) as checks:
         found = torch.load(_watch(checks, tmp_path, Extent("__9_0.distcp", 0, size)), weights_only=True)
     assert torch.equal(found, tensor) and sum(again) < size - tensor.nbytes + 1
 
@@ -183,7 +184,7 @@ def test_a_folder_appears_when_it_is_whole(tmp_path: Path) -> None:
     with pytest.raises(ValueError):
         fail()
     assert not final.exists() and (partial_of(final) / "a").exists() and not (final.parent / TRACKER).exists()
-    assert iterations(final.parent) == [] and candidates(final.parent) == ()
+    assert iterations(final.parent) == [] and Asked(load_dir=str(final.parent)).candidates() == []
     with whole_folder(final) as partial:
         (partial / "a").write_text("whole")
     assert (final / "a").read_text() == "whole" and not partial_of(final).exists()
@@ -224,9 +225,10 @@ def test_the_newest_that_is_whole_comes_first(tmp_path: Path, iteration: int) ->
     for number in (2, 4, 6):
         _save(tmp_path, number)
     (tmp_path / TRACKER).write_text(str(iteration))
-    assert candidates(tmp_path) == tuple(str(number) for number in (4, 2) if number <= iteration)
+    asked = Asked(load_dir=str(tmp_path))
+    assert [found.name for found in asked.candidates()] == [str(number) for number in (4, 2) if number <= iteration]
     (tmp_path / TRACKER).write_text("")
-    assert candidates(tmp_path) == ("6", "4", "2")
+    assert [found.name for found in asked.candidates()] == ["6", "4", "2"]
 
 
 def test_the_last_good_one_stays(tmp_path: Path) -> None:

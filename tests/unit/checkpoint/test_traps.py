@@ -22,11 +22,12 @@ from tests.support.checkpoints import by_bucket, make_model, run_action
 from tests.support.hostile_files import NAME, spoil
 from tests.unit.util.test_untrusted_files import TRAPS
 from vtp_plugin.checkpoint.format.archive import load_object
-from vtp_plugin.checkpoint.format.checkpoint_files import TRACKER, check_files, check_tracker
+from vtp_plugin.checkpoint.format.checkpoint_files import check_files, check_trackers
 from vtp_plugin.checkpoint.format.contents import Contents
 from vtp_plugin.checkpoint.format.entries import DamagedError, Extent
 from vtp_plugin.checkpoint.format.manifest import MANIFEST, dump_manifest, make_manifest
 from vtp_plugin.checkpoint.format.map_file import MAP
+from vtp_plugin.checkpoint.format.resolver import TRACKER, Asked
 from vtp_plugin.checkpoint.format.safe_pickle import load_safely
 from vtp_plugin.checkpoint.tools.verify import Verification
 from vtp_plugin.errors import ConfigError
@@ -132,10 +133,12 @@ def test_a_note_about_the_newest_that_is_no_file(copy: Path, run: Run, trap: str
     code, lines = run("show", copy.parent)
     assert code == 2 and f"{tracker} cannot be read" in lines[0] and "remove it" in lines[0]
     with pytest.raises(ConfigError, match="cannot be read"):
-        check_tracker(str(copy.parent))
+        list(check_trackers(Asked(load_dir=str(copy.parent))))
     tracker.unlink()
     tracker.write_text("3")
-    assert run("show", copy.parent)[0] == 0 and check_tracker(str(copy.parent)) == (), "the way out works"
+    assert run("show", copy.parent)[0] == 0 and [*check_trackers(Asked(load_dir=str(copy.parent)))] == [], (
+        "the way out works"
+    )
 
 
 @pytest.mark.parametrize("text", ["../a/iter_0000003", "/etc", "9" * 150, "9" * 10_000, "3\x1b[2J"])
@@ -249,7 +252,7 @@ def test_an_index_names_files_beside_it(run: Run, made: Path, copy: Path, name: 
     (copy / MANIFEST).unlink()
     assert_lines(run, copy, f"{copy / '.metadata'} names a file that it must not")
     (copy.parent / TRACKER).write_text("3")
-    assert any("names a file that it must not" in line for line in check_files(str(copy.parent)))
+    assert any("names a file that it must not" in line for line in check_files(Asked(load_dir=str(copy.parent))))
 
 
 @pytest.mark.parametrize("name", NAMES)

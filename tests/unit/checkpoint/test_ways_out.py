@@ -19,7 +19,16 @@ _CHECKPOINT = "vtp_plugin/checkpoint"
 FILES = (
     *(
         f"{_CHECKPOINT}/format/{name}.py"
-        for name in ("archive", "check_map", "checkpoint_files", "contents", "index", "manifest", "map_file")
+        for name in (
+            "archive",
+            "check_map",
+            "checkpoint_files",
+            "contents",
+            "index",
+            "manifest",
+            "map_file",
+            "resolver",
+        )
     ),
     f"{_CHECKPOINT}/format/safe_pickle.py",
     *(f"{_CHECKPOINT}/save/{name}.py" for name in ("atomic_dir", "newest", "piece_checks", "saving")),
@@ -31,6 +40,7 @@ FILES = (
     ),
 )
 _RUNS, _MOVED = "multiproc/checkpoint/test_way_outs.py", "multiproc/checkpoint/test_moved_optimizer.py"
+_RESOLVER = "unit/checkpoint/test_resolver.py"
 _AGAIN, _PADDED = "multiproc/checkpoint/test_written_again.py", "multiproc/checkpoint/test_padded_vocabulary.py"
 # Ways out that ask for another file or folder: with an intact one every test of loads and tools passes.
 OTHER_FILES = (
@@ -106,6 +116,11 @@ DONE: dict[str, tuple[str, ...]] = {
         f"{_PADDED}::test_the_same_padding_keeps_the_loss",
         f"{_PADDED}::test_stages_that_cannot_cut_the_vocabulary_add_words",
     ),
+    "Megatron takes the optimizer of the iteration that": (
+        f"{_RESOLVER}::test_an_optimizer_with_a_file_of_its_own_is_that_of_the_tracker",
+    ),
+    "leave --non-persistent-ckpt-type out": (f"{_RESOLVER}::test_what_nobody_can_look_into_is_said",),
+    "to go on from there give --vtp-load-newest-valid": (f"{_RESOLVER}::test_what_is_damaged_and_each_way_out",),
     "; without it this checkpoint cannot be loaded": (
         "multiproc/checkpoint/test_training_broken_files.py::test_an_older_checkpoint_is_loaded_instead",
     ),

@@ -13,6 +13,7 @@ import contextlib
 import re
 import zipfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,97 +25,175 @@ from vtp_plugin.checkpoint.format.manifest import (
     problems_of_pieces,
     problems_of_sizes,
 )
+from vtp_plugin.checkpoint.format.resolver import (
+    RELEASE,
+    TRACKER,
+    Asked,
+    Found,
+    number_of,
+    numbers_in,
+    of_iteration,
+    read_tracker,
+)
 from vtp_plugin.errors import ConfigError, VtpError, refuse
-from vtp_plugin.util.untrusted_files import PathError, problem_of, read_bytes, read_json
+from vtp_plugin.util.untrusted_files import PathError, problem_of, read_json
 
 COMMON_FILE: Final = "common.pt"
 """The name of the file with what all ranks share; from Megatron 0.19 on that is an object beside the tensors."""
-TRACKER: Final = "latest_checkpointed_iteration.txt"
-"""The name of the file that says which checkpoint of a folder is the newest."""
 TORCH_DIST: Final = "torch_dist"
 """The format of checkpoints that any layout loads."""
-_MAX_TRACKER_BYTES: Final = 200
 
 
-def read_tracker(folder: Path) -> str | None:
-    """Return what the note about the newest checkpoint of a folder says; None if there is none.
+def check_trackers(asked: Asked) -> Iterator[str]:
+    """Say what is wrong with the notes about the newest checkpoints of the folders that a run looks into.
 
-    Raises:
-        ConfigError: it is no regular file, or too long.
-    """
-    try:
-        return read_bytes(folder / TRACKER, _MAX_TRACKER_BYTES).decode(errors="replace").strip()
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except OSError as error:
-        raise ConfigError(
-            f"{folder / TRACKER} cannot be read ({error.strerror}); it must hold the iteration of a checkpoint, or the "
-            "word release; remove it, and write that"
-        ) from None
-
-
-def check_tracker(load_dir: str, step: int | None = None) -> tuple[str, ...]:
-    """Say what is wrong with the note about the newest checkpoint of a folder.
-
-    A folder without note and without a whole checkpoint is right: the run that writes into it begins.
+    A folder without note and without a whole checkpoint is right: the run that writes into it begins. ``--ckpt-step``
+    needs no tracker; but Megatron reads one that is there.
 
     Args:
-        load_dir: the folder, as in ``--load``; what is no path, such as ``msc://``, is not looked at.
-        step: value of ``--ckpt-step``, which needs no tracker; but Megatron reads one that is there.
+        asked: where the run looks.
 
-    Returns:
-        A line ``value; rule; way out``, or none.
+    Yields:
+        Lines ``value; rule; way out``.
+
+    Raises:
+        ConfigError: a tracker is no regular file, or too long.
     """
-    if "://" in load_dir:
-        return ()
-    folder, file = Path(load_dir), Path(load_dir) / TRACKER
-    text = read_tracker(folder)
-    if text is not None and re.fullmatch(r"\d+|release", text):
-        return ()
-    whole = iterations(folder, is_whole=True)
-    if text is None and (step or not whole):
-        return ()
-    shown = "is missing" if text is None else f"holds {text[:40]!r}" if text else "is empty"
-    way_out = f"write {whole[-1]} into it" if whole else "load another folder, or leave --load out"
-    return (f"{file} {shown}; it must hold the iteration of a checkpoint, or the word release; {way_out}",)
+    passed_over = replace(asked, load_dir=asked.passed_over, kind=None).folders
+    for folder, is_persistent in (*asked.folders, *passed_over):
+        text = asked.tracker(folder)
+        is_right = text is not None and re.fullmatch(r"\d+|release" if is_persistent else r"\d+", text)
+        if is_right or folder in asked.trackers:
+            continue
+        whole = iterations(folder, is_whole=True)
+        is_older = not is_persistent and max(whole, default=-1) < number_of(asked.tracker(asked.folder))
+        if text is None and (asked.step or not whole or is_older):
+            continue
+        shown = "is missing" if text is None else f"holds {text[:40]!r}" if text else "is empty"
+        rule = f"it must hold the iteration of a checkpoint{', or the word release' if is_persistent else ''}"
+        none = "load another folder, or leave --load out" if is_persistent else "move its folder away"
+        yield f"{folder / TRACKER} {shown}; {rule}; {f'write {whole[-1]} into it' if whole else none}"
 
 
-def check_files(load_dir: str, step: int | None = None, index: Index | None = None) -> tuple[str, ...]:
+def check_files(asked: Asked, index: Index | None = None) -> tuple[str, ...]:
     """Name the first broken file of the checkpoint that a run would load.
 
     Args:
-        load_dir: the folder, as in ``--load``; what is no path is not looked at.
-        step: value of ``--ckpt-step``; None for the newest checkpoint.
+        asked: where the run looks; what is no path is not looked at.
         index: index of the checkpoint, if the caller has read it.
 
     Returns:
         A line ``value; rule; way out``; none where all files are there and as long as they must be.
     """
-    folder = Path(load_dir)
-    if "://" in load_dir or (name := str(step) if step else read_tracker(folder)) is None:
+    if (found := asked.resolve()) is None:
         return ()
-    checkpoint = of_iteration(folder, name)
-    if not checkpoint.is_dir():
-        problem = f"{checkpoint} is missing; {'--ckpt-step' if step else TRACKER} names it"
-    elif (found := broken_file(checkpoint, index)) is not None:
-        problem = f"{found}; without it this checkpoint cannot be loaded"
+    if not found.checkpoint.is_dir():
+        is_step = asked.step and found.name == str(asked.step)
+        problem = f"{found.checkpoint} is missing; {'--ckpt-step' if is_step else TRACKER} names it"
+    elif (broken := broken_file(found.checkpoint, index)) is not None:
+        problem = f"{broken}; without it this checkpoint cannot be loaded"
     else:
         return ()
-    return (f"{problem}; {way_out(checkpoint)}",)
+    return (f"{problem}; {way_out(found.checkpoint, asked)}",)
 
 
-def way_out(checkpoint: Path) -> str:
-    """Say what to do about a checkpoint that cannot be loaded."""
+def way_out(checkpoint: Path, asked: Asked | None = None) -> str:
+    """Say what to do about a checkpoint that cannot be loaded.
+
+    Args:
+        checkpoint: its folder.
+        asked: where the run looks that would load it; None where only its folder is known.
+    """
+    found = None if asked is None else asked.resolve()
+    if asked is None or found is None or found.checkpoint != checkpoint:
+        found = Found(checkpoint.parent, checkpoint.name.removeprefix("iter_").lstrip("0"))
+        asked = Asked(load_dir=str(found.folder))
     others = [
-        number
-        for number in iterations(checkpoint.parent, is_whole=True)
-        if of_iteration(checkpoint.parent, str(number)) != checkpoint
+        other
+        for folder, is_persistent in dict.fromkeys((*asked.folders, *asked.chosen_from().folders))
+        for number in iterations(folder, is_whole=True)
+        if (other := Found(folder, str(number), is_persistent)).checkpoint != checkpoint
     ]
-    name = checkpoint.name.removeprefix("iter_")
-    older = [number for number in others if not name.isdecimal() or number < int(name)]
-    if older:
-        return f"copy it again, or load an older one with --ckpt-step {older[-1]}"
-    return f"copy it again, or load {f'another one with --ckpt-step {others[-1]}' if others else 'another folder'}"
+    # The newest of the older ones first; a release has no place among them.
+    is_after = {other: found.name != RELEASE and other.rank > found.rank for other in others}
+    for other in sorted(others, key=lambda other: (not is_after[other], other.rank), reverse=True):
+        if (way := _way_to(other, asked, checkpoint)) is not None:
+            return f"copy it again, or load {'another' if is_after[other] else 'an older'} one with {way}"
+    return "copy it again, or load another folder"
+
+
+def _way_to(other: Found, asked: Asked, broken: Path) -> str | None:
+    """Name the flag with which a run loads another checkpoint than a broken one, or None."""
+    if replace(asked, step=int(other.name)).resolve() == other:
+        return f"--ckpt-step {other.name}"
+    others = (each for each in asked.chosen_from().candidates() if each.checkpoint != broken)
+    whole = (each for each in others if broken_file(each.checkpoint) is None)
+    if next(whole, None) != other:
+        return None
+    return f"--vtp-load-newest-valid{'' if asked.step is None else f', without --ckpt-step {asked.step}'}"
+
+
+def overruled(asked: Asked, *, takes_optimizer_of_tracker: bool = False) -> Iterator[str]:
+    """Say that Megatron loads something else than ``--ckpt-step`` names, if it does so.
+
+    Args:
+        asked: where the run looks.
+        takes_optimizer_of_tracker: whether Megatron takes the optimizer from the iteration that the tracker names.
+
+    Yields:
+        One line ``value; rule; way out``.
+
+    Raises:
+        ConfigError: a tracker is no regular file, or too long.
+    """
+    if (step := asked.step) is None or asked.folder is None:
+        return
+    found, tracker = asked.resolve(), asked.folder / TRACKER
+    folders = [*replace(asked, load_dir=asked.passed_over, kind=None).folders, *asked.folders]
+    wanted = [place for folder, _ in folders if (place := of_iteration(folder, str(step))).is_dir()]
+    is_beside = asked.passed_over is not None and wanted[:1] == [of_iteration(Path(asked.passed_over), str(step))]
+    if found is not None and found.name == str(step) and not is_beside:
+        if takes_optimizer_of_tracker and asked.tracker(asked.folder) != found.name:
+            yield (
+                f"--ckpt-step {step} with --ckpt-format torch and --use-distributed-optimizer; Megatron takes the "
+                f"optimizer of the iteration that {tracker} names; write {step} into it"
+            )
+        elif not asked.is_certain:
+            yield (
+                f"--ckpt-step {step} with --non-persistent-ckpt-type {asked.kind}; Megatron loads a non-persistent "
+                "checkpoint in its place if that is newer; leave --non-persistent-ckpt-type out"
+            )
+        return
+    if is_beside:
+        why = f"since {Path(asked.passed_over or '') / TRACKER} is missing"
+    elif found is not None and not found.is_persistent:
+        why = "which is newer and not persistent"
+    elif step <= 0:
+        why = "which takes 0 for none" if step == 0 else "since no step is below 0"
+    else:
+        why = f"since {tracker} says release"
+    loads = "nothing" if found is None else found.checkpoint
+    way = next(
+        (way for way, then in _ways_to_step(asked, step) if then.checkpoint in wanted[:1]), "leave --ckpt-step out"
+    )
+    yield f"--ckpt-step {step}; Megatron loads {loads} in its place, {why}; {way}"
+
+
+def _ways_to_step(asked: Asked, step: int) -> Iterator[tuple[str, Asked]]:
+    """Yield what may be done so that the checkpoint of a step is loaded, and what is asked then."""
+    named, others = str(step), asked.non_persistent
+    for folder in (asked.passed_over, asked.load_dir):
+        for place, _ in Asked(load_dir=folder).folders:
+            then = replace(asked, load_dir=folder, trackers={**asked.trackers, place: named})
+            yield f"write {step} into {place / TRACKER}", then
+            if others is not None:
+                yield f"move {others} away", replace(asked, trackers={**asked.trackers, others: None})
+                hidden = replace(then, trackers={**then.trackers, others: None})
+                yield f"write {step} into {place / TRACKER}, and move {others} away", hidden
+    if others is not None:
+        then = replace(asked, step=None, trackers={**asked.trackers, others: named})
+        yield f"write {step} into {others / TRACKER}, and leave --ckpt-step out", then
+        yield f"give --load {others}", replace(asked, load_dir=str(others))
 
 
 def find_checkpoint(folder: Path, *, takes_any: bool = False) -> Path:
@@ -139,7 +218,7 @@ def find_checkpoint(folder: Path, *, takes_any: bool = False) -> Path:
             f"{folder} holds neither a checkpoint nor {TRACKER}; a checkpoint has a file .metadata; give a folder like "
             "iter_0000100, or the one that holds it"
         )
-    refuse(check_tracker(str(folder)))
+    refuse(check_trackers(Asked(load_dir=str(folder))))
     checkpoint = of_iteration(folder, name)
     if not checkpoint.is_dir():
         raise ConfigError(f"{checkpoint} is missing; {TRACKER} names it; copy it again, or give another folder")
@@ -160,24 +239,14 @@ def _readable(checkpoint: Path, takes_any: bool) -> Path:
     return checkpoint
 
 
-def of_iteration(folder: Path, name: str) -> Path:
-    """Return where a checkpoint lies that the tracker names.
-
-    >>> str(of_iteration(Path("runs"), "100")), str(of_iteration(Path("runs"), "release"))
-    ('runs/iter_0000100', 'runs/release')
-    """
-    return folder / (f"iter_{int(name):07d}" if name.isdecimal() else name)
-
-
 @contextlib.contextmanager
-def naming_broken_files(load_dir: str | None, step: int | None) -> Iterator[None]:
+def naming_broken_files(asked: Asked | None) -> Iterator[None]:
     """Run what loads a checkpoint; where it fails because of a broken file, raise an error that names the file.
 
     So a rank tells of a file that only it sees, such as in a copy on its machine.
 
     Args:
-        load_dir: value of ``--load``.
-        step: value of ``--ckpt-step``.
+        asked: where the run looks; None where that is not known.
 
     Raises:
         ConfigError: instead of any other error, if a file is broken. Files are checked only after an error.
@@ -189,7 +258,7 @@ def naming_broken_files(load_dir: str | None, step: int | None) -> Iterator[None
     except BaseException as error:  # torch's CheckpointException is none of Exception, and Megatron leaves by exit()
         if (own_error := _own_error(error)) is not None:
             raise own_error from error
-        problems = () if load_dir is None else check_files(load_dir, step)
+        problems = () if asked is None else check_files(asked)
         if not problems:
             raise
         raise ConfigError(problems[0]) from error
@@ -209,9 +278,11 @@ def iterations(folder: Path, *, is_whole: bool = False) -> list[int]:
         folder: the folder of the checkpoints.
         is_whole: whether only those count in which no file is missing or too short; files are hardly read for that.
     """
-    names = (re.fullmatch(r"iter_(\d{7,})", path.name) for path in folder.glob("iter_*"))
-    numbers = sorted(int(name.group(1)) for name in names if name)
-    return [number for number in numbers if not is_whole or broken_file(of_iteration(folder, str(number))) is None]
+    return [
+        number
+        for number in numbers_in(folder)
+        if not is_whole or broken_file(of_iteration(folder, str(number))) is None
+    ]
 
 
 def is_read_in_pieces(name: str) -> bool:

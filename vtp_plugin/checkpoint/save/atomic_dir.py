@@ -15,8 +15,8 @@ from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, Final
 
-from vtp_plugin.checkpoint.format.checkpoint_files import TRACKER
 from vtp_plugin.checkpoint.format.manifest import MANIFEST, dump_manifest, make_manifest
+from vtp_plugin.checkpoint.format.resolver import TRACKER
 
 PARTIAL: Final = "partial_"
 """What the name of a folder begins with while it is written; nothing that looks for ``iter_*`` finds it."""

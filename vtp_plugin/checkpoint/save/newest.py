@@ -1,4 +1,4 @@
-"""Which checkpoint of a folder is the newest good one."""
+"""Whether a checkpoint is good: all of its bytes are read for that."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from vtp_plugin.checkpoint.format.archive import load_object
-from vtp_plugin.checkpoint.format.checkpoint_files import broken_beside, is_read_in_pieces, iterations, read_tracker
+from vtp_plugin.checkpoint.format.checkpoint_files import broken_beside, is_read_in_pieces
 from vtp_plugin.checkpoint.format.contents import Contents
 from vtp_plugin.checkpoint.format.entries import DamagedError, Extent
 from vtp_plugin.checkpoint.format.manifest import MANIFEST, Manifest, load_manifest, problems_of_pieces
@@ -15,16 +15,6 @@ from vtp_plugin.errors import ConfigError
 
 HAS_MANIFEST: Final = "vtp_has_manifest"
 """Megatron's argument that is stored with a checkpoint if there is a manifest beside it."""
-
-
-def candidates(folder: Path) -> tuple[str, ...]:
-    """Give the checkpoints of a folder, as the tracker names them: the one that it names, then older ones.
-
-    Without a readable tracker the newest comes first.
-    """
-    text = read_tracker(folder) or ""
-    numbers = [number for number in reversed(iterations(folder)) if not text.isdecimal() or number < int(text)]
-    return (*([text] if text.isdecimal() or text == "release" else []), *map(str, numbers))
 
 
 def problem_of(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import io
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
-from vtp_plugin.checkpoint.format.checkpoint_files import way_out
 from vtp_plugin.checkpoint.format.digest import Hashing, algorithm_of, hash_bytes
 from vtp_plugin.checkpoint.format.entries import Extent
 from vtp_plugin.checkpoint.format.manifest import Manifest, problem_unless
@@ -28,13 +27,14 @@ class PieceChecks:
     Args:
         folder: folder of the checkpoint.
         manifest: manifest of the checkpoint.
+        way_out: returns what to do about a checkpoint that cannot be loaded.
 
     Raises:
         ConfigError: at the end of the block, instead of any other error.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self._folder, self._manifest = folder, manifest
+    def __init__(self, folder: Path, manifest: Manifest, way_out: Callable[[Path], str]) -> None:
+        self._folder, self._manifest, self._way_out = folder, manifest, way_out
         self._begun: set[Extent] = set()
         self._open: _Check | None = None
         self._problems: list[str] = []
@@ -77,7 +77,7 @@ class PieceChecks:
         self._finish()
         for problem in self._problems:
             raise ConfigError(
-                f"{problem}; without it this checkpoint cannot be loaded; {way_out(self._folder)}"
+                f"{problem}; without it this checkpoint cannot be loaded; {self._way_out(self._folder)}"
             ) from error
 
 

@@ -18,12 +18,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from vtp_plugin.checkpoint.format.checkpoint_files import TRACKER, iterations, read_tracker
+from vtp_plugin.checkpoint.format.checkpoint_files import iterations
 from vtp_plugin.checkpoint.format.contents import Contents
 from vtp_plugin.checkpoint.format.digest import digest_of
 from vtp_plugin.checkpoint.format.entries import Extent
 from vtp_plugin.checkpoint.format.manifest import dump_manifest, files_of, make_manifest
 from vtp_plugin.checkpoint.format.optimizer_formats import IN_BUCKETS
+from vtp_plugin.checkpoint.format.resolver import TRACKER, read_tracker
 from vtp_plugin.checkpoint.save.atomic_dir import (
     clear,
     discard,
@@ -236,14 +237,14 @@ class Savings:
     Attributes:
         current: the one that Megatron's function is at, before it returns.
         newest: the one that was written last; None before the first.
-        trackers: files that stand for the trackers of folders, by the folder.
+        trackers: what stands for the trackers of folders, by the folder; None for one that is hidden.
         copies_tensors: whether a process that shares the tensors of this one writes them while the run continues.
     """
 
     def __init__(self) -> None:
         self.current: Saving | None = None
         self.newest: Path | None = None
-        self.trackers: dict[str, Path] = {}
+        self.trackers: dict[Path, str | None] = {}
         self.copies_tensors = False
         self._iteration: int | None = None
         self._in_flight: dict[Path, Saving] = {}
@@ -307,9 +308,18 @@ class Savings:
         """Forget one, and do what waited for it."""
         del self._in_flight[saving.partial]
         self.newest = saving.final
-        self.trackers.pop(str(saving.final.parent), None)
+        self.trackers.pop(saving.final.parent, None)
         for act in saving.afterwards:
             act()
+
+    def tracker(self, folder: Path) -> Path | None:
+        """Return a file that stands for the tracker of a folder, which need not exist; None if none does."""
+        if folder not in self.trackers:
+            return None
+        file, text = self.scratch(f"{TRACKER}.{hash(folder)}"), self.trackers[folder]
+        if text is not None:
+            file.write_text(text)
+        return file
 
     def scratch(self, name: str) -> Path:
         """Return a place for a file of this process, in the folder that multiprocessing makes and removes."""

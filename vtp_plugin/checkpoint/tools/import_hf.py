@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 
 from vtp_plugin.checkpoint.format.archive import itemsize
-from vtp_plugin.checkpoint.format.checkpoint_files import TRACKER
+from vtp_plugin.checkpoint.format.resolver import TRACKER
 from vtp_plugin.checkpoint.hf.all_families import FAMILIES, rows_in_file, rows_of
 from vtp_plugin.checkpoint.hf.hf_model import HFModel, settings
 from vtp_plugin.checkpoint.hf.import_note import CARRIED, NOTE, RELEASE, dump_note

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from vtp_plugin.checkpoint.format.archive import DamagedError, Extent, tensors_inside
-from vtp_plugin.checkpoint.format.checkpoint_files import TRACKER, read_tracker
+from vtp_plugin.checkpoint.format.resolver import TRACKER, read_tracker
 from vtp_plugin.errors import ConfigError
 
 _FOLDER: Final = re.compile(r"mp_rank_(\d{2,})(?:_(\d{3,}))?")

@@ -46,6 +46,7 @@ SHARED_NAMES = frozenset(
         "vtp_size_list of the checkpoint",
         "iteration of the checkpoint",
         "checkpoint found in --load",
+        "non-persistent checkpoint found",
         "whether --save is given",
         "whether --load is given",
         "whether --pretrained-checkpoint is given",

@@ -18,6 +18,7 @@ from vtp_plugin.checkpoint.save.piece_checks import PieceChecks
 from vtp_plugin.host.patching import replaces, subclasses
 from vtp_plugin.patches.core.dist_checkpointing.plain_objects import plain_only
 from vtp_plugin.patches.patch_set import Moment
+from vtp_plugin.session import Session
 
 _WHY = "torch reads a piece without looking whether a byte has changed, and Megatron loads it"
 _GONE = "torch compares what it reads with a hash"
@@ -31,13 +32,13 @@ _GONE = "torch compares what it reads with a hash"
     remove_when=_GONE,
     unneeded={"<0.15": "`hashed-reads/reader-class` stands for it"},
 )
-def _make_reader(original: Callable[..., Any], folder: Any, *args: Any, **kwargs: Any) -> Any:
+def _make_reader(session: Session, original: Callable[..., Any], folder: Any, *args: Any, **kwargs: Any) -> Any:
     """Run `_get_filesystem_reader`; what it gives checks what it reads."""
     reader = original(folder, *args, **kwargs)
     if "://" in str(folder):
         return reader
     # Megatron chooses its class by the folder, so it is there before its subclass.
-    made = object.__new__(checking(type(reader)))
+    made = object.__new__(checking(type(reader), session))
     vars(made).update(vars(reader))
     return made
 
@@ -60,7 +61,7 @@ def _make_planner(original: type[Any]) -> type[Any]:
     return Plain
 
 
-def checking(reader_class: type[Any]) -> type[Any]:
+def checking(reader_class: type[Any], session: Session) -> type[Any]:
     """Return the class of a reader of torch that checks each piece that it reads, if the checkpoint has a manifest."""
 
     class Checking(reader_class):
@@ -69,7 +70,7 @@ def checking(reader_class: type[Any]) -> type[Any]:
 
         def read_data(self, plan: Any, planner: Any) -> Any:
             if self.vtp_path != self.path:  # however often it is asked for pieces of one checkpoint
-                self.vtp_path, self.vtp_checks = self.path, _checks_of(Path(self.path))
+                self.vtp_path, self.vtp_checks = self.path, _checks_of(Path(self.path), session)
             try:
                 with self.vtp_checks or contextlib.nullcontext():
                     return super().read_data(plan, planner)
@@ -85,6 +86,8 @@ def checking(reader_class: type[Any]) -> type[Any]:
     return Checking
 
 
-def _checks_of(checkpoint: Path) -> PieceChecks | None:
+def _checks_of(checkpoint: Path, session: Session) -> PieceChecks | None:
     manifest = load_manifest(checkpoint)
-    return None if manifest is None or not manifest.can_check else PieceChecks(checkpoint, manifest)
+    if manifest is None or not manifest.can_check:
+        return None
+    return PieceChecks(checkpoint, manifest, session.loading.way_out)
