@@ -21,6 +21,7 @@ from vtp_plugin.host.patching import replaces
 from vtp_plugin.host.rules.checks.batch import describe_batches, final_batch, own_batches
 from vtp_plugin.host.rules.checks.packed import packing_flag
 from vtp_plugin.host.rules.checks.sites import check_site, shared_arguments
+from vtp_plugin.host.rules.checks.stage_layers import check_stage_layers
 from vtp_plugin.host.rules.run_checks import check_run
 from vtp_plugin.host.rules.table.versions import EXPERT_RULES
 from vtp_plugin.patches.hosts import MegatronHost
@@ -240,6 +241,7 @@ def _set_own_sizes(session: Session, host: MegatronHost, args: argparse.Namespac
     refuse(
         (
             *check_run(args, context, replicas),
+            *check_stage_layers(args, context),
             *host.problems_of_saving(args, device=session.planned.platform.name),
             *(host.refusals(EXPERT_RULES, args, context) if args.num_experts else ()),
         )

@@ -7,20 +7,9 @@ from collections.abc import Iterable
 from typing import Any
 
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.host.rules.checks.stage_layers import COUNTED_AS_LAYERS, ELSEWHERE
 from vtp_plugin.plan.layout.chunks import plain_chunks
 from vtp_plugin.plan.layout.describe import format_layers, join_layers
-
-# With these, layers count otherwise, or only the model's code knows where they are.
-_ELSEWHERE = (
-    "account_for_embedding_in_pipeline_split",
-    "account_for_loss_in_pipeline_split",
-    "heterogeneous_layers_config_path",
-    "heterogeneous_layers_config_encoded_json",
-    "hybrid_layer_pattern",
-    "hybrid_override_pattern",
-    "is_hybrid_model",
-    "mm",
-)
 
 
 def layers_of_stages(args: argparse.Namespace, num_stages: int) -> tuple[str, ...]:
@@ -38,7 +27,7 @@ def layers_of_stages(args: argparse.Namespace, num_stages: int) -> tuple[str, ..
     def given(name: str) -> Any:
         return getattr(args, name, None)
 
-    if any(map(given, _ELSEWHERE)) or not given("num_layers"):
+    if any(map(given, (*ELSEWHERE, *COUNTED_AS_LAYERS))) or not given("num_layers"):
         return ()
     placed: Any = given("pipeline_model_parallel_layout")
     if placed is not None:

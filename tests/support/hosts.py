@@ -50,6 +50,7 @@ NEEDS: dict[str, tuple[tuple[str, ...], str]] = {
         _SINCE_0_19,
         "it logs the routers' losses of one replica, another one than the uniform run",
     ),
+    "own_tokens_over_context": (_SINCE_0_15, "its loss function counts the tokens of all context-parallel ranks"),
     "forced_balance": (_SINCE_0_15, "it has no --moe-router-force-load-balancing"),
     "biased_balance": ((">=0.17",), "it has no --moe-router-force-biased"),
     "returned_validation": (_SINCE_0_19, "its check raises what that of 0.19 returns"),

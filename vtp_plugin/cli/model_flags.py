@@ -7,8 +7,11 @@ import ast
 from collections.abc import Sequence
 
 from vtp_plugin.cli.activation_flags import read_microbatch
-from vtp_plugin.errors import ConfigError
+from vtp_plugin.cli.parser import with_values
+from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.host.rules.checks.divisibility import feed_forward_size
+from vtp_plugin.host.rules.checks.stage_layers import COUNTED_AS_LAYERS, ELSEWHERE, check_stage_layers
+from vtp_plugin.host.rules.context import OptionContext
 from vtp_plugin.plan.layout.chunks import Chunk, plain_chunks, u_chunks
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.plan.layout.replica_map import ReplicaMap
@@ -59,20 +62,19 @@ def why_unknown(args: argparse.Namespace, *, lacks_parts: bool) -> str:
     return f"give {', '.join(missing)} to see it" if missing else ""
 
 
-def check_layers(args: argparse.Namespace, num_stages: int, num_chunks: int) -> None:
-    """Reject layers that the stages of a plain pipeline cannot share, where these flags say all of it.
+def check_layers(args: argparse.Namespace, context: OptionContext) -> None:
+    """Reject layers that the stages cannot share, where these flags say all of it.
 
     Args:
         args: parsed arguments; ``unknown`` holds those that no flag declares.
-        num_stages: number of stages of the pipeline.
-        num_chunks: number of model chunks of every stage.
+        context: the run.
 
     Raises:
         ConfigError: the layers cannot be shared out.
     """
-    # MindSpeed's --noop-layers count, too.
-    if args.num_layers and not _not_modelled(args) and "--noop-layers" not in _unknown(args):
-        read_chunks(args, num_stages, num_chunks, None)
+    unknown = {flag[2:].replace("-", "_") for flag in _unknown(args)}
+    odd = {name: True for name in (*ELSEWHERE, *COUNTED_AS_LAYERS) if name in unknown}
+    refuse(check_stage_layers(with_values(args, **odd), context))
 
 
 def _not_modelled(args: argparse.Namespace) -> list[str]:

@@ -33,6 +33,7 @@ from vtp_plugin.config.resolve import (
 from vtp_plugin.config.vtp_flags import VTP_FLAGS, add_vtp_arguments, read_flags, reject_spaces
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.host.megatron_flags import MODEL_FLAGS, RUN_FLAGS
+from vtp_plugin.host.rules.checks.stage_layers import count_chunks
 from vtp_plugin.host.rules.run_checks import check_run
 from vtp_plugin.plan.boundary.strategies.transport_rules import TransportRules
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
@@ -172,9 +173,9 @@ def read_run(args: argparse.Namespace, *, takes_all_costs: bool = False) -> Run:
     _check(args, config, layout, replicas)
     shape, itemsize_bytes = _tensor(args)
     tensor_bytes = math.prod(shape) // max(layout.cp_sizes) * itemsize_bytes if shape else None
-    num_chunks = _num_chunks(args, layout.num_stages)
-    if fitted is None and not config.layerwise_disaggregated:
-        model_flags.check_layers(args, layout.num_stages, num_chunks)
+    if fitted is None:
+        model_flags.check_layers(args, option_context(config, layout))
+    num_chunks = count_chunks(args, layout.num_stages)
     why_no_activations = activation_flags.why_no_activations(args, layout)
     spans = expert_spans(layout, replicas)
     placement = place_workers(replicas, num_chunks=num_chunks, num_rings=config.num_rings, expert_spans=spans)
@@ -308,19 +309,6 @@ def _tensor(args: argparse.Namespace) -> tuple[tuple[int, int, int] | None, int]
     if any(number is not None and number < 1 for number in given):
         raise ConfigError("--seq-length, --micro-batch-size and --hidden-size must be at least 1")
     return given if all(given) else None, 2 if args.fp16 or args.bf16 else 4
-
-
-def _num_chunks(args: argparse.Namespace, num_stages: int) -> int:
-    """Count the model chunks of a stage as Megatron does."""
-    number, layers = args.num_virtual_stages_per_pipeline_rank, args.num_layers_per_virtual_pipeline_stage
-    if layers is None:
-        return number or 1
-    if number is not None or not args.num_layers or layers < 1 or args.num_layers % (num_stages * layers):
-        raise ConfigError(
-            f"--num-layers-per-virtual-pipeline-stage {layers} needs --num-layers, a multiple of it times the "
-            f"{num_stages} stages, and no --num-virtual-stages-per-pipeline-rank beside it"
-        )
-    return args.num_layers // num_stages // layers
 
 
 def _num_microbatches(args: argparse.Namespace, replicas: ReplicaMap) -> int | None:

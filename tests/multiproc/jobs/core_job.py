@@ -473,7 +473,7 @@ def _embedding_ranks(case: Case, ranks: list[int]) -> list[int]:
     """Say which ranks of a pipeline hold the word embedding, as NVIDIA's scripts do."""
     if case.model.embedding_stages:
         return [ranks[stage] for stage in case.model.embedding_stages]
-    with_prediction = [i for i, part in enumerate(case.model.layout.split("|")) if "m" in part]
+    with_prediction = [i % len(ranks) for i, part in enumerate(case.model.layout.split("|")) if "m" in part]
     return sorted({ranks[0], *([ranks[-1]] if case.model.tied else []), *(ranks[stage] for stage in with_prediction)})
 
 

@@ -39,6 +39,20 @@ def _refuse(
             ["--num-attention-heads 7: stage 1 has TP 2, which does not divide it", "that divide this model: 1"],
             id="heads",
         ),
+        pytest.param(
+            # Stock trains one of the four layers, without a word.
+            "1",
+            ["--decoder-first-pipeline-num-layers", "1", "--decoder-last-pipeline-num-layers", "1"],
+            ["--decoder-last-pipeline-num-layers 1; the only stage has all layers"],
+            id="layers-of-one-stage",
+        ),
+        pytest.param(
+            # Stock trains five layers.
+            "1,2",
+            ["--decoder-first-pipeline-num-layers", "5"],
+            ["--decoder-first-pipeline-num-layers 5; -1 layers are left for the 1 other stages"],
+            id="layers",
+        ),
         pytest.param("1,2", ["--ffn-hidden-size", "77"], ["--ffn-hidden-size 77: stage 1", "model: 1"], id="ffn"),
         pytest.param(
             "2,3",

@@ -52,6 +52,12 @@ CASES = [
 ]
 
 
+@pytest.mark.needs("layouts")
+def test_a_chunk_that_only_predicts(runs: Runs) -> None:
+    """The last chunk of two on the last stage has a layer of prediction and no other."""
+    check_parity(runs, predicting(1, 2, layout="Et|tt|t|mL", vpp=2, num_microbatches=4))
+
+
 def copies_over_time(case: Case, run: Run) -> list[list[torch.Tensor]]:
     """Give the whole weight of every copy and replica of the word embedding, by moment: start, after step 0, ..."""
     holders = sorted({(r.stage, r.dp_rank) for r in run.ranks if r.tied})
@@ -127,12 +133,38 @@ def test_prediction_on_the_edge(runs: Runs, saved: Saved, case: Case) -> None:
             id="slices",
             marks=pytest.mark.full,
         ),
+        pytest.param(
+            predicting(1, 1, 1, layout="Ett|m|L", seq=8, cp_list=(1, 1, 2), gathered_attention=True),
+            r"multi-token prediction before the last stage with context parallelism on stages of cp \(1, 2\); ",
+            id="chunks",
+        ),
     ],
 )
 def test_prediction_that_would_be_wrong_is_refused(pool: Pool, case: Case, line: str) -> None:
     """Megatron would leave the copy at zero, and take slices of one prediction for those of another."""
     with pytest.raises(PoolError, match=line):
         pool.run(case.world_size, "tests.multiproc.jobs.core_job:train", {"case": case})
+
+
+MASKED: dict[str, Any] = {"masked": True, "loss_tuple": 3, "gathered_attention": True, "seq": 8, "num_steps": 5}
+
+
+@pytest.mark.needs("masked_prediction")
+@pytest.mark.parametrize("is_per_token", [False, pytest.param(True, marks=pytest.mark.full)])
+@pytest.mark.parametrize("cp_list", [(1, 2), pytest.param((2, 1), marks=pytest.mark.full)])
+def test_masked_prediction_is_that_of_the_last_stages_size(
+    runs: Runs, cp_list: tuple[int, int], is_per_token: bool
+) -> None:
+    """Each context-parallel rank divides by its own tokens that count, also where the main loss is one per token."""
+    case = predicting(1, 1, cp_list=cp_list, **MASKED, per_token_loss=is_per_token, wants_weights=True)
+    of_last, of_first = (
+        runs.kept_alike(case, case.but(cp=cp, cp_list=(), plugin="stock")) for cp in (cp_list[-1], cp_list[0])
+    )
+    run = runs.run(case)
+    assert_close(run, of_last)
+    assert_weights_close(run, of_last)
+    with pytest.raises(AssertionError):
+        assert_close(run, of_first)
 
 
 @pytest.mark.full

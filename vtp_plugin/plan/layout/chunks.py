@@ -83,14 +83,21 @@ def plain_chunks(
     >>> [chunk.layers for (chunk,) in plain_chunks(4, 2, layers=(3, 1))]
     [(0, 1, 2), (3,)]
     """
-    given = [number for number in (first, last) if number is not None]
-    rest, num_rest = num_layers - sum(given), num_stages - len(given)
-    if layers is None and (rest < 0 or (rest % num_rest if num_rest else rest)):
-        ends = f"{sum(given)} of them on the first and the last stage" if given else "none of them on a certain stage"
+    given = {"first": first, "last": last}
+    flags = [f"--decoder-{end}-pipeline-num-layers {number}" for end, number in given.items() if number is not None]
+    numbers = [number for number in given.values() if number is not None]
+    rest, num_rest = num_layers - sum(numbers), num_stages - len(numbers)
+    if layers is None and (num_rest < 0 or min(numbers, default=1) < 1 or _is_odd(rest, num_rest)):
+        named = ", ".join([f"--num-layers {num_layers}", *flags])
+        if num_stages == 1:
+            raise ConfigError(f"{named}; the only stage has all layers; leave the number of its layers out")
+        stages = f"{num_stages} stages"
+        if flags:
+            stages = f"{rest} layers are left for the {num_rest} other stages, which"
         raise ConfigError(
-            f"--num-layers {num_layers}, {ends}; the other {num_rest} of {num_stages} stages cannot share the rest "
-            "evenly; change --decoder-first-pipeline-num-layers and --decoder-last-pipeline-num-layers, or give the "
-            "layers of all stages by --pipeline-model-parallel-layout"
+            f"{named}; {stages} must hold equal numbers, and every stage at least one; change --num-layers, "
+            "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers, or give the layers of all "
+            "stages by --pipeline-model-parallel-layout"
         )
     counts = [rest // num_rest if num_rest else 0] * num_stages
     if first is not None:
@@ -111,3 +118,8 @@ def plain_chunks(
                 Chunk(layers=layers, is_first=not stage + chunk, is_last=is_last, is_whole=num_stages == 1)
             )
     return tuple(map(tuple, chunks))
+
+
+def _is_odd(num_layers: int, num_stages: int) -> bool:
+    """Tell whether stages cannot have equal numbers of layers, at least one each; no stage takes no layer."""
+    return num_layers < num_stages or num_layers % num_stages > 0 if num_stages else num_layers != 0

@@ -120,13 +120,20 @@ def _problems_of_copies(pipeline: Pipeline, host: MegatronHost, stages: list[int
             "multi-token prediction in another chunk of stage 0 than the embedding; its copy would not be summed; put "
             "m into another stage, such as the last one"
         )
-    tail = sizes[min(host.mtp_stages(chunk.config, len(sizes)), default=0) :]
-    if chunk.config.sequence_parallel and getattr(chunk.config, "mtp_standalone", False) and len(set(tail)) > 1:
-        yield (
-            f"multi-token prediction before the last stage with sequence parallelism on stages of tp {tail}; each rank "
-            "joins its slices of both predictions, so other sizes would cut them elsewhere; give these stages the same "
-            "size, or leave out sequence parallelism"
-        )
+    if not getattr(chunk.config, "mtp_standalone", False):
+        return
+    first = min(host.mtp_stages(chunk.config, len(sizes)), default=0)
+    layout = pipeline.plan.layout
+    cuts = {"context parallelism on stages of cp": layout.cp_sizes}
+    if chunk.config.sequence_parallel:
+        cuts["sequence parallelism on stages of tp"] = sizes
+    for what, of_stages in cuts.items():
+        if len(set(tail := of_stages[first:])) > 1:
+            yield (
+                f"multi-token prediction before the last stage with {what} {tail}; each rank joins its slices of both "
+                f"predictions, so other sizes would cut them elsewhere; give these stages the same size, or leave out "
+                f"{what.partition(' on ')[0]}"
+            )
 
 
 def _tie_chunks(pipeline: Pipeline, chunk: Any) -> None:
