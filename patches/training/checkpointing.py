@@ -20,6 +20,7 @@ from vtp_plugin.checkpoint.format.archive import load_object
 from vtp_plugin.checkpoint.format.checkpoint_files import naming_broken_files
 from vtp_plugin.checkpoint.format.entries import DamagedError, Extent
 from vtp_plugin.checkpoint.hf.import_note import check_note
+from vtp_plugin.checkpoint.load.param_groups import Rates
 from vtp_plugin.checkpoint.load.stored_optimizer import Request
 from vtp_plugin.checkpoint.save.atomic_dir import make_folder
 from vtp_plugin.checkpoint.save.edge_key_file import SITE_ARGUMENTS
@@ -179,6 +180,8 @@ def _load(
     # The first look at a checkpoint; Megatron looks only once at those of the old format.
     is_first = rank0 or args.ckpt_format == "torch"
     if is_first:
+        given = Rates.STORED if args.use_checkpoint_opt_param_scheduler else Rates.SAME
+        session.loading.note_rates(Rates.OWN if args.override_opt_param_scheduler else given)
         if session.config.load_newest_valid and load_dir is not None:
             choose(session, load_dir, args)
         # Megatron looks again in a collective, which only ranks that see a checkpoint enter.
