@@ -54,6 +54,7 @@ MODULES: Final[Mapping[Moment, tuple[str, ...]]] = {
         "core.dist_checkpointing.strategies.fully_parallel",
         "core.dist_checkpointing.validation",
         "core.optimizer.optimizer",
+        "core.optimizer.param_groups",
         "core.optimizer.moved_state",
         "core.optimizer.older_state",
         "core.tokenizers.utils.build_tokenizer",

@@ -21,6 +21,7 @@ from vtp_plugin.checkpoint.format.checkpoint_files import naming_broken_files
 from vtp_plugin.checkpoint.format.entries import DamagedError, Extent
 from vtp_plugin.checkpoint.format.resolver import Asked, asked_by
 from vtp_plugin.checkpoint.hf.import_note import check_note
+from vtp_plugin.checkpoint.load.param_groups import Rates
 from vtp_plugin.checkpoint.load.stored_optimizer import Request
 from vtp_plugin.checkpoint.save.atomic_dir import make_folder
 from vtp_plugin.checkpoint.save.edge_key_file import SITE_ARGUMENTS
@@ -186,6 +187,8 @@ def _load(
             settle_trackers(session, asked)
     asked = session.loading.asked = asked_by(args, load_dir, session.savings.trackers)
     if is_first:
+        given = Rates.STORED if args.use_checkpoint_opt_param_scheduler else Rates.SAME
+        session.loading.note_rates(Rates.OWN if args.override_opt_param_scheduler else given)
         # Megatron looks again in a collective, which only ranks that see a checkpoint enter.
         _agree(session, functools.partial(_look, session, asked, args, rank0=rank0))
     elif (wanted := kwargs.get("sharded_state_dict")) is not None:

@@ -2,7 +2,7 @@
 
 `training-log`: the log. `packed-length-stats`: the lengths of packed samples, as the log counts them.
 `skipped-iterations`: iterators that Megatron reads, or stores, itself. `evaluation-batch-size`: microbatches of
-evaluation.
+evaluation. `early-evaluation`: evaluation before fp16 has found its scale.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from vtp_plugin.elastic.progress import Progress
+from vtp_plugin.errors import ConfigError
 from vtp_plugin.host.patching import Writes, replaces
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.patches.training.builders_world import among_builders
@@ -64,7 +65,7 @@ def _sum_lengths(session: Session, original: Callable[[], Any]) -> tuple[float |
 )
 def _skip_step(session: Session, original: Callable[[Any], None], data_iterator: Any) -> None:
     """Run `dummy_train_step` for any number of chunks: read a step's microbatches from each iterator."""
-    if not session.is_active:
+    if not session.is_active and hasattr(data_iterator, "__next__"):
         original(data_iterator)
         return
     from megatron.core.num_microbatches_calculator import get_num_microbatches
@@ -76,6 +77,29 @@ def _skip_step(session: Session, original: Callable[[Any], None], data_iterator:
         for iterator in _iterators(data_iterator):
             for _ in range(get_num_microbatches()):
                 next(iterator)
+
+
+@replaces(
+    "megatron.training.training:disable_forward_pre_hook",
+    id="early-evaluation",
+    when=Moment.LIST,
+    why="with --overlap-param-gather it takes off what was not put on before the first step that fp16 does not skip, "
+    "and ends in a KeyError",
+    remove_when="Megatron evaluates before that step",
+)
+def _take_hooks_off(original: Callable[..., None], model_chunks: Any, *args: Any, **kwargs: Any) -> None:
+    """Run `disable_forward_pre_hook`, once there are such hooks.
+
+    Raises:
+        ConfigError: there are none yet; on all ranks.
+    """
+    if not all(chunk.remove_forward_pre_hook_handles for chunk in model_chunks):
+        raise ConfigError(
+            "evaluation, or the comparison of weights, before the first step that fp16 does not skip; with "
+            "--overlap-param-gather Megatron does neither so early; lower --initial-loss-scale, raise --eval-interval, "
+            "or leave --overlap-param-gather out"
+        )
+    original(model_chunks, *args, **kwargs)
 
 
 @replaces(

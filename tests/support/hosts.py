@@ -44,6 +44,7 @@ NEEDS: dict[str, tuple[tuple[str, ...], str]] = {
     "documents_of_0_19": (_SINCE_0_19, "the documents show Megatron 0.19"),
     "batches_shared_in_core": (_SINCE_0_19, "batches are shared by a function of megatron.training"),
     "document_masking": (_SINCE_0_19, "it has no --dataloader-inter-document-masking"),
+    "groups_by_rates": (_SINCE_0_19, "it tells groups of parameters apart by other numbers than their rates"),
     "loaded_logits": (_SINCE_0_19, "it has no --logits-load-dir"),
     "own_evaluation_batch": (_SINCE_0_19, "it has no --eval-micro-batch-size"),
     "log_of_all_replicas": (

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from vtp_plugin.checkpoint.format.checkpoint_files import way_out
 from vtp_plugin.checkpoint.format.index import INDEX, Index, read_index
+from vtp_plugin.checkpoint.load.param_groups import Rates
 
 if TYPE_CHECKING:
     from vtp_plugin.checkpoint.format.entries import Extent
@@ -28,12 +29,14 @@ class Loading:
         stored_optimizer: the checkpoint's optimizer, if it is read into another layout; None otherwise.
         is_moved: whether stages are unequal, or another layout has saved the checkpoint.
         asked: where the run looks for it; None before the first load.
+        rates: whose rates the run has from then on.
     """
 
     def __init__(self) -> None:
         self.stored_optimizer: StoredOptimizer | None = None
         self.asked: Asked | None = None
         self.is_moved = False
+        self.rates = Rates.SAME
         self._known: tuple[int, int, int, int] | None = None
         self._objects: Mapping[str, Extent] = {}
         self._index: Index | None = None
@@ -82,6 +85,10 @@ class Loading:
     def note_move(self, is_moved: bool) -> None:
         """Note whether stages are unequal, or another layout has saved the checkpoint."""
         self.is_moved = is_moved
+
+    def note_rates(self, rates: Rates) -> None:
+        """Note whose rates the run has."""
+        self.rates = rates
 
     def missing(self, keys: Iterable[str]) -> set[str]:
         """Return the stored keys that a load really leaves out.

@@ -9,7 +9,9 @@ import torch
 from megatron.core.optimizer import distrib_optimizer
 
 from vtp_plugin.host.patching import replaces
+from vtp_plugin.patches.core.optimizer.param_groups import load_groups
 from vtp_plugin.patches.patch_set import Moment
+from vtp_plugin.session import Session
 from vtp_plugin.util.undo import Name, UndoStack
 
 _CLASS = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
@@ -73,14 +75,14 @@ def _begin(adam: torch.optim.Optimizer) -> None:
     when=Moment.PLATFORM,
     why="it gives all parameters one shared step tensor, which torch's Adam would count up once per parameter, then "
     "overwrites it with the step of the state that was there before; and in fp32 it writes into views of leaves "
-    "outside no_grad",
+    "outside no_grad; besides, what `group-identity` says",
     remove_when="every parameter gets a step tensor of its own, with the stored value",
 )
-def _load_state_dict(original: Callable[[Any, Any], None], optimizer: Any, state_dict: Any) -> None:
+def _load_state_dict(session: Session, original: Callable[[Any, Any], None], optimizer: Any, state_dict: Any) -> None:
     """Run `DistributedOptimizer.load_state_dict`, then give each parameter of torch's Adam a step tensor of its own."""
     # In fp32 the main parameters are views of the model's, which autograd does not let a load overwrite.
     with torch.no_grad():
-        original(optimizer, state_dict)
+        load_groups(session, original, optimizer, state_dict)
     if distrib_optimizer.HAVE_APEX_OR_TE:
         return
     # Megatron stores one step for all parameters, in every group.

@@ -8,27 +8,22 @@ from typing import Any, Final
 import torch
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
-from megatron.core.optimizer import optimizer as megatron_optimizer
 
 from vtp_plugin.checkpoint.format.map_file import MAP
 from vtp_plugin.checkpoint.format.optimizer_formats import BY_BUCKET, FORM
 from vtp_plugin.checkpoint.format.shard_map import Bucket, ShardSpec
+from vtp_plugin.checkpoint.load.param_groups import Group, Rates, are_found, counterparts
 from vtp_plugin.checkpoint.load.stored_optimizer import Request, StoredOptimizer, Wanted
-from vtp_plugin.errors import ConfigError, PlanError
+from vtp_plugin.errors import PlanError
 from vtp_plugin.host.patching import replaces
 from vtp_plugin.patches.core.optimizer.optimizer_map import buckets_of, cuts_of
+from vtp_plugin.patches.core.optimizer.param_groups import require_rates
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.session import Session
 from vtp_plugin.util.log import warning
 
 _CLASS = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
-# What Megatron tells groups of parameters apart by; older versions do not say it.
-_IDENTIFIERS: Final = getattr(
-    megatron_optimizer,
-    "param_group_identifier_keys",
-    ("wd_mult", "lr_mult", "is_expert_parallel", "is_decoupled_lr"),
-)
 # Of the form that Megatron 0.12 has by bucket.
 _OLDER: Final = "fs_bucket_space"
 
@@ -115,16 +110,19 @@ def _wanted_state(
         state = original(optimizer, model_state, is_loading, sharding_type, {**(metadata or {}), FORM: BY_BUCKET})
         add_prefix_for_sharding(state, prefix)
         return state
-    return request_state(optimizer, stored, cuts)
+    return request_state(optimizer, stored, cuts, session.loading.rates)
 
 
-def request_state(optimizer: Any, stored: StoredOptimizer, cuts: Mapping[torch.Tensor, ShardSpec]) -> dict[Any, Any]:
+def request_state(
+    optimizer: Any, stored: StoredOptimizer, cuts: Mapping[torch.Tensor, ShardSpec], rates: Rates
+) -> dict[Any, Any]:
     """Ask Megatron for nothing, and note what an optimizer wants of a stored one.
 
     Args:
         optimizer: Megatron's.
         stored: what a checkpoint holds.
         cuts: how each of the optimizer's parameters is cut.
+        rates: whose rates count.
     """
     # As the original: the optimizer makes its tensors before they are filled.
     optimizer.load_state_dict(optimizer.state_dict())
@@ -133,7 +131,7 @@ def request_state(optimizer: Any, stored: StoredOptimizer, cuts: Mapping[torch.T
         Wanted(cuts[parameter], ranges["param"].start, ranges["param"].end, tuple(_tensors(optimizer, parameter)))
         for parameter, ranges in _held(optimizer)
     ]
-    request = Request(stored, wanted, lambda: _take_rest(stored, rest))
+    request = Request(stored, wanted, lambda: _take_rest(stored, rest, rates))
     kept = {name: LocalNonpersistentObject(value) for name, value in rest.items()}
     return {**kept, "param_state": LocalNonpersistentObject(request)}
 
@@ -152,36 +150,23 @@ def _tensors(optimizer: Any, parameter: torch.nn.Parameter) -> dict[str, torch.T
     return {name: tensor.detach() for name, tensor in found.items() if name != "step"}
 
 
-def _take_rest(stored: StoredOptimizer, rest: dict[str, Any]) -> None:
+def _take_rest(stored: StoredOptimizer, rest: dict[str, Any], rates: Rates) -> None:
     """Take what is stored besides tensors: groups of parameters, with their steps, and the scaler of the loss.
 
     Raises:
-        ConfigError: no stage of the run that was saved had such a group.
+        ConfigError: no stage of the run that was saved had such a group, or it had other rates.
     """
-    own = [_identity(group) for group in rest["optimizer"]["param_groups"]]
-    groups: dict[tuple[object, ...], dict[str, Any]] = {}
+    own, groups = rest["optimizer"]["param_groups"], list[Group]()
     # Stages may have different groups, so one object may not have all.
     for saved in stored.objects("optimizer"):
-        for group in saved["param_groups"]:
-            groups.setdefault(_identity(group), group)
-        if groups.keys() >= {*own}:
+        groups += saved["param_groups"]
+        if are_found(own, groups, rates):
             break
-    if missing := {*own} - groups.keys():
-        said = dict(zip(_IDENTIFIERS, min(missing, key=repr), strict=True))
-        shown = ", ".join(f"{name} {value}" for name, value in said.items() if value is not None)
-        raise ConfigError(
-            f"{stored.folder}: no parameters were trained with {shown}; this run trains some so; use the options of "
-            "the run that was saved, or load only the weights with --no-load-optim"
-        )
-    # Megatron 0.12 takes them in its own order, later ones know them by what they say.
-    rest["optimizer"]["param_groups"] = [groups[identity] for identity in own]
+    found = counterparts(str(stored.folder), own, groups, rates)
+    require_rates(str(stored.folder), own, found, rates)
+    rest["optimizer"]["param_groups"] = found
     if "grad_scaler" in rest:
         rest["grad_scaler"].update(next(stored.objects("grad_scaler"), {}))
-
-
-def _identity(group: Mapping[str, Any]) -> tuple[object, ...]:
-    """Return what Megatron tells groups of parameters apart by, under either name."""
-    return tuple(group.get(key, group.get(f"pre_{key}")) for key in _IDENTIFIERS)
 
 
 @replaces(

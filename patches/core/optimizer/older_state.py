@@ -39,7 +39,7 @@ def _older_state(
 ) -> dict[Any, Any]:
     """Run `sharded_state_dict`, by bucket where stages differ; what a checkpoint holds by bucket is noted as wanted."""
     if is_loading and session.loading.stored_optimizer is not None:
-        return request_state(optimizer, session.loading.stored_optimizer, cuts_of(model_state))
+        return request_state(optimizer, session.loading.stored_optimizer, cuts_of(model_state), session.loading.rates)
     if not is_loading and len(set(session.planned.layout.tp_sizes)) > 1:
         sharding_type = BY_BUCKET_OLDER
     return original(optimizer, model_state, is_loading, sharding_type)

@@ -16,6 +16,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 
 from vtp_plugin.errors import refuse
 from vtp_plugin.host.patching import replaces
+from vtp_plugin.patches.core.models.common.language_module.language_module import tied_embedding
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.session import Pipeline, Session
@@ -79,7 +80,10 @@ def _check(pipeline: Pipeline, host: MegatronHost, chunks: Sequence[Any], groups
                 vars(parameter).update(tensor_model_parallel=True, partition_dim=0, partition_stride=1)
         problems += problems_of_marks(model, tp=sizes[0], etp=sizes[1], metadata={"dp_cp_group": replicas})
     refuse(problems)
-    return {}
+    # Who trains its copy of a tied embedding would wait for the gradients of all others.
+    copies = [weight for chunk in chunks if (weight := tied_embedding(_bare(chunk))) is not None]
+    name = "requires_grad of the tied word embedding (freeze output_layer.weight of the last stage, too)"
+    return {name: copies[0].requires_grad} if copies else {}
 
 
 def _bare(chunk: Any) -> Any:

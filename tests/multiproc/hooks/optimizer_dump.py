@@ -15,6 +15,8 @@ from megatron.training import get_args
 
 from tests.multiproc.cases.optimizer_state import Share
 
+_MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+
 
 def dump_optimizer(facts: dict[str, Any]) -> None:
     """Note the optimizer's state before the third step, after which step it was saved or loaded."""
@@ -99,7 +101,7 @@ def _share(name: str, chunk: int, parameter: Any, main: Any, state: dict[str, An
         start=start,
         values={
             "weight": main.detach().float().flatten().numpy().copy(),
-            **{key: state[key].float().flatten().numpy().copy() for key in ("exp_avg", "exp_avg_sq")},
+            **{key: value.float().flatten().numpy().copy() for key, value in state.items() if key in _MOMENTS},
         },
-        step=float(state["step"]),
+        step=float(state.get("step", 0.0)),
     )

@@ -69,6 +69,7 @@ from tests.multiproc.hooks.option_hooks import (
     shorten_documents,
     time_stragglers,
 )
+from tests.multiproc.hooks.rate_hooks import note_rates, set_rates
 from tests.multiproc.hooks.save_hooks import name_a_date
 from tests.multiproc.hooks.still_hooks import STILL_HOOKS
 from tests.multiproc.jobs.start_job import start_again
@@ -565,6 +566,19 @@ def _freeze_weights(facts: dict[str, Any]) -> None:
     gpt_model.GPTModel.__init__ = init
 
 
+def _freeze_first_embedding(facts: dict[str, Any]) -> None:
+    """Train no word embedding that is called so; the output layer's copy of it, on the last stage, has another name."""
+    original = gpt_model.GPTModel.__init__
+
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        for name, parameter in self.named_parameters():
+            if name == "embedding.word_embeddings.weight":
+                parameter.requires_grad = False
+
+    gpt_model.GPTModel.__init__ = init
+
+
 HOOKS: dict[str, Callable[[dict[str, Any]], Callable[[], None] | None]] = {
     "mask_losses": _mask_losses,
     "plant_delays": plant_delays,
@@ -599,10 +613,13 @@ HOOKS: dict[str, Callable[[dict[str, Any]], Callable[[], None] | None]] = {
     "store_gradients": store_gradients,
     "note_memory": _note_memory,
     "dump_optimizer": dump_optimizer,
+    "note_rates": note_rates,
+    "set_rates": set_rates,
     "all_documents": _make_up_all_documents,
     "claim_blocks": _claim_blocks,
     "claim_precision": _claim_precision,
     "freeze_weights": _freeze_weights,
+    "freeze_by_name": _freeze_first_embedding,
     "add_adapters": add_adapters,
     "name_a_date": name_a_date,
     "fork_results_queue": _fork_results_queue,

@@ -284,3 +284,21 @@ def test_sequence_parallel_with_unequal_stages(pool: Pool, sizes: str, extra: li
 def test_the_way_across_is_printed_with_its_reason(pool: Pool, flags: list[str], line: str) -> None:
     runs = train(pool, "1,2", [*flags, "--train-iters", "1"])
     assert line in runs[0].output
+
+
+@pytest.mark.full
+def test_evaluation_before_fp16_has_found_its_scale_ends_in_one_line(pool: Pool) -> None:
+    """Stock Megatron ends in a KeyError; with the line's ways out the run goes on."""
+    half = ["--fp16", "--initial-loss-scale", str(2**40), "--hysteresis", "1", *OVERLAPPED]
+    early = [*half, "--untie-embeddings-and-output-weights", "--eval-interval", "1", "--eval-iters", "1"]
+    words = "lower --initial-loss-scale, raise --eval-interval, or leave --overlap-param-gather out"
+    assert_refused(launch(pool, 3, {"arguments": arguments("1,2", extra=early)}), words)
+    assert train(pool, "1,2", [*early, "--initial-loss-scale", "1024"])[-1].evaluations
+
+
+@pytest.mark.full
+def test_a_tied_embedding_that_one_stage_freezes_ends_in_one_line(pool: Pool) -> None:
+    """Frozen by its name on the first stage, its copy on the last one would wait for a gradient; stock hangs."""
+    runs = launch(pool, 3, {"arguments": arguments("1,2"), "hooks": ["freeze_by_name"]})
+    assert_refused(runs, "requires_grad of the tied word embedding (freeze output_layer.weight of the last stage, too)")
+    train(pool, "1,2", hooks=["freeze_embedding"])

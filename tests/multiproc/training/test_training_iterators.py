@@ -58,6 +58,7 @@ def _case(name: str, sizes: str, num_ranks: int, *extra: str, full: bool = True)
         _case("u", "1,2", 3, *U_SHAPE, full=False),
         _case("u-again", "2,1", 3, *U_SHAPE, "--rerun-mode", "validate_results"),
         _case("plain", "1,2", 3, "--no-load-rng", full=False),
+        _case("uniform", "1,1,1", 3, "--no-load-rng"),
         # Stock ends in a middle stage, and in one with several chunks.
         _case("middle", "2,1,1", 4, "--no-load-rng", "--rerun-mode", "validate_results"),
         _case("interleaved", "2,1", 3, "--no-load-rng", "--num-virtual-stages-per-pipeline-rank", "3"),

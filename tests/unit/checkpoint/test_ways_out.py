@@ -32,7 +32,8 @@ FILES = (
     ),
     f"{_CHECKPOINT}/format/safe_pickle.py",
     *(f"{_CHECKPOINT}/save/{name}.py" for name in ("atomic_dir", "newest", "piece_checks", "saving")),
-    f"{_CHECKPOINT}/load/masters.py",
+    *(f"{_CHECKPOINT}/load/{name}.py" for name in ("masters", "param_groups")),
+    "patches/core/optimizer/param_groups.py",
     *(f"{_CHECKPOINT}/tools/{name}.py" for name in ("reshard", "reshardable", "writer")),
     *(
         f"patches/training/{name}.py"
@@ -53,6 +54,7 @@ OTHER_FILES = (
     ),
     "make the whole folder readable for every rank",
 )
+_RATES = "multiproc/checkpoint/test_other_rates.py"
 # Words of a line, and the tests that do what it says.
 DONE: dict[str, tuple[str, ...]] = {
     "the map does not belong to this checkpoint": (f"{_RUNS}::test_weights_load_without_the_map",),
@@ -124,6 +126,12 @@ DONE: dict[str, tuple[str, ...]] = {
     "; without it this checkpoint cannot be loaded": (
         "multiproc/checkpoint/test_training_broken_files.py::test_an_older_checkpoint_is_loaded_instead",
     ),
+    "a resume keeps its rates unless told otherwise": (f"{_RATES}::test_whose_rates_count_is_said",),
+    "takes the rates of groups of parameters from": (f"{_RATES}::test_other_rates",),
+    "tells groups of parameters apart by their rates": (f"{_RATES}::test_other_rates",),
+    "loads into the same ones only; use the options": (f"{_RATES}::test_other_rates",),
+    "no parameters were trained with {}; this run": (f"{_RATES}::test_other_rates",),
+    "groups of parameters fit the one with": (f"{_RATES}::test_other_rates",),
     "without it changed bytes cannot be detected": (
         "multiproc/checkpoint/test_training_broken_files.py::test_an_older_checkpoint_is_loaded_instead",
     ),

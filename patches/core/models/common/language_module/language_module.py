@@ -87,6 +87,11 @@ def copies_embedding(model: Any) -> bool:
     return bool(shares or getattr(getattr(model, "config", None), "mtp_num_layers", None))
 
 
+def tied_embedding(chunk: Any) -> torch.nn.Parameter | None:
+    """Return the copy of a word embedding that several stages hold; None where a chunk has none."""
+    return chunk.shared_embedding_or_output_weight() if copies_embedding(chunk) and _holds_copy(chunk) else None
+
+
 def embedding_stages(num_stages: int, host: MegatronHost, model: Any) -> list[int]:
     """List the stages that hold the word embedding: the first one, and those with a copy.
 
