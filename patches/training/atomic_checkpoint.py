@@ -9,6 +9,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from vtp_plugin.checkpoint.format.resolver import asked_by
 from vtp_plugin.checkpoint.save.atomic_dir import final_of
 from vtp_plugin.checkpoint.save.edge_key_file import HAS_EDGE_KEY
 from vtp_plugin.checkpoint.save.newest import HAS_MANIFEST
@@ -99,6 +100,26 @@ def _tracker(session: Session, original: Callable[[str], str], folder: str) -> s
     if savings.current is not None:
         return str(savings.scratch(Path(original(folder)).name))
     return str(savings.tracker(Path(folder)) or original(folder))
+
+
+@replaces(
+    f"{_MODULE}:checkpoint_exists",
+    id="atomic-checkpoint/exists",
+    when=Moment.LIST,
+    why="it asks for the tracker of `--load` alone; where that is missing, `--pretrained-checkpoint` is loaded, also "
+    "where `--vtp-load-newest-valid` would find a checkpoint",
+    remove_when="with `atomic-checkpoint`",
+    aliases=("megatron.training.training:checkpoint_exists",),
+)
+def _exists(session: Session, original: Callable[[str | None], bool], folder: str | None) -> bool:
+    """Run `checkpoint_exists`; with `--vtp-load-newest-valid` any checkpoint counts that may be chosen."""
+    from megatron.training.global_vars import get_args
+
+    args: Any = get_args()
+    may_be_chosen = folder is not None and folder in (args.load, args.pretrained_checkpoint)
+    if original(folder) or not session.config.load_newest_valid or not may_be_chosen:
+        return original(folder)
+    return bool(asked_by(args, folder, session.savings.trackers).candidates())
 
 
 @replaces(

@@ -179,16 +179,13 @@ def _load(
     """Run `_load_base_checkpoint`; all ranks then agree on what they found and whether it has this run's layout."""
     # The first look at a checkpoint; Megatron looks only once at those of the old format.
     is_first = rank0 or args.ckpt_format == "torch"
-    if is_first and load_dir is not None:
-        asked = asked_by(args, load_dir, session.savings.trackers)
-        if session.config.load_newest_valid:
-            choose(session, asked, args)
-        else:
-            settle_trackers(session, asked)
-    asked = session.loading.asked = asked_by(args, load_dir, session.savings.trackers)
+    asked = session.loading.begin(asked_by(args, load_dir, session.savings.trackers))
     if is_first:
         given = Rates.STORED if args.use_checkpoint_opt_param_scheduler else Rates.SAME
         session.loading.note_rates(Rates.OWN if args.override_opt_param_scheduler else given)
+        if session.config.load_newest_valid and load_dir is not None:
+            choose(session, asked, args)
+        settle_trackers(session, asked)
         # Megatron looks again in a collective, which only ranks that see a checkpoint enter.
         _agree(session, functools.partial(_look, session, asked, args, rank0=rank0))
     elif (wanted := kwargs.get("sharded_state_dict")) is not None:
@@ -246,26 +243,6 @@ def _without_keys(result: tuple[Any, ...]) -> tuple[Any, ...]:
     if unexpected:
         log.warning(f"Unexpected keys (for this rank): {', '.join(sorted(unexpected))}")
     return (state, *result[1:])
-
-
-@replaces(
-    "megatron.training.checkpointing:checkpoint_exists",
-    id="checkpoint-layout/exists",
-    when=Moment.LIST,
-    why="it asks for the tracker of `--load` alone; where that is missing, `--pretrained-checkpoint` is loaded, also "
-    "where `--vtp-load-newest-valid` would find a checkpoint",
-    remove_when="with `checkpoint-layout`",
-    aliases=("megatron.training.training:checkpoint_exists",),
-)
-def _exists(session: Session, original: Callable[[str | None], bool], folder: str | None) -> bool:
-    """Run `checkpoint_exists`; with `--vtp-load-newest-valid` any checkpoint counts that may be chosen."""
-    from megatron.training.global_vars import get_args
-
-    args: Any = get_args()
-    may_be_chosen = folder is not None and folder in (args.load, args.pretrained_checkpoint)
-    if original(folder) or not session.config.load_newest_valid or not may_be_chosen:
-        return original(folder)
-    return bool(asked_by(args, folder, session.savings.trackers).candidates())
 
 
 def _look(session: Session, asked: Asked, args: Any, *, rank0: bool) -> dict[str, object]:

@@ -10,9 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from vtp_plugin.checkpoint.format.checkpoint_files import TORCH_DIST, check_files, check_trackers, format_of, overruled
+from vtp_plugin.checkpoint.format.checkpoint_files import TORCH_DIST, check_files, check_trackers, format_of
 from vtp_plugin.checkpoint.format.index import Index
 from vtp_plugin.checkpoint.format.manifest import MANIFEST, Manifest, load_manifest, problems_of_pieces
+from vtp_plugin.checkpoint.format.overruled_step import overruled
 from vtp_plugin.checkpoint.format.resolver import RELEASE, Asked, Found, number_of
 from vtp_plugin.checkpoint.save.newest import problem_of, problem_without_manifest, share_out
 from vtp_plugin.errors import ConfigError, refuse

@@ -41,6 +41,11 @@ class Loading:
         self._objects: Mapping[str, Extent] = {}
         self._index: Index | None = None
 
+    def begin(self, asked: Asked) -> Asked:
+        """Note where the run looks for a checkpoint, and return it."""
+        self.asked = asked
+        return asked
+
     def way_out(self, checkpoint: Path) -> str:
         """Say what to do about a checkpoint that cannot be loaded."""
         return way_out(checkpoint, self.asked)

@@ -17,7 +17,8 @@ from typing import Any
 import pytest
 
 from tests.unit.checkpoint.test_checkpoint_files import make
-from vtp_plugin.checkpoint.format.checkpoint_files import check_files, check_trackers, overruled
+from vtp_plugin.checkpoint.format.checkpoint_files import check_files, check_trackers
+from vtp_plugin.checkpoint.format.overruled_step import overruled
 from vtp_plugin.checkpoint.format.resolver import TRACKER, Asked, asked_at_start
 from vtp_plugin.checkpoint.save.saving import Savings
 from vtp_plugin.errors import ConfigError
@@ -57,7 +58,6 @@ class Megatron:
         from megatron.training import checkpointing, global_vars
 
         from vtp_plugin.patches.training import atomic_checkpoint
-        from vtp_plugin.patches.training import checkpointing as ours
 
         self.checkpointing: Any = checkpointing
         self.args = arguments()
@@ -68,7 +68,7 @@ class Megatron:
             ranks=SimpleNamespace(store=None),
         )
         session, args = self.session, lambda: self.args
-        exists = functools.partial(ours._exists, session, checkpointing.checkpoint_exists)
+        exists = functools.partial(atomic_checkpoint._exists, session, checkpointing.checkpoint_exists)
         for module, name, value in (
             (checkpointing, "get_args", args),
             (global_vars, "get_args", args),
