@@ -33,7 +33,7 @@ from tests.support.hf_models import (
 from tests.support.hosts import ROOT
 from vtp_plugin.checkpoint.hf.all_families import FAMILIES, rows_of
 from vtp_plugin.checkpoint.hf.families.llama import LLAMA
-from vtp_plugin.checkpoint.hf.hf_model import free_flags, settings
+from vtp_plugin.checkpoint.hf.hf_model import expected_settings, free_flags, settings
 from vtp_plugin.checkpoint.hf.import_note import contradictions, name_in
 from vtp_plugin.checkpoint.hf.read_config import read_config, read_model
 from vtp_plugin.checkpoint.hf.rope import factor_of, frequencies
@@ -144,12 +144,12 @@ def test_megatron_reads_every_flag_where_the_note_looks_for_it(kind: str, tmp_pa
     model = read_model(read_config(tmp_path), tmp_path)
     flags = [word for each in settings(model) if each.is_given for word in each.text.split()]
     read = vars(megatron_parser().parse_args([*flags, *" ".join(free_flags(model)).split()]))
-    assert [each.flag for each in settings(model) if name_in(read, each.argument) not in read] == []
-    assert [*contradictions(settings(model), read)] == []
+    known, wanted = {*megatron_parser()._option_string_actions}, expected_settings(model)
+    assert {each.flag for each in settings(model)} <= known
+    assert [each.flag for each in wanted if each.flag in known and name_in(read, each.argument) not in read] == []
+    assert [*contradictions(wanted, read)] == []
     read[name_in(read, "norm_epsilon")] = 1e-5
-    assert [problem for problem, _ in contradictions(settings(model), read)] == [
-        "--norm-epsilon is 1e-05, and 3e-06 is expected"
-    ]
+    assert [each.problem for each in contradictions(wanted, read)] == ["--norm-epsilon is 1e-05, and 3e-06 is expected"]
 
 
 LLAMA_FIELDS = {
