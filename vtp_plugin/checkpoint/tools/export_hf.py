@@ -238,8 +238,10 @@ def _words_of_run(contents: Contents, like: Path, note: Note | None) -> tuple[li
         if (known := known_words(folder)) is not None:
             claims.append((known[0], f"the tokenizer's {folder / known[1]} says"))
             is_known |= folder == folders[-1]  # of its run, if it names one
-    origin = origin_of(None, contents.arguments)  # also where its folder is gone
-    claims += [(number, "the import had") for number in (note and note.vocab, origin and origin["vocab"]) if number]
+    if note is not None:
+        claims.append((note.vocab, "the import had"))
+    elif (origin := origin_of(None, contents.arguments)) is not None:  # its folder is gone
+        claims.append((origin["vocab"], "the import had"))
     return claims, is_known
 
 
