@@ -20,7 +20,7 @@ from vtp_plugin.checkpoint.format.archive import load_object
 from vtp_plugin.checkpoint.format.checkpoint_files import naming_broken_files
 from vtp_plugin.checkpoint.format.entries import DamagedError, Extent
 from vtp_plugin.checkpoint.format.resolver import Asked, asked_by
-from vtp_plugin.checkpoint.hf.import_note import check_note
+from vtp_plugin.checkpoint.hf.import_note import ORIGIN, check_note, origin_of
 from vtp_plugin.checkpoint.load.param_groups import Rates
 from vtp_plugin.checkpoint.load.stored_optimizer import Request
 from vtp_plugin.checkpoint.save.atomic_dir import make_folder
@@ -313,6 +313,8 @@ def _judge(
     """
     stored, load_dir = stored_arguments(result), asked.load_dir
     require_same_model(load_dir, args, stored)
+    # What this run saves says it, too; `_prepare` compares with it.
+    setattr(args, ORIGIN, origin_of(load_dir, {} if stored is None else vars(stored)))
     require_loadable(session, host, load_dir, args, result)
     if session.is_planned:
         open_optimizer(session, host, args, result)
@@ -348,6 +350,6 @@ def _preprocess(original: Callable[[Any], dict[str, Any]], common_state_dict: An
     Megatron compares the result over the ranks before it saves.
     """
     result = original(common_state_dict)
-    for name in (*_PER_STAGE, *SITE_ARGUMENTS):
+    for name in (*_PER_STAGE, *SITE_ARGUMENTS, ORIGIN):
         result["args"].pop(name, None)
     return result

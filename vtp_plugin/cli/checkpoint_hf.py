@@ -155,6 +155,8 @@ def _export(options: argparse.Namespace) -> None:
     plan = plan_export(contents, options.like or find_like(contents, options.source), options.hf)
     with progress(plan.num_bytes, "export") as on_written:
         write_export(plan, options.hf, on_written)
+    if plan.said:
+        print(plan.said, file=sys.stderr)
     if plan.num_unproved:
         print(
             f"left out as padding: {plan.num_unproved} rows above the config's vocab_size; nothing here says how many "

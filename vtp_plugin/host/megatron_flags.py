@@ -209,8 +209,9 @@ HF_FLAGS: tuple[MegatronFlag, ...] = (
     MegatronFlag(name="--rotary-base", type=int),
     _switch("--use-rope-scaling", is_taken=False),
     MegatronFlag(name="--rope-scaling-factor", type=float, is_taken=False),
+    MegatronFlag(name="--apply-layernorm-1p", type=bool, renamed="layernorm_zero_centered_gamma"),
 )
-"""What only a model from Hugging Face is written with."""
+"""What only a model from Hugging Face is written with, or must not be given beside one and has two names."""
 
 MEGATRON_FLAGS = (*RUN_FLAGS, *MODEL_FLAGS, *HF_FLAGS)
 """All rows."""

@@ -33,8 +33,8 @@ from tests.support.hf_models import (
 from tests.support.hosts import ROOT
 from vtp_plugin.checkpoint.hf.all_families import FAMILIES, rows_of
 from vtp_plugin.checkpoint.hf.families.llama import LLAMA
-from vtp_plugin.checkpoint.hf.hf_model import free_flags, settings
-from vtp_plugin.checkpoint.hf.import_note import contradictions, name_in
+from vtp_plugin.checkpoint.hf.hf_model import expected_settings, free_flags, neutral_settings, settings
+from vtp_plugin.checkpoint.hf.import_note import contradictions, flat_entries, name_in
 from vtp_plugin.checkpoint.hf.read_config import read_config, read_model
 from vtp_plugin.checkpoint.hf.rope import factor_of, frequencies
 from vtp_plugin.checkpoint.hf.tensor_rows import hf_shapes, megatron_tensors
@@ -144,12 +144,27 @@ def test_megatron_reads_every_flag_where_the_note_looks_for_it(kind: str, tmp_pa
     model = read_model(read_config(tmp_path), tmp_path)
     flags = [word for each in settings(model) if each.is_given for word in each.text.split()]
     read = vars(megatron_parser().parse_args([*flags, *" ".join(free_flags(model)).split()]))
-    assert [each.flag for each in settings(model) if name_in(read, each.argument) not in read] == []
-    assert [*contradictions(settings(model), read)] == []
+    known, wanted = {*megatron_parser()._option_string_actions}, expected_settings(model)
+    assert {each.flag for each in settings(model)} <= known
+    assert [each.flag for each in wanted if each.flag in known and name_in(read, each.argument) not in read] == []
+    assert [*contradictions(wanted, read)] == []
     read[name_in(read, "norm_epsilon")] = 1e-5
-    assert [problem for problem, _ in contradictions(settings(model), read)] == [
-        "--norm-epsilon is 1e-05, and 3e-06 is expected"
-    ]
+    assert [each.problem for each in contradictions(wanted, read)] == ["--norm-epsilon is 1e-05, and 3e-06 is expected"]
+
+
+def test_entries_that_change_a_function_are_told() -> None:
+    """Of MindSpeed-MM, which puts functions in the place of their names, and takes gelu for a name that it lacks."""
+    functional, known = torch.nn.functional, neutral_settings(has_experts=False, is_seeing=True)
+    seeing = {"vision_encoder": {"activation_func": functional.silu, "layernorm_epsilon": 1e-6}}
+    right = {"activation_func": "silu", "position_embedding_type": "mrope", "rope_scaling": None, "window_size": None}
+    assert [*contradictions(known, flat_entries({"text_decoder": right, "image_encoder": seeing}))] == []
+    wrong = {"activation_func": functional.gelu, "rotary_interleaved": True, "rope_scaling": {"factor": 2.0}}
+    found = contradictions(known, flat_entries({"text_decoder": {**right, **wrong}, "image_encoder": seeing}))
+    assert {each.problem for each in found} == {
+        "text_decoder.activation_func is gelu, and silu is expected",
+        "text_decoder.rotary_interleaved is given, and is not expected",
+        "text_decoder.rope_scaling.factor is 2.0, and 1.0 is expected",
+    }
 
 
 LLAMA_FIELDS = {

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import struct
+from argparse import Namespace
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,8 @@ from tests.rules.import_rules import ROOT
 from tests.rules.ways_out import files_of, matches, messages
 from tests.support.checkpoints import run_action
 from tests.support.hf_models import KINDS, SMALL, edit, imported, make, run_json, tensors_of, torch, transformers
-from vtp_plugin.checkpoint.hf.import_note import NOTE, RELEASE, read_note
+from vtp_plugin.checkpoint.format.contents import Contents
+from vtp_plugin.checkpoint.hf.import_note import ASIDE, NOTE, RELEASE, check_note, origin_of, read_note
 from vtp_plugin.errors import ConfigError
 
 safetensors_of = pytest.importorskip("safetensors.torch")
@@ -433,8 +435,8 @@ ELSEWHERE = {
     "test_a_missing_package_is_one_line_and_exit_code_2",
     "give {}, and neither --padded-vocab-size nor": "unit/checkpoint/test_hf_tokenizer_size.py::"
     "test_the_flag_pads_to_the_model",
+    "; {}; {}, or, where you mean it, {}": "unit/checkpoint/test_hf_ways_out.py::test_a_function_that_no_config_says",
     "{} says so": "unit/checkpoint/test_hf_ways_out.py::test_ways_out_of_an_export",
-    "give the config of this model with --like": "unit/checkpoint/test_hf_ways_out.py::test_ways_out_of_an_export",
     "give its own with --like": "unit/checkpoint/test_hf_ways_out.py::test_ways_out_of_an_export",
     "give its folder with --like": "unit/checkpoint/test_hf_ways_out.py::test_ways_out_of_an_export",
     "has vocab_size {}": "unit/checkpoint/test_hf_tokenizer_size.py::test_words_above_the_config_are_not_cut_off",
@@ -604,3 +606,54 @@ def test_a_damaged_note(
     imported(models("llama-3"), tmp_path / "again", capsys)
     note = read_note(str(tmp_path / "again"))
     assert note is not None and note.vocab == SMALL["vocab_size"]
+
+
+def _trained_with(monkeypatch: pytest.MonkeyPatch, **arguments: Any) -> None:
+    """Let checkpoints say that a run with these arguments has written them."""
+    given = Contents.arguments.fget  # type: ignore[attr-defined]
+    monkeypatch.setattr(Contents, "arguments", property(lambda self: {**given(self), **arguments}))
+
+
+def test_a_function_that_no_config_says(
+    models: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run and an export end, also with a note of version 1, until the note is left aside; then the export says so."""
+    start = tmp_path / "start"
+    imported(models("llama-3"), start, capsys)
+    note = json.loads((start / RELEASE / NOTE).read_text())
+    run = Namespace(rotary_percent=0.5, window_size=(6, 0), no_rope_freq=[0, 0], num_layers=2, softmax_type="vanilla")
+    for rows in (note["settings"], [row[:5] for row in note["settings"] if row[2] == 2]):
+        (start / RELEASE / NOTE).write_text(json.dumps({**note, "settings": rows}))
+        lines = [*check_note(str(start), run)]
+        assert [line.partition(";")[0] for line in lines] == [
+            "--rotary-percent is 0.5, and 1.0 is expected",
+            "--window-size is (6, 0), and is not expected",
+        ]
+    file = start / RELEASE / NOTE
+    assert lines[0].endswith(f"; give --rotary-percent 1.0, or, where you mean it, rename {file} to {ASIDE}")
+    _trained_with(monkeypatch, rotary_percent=0.5, load=str(start))
+    code, (line,) = run_action(capsys, "export", "--from", start, "--hf", tmp_path / "out")
+    assert code == 2 and "--rotary-percent is 0.5" in line and line.endswith(lines[0].rpartition(", or")[2]), line
+    assert "give --rotary-percent 1.0 in a run that goes on from it, and export what that saves" in line
+    file.rename(file.with_name(ASIDE))
+    assert [*check_note(str(start), run)] == []
+    (line,) = check_note(str(start), Namespace(num_layers=4, rotary_percent=0.5))
+    assert "--num-layers is 4, and 2 is expected" in line and "rename" not in line
+    code, (said, *_) = run_action(capsys, "export", "--from", start, "--hf", tmp_path / "out")
+    assert code == 0 and f"the note of {start} was left aside: " in said and "(--rotary-percent is 0.5" in said
+
+
+def test_an_import_knows_how_many_words_it_had(
+    models: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And so do the runs that go on from it, where its folder is gone, too."""
+    imported(models("llama-3"), tmp_path / "start", capsys)
+    shutil.copytree(models("llama-3"), tmp_path / "like")
+    edit(tmp_path / "like" / CONFIG, vocab_size=60)
+    words = ("export", "--from", tmp_path / "start", "--hf", tmp_path / "out", "--like")
+    for folder in (tmp_path / "start", tmp_path / "gone"):
+        code, (line,) = run_action(capsys, *words, tmp_path / "like")
+        assert code == 2 and "the import had 70 words" in line and line.endswith("has vocab_size 70"), line
+        (tmp_path / "start" / RELEASE / NOTE).unlink(missing_ok=True)
+        _trained_with(monkeypatch, vtp_import=origin_of(None, {"vtp_import": {"folder": str(folder), "vocab": 70}}))
+    assert run_action(capsys, *words, models("llama-3"))[0] == 0

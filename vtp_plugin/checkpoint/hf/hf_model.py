@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
+from vtp_plugin.checkpoint.hf.neutral_values import DENSE_FLAGS, ENTRIES, EXPERT_FLAGS, FLAGS, OF_FUNCTION, Value
 from vtp_plugin.checkpoint.hf.vision_part import VisionPart
 from vtp_plugin.host.megatron_flags import flag_named
 from vtp_plugin.plan.model.gpt_model import GPTModel
@@ -65,13 +67,15 @@ class Setting:
         value: value of that argument.
         is_switch: whether the flag takes no value.
         is_given: whether it must be given; else it must be left out.
+        others: further values with which the same is computed; empty where a config says the value.
     """
 
     flag: str
     argument: str
-    value: int | float | str | bool | list[int]
+    value: Value | list[int]
     is_switch: bool = False
     is_given: bool = True
+    others: tuple[Value, ...] = ()
 
     @property
     def is_argument(self) -> bool:
@@ -83,6 +87,23 @@ class Setting:
         """The flag with its value, as one types it."""
         return self.flag if self.is_switch else f"{self.flag} {self.value}"
 
+    @property
+    def is_of_function(self) -> bool:
+        """Whether another value changes what is computed, and no weight's shape."""
+        return self.flag in OF_FUNCTION
+
+    def allows(self, found: Any) -> bool:
+        """Tell whether an argument is as it should be; a list for all layers, if each of its entries is.
+
+        >>> setting = Setting("--moe-layer-freq", "moe_layer_freq", 1)
+        >>> setting.allows(1), setting.allows([1, 1]), setting.allows([0, 1])
+        (True, True, False)
+        """
+        if self.is_switch:
+            return bool(found) == self.value
+        entries = found if isinstance(found, list | tuple) else [found]
+        return found == self.value or all(each in (self.value, *self.others) for each in entries)
+
 
 def settings(model: HFModel) -> tuple[Setting, ...]:
     """Return the flags with which Megatron builds a model, those among them that must be left out.
@@ -93,6 +114,36 @@ def settings(model: HFModel) -> tuple[Setting, ...]:
     ['--num-layers 2', '--hidden-size 64', '--ffn-hidden-size 96']
     """
     return tuple(_settings(model) if model.vision is None else _entries(model, model.vision))
+
+
+def neutral_settings(*, has_experts: bool, is_seeing: bool) -> tuple[Setting, ...]:
+    """Return what must not be given otherwise beside a model of a family, though no config says it.
+
+    Args:
+        has_experts: whether the family has experts.
+        is_seeing: whether it sees pictures.
+
+    >>> [each.text for each in neutral_settings(has_experts=False, is_seeing=False) if not each.is_switch][:1]
+    ['--rotary-percent 1.0']
+    """
+    rows = ENTRIES if is_seeing else (*FLAGS, *(EXPERT_FLAGS if has_experts else DENSE_FLAGS))
+    return tuple(
+        Setting(
+            row.flag,
+            row.flag.removeprefix("--").replace("-", "_"),
+            row.values[0],
+            is_switch=isinstance(row.values[0], bool),
+            is_given=False,
+            others=(*row.values[1:], None),  # nobody says otherwise
+        )
+        for row in rows
+    )
+
+
+def expected_settings(model: HFModel) -> tuple[Setting, ...]:
+    """Return all with which a run is compared: :func:`settings`, and what must not be given otherwise."""
+    neutral = neutral_settings(has_experts=model.experts is not None, is_seeing=model.vision is not None)
+    return (*settings(model), *neutral)
 
 
 def _entries(model: HFModel, vision: VisionPart) -> Iterator[Setting]:

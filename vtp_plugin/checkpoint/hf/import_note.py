@@ -1,4 +1,9 @@
-"""The note beside an import: which model the checkpoint is, so that a run with other flags is refused."""
+"""The note beside an import: which model the checkpoint is, so that a run with other flags is refused.
+
+A run that loads an import stores in its checkpoints where that lies (:data:`ORIGIN`), and so do those that go on from
+these: they are compared with the same note, and an export finds it. Who renames the file to :data:`ASIDE` goes on with
+other flags on purpose.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +13,19 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
-from vtp_plugin.checkpoint.hf.hf_model import HFModel, Setting, settings
+from vtp_plugin.checkpoint.hf.hf_model import HFModel, Setting, expected_settings, neutral_settings
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.host.megatron_flags import MEGATRON_FLAGS
 from vtp_plugin.util.untrusted_files import read_json
 
 NOTE: Final = "vtp_model.json"
 """The name of the file."""
+ASIDE: Final = f"{NOTE}.aside"
+"""Its name where it was left aside: no flag that changes the function of the model is compared then."""
+ORIGIN: Final = "vtp_import"
+"""The argument of a run that says in which folder the import lies that it began with, and how many words that had."""
 CARRIED: Final = "hugging_face"
 """The folder beside the checkpoint with the config and the tokenizer."""
 RELEASE: Final = "release"
@@ -32,10 +41,10 @@ def dump_note(model: HFModel) -> str:
     >>> model = HFModel(family="llama", num_layers=2, hidden=64, heads=4, groups=2, kv_channels=16, ffn=96, vocab=256,
     ...     max_positions=512, epsilon=1e-5, rotary_base=10000)
     >>> json.loads(dump_note(model))["settings"][0]
-    ['--num-layers', 'num_layers', 2, False, True]
+    ['--num-layers', 'num_layers', 2, False, True, []]
     """
-    rows = [astuple(each) for each in settings(model)]
-    return json.dumps({"version": 1, "family": model.family, "vocab": model.vocab, "settings": rows}, indent=1)
+    rows = [astuple(each) for each in expected_settings(model)]
+    return json.dumps({"version": 2, "family": model.family, "vocab": model.vocab, "settings": rows}, indent=1)
 
 
 def name_in(arguments: Mapping[str, Any], argument: str) -> str:
@@ -48,30 +57,48 @@ def name_in(arguments: Mapping[str, Any], argument: str) -> str:
     return other if other in arguments else argument
 
 
-def contradictions(wanted: Iterable[Setting], arguments: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+class Contradiction(NamedTuple):
+    """A flag that is not as a model's.
+
+    Attributes:
+        problem: its value with the expected one.
+        way_out: what to give instead.
+        setting: how it should be.
+    """
+
+    problem: str
+    way_out: str
+    setting: Setting
+
+
+def contradictions(wanted: Iterable[Setting], arguments: Mapping[str, Any]) -> Iterator[Contradiction]:
     """Compare flags with what Megatron's parser made of them.
 
     Args:
         wanted: the flags of a model.
         arguments: arguments of a run; those that it does not have are not compared.
 
-    Yields:
-        For each flag that differs: its value with the expected one, and the way out.
-
-    >>> [*contradictions((Setting("--num-layers", "num_layers", 2),), {"num_layers": 4})]
-    [('--num-layers is 4, and 2 is expected', 'give --num-layers 2')]
-    >>> [*contradictions((Setting("--swiglu", "swiglu", True, is_switch=True),), {"swiglu": False})]
-    [('--swiglu is not given, and is expected', 'give --swiglu')]
+    >>> [found] = contradictions((Setting("--num-layers", "num_layers", 2),), {"num_layers": 4})
+    >>> found.problem, found.way_out
+    ('--num-layers is 4, and 2 is expected', 'give --num-layers 2')
+    >>> [found] = contradictions((Setting("--swiglu", "swiglu", True, is_switch=True),), {"swiglu": False})
+    >>> found.problem, found.way_out
+    ('--swiglu is not given, and is expected', 'give --swiglu')
+    >>> [found] = contradictions((Setting("--window-size", "window_size", None),), {"window_size": (6, 0)})
+    >>> found.problem, found.way_out
+    ('--window-size is (6, 0), and is not expected', 'leave --window-size out')
     """
     for each in wanted:
         found = arguments.get(name_in(arguments, each.argument), each.value)
-        if each.is_switch and bool(found) != each.value:
-            if each.is_given:
-                yield f"{each.flag} is not given, and is expected", f"give {each.flag}"
-            else:
-                yield f"{each.flag} is given, and is not expected", f"leave {each.flag} out"
-        elif not each.is_switch and found != each.value:
-            yield f"{each.flag} is {found}, and {each.value} is expected", f"give {each.text}"
+        if each.allows(found):
+            continue
+        is_left_out = each.value is None or (each.is_switch and not each.is_given)
+        said = ("given" if found else "not given") if each.is_switch else found
+        expected = (
+            "is not expected" if is_left_out else "is expected" if each.is_switch else f"{each.value} is expected"
+        )
+        way_out = f"leave {each.flag} out" if is_left_out else f"give {each.text}"
+        yield Contradiction(f"{each.flag} is {said}, and {expected}", way_out, each)
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +108,14 @@ class Note:
     Attributes:
         family: family of the model.
         vocab: number of the model's words, without padding.
-        settings: the flags with which Megatron builds the model.
+        settings: what a run is compared with.
+        is_aside: whether it was left aside.
     """
 
     family: str
     vocab: int
     settings: tuple[Setting, ...]
+    is_aside: bool = False
 
 
 def read_note(load_dir: str) -> Note | None:
@@ -98,12 +127,21 @@ def read_note(load_dir: str) -> Note | None:
     Raises:
         ConfigError: it is damaged.
     """
-    file = Path(load_dir) / RELEASE / NOTE
-    if "://" in load_dir or not file.is_file():
+    release = Path(load_dir) / RELEASE
+    file = next((release / name for name in (NOTE, ASIDE) if (release / name).is_file()), None)
+    if "://" in load_dir or file is None:
         return None
     try:
         note = read_json(file)
-        return Note(str(note["family"]), int(note["vocab"]), tuple(map(_setting, note["settings"])))
+        said = tuple(map(_setting, note["settings"]))
+        # An older note, or that of a newer plugin, may not say all that this one compares.
+        own = neutral_settings(
+            has_experts="--num-experts" in [each.flag for each in said if each.is_given],
+            is_seeing=any(not each.is_argument for each in said),
+        )
+        known = {each.flag for each in own}
+        both = (*(each for each in said if each.flag not in known), *own)
+        return Note(str(note["family"]), int(note["vocab"]), both, is_aside=file.name == ASIDE)
     except (OSError, ValueError, KeyError, TypeError):
         raise ConfigError(f"{file} is damaged; it says which model was imported; import it again") from None
 
@@ -115,10 +153,27 @@ def _setting(row: Any) -> Setting:
         ValueError: it is none.
         TypeError: it is none.
     """
-    read = Setting(*row)
+    *own, others = row if len(row) > 5 else (*row, ())
+    read = Setting(*own, others=tuple(others))
     if [type(each) for each in (read.flag, read.argument, read.is_switch, read.is_given)] != [str, str, bool, bool]:
         raise ValueError("no flag")
     return read
+
+
+def origin_of(load_dir: str | None, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Return what checkpoints of a run say of the import that it began with; None where it did not.
+
+    Args:
+        load_dir: folder that it loads from.
+        arguments: arguments that are stored with what it loads, or its own.
+    """
+    if load_dir is not None and (note := read_note(load_dir)) is not None:
+        return {"folder": str(Path(load_dir).absolute()), "vocab": note.vocab}
+    match arguments.get(ORIGIN):
+        case {"folder": str(folder), "vocab": int(vocab)} if folder.isprintable():
+            return {"folder": folder, "vocab": vocab}
+        case _:
+            return None
 
 
 def take_settings(load_dir: str, args: Any) -> None:
@@ -137,11 +192,11 @@ def take_settings(load_dir: str, args: Any) -> None:
 
 
 def check_note(load_dir: str, args: Any) -> Iterator[str]:
-    """Say which flags of a run contradict the import that it loads; nothing where it loads something else.
+    """Say which flags of a run contradict the import that it loads, or began with; nothing in another run.
 
     Args:
         load_dir: value of ``--load``; what is no path is not looked at.
-        args: Megatron's, parsed.
+        args: Megatron's, parsed; with :data:`ORIGIN` where the checkpoint that is loaded has it.
 
     Yields:
         A line ``value; rule; way out``.
@@ -149,11 +204,16 @@ def check_note(load_dir: str, args: Any) -> Iterator[str]:
     Raises:
         ConfigError: the note is damaged.
     """
-    if (note := read_note(load_dir)) is None:
+    origin = origin_of(load_dir, vars(args))
+    if origin is None or (note := read_note(origin["folder"])) is None:
         return
-    rule = f"{load_dir} was imported as a model of the family {note.family}"
-    for problem, way_out in contradictions(note.settings, {**vars(args), **flat_entries(_json_model(args))}):
-        yield f"{problem}; {rule}; {way_out}"
+    begin = load_dir if Path(load_dir).absolute() == Path(origin["folder"]) else origin["folder"]
+    rule = f"{begin} was imported as a model of the family {note.family}"
+    for found in contradictions(note.settings, {**vars(args), **flat_entries(_json_model(args))}):
+        if not found.setting.is_of_function:
+            yield f"{found.problem}; {rule}; {found.way_out}"
+        elif not note.is_aside:
+            yield f"{found.problem}; {rule}; {found.way_out}, or, where you mean it, {how_to_go_on(begin)}"
     padded = getattr(args, "padded_vocab_size", None)
     if padded is None and not getattr(args, "pad_vocab_size", True):
         padded = getattr(args, "vocab_size", None)
@@ -164,6 +224,15 @@ def check_note(load_dir: str, args: Any) -> Iterator[str]:
             f"{padding_flag(note.vocab, math.lcm(sizes[0], sizes[-1]))}, and neither --padded-vocab-size nor "
             "--no-pad-vocab-size"
         )
+
+
+def how_to_go_on(folder: str | Path) -> str:
+    """Say how an import is trained, or exported, as another function than was published.
+
+    Args:
+        folder: folder of the import.
+    """
+    return f"rename {Path(folder) / RELEASE / NOTE} to {ASIDE}"
 
 
 def _json_model(args: Any) -> Mapping[str, Any]:
@@ -180,7 +249,10 @@ def flat_entries(entries: Mapping[str, Any], path: str = "") -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     for name, value in entries.items():
-        found |= flat_entries(value, f"{path}{name}.") if isinstance(value, Mapping) else {path + name: value}
+        if isinstance(value, Mapping):
+            found |= flat_entries(value, f"{path}{name}.")
+        else:  # MindSpeed-MM puts functions in the place of their names
+            found[path + name] = getattr(value, "__name__", value) if callable(value) else value
     return found
 
 

@@ -17,8 +17,18 @@ from vtp_plugin.checkpoint.format.contents import Contents, Part, Whole
 from vtp_plugin.checkpoint.format.safe_pickle import PickledObject
 from vtp_plugin.checkpoint.format.shard_map import Strided
 from vtp_plugin.checkpoint.hf.all_families import rows_of
-from vtp_plugin.checkpoint.hf.hf_model import HFModel, settings
-from vtp_plugin.checkpoint.hf.import_note import CARRIED, contradictions, flat_entries
+from vtp_plugin.checkpoint.hf.hf_model import HFModel, expected_settings
+from vtp_plugin.checkpoint.hf.import_note import (
+    CARRIED,
+    NOTE,
+    Contradiction,
+    Note,
+    contradictions,
+    flat_entries,
+    how_to_go_on,
+    origin_of,
+    read_note,
+)
 from vtp_plugin.checkpoint.hf.read_config import read_config, read_model
 from vtp_plugin.checkpoint.hf.side_files import CONFIG, carried_files, copy_carried
 from vtp_plugin.checkpoint.hf.tensor_rows import Tensor, TensorShare, hf_shapes, megatron_tensors
@@ -80,6 +90,7 @@ class Export:
         files: the tensors of every new file.
         places: for each Hugging Face tensor, its shares and where they are stored.
         num_unproved: number of rows that are left out although nobody says how many words the run had.
+        said: what a reader is told of the config; may be empty.
     """
 
     contents: Contents
@@ -88,6 +99,7 @@ class Export:
     files: Mapping[str, list[NewTensor]]
     places: Mapping[str, list[tuple[TensorShare, _Stored]]] = field(repr=False)
     num_unproved: int = 0
+    said: str = ""
 
     @property
     def num_bytes(self) -> int:
@@ -101,15 +113,22 @@ def find_like(contents: Contents, source: Path) -> Path:
     Raises:
         ConfigError: there are none.
     """
-    loaded = contents.arguments.get("load")
-    places = [contents.folder.parent, source, *([Path(loaded)] if isinstance(loaded, str) else [])]
-    for candidate in places:
+    for candidate in _origins(contents, source):
         if (candidate / CARRIED / CONFIG).is_file():
             return candidate / CARRIED
     raise ConfigError(
         f"{contents.folder} was not imported here, nor was what its run loaded; {CONFIG} and the tokenizer come from "
         "the published model; give its folder with --like"
     )
+
+
+def _origins(contents: Contents, source: Path) -> Iterator[Path]:
+    """Yield the folders in which the import may lie that a checkpoint is, or that its run began with."""
+    yield from (contents.folder.parent, source)
+    if (origin := origin_of(None, contents.arguments)) is not None:
+        yield Path(origin["folder"])
+    if isinstance(loaded := contents.arguments.get("load"), str):
+        yield Path(loaded)
 
 
 def plan_export(contents: Contents, like: Path, target: Path) -> Export:
@@ -127,13 +146,12 @@ def plan_export(contents: Contents, like: Path, target: Path) -> Export:
     require_new(target)
     model = read_model(read_config(like), like / CONFIG)
     carried_files(like)
-    told = {**contents.arguments, **flat_entries(_json_model(contents))}
-    given = (f"{problem}; {like / CONFIG} says so" for problem, _ in contradictions(settings(model), told))
-    refuse(f"{contents.folder}: {problem}; give the config of this model with --like" for problem in given)
+    origin, note = _note_of(contents)
+    said = _compared(contents, model, like, origin, note)
     weights, problems = contents.weights(), list[str]()
     words = next(key for row in rows_of(model) if row.parameter is WORD_EMBEDDING for key in row.megatron_keys)
     rows = next((each.shape[0] for key, each in weights.items() if key == words and each.shape), 0)
-    refuse(_words_cut_off(contents, rows, model, like))
+    refuse(_words_cut_off(contents, rows, model, like, note))
     refuse(_both_names(contents, weights, model))
     refuse(
         f"{contents.folder}: {key} belongs to an adapter; a published model has none; merge it first, and save it"
@@ -155,8 +173,46 @@ def plan_export(contents: Contents, like: Path, target: Path) -> Export:
             places.setdefault(share.name, []).append((share, each))
     shapes = hf_shapes(rows_of(model), model)
     tensors = [NewTensor(name, places[name][0][1].dtype, shape) for name, shape in sorted(shapes.items())]
-    is_unproved = rows > model.vocab and not _words_of_run(contents, like)[1]
-    return Export(contents, model, like, plan_files(tensors), places, rows - model.vocab if is_unproved else 0)
+    is_unproved = rows > model.vocab and not _words_of_run(contents, like, note)[1]
+    return Export(contents, model, like, plan_files(tensors), places, rows - model.vocab if is_unproved else 0, said)
+
+
+def _note_of(contents: Contents) -> tuple[Path, Note] | tuple[None, None]:
+    """Return the import that a checkpoint is, or that its run began with, and its note, if they are here."""
+    for folder in _origins(contents, contents.folder):
+        if (note := read_note(str(folder))) is not None:
+            return folder, note
+    return None, None
+
+
+def _compared(contents: Contents, model: HFModel, like: Path, origin: Path | None, note: Note | None) -> str:
+    """Refuse a checkpoint that was trained as another model than the config says.
+
+    Returns:
+        What is to be said where nobody asked for that, or where it is another one on purpose; may be empty.
+    """
+    told = {**contents.arguments, **flat_entries(_json_model(contents))}
+    found = [*contradictions(expected_settings(model), told)]
+    is_meant = note is not None and note.is_aside
+    refuse(
+        f"{contents.folder}: {each.problem}; {like / CONFIG} says so; {_way_out(each, origin)}"
+        for each in found
+        if not (each.setting.is_of_function and is_meant)
+    )
+    if not is_meant:
+        return "" if note is not None or like.name != CARRIED else f"{like.parent} has no {NOTE}; {like} was taken"
+    where = f" ({'; '.join(each.problem for each in found)})" if found else ""
+    return f"the note of {origin} was left aside: {like / CONFIG} is copied as it is, whatever the run was given{where}"
+
+
+def _way_out(found: Contradiction, origin: Path | None) -> str:
+    """Say how a checkpoint is exported whose run had another flag than its config says."""
+    way_out = "give the config of this model with --like"
+    if found.setting.others:  # no config says that
+        way_out = f"{found.way_out} in a run that goes on from it, and export what that saves"
+    if origin is not None and found.setting.is_of_function:
+        way_out += f", or, where you mean it, {how_to_go_on(origin)}"
+    return way_out
 
 
 def _json_model(contents: Contents) -> Mapping[str, Any]:
@@ -171,7 +227,7 @@ def _json_model(contents: Contents) -> Mapping[str, Any]:
     return model if isinstance(model, Mapping) else {}
 
 
-def _words_of_run(contents: Contents, like: Path) -> tuple[list[tuple[int, str]], bool]:
+def _words_of_run(contents: Contents, like: Path, note: Note | None) -> tuple[list[tuple[int, str]], bool]:
     """Return how many words a run had, and who says so; and whether all do that could know more."""
     own, size, path = (contents.arguments.get(name) for name in ("tokenizer_type", "vocab_size", "tokenizer_model"))
     takes_size = own not in _OWN_WORDS
@@ -182,12 +238,16 @@ def _words_of_run(contents: Contents, like: Path) -> tuple[list[tuple[int, str]]
         if (known := known_words(folder)) is not None:
             claims.append((known[0], f"the tokenizer's {folder / known[1]} says"))
             is_known |= folder == folders[-1]  # of its run, if it names one
+    if note is not None:
+        claims.append((note.vocab, "the import had"))
+    elif (origin := origin_of(None, contents.arguments)) is not None:  # its folder is gone
+        claims.append((origin["vocab"], "the import had"))
     return claims, is_known
 
 
-def _words_cut_off(contents: Contents, rows: int, model: HFModel, like: Path) -> Iterator[str]:
+def _words_cut_off(contents: Contents, rows: int, model: HFModel, like: Path, note: Note | None) -> Iterator[str]:
     """Say where rows that are left out may be more than padding, as the run or a tokenizer knows more words."""
-    number, who = max(_words_of_run(contents, like)[0], default=(0, ""))
+    number, who = max(_words_of_run(contents, like, note)[0], default=(0, ""))
     if rows > model.vocab and number > model.vocab:
         yield (
             f"{contents.folder}: {who} {number} words, and {like / CONFIG} has vocab_size {model.vocab}; of {rows} "

@@ -91,6 +91,38 @@ def vocabulary_multiple(sizes: Sequence[int], constraints: Constraints) -> int |
     return divisor * all_sizes(constraints, ends) // ends
 
 
+def about_padding(sizes: Sequence[int], constraints: Constraints) -> str:
+    """Say how :func:`vocabulary_multiple` pads the vocabulary, and what that does to the loss; empty if nothing.
+
+    Args:
+        sizes: tensor-parallel sizes of the stages.
+        constraints: what the list had to satisfy.
+
+    >>> from types import SimpleNamespace
+    >>> args = SimpleNamespace(num_layers=4, micro_batch_size=1, global_batch_size=4, num_attention_heads=4)
+    >>> args.vocab_size = 256
+    >>> about_padding((1, 2), Constraints(args=args, least_stages=1, most_stages=2)).partition(", so")[0]
+    'the vocabulary is padded to 512 tokens, 256 with TP size 1'
+    """
+    divisor = getattr(constraints.args, "make_vocab_size_divisible_by", None) or 128
+    ends, words = math.lcm(sizes[0], sizes[-1]), getattr(constraints.args, "vocab_size", None)
+    multiple = ends * (vocabulary_multiple(sizes, constraints) or 0)
+    if multiple <= divisor:
+        return ""
+    least = all_sizes(constraints, ends)
+    way_out = f"; --make-vocab-size-divisible-by 1 pads to a multiple of {least}"
+    why = "so that every TP size of this model loads the checkpoints"
+    if not words:
+        return f"the vocabulary is padded to a multiple of {multiple} tokens, {why}; padding raises the loss{way_out}"
+    padded, usual, fewest = (-(-words // each) * each for each in (multiple, divisor, least))
+    if padded == usual:
+        return ""
+    return (
+        f"the vocabulary is padded to {padded} tokens, {usual} with TP size 1, {why}; padding counts in the softmax: "
+        f"the first loss is about {math.log(padded / usual):.2g} higher{way_out}, here {fewest}"
+    )
+
+
 def all_sizes(constraints: Constraints, ends: int) -> int:
     """Return the least common multiple of all sizes that a stage of a model can have, up to 16.
 

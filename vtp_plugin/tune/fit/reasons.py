@@ -9,6 +9,7 @@ from vtp_plugin.config.parse_values import format_value
 from vtp_plugin.errors import LayoutError, ShortageError
 from vtp_plugin.host.rules.checks.divisibility import nearest_multiples
 from vtp_plugin.tune.cluster.machines import Node
+from vtp_plugin.tune.fit.as_flags import about_padding
 from vtp_plugin.tune.fit.constraints import Constraints
 from vtp_plugin.tune.fit.fit_problem import fit_problem
 from vtp_plugin.tune.search.evaluate import Candidate
@@ -32,6 +33,7 @@ def describe(layouts: Sequence[Candidate], constraints: Constraints) -> tuple[st
         *_whole_nodes(fitted, constraints),
         *_spares(fitted, constraints),
         *_rivals(fitted, others),
+        *filter(None, [about_padding(fitted.sizes, constraints)]),
     )
 
 
