@@ -372,8 +372,8 @@ def test_flags_of_the_plugin_are_given_where_a_layout_needs_them(
 def test_a_padding_that_changes_the_vocabulary_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--cluster", CLUSTER, "--vtp-stages", "1:4")
     text = found(capsys, *words, "--vocab-size", "128256")
-    assert "pads the vocabulary to 129024, as every layout of this model does" in text
-    assert "Megatron would to 128512" in text
+    assert "pads the vocabulary to 129024, Megatron alone to 128512; so every layout of this model loads" in text
+    assert "padding counts in the softmax: a new model's loss begins 0.004 higher; --padded-vocab-size keeps" in text
     assert "pads the vocabulary" not in found(capsys, *words, "--vocab-size", "129024")
 
 

@@ -14,7 +14,9 @@ from vtp_plugin.cli.main import main
 from vtp_plugin.errors import ConfigError, ShortageError
 from vtp_plugin.tune.cluster.machines import Node
 from vtp_plugin.tune.cluster.stage_memory import HeldPart
+from vtp_plugin.tune.fit.as_flags import fitted_flags
 from vtp_plugin.tune.fit.available_cards import in_order
+from vtp_plugin.tune.fit.chosen import Chosen
 from vtp_plugin.tune.fit.constraints import Constraints
 from vtp_plugin.tune.fit.fit_layout import fit
 from vtp_plugin.tune.fit.reasons import describe
@@ -54,6 +56,26 @@ def test_six_cards_become_two_stages_with_layers_two_to_one() -> None:
     assert "n0 has 6 devices, but no stage can have tensor-parallel size 6: --num-attention-heads 64" in lines(
         (fitted, *rivals), wanted
     )
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, "pads the vocabulary to a multiple of 2048, Megatron alone to a multiple of 512; so every layout"),
+        ({"vocab_size": 700}, "pads the vocabulary to 2048, Megatron alone to 1024; so every layout of this model"),
+        ({"vocab_size": 700}, "a new model's loss begins 0.693 higher; --padded-vocab-size keeps another size"),
+        ({"vocab_size": 2000}, ""),
+        ({"padded_vocab_size": 1024}, ""),
+    ],
+)
+def test_a_padding_that_changes_the_loss_is_said(changes: dict[str, int], said: str) -> None:
+    wanted = ask("2:2", num_replicas=1, **changes)
+    layouts = fit(nodes(6), wanted)
+    assert layouts[0].sizes == (4, 2)
+    text = lines(layouts, wanted)
+    assert said in text and ("--make-vocab-size-divisible-by" in text) is bool(said)
+    flags = fitted_flags(Chosen.of(layouts[0]), wanted)
+    assert ("--make-vocab-size-divisible-by" in flags) is ("padded_vocab_size" not in changes)
 
 
 def test_a_damaged_replica_is_left_out_or_all_shrink_whichever_is_faster() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from vtp_plugin.config.parse_values import format_value
 from vtp_plugin.tune.fit.chosen import Chosen
@@ -12,6 +12,7 @@ from vtp_plugin.tune.search.evaluate import Candidate
 
 OF_A_FIT = ("--vtp-size-list", "--vtp-stages", "--vtp-data-parallel-size", "--vtp-sites", "--vtp-node")
 """Flags that a fit decides, and those that are for it alone."""
+_DIVISOR = "make_vocab_size_divisible_by"
 _LARGEST = 16
 """Sizes up to this pad a vocabulary alike, whichever of them is in a list."""
 
@@ -87,8 +88,41 @@ def vocabulary_multiple(sizes: Sequence[int], constraints: Constraints) -> int |
     if getattr(constraints.args, "padded_vocab_size", None):
         return None
     ends = math.lcm(sizes[0], sizes[-1])
-    divisor = getattr(constraints.args, "make_vocab_size_divisible_by", None) or 128
+    divisor = getattr(constraints.args, _DIVISOR, None) or 128
     return divisor * all_sizes(constraints, ends) // ends
+
+
+def vocabulary_line(sizes: Sequence[int], constraints: Constraints) -> Iterator[str]:
+    """Say so, in one line, if a list's flags pad the vocabulary otherwise than Megatron would.
+
+    Args:
+        sizes: tensor-parallel sizes of the stages.
+        constraints: what the list had to satisfy.
+
+    >>> from types import SimpleNamespace
+    >>> args = SimpleNamespace(num_layers=4, micro_batch_size=1, global_batch_size=4, num_attention_heads=4,
+    ...     vocab_size=250)
+    >>> [line] = vocabulary_line((2, 1), Constraints(args=args, least_stages=1, most_stages=2))
+    >>> print(line.partition(";")[0])
+    --make-vocab-size-divisible-by 256 pads the vocabulary to 512, Megatron alone to 256
+    """
+    args, ends = constraints.args, math.lcm(sizes[0], sizes[-1])
+    multiple = vocabulary_multiple(sizes, constraints)
+    if multiple is None:
+        return
+    usual, padded = ((getattr(args, _DIVISOR, None) or 128) * ends, multiple * ends)
+    said = [f"a multiple of {number}" for number in (padded, usual)]
+    loss = "the more the padding, the higher the loss of a new model"
+    if number := getattr(args, "vocab_size", None):
+        usual, padded = (-(-number // each) * each for each in (usual, padded))
+        said = [str(padded), str(usual)]
+        loss = f"a new model's loss begins {math.log(padded / usual):.3f} higher"
+    if padded != usual:
+        yield (
+            f"--make-vocab-size-divisible-by {multiple} pads the vocabulary to {said[0]}, Megatron alone to {said[1]}; "
+            f"so every layout of this model loads the checkpoints; padding counts in the softmax: {loss}; "
+            "--padded-vocab-size keeps another size"
+        )
 
 
 def all_sizes(constraints: Constraints, ends: int) -> int:

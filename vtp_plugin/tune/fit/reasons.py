@@ -9,6 +9,7 @@ from vtp_plugin.config.parse_values import format_value
 from vtp_plugin.errors import LayoutError, ShortageError
 from vtp_plugin.host.rules.checks.divisibility import nearest_multiples
 from vtp_plugin.tune.cluster.machines import Node
+from vtp_plugin.tune.fit.as_flags import vocabulary_line
 from vtp_plugin.tune.fit.constraints import Constraints
 from vtp_plugin.tune.fit.fit_problem import fit_problem
 from vtp_plugin.tune.search.evaluate import Candidate
@@ -29,6 +30,7 @@ def describe(layouts: Sequence[Candidate], constraints: Constraints) -> tuple[st
     return (
         f"chosen: --vtp-size-list {format_value(fitted.sizes)}, layers {format_value(fitted.layers)}, "
         f"{_replicas(fitted.num_replicas)}; uses {fitted.num_cards} of {num_cards} devices",
+        *vocabulary_line(fitted.sizes, constraints),
         *_whole_nodes(fitted, constraints),
         *_spares(fitted, constraints),
         *_rivals(fitted, others),
