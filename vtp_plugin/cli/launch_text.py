@@ -23,7 +23,6 @@ _LAYOUT_FLAGS = (
     *("--pipeline-model-parallel-layout", "--decoder-first-pipeline-num-layers"),
     "--decoder-last-pipeline-num-layers",
 )
-_VOCABULARY = "--make-vocab-size-divisible-by"
 # What a search decides by itself, besides what its flags say.
 _FOUND = (*OF_A_FIT, "--vtp-split-backward")
 _RUN = ("-m", "vtp_plugin", "run")
@@ -55,9 +54,6 @@ def launch_of_run(options: argparse.Namespace, flags: Run) -> tuple[Launch, str]
         nodes = named_nodes(flags.fitted.candidate.node_names, layout)
         if "--vtp-force" in own:
             note = "--vtp-force: all stages have one size; so layouts of other sizes load the checkpoints, too\n"
-        if _VOCABULARY in own:
-            note += f"{_VOCABULARY} pads the vocabulary alike in all layouts that may load the checkpoints; where its "
-            note += "size is to stay as published, give --padded-vocab-size instead"
     elif options.nodes is not None:
         nodes = fill_nodes(layout, options.nodes)
     else:

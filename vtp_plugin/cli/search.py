@@ -11,7 +11,6 @@ from pathlib import Path
 
 from vtp_plugin.cli.boundaries import format_bytes
 from vtp_plugin.cli.launch_text import add_slurm_flag, launch_lines, launch_of_found
-from vtp_plugin.cli.model_flags import read_model
 from vtp_plugin.cli.page_file import write_page
 from vtp_plugin.cli.parser import PAGE, OneFile, Parser, check_ending, is_page, print_json, read_sizes, write_file
 from vtp_plugin.cli.run_flags import add_run_flags, check_unknown
@@ -22,9 +21,8 @@ from vtp_plugin.cli.terminal import TextTable, progress, show
 from vtp_plugin.config.parse_values import format_value
 from vtp_plugin.errors import ConfigError, LayoutError
 from vtp_plugin.plan.launch.launch_commands import Launch
-from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.tune.cluster.read_cluster import read_cluster
-from vtp_plugin.tune.fit.as_flags import fitted_flags, order_flags, stock_flags
+from vtp_plugin.tune.fit.as_flags import about_padding, fitted_flags, order_flags, stock_flags
 from vtp_plugin.tune.fit.chosen import Chosen
 from vtp_plugin.tune.search.evaluate import Candidate
 from vtp_plugin.tune.search.find_best import SearchResult, find_best
@@ -199,7 +197,8 @@ def _compared(request: SearchRequest, result: SearchResult) -> Iterator[str]:
             yield f"stay with stock Megatron: {why if gain > 1 else 'nothing is quicker'}"
             yield f"flags of stock: {shlex.join(flags(request, stock))}"
             return
-    yield from _padded(request, best)
+    if padding := about_padding(best.sizes, request.constraints):
+        yield padding
     if "--vtp-force" in flags(request, best):
         yield "--vtp-force: all stages have one size, and --vtp-transport is the plugin's"
     if best.order.is_split:
@@ -208,19 +207,6 @@ def _compared(request: SearchRequest, result: SearchResult) -> Iterator[str]:
             "--no-gradient-accumulation-fusion; a run plans the order for what it measures"
         )
     yield f"flags of 1: {shlex.join(flags(request, best))}"
-
-
-def _padded(request: SearchRequest, candidate: Candidate) -> Iterator[str]:
-    """Say so if the flags pad the vocabulary otherwise than Megatron would."""
-    usual = read_model(
-        request.constraints.args, PipelineLayout.from_sizes(candidate.sizes, world_size=sum(candidate.sizes))
-    ).vocab
-    if usual != request.vocab:
-        yield (
-            f"--make-vocab-size-divisible-by pads the vocabulary to {request.vocab}, "
-            "as every layout of this model does, so that all can load each other's checkpoints; "
-            f"Megatron would to {usual}; padding enters the loss"
-        )
 
 
 def _row(request: SearchRequest, name: str, candidate: Candidate) -> list[str]:

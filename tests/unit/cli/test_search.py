@@ -372,9 +372,11 @@ def test_flags_of_the_plugin_are_given_where_a_layout_needs_them(
 def test_a_padding_that_changes_the_vocabulary_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--cluster", CLUSTER, "--vtp-stages", "1:4")
     text = found(capsys, *words, "--vocab-size", "128256")
-    assert "pads the vocabulary to 129024, as every layout of this model does" in text
-    assert "Megatron would to 128512" in text
-    assert "pads the vocabulary" not in found(capsys, *words, "--vocab-size", "129024")
+    assert (
+        "the vocabulary is padded to 129024 tokens, 128256 with TP size 1, so that every TP size of this model" in text
+    )
+    assert "the first loss is about 0.006 higher; --make-vocab-size-divisible-by 1 pads to a multiple of" in text
+    assert "padded" not in found(capsys, *words, "--vocab-size", "129024")
 
 
 def test_of_megatron_0_12_middle_stages_hold_as_many_layers(
