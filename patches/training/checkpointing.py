@@ -21,7 +21,7 @@ from vtp_plugin.checkpoint.format.checkpoint_files import naming_broken_files
 from vtp_plugin.checkpoint.format.entries import DamagedError, Extent
 from vtp_plugin.checkpoint.format.resolver import Asked, asked_by
 from vtp_plugin.checkpoint.hf.import_note import ORIGIN, check_note, origin_of
-from vtp_plugin.checkpoint.load.param_groups import Rates
+from vtp_plugin.checkpoint.load.pair_groups import Rates
 from vtp_plugin.checkpoint.load.stored_optimizer import Request
 from vtp_plugin.checkpoint.save.atomic_dir import make_folder
 from vtp_plugin.checkpoint.save.edge_key_file import SITE_ARGUMENTS

@@ -66,7 +66,7 @@ def _left_behind(asked: Asked) -> Iterator[str]:
     if beside is not None and not beside.is_persistent:
         yield (
             f"{beside.checkpoint} is there, and --load {asked.passed_over} has no persistent checkpoint; Megatron then "
-            "begins with --pretrained-checkpoint; to go on from there give --vtp-load-newest-valid"
+            "begins with --pretrained-checkpoint; to resume from there give --vtp-load-newest-valid"
         )
 
 

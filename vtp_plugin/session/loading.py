@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Final
 
 from vtp_plugin.checkpoint.format.checkpoint_files import way_out
 from vtp_plugin.checkpoint.format.index import INDEX, Index, read_index
-from vtp_plugin.checkpoint.load.param_groups import Rates
+from vtp_plugin.checkpoint.load.pair_groups import Rates
 
 if TYPE_CHECKING:
     from vtp_plugin.checkpoint.format.entries import Extent

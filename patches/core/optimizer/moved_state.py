@@ -12,7 +12,7 @@ from megatron.core.dist_checkpointing.utils import add_prefix_for_sharding
 from vtp_plugin.checkpoint.format.map_file import MAP
 from vtp_plugin.checkpoint.format.optimizer_formats import BY_BUCKET, FORM
 from vtp_plugin.checkpoint.format.shard_map import Bucket, ShardSpec
-from vtp_plugin.checkpoint.load.param_groups import Group, Rates, are_found, counterparts
+from vtp_plugin.checkpoint.load.pair_groups import Group, Rates, are_found, counterparts
 from vtp_plugin.checkpoint.load.stored_optimizer import Request, StoredOptimizer, Wanted
 from vtp_plugin.errors import PlanError
 from vtp_plugin.host.patching import replaces

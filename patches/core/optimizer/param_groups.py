@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.optimizer import optimizer as megatron_optimizer
 
-from vtp_plugin.checkpoint.load.param_groups import Group, Rates, counterparts, difference, marks, rates_of
+from vtp_plugin.checkpoint.load.pair_groups import Group, Rates, counterparts, difference, marks, rates_of
 from vtp_plugin.checkpoint.load.stored_optimizer import Request
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.host.patching import replaces
@@ -42,7 +42,7 @@ def require_rates(where: str, own: Sequence[Group], found: Sequence[Group], rate
     if rates is Rates.SAME and _KNOWS_RATES and (text := difference(own, found)):
         raise ConfigError(
             f"{where}: this run has {text}; a resume keeps its rates unless told otherwise; give {Rates.OWN.value} to "
-            f"train with this run's, or {Rates.STORED.value} to go on with the checkpoint's"
+            f"train with this run's, or {Rates.STORED.value} to keep the checkpoint's"
         )
 
 
@@ -95,10 +95,14 @@ def load_groups(session: Session, original: Callable[[Any, Any], None], optimize
         {**group, **marks(mine), "params": place} for group, mine, place in zip(found, own, places, strict=True)
     ]
     # Megatron's own search takes groups with the same rates for one.
-    with UndoStack().during(Name(optimizer, "_filter_and_reorder_param_groups"), lambda _own, given: given):
+    with UndoStack().during(Name(optimizer, "_filter_and_reorder_param_groups"), _as_given):
         original(optimizer, state_dict)
     for group, mine, other in zip(inner.param_groups, own, found, strict=True):
         group.update(marks(mine) if rates is Rates.OWN else marks(mine) | rates_of(other))
+
+
+def _as_given(_own: Any, given: Any) -> Any:
+    return given
 
 
 def _begin(inner: Any, *_: Any) -> None:
@@ -135,9 +139,9 @@ def _look_at_uniform(own: Sequence[Group], stored: Sequence[Group], rates: Rates
     if _KNOWS_RATES:
         if text := difference(own, counterparts("the checkpoint", own, stored, Rates.OWN)):
             raise ConfigError(
-                f"this run has {text}; Megatron tells groups of parameters apart by their rates, so a uniform list "
-                "goes on with the same ones only; give those, load only the weights with --no-load-optim, or save "
-                f"once with unequal stages and {Rates.OWN.value}, and go on from there"
+                f"this run has {text}; Megatron tells groups of parameters apart by their rates, so equal TP sizes "
+                "resume with the same ones only; give those, load only the weights with --no-load-optim, or save "
+                f"once with unequal stages and {Rates.OWN.value}, and resume from there"
             )
     elif rates is Rates.OWN and len(own) == len(stored) and dist.get_rank() == 0 and (text := difference(own, stored)):
         warning(

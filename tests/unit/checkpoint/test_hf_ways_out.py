@@ -17,7 +17,18 @@ import pytest
 from tests.rules.import_rules import ROOT
 from tests.rules.ways_out import files_of, matches, messages
 from tests.support.checkpoints import run_action
-from tests.support.hf_models import KINDS, SMALL, edit, imported, make, run_json, tensors_of, torch, transformers
+from tests.support.hf_models import (
+    KINDS,
+    SMALL,
+    edit,
+    export,
+    imported,
+    make,
+    run_json,
+    tensors_of,
+    torch,
+    transformers,
+)
 from vtp_plugin.checkpoint.format.contents import Contents
 from vtp_plugin.checkpoint.hf.import_note import ASIDE, NOTE, RELEASE, check_note, origin_of, read_note
 from vtp_plugin.errors import ConfigError
@@ -436,6 +447,7 @@ ELSEWHERE = {
     "give {}, and neither --padded-vocab-size nor": "unit/checkpoint/test_hf_tokenizer_size.py::"
     "test_the_flag_pads_to_the_model",
     "; {}; {}, or, where you mean it, {}": "unit/checkpoint/test_hf_ways_out.py::test_a_function_that_no_config_says",
+    "{} has no {}; {} was taken": "unit/checkpoint/test_hf_ways_out.py::test_a_function_that_no_config_says",
     "{} says so": "unit/checkpoint/test_hf_ways_out.py::test_ways_out_of_an_export",
     "give its own with --like": "unit/checkpoint/test_hf_ways_out.py::test_ways_out_of_an_export",
     "give its folder with --like": "unit/checkpoint/test_hf_ways_out.py::test_ways_out_of_an_export",
@@ -634,13 +646,18 @@ def test_a_function_that_no_config_says(
     _trained_with(monkeypatch, rotary_percent=0.5, load=str(start))
     code, (line,) = run_action(capsys, "export", "--from", start, "--hf", tmp_path / "out")
     assert code == 2 and "--rotary-percent is 0.5" in line and line.endswith(lines[0].rpartition(", or")[2]), line
-    assert "give --rotary-percent 1.0 in a run that goes on from it, and export what that saves" in line
+    assert "give --rotary-percent 1.0 in a run that resumes from it, and export what that saves" in line
     file.rename(file.with_name(ASIDE))
     assert [*check_note(str(start), run)] == []
     (line,) = check_note(str(start), Namespace(num_layers=4, rotary_percent=0.5))
     assert "--num-layers is 4, and 2 is expected" in line and "rename" not in line
-    code, (said, *_) = run_action(capsys, "export", "--from", start, "--hf", tmp_path / "out")
-    assert code == 0 and f"the note of {start} was left aside: " in said and "(--rotary-percent is 0.5" in said
+    export(start, tmp_path / "out", None)
+    said = capsys.readouterr().err
+    assert f"the note of {start} was left aside: " in said and "(--rotary-percent is 0.5" in said
+    file.with_name(ASIDE).unlink()
+    _trained_with(monkeypatch, rotary_percent=1.0, load=str(start))
+    export(start, tmp_path / "again", None)
+    assert f"{start} has no {NOTE}; {start / 'hugging_face'} was taken" in capsys.readouterr().err
 
 
 def test_an_import_knows_how_many_words_it_had(

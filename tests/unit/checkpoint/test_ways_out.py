@@ -27,12 +27,13 @@ FILES = (
             "index",
             "manifest",
             "map_file",
+            "overruled_step",
             "resolver",
         )
     ),
     f"{_CHECKPOINT}/format/safe_pickle.py",
     *(f"{_CHECKPOINT}/save/{name}.py" for name in ("atomic_dir", "newest", "piece_checks", "saving")),
-    *(f"{_CHECKPOINT}/load/{name}.py" for name in ("masters", "param_groups")),
+    *(f"{_CHECKPOINT}/load/{name}.py" for name in ("masters", "pair_groups")),
     "patches/core/optimizer/param_groups.py",
     *(f"{_CHECKPOINT}/tools/{name}.py" for name in ("reshard", "reshardable", "writer")),
     *(

@@ -223,7 +223,7 @@ class TestProgress:
     def test_attempts_without_a_step_are_told_too(self, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
         """Three attempts: one that makes seven steps, and two that end before their first one."""
         sizes = {"context_parallel_size": 1, "expert_model_parallel_size": 1, "expert_tensor_parallel_size": None}
-        args = SimpleNamespace(num_layers=4, micro_batch_size=1, global_batch_size=8, **sizes)
+        args = SimpleNamespace(num_layers=4, micro_batch_size=1, global_batch_size=8, padded_vocab_size=128, **sizes)
         config = VtpConfig(size_list="auto", stages=(1, 1), data_parallel_size=1)
 
         def begin(*why: str) -> list[str]:

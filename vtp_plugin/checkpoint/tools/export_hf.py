@@ -209,7 +209,7 @@ def _way_out(found: Contradiction, origin: Path | None) -> str:
     """Say how a checkpoint is exported whose run had another flag than its config says."""
     way_out = "give the config of this model with --like"
     if found.setting.others:  # no config says that
-        way_out = f"{found.way_out} in a run that goes on from it, and export what that saves"
+        way_out = f"{found.way_out} in a run that resumes from it, and export what that saves"
     if origin is not None and found.setting.is_of_function:
         way_out += f", or, where you mean it, {how_to_go_on(origin)}"
     return way_out

@@ -33,7 +33,7 @@ def describe(layouts: Sequence[Candidate], constraints: Constraints) -> tuple[st
         *_whole_nodes(fitted, constraints),
         *_spares(fitted, constraints),
         *_rivals(fitted, others),
-        *filter(None, [about_padding(fitted.sizes, constraints)]),
+        *(text for text in [about_padding(fitted.sizes, constraints)] if text),
     )
 
 
