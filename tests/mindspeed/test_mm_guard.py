@@ -106,13 +106,17 @@ def test_what_is_no_list_of_layers_is_refused(given: Any) -> None:
     assert "\n" not in str(refused.value)
 
 
+NO_CHECKPOINT = dict.fromkeys(("load", "ckpt_step", "non_persistent_ckpt_type", "non_persistent_global_ckpt_dir"))
+"""Arguments of a run that loads nothing."""
+
+
 def arguments(vision: list[Any] | None, text: list[Any] | None, chunks: int | None, **rest: Any) -> Any:
     """Arguments with a model of these lists."""
     described = model(patch=SimpleNamespace(layerwise_disaggregated_training=True), **rest)
     for part, layers in ((described.image_encoder.vision_encoder, vision), (described.text_decoder, text)):
         if layers is not None:
             part.pipeline_num_layers = layers
-    sizes = dict.fromkeys(multimodal._SIZES, 8)
+    sizes = {**dict.fromkeys(multimodal._SIZES, 8), **NO_CHECKPOINT}
     return SimpleNamespace(mm=SimpleNamespace(model=described), virtual_pipeline_model_parallel_size=chunks, **sizes)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.mindspeed.test_mm_guard import NO_CHECKPOINT
 from vtp_plugin.errors import ConfigError, LayoutError, PeerError
 from vtp_plugin.plan.boundary.message_kind import MessageKind
 from vtp_plugin.runtime.comm.audit import require_allowed
@@ -206,7 +207,9 @@ def plain(text: Sequence[int], *, tp_sizes: tuple[int, int] = (1, 2), **options:
     decoder = SimpleNamespace(pipeline_num_layers=text)
     tower = SimpleNamespace(pipeline_num_layers=[2, 0], num_attention_heads=4)
     model = SimpleNamespace(text_decoder=decoder, image_encoder=SimpleNamespace(vision_encoder=tower))
-    args: Any = SimpleNamespace(mm=SimpleNamespace(model=model), virtual_pipeline_model_parallel_size=None, **options)
+    args: Any = SimpleNamespace(
+        mm=SimpleNamespace(model=model), virtual_pipeline_model_parallel_size=None, **NO_CHECKPOINT, **options
+    )
     layout: Any = SimpleNamespace(num_stages=2, tp_sizes=tp_sizes, dp_sizes=(1, 1))
     return list(multimodal.problems(args, layout, is_u_shaped=False))
 

@@ -206,7 +206,7 @@ def test_a_flipped_bit_of_the_optimizer_is_refused_by_name(pool: Pool, written: 
 )
 def test_another_model_is_refused(pool: Pool, written: Writer, extra: list[str], words: list[str]) -> None:
     folder, _ = written("1,2", dp=2)
-    way_out = f"--from {folder} --to DIR" if "same number" in words[0] else "start with its options"
+    way_out = f"--from {folder}/iter_0000002 --to DIR" if "same number" in words[0] else "start with its options"
     _assert_refused(pool, folder, extra, str(folder), *words, way_out)
 
 
