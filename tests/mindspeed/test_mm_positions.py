@@ -244,6 +244,7 @@ def test_packed_samples_in_a_u_are_refused(is_packed: bool) -> None:
         virtual_pipeline_model_parallel_size=None,
         variable_seq_lengths=False,
         sft=is_packed,
+        **NO_CHECKPOINT,
     )
     layout: Any = SimpleNamespace(num_stages=2, tp_sizes=(1, 2), dp_sizes=(1, 1))
     found = list(multimodal.problems(args, layout, is_u_shaped=True))
