@@ -41,6 +41,7 @@ MODULES: Final[Mapping[Moment, tuple[str, ...]]] = {
     Moment.LIST: (
         "core.parallel_state",
         "core.timers",
+        "core.datasets.gpt_dataset",
         "core.pipeline_parallel.schedules",
         "training.checkpointing",
         "training.atomic_checkpoint",

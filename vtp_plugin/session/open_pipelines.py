@@ -49,6 +49,7 @@ class Pipeline:
         agree: runs a function on all ranks of the pipeline, and returns only if it returns the same on all.
         form: type and layout of the tensors, from the model's configuration; None before all ranks have compared it, in
             the first step.
+        is_warned: what Megatron's own schedules get wrong in this run was said.
     """
 
     plan: PipelinePlan
@@ -61,6 +62,7 @@ class Pipeline:
     tied_weight: TiedWeight | None = None
     agree: Agree
     form: TensorFormat | None = field(default=None, init=False)
+    is_warned: bool = field(default=False, init=False)
     _num_data_calls: int = field(default=0, init=False)
     _embedding: weakref.ref[torch.nn.Parameter] | None = field(default=None, init=False)
 

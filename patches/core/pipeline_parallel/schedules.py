@@ -33,6 +33,7 @@ from vtp_plugin.runtime.step.executor import Inputs
 from vtp_plugin.runtime.step.links import LinkForm, bind_links
 from vtp_plugin.runtime.step.schedule_runner import ScheduleRunner
 from vtp_plugin.session import Pipeline, Session
+from vtp_plugin.util import log
 from vtp_plugin.util.undo import UndoStack
 
 # What Megatron reads from the configuration of the first chunk, for all of them.
@@ -74,7 +75,7 @@ def _choose(
     if own is None or not host.is_whole_pipeline(*args, **kwargs):
         return stock
     if own.communicator is None:
-        step = stock
+        step = functools.partial(_run_untouched, own, stock)
     elif own.schedule_runner is None:
         step = functools.partial(_run_stock, session, stock)
     else:
@@ -136,6 +137,22 @@ def _run_passing(session: Session, step: Callable[..., list[Any]], *args: Any, *
     """Run one step; a rank that ends meanwhile, or has run fewer, leaves the others alone."""
     with session.ranks.passing():
         return step(*args, **kwargs)
+
+
+def _run_untouched(pipeline: Pipeline, stock: Callable[..., Any], *, model: Any, **arguments: Any) -> list[Any]:
+    """Run one step without the plugin's channels; warn once where Megatron's own mistake what crosses."""
+    chunks, num_stages = chunks_of(model), len(pipeline.plan.layout.tp_sizes)
+    if num_stages == 2 and len(chunks) > 1 and not arguments.get("forward_only", False):
+        config = get_model_config(chunks[0])
+        is_varying = config.variable_seq_lengths or getattr(config, "mtp_standalone", False)
+        if is_varying and not config.overlap_p2p_comm and not pipeline.is_warned:
+            pipeline.is_warned = True
+            log.warning(
+                f"variable lengths, {len(chunks)} chunks on each of 2 stages of one size, overlap_p2p_comm=False; "
+                "Megatron mistakes the shapes that cross both ways for each other: wrong shapes or endless waiting "
+                "unless all are equal; set overlap_p2p_comm=True and batch_p2p_comm=False, or give --vtp-force"
+            )
+    return stock(model=model, **arguments)
 
 
 def _run_stock(

@@ -162,6 +162,8 @@ TRANSPORT_CASES = [
     Case.of(sizes=(3, 1, 2), num_microbatches=2, deallocate=True),
     Case.of(sizes=(2,)),
     Case.of(sizes=(3,), tied=True, **DISTRIBUTED, dp=2),
+    Case.of(sizes=(1, 2), vpp=2, varying_lengths=True, num_microbatches=4),
+    Case.of(sizes=(2, 1), vpp=2, varying_lengths=True, num_microbatches=4, batch_p2p=True),
 ]
 
 
