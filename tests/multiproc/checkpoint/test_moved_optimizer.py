@@ -57,6 +57,7 @@ LATENT = "--multi-latent-attention --q-lora-rank 36 --kv-lora-rank 20 --qk-head-
 LATENT += " --v-head-dim 8 --position-embedding-type rope --no-rope-fusion"
 EXPERTS = ["--num-experts", "6", "--moe-router-topk", "2", "--no-bias-gelu-fusion", "--disable-bias-linear"]
 EXPERTS += ["--moe-token-dispatcher-type", "alltoall", "--moe-ffn-hidden-size", "128", "--sequence-parallel"]
+LATENT_EXPERTS = (*LATENT.split(), *EXPERTS, "--decoder-first-pipeline-num-layers", "1")
 EXPERTS_1_2 = ["--vtp-ep-list", "1,2", "--vtp-etp-list", "1,1"]
 EXPERTS_2_1 = ["--vtp-ep-list", "2,1", "--vtp-etp-list", "1,1"]
 
@@ -122,6 +123,16 @@ def _case(name: str, *, is_full: bool = True, **values: Any) -> Any:
             source_dp=2,
             target="2,1",
             model=tuple(LATENT.split()),
+            hooks=("latent_attention",),
+        ),
+        _case(
+            "1,2-to-2,1-latent-experts",
+            source="1,2",
+            source_dp=2,
+            target="2,1",
+            model=LATENT_EXPERTS,
+            wrote=(*EXPERTS_1_2,),
+            reads=(*EXPERTS_2_1,),
             hooks=("latent_attention",),
         ),
         _case("1,2-to-2,1-sinks", source="1,2", source_dp=2, target="2,1", model=("--softmax-type", "learnable")),

@@ -78,6 +78,32 @@ def test_experts(runs: Runs, case: Case) -> None:
     assert bool(biases) == (case.model.experts == "biased") and all(bias.any() for bias in biases), "no bias moved"
 
 
+def _by_batch(cp_list: tuple[int, int], *sizes: int, **fields: Any) -> Case:
+    return mixing("by batch", *sizes, dp=2, cp_list=cp_list, gathered_attention=True, **fields)
+
+
+@pytest.mark.needs("balance_by_batch")
+@pytest.mark.parametrize(
+    "case", defaults_first([_by_batch((1, 2), 1, 1), _by_batch((2, 1), 1, 1), _by_batch((1, 2), 2, 1)], 1)
+)
+def test_a_loss_by_batch_is_one_for_all_context_parallel_sizes(runs: Runs, case: Case) -> None:
+    """Each stage counts the tokens of all its ranks, and these are the same ones."""
+    check_parity(runs, case)
+
+
+@pytest.mark.full
+@pytest.mark.needs("balance_by_batch")
+@pytest.mark.needs("own_tokens_over_context")
+@pytest.mark.parametrize("cp_list", [(1, 2), (2, 1)])
+def test_a_loss_by_batch_beside_uneven_masks_is_that_of_the_last_stage(runs: Runs, cp_list: tuple[int, int]) -> None:
+    """It changes nothing of which uniform run is the same one: that of the stage with the loss."""
+    case = _by_batch(cp_list, 1, 1, masked=True, loss_tuple=3)
+    uniform = case.but(cp_list=(), plugin="mapped")
+    run = runs.run(case)
+    assert_close(run, runs.kept(uniform.but(cp=cp_list[1])))
+    _assert_differs(run, runs.kept(uniform.but(cp=cp_list[0])))
+
+
 # The first one runs by default.
 SHARED_OUT = [
     mixing("sinkhorn", 1, 2, layers=(1, 2, 1), num_microbatches=2, num_steps=4),

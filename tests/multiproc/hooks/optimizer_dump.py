@@ -67,8 +67,9 @@ def _global_numbers(chunk: Any) -> dict[str, int]:
 
 
 def _whole_name(name: str, numbers: dict[str, int]) -> str:
+    in_chunk = name  # a number in the whole model may be that of another layer in the chunk
     for prefix in sorted(numbers, key=len, reverse=True):
-        if name.startswith(f"{prefix}."):
+        if in_chunk.startswith(f"{prefix}."):
             head, _, _ = prefix.rpartition(".")
             name = f"{head}.{numbers[prefix]}{name[len(prefix) :]}"
     name = name.removeprefix("module.").removeprefix("module.")

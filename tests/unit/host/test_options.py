@@ -54,6 +54,7 @@ SPELLINGS = {
     "--fp16 with experts that have groups of their own": [
         *("--fp16", "--num-experts", "4", "--expert-model-parallel-size", "2"),
     ],
+    "--moe-router-enable-expert-bias": ["--moe-router-enable-expert-bias", "--num-experts", "4", "--bf16"],
     "--moe-token-drop-policy position": ["--moe-token-drop-policy", "position", *_CAPACITY],
     "--moe-pad-expert-input-to-capacity": ["--moe-pad-expert-input-to-capacity", *_CAPACITY],
     "without --untie-embeddings-and-output-weights": [],
@@ -203,6 +204,8 @@ def lines_with(rule: OptionRule, lines: tuple[str, ...]) -> list[str]:
         ["--moe-expert-capacity-factor", "-1", "--num-experts", "4", "--moe-token-drop-policy", "position"],
         ["--moe-input-jitter-eps", "0.1"],
         ["--moe-upcycling-granularity", "2"],
+        ["--moe-router-enable-expert-bias", "--num-experts", "4"],
+        ["--moe-router-enable-expert-bias", "--bf16"],
     ],
 )
 @pytest.mark.needs("flags_of_0_19")

@@ -50,6 +50,11 @@ def _cuts_tokens(_args: object, context: OptionContext) -> bool:
     return max((*context.tp_sizes, *context.cp_sizes), default=1) > 1
 
 
+def _counts_in_half(args: object, context: OptionContext) -> bool:
+    """Tell whether routers count tokens in a type of 16 bits: Megatron converts their counts with the model."""
+    return has_experts(args, context) and bool(getattr(args, "bf16", False) or getattr(args, "fp16", False))
+
+
 def _balances_by(kind: str) -> Test:
     """Make a test for a loss of the routers; newer Megatrons take several kinds at once."""
     return lambda value: value == kind or (isinstance(value, list) and kind in value)
@@ -74,6 +79,13 @@ MOE_RULES: tuple[OptionRule, ...] = (
         case("--moe-router-load-balancing-type seq_aux_loss", _balances_by("seq_aux_loss")),
         case("--moe-z-loss-coeff", given),
         "--moe-router-enable-expert-bias",
+    ),
+    *warned(
+        "each rank counts tokens in the type of the model, which rounds counts above 256 (--bf16) or 2048 (--fp16), "
+        "and the sizes decide how many a rank counts, so the bias may repeat none of other sizes",
+        "not run: read in _maintain_float32_expert_bias of router.py, which keeps the bias in fp32 and not the counts",
+        "train in fp32 what is compared, or compare with runs of the same sizes",
+        only("--moe-router-enable-expert-bias", _counts_in_half),
     ),
     *warned(
         "every rank drops tokens among its own, which the tensor- and context-parallel sizes cut, so a run that drops "
