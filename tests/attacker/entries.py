@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -41,7 +42,7 @@ from vtp_plugin.patches.core.dist_checkpointing.serialization import _text_of
 from vtp_plugin.patches.mindspeed import multimodal, two_rings
 from vtp_plugin.patches.site_objects import _BoundedMemory
 from vtp_plugin.patches.training.checkpointing import require_common_folder
-from vtp_plugin.patches.training.choose_checkpoint import _agreed
+from vtp_plugin.patches.training.choose_checkpoint import _agreed, _of_all
 from vtp_plugin.patches.training.global_vars import _read_sizes
 from vtp_plugin.plan.boundary.bridge_endpoint import BridgeEndpoint
 from vtp_plugin.plan.boundary.bridge_spec import BridgeSpec
@@ -398,6 +399,19 @@ def _take_problem(post: bytes, *, is_text: bool) -> None:
     ranks.redaction = Redaction(site="edge")  # type: ignore[attr-defined]
     session: Any = SimpleNamespace(ranks=ranks)
     _require_lines([_agreed(session, None)])
+
+
+def _take_names(post: bytes, *, is_text: bool) -> None:
+    session: Any = SimpleNamespace(ranks=_Posting(post, is_text=is_text))
+    _of_all(session, [["iter_0000004"], ["release"]])
+
+
+def _take_whole_layers(post: bytes, *, is_text: bool) -> None:
+    runner = ScheduleRunner(
+        _PLACEMENT, 0, _Posting(post, is_text=is_text), CpuPlatform("test"), ScheduleOptions(split_backward=True)
+    )
+    with mock.patch.object(dist, "get_rank", return_value=int(is_text)):
+        runner.settle_whole(lambda: {"linear_qkv": (None, True)})
 
 
 def _take_adapters(post: bytes, *, is_text: bool) -> None:
@@ -873,6 +887,7 @@ ENTRIES: list[Entry] = [
         places=[
             *(f"{_HEALTH}/startup.py:_Check.{name}" for name in ("_exchange", "_read_verdict.whom")),
             *(f"{_HEALTH}/store.py:{name}" for name in ("open_round", "count")),
+            *(f"{_HEALTH}/waiting.py:{name}" for name in ("await_readers", "tell_read")),
         ],
         make=_pair(lambda inputs: inputs.word("1, 2 and 3 more"), lambda inputs: inputs.counter()),
         take=lambda given: (
@@ -998,6 +1013,20 @@ ENTRIES: list[Entry] = [
         {"iter_0000004 is damaged": {}},
         "iter_0000004 is damaged",
         ["patches/training/choose_checkpoint.py:_agreed"],
+    ),
+    *_reported(
+        "names of checkpoints",
+        _take_names,
+        {"0": {"iter_0000004": 0.0}, "1": {"release": 0.0}},
+        [["iter_0000004"], ["release"]],
+        ["patches/training/choose_checkpoint.py:_of_all"],
+    ),
+    *_reported(
+        "layers that stay whole",
+        _take_whole_layers,
+        {"whole": {"stage 0: linear_qkv": 1.0}},
+        "stage 0: linear_qkv",
+        [f"{_STEP}/schedule_runner.py:ScheduleRunner.settle_whole"],
     ),
     *_reported(
         "names of layers",
