@@ -123,7 +123,7 @@ DONE: dict[str, tuple[str, ...]] = {
         f"{_RESOLVER}::test_an_optimizer_with_a_file_of_its_own_is_that_of_the_tracker",
     ),
     "leave --non-persistent-ckpt-type out": (f"{_RESOLVER}::test_what_nobody_can_look_into_is_said",),
-    "to go on from there give --vtp-load-newest-valid": (f"{_RESOLVER}::test_what_is_damaged_and_each_way_out",),
+    "to resume from there give --vtp-load-newest-valid": (f"{_RESOLVER}::test_what_is_damaged_and_each_way_out",),
     "; without it this checkpoint cannot be loaded": (
         "multiproc/checkpoint/test_training_broken_files.py::test_an_older_checkpoint_is_loaded_instead",
     ),
