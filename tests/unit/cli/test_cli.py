@@ -756,7 +756,7 @@ def test_simulate_writes_a_picture_or_a_trace_and_sums_up(output_of: Output, tmp
         (("fly",), "fly is no command; the commands are run, plan"),
         (("simulte",), "simulte is no command; do you mean simulate?"),
         (("train.py", "--vtp-size-list", "1,2"), "train.py stands where a command is expected; write `run` before"),
-        (("plan", "--vtp-size-list", "1,2", "--num-layers", "5"), "--num-layers 5, none of them on a certain stage"),
+        (("plan", "--vtp-size-list", "1,2", "--num-layers", "5"), "--num-layers 5; 2 stages must hold equal numbers"),
         (("--verbose",), "the following arguments are required: COMMAND"),
         (
             ("plan", "--vtp-size-list", "8,6", "--num-attention-heads", "32", "--hidden-size", "4096"),
