@@ -17,7 +17,7 @@ _WAY_OUT = "take more documents, leave the set out, or give the split 0 in --spl
     id="empty-split",
     when=Moment.LIST,
     why="it adds the tokens of one epoch until there are enough; of no tokens it does so for ever, and all ranks wait",
-    remove_when="Megatron refuses a split without documents",
+    remove_when="Megatron rejects a split without documents",
 )
 def _count_epochs(original: Callable[[Any, int], int], dataset: Any, num_tokens_per_epoch: int) -> int:
     """Run `_get_num_epochs`; refuse a split without tokens of which samples are wanted.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, Final
 
 import torch
@@ -62,9 +63,9 @@ def _request(
     **kwargs: Any,
 ) -> dict[str, Any]:
     """Run `sharded_state_dict`; to load, nothing is said of this run's groups, which are found afterwards."""
-    if is_loading and optimizer.init_state_fn is None:
-        optimizer.init_state_fn = _begin  # of SGD Megatron has none, and calls it
-    state = original(optimizer, model_state, is_loading, *args, **kwargs)
+    lacks_state = is_loading and optimizer.init_state_fn is None  # of SGD Megatron has none, and calls it
+    with UndoStack().during(Name(optimizer, "init_state_fn"), _begin) if lacks_state else nullcontext():
+        state = original(optimizer, model_state, is_loading, *args, **kwargs)
     if is_loading and session.is_active:
         del state.get("optimizer", state)["param_groups"]
     return state
