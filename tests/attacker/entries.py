@@ -608,7 +608,9 @@ def _take_lengths(values: list[int]) -> None:
 
 
 def _take_pictures(values: list[int]) -> None:
-    two_rings.grids(_ARGS).give(torch.tensor(values, dtype=torch.int64).to(torch.int32).view(16, 1, 3))
+    encoder = SimpleNamespace(vision_encoder=SimpleNamespace(spatial_merge_size=2))
+    args: Any = SimpleNamespace(mm=SimpleNamespace(model=SimpleNamespace(image_encoder=encoder)), **vars(_ARGS))
+    two_rings.grids(args).give(torch.tensor(values, dtype=torch.int64).to(torch.int32).view(16, 1, 3))
 
 
 def _take_positions(values: list[int]) -> None:
