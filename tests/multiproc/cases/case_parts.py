@@ -117,6 +117,7 @@ class Data:
         length_step: difference of the lengths.
         partial_batches: every third microbatch has one sample fewer; needs varying shapes.
         masked: a part of the tokens does not count.
+        padded: routers are told that these are padding.
     """
 
     micro_batch: int = MICRO_BATCH
@@ -128,6 +129,7 @@ class Data:
     length_step: int = 2
     partial_batches: bool = False
     masked: bool = False
+    padded: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

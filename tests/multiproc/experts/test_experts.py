@@ -9,6 +9,7 @@ import pytest
 from tests.multiproc.cases.core_cases import DISTRIBUTED, Case, Run, Runs, assert_close, defaults_first, oracle_of
 from tests.multiproc.training.test_parity import check_parity
 from tests.support.hosts import is_older
+from tests.support.pool import PoolError
 
 pytestmark = pytest.mark.needs("experts")
 
@@ -205,3 +206,23 @@ def test_tokens_are_dropped_by_the_ranks(runs: Runs, case: Case) -> None:
 def _assert_differs(run: Run, other: Run) -> None:
     with pytest.raises(AssertionError):
         assert_close(run, other)
+
+
+PADDED = {"masked": True, "padded": True, "per_token_loss": True, "loss_tuple": 3}
+
+
+@pytest.mark.needs("padded_experts")
+def test_a_padding_mask_is_refused(runs: Runs) -> None:
+    line = "padding_mask with experts on stages of different sizes; .*; leave padding_mask out"
+    with pytest.raises(PoolError, match=line):
+        runs.run(mixing("balanced", 1, 2, **PADDED))
+
+
+@pytest.mark.full
+@pytest.mark.needs("router_losses_per_token")
+def test_losses_beside_padding_depend_on_the_size_in_megatron(runs: Runs) -> None:
+    """Why a padding mask is refused: each rank of a stage counts what is no padding among its own tokens."""
+    two = mixing("balanced", 1, 1, cp=2, gathered_attention=True, plugin="mapped", **PADDED)
+    _assert_differs(runs.run(two), runs.run(two.but(cp=1)))
+    two = two.but(padded=False)
+    assert_close(runs.run(two), runs.run(two.but(cp=1)))

@@ -306,7 +306,11 @@ class Trainer:
             own = chunk_positions(batch["tokens"].shape[1], cp_rank, num_cp)
             tokens, labels, mask = (batch[key][:, own].contiguous() for key in KEYS)
             positions = own.expand_as(tokens)
-        output = chunk(tokens, positions, None, labels=labels, **({"loss_mask": mask} if self.case.model.mtp else {}))
+        extra = {"loss_mask": mask} if self.case.model.mtp else {}
+        if self.case.data.padded:
+            assert mask is not None
+            extra["padding_mask"] = mask == 0
+        output = chunk(tokens, positions, None, labels=labels, **extra)
 
         def loss_function(losses: torch.Tensor, non_loss_data: bool = False) -> Any:
             assert mask is not None
