@@ -162,7 +162,7 @@ def test_whose_rates_count_is_said(pool: Pool, saved_runs: SavedRuns, target: st
         lines = (
             "this run has max_lr 0.001, in the checkpoint 0.003; ",
             f"give {OVERRIDE} to train",
-            f"or {STORED} to go on",
+            f"or {STORED} to keep the checkpoint's",
         )
         assert_refused(_resumed(pool, folder, target, other), *lines)
     runs = succeeded(_resumed(pool, folder, target, [*other, STORED]))
