@@ -29,7 +29,7 @@ from tests.multiproc.hooks.gathered_attention import chunk_positions
 from tests.support.hosts import counts_over_context
 from tests.support.mended_wheel import mend_wheel
 from tests.support.pool import TIMEOUT_S, init_gloo
-from vtp_plugin.api import _Holder
+from vtp_plugin.api import _Holder, current_session
 from vtp_plugin.host.versions import find_host
 from vtp_plugin.patches.activation import activate
 from vtp_plugin.patches.hosts import load_host
@@ -89,6 +89,12 @@ def applied(case: Case, *, force: bool, **options: Any) -> Iterator[None]:
     )
     try:
         yield
+    except Exception as error:
+        # As the hook of a process that ends so: the others need not wait for this rank.
+        session = current_session()
+        if session is not None and session.ranks.monitor is not None:
+            session.ranks.monitor.post_failure(error)
+        raise
     finally:
         vtp_plugin.revert()
 

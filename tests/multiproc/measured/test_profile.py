@@ -29,8 +29,8 @@ import sys
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from vtp_plugin.cli.main import main
 from vtp_plugin.runtime.step import weight_gradients
-product, products = weight_gradients._Waiting.product, []
-weight_gradients._Waiting.product = lambda use: products.append(1) or product(use)
+gradient, products = weight_gradients._Waiting.gradient, []
+weight_gradients._Waiting.gradient = lambda use: products.append(1) or gradient(use)
 forward, calls = TransformerLayer.forward, []
 def counted(*args, **kwargs):
     calls.append(1)
