@@ -75,7 +75,8 @@ def attempt(store: dist.Store, rank: int, timeout_s: float) -> object:
 
 def own_store(store: dist.Store, rank: int, timeout_s: float) -> object:
     found = open_own_store(store, rank, {"MASTER_ADDR": HOST}, timeout_s)
-    found.add("here", 1)
+    with waiting.until_store_ends("rank 0"):  # the run goes on there, each time with a line of its own
+        found.add("here", 1)
     return "opened"
 
 
@@ -184,7 +185,7 @@ def play(
 ) -> tuple[list[object], list[Step]]:
     """Return what each rank returned or ended with, and the steps of the slow one."""
     found: list[object] = [None] * SIZE
-    steps, opened = Steps(slow_at, delay_s), threading.Event()
+    steps, opened, connected = Steps(slow_at, delay_s), threading.Event(), threading.Barrier(SIZE)
     port: list[int] = []
 
     def connect(rank: int) -> dist.TCPStore:
@@ -199,6 +200,7 @@ def play(
 
     def run(rank: int) -> None:
         own = connect(rank)
+        connected.wait(60)
         if rank == SLOW:
             known[threading.get_ident()] = known[id(own)] = steps
         try:
@@ -242,8 +244,8 @@ def test_one_that_is_slower_than_rank_0_waits_ends_with_a_line(
     exchange: Exchange, steps_of: dict[int, Steps], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It had not read why, or had not told so yet."""
-    monkeypatch.setattr(waiting, "_FAREWELL_S", 0.0)
     (_, usual, _), steps = play(exchange, steps_of, None, 0.0, 60.0 * pace())
+    monkeypatch.setattr(waiting, "_FAREWELL_S", 0.0)
     for step in steps:
         (_, found, _), _ = play(exchange, steps_of, step, 0.3 * pace(), 60.0 * pace())
         assert isinstance(found, VtpError), (step, found)
