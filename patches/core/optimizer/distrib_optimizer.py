@@ -1,8 +1,13 @@
-"""`torch-adam`: checkpoints of the distributed optimizer in fp32, and with torch's own Adam."""
+"""`torch-adam`: checkpoints of the distributed optimizer in fp32, and with torch's own Adam.
+
+`bucket-gaps`: and with a bucket that is padded.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -129,3 +134,28 @@ def _init(original: Callable[..., None], optimizer: Any, *args: Any, **kwargs: A
         for group in adam.param_groups:
             group.setdefault("step", 0)
         adam.register_step_post_hook(_count)
+
+
+@replaces(
+    f"{_CLASS}.sharded_param_state_fully_reshardable",
+    unneeded={"<0.15": "it stores no optimizer so"},
+    id="bucket-gaps",
+    when=Moment.PLATFORM,
+    why="it joins buckets without their padding and cuts parameters where they lie with it: what follows a padded bucket, "
+    "such as that of a tied embedding, is stored shifted",
+    remove_when="Megatron cuts what it has joined",
+)
+def _reshardable_state(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run `sharded_param_state_fully_reshardable` with the places that parameters have without padding."""
+    with ExitStack() as until:
+        for buffer in optimizer.buffers:
+            until.enter_context(UndoStack().during(Name(buffer, "param_index_map"), _without_padding(buffer)))
+        return original(optimizer, *args, **kwargs)
+
+
+def _without_padding(buffer: Any) -> dict[Any, tuple[int, int, int]]:
+    """Return for each parameter its start and end among the buckets joined without padding, and its bucket."""
+    joined = accumulate((bucket.numel_unpadded for bucket in buffer.buckets), initial=0)
+    padding = [bucket.offset - start for bucket, start in zip(buffer.buckets, joined, strict=False)]
+    places = buffer.param_index_map.items()
+    return {param: (start - padding[bucket], end - padding[bucket], bucket) for param, (start, end, bucket) in places}

@@ -23,7 +23,7 @@ from tests.multiproc.cases.script_cases import (
     num_ranks,
     train,
 )
-from tests.support.hosts import resharding_flags
+from tests.support.hosts import reshardable_flags, resharding_flags
 from tests.support.pool import Pool
 from vtp_plugin.checkpoint.format.index import read_index
 from vtp_plugin.checkpoint.format.manifest import MANIFEST, dump_manifest, make_manifest
@@ -133,6 +133,17 @@ def _case(name: str, *, is_full: bool = True, **values: Any) -> Any:
             model=LATENT_EXPERTS,
             wrote=(*EXPERTS_1_2,),
             reads=(*EXPERTS_2_1,),
+            hooks=("latent_attention",),
+        ),
+        # The bucket of the tied embedding is padded, and others follow it.
+        _case(
+            "1,2-to-2,1-latent-experts-reshardable",
+            source="1,2",
+            source_dp=2,
+            target="2,1",
+            model=LATENT_EXPERTS,
+            wrote=(*EXPERTS_1_2, *reshardable_flags()),
+            reads=(*EXPERTS_2_1, *reshardable_flags()),
             hooks=("latent_attention",),
         ),
         _case("1,2-to-2,1-sinks", source="1,2", source_dp=2, target="2,1", model=("--softmax-type", "learnable")),
