@@ -141,8 +141,8 @@ def _init(original: Callable[..., None], optimizer: Any, *args: Any, **kwargs: A
     unneeded={"<0.15": "it stores no optimizer so"},
     id="bucket-gaps",
     when=Moment.PLATFORM,
-    why="it joins buckets without their padding and cuts parameters where they lie with it: what follows a padded bucket, "
-    "such as that of a tied embedding, is stored shifted",
+    why="it joins buckets without their padding and cuts parameters where they lie with it: what follows a padded "
+    "bucket, such as that of a tied embedding, is stored shifted",
     remove_when="Megatron cuts what it has joined",
 )
 def _reshardable_state(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
