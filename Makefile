@@ -17,7 +17,7 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TESTS) --numprocesses=$(WO
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help env smoke check test test-unit test-full test-busy test-mm test-site coverage site demo clean
+.PHONY: help env smoke check test test-unit test-full test-busy test-mm test-site slowest coverage site demo clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -49,6 +49,9 @@ test-unit: $(STAMP) ## the tests that start no pool of ranks, for another Python
 
 test-full: $(STAMP) ## all tests, whole grids included (up to 75 minutes)
 	$(PYTEST)
+
+slowest: $(STAMP) ## where the time of the last run of the tests went, by folder, file and test
+	$(BIN)/python scripts/slowest.py
 
 # What a busy machine can break: time limits, and the order of lines.
 BUSY := env OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not full" tests/hang tests/multiproc/options/test_bad_input.py \

@@ -12,6 +12,7 @@ from hypothesis import HealthCheck, settings
 from tests.hang.ranks import Server
 from tests.support.hosts import host_name, left_out, tree_problem, unfitting, use_tree
 from tests.support.pool import Pool
+from tests.support.times import Times
 
 use_tree()
 
@@ -47,6 +48,11 @@ def rank_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     server = Server(tmp_path_factory.mktemp("rank-server") / "log")
     yield server
     server.close()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Measure the tests."""
+    config.pluginmanager.register(Times(is_worker=hasattr(config, "workerinput")))
 
 
 def pytest_sessionstart() -> None:

@@ -1,0 +1,53 @@
+"""Print where the time of the last run of the tests went: scripts/slowest.py [NUMBER]."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+PATH = Path(__file__).parent.parent / "out" / "times.json"
+Entry = Mapping[str, float]
+
+
+def table(times: Mapping[str, Entry], title: str, key: Callable[[str], str], number: int) -> list[str]:
+    """Return the lines of a table: what took longest, by the clock of its worker and on processors.
+
+    >>> times = {"tests/a/b.py::c": {"clock_s": 2.0, "processor_s": 3.0}}
+    >>> print(*table(times, "folder", lambda name: name[:7], 1), sep="\\n")
+      seconds  processors  tests  folder
+          2.0         3.0      1  tests/a
+    """
+    found: defaultdict[str, list[float]] = defaultdict(lambda: [0.0, 0.0, 0])
+    for name, entry in times.items():
+        row = found[key(name)]
+        row[0], row[1], row[2] = row[0] + entry["clock_s"], row[1] + entry["processor_s"], row[2] + 1
+    rows = sorted(found.items(), key=lambda item: -item[1][0])[:number]
+    return [
+        f"  seconds  processors  tests  {title}",
+        *(f"{clock_s:9.1f}  {used_s:10.1f}  {tests:5.0f}  {name}" for name, (clock_s, used_s, tests) in rows),
+    ]
+
+
+def main() -> int:
+    """Print tables by folder, file and test."""
+    if not PATH.is_file():
+        print("no run has been measured; start `make test`", file=sys.stderr)
+        return 2
+    number = int(sys.argv[1]) if len(sys.argv) > 1 else 30
+    times: Mapping[str, Entry] = json.loads(PATH.read_text())
+    clock_s = sum(entry["clock_s"] for entry in times.values())
+    print(f"{len(times)} tests, {clock_s:.0f} seconds of workers")
+    for title, key in (
+        ("folder", lambda name: "/".join(name.split("::")[0].split("/")[:3])),
+        ("file", lambda name: name.split("::")[0]),
+        ("test", lambda name: name),
+    ):
+        print(*table(times, title, key, number), sep="\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
