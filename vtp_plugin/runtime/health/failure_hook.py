@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from vtp_plugin.errors import VtpError
 from vtp_plugin.runtime.health.error_file import say_once, write_error_file
+from vtp_plugin.runtime.health.liveness_check import is_lost_connection
 from vtp_plugin.runtime.health.redaction import describe_error
 from vtp_plugin.util import log
 from vtp_plugin.util.printable import one_line
@@ -26,9 +27,9 @@ _PATIENCE_S = 10.0
 class FailureHook:
     """The plugin's link in the chain of exception hooks.
 
-    An error of the plugin is printed as one line; one that all ranks of a machine know, by one of them. Any other error
-    goes to the hook that was there before; then one line of the plugin follows if the run was being watched. The
-    launcher gets a line of every error.
+    An error of the plugin is printed as one line; one that all ranks of a machine know, by one of them. So is a
+    connection that broke because another rank has failed. Any other error goes to the hook that was there before; then
+    one line of the plugin follows if the run was being watched. The launcher gets a line of every error.
 
     Args:
         is_applied: tells whether the plugin is applied.
@@ -82,7 +83,9 @@ class FailureHook:
             say_once(describe_error(error), log.error, limit_s=_PATIENCE_S)
         else:
             text = str(error)
-            if not isinstance(error, VtpError):
+            if not isinstance(error, VtpError) and is_consequence and is_lost_connection(error):
+                text = "this rank lost a connection"  # what ended the other one says more than where this one waited
+            elif not isinstance(error, VtpError):
                 before(kind, error, trace)
                 text = "this rank failed with the error above"
             if monitor is not None or isinstance(error, VtpError):
