@@ -139,6 +139,7 @@ def _resume(pool: Pool, written: Written, case: Resumed, source: str, target: st
             reads=f"{OVERRIDE} --start-weight-decay 0.1 --end-weight-decay 0.3 --weight-decay-incr-style linear",
         ),
         _case("more-samples", f"{SAMPLES} --lr-decay-samples 64", reads=f"--train-samples 96 {OVERRIDE}", num_steps=4),
+        _case("ramp-up", f"{SAMPLES} --rampup-batch-size 8 4 32 --lr-decay-samples 64"),
         _case("no-load-optim", reads="--no-load-optim"),
         _case("no-load-rng", reads="--no-load-rng"),
         _case("no-save-optim", wrote="--no-save-optim", reads="--no-load-optim"),
