@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.multiproc.cases.core_cases import DISTRIBUTED, Case, Run, Runs, assert_close, defaults_first, oracle_of
@@ -77,6 +78,21 @@ def test_experts(runs: Runs, case: Case) -> None:
     run = check_parity(runs, case)
     biases = [bias for name, bias in run.weights.items() if name.endswith("expert_bias")]
     assert bool(biases) == (case.model.experts == "biased") and all(bias.any() for bias in biases), "no bias moved"
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("sizes", [(1, 2), (2, 2)])
+def test_a_bias_whose_counts_are_rounded_moves_alike(runs: Runs, sizes: tuple[int, int]) -> None:
+    """In bf16 counts above 256 are rounded; only the sign of their distance from the mean moves a bias."""
+    counted: dict[str, Any] = {"dtype": "bf16", "seq": 300, "micro_batch": 2, "num_microbatches": 2, "num_steps": 4}
+    found = [
+        {name: bias for name, bias in runs.run(case).weights.items() if name.endswith("expert_bias")}
+        for case in (mixing("biased", *of, wants_weights=True, **counted) for of in ((1, 1), sizes))
+    ]
+    assert len(found[0]) == 2 and found[0].keys() == found[1].keys()
+    for name, bias in found[0].items():
+        assert bias.any()
+        np.testing.assert_array_equal(found[1][name], bias, err_msg=name)
 
 
 def _by_batch(cp_list: tuple[int, int], *sizes: int, **fields: Any) -> Case:

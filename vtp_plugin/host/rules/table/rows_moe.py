@@ -83,7 +83,7 @@ MOE_RULES: tuple[OptionRule, ...] = (
     *warned(
         "each rank counts tokens in the type of the model, which rounds counts above 256 (--bf16) or 2048 (--fp16), "
         "and the sizes decide how many a rank counts, so the bias may repeat none of other sizes",
-        "not run: read in _maintain_float32_expert_bias of router.py, which keeps the bias in fp32 and not the counts",
+        "tests/multiproc/experts/test_experts.py::test_a_bias_whose_counts_are_rounded_moves_alike",
         "train in fp32 what is compared, or compare with runs of the same sizes",
         only("--moe-router-enable-expert-bias", _counts_in_half),
     ),
