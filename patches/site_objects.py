@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
@@ -77,7 +78,13 @@ _CLASSES: Final[Mapping[str, tuple[str, ...]]] = {
     "vtp_plugin.checkpoint.format.shard_map": ("Strided", "Block", "ShardSpec", "BucketEntry", "Bucket"),
 }
 
-# Of classes whose attributes only their constructor names.
+
+def _is_file_name(value: Any) -> bool:
+    """Tell whether a text is the name of a file, or its begin, and no way to another folder."""
+    return isinstance(value, str) and re.fullmatch(r"(?!\.)[\w.-]*", value, re.ASCII) is not None
+
+
+# Of classes whose attributes only their constructor names, and of names that torch joins to the path of a checkpoint.
 _FIELDS: Final[Mapping[str, Mapping[str, Any]]] = {
     "megatron.core.rerun_state_machine.QuickStats": {
         "samples": list[float],
@@ -85,7 +92,9 @@ _FIELDS: Final[Mapping[str, Mapping[str, Any]]] = {
         "zero_cnt": int,
         "max": float,
         "max_size": int,
-    }
+    },
+    "torch.distributed.checkpoint.filesystem._StoragePrefix": {"prefix": _is_file_name},
+    "torch.distributed.checkpoint.filesystem._StorageInfo": {"relative_path": _is_file_name},
 }
 
 

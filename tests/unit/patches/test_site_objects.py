@@ -164,3 +164,16 @@ def test_what_is_said_of_a_checkpoint_crosses_with_its_types() -> None:
     assert vars(data.read(data.write(stats))) == vars(stats)
     assert sharded.data is not None and torch.equal(data.read(data.write(sharded)).data, sharded.data)
     assert vars(data.read(data.write(sharded.without_data()))) == vars(sharded.without_data())
+
+
+@pytest.mark.parametrize("name", ["../a", "/etc/a", "a/b", "..", ".a", "a\\b", "__0\n", "é"])
+def test_a_file_of_a_checkpoint_is_in_its_folder(session: Any, name: str) -> None:
+    """Torch joins these names to the path of the folder: rank 0 says how the files of all others begin."""
+    for value in (_StoragePrefix(name), _StorageInfo(name, 0, 8)):
+        with pytest.raises(ConfigError, match="an object that would cross between sites has 'str' as "):
+            all_gather(value)
+        read = PlainData([_StoragePrefix, _StorageInfo])
+        if name.isprintable():  # another does not even leave the other site
+            with pytest.raises(ObjectError, match="has 'str' as "):
+                site_objects._plain_data(session).read(read.write(value))
+    assert all_gather([_StoragePrefix("__0_"), _StorageInfo("__0_12.distcp", 0, 8)])[0] == _StoragePrefix("__0_")

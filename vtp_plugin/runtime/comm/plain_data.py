@@ -93,7 +93,8 @@ class PlainData:
         classes: of what may cross, the same on all ranks: data classes, enumerations, named tuples, and classes whose
             objects have attributes and nothing more.
         describe: returns what the other site may read of an exception.
-        fields: types of the attributes of classes that do not say them, by module and name of the class.
+        fields: types of attributes that a class does not say, or functions that tell whether a value may be there, by
+            module and name of the class.
 
     >>> data = PlainData()
     >>> data.read(data.write({"size": torch.Size([2, 3]), "type": torch.bfloat16, "part": slice(0, 2)}))
@@ -176,7 +177,7 @@ class _Record:
     def of(cls, kind: type, fields: Mapping[str, Any] | None) -> _Record:
         if issubclass(kind, enum.Enum):
             return cls(kind, ("name",), (_fits(str),))
-        hints = typing.get_type_hints(kind) if fields is None else fields
+        hints = {**typing.get_type_hints(kind), **(fields or {})}
         if dataclasses.is_dataclass(kind):
             none = {field.name for field in dataclasses.fields(kind) if field.default is None}
             hints = {field.name: hints[field.name] for field in dataclasses.fields(kind)}
@@ -218,6 +219,8 @@ def _fits(hint: Any) -> Callable[[Any], bool]:
     >>> [_fits(tuple[int, ...] | None)(value) for value in (None, (1, 2), torch.Size([3]), [1], ("a",))]
     [True, True, True, False, False]
     """
+    if isinstance(hint, types.FunctionType):
+        return hint
     hint = _WIDER.get(hint, hint)
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if isinstance(hint, tuple):
