@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from vtp_plugin.errors import VtpError
 from vtp_plugin.runtime.health.error_file import say_once, write_error_file
-from vtp_plugin.runtime.health.liveness_check import is_lost_connection
 from vtp_plugin.runtime.health.redaction import describe_error
 from vtp_plugin.util import log
 from vtp_plugin.util.printable import one_line
@@ -71,11 +70,11 @@ class FailureHook:
             return
         monitor = self._get_monitor()
         self._has_failed = self._is_applied()
-        position = ""
+        position, has_lost = "", False
         if monitor is not None:
             position = monitor.describe_position()
             # Before printing: torch may complain about a broken store, and the plugin's line must be the last.
-            monitor.post_failure(error)
+            has_lost = monitor.post_failure(error)
             if monitor.failure is not None and not _says(monitor.failure, error):
                 position += f"; before that, {monitor.failure}"
         is_consequence = monitor is not None and monitor.failure is not None
@@ -83,7 +82,7 @@ class FailureHook:
             say_once(describe_error(error), log.error, limit_s=_PATIENCE_S)
         else:
             text = str(error)
-            if not isinstance(error, VtpError) and is_consequence and is_lost_connection(error):
+            if has_lost and not isinstance(error, VtpError):
                 text = "this rank lost a connection"  # what ended the other one says more than where this one waited
             elif not isinstance(error, VtpError):
                 before(kind, error, trace)

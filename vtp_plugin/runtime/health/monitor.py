@@ -136,12 +136,15 @@ class Monitor:
         if self._rank == 0:
             self._await_farewells(None if self._failing_s is None else self._linger_s)
 
-    def post_failure(self, error: BaseException) -> None:
+    def post_failure(self, error: BaseException) -> bool:
         """Tell the others that this rank fails, so that they need not wait until its silence is noticed.
 
         A broken connection may be the consequence of another rank's end: then all are asked whether they live. This
         takes at most a second, or a quarter of the timeout. Afterwards this rank has some time to print its error and
         end.
+
+        Returns:
+            Whether the error is a connection that broke, and it is known who failed before.
         """
         if self._failing_s is None:
             self._failing_s = self._clock_s
@@ -159,6 +162,7 @@ class Monitor:
         self._run_bounded(lambda: self._post(text), 1.0)
         if self._cut_s is not None and self._failure is None:
             self._failure = f"{self._keeper} ended, which kept the store"
+        return self._failure is not None and is_lost_connection(error)
 
     def _find_absent(self, limit_s: float) -> None:
         # A rank that has left told so before its connections closed.
