@@ -33,7 +33,7 @@ from vtp_plugin.session.ranks import AllRanks
 
 HOST = "127.0.0.1"
 _A_ROUND = 50  # conversations
-_AT_ONCE = 4  # rounds
+_AT_ONCE = 5  # rounds, which wait most of their time: the usual ten are two turns
 _TIMEOUT_S = 4.0
 _SLACK_S = 40.0  # to start a process, and to end one, beside others
 _BOUND_BYTES = 256 << 20

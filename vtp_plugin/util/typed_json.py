@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import types
 import typing
@@ -114,8 +115,14 @@ def _typed_key(kind: Any, key: str, place: str) -> Any:
     return int(key)
 
 
+@functools.cache
+def _types_of_fields(kind: Any) -> Mapping[str, Any]:
+    """Return them by name; it takes a millisecond, and a short text may hold thousands of objects."""
+    return typing.get_type_hints(kind)
+
+
 def _instance(kind: Any, value: dict[str, Any], place: str) -> Any:
-    kinds = typing.get_type_hints(kind)
+    kinds = _types_of_fields(kind)
     fields = {field.name: field for field in dataclasses.fields(kind)}
     missing = dataclasses.MISSING
     needed = [n for n, one in fields.items() if one.default is missing and one.default_factory is missing]
