@@ -37,6 +37,7 @@ from vtp_plugin.checkpoint.format.contents import Contents
 from vtp_plugin.checkpoint.format.entries import Extent
 from vtp_plugin.checkpoint.format.map_file import MAP
 from vtp_plugin.checkpoint.format.optimizer_formats import BY_BLOCK, BY_BUCKET_OLDER, BY_RANK, IN_MODEL_SPACE, PLAIN
+from vtp_plugin.checkpoint.hf.import_note import ASIDE, NOTE
 from vtp_plugin.checkpoint.save.atomic_dir import clear
 from vtp_plugin.checkpoint.save.edge_key_file import EDGE_KEY, read_kept_key, write_edge_key
 from vtp_plugin.checkpoint.tools.writer import JOURNAL, NewPiece, PieceWriter
@@ -67,6 +68,16 @@ def test_it_is_the_same_state_by_name(run: Run, tmp_path: Path, is_older: bool, 
     assert sorted(path.name for path in b.iterdir() if path.name != "common.pt") == [
         ".metadata", "__0_0.distcp", "metadata.json", "vtp_manifest.json",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [NOTE, ASIDE])
+def test_the_note_of_an_import_goes_along(run: Run, tmp_path: Path, name: str) -> None:
+    """So other flags are still refused beside it, or still allowed."""
+    a = by_bucket(tmp_path / "a", make_model())
+    (a / name).write_text('{"version": 2}')
+    assert run("reshard", "--from", a, "--to", tmp_path / "b")[0] == 0
+    assert (tmp_path / "b" / "iter_0000003" / name).read_text() == '{"version": 2}'
+    assert run("verify", tmp_path / "b")[0] == 0
 
 
 def test_the_key_of_an_edge_goes_along(run: Run, tmp_path: Path) -> None:

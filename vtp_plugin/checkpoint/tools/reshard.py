@@ -20,6 +20,7 @@ from vtp_plugin.checkpoint.format.index import INDEX
 from vtp_plugin.checkpoint.format.map_file import MAP
 from vtp_plugin.checkpoint.format.optimizer_formats import BY_BLOCK
 from vtp_plugin.checkpoint.format.shard_map import Strided, row_major
+from vtp_plugin.checkpoint.hf.import_note import ASIDE, NOTE
 from vtp_plugin.checkpoint.load.elements import Elements
 from vtp_plugin.checkpoint.tools.reshardable import is_kept, rewritten_common
 from vtp_plugin.checkpoint.tools.writer import Ending, NewPiece, PieceWriter, cut_pieces
@@ -45,7 +46,9 @@ def reshard(contents: Contents, target: Path, form: str | None) -> tuple[PieceWr
     key, common = rewritten_common(contents, form)
     if (problem := problem_of_config(contents.folder)) is not None:
         raise ConfigError(f"{problem}; it says in which format the rest is; copy it again")
-    files = {"metadata.json": read_bytes(contents.folder / "metadata.json")}
+    # An import stays one: which model it is goes with it.
+    names = ("metadata.json", *(name for name in (NOTE, ASIDE) if (contents.folder / name).is_file()))
+    files = {name: read_bytes(contents.folder / name) for name in names}
     return writer, Ending(common=common, common_key=key, files=files)
 
 
