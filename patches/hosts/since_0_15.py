@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -29,10 +29,10 @@ from vtp_plugin.checkpoint.format.optimizer_formats import (
     stored_optimizers,
 )
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.host.patching import subclasses
+from vtp_plugin.host.patching import replaces
 from vtp_plugin.host.rules.table.versions import ULayers
 from vtp_plugin.host.versions import is_in
-from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import communicator_class
+from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import communicate
 from vtp_plugin.patches.hosts.megatron_host import MegatronHost
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.plan.layout.u_layers import layout_of
@@ -49,22 +49,16 @@ def edge_alone() -> AbstractContextManager[None]:
     return UndoStack().during(Name(args, "pipeline_model_parallel_size"), 1)
 
 
-@subclasses(
-    "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator",
+@replaces(
+    "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate",
     id="p2p-communication",
     when=Moment.STAGES,
-    why="both schedules build it by this name; all nine public methods go through the one that a subclass overrides, "
-    "so timers, list handling and return types stay Megatron's",
+    why="all nine public methods go through it, so timers, list handling and return types stay Megatron's",
     remove_when="every entry point of Megatron takes a communicator",
-    aliases=(
-        "megatron.core.pipeline_parallel.schedules:P2PCommunicator",
-        "megatron.core.pipeline_parallel.multimodule_communicator:P2PCommunicator",
-        "megatron.training.training:P2PCommunicator",
-    ),
 )
-def _over_channels(session: Session, original: type) -> type:
-    """Make the communicator whose traffic goes over the session's channels."""
-    return communicator_class(session, original)
+def _communicate(session: Session, original: Callable[..., Any], communicator: Any, **options: Any) -> Any:
+    """Exchange over the session's channels."""
+    return communicate(session, original, communicator, **options)
 
 
 class GroupedHost(MegatronHost):

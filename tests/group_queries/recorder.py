@@ -150,13 +150,16 @@ def recorded() -> Iterator[Recorder]:
     functions += [(vars(parallel_state).get(name), name, kind) for name, kind in SPEAKERS.items()]
     roots = (*FOREIGN, "torch")
     owners = [module for name, module in [*sys.modules.items()] if name.partition(".")[0] in roots and module]
-    for original, name, kind in functions:
-        if original is None:
-            continue
-        asking = _asking_function(recorder, original, kind)
-        for owner in owners:
-            if vars(owner).get(name) is original:
-                replace(owner, name, asking)
+    asking = {
+        name: (original, _asking_function(recorder, original, kind))
+        for original, name, kind in functions
+        if original is not None
+    }
+    for owner in owners:
+        for name in asking.keys() & vars(owner).keys():
+            original, function = asking[name]
+            if vars(owner)[name] is original:
+                replace(owner, name, function)
     try:
         yield recorder
     finally:

@@ -137,10 +137,6 @@ def take(options: argparse.Namespace) -> None:
         from megatron.core.distributed import finalize_model_grads
 
         options.kept = [finalize_model_grads]
-    elif options.takes == "subclass":
-        from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
-
-        options.kept = [type("Mine", (P2PCommunicator,), {"__module__": "__main__"})]
 
 
 def apply_plugin(options: argparse.Namespace) -> None:
@@ -329,7 +325,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--tensor-size", type=int, default=1)
     parser.add_argument("--config-tensor-size", type=int)
     parser.add_argument("--pipeline-dtype", default="float32")
-    parser.add_argument("--takes", choices=("original", "subclass"))
+    parser.add_argument("--takes", choices=("original",))
     parser.add_argument("--schedule", default="stock")
     parser.add_argument("--split-backward", action="store_true")
     parser.add_argument("--bridge", action="store_true", help="cross a bridge instead of training")

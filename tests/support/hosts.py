@@ -106,7 +106,6 @@ NEEDS: dict[str, tuple[tuple[str, ...], str]] = {
     "sft_tokenizer": (_SINCE_0_15, "it has no SFTTokenizer"),
     "sinks": (_SINCE_0_15, "its attention has no sinks"),
     "skipped_windows": (_SINCE_0_15, "its TransformerConfig has no window_attn_skip_freq"),
-    "communicator_class": (_SINCE_0_15, "it has no P2PCommunicator"),
     "padded_experts": (_SINCE_0_15, "its models take no padding mask"),
     "balance_by_batch": (_SINCE_0_15, "it has no balancing loss by batch"),
     "router_losses_by_context": (

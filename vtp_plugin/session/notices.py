@@ -27,7 +27,8 @@ def warn_of_untried(name: str) -> None:
 
 def warn_of_unreached(session: Session) -> None:
     """Warn of names that still hold a function of Megatron that was replaced."""
-    places = unreached(session.applied)
+    # Each search asks for what refers to an object, among all objects of the process.
+    places = unreached(applied for applied in session.applied if not applied.is_reached)
     if places:
         rest = f" and {len(places) - 8} more" if len(places) > 8 else ""
         log.warning(

@@ -160,34 +160,26 @@ def exchange(
     return done.from_prev, done.from_next, None if wait_on_reqs else dict(done.works)
 
 
-def communicator_class(session: Session, original: type) -> type:
-    """Make the subclass that carries pipeline traffic over the session's channels."""
+def communicate(session: Session, original: Callable[..., Any], communicator: Any, **options: Any) -> Any:
+    """Exchange with both neighbours over channels, as :func:`exchange`; without channels as Megatron does.
 
-    class P2PCommunicator(original):
-        """Megatron's communicator over the plugin's channels; without channels it is Megatron's unchanged."""
+    Args:
+        session: the applied plugin.
+        original: Megatron's method.
+        communicator: Megatron's communicator.
+        options: arguments of the method.
+    """
+    pipeline = session.pipelines.of(communicator.pp_group)
+    if pipeline is None or pipeline.communicator is None:
+        return original(communicator, **options)
+    return exchange(
+        pipeline, communicator.config, functools.partial(_begin, session, communicator, pipeline), **options
+    )
 
-        def __init__(self, pp_group: dist.ProcessGroup, config: Any) -> None:
-            super().__init__(pp_group, config)
-            found = session.pipelines.of(pp_group)
-            self._vtp = None if found is None or found.communicator is None else found
-            self._vtp_format: TensorFormat | None = None
 
-        def _communicate(
-            self, **options: Any
-        ) -> tuple[torch.Tensor | None, torch.Tensor | None, dict[str, Any] | None]:
-            """Exchange with both neighbours over channels; arguments and result as of Megatron's method."""
-            if self._vtp is None:
-                return super()._communicate(**options)
-            return exchange(self._vtp, self.config, functools.partial(self._begin, self._vtp), **options)
-
-        def _begin(self, pipeline: Pipeline) -> TensorFormat:
-            if self._vtp_format is None:
-                # All ranks compare the format. A script may call the constructor on some ranks only.
-                self._vtp_format = tensor_format(session, pipeline, self.config)
-                pipeline.start_step()
-            return self._vtp_format
-
-    # Messages show Megatron's name; the module says whose class it is.
-    P2PCommunicator.__qualname__ = original.__qualname__
-    P2PCommunicator.__module__ = __name__
-    return P2PCommunicator
+def _begin(session: Session, communicator: Any, pipeline: Pipeline) -> TensorFormat:
+    if getattr(communicator, "vtp_format", None) is None:
+        # All ranks compare the format. A script may call the constructor on some ranks only.
+        communicator.vtp_format = tensor_format(session, pipeline, communicator.config)
+        pipeline.start_step()
+    return communicator.vtp_format

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import doctest
 import functools
+import gc
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -16,7 +17,16 @@ from typing import Any
 import pytest
 
 from vtp_plugin.errors import PatchError
-from vtp_plugin.host.patching import AppliedPatches, PatchRecord, Record, WriteRecord, apply_records, format_status
+from vtp_plugin.host.patching import (
+    AppliedPatches,
+    PatchRecord,
+    Record,
+    WriteRecord,
+    applied_patches,
+    apply_records,
+    format_status,
+)
+from vtp_plugin.host.patching.names import find
 
 STATE = """
 import functools
@@ -353,6 +363,72 @@ def test_every_kind_of_binding_follows_and_goes_back(host: Any, write_module: Ca
     assert isinstance(vars(script.Widget)["helper"], staticmethod) and not applied.unreached
     applied.revert()
     assert {kind: held is original for kind, held in held_by(script).items()} == dict.fromkeys(before, True)
+
+
+# One binding each, and what it holds.
+SINGLE: dict[str, tuple[str, Callable[[Any], object]]] = {
+    "name": ("from toyhost.state import setup", lambda script: script.setup),
+    "another name": ("from toyhost.state import setup as begin", lambda script: script.begin),
+    "class attribute": (
+        "import toyhost.state\nclass Widget:\n    begin = toyhost.state.setup",
+        lambda script: script.Widget.begin,
+    ),
+    "staticmethod": (
+        "import toyhost.state\nclass Widget:\n    begin = staticmethod(toyhost.state.setup)",
+        lambda script: script.Widget.begin,
+    ),
+    "default": (
+        "import toyhost.state\ndef call(f=toyhost.state.setup):\n    return f",
+        lambda script: script.call(),
+    ),
+    "partial": (
+        "import functools, toyhost.state\nbegin = functools.partial(toyhost.state.setup, 3)",
+        lambda script: script.begin.func,
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", SINGLE)
+@pytest.mark.parametrize("is_late", [False, True])
+def test_a_single_binding_is_found(
+    host: Any, write_module: Callable[[str, str], Any], kind: str, *, is_late: bool
+) -> None:
+    """What applying and reverting search is as much as an object's number of references asks for."""
+    (text, holds), original = SINGLE[kind], host.setup
+    script = None if is_late else write_module("toyscript", text)
+    applied = apply(record(TARGETS["setup"]))
+    script = script or write_module("toyscript", text)
+    assert holds(script) is host.setup is not original
+    applied.revert()
+    assert holds(script) is host.setup is original
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_the_function_inside_a_descriptor_is_found(
+    host: Any, write_module: Callable[[str, str], Any], *, is_late: bool
+) -> None:
+    text, original = "import toyhost.state\nbegin = toyhost.state.Grid.unit", host.Grid.unit
+    script = None if is_late else write_module("toyscript", text)
+    applied = apply(record(TARGETS["unit"]))
+    script = script or write_module("toyscript", text)
+    assert script.begin is host.Grid.unit is not original
+    applied.revert()
+    assert script.begin is host.Grid.unit is original
+
+
+def test_nothing_is_searched_where_all_references_are_known(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A search takes a tenth of a second in a process with torch and Megatron."""
+    searches: list[object] = []
+    monkeypatch.setattr(applied_patches, "find", lambda *args: searches.append(args) or find(*args))
+    del sys.modules["toyhost.renamed"], sys.modules["toyhost"].renamed  # it has another name for one of them
+    gc.collect()
+    applied = apply(record(TARGETS["setup"]), record(TARGETS["area"], id="X2"), record(TARGETS["make"], id="X3"))
+    assert applied.is_reached and applied.status()[0].aliases_found == ("toyhost.user:setup",)
+    applied.revert()
+    assert not searches
+    kept = [host.setup]
+    assert not apply(record(TARGETS["setup"])).is_reached and len(searches) == 1
+    del kept
 
 
 def test_methods_that_a_script_took_follow_and_go_back(host: Any, write_module: Callable[[str, str], Any]) -> None:

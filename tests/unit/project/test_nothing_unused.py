@@ -28,6 +28,7 @@ CALLED_BY_OTHERS = {
     "find_class": "of an unpickler",
     "get_gtp_ranks": "of Megatron's rank generator",
     "group_count": "of torch's world",
+    "load_bytes": "of a load planner of torch's",
     "persistent_id": "of a pickler",
     "persistent_load": "of an unpickler",
     "readable": "of a file",

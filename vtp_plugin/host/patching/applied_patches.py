@@ -6,6 +6,7 @@ import functools
 import gc
 import importlib.util
 import sys
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import FunctionType, MethodType, ModuleType
@@ -13,7 +14,7 @@ from typing import Any, NoReturn
 
 from vtp_plugin.errors import PatchError
 from vtp_plugin.host.patching.detector import detect
-from vtp_plugin.host.patching.names import Hit, find, held, shown_module
+from vtp_plugin.host.patching.names import Hit, count_references, find, find_in_modules, held, shown_module
 from vtp_plugin.host.patching.objects import MARKER, attributes, chain, describe
 from vtp_plugin.host.patching.record import PatchRecord, PatchStatus, Record, Target, WriteRecord
 from vtp_plugin.util.undo import ABSENT, Name, UndoStack, namespace
@@ -21,12 +22,22 @@ from vtp_plugin.util.undo import ABSENT, Name, UndoStack, namespace
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patch:
-    """A record with its original and its replacement."""
+    """A record with its original and its replacement.
+
+    Attributes:
+        record: what was asked for.
+        target: where, and the original.
+        new: the replacement.
+        foreign: module of another package that has wrapped the original, or empty.
+        num_holders: how many references there were to the original, and to the function inside it: from its target and
+            whatever else held it.
+    """
 
     record: PatchRecord
     target: Target
     new: object
     foreign: str
+    num_holders: list[int]
 
     @property
     def swaps(self) -> tuple[tuple[object, object], ...]:
@@ -44,10 +55,14 @@ class Patch:
         return Hit(where=self.record.target, module=self.record.module, of=of, place=place, new=self.new)
 
 
+def parts(value: Any) -> list[Any]:
+    """Return what may be held of an attribute: itself and, of a staticmethod or classmethod, the function inside."""
+    return [value, value.__func__] if isinstance(value, staticmethod | classmethod) else [value]
+
+
 def _pairs(old: Any, new: Any) -> tuple[tuple[object, object], ...]:
-    """Pair an attribute with its counterpart; of a staticmethod or classmethod the functions inside besides."""
-    inside = ((old.__func__, new.__func__),) if isinstance(old, staticmethod | classmethod) else ()
-    return ((old, new), *inside)
+    """Pair an attribute, and what is inside it, with its counterpart."""
+    return tuple(zip(parts(old), parts(new), strict=True))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +116,8 @@ class AppliedPatches:
         places: what holds a replacement, each with its patch: the targets, and what else was found.
         active: whether the replacements are in force: :meth:`revert` has not run yet.
         rebuilt: replacements that were rebuilt, around what another package has put below them.
+        is_reached: whether nothing held an original but names of modules, which now hold its replacement.
+        num_references: how many references there were to each replacement, and its parts, when all were set.
     """
 
     host: PatchedPackage
@@ -111,6 +128,8 @@ class AppliedPatches:
     places: list[tuple[Patch, Hit]] = field(default_factory=list[tuple[Patch, Hit]])
     active: bool = True
     rebuilt: list[object] = field(default_factory=list[object])
+    is_reached: bool = False
+    num_references: list[int] = field(default_factory=list[int])
 
     @property
     def unreached(self) -> tuple[str, ...]:
@@ -123,10 +142,48 @@ class AppliedPatches:
         self.places.append((patch, hit))
 
     def find_places(self) -> list[tuple[Patch, Hit]]:
-        """List the places that hold an original by a name, and are to hold its replacement."""
-        of, known = self._by_original(), self._known()
-        hits = find(_swaps(self.patches), self.host.owns)
-        return [(of[hit.of], hit) for hit in hits if hit.place.key not in known]
+        """List the places that hold an original by a name, and are to hold its replacement.
+
+        Raises:
+            PatchError: A replacement is in the host already, or there twice: :meth:`revert` could not tell our bindings
+                from those that were there before.
+        """
+        of, known, new = self._by_original(), self._known(), {id(patch.new): patch for patch in self.patches}
+        in_use = [patch for patch in self.patches if new[id(patch.new)] is not patch]
+        is_new = max(count_references([patch.new for patch in self.patches]), default=1) == 1
+        hits = find_in_modules((patch.target.name, *pair) for patch in self.patches for pair in patch.swaps)
+        self.is_reached = is_new and self._are_all(hits)
+        if not self.is_reached:
+            hits = find([*_swaps(self.patches), *((patch.new, patch.new) for patch in self.patches)], self.host.owns)
+        in_use += [new[hit.of] for hit in hits if hit.of in new and self.host.owns(hit.module)]
+        for patch in in_use:
+            reason = "its replacement is in use elsewhere; build must return a new object (wrap the old one)"
+            self.host.fail(patch.record, reason)
+        return [(of[hit.of], hit) for hit in hits if hit.of in of and hit.place.key not in known]
+
+    def _are_all(self, hits: Sequence[Hit]) -> bool:
+        """Tell whether these places and the targets are all that holds the originals."""
+        places = {(hit.of, hit.place.key) for hit in (*hits, *(patch.hit for patch in self.patches))}
+        found = Counter(of for of, _ in places)
+        # The first part is in its `Target`, too, and holds the second.
+        return all(
+            held == found[id(part)] + 1
+            for patch in self.patches
+            if patch.swaps
+            for part, held in zip(parts(patch.target.value), patch.num_holders, strict=True)
+        )
+
+    def note_references(self) -> None:
+        """Count what refers to the replacements now that all are set: whoever takes one later is seen by it."""
+        self.num_references = self._count()
+
+    def _count(self) -> list[int]:
+        return [number for patch in self.patches for number in count_references(parts(patch.new))]
+
+    def _is_untouched(self) -> bool:
+        """Tell whether the replacements are where they were put, and nowhere else."""
+        are_there = all(hit.place.get() is hit.new for _, hit in self.places)
+        return are_there and not self.rebuilt and self._count() == self.num_references
 
     def revert(self) -> None:
         """Put every original back, the identical object, in reverse order; a second call does nothing.
@@ -139,12 +196,12 @@ class AppliedPatches:
         """
         if not self.active:
             return
+        found, known = self._replacements(), self._known()
         for patch, hit in self.places:
             if self.host.owns(hit.module) and (current := hit.place.get()) is not hit.new:
                 now = "deleted" if current is ABSENT else describe(current)
                 self.host.fail(patch.record, f"cannot revert: {hit.where} is now {now}; undo that first, then revert")
-        known = self._known()
-        late = [hit for _, hit in self._replacements() if hit.place.key not in known]
+        late = [hit for _, hit in found if hit.place.key not in known]
         for record in reversed(self.records):
             if isinstance(record, WriteRecord):
                 record.undo()
@@ -213,7 +270,9 @@ class AppliedPatches:
         return {hit.place.key for _, hit in self.places}
 
     def _replacements(self) -> list[tuple[Patch, Hit]]:
-        """Find what holds a replacement now; each hit says what original belongs there."""
+        """Find what holds a replacement now; each hit that is not known says what original belongs there."""
+        if self._is_untouched():
+            return self.places
         pairs = [(patch, pair) for patch in self.patches for pair in _pairs(patch.new, patch.target.value)]
         of = {id(new): patch for patch, (new, _) in pairs}
         return [(of[hit.of], hit) for hit in find((pair for _, pair in pairs), self.host.owns)]
@@ -249,6 +308,8 @@ def unreached(sets: Iterable[AppliedPatches]) -> tuple[str, ...]:
         Closures, containers and attributes, each with the name of what it holds; sorted.
     """
     patches = [patch for applied in sets if applied.active for patch in applied.patches]
+    if not patches:
+        return ()
     swaps = _swaps(patches)
     names = {id(old): patch.target.name for patch in patches for old, _ in patch.swaps}
     found = detect(swaps)

@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from types import MethodType
 from typing import Any
 
-from vtp_plugin.host.patching.applied_patches import AppliedPatches, Patch, PatchedPackage
-from vtp_plugin.host.patching.names import is_own, named_among, shown_module
+from vtp_plugin.host.patching.applied_patches import AppliedPatches, Patch, PatchedPackage, parts
+from vtp_plugin.host.patching.names import count_references, is_own, shown_module
 from vtp_plugin.host.patching.objects import MARKER, attributes, chain, foreign_wrapper, functions, wrong_kind
 from vtp_plugin.host.patching.record import PatchRecord, Record, Target, WriteRecord, resolve_target
 
@@ -47,10 +47,12 @@ def apply_records(
     skipped = _skip(records, host)
     found = [(record, _lookup(record, host)) for record in records if id(record) not in skipped]
     _check_distinct(found, host)
-    patches = [_build(record, target, host) for record, target in found if isinstance(record, PatchRecord)]
-    _check_new(patches, host)
+    replaced = [(record, target) for record, target in found if isinstance(record, PatchRecord)]
+    numbers = [count_references(parts(target.value)) for _, target in replaced]
+    patches = [_build(*one, host, num_holders=held) for one, held in zip(replaced, numbers, strict=True)]
     applied = AppliedPatches(host=host, records=records, skipped=skipped, patches=tuple(patches))
     _set_all(applied)
+    applied.note_references()
     return applied
 
 
@@ -143,7 +145,7 @@ def _foreign_subclasses(original: type, host: PatchedPackage) -> Iterator[type]:
         yield from _foreign_subclasses(subclass, host)
 
 
-def _build(record: PatchRecord, target: Target, host: PatchedPackage) -> Patch:
+def _build(record: PatchRecord, target: Target, host: PatchedPackage, *, num_holders: list[int]) -> Patch:
     """Check the target and build its replacement."""
     _check_target(record, target, host)
     return Patch(
@@ -151,6 +153,7 @@ def _build(record: PatchRecord, target: Target, host: PatchedPackage) -> Patch:
         target=target,
         new=_replace(record, target.value, host),
         foreign=foreign_wrapper(target, host.owns),
+        num_holders=num_holders,
     )
 
 
@@ -191,17 +194,6 @@ def _replace(record: PatchRecord, old: Any, host: PatchedPackage) -> Any:
     except (AttributeError, TypeError) as error:
         host.fail(record, f"a {type(new).__name__} cannot carry the marker; return a function or a class", error)
     return type(old)(new) if wrapped else new
-
-
-def _check_new(patches: Sequence[Patch], host: PatchedPackage) -> None:
-    """Refuse replacements that are in use: revert could not tell our bindings from those that were there before."""
-    named = named_among({id(patch.new) for patch in patches}, lambda module: not host.owns(module))
-    seen: set[int] = set()
-    for patch in patches:
-        if id(patch.new) in named | seen:
-            reason = "its replacement is in use elsewhere; build must return a new object (wrap the old one)"
-            host.fail(patch.record, reason)
-        seen.add(id(patch.new))
 
 
 def _set_all(applied: AppliedPatches) -> None:

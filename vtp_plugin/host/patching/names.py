@@ -3,6 +3,8 @@
 Every module is read name by name. What its names hold is opened where the module knows the host: it is part of it, or
 holds a module, a class or a function of it. Opened are classes, functions with default arguments, and partial objects.
 No attribute is asked for, so no lazy module loads. What lies elsewhere ``vtp_plugin.host.patching.detector`` finds.
+
+Each search looks at everything that is loaded. An object's number of references says whether one is needed.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any, Final
@@ -21,6 +23,7 @@ from vtp_plugin.util.undo import ABSENT, Item, Name, Slot, namespace
 _OWN: Final = __name__.partition(".")[0]
 # These packages know nothing of a host that is built on torch.
 _BELOW_TORCH: Final = sys.stdlib_module_names | {"torch", "sympy", "mpmath", "networkx", "numpy", "triton"}
+_LEFT_OUT: Final = {_OWN, *_BELOW_TORCH}
 # Values of these kinds hold nothing that can be changed by name. Most defaults are such.
 _LEADING_NOWHERE: Final = frozenset({type(None), bool, int, float, str, bytes, tuple, list, dict, set, frozenset})
 _WRAPPING: Final = (staticmethod, classmethod, MethodType)
@@ -45,6 +48,37 @@ class Hit:
     new: object
 
 
+def count_references(values: Sequence[object]) -> list[int]:
+    """Count the references to some objects, but the one in the list that is given.
+
+    >>> first, second = object(), object()
+    >>> [number - 1 for number in count_references([first, second])]  # each variable is one
+    [0, 0]
+    """
+    alone = [object()]
+    own = sys.getrefcount(alone[0])
+    return [sys.getrefcount(values[i]) - own for i in range(len(values))]
+
+
+def find_in_modules(swaps: Iterable[tuple[str, object, object]]) -> list[Hit]:
+    """Find the modules that hold some objects under their own names, and nothing else.
+
+    Args:
+        swaps: the objects, each with its name in front and its counterpart behind it.
+    """
+    pairs = list(swaps)
+    counterparts = {id(old): new for _, old, new in pairs}
+    names = {name for name, _, _ in pairs}
+    found: list[Hit] = []
+    for module in _loaded(_is_left_out).values():
+        held = namespace(module)
+        for name in names & held.keys():
+            home = home_of(module)
+            where = f"{shown_module(home)}:{name}"
+            found += _hits(held.get(name), counterparts, where=where, module=home, place=Name(module, name))
+    return found
+
+
 def find(swaps: Iterable[tuple[object, object]], owns: Callable[[str], bool]) -> list[Hit]:
     """Find the places that hold one of some objects, except in the code of this package.
 
@@ -59,12 +93,13 @@ def find(swaps: Iterable[tuple[object, object]], owns: Callable[[str], bool]) ->
     counterparts = {id(old): new for old, new in pairs}
     modules = _knowing_modules(owns, counterparts.keys())
     homes = set(map(home_of, modules))
+    choose = functools.partial(_wanted, counterparts.keys(), _Kinds(type(old) for old, _ in pairs))
     ahead = [_Owner(module, shown_module(home_of(module)), home_of(module)) for module in modules]
     opened: set[int] = set()
     hits: list[Hit] = []
     while ahead:
         owner = ahead.pop()
-        for label, value, place in held(owner.value, functools.partial(_wanted, counterparts.keys())):
+        for label, value, place in held(owner.value, choose):
             if place is None:
                 continue
             where = owner.where + label
@@ -84,20 +119,33 @@ class _Owner:
     module: str
 
 
+class _Kinds(dict[type, bool]):
+    """By type, whether a value of it may hold places or be one of the objects; each type is looked at once.
+
+    Args:
+        sought: the types of the objects.
+    """
+
+    def __init__(self, sought: Iterable[type]) -> None:
+        super().__init__(dict.fromkeys(sought, True))
+
+    def __missing__(self, kind: type) -> bool:
+        """Look at a type."""
+        self[kind] = issubclass(kind, (FunctionType, type, functools.partial, *_WRAPPING))
+        return self[kind]
+
+
 def _knowing_modules(owns: Callable[[str], bool], ids: Collection[int]) -> list[ModuleType]:
     """Return the loaded modules that know the host or hold, under a name, an object with one of the `id`s."""
-    left_out = {_OWN, *_BELOW_TORCH}
-    modules = [module for name, module in _named_modules() if name.partition(".")[0] not in left_out]
+    modules = list(_loaded(_is_left_out).values())
     host = [module for module in modules if owns(home_of(module))]
-    wanted = {*ids, *map(id, host)}
-    owns = functools.cache(owns)  # asked about the same few modules by every value
+    values: dict[int, object] = {}
     for module in host:
-        wanted |= {id(value) for value in list(namespace(module).values()) if _is_written_in(value, owns)}
+        values.update(zip(_held_ids(module), list(namespace(module).values()), strict=False))
+    owns = functools.cache(owns)  # asked about the same few modules by every value
+    written = (key for key, value in values.items() if issubclass(type(value), (FunctionType, type)))
+    wanted = {*ids, *map(id, host), *(key for key in written if owns(home_of(values[key])))}
     return [module for module in modules if not wanted.isdisjoint(_held_ids(module))]
-
-
-def _is_written_in(value: Any, owns: Callable[[str], bool]) -> bool:
-    return issubclass(type(value), FunctionType | type) and owns(home_of(value))
 
 
 def _hits(value: Any, counterparts: Mapping[int, object], **place: Any) -> Iterator[Hit]:
@@ -110,22 +158,19 @@ def _hits(value: Any, counterparts: Mapping[int, object], **place: Any) -> Itera
         yield Hit(of=id(value.__func__), new=wrapped, **place)
 
 
-def _wanted(ids: Collection[int], names: Mapping[str, object]) -> list[tuple[str, object]]:
-    """Choose the names that hold one of the objects by `id`, or what may lead to one: few of many thousand."""
-    ahead = [item for item in list(names.items()) if type(item[1]) not in _LEADING_NOWHERE or id(item[1]) in ids]
-    return [item for item in ahead if id(item[1]) in ids or _leads_on(item[1])]
+def _wanted(ids: Collection[int], kinds: _Kinds, names: Mapping[str, object]) -> list[tuple[str, Any]]:
+    """Choose the names that may hold one of the objects by `id`, or lead to one: few of many thousand."""
+    ahead: list[tuple[str, Any]] = [item for item in list(names.items()) if kinds[type(item[1])]]
+    return [item for item in ahead if type(item[1]) is not FunctionType or id(item[1]) in ids or _leads_on(item[1])]
 
 
-def _leads_on(value: Any) -> bool:
-    """Tell whether a value may hold places, or one of the objects."""
-    kind = type(value)
-    if kind is FunctionType:
-        defaults, by_name = value.__defaults__, value.__kwdefaults__
-        return not (
-            (defaults is None or _LEADING_NOWHERE.issuperset(map(type, defaults)))
-            and (by_name is None or _LEADING_NOWHERE.issuperset(map(type, by_name.values())))
-        )
-    return issubclass(kind, (type, functools.partial, *_WRAPPING))
+def _leads_on(function: FunctionType) -> bool:
+    """Tell whether a default of an argument may hold places, or be one of the objects."""
+    defaults, by_name = function.__defaults__, function.__kwdefaults__
+    return not (
+        (defaults is None or _LEADING_NOWHERE.issuperset(map(type, defaults)))
+        and (by_name is None or _LEADING_NOWHERE.issuperset(map(type, by_name.values())))
+    )
 
 
 def _opened(value: Any, homes: Collection[str], opened: set[int], *, where: str, module: str) -> Iterator[_Owner]:
@@ -142,35 +187,27 @@ def _opened(value: Any, homes: Collection[str], opened: set[int], *, where: str,
             yield _Owner(part, f"{shown_module(home)}:{part.__qualname__}", home)
 
 
-def named_among(ids: set[int], is_left_out: Callable[[str], bool]) -> set[int]:
-    """Return the `id`s whose object is the value of a name in a loaded module.
-
-    Args:
-        ids: `id`s of objects.
-        is_left_out: tells whether a module does not count.
-    """
-    modules = [module for name, module in _named_modules() if not is_left_out(name)]
-    return {key for module in modules for key in ids.intersection(_held_ids(module))}
-
-
 def _held_ids(module: ModuleType) -> Iterator[int]:
     return map(id, list(namespace(module).values()))
 
 
 def modules_by_namespace() -> dict[int, ModuleType]:
     """Return the loaded modules, but those of this package, by `id` of their namespace."""
-    return {id(namespace(module)): module for name, module in _named_modules() if not is_own(name)}
+    return _loaded(is_own)
 
 
-def _named_modules() -> Iterator[tuple[str, ModuleType]]:
-    """Yield the loaded modules, each once, under the first of their names."""
-    seen: set[int] = set()
-    for name in sorted(sys.modules):
-        module = sys.modules.get(name)
-        # The type is asked, since isinstance would ask a lazy module for its __class__ and so load it.
-        if module is not None and issubclass(type(module), ModuleType) and id(module) not in seen:
-            seen.add(id(module))
-            yield name, module
+def _is_left_out(module: str) -> bool:
+    return module.partition(".")[0] in _LEFT_OUT
+
+
+def _loaded(is_left_out: Callable[[str], bool]) -> dict[int, ModuleType]:
+    """Return the loaded modules, each once, by `id` of their namespace, but those left out by their name."""
+    # The type is asked, since isinstance would ask a lazy module for its __class__ and so load it.
+    return {
+        id(namespace(module)): module
+        for name, module in list(sys.modules.items())
+        if issubclass(type(module), ModuleType) and not is_left_out(name)
+    }
 
 
 def _all(names: Mapping[str, object]) -> list[tuple[str, object]]:

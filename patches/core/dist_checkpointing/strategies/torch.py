@@ -15,7 +15,7 @@ from vtp_plugin.checkpoint.format.entries import Extent
 from vtp_plugin.checkpoint.format.manifest import load_manifest
 from vtp_plugin.checkpoint.format.untrusted import refused
 from vtp_plugin.checkpoint.save.piece_checks import PieceChecks
-from vtp_plugin.host.patching import replaces, subclasses
+from vtp_plugin.host.patching import replaces
 from vtp_plugin.patches.core.dist_checkpointing.plain_objects import plain_only
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.session import Session
@@ -43,22 +43,17 @@ def _make_reader(session: Session, original: Callable[..., Any], folder: Any, *a
     return made
 
 
-@subclasses(
-    "megatron.core.dist_checkpointing.strategies.torch:MCoreLoadPlanner",
+@replaces(
+    "megatron.core.dist_checkpointing.strategies.torch:MCoreLoadPlanner.load_bytes",
     id="safe-load/planner",
     when=Moment.LIST,
     why="torch's planner, its base, asks torch to make whatever an object of a checkpoint names",
     remove_when="torch asks for plain values there",
 )
-def _make_planner(original: type[Any]) -> type[Any]:
-    """Make a planner that takes plain objects only."""
-
-    class Plain(original):
-        def load_bytes(self, read_item: Any, value: Any) -> None:
-            with plain_only(value, f"{read_item.dest_index.fqn}, an object of the checkpoint,"):
-                super().load_bytes(read_item, value)
-
-    return Plain
+def _load_bytes(original: Callable[..., None], planner: Any, read_item: Any, value: Any) -> None:
+    """Run `load_bytes` for plain objects only."""
+    with plain_only(value, f"{read_item.dest_index.fqn}, an object of the checkpoint,"):
+        original(planner, read_item, value)
 
 
 def checking(reader_class: type[Any], session: Session) -> type[Any]:
