@@ -248,7 +248,8 @@ def plant(arguments: argparse.Namespace) -> None:
             package = "/".join(path.relative_to(ROOT).parts[:-1][:2])
             found[package] += [mutant for line, mutant in mutants_of(file, path.read_text()) if line in run]
     chosen = choose(found, arguments.count, random.Random(arguments.seed))
-    MUTANTS.write_text(json.dumps([asdict(mutant) for mutant in chosen], indent=1) + "\n")
+    own = json.loads(arguments.own.read_text()) if arguments.own is not None else []
+    MUTANTS.write_text(json.dumps([*map(asdict, chosen), *own], indent=1) + "\n")
     for package, group in itertools.groupby(chosen, key=lambda mutant: "/".join(mutant.file.split("/")[:-1][:2])):
         print(f"{package}: {len(list(group))} of {len(found[package])}")
 
@@ -458,6 +459,7 @@ def main() -> None:
     planted = commands.add_parser("plant", help="choose mutants and write them down")
     planted.add_argument("--count", type=int, default=60)
     planted.add_argument("--seed", type=int, default=1)
+    planted.add_argument("--own", type=Path, help="file of others, such as tests/mutants/own.json: old faults put back")
     planted.set_defaults(run=plant)
     ran = commands.add_parser("run", help="see which of them the tests kill")
     ran.add_argument("--only", type=int, nargs="*", help="numbers of mutants")
