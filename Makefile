@@ -41,7 +41,7 @@ check: $(STAMP) ## ruff (lint and format), pyright, import rules
 	$(BIN)/pyright
 	$(BIN)/python -m pytest -q tests/unit/project/test_imports.py
 
-test: $(STAMP) ## the tests that every change runs (about 45 minutes on 2 idle cores); with HOST=0.12, those that this Megatron can run
+test: $(STAMP) ## the tests that every change runs (about 35 minutes on 2 idle cores); with HOST=0.12, those that this Megatron can run
 	$(PYTEST) -m "not full"
 
 test-unit: $(STAMP) ## the tests that start no pool of ranks, for another Python: make test-unit PYTHON=python3.13 VENV=.venv-3.13
