@@ -77,8 +77,8 @@ def _validate_objects(
 @replaces(
     id="safe-load",
     targets={
-        "<0.19": f"{_MODULE}:verify_checkpoint_and_load_strategy",
-        ">=0.19": f"{_MODULE}:verify_checkpoint",
+        "<0.17": f"{_MODULE}:verify_checkpoint_and_load_strategy",
+        ">=0.17": f"{_MODULE}:verify_checkpoint",
     },
     when=Moment.LIST,
     why="all that reads a distributed checkpoint begins with it; then torch loads the index as a pickle, which may run "

@@ -10,9 +10,12 @@ import pytest
 
 from scripts.make_pins import installed_records
 from vtp_plugin.host.patching import PatchRecord
+from vtp_plugin.host.patching.declarations import Replacement
 from vtp_plugin.host.patching.pins import changed_targets, pin_of, pins_of, read_pins
 from vtp_plugin.host.versions import HOSTS, family_of, find_host
-from vtp_plugin.patches.registry import PINS
+from vtp_plugin.patches.hosts import load_host
+from vtp_plugin.patches.patch_set import Moment
+from vtp_plugin.patches.registry import PINS, declared_at
 
 HOST = """
 class Grid:
@@ -41,6 +44,30 @@ def test_the_installed_megatron_is_the_pinned_one() -> None:
 
 def test_every_family_has_pins() -> None:
     assert {host.name for version in read_pins(PINS) if (host := family_of(version))} == {host.name for host in HOSTS}
+
+
+# Of torch, so that no pin of Megatron says what it is.
+INHERITED = {
+    "megatron.core.dist_checkpointing.strategies.torch:MCoreLoadPlanner.load_bytes",
+    "megatron.core.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync.finish",
+}
+
+
+@pytest.mark.needs("records_of_0_19")
+@pytest.mark.parametrize("version", sorted(read_pins(PINS)))
+def test_every_record_is_pinned_with_every_pinned_version(version: str) -> None:
+    """A record whose target a version does not have would end each run with it, and no test has all versions."""
+    pinned, family = read_pins(PINS)[version], family_of(version)
+    assert family is not None
+    host = load_host(family.name)
+    moments = [moment for moment in Moment if host.can("bridges") or moment is not Moment.BRIDGES]
+    found = [record.at(version) for moment in moments for record in declared_at(moment, host)]
+    targets = {
+        record.target
+        for record in found
+        if isinstance(record, Replacement) and record.fits(version) and record.module.startswith("megatron.core")
+    }
+    assert sorted(targets - pinned.keys() - INHERITED) == []
 
 
 def pins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: str = "", new: str = "") -> list[str]:

@@ -17,8 +17,8 @@ _MODULE = "megatron.core.dist_checkpointing.strategies.common"
 @replaces(
     id="safe-load/common-file",
     targets={
-        "<0.19": f"{_MODULE}:TorchCommonLoadStrategy.load_common",
-        ">=0.19": f"{_MODULE}:load_common",
+        "<0.17": f"{_MODULE}:TorchCommonLoadStrategy.load_common",
+        ">=0.17": f"{_MODULE}:load_common",
     },
     when=Moment.LIST,
     why="Megatron 0.12 asks torch to make whatever the file names; later ones end with a traceback that names no file",
