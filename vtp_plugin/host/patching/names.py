@@ -139,9 +139,7 @@ def _knowing_modules(owns: Callable[[str], bool], ids: Collection[int]) -> list[
     """Return the loaded modules that know the host or hold, under a name, an object with one of the `id`s."""
     modules = list(_loaded(_is_left_out).values())
     host = [module for module in modules if owns(home_of(module))]
-    values: dict[int, object] = {}
-    for module in host:
-        values.update(zip(_held_ids(module), list(namespace(module).values()), strict=False))
+    values = {id(value): value for module in host for value in list(namespace(module).values())}
     owns = functools.cache(owns)  # asked about the same few modules by every value
     written = (key for key, value in values.items() if issubclass(type(value), (FunctionType, type)))
     wanted = {*ids, *map(id, host), *(key for key in written if owns(home_of(values[key])))}
