@@ -153,7 +153,8 @@ class Inputs:
         if kind == 1:
             return [*value[:at], self.value(1), *value[at:]]
         if kind == 2:
-            return (value * self.random.choice([0, 2, 1000]))[:4000]
+            fits = _LARGE_BYTES // (len(_written(value)) + 1)  # a word may have a million digits
+            return (value * min(self.random.choice([0, 2, 1000]), fits))[:4000]
         if kind == 3:
             return self.random.sample(value, len(value))
         return [*value[:at], self.changed(value[at]), *value[at + 1 :]]

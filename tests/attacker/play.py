@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import faulthandler
 import json
+import math
 import multiprocessing
 import os
 import resource
@@ -33,6 +34,7 @@ _A_TASK = 100  # inputs
 _AT_ONCE = 6  # tasks: most of their time they wait
 _MOST_CHARACTERS = 8000
 _ENDED = "the process ended with {}"
+_WAITED = 6.0  # times the limit may pass on the clock: other processes take their share
 _SPARE_BYTES = 4 << 30  # of addresses, for stacks and arenas of threads
 
 
@@ -45,7 +47,8 @@ class Entry:
         places: of the sources, as :mod:`tests.rules.read_places` finds them.
         make: makes an input.
         take: gives it to the plugin, as a rank would; it returns, or raises an error of the plugin.
-        limit_s: how long one input may take on an idle machine.
+        limit_s: how many seconds of the processor reading one input may take; on the clock it may wait
+            six times as long.
         bound_bytes: how much memory.
         may_exit: whether the plugin may end the process, with status 1.
     """
@@ -83,9 +86,11 @@ def play(entry: Entry, numbers: Sequence[int], seed: int = 0) -> list[Problem]:
             os.close(reader)
             _play_here(entry, left, seed, writer)
         os.close(writer)
-        at, problem = _watch(reader, child, entry.limit_s * slower)
+        at, problem = _watch(reader, child, entry.limit_s * _WAITED * slower)
         if entry.may_exit and problem == _ENDED.format(1):
             problem = ""
+        if problem == _ENDED.format(-signal.SIGXCPU):
+            problem = f"over {entry.limit_s:.0f} s of the processor"
         os.close(reader)
         if problem:
             found.append(Problem(number=left[at], text=problem))
@@ -119,7 +124,9 @@ def _watch(reader: int, child: int, limit_s: float) -> tuple[int, str]:
 
 def _play_here(entry: Entry, numbers: Sequence[int], seed: int, writer: int) -> None:
     """Try inputs until one is wrong, and end this process."""
-    faulthandler.enable(os.dup(2))
+    seen = os.dup(2)
+    faulthandler.enable(seen)
+    faulthandler.register(signal.SIGXCPU, seen, chain=True)
     with contextlib.suppress(BaseException):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, 1)
@@ -127,14 +134,9 @@ def _play_here(entry: Entry, numbers: Sequence[int], seed: int, writer: int) -> 
         limit = _address_bytes() + entry.bound_bytes + _SPARE_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        begin_bytes = _peak_bytes()
         for at, number in enumerate(numbers):
             os.write(writer, b"%d\n" % at)
-            problem = _try(entry, number, seed)
-            taken_bytes = _peak_bytes() - begin_bytes
-            if not problem and taken_bytes > entry.bound_bytes:
-                problem = f"{taken_bytes >> 20} MiB of memory; {entry.bound_bytes >> 20} at most"
-            if problem:
+            if problem := _try(entry, number, seed):
                 os.write(writer, json.dumps(problem).encode() + b"\n")
                 os._exit(0)
         os._exit(0)
@@ -142,8 +144,21 @@ def _play_here(entry: Entry, numbers: Sequence[int], seed: int, writer: int) -> 
 
 
 def _try(entry: Entry, number: int, seed: int) -> str:
-    """Try one input; return what is wrong."""
+    """Try one input; return what is wrong. What is too slow ends this process by SIGXCPU."""
     made = input_of(entry, number, seed)
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    most_s = math.ceil(used.ru_utime + used.ru_stime + entry.limit_s)
+    resource.setrlimit(resource.RLIMIT_CPU, (most_s, resource.RLIM_INFINITY))
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew: what made the input is not counted
+    begin_bytes = _peak_bytes()
+    problem = _take(entry, made)
+    taken_bytes = _peak_bytes() - begin_bytes
+    if not problem and taken_bytes > entry.bound_bytes:
+        problem = f"{taken_bytes >> 20} MiB of memory; {entry.bound_bytes >> 20} at most"
+    return problem
+
+
+def _take(entry: Entry, made: Any) -> str:
     try:
         entry.take(made)
     except VtpError as error:
@@ -166,7 +181,8 @@ def _address_bytes() -> int:
 
 
 def _peak_bytes() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) << 10
 
 
 def _task(task: tuple[int, Sequence[int], int]) -> tuple[int, list[Problem], float]:
@@ -203,8 +219,9 @@ def main(argv: Sequence[str]) -> int:
         for place, found, used_s in pool.imap(_task, tasks):
             name = ENTRIES[place].name
             took_s[name] = round(took_s.get(name, 0.0) + used_s, 3)
-            if found:
-                problems.setdefault(name, []).extend(f"input {one.number}: {one.text}" for one in found)
+            for one in found:
+                problems.setdefault(name, []).append(f"input {one.number}: {one.text}")
+                print(f"{name}: input {one.number}: {one.text}", file=sys.stderr, flush=True)
     places = {entry.name: [*entry.places] for entry in ENTRIES}
     print(json.dumps({"problems": problems, "took_s": took_s, "places": places}, indent=1))
     return bool(problems)

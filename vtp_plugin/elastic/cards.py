@@ -20,7 +20,7 @@ from vtp_plugin.elastic.outcome import Outcome
 from vtp_plugin.errors import LayoutError, PeerError, ShortageError, is_final
 from vtp_plugin.runtime.health.redaction import Redaction, first_line
 from vtp_plugin.runtime.health.store import Topic, part_of
-from vtp_plugin.runtime.health.store_posts import parse_post, read_post
+from vtp_plugin.runtime.health.store_posts import PostError, parse_post, read_post
 from vtp_plugin.runtime.health.waiting import (
     JUDGE_SHARE,
     STORE_KEEPER,
@@ -210,6 +210,8 @@ def settle_seats(
         tell_read(part, "read")
         if "error" in parse_post(dict[str, object], post, Topic.CARDS.key, "seats"):
             ended = parse_post(Ended, post, Topic.CARDS.key, "seats")
+            if not ended.error:
+                raise PostError(Topic.CARDS.key, "seats", "has an error without a text")
             raised = next((one for one in _KINDS if one.__name__ == ended.kind), PeerError)
             raise raised(ended.error, is_final=ended.is_final and redaction.trusts_coordinator)
     return parse_post(Outcome, post, Topic.CARDS.key, "seats")

@@ -110,6 +110,15 @@ def test_all_ranks_end_with_one_line() -> None:
             assert isinstance(found, ShortageError) is isinstance(raised, ShortageError)
 
 
+def test_seats_that_end_without_a_reason_are_no_post() -> None:
+    """Else their error had no text."""
+    store = dist.HashStore()
+    part_of(store, Topic.CARDS).set("seats", '{"error": "", "kind": "ShortageError", "is_final": true}')
+    place: Any = {"rank": 1, "world_size": 2, "timeout_s": 20.0, "redaction": ONE_SITE}
+    with pytest.raises(PeerError, match="/seats in the store has an error without a text"):
+        settle_seats(store, card("a", 1), lambda cards: pytest.fail("rank 0 decides"), **place)
+
+
 @pytest.mark.parametrize(
     ("rank", "text"),
     [

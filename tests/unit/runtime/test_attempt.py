@@ -85,6 +85,16 @@ print("met", flush=True)
 """
 
 
+def test_an_attempt_that_ended_without_a_reason_is_no_post() -> None:
+    """Else its error had no text."""
+    store = dist.HashStore()
+    table = part_of(store, Topic.ATTEMPTS)
+    table.set("newest", "[1, 2]")
+    table.set("1 is", "")
+    (error,) = agree(store, [1], 2)
+    assert "the post attempts/1 is in the store is empty" in str(error)
+
+
 def test_ranks_with_different_restart_counts_meet() -> None:
     """As after the return of an agent; what the attempt before has posted is not read."""
     server = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)

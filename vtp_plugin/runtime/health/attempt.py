@@ -120,6 +120,8 @@ class _Table:
             text = f"{waited} for {whom} at start: no answer; {UNKNOWN_PEER}"
             raise PeerError(text, shared=text)
         outcome = read_text(self.part, f"{found} is")
+        if not outcome:
+            raise PostError(Topic.ATTEMPTS.key, f"{found} is", "is empty")
         if outcome != "whole":
             raise PeerError(outcome, shared=outcome)
         return found
