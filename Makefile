@@ -9,8 +9,10 @@ WORKERS := 2
 VENV := $(if $(filter $(lastword $(HOSTS)),$(HOST)),.venv,.venv-$(HOST))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.env-ready
+# How long each test took: `make slowest` reads it.
+TIMES := out/times-$(HOST).json
 # One thread per process: tests and demo start several processes on few cores.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(TESTS) --numprocesses=$(WORKERS) --dist=loadfile \
+PYTEST := OMP_NUM_THREADS=1 VTP_TEST_TIMES=$(TIMES) $(BIN)/python -m pytest $(TESTS) --numprocesses=$(WORKERS) --dist=loadfile \
 	--no-loadscope-reorder --durations=15
 
 # Tests start many processes; without compiled files each would compile the plugin again.
@@ -51,7 +53,7 @@ test-full: $(STAMP) ## all tests, whole grids included (up to 75 minutes)
 	$(PYTEST)
 
 slowest: $(STAMP) ## where the time of the last run of the tests went, by folder, file and test
-	$(BIN)/python scripts/slowest.py
+	$(BIN)/python scripts/slowest.py $(TIMES)
 
 # What a busy machine can break: time limits, and the order of lines.
 BUSY := env OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not full" tests/hang tests/multiproc/options/test_bad_input.py \

@@ -1,4 +1,4 @@
-"""Print where the time of the last run of the tests went: scripts/slowest.py [NUMBER]."""
+"""Print where the time of the last run of the tests went: scripts/slowest.py FILE [NUMBER]."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-PATH = Path(__file__).parent.parent / "out" / "times.json"
 Entry = Mapping[str, float]
 
 
@@ -33,11 +32,12 @@ def table(times: Mapping[str, Entry], title: str, key: Callable[[str], str], num
 
 def main() -> int:
     """Print tables by folder, file and test."""
-    if not PATH.is_file():
-        print("no run has been measured; start `make test`", file=sys.stderr)
+    path = Path(sys.argv[1])
+    if not path.is_file():
+        print(f"{path} is missing: no run has been measured; start `make test`", file=sys.stderr)
         return 2
-    number = int(sys.argv[1]) if len(sys.argv) > 1 else 30
-    times: Mapping[str, Entry] = json.loads(PATH.read_text())
+    number = int(sys.argv[2]) if len(sys.argv) > 2 else 30
+    times: Mapping[str, Entry] = json.loads(path.read_text())
     clock_s = sum(entry["clock_s"] for entry in times.values())
     print(f"{len(times)} tests, {clock_s:.0f} seconds of workers")
     for title, key in (

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, settings
 from tests.hang.ranks import Server
 from tests.support.hosts import host_name, left_out, tree_problem, unfitting, use_tree
 from tests.support.pool import Pool
-from tests.support.times import Times
+from tests.support.times import VARIABLE, Times
 
 use_tree()
 
@@ -51,8 +51,9 @@ def rank_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Measure the tests."""
-    config.pluginmanager.register(Times(is_worker=hasattr(config, "workerinput")))
+    """Measure the tests of `make`."""
+    if VARIABLE in os.environ:
+        config.pluginmanager.register(Times(is_worker=hasattr(config, "workerinput")))
 
 
 def pytest_sessionstart() -> None:

@@ -75,7 +75,7 @@ def gathered(folder: Path, step: int) -> Tensors:
     for name, entry in reader.read_metadata().state_dict_metadata.items():
         if isinstance(entry, dcp.metadata.TensorStorageMetadata):
             found[name] = torch.zeros(entry.size, dtype=entry.properties.dtype)
-    dcp.load(found, storage_reader=reader, no_dist=True)
+    dcp.load(found, storage_reader=reader)
     return found
 
 

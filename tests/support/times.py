@@ -1,4 +1,4 @@
-"""Keeps how long each test took, by the clock and on processors, in out/times.json; `make slowest` reads it."""
+"""Keeps how long each test took, by the clock and on processors, in the file that `make slowest` reads."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.hosts import ROOT
-
-PATH = ROOT / "out" / "times.json"
+VARIABLE = "VTP_TEST_TIMES"
+"""Names the file; without it nothing is kept."""
 _USED = "processor_s"
 _LONG_S = 0.5
 
@@ -72,5 +71,6 @@ class Times:
     def pytest_sessionfinish(self) -> None:
         """Write the file."""
         if self._kept and not self._is_worker:
-            PATH.parent.mkdir(exist_ok=True)
-            PATH.write_text(json.dumps(self._kept, indent=0))
+            path = Path(os.environ[VARIABLE])
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(json.dumps(self._kept, indent=0))

@@ -47,7 +47,7 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     for name, stored in reader.read_metadata().state_dict_metadata.items():
         if isinstance(stored, dcp.metadata.TensorStorageMetadata):
             found[name] = torch.zeros(stored.size, dtype=stored.properties.dtype)
-    dcp.load(found, storage_reader=reader, no_dist=True)
+    dcp.load(found, storage_reader=reader)
     return found
 
 

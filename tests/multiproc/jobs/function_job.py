@@ -16,6 +16,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 
+from tests.support.mended_wheel import mend_wheel
 from tests.support.pool import init_gloo
 
 SIZES = (
@@ -33,6 +34,7 @@ def compare(bases: Mapping[str, Sequence[str]], cases: Sequence[tuple[str, Seque
     """
     init_gloo()
     parallel_state.initialize_model_parallel()
+    mended = mend_wheel()
     try:
         # Megatron asks for a device by itself.
         on_cpu = mock.patch("torch.cuda.current_device", return_value="cpu")
@@ -43,6 +45,7 @@ def compare(bases: Mapping[str, Sequence[str]], cases: Sequence[tuple[str, Seque
             plain = {name: _logits(flags, weights, name) for name, flags in bases.items()}
             return [_outcome(plain[base], [*bases[base], *flags], weights, base) for base, flags in cases]
     finally:
+        mended.revert()
         parallel_state.destroy_model_parallel()
         torch.distributed.destroy_process_group()
 

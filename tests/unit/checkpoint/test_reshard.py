@@ -106,7 +106,7 @@ def test_torch_reads_what_was_written(run: Run, tmp_path: Path) -> None:
         for name, shape in SHAPES.items()
     }
     state[QKV] = torch.zeros(SHAPES[QKV])
-    dcp.load(state, storage_reader=FileSystemReader(b), no_dist=True)
+    dcp.load(state, storage_reader=FileSystemReader(b))
     assert torch.equal(state[QKV], model.weights[QKV])
     for (kind, name), value in model.states.items():
         assert kind == "exp_avg_sq" or torch.equal(state[f"optimizer.state.{kind}.{name}"], value)
@@ -382,7 +382,7 @@ def test_blocks_are_those_of_megatron(run: Run, tmp_path: Path) -> None:
     b = tmp_path / "b" / "iter_0000003"
     names = {f"optimizer.state.{state}.{QKV}": state for state in ("fp32_param", "exp_avg", "exp_avg_sq")}
     state = {key: torch.zeros(2, 2, 1, 24) for key in names}
-    dcp.load(state, storage_reader=FileSystemReader(b), no_dist=True)
+    dcp.load(state, storage_reader=FileSystemReader(b))
     for key, name in names.items():
         wanted = model.states[name.replace("fp32_param", "param"), QKV]
         assert torch.equal(state[key], wanted.reshape(2, 2, 1, 24))
