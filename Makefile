@@ -19,7 +19,7 @@ PYTEST := OMP_NUM_THREADS=1 VTP_TEST_TIMES=$(TIMES) $(BIN)/python -m pytest $(TE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help env smoke check test test-unit test-full test-busy test-mm test-site slowest coverage site demo clean
+.PHONY: help env smoke check test test-changed test-unit test-full test-busy test-mm test-site slowest coverage site demo clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -45,6 +45,10 @@ check: $(STAMP) ## ruff (lint and format), pyright, import rules
 
 test: $(STAMP) ## the tests that every change runs (about 35 minutes on 2 idle cores); with HOST=0.12, those that this Megatron can run
 	$(PYTEST) -m "not full"
+
+# COMMIT: what is compared with, by default the last commit.
+test-changed: $(STAMP) ## the tests that a change can reach, and a few that stand for all runs; `make test` runs all
+	$(MAKE) test TESTS="$$($(BIN)/python scripts/changed_tests.py $(COMMIT))"
 
 test-unit: $(STAMP) ## the tests that start no pool of ranks, for another Python: make test-unit PYTHON=python3.13 VENV=.venv-3.13
 	$(MAKE) test TESTS="tests/unit tests/property tests/ordering"

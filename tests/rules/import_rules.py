@@ -176,16 +176,16 @@ def arrows(modules: Iterable[tuple[str, str]]) -> dict[tuple[str, str], int]:
 def _graph(modules: Iterable[tuple[str, str]]) -> dict[str, set[str]]:
     """Return the modules that each module imports."""
     texts = {name.removesuffix(".__init__"): (name, source) for name, source in modules}
-    return {name: _modules_needed(*text, texts.keys()) - {name} for name, text in texts.items()}
+    return {name: modules_needed(*text, texts.keys()) - {name} for name, text in texts.items()}
 
 
-def _modules_needed(name: str, source: str, known: Collection[str]) -> set[str]:
+def modules_needed(name: str, source: str, known: Collection[str]) -> set[str]:
     needed: set[str] = set()
     for item in _imports(name, ast.parse(source)):
-        parts = {f"{item.module}.{each}" for each in item.names} & set(known)
+        parts = {part for each in item.names if (part := f"{item.module}.{each}") in known}
         # What is no module of its own is defined in the package.
         is_all = item.names and len(parts) == len(item.names)
-        needed |= parts if is_all else parts | ({item.module} & set(known))
+        needed |= parts if is_all or item.module not in known else parts | {item.module}
     return needed
 
 
