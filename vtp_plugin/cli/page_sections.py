@@ -51,6 +51,7 @@ def page_nodes(
         launch: the same nodes with what they start; None where that is not known.
     """
     found = []
+    commands = {} if launch is None else dict(launch.commands())
     for node in nodes:
         stages = node.stages(layout)
         ranks = {stage: tuple(rank for rank in node.ranks if layout.stage_of(rank) == stage) for stage in stages}
@@ -59,7 +60,7 @@ def page_nodes(
                 name=node.name,
                 site=" and ".join(dict.fromkeys(sites[stage] for stage in stages)) if sites else "",
                 stages=tuple(RanksOfStage(stage=stage, ranks=ranks[stage]) for stage in stages),
-                command="" if launch is None else " &\n".join(launch.commands(node)),
+                command=" &\n".join(commands.get(node, ())),
             )
         )
     return tuple(found)

@@ -17,7 +17,12 @@ def plain(text: str) -> str:
     """
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
+    # A long text is mostly lines without any.
+    return "\n".join(line if line.isprintable() else _written_out(line) for line in text.split("\n"))
+
+
+def _written_out(line: str) -> str:
+    return "".join(c if c.isprintable() or c == "\t" else c.encode("unicode_escape").decode() for c in line)
 
 
 def one_line(text: str, most: int = MOST_CHARACTERS) -> str:

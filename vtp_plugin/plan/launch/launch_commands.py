@@ -100,9 +100,11 @@ class Launch:
             found.append(f"{seen}{words} {meeting_words()}")
         return tuple(found)
 
-    def commands(self, node: NodeRanks) -> tuple[str, ...]:
-        """Return the commands that a node starts side by side, whole."""
-        return tuple(" ".join((start, *self.program)) for start in self._starts(node, self.node_ranks()))
+    def commands(self) -> Iterator[tuple[NodeRanks, tuple[str, ...]]]:
+        """Yield each node with the commands that it starts side by side, whole."""
+        numbers = self.node_ranks()
+        for node in self.nodes:
+            yield node, tuple(" ".join((start, *self.program)) for start in self._starts(node, numbers))
 
     def lines(self) -> Iterator[str]:
         """Write what to start on each node; alike nodes in a row are one entry."""
@@ -214,9 +216,9 @@ class Launch:
                     "node": node.name,
                     "ranks": list(node.ranks),
                     "stages": list(node.stages(self.layout)),
-                    "commands": list(self.commands(node)),
+                    "commands": list(commands),
                 }
-                for node in self.nodes
+                for node, commands in self.commands()
             ],
             "stages_across_nodes": list(split_groups(self.layout, self.nodes)),
             "slurm": list(self.slurm_lines()) if is_slurm else None,

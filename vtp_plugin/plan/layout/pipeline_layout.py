@@ -45,6 +45,7 @@ class PipelineLayout:
         order: numbering of the ranks.
         first_rank: first rank of the pipeline, where it is a module among others.
         experts: how every stage shares its experts; by default no rank of a replica has experts of its own.
+        world_size: number of ranks of all stages.
 
     Raises:
         ConfigError: there are no stages, or a replica-major order meets different cp or dp sizes; or expert sizes do
@@ -61,6 +62,7 @@ class PipelineLayout:
     order: RankOrder = RankOrder.STAGE_MAJOR
     first_rank: int = 0
     experts: tuple[ExpertGrid, ...] = ()
+    world_size: int = field(init=False, repr=False, compare=False)
     # First rank of every stage, without `first_rank`; in replica-major order relative to the data-parallel replica.
     _starts: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
@@ -81,6 +83,7 @@ class PipelineLayout:
         # Each stage has one contiguous block of ranks (per replica in replica-major order).
         blocks = [stage.tp * stage.cp if is_replica_major else stage.size for stage in self.stages]
         object.__setattr__(self, "_starts", tuple(accumulate(blocks[:-1], initial=0)))
+        object.__setattr__(self, "world_size", sum(stage.size for stage in self.stages))
 
     @classmethod
     def from_sizes(
@@ -143,11 +146,6 @@ class PipelineLayout:
         stages = [(grid.tp, grid.cp, grid.dp) for grid in self.stages]
         sizes = zip(etp_sizes, ep_sizes, expert_copies(etp_sizes, ep_sizes, stages), strict=True)
         return replace(self, experts=tuple(ExpertGrid(*one) for one in sizes))
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks of all stages."""
-        return sum(stage.size for stage in self.stages)
 
     @property
     def num_stages(self) -> int:
