@@ -10,7 +10,7 @@ VENV := $(if $(filter $(lastword $(HOSTS)),$(HOST)),.venv,.venv-$(HOST))
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.env-ready
 # How long each test took: `make slowest` reads it.
-TIMES := out/times-$(HOST).json
+TIMES := $(CURDIR)/out/times-$(HOST).json
 # One thread per process: tests and demo start several processes on few cores.
 PYTEST := OMP_NUM_THREADS=1 VTP_TEST_TIMES=$(TIMES) $(BIN)/python -m pytest $(TESTS) --numprocesses=$(WORKERS) --dist=loadfile \
 	--no-loadscope-reorder --durations=15

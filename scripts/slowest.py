@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 Entry = Mapping[str, float]
@@ -30,6 +31,32 @@ def table(times: Mapping[str, Entry], title: str, key: Callable[[str], str], num
     ]
 
 
+def jobs(lines: Sequence[str], number: int) -> list[str]:
+    """Return the lines of a table: which jobs of pools were asked for again, and what that took.
+
+    Folders that a job was given are left out of what it is, since each test has its own.
+
+    >>> line = json.dumps({"job": "train 2 /tmp/a", "clock_s": 1.5})
+    >>> print(*jobs([line, line, line.replace("/a", "/b")], 1), sep="\\n")
+    3 jobs of pools took 4.5 seconds of workers, 2 of them 3.0 seconds for the same again
+      seconds  times  job
+          3.0      3  train 2 PATH
+    """
+    took: defaultdict[str, list[float]] = defaultdict(list)
+    for line in lines:
+        entry = json.loads(line)
+        took[re.sub(r"/tmp/[^\s'\"]*", "PATH", entry["job"])].append(entry["clock_s"])
+    again = {job: sum(sorted(times)[:-1]) for job, times in took.items()}
+    rows = sorted(again, key=lambda job: -again[job])[:number]
+    total_s, num_again = sum(map(sum, took.values())), len(lines) - len(took)
+    return [
+        f"{len(lines)} jobs of pools took {total_s:.1f} seconds of workers, {num_again} of them "
+        f"{sum(again.values()):.1f} seconds for the same again",
+        "  seconds  times  job",
+        *(f"{again[job]:9.1f}  {len(took[job]):5}  {job[:200]}" for job in rows if again[job]),
+    ]
+
+
 def main() -> int:
     """Print tables by folder, file and test."""
     path = Path(sys.argv[1])
@@ -46,6 +73,8 @@ def main() -> int:
         ("test", lambda name: name),
     ):
         print(*table(times, title, key, number), sep="\n")
+    if (beside := Path(f"{path}.jobs")).is_file():
+        print(*jobs(beside.read_text().splitlines(), number), sep="\n")
     return 0
 
 

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, settings
 
 from tests.hang.ranks import Server
 from tests.support.hosts import host_name, left_out, tree_problem, unfitting, use_tree
-from tests.support.pool import Pool
-from tests.support.times import VARIABLE, Times
+from tests.support.pool import TIMES, Pool
+from tests.support.times import Times
 
 use_tree()
 
@@ -51,8 +51,8 @@ def rank_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Measure the tests of `make`."""
-    if VARIABLE in os.environ:
+    """Measure the tests of `make`, but for those that a test runs."""
+    if TIMES in os.environ and "PYTEST_CURRENT_TEST" not in os.environ:
         config.pluginmanager.register(Times(is_worker=hasattr(config, "workerinput")))
 
 

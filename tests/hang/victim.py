@@ -133,7 +133,7 @@ def cross(script: Script) -> None:
 
 def take(options: argparse.Namespace) -> None:
     """Take something from Megatron before the plugin is applied, and keep it where no name leads to it."""
-    if options.takes == "original":
+    if options.takes_original:
         from megatron.core.distributed import finalize_model_grads
 
         options.kept = [finalize_model_grads]
@@ -188,7 +188,7 @@ def build(options: argparse.Namespace, num_stages: int) -> tuple[Any, Any]:
         hidden_dropout=0.0,
         attention_dropout=0.0,
     )
-    config.finalize_model_grads_func = options.kept[0] if options.takes == "original" else finalize_model_grads
+    config.finalize_model_grads_func = options.kept[0] if options.takes_original else finalize_model_grads
     model = GPTModel(
         config,
         get_gpt_layer_local_spec(),
@@ -325,7 +325,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--tensor-size", type=int, default=1)
     parser.add_argument("--config-tensor-size", type=int)
     parser.add_argument("--pipeline-dtype", default="float32")
-    parser.add_argument("--takes", choices=("original",))
+    parser.add_argument("--takes-original", action="store_true")
     parser.add_argument("--schedule", default="stock")
     parser.add_argument("--split-backward", action="store_true")
     parser.add_argument("--bridge", action="store_true", help="cross a bridge instead of training")

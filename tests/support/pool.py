@@ -17,6 +17,7 @@ A job that calls ``parallel_state.initialize_model_parallel`` or sets other glob
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pickle
 import random
@@ -54,6 +55,8 @@ ENVIRONMENT = {
     # Megatron 0.12 asks for it on every device.
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
 }
+TIMES = "VTP_TEST_TIMES"
+"""Variable with the file that keeps how long each test took. Jobs of pools are kept beside it, a line each."""
 HOST = "127.0.0.1"
 TIMEOUT_S = 300.0  # of every phase of a job: jobs take seconds, but twelve ranks beside twenty busy processes minutes
 GRACE_S = 3.0  # on an idle machine, after the first failure, for the other ranks to return or to raise on their own
@@ -127,6 +130,7 @@ class Pool:
         """
         if not 1 <= world_size <= self._max_workers:
             raise ValueError(f"world_size {world_size} is not within 1..{self._max_workers}, the size of the pool")
+        begin_s = time.monotonic()
         workers = self._take(world_size)
         store = _store_server()
         env = {**_test_name(), **(env or {})}
@@ -138,6 +142,7 @@ class Pool:
         except BaseException:  # also a time-out of pytest's and Ctrl-C, which leave the workers in the middle of a job
             self._discard(workers)
             raise
+        _note_job(target, world_size, kwargs or {}, time.monotonic() - begin_s)
         return results
 
     def close(self) -> None:
@@ -349,6 +354,14 @@ def _store_server() -> TCPStore:
     from torch.distributed import TCPStore
 
     return TCPStore(HOST, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+
+
+def _note_job(target: str, world_size: int, kwargs: Mapping[str, Any], clock_s: float) -> None:
+    """Keep how long a job of a pool took, with all that it was given: who asks for the same again shows there."""
+    if path := os.environ.get(TIMES):
+        given = " ".join(map(str, (target, world_size, *kwargs.items())))
+        with Path(f"{path}.jobs").open("a") as stream:
+            stream.write(json.dumps({"job": given, "clock_s": clock_s}) + "\n")
 
 
 def _test_name() -> dict[str, str]:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-VARIABLE = "VTP_TEST_TIMES"
-"""Names the file; without it nothing is kept."""
+from tests.support.pool import TIMES
+
 _USED = "processor_s"
 _LONG_S = 0.5
 
@@ -46,6 +46,13 @@ class Times:
         self._begin_s, self._used_s = 0.0, 0.0
         self._kept: dict[str, dict[str, float]] = {}
 
+    def pytest_sessionstart(self) -> None:
+        """Forget the jobs of the last run."""
+        if not self._is_worker:
+            path = Path(f"{os.environ[TIMES]}.jobs")
+            path.parent.mkdir(exist_ok=True)
+            path.unlink(missing_ok=True)
+
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_setup(self) -> None:
         """A test begins."""
@@ -71,6 +78,4 @@ class Times:
     def pytest_sessionfinish(self) -> None:
         """Write the file."""
         if self._kept and not self._is_worker:
-            path = Path(os.environ[VARIABLE])
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(json.dumps(self._kept, indent=0))
+            Path(os.environ[TIMES]).write_text(json.dumps(self._kept, indent=0))

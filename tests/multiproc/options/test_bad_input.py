@@ -111,8 +111,8 @@ STALE = (
 )
 # What a rank finds wrong when its first step begins, or when it applies the plugin: the others leave with it.
 FOUND_BY_A_STEP = {
-    "an original, stock schedule": (["--takes=original"], STALE),
-    "an original, planned schedule": (["--takes=original", "--schedule=planned"], STALE),
+    "an original, stock schedule": (["--takes-original"], STALE),
+    "an original, planned schedule": (["--takes-original", "--schedule=planned"], STALE),
     "flextron": (["--switched-on", "flextron"], r"config\.flextron with --vtp-size-list 1,2; .*; switch it off"),
     "what the planned schedule leaves out": (
         ["--schedule=planned", "--switched-on", "overlap_moe_expert_parallel_comm"],
@@ -130,7 +130,7 @@ def test_what_one_rank_finds_ends_all(rank_server: Server, tmp_path: Path, case:
         start(whole, {-1: arguments if case == "a subclass" else others, 2: arguments})
         assert_refused(whole, pattern)
         assert "trained" not in whole.ranks[0].text()
-        if "--takes=original" in arguments:
+        if "--takes-original" in arguments:
             text = " ".join(whole.ranks[2].text().split())
             assert "warning: imported from Megatron before vtp_plugin.apply() and not replaced" in text
             assert "kept[0] (finalize_model_grads)" in text

@@ -148,7 +148,8 @@ class Monitor:
         """
         if self._failing_s is None:
             self._failing_s = self._clock_s
-        if is_lost_connection(error):
+        is_broken = is_lost_connection(error)
+        if is_broken:
             limit_s = min(2 * self._look_interval_s + 1.0, 0.25 * self.timeout_s)
             self._run_bounded(lambda: self._find_absent(limit_s), limit_s + 0.5)
         text = f"rank {self._rank} failed: {self._describe(error)}"
@@ -157,12 +158,12 @@ class Monitor:
             does = "does" if len(self._absent) == 1 else "do"
             text = f"rank {who} {does} not answer: ended, was killed or stopped (noticed by rank {self._rank})"
             self._failure = text
-        elif is_lost_connection(error) and (early_end := self.early_exits.describe_early_end("lost a connection")):
+        elif is_broken and (early_end := self.early_exits.describe_early_end("lost a connection")):
             self._failure = text = early_end
         self._run_bounded(lambda: self._post(text), 1.0)
         if self._cut_s is not None and self._failure is None:
             self._failure = f"{self._keeper} ended, which kept the store"
-        return self._failure is not None and is_lost_connection(error)
+        return self._failure is not None and is_broken
 
     def _find_absent(self, limit_s: float) -> None:
         # A rank that has left told so before its connections closed.
