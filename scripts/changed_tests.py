@@ -75,13 +75,12 @@ def reaching(changed: Collection[str], needed: Mapping[str, Collection[str]]) ->
 
 def changed_files(commit: str) -> list[str]:
     """Return the files that differ from a commit, or are new; deleted ones are not there."""
-    commands = (["git", "diff", "--name-only", "--diff-filter=d", commit], ["git", "ls-files", "--others"])
-    options = [[], ["--exclude-standard"]]
-    outputs = [
-        subprocess.run([*command, *more], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-        for command, more in zip(commands, options, strict=True)
-    ]
-    return [line for output in outputs for line in output.splitlines()]
+    commands = (
+        ["git", "diff", "--name-only", "--diff-filter=d", commit],
+        ["git", "ls-files", "--others", "--exclude-standard"],
+    )
+    done = [subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True) for words in commands]
+    return [line for each in done for line in each.stdout.splitlines()]
 
 
 def _modules() -> Iterator[tuple[str, Path]]:
