@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import signal
@@ -31,6 +32,7 @@ from vtp_plugin.runtime.health.waiting import (
     poll,
     some_ranks,
     tell_read,
+    time_limit,
     until_store_ends,
 )
 from vtp_plugin.util.printable import one_line
@@ -185,10 +187,14 @@ def settle_seats(
         PeerError: a rank did not come, or somebody has posted what no rank posts.
     """
     part = part_of(store, Topic.CARDS)
-    part.set(str(rank), json.dumps(asdict(replace(own, why=redaction.reason(own.why)))))
+    limited = functools.partial(time_limit, rank, timeout_s, "for the store at the choice of the layout: no answer")
+    with limited():
+        part.set(str(rank), json.dumps(asdict(replace(own, why=redaction.reason(own.why)))))
     if rank == 0:
         try:
-            outcome = decide(_cards(part, world_size, timeout_s))
+            with limited():
+                cards = _cards(part, world_size, timeout_s)
+            outcome = decide(cards)
         except Exception as error:
             kinds = (one for one in _KINDS if isinstance(error, one))
             text = one_line(redaction.describe(error))
@@ -202,12 +208,14 @@ def settle_seats(
         part.set("seats", post)
     else:
         lines = WaitingLines(timeout_s, lambda: "rank 0, which chooses the layout")
-        if not poll(lambda: part.check(["seats"]), timeout_s, pause_s=0.1, lines=lines):
-            raise PeerError(
-                f"{WAITED} {timeout_s:.1f} s for rank 0 to choose the layout: no answer; look for a rank 0 that ended"
-            )
-        post = part.get("seats")
-        tell_read(part, "read")
+        with limited():
+            if not poll(lambda: part.check(["seats"]), timeout_s, pause_s=0.1, lines=lines):
+                raise PeerError(
+                    f"{WAITED} {timeout_s:.1f} s for rank 0 to choose the layout: no answer; look for a rank 0 that "
+                    "ended"
+                )
+            post = part.get("seats")
+            tell_read(part, "read")
         if "error" in parse_post(dict[str, object], post, Topic.CARDS.key, "seats"):
             ended = parse_post(Ended, post, Topic.CARDS.key, "seats")
             if not ended.error:

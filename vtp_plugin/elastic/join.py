@@ -23,7 +23,7 @@ from vtp_plugin.runtime.health.error_file import SPEAKER_VARIABLE
 from vtp_plugin.runtime.health.meeting_store import ATTEMPT_VARIABLE, KEEPER_VARIABLE, open_own_store, open_store
 from vtp_plugin.runtime.health.store import name_run
 from vtp_plugin.runtime.health.store_server import is_agent_store, serves_store
-from vtp_plugin.runtime.health.waiting import poll
+from vtp_plugin.runtime.health.waiting import poll, time_limit
 from vtp_plugin.util import log
 
 _LINGER_S = 60.0
@@ -110,8 +110,10 @@ def join_run(
                 "if the first machine is lost, whose launcher keeps the store, the run ends on all machines; with "
                 f"{SHARE_VARIABLE}=1 on every machine elastic torchrun survives that, see docs/guides/lost-cards.md",
             )
-        store = open_own_store(store, rank, environment, timeout_s)
-    environment[LOCK_VARIABLE] = name_run(store)
+        with time_limit(rank, timeout_s, "for the store of this attempt: no answer"):
+            store = open_own_store(store, rank, environment, timeout_s)
+    with time_limit(rank, timeout_s, "for the store: no answer"):
+        environment[LOCK_VARIABLE] = name_run(store)
     serves = serves_store(rank, environment)
     try:
         outcome = settle_seats(

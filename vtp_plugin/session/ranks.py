@@ -21,6 +21,7 @@ from vtp_plugin.runtime.health.monitor import Monitor
 from vtp_plugin.runtime.health.redaction import Redaction
 from vtp_plugin.runtime.health.startup import Agreement
 from vtp_plugin.runtime.health.store import Topic, connect_again, name_run, part_of
+from vtp_plugin.runtime.health.waiting import time_limit
 from vtp_plugin.runtime.step.measure import Posted, Report, share_reports
 
 Agree = Callable[[Callable[[], Mapping[str, object]]], None]
@@ -118,7 +119,10 @@ class AllRanks:
         Arguments and errors are those of :meth:`~vtp_plugin.runtime.health.startup.Agreement.settle`.
         """
         agreement = self._joined()
-        monitor_store = connect_again(agreement.store) if self.monitor is None else None
+        monitor_store = None
+        if self.monitor is None:
+            with time_limit(agreement.rank, self.timeout_s, "for another connection to the store: no answer"):
+                monitor_store = connect_again(agreement.store)
         with self.passing():
             agreement.settle(name, prepare, is_partial=is_partial, timeout_s=timeout_s)
         if monitor_store is not None:

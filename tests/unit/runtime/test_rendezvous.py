@@ -97,6 +97,13 @@ class TestDescription:
         env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511", "TORCHELASTIC_USE_AGENT_STORE": "True"}
         assert describe_listening(env)[0].startswith("store: all interfaces, port 29511, kept by torchrun")
 
+    def test_a_server_that_strangers_can_stop(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29511"}
+        monkeypatch.setattr("torch.__version__", "2.7.1+cu126")
+        assert "with torch 2.7.1+cu126 a stranger can stop it" in describe_listening(env)[0]
+        monkeypatch.setattr("torch.__version__", "2.10.0")
+        assert "stranger" not in describe_listening(env)[0]
+
     def test_interfaces(self) -> None:
         env = {
             "GLOO_SOCKET_IFNAME": "wg0",

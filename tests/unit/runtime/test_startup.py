@@ -326,6 +326,37 @@ class TestOpenStore:
         assert done.returncode == 1
         assert "start-up: waited" in done.stderr
 
+    @pytest.mark.parametrize(
+        "call",
+        [
+            "ranks.AllRanks(lambda: 0.5, lambda: None).agree('start', dict)",
+            "cards.settle_seats(store, own, None, rank=1, world_size=2, timeout_s=0.5, redaction=redaction)",
+            "cards.settle_seats(store, own, None, rank=0, world_size=2, timeout_s=0.5, redaction=redaction)",
+            "join.join_run(own, SimpleNamespace(redaction=redaction), environment=environment, timeout_s=0.5)",
+        ],
+    )
+    def test_a_server_that_stops_later(self, call: str) -> None:
+        """A call on its store never returns; the process ends all the same, with a line."""
+        source = (
+            "import time, torch.distributed as dist\n"
+            "from types import SimpleNamespace\n"
+            "from vtp_plugin.elastic import cards, join\n"
+            "from vtp_plugin.runtime.health.redaction import Redaction\n"
+            "from vtp_plugin.session import ranks\n"
+            "class Stopped(dist.Store):\n"
+            "    def set(self, *_): time.sleep(600)\n"
+            "    compare_set = set\n"
+            "store, redaction = Stopped(), Redaction()\n"
+            "join.open_store = lambda *_: store\n"
+            "environment = {'RANK': '1', 'WORLD_SIZE': '2', 'LOCAL_RANK': '0'}\n"
+            "own = cards.RankCard(node='a', local_rank=0, site='', kind='cpu', why='', versions='')\n"
+            "ranks.AllRanks._joined = lambda _: SimpleNamespace(store=store, rank=1)\n"
+            f"{call}\n"
+        )
+        done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=600)
+        assert done.returncode == 1
+        assert "start-up: waited" in done.stderr and "Traceback" not in done.stderr
+
     def test_shared_with_the_launcher(self, server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("MASTER_ADDR", HOST)
         monkeypatch.setenv("MASTER_PORT", str(server.port))

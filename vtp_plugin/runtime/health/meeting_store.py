@@ -10,6 +10,7 @@ import time
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
 
+import torch
 import torch.distributed as dist
 
 from vtp_plugin.errors import ConfigError, PeerError
@@ -21,6 +22,7 @@ from vtp_plugin.runtime.health.store_server import (
     ALL_INTERFACES,
     attach,
     is_agent_store,
+    is_server_bounded,
     listening_address,
     serve,
     serves_store,
@@ -155,7 +157,11 @@ def _describe_store(environment: Mapping[str, str]) -> str:
         whose = f"port {port}" if port else "the port of --master-port or --rdzv-endpoint"
         return f"{ALL_INTERFACES}, {whose}, kept by torchrun on its first machine; let a firewall keep others out"
     address, reason = listening_address(host, environment)
-    return f"{address or ALL_INTERFACES} port {port}, kept by rank 0 ({reason})"
+    stranger = ""
+    if not is_server_bounded():
+        stranger = f"; with torch {torch.__version__} a stranger can stop it, or make it take GiB of memory: let a "
+        stranger += "firewall keep others out, or take torch 2.8 or newer"
+    return f"{address or ALL_INTERFACES} port {port}, kept by rank 0 ({reason}){stranger}"
 
 
 def _own_address() -> str:

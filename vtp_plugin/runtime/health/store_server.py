@@ -10,6 +10,7 @@ import socket
 from collections.abc import Mapping
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 from vtp_plugin.errors import ConfigError
@@ -17,6 +18,15 @@ from vtp_plugin.util import log
 
 _KEEPER_S = 300.0
 ALL_INTERFACES = "all interfaces"
+
+
+def is_server_bounded() -> bool:
+    """Tell whether torch's server bounds what a stranger's connection costs: one socket is read at a time before 2.8.
+
+    There :func:`serve` gets torch's older server, which reads a message to its end before it answers anybody else, and
+    makes as many bytes as a length announces.
+    """
+    return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
 
 
 def serves_store(rank: int, environment: Mapping[str, str]) -> bool:
@@ -70,7 +80,7 @@ def _open_either(host: str, port: int, timeout_s: float, address: str | None) ->
     try:
         return _open_server(host, port, timeout_s, address, use_libuv=True)
     except RuntimeError as error:
-        # The newer of torch's two servers takes no listening socket in old versions, such as 2.7.
+        # The newer of torch's two servers takes no listening socket before 2.8 (pytorch/pytorch#150215).
         if "libuv" not in str(error):
             raise
     return _open_server(host, port, timeout_s, address, use_libuv=False)
