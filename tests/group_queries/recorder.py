@@ -70,11 +70,12 @@ class Recorder:
 
     def __init__(self) -> None:
         self._seen: set[tuple[CodeType, object, str]] = set()
+        self._sides: dict[CodeType, str] = {}
         self.queries: set[Query] = set()
 
     def note(self, asks: str, kind: str | None = None, group: Any = None) -> None:
         """Note a question that the caller's caller asks, of a kind of groups or of one group."""
-        frame = _asker(sys._getframe(2))
+        frame = self._asker(sys._getframe(2))
         if frame is None:
             return
         key = frame.f_code, kind or id(group), asks
@@ -84,18 +85,25 @@ class Recorder:
             if found is not None:
                 self.queries.add(Query(_name_of(frame), found, asks))
 
+    def _asker(self, frame: FrameType | None) -> FrameType | None:
+        """Return the first frame of Megatron or MindSpeed that asks for itself; None if the question is ours."""
+        while frame is not None:
+            side = self._sides.get(frame.f_code)  # a million questions a minute come from a few functions
+            if side is None:
+                side = self._sides[frame.f_code] = _side_of(frame)
+            if side:
+                return frame if side == "foreign" else None
+            frame = frame.f_back
+        return None
 
-def _asker(frame: FrameType | None) -> FrameType | None:
-    """Return the first frame of Megatron or MindSpeed that asks for itself; None if the question is ours."""
-    while frame is not None:
-        name = frame.f_globals.get("__name__", "")
-        root = name.partition(".")[0]
-        if root in OWN and name != __name__:
-            return None
-        if root in FOREIGN and name != STATE and frame.f_code.co_name not in ACCESSORS:
-            return frame
-        frame = frame.f_back
-    return None
+
+def _side_of(frame: FrameType) -> str:
+    """Tell whose function runs in a frame: "own", "foreign", or "" if it asks on behalf of its caller."""
+    name = frame.f_globals.get("__name__", "")
+    root = name.partition(".")[0]
+    if root in OWN and name != __name__:
+        return "own"
+    return "foreign" if root in FOREIGN and name != STATE and frame.f_code.co_name not in ACCESSORS else ""
 
 
 def _has_own_groups() -> bool:
