@@ -31,17 +31,17 @@ $(STAMP): pyproject.toml scripts/make_env.sh
 
 # What the smoke test is taken from: one of the first two trains, by megatron.training where this Megatron has it.
 SMOKE := tests/multiproc/training/test_training.py tests/multiproc/layouts/test_host_grid.py \
-	tests/unit/project/test_imports.py tests/unit/project/test_doctests.py
+	tests/house/test_imports.py tests/house/test_doctests.py
 
 smoke: $(STAMP) ## run this first, under a minute: ruff, import rules, examples, and 1,2 trained and compared with the uniform run
 	if [ -x $(BIN)/ruff ]; then $(BIN)/ruff check -q . && $(BIN)/ruff format -q --check .; fi
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 0 -m smoke --durations=3 $(SMOKE)
 
-check: $(STAMP) ## ruff (lint and format), pyright, import rules
+check: $(STAMP) ## what needs no run: ruff (lint and format), pyright, and rules of sources, words and documents
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
-	$(BIN)/python -m pytest -q tests/unit/project/test_imports.py
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not full" tests/house
 
 test: $(STAMP) ## the tests that every change runs (about 35 minutes on 2 idle cores); with HOST=0.12, those that this Megatron can run
 	$(PYTEST) -m "not full"

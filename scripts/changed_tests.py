@@ -23,11 +23,11 @@ FOLDERS = ("vtp_plugin", "patches", "tests", "scripts", "benchmarks", "examples"
 SPINE = (
     "tests/multiproc/layouts/test_host_grid.py",
     "tests/multiproc/training/test_training.py",
-    "tests/unit/project/test_doctests.py",
-    "tests/unit/project/test_imports.py",
+    "tests/house/test_doctests.py",
+    "tests/house/test_imports.py",
 )
 """Files of tests that are always run."""
-_PROJECT = "tests/unit/project/"  # looks at all files
+_LOOK_AT_ALL_FILES = {"tests/house/", "tests/unit/project/"}
 _COMMANDS = "tests/unit/cli/"  # calls all commands by one function
 _ALL = (
     *("vtp_plugin", "vtp_plugin.api", "vtp_plugin.cli.main"),
@@ -110,7 +110,7 @@ class House:
         reached = reaching(changed, self.needed)
         found = {str(path.relative_to(ROOT)) for name, path in self.paths.items() if name in reached and _is_test(path)}
         folders = {_COMMANDS} if any(name.startswith("vtp_plugin.cli.") for name in reached) else set[str]()
-        return sorted({*found, *SPINE, *folders, *({_PROJECT} if files else ())})
+        return sorted({*found, *SPINE, *folders, *(_LOOK_AT_ALL_FILES if files else ())})
 
 
 def _is_test(path: Path) -> bool:

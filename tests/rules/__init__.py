@@ -1,1 +1,1 @@
-"""Rules for sources and documents of this repository, as functions on text: `tests/unit/project` holds them."""
+"""Rules for sources and documents of this repository, as functions on text: `tests/house` holds them."""

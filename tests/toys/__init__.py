@@ -47,13 +47,13 @@ class Toy:
 
 
 HOUSE = (
-    "tests/unit/project/test_docs.py",
-    "tests/unit/project/test_docs_text.py",
-    "tests/unit/project/test_house.py",
-    "tests/unit/project/test_imports.py",
-    "tests/unit/project/test_nothing_unused.py",
-    "tests/unit/project/test_words.py",
-    "tests/unit/project/test_writes.py",
+    "tests/house/test_docs.py",
+    "tests/house/test_docs_text.py",
+    "tests/house/test_house.py",
+    "tests/house/test_imports.py",
+    "tests/house/test_nothing_unused.py",
+    "tests/house/test_words.py",
+    "tests/house/test_writes.py",
 )
 _SMALL = {"sizes": (1, 2), "num_steps": 1, "num_microbatches": 2}
 TOYS = (
@@ -64,7 +64,7 @@ TOYS = (
         case=Case.of(**_SMALL),
         job="tests.toys.jobs:train_with_0_20",
         says="not yet run with Megatron 0.20: --sft, hangs, and the whole grids of options",
-        tests=("tests/unit/host/test_pins.py", "tests/unit/project/test_make_env.py"),
+        tests=("tests/unit/host/test_pins.py", "tests/house/test_make_env.py"),
     ),
     Toy(
         name="option",

@@ -24,7 +24,7 @@ def house() -> House:
         # By a name in a text, as pools of ranks take it.
         ("tests/multiproc/jobs/bridge_job.py", ["tests/multiproc/bridges/test_bridges.py"], ["tests/unit/cli/"]),
         ("tests/unit/cli/test_search.py", ["tests/unit/cli/test_search.py"], ["tests/unit/cli/test_cli.py"]),
-        ("docs/guides/link.md", ["tests/unit/project/"], ["tests/multiproc/link/test_link_up.py"]),
+        ("docs/guides/link.md", ["tests/house/", "tests/unit/project/"], ["tests/multiproc/link/test_link_up.py"]),
     ],
 )
 def test_a_change_chooses_what_it_reaches(house: House, file: str, chosen: list[str], not_chosen: list[str]) -> None:
