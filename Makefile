@@ -19,7 +19,7 @@ PYTEST := OMP_NUM_THREADS=1 VTP_TEST_TIMES=$(TIMES) $(BIN)/python -m pytest $(TE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help env smoke check test test-changed test-unit test-full test-busy test-mm test-site slowest coverage site demo clean
+.PHONY: help env smoke check test test-changed test-unit test-full test-busy test-lanes test-mm test-site slowest coverage site demo clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -66,6 +66,10 @@ BUSY := env OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m "not full" tests/han
 test-busy: $(STAMP) ## the default tests beside 6 busy processes; tests of hangs and bad input 3 times beside 20
 	bash scripts/busy.sh 6 env $(PYTEST) -m "not full"
 	for round in 1 2 3; do bash scripts/busy.sh 20 $(BUSY) || exit 1; done
+
+# The lanes of make test-full that need fetched trees; the variables that name them: tests/mindspeed/conftest.py.
+test-lanes: ## minutes of each lane: MindSpeed-LLM's and MindSpeed-MM's own scripts on CPU; VTP_ variables, VENV=/its/environment
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 --timeout 1000 -m core tests/mindspeed
 
 test-mm: ## MindSpeed-MM's own script on CPU; set VTP_MINDSPEED_MM, VTP_MINDSPEED, VTP_MEGATRON_LM to its trees, VENV=/its/environment
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 --timeout 1000 --durations=0 tests/mindspeed/test_mm_*.py

@@ -146,7 +146,7 @@ def reference(sizes: str, *extra: str, dp: int = 1) -> dict[str, list[float]]:
     ("sizes", "extra", "dp"),
     [
         ("2,2", (), 1),
-        ("1,2", (), 1),
+        pytest.param("1,2", (), 1, marks=pytest.mark.core),
         ("2,1", (), 1),
         ("1,2,2", (), 1),
         ("1,2", SEQUENCE, 1),
@@ -180,7 +180,11 @@ def test_u_shape() -> None:
         ("1,2", ("--ckpt-format", "torch_dist")),
         ("2,1", ("--ckpt-format", "torch")),
         ("1,2", ("--layerwise-disaggregated-training", "--num-layer-list", "1,2,1", "--ckpt-format", "torch_dist")),
-        ("1,2", (*["--layerwise-disaggregated-training", "--num-layer-list", "1,2,1", "--vtp-sites", "edge,cloud"],)),
+        pytest.param(
+            "1,2",
+            ("--layerwise-disaggregated-training", "--num-layer-list", "1,2,1", "--vtp-sites", "edge,cloud"),
+            marks=pytest.mark.core,
+        ),
     ],
     ids=("torch_dist", "torch", "u-shape", "sites"),
 )
@@ -303,6 +307,7 @@ def test_two_lines_after_the_adaptor(tmp_path: Path) -> None:
     assert_same(trained("1,2", *PER_TOKEN, script=script, is_run=False), reference("1,2", *PER_TOKEN))
 
 
+@pytest.mark.core
 def test_a_refused_feature_names_its_flag() -> None:
     # On 0.16 MindSpeed's own code for --optimize-send-recv-comm imports a name that this Megatron has not.
     flag = "--optimize-send-recv-comm" if host_name() == "0.12" else "--unaligned-linear"

@@ -129,7 +129,7 @@ def test_its_own_pipeline_equals_the_oracle() -> None:
 @pytest.mark.parametrize(
     ("sizes", "vision", "text", "extra", "dp"),
     [
-        ("1,2", [2, 0], [2, 2], (), 1),
+        pytest.param("1,2", [2, 0], [2, 2], (), 1, marks=pytest.mark.core),
         ("2,1", [2, 0], [2, 2], (), 1),
         ("1,2,1", [2, 0, 0], [1, 2, 1], (), 1),
         ("1,2", [2, 0], [2, 2], ("--sequence-parallel",), 1),
@@ -162,7 +162,7 @@ def start_u(
 @pytest.mark.parametrize(
     ("sizes", "vision", "text", "is_own", "extra", "dp"),
     [
-        ("1,2", [[2, 0], [0, 0]], [[1, 2], [1, 0]], False, (), 1),
+        pytest.param("1,2", [[2, 0], [0, 0]], [[1, 2], [1, 0]], False, (), 1, marks=pytest.mark.core),
         ("1,1,2", [[2, 0, 0], [0, 0, 0]], [[1, 1, 1], [1, 0, 0]], False, (), 1),
         ("1,2", [[1, 0], [1, 0], [0, 0]], [[0, 0], [1, 2], [1, 0]], True, OWN_CHUNKS, 1),
         ("1,2", [[2, 0], [0, 0]], [[1, 2], [1, 0]], False, OF_THE_ORACLE, 2),
@@ -255,7 +255,10 @@ def test_a_chunk_that_is_not_finalized_fails_by_far(monkeypatch: pytest.MonkeyPa
     [
         ("1,2", [[1, 1], [0, 0]], [[1, 2], [1, 0]], False, (), r"1,1 / 0,0 of vision_encoder .*goes round twice"),
         ("1,2", [2, 0, 0], [2, 1, 1], False, (), r"pipeline_num_layers .*; .*; change the JSON of the model"),
-        ("1,3", [0, 2], [2, 2], None, (), "num_attention_heads 4 of vision_encoder; stage 1 "),
+        pytest.param(
+            *("1,3", [0, 2], [2, 2], None, (), "num_attention_heads 4 of vision_encoder; stage 1 "),
+            marks=pytest.mark.core,
+        ),
         ("1,2", [1, 1], [0, 4], None, (), "pipeline_num_layers 0,4 of text_decoder begins behind stage 0; "),
         ("1,2", [2, 0, 0], [2, 1, 1], None, (), "pipeline_num_layers 2,0,0 of vision_encoder; 2 stages need 1 x 2 "),
     ],
