@@ -1,4 +1,4 @@
-"""Every `>>>` example of the plugin and of the ordering models is run and gives what it shows.
+"""Every `>>>` example of the plugin, of the ordering models and of helpers is run and gives what it shows.
 
 Caught two stale examples in helpers of the tests as soon as it looked there (5521d9f).
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import io
+import re
 from types import ModuleType
 
 import pytest
@@ -16,12 +17,13 @@ from tests.rules.import_rules import ROOT, sources
 
 pytestmark = pytest.mark.smoke
 
+EXAMPLE = re.compile(r"^ *>>> ", re.MULTILINE)
 HELPERS = [
-    (f"tests.{folder}.{path.stem}", path.read_text())
-    for folder in ("ordering", "rules", "support")
-    for path in sorted((ROOT / "tests" / folder).glob("*.py"))
+    (f"{folder}.{path.stem}", path.read_text())
+    for folder in ("tests.ordering", "tests.rules", "tests.support", "tests.mindspeed", "scripts")
+    for path in sorted(ROOT.joinpath(*folder.split(".")).glob("*.py"))
 ]
-MODULES = {name.removesuffix(".__init__"): source for name, source in [*sources(), *HELPERS] if ">>> " in source}
+MODULES = {name.removesuffix(".__init__"): source for name, source in [*sources(), *HELPERS] if EXAMPLE.search(source)}
 
 
 def run_examples(module: ModuleType) -> tuple[int, str]:
@@ -38,7 +40,7 @@ def test_examples_are_right(name: str) -> None:
     attempted, report = run_examples(importlib.import_module(name))
     assert not report, report
     # An example at a place where doctest does not look would never be run.
-    assert attempted == MODULES[name].count(">>> ")
+    assert attempted == len(EXAMPLE.findall(MODULES[name]))
 
 
 def test_pure_packages_have_examples() -> None:

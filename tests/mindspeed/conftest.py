@@ -62,9 +62,15 @@ def line_of(lane: str, kept: dict[str, dict[str, object]]) -> str:
 
 
 class Lanes:
-    """A plugin of pytest: counts what came of the tests of each lane."""
+    """A plugin of pytest: counts what came of the tests of each lane.
 
-    def __init__(self) -> None:
+    Args:
+        marks: of the tests that were chosen.
+        is_whole: no test was chosen by its name.
+    """
+
+    def __init__(self, marks: str, *, is_whole: bool) -> None:
+        self._marks, self._is_whole = marks, is_whole
         self.outcomes: dict[str, Counter[str]] = {lane: Counter() for lane in TREES}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -78,13 +84,14 @@ class Lanes:
         kept = json.loads(KEPT.read_text())
         for lane, outcomes in self.outcomes.items():
             trees = {name: os.environ.get(name, "") for name in TREES[lane]}
-            if outcomes and all(trees.values()):
+            if outcomes and self._is_whole and all(trees.values()):
                 commit = subprocess.run(
                     ["git", "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, cwd=ROOT, check=False
                 )
                 kept[lane] = {
                     "date": datetime.date.today().isoformat(),
                     "commit": commit.stdout.strip(),
+                    "marked": self._marks or "any",
                     "tests": dict(sorted(outcomes.items())),
                     "trees": {name: identify(Path(path)) for name, path in trees.items()},
                     "python": platform.python_version(),
@@ -97,4 +104,5 @@ class Lanes:
 def pytest_configure(config: pytest.Config) -> None:
     """Count where the reports of all workers come together, in runs that may have tests of a lane."""
     if not hasattr(config, "workerinput") and "not full" not in config.option.markexpr:
-        config.pluginmanager.register(Lanes())
+        is_whole = not config.option.keyword and not any("::" in place for place in config.args)
+        config.pluginmanager.register(Lanes(config.option.markexpr, is_whole=is_whole))

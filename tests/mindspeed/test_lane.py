@@ -3,6 +3,7 @@
 Opt-in: ``VTP_MINDSPEED`` names a tree of MindSpeed, ``VTP_MEGATRON_LM`` the Megatron-LM that the branch is made for,
 ``VTP_MINDSPEED_LLM`` one of MindSpeed-LLM. Without the last, Megatron-LM's own script runs, with the import of the
 adaptor as its first line, as MindSpeed's guide says. ``tests/npu_stub`` stands for torch_npu. A start takes a minute.
+On 0.12 the environment needs, besides, transformers, datasets, peft, tqdm, scipy, sqlalchemy and scikit-learn.
 """
 
 from __future__ import annotations
