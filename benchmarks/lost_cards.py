@@ -38,6 +38,7 @@ from tests.multiproc.faults.elastic import Cluster, undisturbed
 from tests.multiproc.faults.fault_log import read_log, require_losses, require_samples
 from tests.multiproc.faults.faulty_gpt import CABLE, KINDS, LOG, PHASES
 from tests.multiproc.faults.hosts_apart import Network, why_not
+from tests.support.pool import Pool
 from vtp_plugin.config.parse_values import format_value
 from vtp_plugin.tune.cluster.machines import Node
 from vtp_plugin.tune.fit.constraints import Constraints
@@ -426,11 +427,10 @@ def main() -> None:
         return
     entries = [json.loads(line) for line in results.read_text().splitlines()] if results.is_file() else []
     done = {entry["run"]["seed"] for entry in entries if "run" in entry}
-    whole = out / "undisturbed"
-    whole.mkdir(exist_ok=True)
-    kept = whole / "losses.json"
+    kept = out / "undisturbed.json"
     if not kept.is_file():
-        kept.write_text(json.dumps(undisturbed(FIRST, _NUM_STEPS, script=SCRIPT, folder=whole)))
+        with Pool(len(_CARDS)) as pool:
+            kept.write_text(json.dumps(undisturbed(pool, FIRST, _NUM_STEPS)))
     expected = {int(step): loss for step, loss in json.loads(kept.read_text()).items()}
     for seed in range(options.seed, options.seed + options.runs):
         if seed not in done:

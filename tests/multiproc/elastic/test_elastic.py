@@ -19,6 +19,7 @@ from tests.multiproc.faults.fault_log import read_log, require_losses, require_s
 from tests.multiproc.faults.faulty_gpt import LOG
 from tests.multiproc.faults.hosts_apart import Network, why_not
 from tests.support.pace import pace
+from tests.support.pool import Pool
 from vtp_plugin.elastic.stop_marker import MARKER
 
 FIT = ("--vtp-size-list", "auto", "--vtp-timeout-s", str(int(40 * pace())))
@@ -28,22 +29,22 @@ U_SHAPE = "--layerwise-disaggregated-training --num-layer-list 1,2,1 --vtp-sites
 
 
 @functools.cache
-def losses(first: str, num_replicas: int) -> dict[int, float]:
+def losses(pool: Pool, first: str, num_replicas: int) -> dict[int, float]:
     """Return the losses of a run that stays in its first list."""
-    return undisturbed(first, NUM_STEPS, num_replicas=num_replicas)
+    return undisturbed(pool, first, NUM_STEPS, num_replicas=num_replicas)
 
 
-def require_same(cluster: Cluster, first: str, num_replicas: int = 1) -> None:
+def require_same(pool: Pool, cluster: Cluster, first: str, num_replicas: int = 1) -> None:
     """The run has done all its steps as the run that nothing happened to."""
     steps = cluster.steps()
     assert {step.iteration for step in steps} == {*range(1, NUM_STEPS + 1)}
-    require_losses(steps, losses(first, num_replicas))
+    require_losses(steps, losses(pool, first, num_replicas))
 
 
 @pytest.mark.full
 @pytest.mark.needs("scripts_here")
 @pytest.mark.parametrize("optimizer", ["plain", "distributed"])
-def test_a_card_then_an_agent_are_lost(tmp_path: Path, optimizer: str) -> None:
+def test_a_card_then_an_agent_are_lost(script_pool: Pool, tmp_path: Path, optimizer: str) -> None:
     flags = [*FIT, "--vtp-stages", "1:2", "--vtp-data-parallel-size", "1", "--train-iters", str(NUM_STEPS)]
     # Megatron 0.12 has no place for a tied embedding in the distributed optimizer of so narrow a model.
     untied = ["--untie-embeddings-and-output-weights"] if optimizer == "distributed" else []
@@ -59,12 +60,16 @@ def test_a_card_then_an_agent_are_lost(tmp_path: Path, optimizer: str) -> None:
         cluster.lose("b")
         assert cluster.finish("a") == 0, cluster.tail()
         assert list(dict.fromkeys(step.sizes for step in cluster.steps())) == ["2,2", "2,1", "2"]
-        require_same(cluster, shlex.join(["--vtp-size-list", "2,2", "--make-vocab-size-divisible-by", "768", *untied]))
+        require_same(
+            script_pool,
+            cluster,
+            shlex.join(["--vtp-size-list", "2,2", "--make-vocab-size-divisible-by", "768", *untied]),
+        )
 
 
 @pytest.mark.full
 @pytest.mark.needs("scripts_here")
-def test_three_do_not_divide(tmp_path: Path) -> None:
+def test_three_do_not_divide(script_pool: Pool, tmp_path: Path) -> None:
     """12 heads in 4 groups and sequence parallelism: of eight cards seven are left, and all seven go on."""
     flags = [*FIT, "--vtp-stages", "2:3", "--vtp-data-parallel-size", "1", "--train-iters", str(NUM_STEPS)]
     with Cluster(tmp_path, [*flags, "--sequence-parallel"]) as cluster:
@@ -75,14 +80,14 @@ def test_three_do_not_divide(tmp_path: Path) -> None:
         os.kill(cluster.rank("b", 2), signal.SIGKILL)
         assert cluster.finish("a") == cluster.finish("b") == 0, cluster.tail()
         assert list(dict.fromkeys(step.sizes for step in cluster.steps())) == ["4,4", "4,2,1"]
-        require_same(cluster, "--vtp-size-list 4,4 --make-vocab-size-divisible-by 128 --sequence-parallel")
+        require_same(script_pool, cluster, "--vtp-size-list 4,4 --make-vocab-size-divisible-by 128 --sequence-parallel")
         text = cluster.log("a").read_text() + cluster.log("b").read_text()
         assert re.search(r"b has 3 devices, but no stage can have tensor-parallel size 3: --num-query-groups 4", text)
 
 
 @pytest.mark.full
 @pytest.mark.needs("scripts_here")
-def test_a_kill_without_a_fault_gives_the_same_list(tmp_path: Path) -> None:
+def test_a_kill_without_a_fault_gives_the_same_list(script_pool: Pool, tmp_path: Path) -> None:
     flags = [*FIT, "--vtp-stages", "1:2", "--vtp-data-parallel-size", "1", "--train-iters", str(NUM_STEPS)]
     with Cluster(tmp_path, flags, nodes="2") as cluster:
         cluster.start("a", 1)
@@ -93,6 +98,7 @@ def test_a_kill_without_a_fault_gives_the_same_list(tmp_path: Path) -> None:
         assert {step.sizes for step in cluster.steps()} == {"1,2"}
         assert len(cluster.steps()) > NUM_STEPS
         require_same(
+            script_pool,
             cluster,
             "--vtp-size-list 1,2 --make-vocab-size-divisible-by 768 --decoder-first-pipeline-num-layers 1",
         )
@@ -110,7 +116,7 @@ def _orphans(folder: Path) -> list[int]:
 
 @pytest.mark.full
 @pytest.mark.needs("our_example")
-def test_an_agent_comes_back(tmp_path: Path) -> None:
+def test_an_agent_comes_back(script_pool: Pool, tmp_path: Path) -> None:
     """Its ranks count their restarts from zero. Each sample counts once; no process and no file is left."""
     before = {*os.listdir("/dev/shm")}
     flags = [*FIT, "--vtp-stages", "1:2", "--vtp-data-parallel-size", "1", "--train-iters", str(NUM_STEPS)]
@@ -126,7 +132,7 @@ def test_an_agent_comes_back(tmp_path: Path) -> None:
         cluster.start("b", 2)
         cluster.wait_for("2,2", 3, above=last)
         assert cluster.finish("a") == cluster.finish("b") == 0, cluster.tail()
-        require_same(cluster, "--vtp-size-list 2,2 --make-vocab-size-divisible-by 768")
+        require_same(script_pool, cluster, "--vtp-size-list 2,2 --make-vocab-size-divisible-by 768")
         text = cluster.log("a").read_text() + cluster.log("b").read_text()
         pattern = r"lost with TP sizes (\S+): (\d+) steps? and (\d+) samples are repeated"
         lost = sorted(re.findall(pattern, text))
@@ -158,7 +164,7 @@ def test_an_agent_comes_back(tmp_path: Path) -> None:
     ids=["the stage shrinks in both", "one replica less"],
 )
 def test_replicas(
-    tmp_path: Path, stages: str, number: list[str], lists: list[str], replicas: list[str], first: str
+    script_pool: Pool, tmp_path: Path, stages: str, number: list[str], lists: list[str], replicas: list[str], first: str
 ) -> None:
     """A card of one of two replicas is lost."""
     flags = [*FIT, "--vtp-stages", stages, *number, "--train-iters", str(NUM_STEPS)]
@@ -173,7 +179,12 @@ def test_replicas(
         text = cluster.log("a").read_text() + cluster.log("b").read_text()
         found = re.findall(r"chosen: --vtp-size-list (\S+), layers \S+, (\d) replica", text)
         assert found == [*zip(lists, replicas, strict=True)]
-        require_same(cluster, f"--vtp-size-list {lists[0]} --make-vocab-size-divisible-by 768 {first}", num_replicas=2)
+        require_same(
+            script_pool,
+            cluster,
+            f"--vtp-size-list {lists[0]} --make-vocab-size-divisible-by 768 {first}",
+            num_replicas=2,
+        )
 
 
 @pytest.mark.full
@@ -202,7 +213,7 @@ def test_a_u_shape_loses_cloud_then_edge(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.needs("scripts_here")
 @pytest.mark.parametrize("is_looped", [False, True], ids=["restarts", "loop"])
-def test_static_torchrun(tmp_path: Path, is_looped: bool) -> None:
+def test_static_torchrun(script_pool: Pool, tmp_path: Path, is_looped: bool) -> None:
     """It restarts its ranks; or a shell starts it again. Then a start that nothing can cure ends the loop."""
     flags = [*FIT, "--vtp-stages", "1:2", "--vtp-data-parallel-size", "1", "--train-iters", str(NUM_STEPS)]
     with Cluster(
@@ -214,7 +225,7 @@ def test_static_torchrun(tmp_path: Path, is_looped: bool) -> None:
         os.kill(cluster.rank("a", 0), signal.SIGKILL)
         assert cluster.finish("a") == 0, cluster.tail()
         assert list(dict.fromkeys(step.sizes for step in cluster.steps())) == ["2,1", "2"]
-        require_same(cluster, FIRST_OF_THREE)
+        require_same(script_pool, cluster, FIRST_OF_THREE)
         assert "the launcher ended" not in cluster.log("a").read_text()
         if is_looped:
             cluster.start("a", 3, "--global-batch-size", "9")
@@ -243,7 +254,7 @@ def test_too_few_cards_wait_for_a_machine(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.needs("our_example")
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "namespaces can be made")
-def test_a_cable_is_pulled(tmp_path: Path) -> None:
+def test_a_cable_is_pulled(script_pool: Pool, tmp_path: Path) -> None:
     """Hosts of their own: one is cut off, the other goes on; plugged in and started again, it comes back."""
     flags = [*FIT, "--vtp-stages", "1:2", "--vtp-data-parallel-size", "1", "--train-iters", str(NUM_STEPS)]
     script = "tests/multiproc/faults/faulty_gpt.py"
@@ -259,7 +270,7 @@ def test_a_cable_is_pulled(tmp_path: Path) -> None:
         cluster.start("b", 2)
         cluster.wait_for("2,2", 3, above=last)
         assert cluster.finish("a") == cluster.finish("b") == 0, cluster.tail()
-        require_same(cluster, "--vtp-size-list 2,2 --make-vocab-size-divisible-by 768")
+        require_same(script_pool, cluster, "--vtp-size-list 2,2 --make-vocab-size-divisible-by 768")
         require_samples(read_log(tmp_path / "faults.jsonl"))
 
 

@@ -12,7 +12,6 @@ import shlex
 import shutil
 import signal
 import subprocess
-import sys
 import tempfile
 import time
 import weakref
@@ -20,12 +19,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tests.multiproc.cases.script_cases import launch, num_ranks, succeeded
 from tests.multiproc.faults.faulty_gpt import ARMED, LOG, NODE, PAUSE
 from tests.multiproc.faults.hosts_apart import Network
 from tests.rules import launcher_commands as launchers
-from tests.support.hosts import PYTHON_PATH, ROOT, TREE
+from tests.support.hosts import ROOT, TREE
 from tests.support.pace import pace
-from tests.support.pool import free_port
+from tests.support.pool import Pool, free_port
 from vtp_plugin.elastic.cards import FAULT_FILE_VARIABLE
 from vtp_plugin.elastic.launchers import ELASTIC, KEEPER, LOOP, STATIC
 
@@ -54,36 +54,22 @@ class Step:
     loss: float
 
 
-def undisturbed(
-    first: str, num_steps: int, *, num_replicas: int = 1, script: str = SCRIPT, folder: Path | None = None
-) -> dict[int, float]:
+def undisturbed(pool: Pool, first: str, num_steps: int, *, num_replicas: int = 1) -> dict[int, float]:
     """Return the losses, by step, of a run that stays in its first list; other lists begin with other weights.
 
     Args:
+        pool: runs scripts.
         first: the flags that the first list was given.
         num_steps: of the run.
         num_replicas: of every stage.
-        script: that it runs.
-        folder: for the log of a script that writes one.
     """
     words = shlex.split(first)
-    num_ranks = num_replicas * sum(map(int, words[1].split(",")))
-    launcher = ["--standalone", "--nproc-per-node", str(num_ranks), "-m", "vtp_plugin", "run"]
-    words = [*launcher, script, *MODEL, "--train-iters", str(num_steps), *words, "--vtp-force"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", NODE: "a", "PYTHONPATH": PYTHON_PATH}
-    env["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    if folder is not None:
-        env |= {LOG: str(folder / "faults.jsonl"), ARMED: str(folder / "armed.json")}
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *words],
-        cwd=ROOT,
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=(200.0 + 2.0 * num_steps) * pace(),
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return {int(found[1]): float(found[3]) for found in STEP.finditer(done.stdout)}
+    # A fork of a worker cannot start workers for data.
+    arguments = [*MODEL, "--train-iters", str(num_steps), "--num-workers", "0", *words, "--vtp-force"]
+    options = {"arguments": arguments, "script": SCRIPT, "hooks": ["all_documents"]}
+    options["timeout_s"] = (200.0 + 2.0 * num_steps) * pace()
+    runs = succeeded(launch(pool, num_ranks(words[1], num_replicas), options))
+    return {int(found[1]): float(found[3]) for found in STEP.finditer("".join(run.output for run in runs))}
 
 
 @dataclass
