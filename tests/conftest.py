@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -60,6 +61,12 @@ def pytest_sessionstart() -> None:
     """End at once where all whole scripts would fail."""
     if problem := tree_problem():
         raise pytest.UsageError(problem)
+
+
+def pytest_collection_finish() -> None:
+    """Let no collection of garbage look at what was imported and collected, a million objects; apply() makes some."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_report_header() -> str:
