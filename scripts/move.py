@@ -2,6 +2,7 @@
 
     python scripts/move.py                  in this tree: files, imports, dotted names, paths, classes, functions, ids
     python scripts/move.py --prove OLD      compare this tree with a checkout from before the moves
+    MOVES=scripts/rooms.toml python scripts/move.py         another table: here files that are to be joined
 
 A branch from before the moves is brought behind them by running the script in it; where the moves were made already,
 nothing changes. The proof parses both trees, renames in the old one what the table lists, and demands equal syntax
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import ast
 import io
+import os
 import re
 import subprocess
 import sys
@@ -24,14 +26,25 @@ from typing import Any
 
 import tomllib
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from merge import Part, joined
+
 ROOT = Path(__file__).resolve().parent.parent
+TABLE = os.environ.get("MOVES", "scripts/moves.toml")
 PLUGIN = "vtp_plugin"
 TESTS = "tests"
 _PATCHES = f"{PLUGIN}.patches."
 _QUOTES = ("'", '"', "`")
 _CODE = (PLUGIN, "patches", "tests", "benchmarks", "examples", "scripts")
 # Tables of moves and histories stay as they were written; pictures and results are made anew.
-_LEFT = ("scripts/moves.toml", "scripts/move.py", "tests/surface_gone.json", "CHANGELOG.md")
+_LEFT = (
+    "scripts/moves.toml",
+    "scripts/rooms.toml",
+    "scripts/merge.py",
+    "scripts/move.py",
+    "tests/surface_gone.json",
+    "CHANGELOG.md",
+)
 _LEFT_SUFFIXES = (".svg", ".json", ".png", ".whl")
 # Here B1 is a backward and S1 a trap, or the old ids stand on purpose.
 _NO_RECORDS = (
@@ -53,6 +66,19 @@ _PATH = re.compile(rf"(?<![\w./-])((?:[ab]/)?(?:{PLUGIN}|{TESTS})/)?((?:[a-z_]\w
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Merge:
+    """A module that is joined from others.
+
+    Attributes:
+        doc: its docstring.
+        parts: dotted names of what it is joined from.
+    """
+
+    doc: str
+    parts: list[str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Moves:
     """What moves.
 
@@ -61,12 +87,14 @@ class Moves:
         names: of a module, by its name after the moves: what is renamed in it.
         exports: of a module, by its name before: what it imports, as (module, name).
         records: ids of records before and after.
+        merges: what is joined from several modules, by the name of the joined one.
     """
 
     modules: Mapping[str, str]
     names: Mapping[str, Mapping[str, str]]
     exports: Mapping[str, Mapping[str, tuple[str, str]]]
     records: Mapping[str, str]
+    merges: Mapping[str, Merge]
 
     def module(self, dotted: str) -> str:
         """Give the new name of a module: its own, or that of the package around it."""
@@ -82,13 +110,16 @@ class Moves:
         """Give the new name of what a module defines, or imports."""
         while name in (exports := self.exports.get(module, {})):
             module, name = exports[name]
-        return self.names.get(self.module(module), {}).get(name, name)
+        # What two parts of a joined module call alike is renamed in one of them, by its name before.
+        return self.names.get(module, {}).get(name) or self.names.get(self.module(module), {}).get(name, name)
 
     def imported(self, module: str, name: str) -> tuple[str, str, bool]:
         """Give what an import of a name becomes: module and name, and whether the name is that of a module."""
         whole = f"{module}.{name}"
         moved = self.module(whole)
-        if path_of(whole).is_file() or path_of(moved).is_file():
+        # A package may export a function that is called as one of its modules.
+        is_exported = name in self.exports.get(module, {})
+        if not is_exported and (path_of(whole).is_file() or path_of(moved).is_file()):
             home, _, leaf = moved.rpartition(".")
             return home, leaf, True
         return self.module(module), self.name(module, name), False
@@ -100,11 +131,13 @@ class Moves:
         return _PATH.sub(self._path, _DOTTED.sub(lambda found: self.module(found[0]), text))
 
     def _import(self, found: re.Match[str]) -> str:
-        home, _, name = self.module(f"{found[1]}.{found[2]}").rpartition(".")
+        home, name, _ = self.imported(found[1], found[2])
         return f"from {home} import {name}"
 
     def ids(self, text: str) -> str:
         """Rename ids of records in a text; in prose they then stand in backticks."""
+        if not self.records:
+            return text
         words = "|".join(sorted(self.records, key=len, reverse=True))
 
         def new(found: re.Match[str]) -> str:
@@ -144,17 +177,22 @@ def sources(root: Path) -> Iterator[tuple[Path, str]]:
 
 def read_moves(root: Path) -> Moves:
     """Read the table, and what modules of a tree import."""
-    table: dict[str, Any] = tomllib.loads((ROOT / "scripts" / "moves.toml").read_text())
+    table: dict[str, Any] = tomllib.loads((ROOT / TABLE).read_text())
     names: dict[str, dict[str, str]] = {}
-    for old, new in table["names"].items():
+    for old, new in table.get("names", {}).items():
         module, _, name = old.rpartition(".")
         names.setdefault(_whole(module), {})[name] = new
     exports: dict[str, dict[str, tuple[str, str]]] = {}
     for path, dotted in sources(root):
         for node in _from_imports(ast.parse(path.read_text())):
             exports.setdefault(dotted, {}).update({a.asname or a.name: (str(node.module), a.name) for a in node.names})
-    modules = {_whole(old): _whole(new) for old, new in table["modules"].items()}
-    return Moves(modules=modules, names=names, exports=exports, records=table["records"])
+    modules = {_whole(old): _whole(new) for old, new in table.get("modules", {}).items()}
+    merges = {
+        _whole(new): Merge(doc=each["doc"], parts=[*map(_whole, each["parts"])])
+        for new, each in table.get("merges", {}).items()
+    }
+    modules |= {part: new for new, merge in merges.items() for part in merge.parts}
+    return Moves(modules=modules, names=names, exports=exports, records=table.get("records", {}), merges=merges)
 
 
 def _whole(name: str) -> str:
@@ -182,15 +220,27 @@ class Names:
     Attributes:
         renamed: names before and after.
         modules: modules that the file imports from packages, by their names after, or under which it imports them.
+        kept: names of modules that the file goes on to use for them.
     """
 
     def __init__(self, dotted: str, text: str, tree: ast.AST, moves: Moves) -> None:
         self.moves = moves
-        self.renamed = dict(moves.names.get(moves.module(dotted), {}))
+        self.renamed = {**moves.names.get(moves.module(dotted), {}), **moves.names.get(dotted, {})}
         self.modules: dict[str, str] = {}
+        self.kept: set[str] = set()
+        self._before: dict[str, str] = {}
+        own = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+        own |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
         for node in _from_imports(tree):
             for alias in node.names:
                 home, new, is_module = moves.imported(str(node.module), alias.name)
+                if is_module:
+                    self._before[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+                if is_module and alias.asname is None and new != alias.name and new in own:
+                    # The file has something else of that name.
+                    self.kept.add(alias.name)
+                    self.modules[alias.name] = f"{home}.{new}"
+                    continue
                 if is_module:
                     self.modules[alias.asname or new] = f"{home}.{new}"
                 if alias.asname is None and new != alias.name:
@@ -203,6 +253,8 @@ class Names:
     def of_attribute(self, owner: str, name: str) -> str:
         """Give the new name of an attribute of a module that the file imports."""
         module = self.modules.get(self.renamed.get(owner, owner))
+        if (renamed := self.moves.names.get(self._before.get(owner, ""), {}).get(name)) is not None:
+            return renamed
         return name if module is None else self.moves.names.get(module, {}).get(name, name)
 
 
@@ -221,7 +273,8 @@ def rewrite(text: str, dotted: str, moves: Moves) -> str:
         comment = max(line.partition("  #")[2].rstrip() for line in ends)
         by_home: dict[str, list[str]] = {}
         for (home, name), alias in zip(found, node.names, strict=True):
-            by_home.setdefault(home, []).append(f"{name} as {alias.asname}" if alias.asname else name)
+            local = alias.asname or (alias.name if alias.name in names.kept else None)
+            by_home.setdefault(home, []).append(f"{name} as {local}" if local else name)
         lines[node.lineno - 1 : node.end_lineno] = [
             f"{' ' * node.col_offset}from {home} import {', '.join(listed)}" + (f"  #{comment}\n" if comment else "\n")
             for home, listed in by_home.items()
@@ -291,8 +344,25 @@ def move() -> None:
         text = moved if str(path).endswith(_NO_RECORDS) else moves.ids(moved)
         if path.read_text() != text:
             path.write_text(text)
+    problems: list[str] = []
+    in_merges: set[str] = set()
+    for new, merge in moves.merges.items():
+        paths = {part: path for part in merge.parts for path, dotted in known if dotted == part}
+        if {*paths} != {*merge.parts}:
+            continue  # it was joined already
+        in_merges.update(paths)
+        text, found = joined(new, merge.doc, [Part(part, path.read_text()) for part, path in paths.items()])
+        problems += found
+        after = path_of(new, is_package=False)
+        if not after.exists():
+            subprocess.check_call(["git", "mv", str(next(iter(paths.values()))), str(after)], cwd=ROOT)
+        for path in paths.values():
+            if path != after and path.exists():
+                subprocess.check_call(["git", "rm", "-qf", str(path)], cwd=ROOT)
+        after.write_text(text)
+    print(*problems, sep="\n")
     for path, dotted in known:
-        if (new := moves.module(dotted)) != dotted:
+        if dotted not in in_merges and (new := moves.module(dotted)) != dotted:
             after = path_of(new, is_package=path.name == "__init__.py")
             after.parent.mkdir(parents=True, exist_ok=True)
             subprocess.check_call(["git", "mv", str(path), str(after)], cwd=ROOT)

@@ -1,0 +1,193 @@
+"""Join modules to one file, as ``[merges]`` of a table lists them; ``scripts/move.py`` calls it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+_FUTURE = "__future__"
+
+
+@dataclass(slots=True)
+class Part:
+    """A module that is joined with others, as it reads after all names in it are renamed.
+
+    Attributes:
+        name: dotted name before.
+        text: its source.
+    """
+
+    name: str
+    text: str
+    tree: ast.Module = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.tree = ast.parse(self.text)
+
+    @property
+    def lines(self) -> list[str]:
+        return self.text.splitlines(keepends=True)
+
+
+def joined(new: str, doc: str, parts: Sequence[Part]) -> tuple[str, list[str]]:
+    """Join modules to one.
+
+    Args:
+        new: its dotted name; the parts' imports from each other name it already.
+        doc: its docstring.
+        parts: what is joined; what a module-level statement needs comes before it.
+
+    Returns:
+        The source, whose imports are not sorted, and what is in the way.
+    """
+    imports: dict[str, None] = {}
+    typing: dict[str, None] = {}
+    bodies: list[str] = []
+    problems: list[str] = []
+    for part in in_order(parts, new):
+        body, lines = [*part.lines], part.lines
+        for node in part.tree.body:
+            if node is part.tree.body[0] and _is_text(node):
+                _blank(body, node)
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                imports.update(dict.fromkeys(_of_others(node, lines, new, problems)))
+                _blank(body, node)
+            elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+                for inner in node.body:
+                    typing.update(dict.fromkeys(_of_others(inner, lines, new, problems)))
+                _blank(body, node)
+        for node in ast.walk(part.tree):
+            if isinstance(node, ast.ImportFrom) and node.module == new and node.col_offset:
+                problems += [f"{part.name}: renames {a.name} in a function" for a in node.names if a.asname]
+                _blank(body, node)
+        bodies.append("".join(body).strip("\n"))
+    problems += [f"{new}: {text}" for text in collisions(parts, new)]
+    head = [f'"""{doc}"""\n', "\nfrom __future__ import annotations\n\n", *(f"{line}\n" for line in imports)]
+    if typing:
+        head += ["\nif TYPE_CHECKING:\n", *(f"    {line}\n" for line in typing)]
+    return "".join([*head, "\n\n", "\n\n\n".join(bodies), "\n"]), problems
+
+
+def _is_text(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def _blank(body: list[str], node: ast.stmt) -> None:
+    for line in range(node.lineno - 1, node.end_lineno or node.lineno):
+        body[line] = ""
+
+
+def _of_others(node: ast.stmt, lines: Sequence[str], new: str, problems: list[str]) -> Iterator[str]:
+    """Yield the imports of a statement, each on a line, but for those from the joined module."""
+    comment = lines[node.lineno - 1].partition("  # noqa")[2].rstrip()
+    mark = f"  # noqa{comment}" if comment else ""
+    if isinstance(node, ast.Import):
+        for alias in node.names:
+            yield f"import {alias.name}{f' as {alias.asname}' if alias.asname else ''}{mark}"
+    elif isinstance(node, ast.ImportFrom) and node.module == new:
+        problems += [f"{new}: imports {a.name} of itself as {a.asname}" for a in node.names if a.asname]
+    elif isinstance(node, ast.ImportFrom) and node.module != _FUTURE:
+        for alias in node.names:
+            yield f"from {node.module} import {alias.name}{f' as {alias.asname}' if alias.asname else ''}{mark}"
+    elif not isinstance(node, ast.ImportFrom):
+        problems.append(f"{new}: no import: {ast.unparse(node)[:60]}")
+
+
+def globals_of(tree: ast.Module, own: str) -> dict[str, str]:
+    """Tell what each name of a module stands for: ``"module:name"``, with ``=`` in front if the module defines it."""
+    found: dict[str, str] = {}
+    for node in _top_level(tree):
+        if isinstance(node, ast.Import):
+            roots = (
+                (a.asname or a.name.partition(".")[0], a.name if a.asname else a.name.partition(".")[0])
+                for a in node.names
+            )
+            found.update({local: f"{root}:" for local, root in roots})
+        elif isinstance(node, ast.ImportFrom):
+            found.update({(a.asname or a.name): f"{node.module}:{a.name}" for a in node.names})
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            found[node.name] = f"={own}:{node.name}"
+        else:
+            found.update({name: f"={own}:{name}" for name in _assigned(node)})
+    return found
+
+
+def _assigned(node: ast.stmt) -> Iterator[str]:
+    targets: list[ast.expr] = [*node.targets] if isinstance(node, ast.Assign) else []
+    targets += [node.target] if isinstance(node, ast.AnnAssign | ast.AugAssign | ast.For) else []
+    targets += [item.optional_vars for item in node.items if item.optional_vars] if isinstance(node, ast.With) else []
+    for target in targets:
+        yield from (
+            name.id for name in ast.walk(target) if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)
+        )
+    for inner in [*getattr(node, "body", []), *getattr(node, "orelse", [])]:
+        yield from _assigned(inner)
+
+
+def _top_level(tree: ast.Module) -> Iterator[ast.stmt]:
+    for node in tree.body:
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            yield from node.body
+        else:
+            yield node
+
+
+def collisions(parts: Sequence[Part], new: str) -> Iterator[str]:
+    """Yield the names that stand for different things in two parts, or are defined in two."""
+    seen: dict[str, tuple[str, str]] = {}
+    known = [(part, globals_of(part.tree, part.name)) for part in parts]
+    home = {name: place for part, names in known for name, place in names.items() if place == f"={part.name}:{name}"}
+    for part, names in known:
+        for name, place in names.items():
+            module, _, imported = place.partition(":")
+            resolved = home.get(imported, f"{new}:{imported}, which no part defines") if module == new else place
+            other, first = seen.setdefault(name, (resolved, part.name))
+            if other != resolved:
+                yield f"{name} is {other} in {first} and {resolved} in {part.name}"
+
+
+def needed_at_import(part: Part, new: str) -> set[str]:
+    """Return what a part takes from the joined module while it is imported: outside of functions' bodies."""
+    taken = {
+        alias.asname or alias.name
+        for node in part.tree.body
+        if isinstance(node, ast.ImportFrom) and node.module == new
+        for alias in node.names
+    }
+    return taken & {name for node in part.tree.body for name in _names_now(node)}
+
+
+def _names_now(node: ast.AST) -> Iterator[str]:
+    if isinstance(node, ast.Name):
+        yield node.id
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        inner: list[ast.AST] = [*node.args.defaults, *(one for one in node.args.kw_defaults if one is not None)]
+        inner += getattr(node, "decorator_list", [])
+    else:
+        inner = [*ast.iter_child_nodes(node)]
+        if isinstance(node, ast.AnnAssign):  # annotations are texts here
+            inner = [one for one in (node.target, node.value) if one is not None]
+    for one in inner:
+        yield from _names_now(one)
+
+
+def in_order(parts: Sequence[Part], new: str) -> list[Part]:
+    """Order parts so that what one needs at import stands before it; else as they are listed.
+
+    Raises:
+        ValueError: two need each other.
+    """
+    left, placed = [*parts], list[Part]()
+    own = {
+        part.name: {name for name, place in globals_of(part.tree, part.name).items() if place == f"={part.name}:{name}"}
+        for part in parts
+    }
+    while left:
+        there = {name for part in placed for name in own[part.name]}
+        ready = next((part for part in left if needed_at_import(part, new) <= there), None)
+        if ready is None:
+            raise ValueError(f"{new}: {', '.join(part.name for part in left)} need each other at import")
+        placed.append(ready)
+        left.remove(ready)
+    return placed
