@@ -81,8 +81,6 @@ class _Job:
         if (state := sys.modules.get("megatron.core.parallel_state")) is not None:
             groups = [name for name, value in vars(state).items() if isinstance(value, dist.ProcessGroup)]
             vars(state).update(dict.fromkeys(groups))
-        if (saves := sys.modules.get("megatron.core.dist_checkpointing.strategies.filesystem_async")) is not None:
-            saves._results_queue = None  # the process behind it ends
         os.environ.clear()
         os.environ.update(self._environ)
         gc.collect()  # a store or a group in a reference cycle would keep its sockets into the next job

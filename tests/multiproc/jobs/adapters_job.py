@@ -16,7 +16,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from tests.multiproc.cases import experts
 from tests.multiproc.cases.core_cases import Case, RankResult
-from tests.multiproc.jobs.core_job import Trainer, _named_parts, applied, begin_saves, cpu_only, model_parallel
+from tests.multiproc.jobs.core_job import Trainer, _named_parts, applied, cpu_only, model_parallel
 from tests.multiproc.jobs.split_job import num_split
 from tests.support.pool import init_gloo
 from vtp_plugin.adapters import targets_of_chunks
@@ -66,7 +66,6 @@ def train(case: Case, load: str, save: str, targets: Sequence[str] = TARGETS) ->
         for name, (parameter, _) in _named_parts(trainer.model).items():
             assert torch.equal(parameter, start[name]) != (name in adapters), name
         if save:
-            begin_saves()
             dist_checkpointing.save(_sharded(trainer), save)
         return result, len(start) - len(adapters)
 

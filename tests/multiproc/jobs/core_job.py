@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import multiprocessing
 import os
 import sys
 from collections.abc import Iterator
@@ -13,7 +12,6 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing, distributed, parallel_state, pipeline_parallel, tensor_parallel
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_mtp_block_spec
 from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
@@ -157,21 +155,11 @@ def model_parallel(case: Case) -> Iterator[None]:
         MTPLossLoggingHelper.tracker.clear()
 
 
-def fork_results_queue() -> None:
-    """Fork the process behind a queue of saves. Megatron's default, a fresh interpreter, takes a core four seconds.
+def _forget_saves() -> None:
+    """Let this process count its saves anew.
 
-    It belongs to the process group of this worker, which ends it.
+    Older Megatrons compare the counts of all ranks, and these workers may have saved in different runs before.
     """
-    filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
-
-
-def begin_saves() -> None:
-    """Let this process count its saves anew, with a queue of its own.
-
-    Older Megatrons compare the counts of all ranks, and these workers may have saved in different runs before. A queue
-    from before is shared with the scripts that have run in forks of this process.
-    """
-    fork_results_queue()
     base: Any = sys.modules.get("megatron.core.dist_checkpointing.strategies.base")
     if base is not None:
         base.async_calls = type(base.async_calls)()
@@ -194,7 +182,7 @@ class Trainer:
         if case.checks.load:
             _load(chunks, case.checks.load)
         if case.checks.save:
-            begin_saves()
+            _forget_saves()
             dist_checkpointing.save(_sharded(chunks), case.checks.save)
         self.model = _wrap(case, self.config, chunks)
         self.optimizer = get_megatron_optimizer(_optimizer_config(case), self.model)

@@ -14,6 +14,7 @@ import faulthandler
 import functools
 import gc
 import importlib
+import multiprocessing
 import os
 import pickle
 import pkgutil
@@ -35,6 +36,7 @@ import torch
 from megatron.core import dist_checkpointing, parallel_state, tensor_parallel
 from megatron.core.datasets import gpt_dataset
 from megatron.core.datasets.utils import Split
+from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.models.gpt import gpt_model
 from megatron.training import arguments as megatron_arguments
 from megatron.training import get_args
@@ -70,7 +72,6 @@ from tests.multiproc.hooks.option_hooks import (
 from tests.multiproc.hooks.rate_hooks import note_rates, set_rates
 from tests.multiproc.hooks.save_hooks import name_a_date
 from tests.multiproc.hooks.still_hooks import STILL_HOOKS
-from tests.multiproc.jobs.core_job import fork_results_queue
 from tests.multiproc.jobs.start_job import start_again
 from tests.support.devices import DEVICE
 from tests.support.mended_wheel import move_what_the_cpu_drew
@@ -509,7 +510,11 @@ def _note_memory(facts: dict[str, Any]) -> None:
 
 
 def _fork_results_queue(facts: dict[str, Any]) -> None:
-    fork_results_queue()
+    """Fork the process behind a queue of saves. Megatron's default, a fresh interpreter, takes a core four seconds.
+
+    It belongs to the process group of the run, which ends it.
+    """
+    filesystem_async._results_queue = multiprocessing.get_context("fork").Manager().Queue()
 
 
 def _forget_megatron(facts: dict[str, Any]) -> None:
