@@ -16,18 +16,21 @@ class Part:
     Attributes:
         name: dotted name before.
         text: its source.
+        tree: its syntax tree.
+        names: what its names stand for, see :func:`globals_of`.
+        own: the names that it defines.
     """
 
     name: str
     text: str
     tree: ast.Module = field(init=False)
+    names: dict[str, str] = field(init=False)
+    own: set[str] = field(init=False)
 
     def __post_init__(self) -> None:
         self.tree = ast.parse(self.text)
-
-    @property
-    def lines(self) -> list[str]:
-        return self.text.splitlines(keepends=True)
+        self.names = globals_of(self.tree, self.name)
+        self.own = {name for name, place in self.names.items() if place.startswith("=")}
 
 
 def joined(new: str, doc: str, parts: Sequence[Part]) -> tuple[str, list[str]]:
@@ -46,15 +49,16 @@ def joined(new: str, doc: str, parts: Sequence[Part]) -> tuple[str, list[str]]:
     bodies: list[str] = []
     problems: list[str] = []
     for part in in_order(parts, new):
-        body, lines = [*part.lines], part.lines
+        lines = part.text.splitlines(keepends=True)
+        body = [*lines]
         for node in part.tree.body:
             if node is part.tree.body[0] and _is_text(node):
                 _blank(body, node)
             elif isinstance(node, ast.Import | ast.ImportFrom):
                 imports.update(dict.fromkeys(_of_others(node, lines, new, problems)))
                 _blank(body, node)
-            elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-                for inner in node.body:
+            elif for_typing := _for_typing(node):
+                for inner in for_typing:
                     typing.update(dict.fromkeys(_of_others(inner, lines, new, problems)))
                 _blank(body, node)
         for node in ast.walk(part.tree):
@@ -71,6 +75,11 @@ def joined(new: str, doc: str, parts: Sequence[Part]) -> tuple[str, list[str]]:
 
 def _is_text(node: ast.stmt) -> bool:
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+
+
+def _for_typing(node: ast.stmt) -> list[ast.stmt]:
+    """Return what a module imports for its annotations alone, if the statement is that."""
+    return node.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" else []
 
 
 def _blank(body: list[str], node: ast.stmt) -> None:
@@ -99,11 +108,9 @@ def globals_of(tree: ast.Module, own: str) -> dict[str, str]:
     found: dict[str, str] = {}
     for node in _top_level(tree):
         if isinstance(node, ast.Import):
-            roots = (
-                (a.asname or a.name.partition(".")[0], a.name if a.asname else a.name.partition(".")[0])
-                for a in node.names
-            )
-            found.update({local: f"{root}:" for local, root in roots})
+            for alias in node.names:
+                root = alias.name if alias.asname else alias.name.partition(".")[0]
+                found[alias.asname or root] = f"{root}:"
         elif isinstance(node, ast.ImportFrom):
             found.update({(a.asname or a.name): f"{node.module}:{a.name}" for a in node.names})
         elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -127,19 +134,15 @@ def _assigned(node: ast.stmt) -> Iterator[str]:
 
 def _top_level(tree: ast.Module) -> Iterator[ast.stmt]:
     for node in tree.body:
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            yield from node.body
-        else:
-            yield node
+        yield from _for_typing(node) or [node]
 
 
 def collisions(parts: Sequence[Part], new: str) -> Iterator[str]:
     """Yield the names that stand for different things in two parts, or are defined in two."""
     seen: dict[str, tuple[str, str]] = {}
-    known = [(part, globals_of(part.tree, part.name)) for part in parts]
-    home = {name: place for part, names in known for name, place in names.items() if place == f"={part.name}:{name}"}
-    for part, names in known:
-        for name, place in names.items():
+    home = {name: part.names[name] for part in parts for name in part.own}
+    for part in parts:
+        for name, place in part.names.items():
             module, _, imported = place.partition(":")
             resolved = home.get(imported, f"{new}:{imported}, which no part defines") if module == new else place
             other, first = seen.setdefault(name, (resolved, part.name))
@@ -179,12 +182,8 @@ def in_order(parts: Sequence[Part], new: str) -> list[Part]:
         ValueError: two need each other.
     """
     left, placed = [*parts], list[Part]()
-    own = {
-        part.name: {name for name, place in globals_of(part.tree, part.name).items() if place == f"={part.name}:{name}"}
-        for part in parts
-    }
     while left:
-        there = {name for part in placed for name in own[part.name]}
+        there = {name for part in placed for name in part.own}
         ready = next((part for part in left if needed_at_import(part, new) <= there), None)
         if ready is None:
             raise ValueError(f"{new}: {', '.join(part.name for part in left)} need each other at import")

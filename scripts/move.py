@@ -360,7 +360,8 @@ def move() -> None:
             if path != after and path.exists():
                 subprocess.check_call(["git", "rm", "-qf", str(path)], cwd=ROOT)
         after.write_text(text)
-    print(*problems, sep="\n")
+    if problems:
+        print(*problems, sep="\n")
     for path, dotted in known:
         if dotted not in in_merges and (new := moves.module(dotted)) != dotted:
             after = path_of(new, is_package=path.name == "__init__.py")
