@@ -1,7 +1,7 @@
 # Thin: the work is in scripts/ and in the tools' settings in pyproject.toml.
 
 # HOST: the version of Megatron, one of HOSTS, by default the newest. TESTS: what to run, for example one file.
-HOSTS := $(shell sed -n 's/.*name="\([0-9.]*\)".*/\1/p' vtp_plugin/host/versions/known_versions.py)
+HOSTS := $(shell sed -n 's/^ *[a-zA-Z]*.\{0,1\}name="\([0-9.]*\)".*/\1/p' vtp_plugin/host/versions/known_versions.py)
 HOST := $(lastword $(HOSTS))
 TESTS := tests
 # How many workers take files of tests in turn. Processes leave the cores idle while they wait for each other.

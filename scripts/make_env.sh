@@ -13,7 +13,7 @@ looked_for=()
 # The families of versions, the oldest first. The newest is the one that the project is developed with.
 known=()
 while IFS= read -r line; do
-    [[ ! $line =~ name=\"([0-9.]+)\" ]] || known+=("${BASH_REMATCH[1]}")
+    [[ ! $line =~ ^\ *(MegatronFamily\()?name=\"([0-9.]+)\" ]] || known+=("${BASH_REMATCH[2]}")
 done <"${BASH_SOURCE[0]%/*}/../vtp_plugin/host/versions/known_versions.py"
 extras=demo,test,host-${host/./-}
 [[ $host != "${known[-1]}" ]] || extras=browser,demo,dev,hf,site,tune,host-${host/./-}

@@ -19,6 +19,7 @@ class Part:
         tree: its syntax tree.
         names: what its names stand for, see :func:`globals_of`.
         own: the names that it defines.
+        story: its documentation, if that is more than one line.
     """
 
     name: str
@@ -26,11 +27,14 @@ class Part:
     tree: ast.Module = field(init=False)
     names: dict[str, str] = field(init=False)
     own: set[str] = field(init=False)
+    story: str = field(init=False)
 
     def __post_init__(self) -> None:
         self.tree = ast.parse(self.text)
         self.names = globals_of(self.tree, self.name)
         self.own = {name for name, place in self.names.items() if place.startswith("=")}
+        told = ast.get_docstring(self.tree) or ""
+        self.story = told if "\n" in told else ""
 
 
 def joined(new: str, doc: str, parts: Sequence[Part]) -> tuple[str, list[str]]:
@@ -38,7 +42,7 @@ def joined(new: str, doc: str, parts: Sequence[Part]) -> tuple[str, list[str]]:
 
     Args:
         new: its dotted name; the parts' imports from each other name it already.
-        doc: its docstring.
+        doc: the first line of its documentation; the parts' own follows.
         parts: what is joined; what a module-level statement needs comes before it.
 
     Returns:
@@ -52,13 +56,13 @@ def joined(new: str, doc: str, parts: Sequence[Part]) -> tuple[str, list[str]]:
         lines = part.text.splitlines(keepends=True)
         body = [*lines]
         for node in part.tree.body:
-            if node is part.tree.body[0] and _is_text(node):
+            if node is part.tree.body[0] and is_text(node):
                 _blank(body, node)
             elif isinstance(node, ast.Import | ast.ImportFrom):
                 imports.update(dict.fromkeys(_of_others(node, lines, new, problems)))
                 _blank(body, node)
-            elif for_typing := _for_typing(node):
-                for inner in for_typing:
+            elif typed := for_typing(node):
+                for inner in typed:
                     typing.update(dict.fromkeys(_of_others(inner, lines, new, problems)))
                 _blank(body, node)
         for node in ast.walk(part.tree):
@@ -67,17 +71,20 @@ def joined(new: str, doc: str, parts: Sequence[Part]) -> tuple[str, list[str]]:
                 _blank(body, node)
         bodies.append("".join(body).strip("\n"))
     problems += [f"{new}: {text}" for text in collisions(parts, new)]
-    head = [f'"""{doc}"""\n', "\nfrom __future__ import annotations\n\n", *(f"{line}\n" for line in imports)]
+    stories = [part.story for part in parts if part.story]
+    text = "\n\n".join([doc, *stories]) + ("\n" if stories else "")
+    head = [f'"""{text}"""\n', "\nfrom __future__ import annotations\n\n", *(f"{line}\n" for line in imports)]
     if typing:
         head += ["\nif TYPE_CHECKING:\n", *(f"    {line}\n" for line in typing)]
     return "".join([*head, "\n\n", "\n\n\n".join(bodies), "\n"]), problems
 
 
-def _is_text(node: ast.stmt) -> bool:
+def is_text(node: ast.stmt) -> bool:
+    """Tell whether a statement is a text: a module's documentation."""
     return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
-def _for_typing(node: ast.stmt) -> list[ast.stmt]:
+def for_typing(node: ast.stmt) -> list[ast.stmt]:
     """Return what a module imports for its annotations alone, if the statement is that."""
     return node.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING" else []
 
@@ -113,11 +120,16 @@ def globals_of(tree: ast.Module, own: str) -> dict[str, str]:
                 found[alias.asname or root] = f"{root}:"
         elif isinstance(node, ast.ImportFrom):
             found.update({(a.asname or a.name): f"{node.module}:{a.name}" for a in node.names})
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            found[node.name] = f"={own}:{node.name}"
         else:
-            found.update({name: f"={own}:{name}" for name in _assigned(node)})
+            found.update({name: f"={own}:{name}" for name in defined_by(node)})
     return found
+
+
+def defined_by(node: ast.stmt) -> list[str]:
+    """List the names that a module-level statement defines; one that imports defines none."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return [node.name]
+    return [*_assigned(node)]
 
 
 def _assigned(node: ast.stmt) -> Iterator[str]:
@@ -134,7 +146,7 @@ def _assigned(node: ast.stmt) -> Iterator[str]:
 
 def _top_level(tree: ast.Module) -> Iterator[ast.stmt]:
     for node in tree.body:
-        yield from _for_typing(node) or [node]
+        yield from for_typing(node) or [node]
 
 
 def collisions(parts: Sequence[Part], new: str) -> Iterator[str]:
@@ -158,10 +170,11 @@ def needed_at_import(part: Part, new: str) -> set[str]:
         if isinstance(node, ast.ImportFrom) and node.module == new
         for alias in node.names
     }
-    return taken & {name for node in part.tree.body for name in _names_now(node)}
+    return taken & {name for node in part.tree.body for name in names_now(node)}
 
 
-def _names_now(node: ast.AST) -> Iterator[str]:
+def names_now(node: ast.AST) -> Iterator[str]:
+    """Yield the names that a statement uses when it is carried out: not those in bodies of functions."""
     if isinstance(node, ast.Name):
         yield node.id
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
@@ -172,7 +185,7 @@ def _names_now(node: ast.AST) -> Iterator[str]:
         if isinstance(node, ast.AnnAssign):  # annotations are texts here
             inner = [one for one in (node.target, node.value) if one is not None]
     for one in inner:
-        yield from _names_now(one)
+        yield from names_now(one)
 
 
 def in_order(parts: Sequence[Part], new: str) -> list[Part]:

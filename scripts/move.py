@@ -5,8 +5,8 @@
     MOVES=scripts/rooms.toml python scripts/move.py         another table: here files that are to be joined
 
 A branch from before the moves is brought behind them by running the script in it; where the moves were made already,
-nothing changes. The proof parses both trees, renames in the old one what the table lists, and demands equal syntax
-trees but for imports, whose order and grouping is ruff's. It stays in the tree until the release.
+nothing changes; then ``ruff check --fix .`` and ``ruff format .`` put imports in order. The
+proof is ``scripts/prove_moves.py``'s. It all stays in the tree until the release.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import tomllib
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from merge import Part, joined
+from prove_moves import Comparison
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLE = os.environ.get("MOVES", "scripts/moves.toml")
@@ -42,6 +43,7 @@ _LEFT = (
     "scripts/rooms.toml",
     "scripts/merge.py",
     "scripts/move.py",
+    "scripts/prove_moves.py",
     "tests/surface_gone.json",
     "CHANGELOG.md",
 )
@@ -61,7 +63,7 @@ _EXAMPLE_IMPORT = re.compile(rf">>> from ({PLUGIN}[\w.]*) import (.+)")
 # In what is no Python file, such as a patch.
 _IMPORT = re.compile(rf"\bfrom ((?:{PLUGIN}|{TESTS})[\w.]*) import (\w+)$", re.MULTILINE)
 # As the registry of records names the modules of patches.
-_OF_PATCHES = re.compile(r'(?<=")(?:core|training|hosts)(?:\.\w+)+(?=")')
+_OF_PATCHES = re.compile(r'(?<=")(?:core|training|hosts|mindspeed)(?:\.\w+)+(?=")')
 _PATH = re.compile(rf"(?<![\w./-])((?:[ab]/)?(?:{PLUGIN}|{TESTS})/)?((?:[a-z_]\w*/)*[a-z_]\w*(?:\.py\b)?)(?![\w.])")
 
 
@@ -354,6 +356,7 @@ def move() -> None:
         text, found = joined(new, merge.doc, [Part(part, path.read_text()) for part, path in paths.items()])
         problems += found
         after = path_of(new, is_package=False)
+        after.parent.mkdir(parents=True, exist_ok=True)
         if not after.exists():
             subprocess.check_call(["git", "mv", str(next(iter(paths.values()))), str(after)], cwd=ROOT)
         for path in paths.values():
@@ -383,71 +386,16 @@ def main() -> None:
 def prove(old: Path) -> int:
     """Compare the trees, print what differs and give the exit code."""
     moves = read_moves(old)
-    before = {moves.module(dotted): path for path, dotted in sources(old)}
+    before: dict[str, dict[str, Path]] = {}
+    for path, dotted in sources(old):
+        before.setdefault(moves.module(dotted), {})[dotted] = path
     after = {dotted: path for path, dotted in sources(ROOT)}
     problems = [f"only before: {dotted}" for dotted in sorted(before.keys() - after.keys())]
     problems += [f"only now: {dotted}" for dotted in sorted(after.keys() - before.keys())]
     for dotted in sorted(before.keys() & after.keys()):
-        problems += Comparison(moves).of(before[dotted], after[dotted])
+        problems += Comparison(moves).of(before[dotted], dotted, after[dotted])
     print("\n".join([*problems, f"{len(before.keys() & after.keys())} files compared, {len(problems)} differences"]))
     return int(bool(problems))
-
-
-class Comparison:
-    """Compares syntax trees: a name may differ as the table says, a text where it names what moved, imports in order.
-
-    Args:
-        moves: the table.
-    """
-
-    def __init__(self, moves: Moves) -> None:
-        self.moves = moves
-        pairs = {(old, new) for names in moves.names.values() for old, new in names.items()}
-        leaves = {(old.rpartition(".")[2], new.rpartition(".")[2]) for old, new in moves.modules.items()}
-        self.pairs = pairs | leaves
-
-    def of(self, old: Path, new: Path) -> Iterator[str]:
-        """Yield what differs between a file and what became of it."""
-        trees = [ast.parse(path.read_text()) for path in (old, new)]
-        imported = [sorted(self._imports(tree, is_old=place == 0)) for place, tree in enumerate(trees)]
-        if imported[0] != imported[1]:
-            yield f"{new}: imports {set(imported[0]) ^ set(imported[1])}"
-        yield from (f"{new}: {problem}" for problem in self._differ(*trees))
-
-    def _imports(self, tree: ast.AST, *, is_old: bool) -> Iterator[str]:
-        for node in _from_imports(tree):
-            if not _is_ours(node):
-                continue
-            for alias in node.names:
-                given = str(node.module), alias.name
-                yield f"{'.'.join(self.moves.imported(*given)[:2] if is_old else given)} as {alias.asname}"
-
-    def _differ(self, old: object, new: object) -> Iterator[str]:
-        if isinstance(old, ast.AST) and isinstance(new, ast.AST):
-            if type(old) is not type(new):
-                yield f"line {getattr(new, 'lineno', '?')}: {type(old).__name__}, now {type(new).__name__}"
-                return
-            for name in old._fields:
-                yield from self._differ(getattr(old, name, None), getattr(new, name, None))
-        elif isinstance(old, list) and isinstance(new, list):
-            ours, theirs = (self._without_imports(each) for each in (old, new))
-            if len(ours) != len(theirs):
-                yield f"{len(ours)} nodes, now {len(theirs)}: {[ast.dump(each)[:80] for each in theirs[:2]]}"
-                return
-            for one, other in zip(ours, theirs, strict=True):
-                yield from self._differ(one, other)
-        elif old != new and not (isinstance(old, str) and isinstance(new, str) and self._is_explained(old, new)):
-            yield f"{old!r}, now {new!r}"
-
-    @staticmethod
-    def _without_imports(nodes: list[Any]) -> list[Any]:
-        return [node for node in nodes if not (isinstance(node, ast.ImportFrom) and _is_ours(node))]
-
-    def _is_explained(self, old: str, new: str) -> bool:
-        words = [re.findall(r"\w+", text) for text in (self.moves.ids(self.moves.text(old)), new)]
-        return len(words[0]) == len(words[1]) and all(
-            one == other or (one, other) in self.pairs for one, other in zip(*words, strict=True)
-        )
 
 
 if __name__ == "__main__":

@@ -14,8 +14,8 @@ from vtp_plugin.host.versions import host_named, untried
 from vtp_plugin.util import log
 
 if TYPE_CHECKING:
-    from vtp_plugin.session import Session
     from vtp_plugin.session.planned_run import PlannedRun
+    from vtp_plugin.session.session import Session
 
 
 def warn_of_untried(name: str) -> None:

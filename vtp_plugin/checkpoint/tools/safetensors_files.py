@@ -65,8 +65,8 @@ class Shards:
                 )
         for name in places.keys() - listed.keys() if listed else ():
             raise ConfigError(
-                f"{folder}: {places[name]} holds {name}, and {INDEX} does not name it there; both must say the same; "
-                f"{_WAY_OUT}"
+                f"{folder}: {places[name]} holds {name}, and {INDEX} does not name it there; "
+                f"both must say the same; {_WAY_OUT}"
             )
         self._tensors = {name: (files[file], name) for name, file in places.items()}
 
