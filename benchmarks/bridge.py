@@ -42,8 +42,8 @@ from benchmarks.ranks import Stages, run_ranks
 from vtp_plugin.api import choose_device
 from vtp_plugin.bridge import BridgeCommunicator, ColocatedBridgeCommunicator
 from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan, Transfer, egress_bytes, ingress_bytes
-from vtp_plugin.plan.boundary.bridge_endpoint import BridgeEndpoint, boundary_ranks
 from vtp_plugin.plan.boundary.bridge_spec import BridgeSpec
+from vtp_plugin.plan.boundary.endpoint import BridgeEndpoint, boundary_ranks
 
 _NAMES = ["tp", "cp", "pp", "dp"]
 _BATCH, _WIDTH = 12, 256

@@ -15,13 +15,10 @@ import torch.distributed as dist
 
 from benchmarks.ranks import TIMEOUT_S, Stages
 from vtp_plugin.plan.boundary.channel_spec import ChannelSpec
-from vtp_plugin.plan.boundary.endpoint import Endpoint, Shape
-from vtp_plugin.plan.boundary.local_slices import local_slices
+from vtp_plugin.plan.boundary.endpoint import Endpoint, Shape, local_slices
 from vtp_plugin.platform.cpu import CpuPlatform
-from vtp_plugin.runtime.comm.channel import Channel
-from vtp_plugin.runtime.comm.link import ChannelLink
-from vtp_plugin.runtime.comm.process_groups import open_group
-from vtp_plugin.runtime.comm.tensor_format import TensorFormat
+from vtp_plugin.runtime.comm.channel import Channel, ChannelLink
+from vtp_plugin.runtime.comm.collectives import TensorFormat, open_group
 from vtp_plugin.runtime.step.communicator import open_channels
 
 DTYPE = torch.float32

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from benchmarks.boundary_results import MIB, Record, shape_of
 from benchmarks.ranks import Stages
-from vtp_plugin.plan.boundary.sharding import even_cuts
+from vtp_plugin.plan.boundary.endpoint import even_cuts
 
 BROADCAST, ALL_GATHER, POINT_TO_POINT = "broadcast", "all-gather", "point to point"
 

@@ -33,10 +33,8 @@ import torch.distributed as dist
 
 from benchmarks.turns import Figures, in_turn, measure_in_turn
 from vtp_plugin.errors import VtpError
-from vtp_plugin.link.keys import make_keys
-from vtp_plugin.link.link_plan import LinkCommand, plan_down, plan_up
-from vtp_plugin.link.run_commands import run_command, run_up
-from vtp_plugin.link.site_file import Engine, LinkSite, site_of
+from vtp_plugin.link.run_commands import make_keys, run_command, run_up
+from vtp_plugin.link.site_file import Engine, LinkCommand, LinkSite, plan_down, plan_up, site_of
 
 ROOT = Path(__file__).resolve().parent.parent
 RATES_MBIT = (100, 1000, 0)

@@ -39,7 +39,7 @@ from tests.multiproc.faults.fault_log import read_log, require_losses, require_s
 from tests.multiproc.faults.faulty_gpt import CABLE, KINDS, LOG, PHASES
 from tests.multiproc.faults.hosts_apart import Network, why_not
 from tests.support.pool import Pool
-from vtp_plugin.config.parse_values import format_value
+from vtp_plugin.config.flag import format_value
 from vtp_plugin.tune.cluster.machines import Node
 from vtp_plugin.tune.fit.constraints import Constraints
 from vtp_plugin.tune.fit.fit_layout import fit

@@ -27,8 +27,7 @@ from pathlib import Path
 from benchmarks.emulated import ROOT, Seat, run_ranks
 from benchmarks.reality import TRAINING, read_asked
 from vtp_plugin.tune.search.evaluate import evaluate
-from vtp_plugin.tune.search.problem import StageType
-from vtp_plugin.tune.search.search_space import SearchSpace
+from vtp_plugin.tune.search.problem import SearchSpace, StageType
 
 NUM_LAYERS, NUM_MICROBATCHES = 4, 8
 NUM_WARM, NUM_STEPS = 2, 6

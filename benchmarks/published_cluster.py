@@ -23,8 +23,8 @@ from vtp_plugin.cli import search
 from vtp_plugin.cli.parser import Parser
 from vtp_plugin.cli.search_request import SearchRequest, read_request
 from vtp_plugin.tune.cluster.machines import Card, Cluster, Links, Nodes, Time
+from vtp_plugin.tune.cluster.read_cluster import HeldBytes, HeldPart
 from vtp_plugin.tune.cluster.speed import Link
-from vtp_plugin.tune.cluster.stage_memory import HeldBytes, HeldPart
 from vtp_plugin.tune.search.problem import BatchSplit
 
 KINDS = ("A100-40", "V100-16")

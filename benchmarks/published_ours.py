@@ -14,8 +14,7 @@ from benchmarks.published_cluster import Artifact
 from benchmarks.published_plans import Plan, Stage
 from vtp_plugin.tune.cluster.speed import Speed
 from vtp_plugin.tune.search.evaluate import evaluate
-from vtp_plugin.tune.search.problem import BatchSplit, NodePool, SearchProblem, StageType
-from vtp_plugin.tune.search.search_space import SearchSpace
+from vtp_plugin.tune.search.problem import BatchSplit, NodePool, SearchProblem, SearchSpace, StageType
 
 
 def samples_per_s(artifact: Artifact, problem: SearchProblem, plan: Plan) -> float | None:

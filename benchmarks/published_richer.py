@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from benchmarks.published_cluster import Artifact, held_bytes
 from benchmarks.published_plans import Plan, Replica, Stage
+from vtp_plugin.tune.cluster.read_cluster import HeldBytes, HeldPart
 from vtp_plugin.tune.cluster.speed import Speed
-from vtp_plugin.tune.cluster.stage_memory import HeldBytes, HeldPart
 from vtp_plugin.tune.search.evaluate import Candidate
 from vtp_plugin.tune.search.problem import BatchSplit, NodePool, SearchProblem
 

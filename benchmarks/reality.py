@@ -40,8 +40,7 @@ from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.tune.cluster.read_cluster import read_cluster
 from vtp_plugin.tune.search.evaluate import Candidate, evaluate
 from vtp_plugin.tune.search.find_best import find_best
-from vtp_plugin.tune.search.problem import StageType
-from vtp_plugin.tune.search.search_space import SearchSpace
+from vtp_plugin.tune.search.problem import SearchSpace, StageType
 
 # Seconds that a layer's forward pass waits, for one sample.
 KINDS = {"new": 0.060, "half": 0.120, "quarter": 0.240, "eighth": 0.480}

@@ -27,8 +27,8 @@ from benchmarks import reality
 from benchmarks.published_cluster import ask, read_artifact, read_cluster
 from benchmarks.published_quoted import CLUSTERS
 from tests.property import test_search_interleaved, test_search_properties, test_search_u_shape
+from vtp_plugin.tune.cluster.read_cluster import HeldPart
 from vtp_plugin.tune.cluster.speed import Link, Speed
-from vtp_plugin.tune.cluster.stage_memory import HeldPart
 from vtp_plugin.tune.search.evaluate import Candidate
 from vtp_plugin.tune.search.find_best import SearchResult, find_best
 from vtp_plugin.tune.search.problem import BatchSplit, NodePool, SearchProblem

@@ -23,15 +23,12 @@ import time
 import tracemalloc
 
 from benchmarks.startup_world import STARTS, start
-from vtp_plugin.plan.boundary.channel_spec import _prototype, distinct_plans
+from vtp_plugin.plan.boundary.channel_spec import _prototype, distinct_plans, pipeline_boundaries, tied_weight_specs
 from vtp_plugin.plan.boundary.check_boundary import require_valid
-from vtp_plugin.plan.boundary.header import HeaderCodec
-from vtp_plugin.plan.boundary.pipeline_boundaries import pipeline_boundaries
-from vtp_plugin.plan.boundary.strategies.transport_rules import TransportRules
-from vtp_plugin.plan.boundary.tied_channels import tied_weight_specs
-from vtp_plugin.plan.layout.channel_id import Direction
-from vtp_plugin.plan.layout.groups import rank_generators
-from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
+from vtp_plugin.plan.boundary.message_kind import HeaderCodec
+from vtp_plugin.plan.boundary.strategies.known_strategies import TransportRules
+from vtp_plugin.plan.layout.pipeline_layout import Direction, PipelineLayout
+from vtp_plugin.plan.layout.stage_grid import rank_generators
 
 _NUM_RUNS = 5
 _MESSAGE_BYTES = 16 << 20

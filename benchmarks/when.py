@@ -24,8 +24,8 @@ from benchmarks import svg
 from vtp_plugin.cli import search
 from vtp_plugin.cli.parser import Parser
 from vtp_plugin.cli.search_request import SearchRequest, read_request
+from vtp_plugin.tune.cluster.machines import Table
 from vtp_plugin.tune.cluster.read_cluster import parse_cluster
-from vtp_plugin.tune.cluster.toml_table import Table
 from vtp_plugin.tune.search.find_best import find_best
 
 SLOWER, SMALLER = (1, 2, 4, 8), (1, 8)

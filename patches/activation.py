@@ -12,7 +12,7 @@ from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.patches.registry import list_moments, platform_records, records_at
 from vtp_plugin.patches.site_objects import close_objects
 from vtp_plugin.session import Session
-from vtp_plugin.session.notices import warn_of_unreached, warn_of_untried
+from vtp_plugin.session.session import warn_of_unreached, warn_of_untried
 
 
 def begin(session: Session, host: MegatronHost) -> None:

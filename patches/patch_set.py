@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from vtp_plugin.util.text_enum import TextEnum
+from vtp_plugin.util.text import TextEnum
 
 
 class Moment(TextEnum):

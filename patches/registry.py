@@ -32,11 +32,11 @@ MODULES: Final[Mapping[Moment, tuple[str, ...]]] = {
     ),
     Moment.STAGES: (
         "core.distributed.finalize_model_grads",
-        "core.model_groups",
+        "core.parallel_state",
         "core.models.common.language_module.language_module",
         "core.transformer.multi_latent_attention",
         "core.transformer.dot_product_attention",
-        "core.optimizer.sharding_marks",
+        "core.optimizer.optimizer",
     ),
     Moment.LIST: (
         "core.parallel_state",
@@ -50,14 +50,13 @@ MODULES: Final[Mapping[Moment, tuple[str, ...]]] = {
         "core.dist_checkpointing.strategies.common",
         "core.transformer.moe.moe_layer",
         "core.transformer.moe.router",
-        "core.transformer.moe.moe_logging",
+        "core.transformer.moe.moe_utils",
         "core.dist_checkpointing.serialization",
         "core.dist_checkpointing.strategies.fully_parallel",
         "core.dist_checkpointing.validation",
         "core.optimizer.optimizer",
-        "core.optimizer.param_groups",
+        "core.optimizer.distrib_optimizer",
         "core.optimizer.moved_state",
-        "core.optimizer.older_state",
         "core.tokenizers.utils.build_tokenizer",
         "training.theoretical_memory_usage",
         "training.vocab_utils",
@@ -88,7 +87,7 @@ MODULES: Final[Mapping[Moment, tuple[str, ...]]] = {
         "training.global_vars",
     ),
     Moment.SITES: ("site_objects",),
-    Moment.MM_RINGS: ("mindspeed.vision_chunks",),
+    Moment.MM_RINGS: ("mindspeed.two_rings",),
 }
 """The modules that declare records for a moment. They are imported then: a patch imports the Megatron module that it
 belongs to, and a run loads only what it uses."""

@@ -70,7 +70,7 @@ def _prose(tree: ast.AST) -> Iterator[tuple[int, int]]:
 def wing_of(path: str) -> str:
     """Name the wing of a file: its first folder, of the package its first two.
 
-    >>> wing_of("vtp_plugin/plan/layout/chunks.py"), wing_of("tests/unit/a.py"), wing_of("vtp_plugin/api.py")
+    >>> wing_of("vtp_plugin/plan/layout/layer_lists.py"), wing_of("tests/unit/a.py"), wing_of("vtp_plugin/api.py")
     ('vtp_plugin/plan', 'tests', 'vtp_plugin')
     """
     folders = path.split("/")[:-1]

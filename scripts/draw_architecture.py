@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from tests.rules.import_rules import INNER_LAYERS, LAYERS, PURE_PARTS
 from vtp_plugin.report.pictures import svg
-from vtp_plugin.report.pictures.marks import STYLE, heads, legend_entry, path
+from vtp_plugin.report.pictures.arrange import STYLE, heads, legend_entry, path
 
 # From the highest layer to the lowest: what a package is for, in what fits into its box.
 _ROWS: tuple[dict[str, str], ...] = (

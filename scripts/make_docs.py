@@ -38,7 +38,7 @@ SITES_INTRO = """\
 # Arguments that may differ
 
 At start-up every rank states its arguments, and a run in which two differ ends before it begins. These are not compared
-(`vtp_plugin/host/rules/checks/sites.py`), and neither are these of the plugin's own (`vtp_plugin/config`):
+(`vtp_plugin/host/rules/checks/batch.py`), and neither are these of the plugin's own (`vtp_plugin/config`):
 """
 VERSIONS_INTRO = """\
 # Supported Megatron versions
@@ -59,7 +59,7 @@ of them on the installed versions. Versions are those of megatron-core. *Was*: t
 A *write* is a name, or a dictionary, that patches assign to during a run. It must exist when the set is applied,
 `vtp_plugin.status()` says whether it is written, and `revert()` puts back what was there; Megatron's
 `destroy_model_parallel()` does so for those with `parallel-state`. Nothing else in Megatron or torch is written to
-(`tests/house/test_writes.py`), except `torch.cuda` on the CPU platform: `vtp_plugin/platform/cpu_device.py` and
+(`tests/house/test_writes.py`), except `torch.cuda` on the CPU platform: `vtp_plugin/platform/cpu.py` and
 `cpu_tensors.py` map it onto the CPU, and `revert()` undoes that too.
 """
 
@@ -124,8 +124,8 @@ def stale(texts: Mapping[str, str], folder: Path) -> list[str]:
 
 def render() -> dict[str, str]:
     """Return the text of every file that is generated, or has generated parts, by its name."""
-    from vtp_plugin.host.rules.table.markdown import format_markdown
-    from vtp_plugin.host.rules.table.rows_mindspeed import MINDSPEED_RULES
+    from vtp_plugin.host.rules.table.rows import format_markdown
+    from vtp_plugin.host.rules.table.rows_kernels import MINDSPEED_RULES
 
     return {
         "reference/flags.md": f"{FLAGS_INTRO}\n{NOTE}\n{_flags()}",
@@ -197,7 +197,7 @@ def _hosts() -> str:
 
 def _ran(row: Capability, host: MegatronFamily) -> str:
     """Say whether a family ran something, and what else there is to say of it."""
-    from vtp_plugin.host.versions.lookup import is_run_with, lacking
+    from vtp_plugin.host.versions.known_versions import is_run_with, lacking
 
     if not is_run_with(row, host):
         return row.said_of(host.first)
@@ -215,8 +215,8 @@ def _value(flag: Flag) -> str:
 def _flags() -> str:
     """Return a table of flags for each of their groups, and one of the keys of ``--vtp-costs``."""
     from vtp_plugin.config.flag import FlagGroup
-    from vtp_plugin.config.vtp_flags import VTP_FLAGS
-    from vtp_plugin.plan.schedule.cost.cost_text import COST_KEYS
+    from vtp_plugin.config.resolve import VTP_FLAGS
+    from vtp_plugin.plan.schedule.cost.costs import COST_KEYS
 
     texts = []
     for group in FlagGroup:
@@ -285,14 +285,13 @@ def _sliced_over_rank0() -> str:
 def _pictures() -> dict[str, str]:
     """Return the pictures that need no measurement."""
     from scripts.draw_architecture import draw_architecture
-    from vtp_plugin.plan.boundary.strategies.transport_rules import TransportRules
+    from vtp_plugin.plan.boundary.strategies.known_strategies import TransportRules
     from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
-    from vtp_plugin.plan.schedule.cost.costs import u_costs, uniform_costs
+    from vtp_plugin.plan.schedule.cost.costs import in_flight_needed, u_costs, uniform_costs
     from vtp_plugin.plan.schedule.cost.simulator import simulate
-    from vtp_plugin.plan.schedule.cost.step_bounds import in_flight_needed
     from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
     from vtp_plugin.plan.schedule.make.u_shape import plan_u_shape
-    from vtp_plugin.plan.schedule.order.placement import plain_placement, u_placement
+    from vtp_plugin.plan.schedule.order.actions import plain_placement, u_placement
     from vtp_plugin.report.pictures.draw_pipeline import draw_pipeline
     from vtp_plugin.report.pictures.draw_timeline import draw_svg
 
@@ -337,8 +336,8 @@ def _every_option() -> str:
 
 def _sites() -> str:
     """Return the arguments that may differ, as flags, one section for each reason."""
-    from vtp_plugin.config.vtp_flags import VTP_FLAGS
-    from vtp_plugin.host.rules.checks.sites import EDGE_ARGUMENTS, LOCAL_ARGUMENTS
+    from vtp_plugin.config.resolve import VTP_FLAGS
+    from vtp_plugin.host.rules.checks.batch import EDGE_ARGUMENTS, LOCAL_ARGUMENTS
 
     flags = {action.dest: f"`{action.option_strings[0]}`" for action in _parser()._actions if action.option_strings}
     sections = {
@@ -388,7 +387,7 @@ def record_sections() -> dict[str, Sequence[Record]]:
 
 def former_ids() -> dict[str, str]:
     """Return the ids that records had before they said what they are, by their ids now."""
-    from vtp_plugin.util.untrusted_files import read_toml
+    from vtp_plugin.util.typed_json import read_toml
 
     moves = read_toml(DOCS.parent / "scripts" / "moves.toml")
     return {new: old for old, new in moves["records"].items()}
@@ -419,8 +418,7 @@ def _fields() -> str:
 def _kept(*, is_waiting: bool = False) -> str:
     """Return what modules keep, in a model that has each of them; or what waits for the gradients of weights."""
     from vtp_plugin.cli.boundaries import format_bytes
-    from vtp_plugin.plan.memory.activation_rows import ROWS, WAITING, KeptRow
-    from vtp_plugin.plan.memory.layer_sizes import Microbatch, Recompute, Routing, Sizes
+    from vtp_plugin.plan.memory.activation_rows import ROWS, WAITING, KeptRow, Microbatch, Recompute, Routing, Sizes
     from vtp_plugin.plan.model.gpt_model import Experts, GPTModel, Latent
 
     model = GPTModel(

@@ -14,7 +14,7 @@ from vtp_plugin.api import (
     status,
 )
 from vtp_plugin.edge import drawing_edge_weights
-from vtp_plugin.util.version import __version__
+from vtp_plugin.util.text import __version__
 
 __all__ = [
     "__version__",

@@ -17,9 +17,9 @@ import torch
 
 from vtp_plugin.api import current_session
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.plan.layout.describe import format_ranks
-from vtp_plugin.runtime.step.measure import Report
-from vtp_plugin.util.printable import one_line
+from vtp_plugin.plan.layout.pipeline_layout import format_ranks
+from vtp_plugin.runtime.step.step_times import Report
+from vtp_plugin.util.text import one_line
 
 __all__ = ["targets_of_chunks"]
 

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
 from vtp_plugin.config import DpModeName, LogLevelName, ScheduleName, TransportName, VtpConfig, merge, read_keywords
-from vtp_plugin.config.early_check import check_command_line
-from vtp_plugin.config.parse_values import DeviceName
-from vtp_plugin.elastic.failure_notes import note_for_next_start
+from vtp_plugin.config.flag import DeviceName
+from vtp_plugin.config.resolve import check_command_line
+from vtp_plugin.elastic.failed_cards import note_for_next_start
 from vtp_plugin.errors import MissingError, PatchError, VtpError
 from vtp_plugin.host.mindspeed import TOO_LATE, UNKNOWN, ImportWatch, flags_of_mindspeed
 from vtp_plugin.host.versions import find_host
@@ -191,12 +191,12 @@ def _apply(request: VtpConfig) -> None:
     family, _ = find_host()
     # Exit handlers run in reverse order: registered this early, it runs after those that are still to come.
     atexit.register(_hook().leave)
-    from vtp_plugin.config.vtp_flags import peek_device
+    from vtp_plugin.config.resolve import peek_device
     from vtp_plugin.patches.activation import activate, begin
     from vtp_plugin.patches.hosts import load_host
     from vtp_plugin.session import Session
-    from vtp_plugin.session.notices import refuse_late
-    from vtp_plugin.session.request import meet
+    from vtp_plugin.session.session import refuse_late
+    from vtp_plugin.session.stage_comm_grid import meet
 
     refuse_late()
     host = load_host(family.name)

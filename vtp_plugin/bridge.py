@@ -57,7 +57,7 @@ def _session() -> Session:
 # Two uses of the name must give one class.
 @functools.cache
 def _stage_comm_grid() -> type:
-    from vtp_plugin.patches.core.model_groups import known
+    from vtp_plugin.patches.core.parallel_state import known
     from vtp_plugin.session.stage_comm_grid import StageCommGrid
 
     asked = {"get_session": staticmethod(_session), "know_group": staticmethod(known)}

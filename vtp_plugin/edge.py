@@ -23,7 +23,7 @@ def drawing_edge_weights() -> Iterator[None]:
     if session is None or not session.is_running:
         yield
         return
-    from vtp_plugin.patches.core.tensor_parallel.edge_draws import drawing_edge
+    from vtp_plugin.patches.core.tensor_parallel.layers import drawing_edge
 
     with drawing_edge(session):
         yield

@@ -23,22 +23,19 @@ import torch.distributed as dist
 
 from benchmarks.ranks import TIMEOUT_S, Clock, free_port
 from benchmarks.wan.link import ADDRESSES, INTERFACE, WanLink
-from vtp_plugin.plan.boundary.pipeline_boundaries import pipeline_boundaries
-from vtp_plugin.plan.boundary.strategies.transport_rules import TransportRules
-from vtp_plugin.plan.layout.channel_id import ChannelId, Direction
-from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
+from vtp_plugin.plan.boundary.channel_spec import pipeline_boundaries
+from vtp_plugin.plan.boundary.strategies.known_strategies import TransportRules
+from vtp_plugin.plan.layout.pipeline_layout import ChannelId, Direction, PipelineLayout
 from vtp_plugin.plan.layout.replica_map import DpMode, ReplicaMap
 from vtp_plugin.plan.schedule.cost.costs import Costs, split_costs
-from vtp_plugin.plan.schedule.order.actions import Action, Op
-from vtp_plugin.plan.schedule.order.schedule import Schedule
+from vtp_plugin.plan.schedule.order.actions import Action, Op, Schedule
 from vtp_plugin.platform.cpu import CpuPlatform
-from vtp_plugin.runtime.comm.channel import Channel
-from vtp_plugin.runtime.comm.link import ChannelLink
-from vtp_plugin.runtime.comm.tensor_format import TensorFormat
+from vtp_plugin.runtime.comm.channel import Channel, ChannelLink
+from vtp_plugin.runtime.comm.collectives import TensorFormat
 from vtp_plugin.runtime.step.communicator import open_channels, own_channels
 from vtp_plugin.runtime.step.executor import Executor
 from vtp_plugin.runtime.step.links import LinkForm, LinkId, bind_links
-from vtp_plugin.runtime.step.measure import measure_links
+from vtp_plugin.runtime.step.step_times import measure_links
 
 _FORM = TensorFormat(dtype=torch.float32)
 

@@ -1,29 +1,56 @@
-"""`parallel-state`: process groups for stages of unequal size, built by Megatron's function from planned rank lists."""
+"""Megatron's groups, made for stages of unequal size, and groups of modules."""
 
 from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 import torch.distributed as dist
 from megatron.core import parallel_state
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed.distributed_c10d import _get_default_store, _pg_map
 
 from vtp_plugin.config.resolve import check_call
 from vtp_plugin.errors import ConfigError, PlanError, refuse
 from vtp_plugin.host.patching import Writes, Written, replaces
-from vtp_plugin.patches.core.model_groups import known
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.patch_set import Moment
-from vtp_plugin.plan.layout.groups import LayoutRankGenerator, rank_generators
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
-from vtp_plugin.plan.layout.share import share_of_experts, share_of_model, share_of_world
-from vtp_plugin.runtime.comm.model_group import ModelGroup, open_leaders_group
-from vtp_plugin.runtime.comm.process_groups import close_groups, settle
+from vtp_plugin.plan.layout.replica_map import share_of_experts, share_of_model, share_of_world
+from vtp_plugin.plan.layout.stage_grid import LayoutRankGenerator, rank_generators
+from vtp_plugin.runtime.comm.collectives import ModelGroup, close_groups, open_leaders_group, settle
 from vtp_plugin.session import PlannedRun, Session
-from vtp_plugin.session.request import agree_on_request, learn_site
+from vtp_plugin.session.stage_comm_grid import agree_on_request, learn_site
+
+_BACKENDS, _MEMBERS = (
+    Written(
+        id=f"model-groups/{holds}",
+        target=f"torch.distributed.distributed_c10d:{name}",
+        when=Moment.STAGES,
+        why="an entry for each ModelGroup: torch asks for its backend when it reports a failed collective, and "
+        "Megatron for its ranks",
+        remove_when="with `parallel-state`",
+    )
+    for name, holds in (("_pg_map", "backends"), ("_pg_group_ranks", "ranks"))
+)
+
+
+@contextmanager
+def known(writes: Writes, group: dist.ProcessGroup, ranks: Sequence[int], like: dist.ProcessGroup) -> Iterator[None]:
+    """Let torch know a group that it did not make, inside a ``with`` block.
+
+    Args:
+        writes: names that the run's patches may write.
+        group: that torch did not make.
+        ranks: its ranks, in their order.
+        like: a group with the same backend.
+    """
+    places = {rank: place for place, rank in enumerate(ranks)}
+    with writes[_BACKENDS].during(_pg_map[like], key=group), writes[_MEMBERS].during(places, key=group):
+        yield
+
 
 _MODULE = "megatron.core.parallel_state"
 # Names of the module, and the ends of their records' ids.

@@ -8,7 +8,7 @@ from typing import Any
 from megatron.core.utils import get_model_type
 
 from vtp_plugin.host.patching import replaces
-from vtp_plugin.patches.hosts.router_metrics import NotedMetrics
+from vtp_plugin.patches.hosts.shared import NotedMetrics
 from vtp_plugin.patches.patch_set import Moment
 
 

@@ -15,20 +15,18 @@ from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import schedules
 from megatron.core.utils import get_model_type
 
-from vtp_plugin.checkpoint.format.optimizer_formats import BY_BLOCK, BY_BUCKET_OLDER, TYPE, stored_optimizers
+from vtp_plugin.checkpoint.format.resolver import BY_BLOCK, BY_BUCKET_OLDER, TYPE, stored_optimizers
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.host.patching import replaces, subclasses
-from vtp_plugin.host.rules.table.versions import LAYER_RULES, ULayers
+from vtp_plugin.host.rules.rule import LAYER_RULES, ULayers
 from vtp_plugin.patches.core.dist_checkpointing.strategies.torch import checking
 from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import exchange, tensor_format
 from vtp_plugin.patches.hosts.before_0_17 import OlderHost
-from vtp_plugin.patches.hosts.shared_state import load_in_passes
+from vtp_plugin.patches.hosts.shared import load_in_passes
 from vtp_plugin.patches.patch_set import Moment
-from vtp_plugin.plan.layout.layer_lists import first_layer, num_layers, read_rows
-from vtp_plugin.plan.layout.u_layers import layers_of_chunk
-from vtp_plugin.runtime.comm.model_group import ModelGroup
+from vtp_plugin.plan.layout.layer_lists import first_layer, layers_of_chunk, num_layers, read_rows
+from vtp_plugin.runtime.comm.collectives import ModelGroup, TensorFormat
 from vtp_plugin.runtime.comm.plain_data import ObjectError
-from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.session import Session
 from vtp_plugin.util.undo import Name, UndoStack
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
-from vtp_plugin.patches.hosts.router_metrics import NotedMetrics
+from vtp_plugin.patches.hosts.shared import NotedMetrics
 from vtp_plugin.patches.hosts.since_0_15 import GroupedHost, edge_alone
 
 

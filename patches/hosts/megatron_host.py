@@ -1,4 +1,4 @@
-"""The seam between the patches and a family of Megatron versions."""
+"""A family of Megatron's versions: what it can do, and torch's stand-in for it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,39 @@ import torch
 import torch.distributed as dist
 
 from vtp_plugin.host.patching import AnyRecord
-from vtp_plugin.host.rules.context import OptionContext
-from vtp_plugin.host.rules.table.check_options import refusals
-from vtp_plugin.host.rules.table.rule import OptionRule
-from vtp_plugin.host.rules.table.versions import CALL_RULES, RING_RULES, ULayers
+from vtp_plugin.host.rules.rule import CALL_RULES, RING_RULES, OptionContext, OptionRule, ULayers
+from vtp_plugin.host.rules.table.rows import refusals
 from vtp_plugin.host.versions import capability
-from vtp_plugin.patches.hosts.torch_proxy import SeenTorch
 from vtp_plugin.patches.mindspeed import MindSpeed
+
+
+class SeenDistributed:
+    """``torch.distributed`` with another size of the world; every group has its true size."""
+
+    def __init__(self, world_size: int) -> None:
+        self._world_size = world_size
+
+    def get_world_size(self, group: Any = None) -> int:
+        """Return the size of a group; of the world, the one to be seen."""
+        return self._world_size if group is None else torch.distributed.get_world_size(group)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch.distributed, name)
+
+
+class SeenTorch:
+    """``torch`` with such a ``torch.distributed``.
+
+    >>> seen = SeenTorch(6)
+    >>> seen.distributed.get_world_size(), seen.float32, seen.distributed.is_available()
+    (6, torch.float32, True)
+    """
+
+    def __init__(self, world_size: int) -> None:
+        self.distributed = SeenDistributed(world_size)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
 
 
 class RouterMetric(NamedTuple):
@@ -94,7 +120,7 @@ class MegatronHost(ABC):
         """Say what of some rows this version does not do, one line for each.
 
         Args:
-            rules: rows of ``vtp_plugin.host.rules.table.versions``.
+            rules: rows of ``vtp_plugin.host.rules.rule``.
             options: what has their attributes.
             context: the stages; None before there are any.
         """

@@ -19,7 +19,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import LayerType
 from megatron.core.transformer.pipeline_parallel_layer_layout import PipelineParallelLayerLayout
 
-from vtp_plugin.checkpoint.format.optimizer_formats import (
+from vtp_plugin.checkpoint.format.resolver import (
     BY_BLOCK,
     BY_BUCKET,
     BY_BUCKET_OLDER,
@@ -30,12 +30,12 @@ from vtp_plugin.checkpoint.format.optimizer_formats import (
 )
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.host.patching import replaces
-from vtp_plugin.host.rules.table.versions import ULayers
+from vtp_plugin.host.rules.rule import ULayers
 from vtp_plugin.host.versions import is_in
 from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import communicate
 from vtp_plugin.patches.hosts.megatron_host import MegatronHost
 from vtp_plugin.patches.patch_set import Moment
-from vtp_plugin.plan.layout.u_layers import layout_of
+from vtp_plugin.plan.layout.layer_lists import layout_of
 from vtp_plugin.session import Session
 from vtp_plugin.util.undo import Name, UndoStack
 

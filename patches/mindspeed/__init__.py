@@ -10,7 +10,7 @@ from typing import Any
 
 from vtp_plugin.errors import PatchError
 from vtp_plugin.host.patching import AppliedPatches, rebuild
-from vtp_plugin.host.patching.applied_patches import Patch
+from vtp_plugin.host.patching.engine import Patch
 
 _NAME = "vtp_plugin"
 _P2P = "megatron.core.pipeline_parallel.p2p_communication"

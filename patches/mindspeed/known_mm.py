@@ -1,4 +1,6 @@
-"""What of MindSpeed-MM the plugin was written for: the model that it trains, and the functions that it relies on.
+"""What is known of MindSpeed-MM: its sources, its data, its converters' files.
+
+What of MindSpeed-MM the plugin was written for: the model that it trains, and the functions that it relies on.
 
 Neither MindSpeed-MM nor MindSpeed says its version in its code, so their functions are compared, by the pins beside
 this file. What is missing is refused, what has changed is named.
@@ -6,12 +8,145 @@ this file. What is missing is refused, what has changed is named.
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
+import math
+import pickle
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
+import torch
+
+from vtp_plugin.checkpoint.format.resolver import read_tracker
+from vtp_plugin.errors import ConfigError, LayoutError
 from vtp_plugin.host.patching.pins import changed_targets, pins_in, read_pins
+from vtp_plugin.host.rules.checks.batch import most_tokens
+from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
+from vtp_plugin.util.text import own_command
+
+
+def problems_of_files(args: argparse.Namespace) -> Iterator[str]:
+    """Say what a rank that reads data will not find: the tokenizer, before others wait for this rank.
+
+    Args:
+        args: after :func:`read_model`.
+    """
+    data = getattr(args.mm, "data", None)
+    if data is None:
+        yield "no --mm-data on a rank that reads data (in a U-shape the edge, else all); give its JSON file"
+        return
+    path = getattr(getattr(data.dataset_param, "preprocess_parameters", None), "model_name_or_path", None)
+    # Else it may be the name of a model in a cache.
+    if isinstance(path, str) and path.startswith((".", "/", "~")) and not Path(path).expanduser().exists():
+        yield (
+            f"model_name_or_path {path} of --mm-data {args.mm_data} is not there; a rank that reads data needs the "
+            "tokenizer and the processor in it; correct the JSON file"
+        )
+
+
+def require_batch(args: argparse.Namespace, batch: Mapping[str, Any]) -> None:
+    """Refuse a batch that stages could not pass on, before one of them takes memory for it.
+
+    Args:
+        args: arguments of the run.
+        batch: what MindSpeed-MM's loader gives.
+
+    Raises:
+        ConfigError: it has pictures and videos.
+        LayoutError: it has another form than tensors between stages, or more tokens than any may have.
+    """
+    require_one_kind(batch)
+    shape, expected = tuple(batch["input_ids"].shape), (args.micro_batch_size, args.seq_length)
+    if not has_own_lengths(args) and shape != expected:
+        raise LayoutError(
+            f"a batch of {shape} tokens; between stages all have {expected}, --micro-batch-size and --seq-length; add "
+            "--variable-seq-lengths, for batches of their own lengths, or pad all samples to --seq-length and drop the "
+            "last batch if it is smaller"
+        )
+    most = most_tokens(args)
+    if most is not None and math.prod(shape) > most:
+        raise LayoutError(
+            f"a batch of {shape} tokens; {most} at most, by --micro-batch-size and what the arguments say of lengths; "
+            "raise --seq-length"
+        )
+
+
+def require_one_kind(batch: Mapping[str, Any]) -> None:
+    """Refuse a batch of which MindSpeed-MM would read one half.
+
+    Raises:
+        ConfigError: it has pictures and videos.
+    """
+    if batch.get("video_grid_thw") is not None and batch.get("image_grid_thw") is not None:
+        raise ConfigError(
+            "a batch with pictures and videos; MindSpeed-MM reads either; put them into different batches"
+        )
+
+
+def has_own_lengths(args: argparse.Namespace) -> bool:
+    """Tell whether batches have lengths of their own; MindSpeed declares the flag."""
+    return getattr(args, "variable_seq_lengths", False)
+
+
+_HEAD = "text_decoder.output_layer."
+_CHUNK = "model"
+_WAY_OUT = (
+    "make a checkpoint of it with {command} checkpoint import --mm {folders} --like MODEL --to NEW, and "
+    "load that with --ckpt-format torch_dist (docs/guides/mindspeed-mm.md)"
+)
+
+
+def problems_of_converted(load: str | None, layout: PipelineLayout, *, is_u_shaped: bool) -> Iterator[str]:
+    """Say why converted weights cannot be loaded by these stages.
+
+    Args:
+        load: folder of checkpoints that the run looks into.
+        layout: who is where.
+        is_u_shaped: the run is.
+    """
+    found = None if load is None or "://" in load else _converted_file(Path(load))
+    if found is None:
+        return
+    file, stored = found
+    if _is_of_its_u(file, stored):
+        yield (
+            f"{file} is of MindSpeed-MM's hf_to_mm_ldt, which writes a tree for each side of its own U, in its own "
+            f"chunks; no layout of the plugin has these; {_WAY_OUT.format(command=own_command(), folders='EDGE CLOUD')}"
+        )
+    elif is_u_shaped or len(set(layout.tp_sizes)) > 1:
+        sizes = ",".join(map(str, layout.tp_sizes))
+        yield (
+            f"{file} is of MindSpeed-MM's hf_to_mm, which writes a file for each rank of a uniform run; "
+            f"--vtp-size-list {sizes}{' in a U-shape' if is_u_shaped else ''} has other ranks; "
+            f"{_WAY_OUT.format(command=own_command(), folders=load)}"
+        )
+
+
+def _converted_file(folder: Path) -> tuple[Path, Mapping[str, Any]] | None:
+    """Give one of the files that a converter wrote, and what it holds; None if there is none."""
+    # The converter knows no iterations.
+    if read_tracker(folder) != "release":
+        return None
+    for file in sorted(folder.glob("release/mp_rank_*/model_optim_rng.pt")):
+        try:
+            # Mapped: only names are read, and no weights. A run stores its arguments, which are no plain values.
+            stored = torch.load(file, map_location="cpu", mmap=True, weights_only=True)
+        except (OSError, RuntimeError, pickle.UnpicklingError):
+            return None  # the checks of checkpoints say what is wrong with it
+        return (file, stored) if isinstance(stored, dict) and "args" not in stored else None
+    return None
+
+
+def _is_of_its_u(file: Path, stored: Mapping[str, Any]) -> bool:
+    """Tell whether a file's chunks are those of a U: the first stage has the head, and others end with nothing."""
+    chunks = [stored[name] for name in sorted(stored) if name.startswith(_CHUNK)]
+    if len(chunks) < 2:
+        return False
+    # "mp_rank_01_002" is rank 1 of stage 2.
+    is_first_stage = int(file.parent.name.split("_")[3]) == 0
+    return any(name.startswith(_HEAD) for name in chunks[-1]) if is_first_stage else not chunks[-1]
+
 
 PINS: Final = Path(__file__).with_name("pins.json")
 """Digests of the functions that were relied on: version of a package -> target -> digest."""

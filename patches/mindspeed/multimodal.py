@@ -18,11 +18,10 @@ import torch
 
 from vtp_plugin.checkpoint.format.resolver import asked_at_start
 from vtp_plugin.errors import ConfigError, LayoutError, refuse
-from vtp_plugin.host.rules.checks.batch import most_tokens
-from vtp_plugin.host.rules.checks.layer_counts import check_counts, check_places
-from vtp_plugin.host.rules.checks.packed import packing_flag
-from vtp_plugin.patches.mindspeed import known_mm, mm_data, two_rings
-from vtp_plugin.patches.mindspeed.converted import problems_of_converted
+from vtp_plugin.host.rules.checks.batch import most_tokens, packing_flag
+from vtp_plugin.host.rules.checks.stage_layers import check_counts, check_places
+from vtp_plugin.patches.mindspeed import known_mm, two_rings
+from vtp_plugin.patches.mindspeed.known_mm import problems_of_converted
 from vtp_plugin.plan.boundary.message_kind import MessageKind
 from vtp_plugin.plan.layout.layer_lists import (
     LIST_NAME,
@@ -126,11 +125,11 @@ def check(session: Session, args: argparse.Namespace) -> None:
     is_split = session.planned.replicas.is_split
     refuse(problems(args, layout, is_u_shaped=is_u_shaped, is_split=is_split), LayoutError)
     if not is_u_shaped or layout.stage_of(args.rank) == 0:
-        refuse(mm_data.problems_of_files(args))
+        refuse(known_mm.problems_of_files(args))
     session.learn(
-        check_batch=functools.partial(mm_data.require_batch, args)
+        check_batch=functools.partial(known_mm.require_batch, args)
         if layout.num_stages > 1
-        else mm_data.require_one_kind
+        else known_mm.require_one_kind
     )
     if is_u_shaped and session.config.num_rings > 1:
         two_rings.learn_first_ring(session, args.mm.model.image_encoder.vision_encoder)
@@ -204,7 +203,7 @@ def _problems_of_sequences(args: argparse.Namespace, layout: PipelineLayout) -> 
             "adds up the embedding's gradient once for each of them, also without the plugin; leave out "
             "--sequence-parallel, or give stage 0 one rank"
         )
-    for stage, size in enumerate(layout.tp_sizes if mm_data.has_own_lengths(args) else ()):
+    for stage, size in enumerate(layout.tp_sizes if known_mm.has_own_lengths(args) else ()):
         if _MULTIPLE % size:
             yield (
                 f"--variable-seq-lengths and --sequence-parallel with stage {stage} of {size} ranks, which share a "
@@ -252,7 +251,7 @@ def positions(args: argparse.Namespace) -> Companion:
     """
     return Companion(
         kind=MessageKind.POSITIONS,
-        shape=(None, None, 4) if mm_data.has_own_lengths(args) else (args.seq_length, args.micro_batch_size, 4),
+        shape=(None, None, 4) if known_mm.has_own_lengths(args) else (args.seq_length, args.micro_batch_size, 4),
         most_tokens=most_tokens(args),
         read=functools.partial(_read, args),
         give=_batch,
@@ -264,7 +263,7 @@ def positions(args: argparse.Namespace) -> Companion:
 
 def _read(args: argparse.Namespace, batch: Mapping[str, Any]) -> torch.Tensor:
     """Compute the positions by MindSpeed-MM's own function, of the batch that only the edge has."""
-    mm_data.require_batch(args, batch)
+    known_mm.require_batch(args, batch)
     ids, mask = batch["input_ids"], batch.get("attention_mask")
     _, places = importlib.import_module(_POSITIONS).prepare_positionsids_mask_for_llm(
         config=args,

@@ -13,28 +13,31 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from vtp_plugin.checkpoint.hf.import_note import take_settings
-from vtp_plugin.config.resolve import crossing_bytes
-from vtp_plugin.config.vtp_flags import check_without_stages, read_flags
+from vtp_plugin.checkpoint.hf.hf_model import take_settings
+from vtp_plugin.config.resolve import check_without_stages, crossing_bytes, read_flags
 from vtp_plugin.errors import LayoutError, VtpError, refuse
 from vtp_plugin.host.patching import replaces
-from vtp_plugin.host.rules.checks.batch import describe_batches, final_batch, own_batches
-from vtp_plugin.host.rules.checks.packed import packing_flag
-from vtp_plugin.host.rules.checks.sites import check_site, shared_arguments
+from vtp_plugin.host.rules.checks.batch import (
+    check_site,
+    describe_batches,
+    final_batch,
+    own_batches,
+    packing_flag,
+    shared_arguments,
+)
 from vtp_plugin.host.rules.checks.stage_layers import check_stage_layers
+from vtp_plugin.host.rules.rule import EXPERT_RULES
 from vtp_plugin.host.rules.run_checks import check_run
-from vtp_plugin.host.rules.table.versions import EXPERT_RULES
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.mindspeed import known_mm, multimodal
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.patches.training.command_line import asks_for_stages
-from vtp_plugin.patches.training.layers_of_stages import layers_of_stages
-from vtp_plugin.patches.training.layers_of_u import read_layers
+from vtp_plugin.patches.training.layers_of_stages import layers_of_stages, read_layers
 from vtp_plugin.runtime.health.meeting_store import open_store
-from vtp_plugin.runtime.step.packed_rows import packed_rows
+from vtp_plugin.runtime.step.companion_tensors import packed_rows
 from vtp_plugin.session import Session
-from vtp_plugin.session.notices import warn_of_options
-from vtp_plugin.session.request import agree_on_request, learn_site
+from vtp_plugin.session.session import warn_of_options
+from vtp_plugin.session.stage_comm_grid import agree_on_request, learn_site
 from vtp_plugin.util import log
 from vtp_plugin.util.undo import Name, UndoStack
 
@@ -78,7 +81,7 @@ def _validate(
     session.describe(args.rank, layers_of_stages(args, session.planned.layout.num_stages))
     # Not at the top: they import Megatron's optimizer, and apply() imports this module before a script does.
     from vtp_plugin.patches.training.checkpointing import lock_folders, require_common_folder
-    from vtp_plugin.patches.training.padding import note_vocabulary
+    from vtp_plugin.patches.training.vocab_utils import note_vocabulary
 
     if session.is_active:
         require_common_folder(session, args)

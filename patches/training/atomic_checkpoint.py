@@ -10,9 +10,7 @@ from typing import Any
 import torch.distributed as dist
 
 from vtp_plugin.checkpoint.format.resolver import asked_by
-from vtp_plugin.checkpoint.save.atomic_dir import final_of
-from vtp_plugin.checkpoint.save.edge_key_file import HAS_EDGE_KEY
-from vtp_plugin.checkpoint.save.newest import HAS_MANIFEST
+from vtp_plugin.checkpoint.save.atomic_dir import HAS_EDGE_KEY, HAS_MANIFEST, final_of
 from vtp_plugin.checkpoint.save.saving import Kept, Saving, naming_what_failed
 from vtp_plugin.host.patching import replaces
 from vtp_plugin.patches.patch_set import Moment

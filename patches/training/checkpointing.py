@@ -16,42 +16,36 @@ from typing import Any
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 
-from vtp_plugin.checkpoint.format.archive import load_object
-from vtp_plugin.checkpoint.format.checkpoint_files import naming_broken_files
-from vtp_plugin.checkpoint.format.entries import DamagedError, Extent
+from vtp_plugin.checkpoint.format.checkpoint_files import load_object, naming_broken_files
+from vtp_plugin.checkpoint.format.index import DamagedError, Extent
 from vtp_plugin.checkpoint.format.resolver import Asked, asked_by
-from vtp_plugin.checkpoint.hf.import_note import ORIGIN, check_note, origin_of
-from vtp_plugin.checkpoint.load.pair_groups import Rates
-from vtp_plugin.checkpoint.load.stored_optimizer import Request
-from vtp_plugin.checkpoint.save.atomic_dir import make_folder
-from vtp_plugin.checkpoint.save.edge_key_file import SITE_ARGUMENTS
-from vtp_plugin.checkpoint.save.folder_lock import LOCK_VARIABLE, patience_s
+from vtp_plugin.checkpoint.hf.hf_model import ORIGIN, check_note, origin_of
+from vtp_plugin.checkpoint.load.stored_optimizer import Rates, Request
+from vtp_plugin.checkpoint.save.atomic_dir import SITE_ARGUMENTS, make_folder
+from vtp_plugin.checkpoint.save.saving import LOCK_VARIABLE, patience_s
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.host.patching import replaces
-from vtp_plugin.patches.core.dist_checkpointing.plain_objects import plain_only
+from vtp_plugin.patches.core.dist_checkpointing.serialization import plain_only
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.patches.training.choose_checkpoint import (
     check_own_files,
     choose,
     look_at,
+    open_optimizer,
     own_file,
+    require_loadable,
     require_manifest,
     require_plain_files,
-    settle_trackers,
-)
-from vtp_plugin.patches.training.loadable import (
-    open_optimizer,
-    require_loadable,
     require_same_model,
+    settle_trackers,
     stored_arguments,
     stored_dp_sizes,
     stored_experts,
     stored_tp_sizes,
 )
-from vtp_plugin.patches.training.padding import require_padding
-from vtp_plugin.runtime.health.store import Topic, name_run, part_of
-from vtp_plugin.runtime.health.store_posts import read_word
+from vtp_plugin.patches.training.vocab_utils import require_padding
+from vtp_plugin.runtime.health.store import Topic, name_run, part_of, read_word
 from vtp_plugin.session import Session
 from vtp_plugin.util import log
 

@@ -8,17 +8,16 @@ import sys
 from collections.abc import Callable, Collection
 from typing import Any, NoReturn
 
-from vtp_plugin.config.early_check import is_as_started
-from vtp_plugin.config.vtp_flags import VTP_FLAGS, add_vtp_arguments
+from vtp_plugin.config.resolve import VTP_FLAGS, add_vtp_arguments, is_as_started
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.host.patching import replaces
 from vtp_plugin.host.rules.table.rows import RULES
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.patch_set import Moment
-from vtp_plugin.runtime.health.error_file import START_PATIENCE_S, say_once
+from vtp_plugin.runtime.health.redaction import START_PATIENCE_S, say_once
 from vtp_plugin.session import Session
 from vtp_plugin.util import log
-from vtp_plugin.util.typos import question
+from vtp_plugin.util.text import question
 
 _TENSOR_SIZE = "tensor_model_parallel_size"
 

@@ -1,4 +1,4 @@
-"""How many layers every stage holds, for the summary at a run's start."""
+"""Layers of stages, also of a U."""
 
 from __future__ import annotations
 
@@ -6,10 +6,46 @@ import argparse
 from collections.abc import Iterable
 from typing import Any
 
-from vtp_plugin.errors import ConfigError
-from vtp_plugin.host.rules.checks.stage_layers import COUNTED_AS_LAYERS, ELSEWHERE
-from vtp_plugin.plan.layout.chunks import plain_chunks
-from vtp_plugin.plan.layout.describe import format_layers, join_layers
+from vtp_plugin.errors import ConfigError, refuse
+from vtp_plugin.host.rules.checks.stage_layers import COUNTED_AS_LAYERS, ELSEWHERE, check_u_layers
+from vtp_plugin.host.rules.rule import RING_RULES
+from vtp_plugin.patches.hosts import MegatronHost
+from vtp_plugin.plan.layout.layer_lists import check_layers, plain_chunks
+from vtp_plugin.plan.layout.pipeline_layout import format_layers, join_layers
+from vtp_plugin.session import Session
+
+
+def read_layers(session: Session, host: MegatronHost, args: argparse.Namespace, *, has_lists: bool) -> tuple[int, ...]:
+    """Read the layers of a U-shaped pipeline: the edge's first part, every cloud stage, the edge's last part.
+
+    Args:
+        session: the applied plugin.
+        host: the family of the Megatron that runs.
+        args: Megatron's arguments.
+        has_lists: MindSpeed-MM's lists say the layers.
+
+    Raises:
+        ConfigError: the parts do not fit, or an option does not work with them.
+    """
+    layers = session.config.num_layer_list
+    text: Any = getattr(args, "pipeline_model_parallel_layout", None)
+    refuse(
+        (
+            *check_u_layers(layers, text, session.config.encoder_layer_list),
+            *(() if has_lists else host.refusals(RING_RULES, args, session.planned.option_context)),
+        )
+    )
+    option = "--num-layer-list"
+    if layers is None:
+        layers, option = host.layers_of_layout(text), "--pipeline-model-parallel-layout"
+    check_layers(
+        layers,
+        num_stages=session.planned.layout.num_stages,
+        num_layers=args.num_layers,
+        option=option,
+        least_on_edge=session.config.least_on_edge,
+    )
+    return layers
 
 
 def layers_of_stages(args: argparse.Namespace, num_stages: int) -> tuple[str, ...]:

@@ -36,7 +36,7 @@ def _load_args(
     if folder is None or not asks_for_stages(session, args):
         return original(args, load_arg, *rest, **kwargs)
     # Not at the top: apply() imports this module, also where there is no list.
-    from vtp_plugin.patches.core.dist_checkpointing.plain_objects import common_of, plain_only
+    from vtp_plugin.patches.core.dist_checkpointing.serialization import common_of, plain_only
     from vtp_plugin.patches.training.choose_checkpoint import own_file, require_plain_files
 
     session.watch_failures()

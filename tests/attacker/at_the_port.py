@@ -29,7 +29,7 @@ from tests.attacker.inputs import Inputs
 from tests.support.pace import pace
 from tests.support.pool import free_port
 from vtp_plugin.errors import VtpError
-from vtp_plugin.runtime.health.store_server import is_server_bounded
+from vtp_plugin.runtime.health.meeting_store import is_server_bounded
 from vtp_plugin.session.ranks import AllRanks
 
 HOST = "127.0.0.1"

@@ -28,15 +28,14 @@ from tests.attacker.play import Entry
 from tests.attacker.served import Served
 from vtp_plugin import adapters
 from vtp_plugin.checkpoint.format.shard_map import Block, Bucket, BucketEntry, ShardSpec, Strided
-from vtp_plugin.checkpoint.save import folder_lock
+from vtp_plugin.checkpoint.save import saving
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.config.resolve import ScheduleOptions
 from vtp_plugin.elastic.cards import RankCard, settle_seats
 from vtp_plugin.elastic.coordinator import Coordinator
 from vtp_plugin.elastic.failed_cards import MEMORY, leave_out
-from vtp_plugin.elastic.failed_starts import FAILED_STARTS, note_failed_start
-from vtp_plugin.elastic.progress import PROGRESS, read_last
-from vtp_plugin.elastic.spare_rank import SpareRank
+from vtp_plugin.elastic.join import SpareRank
+from vtp_plugin.elastic.progress import FAILED_STARTS, PROGRESS, note_failed_start, read_last
 from vtp_plugin.link.site_file import read_site
 from vtp_plugin.patches.core.dist_checkpointing.serialization import _text_of
 from vtp_plugin.patches.mindspeed import multimodal, two_rings
@@ -44,40 +43,40 @@ from vtp_plugin.patches.site_objects import _BoundedMemory
 from vtp_plugin.patches.training.checkpointing import require_common_folder
 from vtp_plugin.patches.training.choose_checkpoint import _agreed, _of_all
 from vtp_plugin.patches.training.global_vars import _read_sizes
-from vtp_plugin.plan.boundary.bridge_endpoint import BridgeEndpoint
+from vtp_plugin.plan.boundary.boundary_plan import compile_plan
 from vtp_plugin.plan.boundary.bridge_spec import BridgeSpec
 from vtp_plugin.plan.boundary.channel_spec import ChannelSpec
-from vtp_plugin.plan.boundary.compiled_plan import compile_plan
-from vtp_plugin.plan.boundary.endpoint import Endpoint
+from vtp_plugin.plan.boundary.endpoint import BridgeEndpoint, Endpoint
 from vtp_plugin.plan.schedule.cost.costs import uniform_costs
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
-from vtp_plugin.plan.schedule.order.placement import u_placement
+from vtp_plugin.plan.schedule.order.actions import u_placement
 from vtp_plugin.platform.cpu import CpuPlatform
-from vtp_plugin.report.trace.trace_files import Owner, read_step
-from vtp_plugin.runtime.comm.headers import Headers
+from vtp_plugin.runtime.comm.collectives import TensorFormat
 from vtp_plugin.runtime.comm.plain_data import PlainData
-from vtp_plugin.runtime.comm.recorder import Recorder
-from vtp_plugin.runtime.comm.tensor_format import TensorFormat
+from vtp_plugin.runtime.comm.transfers import Headers
+from vtp_plugin.runtime.comm.work import Recorder
 from vtp_plugin.runtime.health import meeting_store
-from vtp_plugin.runtime.health.attempt import agree_on_attempt
-from vtp_plugin.runtime.health.board import Board, Leaver
-from vtp_plugin.runtime.health.clock import estimate_offset
-from vtp_plugin.runtime.health.early_exit import EarlyExits
-from vtp_plugin.runtime.health.joint_work import Together
-from vtp_plugin.runtime.health.liveness_check import LivenessCheck
-from vtp_plugin.runtime.health.meeting_store import open_own_store
-from vtp_plugin.runtime.health.monitor import Monitor
-from vtp_plugin.runtime.health.nodes import gather_node_sizes
+from vtp_plugin.runtime.health.meeting_store import agree_on_attempt, open_own_store
+from vtp_plugin.runtime.health.monitor import EarlyExits, LivenessCheck, Monitor, Together
+from vtp_plugin.runtime.health.position import Standing, follow
 from vtp_plugin.runtime.health.redaction import Redaction
 from vtp_plugin.runtime.health.startup import Agreement
-from vtp_plugin.runtime.health.store import Round, Topic, connect_again, name_run, part_of
-from vtp_plugin.runtime.health.who_waits import Standing, follow
-from vtp_plugin.runtime.step.measure import share_reports
-from vtp_plugin.runtime.step.packed_rows import packed_rows
+from vtp_plugin.runtime.health.store import (
+    Board,
+    Leaver,
+    Round,
+    Topic,
+    connect_again,
+    estimate_offset,
+    gather_node_sizes,
+    name_run,
+    part_of,
+)
+from vtp_plugin.runtime.step.communicator import TransportChoice, _read_times, _slowest
+from vtp_plugin.runtime.step.companion_tensors import packed_rows
 from vtp_plugin.runtime.step.schedule_runner import ScheduleRunner
-from vtp_plugin.runtime.step.step_times import StepTimes
-from vtp_plugin.runtime.step.timing import StepSums, Timing, _sum_up
-from vtp_plugin.runtime.step.try_transports import TransportChoice, _read_times, _slowest
+from vtp_plugin.runtime.step.step_times import StepSums, StepTimes, Timing, _sum_up, share_reports
+from vtp_plugin.trace.record import Owner, read_step
 
 LOCK = "vtp_lock.json"
 _HEALTH = "vtp_plugin/runtime/health"
@@ -535,7 +534,7 @@ def _take_beside(given: tuple[str, bytes]) -> None:
             environment = {"VTP_RUN_FOLDER": folder, "VTP_START": "f a"}
             note_failed_start(OSError("disk"), environment)
         elif name == LOCK:
-            _require_lines([folder_lock._describe(data.decode(errors="replace"))])
+            _require_lines([saving._describe(data.decode(errors="replace"))])
         else:
             leave_out([RankCard(**_CARD), RankCard(**{**_CARD, "local_rank": 2, "why": "erring: x"})], Path(folder))
 
@@ -1065,20 +1064,20 @@ ENTRIES: list[Entry] = [
             f"{_ELASTIC}/progress.py:read_last",
             f"{_ELASTIC}/failed_starts.py:_read",
             f"{_ELASTIC}/failed_cards.py:_read",
-            "vtp_plugin/checkpoint/save/folder_lock.py:_holder",
+            "vtp_plugin/checkpoint/save/saving.py:_holder",
         ],
         make=_make_beside,
         take=_take_beside,
     ),
     Entry(
         name="the header of a tensor",
-        places=["vtp_plugin/runtime/comm/headers.py:Headers.read"],
+        places=["vtp_plugin/runtime/comm/transfers.py:Headers.read"],
         make=_make_header,
         take=_take_header,
     ),
     Entry(
         name="the header of a bridge",
-        places=["vtp_plugin/runtime/comm/headers.py:Headers.read"],
+        places=["vtp_plugin/runtime/comm/transfers.py:Headers.read"],
         make=_make_bridge_header,
         take=_take_header,
     ),

@@ -13,7 +13,7 @@ import pytest
 from tests.browser.html_links import broken_links
 from tests.support.hosts import ROOT
 from vtp_plugin import __version__
-from vtp_plugin.util.untrusted_files import read_toml
+from vtp_plugin.util.typed_json import read_toml
 
 QUESTIONS = read_toml(Path(__file__).with_name("questions.toml"))["question"]
 NUM_RESULTS = 5

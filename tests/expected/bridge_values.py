@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from vtp_plugin.plan.boundary.bridge_endpoint import BridgeEndpoint, SequenceCut
+from vtp_plugin.plan.boundary.endpoint import BridgeEndpoint, SequenceCut
 
 Arrays = dict[int, np.ndarray]
 """Tensor of every rank: `[S, B, H]`, or `[tokens, H]`."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from vtp_plugin.plan.layout.groups import LayoutRankGenerator
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
+from vtp_plugin.plan.layout.stage_grid import LayoutRankGenerator
 
 
 @dataclass(frozen=True, slots=True)

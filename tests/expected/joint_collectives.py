@@ -8,8 +8,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from tests.expected.schedule_oracle import Machine, who
-from vtp_plugin.plan.schedule.order.actions import Action, Op
-from vtp_plugin.plan.schedule.order.schedule import Schedule
+from vtp_plugin.plan.schedule.order.actions import Action, Op, Schedule
 
 Communicator = tuple[int, int, int]  # stage, its size, its number among those of the stage
 

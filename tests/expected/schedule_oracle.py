@@ -8,9 +8,7 @@ from collections.abc import Sequence
 from graphlib import TopologicalSorter
 
 from vtp_plugin.plan.schedule.cost.costs import Costs
-from vtp_plugin.plan.schedule.order.actions import Action, Op
-from vtp_plugin.plan.schedule.order.placement import Placement
-from vtp_plugin.plan.schedule.order.schedule import Actions, Schedule
+from vtp_plugin.plan.schedule.order.actions import Action, Actions, Op, Placement, Schedule
 
 Node = tuple[str, int, int]  # "F", "B" (whole or the gradient of the input), or "W"; virtual stage, microbatch
 COMPUTES = (Op.F, Op.B, Op.I, Op.W)

@@ -142,10 +142,10 @@ def take(options: argparse.Namespace) -> None:
 def apply_plugin(options: argparse.Namespace) -> None:
     """Apply the plugin, maybe pretending another version, maybe twice."""
     import vtp_plugin
-    from vtp_plugin.session import startup_statement
+    from vtp_plugin.session import ranks
 
     if options.pretend_version:
-        startup_statement.__version__ = options.pretend_version
+        ranks.__version__ = options.pretend_version
 
     def apply(timeout_s: float) -> None:
         vtp_plugin.apply(

@@ -22,7 +22,7 @@ from tests.support.pace import pace
 from tests.support.pool import free_port
 from vtp_plugin import cli
 from vtp_plugin.config import VtpConfig
-from vtp_plugin.config.vtp_flags import add_vtp_arguments, read_flags
+from vtp_plugin.config.resolve import add_vtp_arguments, read_flags
 
 COMMANDS = list(dict.fromkeys(command for path in DOCUMENTS for command in commands(path)))
 # Of the plugin's commands those that only read and print; doctor and run have tests of their own.

@@ -16,10 +16,10 @@ import vtp_plugin
 from tests.expected.of_megatron import megatron_parser
 from tests.rules.doc_commands import DOCUMENTS, ROOT, joined, programs_of_the_project
 from vtp_plugin.cli.main import _parser as cli_parser
-from vtp_plugin.config.vtp_flags import VTP_FLAGS, add_vtp_arguments
-from vtp_plugin.host.rules.table.rows_mindspeed import MINDSPEED_RULES
+from vtp_plugin.config.resolve import VTP_FLAGS, add_vtp_arguments
+from vtp_plugin.host.rules.table.rows_kernels import MINDSPEED_RULES
 from vtp_plugin.plan.boundary.message_kind import MESSAGE_FORMS, MessageKind
-from vtp_plugin.plan.schedule.cost.cost_text import COST_KEYS
+from vtp_plugin.plan.schedule.cost.costs import COST_KEYS
 from vtp_plugin.runtime.health.store import Topic
 
 LINK = re.compile(r"\]\(([^)\s]+)\)|<img src=\"([^\"]+)\"")

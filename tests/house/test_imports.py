@@ -35,7 +35,7 @@ def test_everything_in_a_package_with_layers_has_one(package: str) -> None:
 @pytest.mark.parametrize(
     ("module", "source", "rule"),
     [
-        ("vtp_plugin.plan.layout.rank_grid", "import torch.distributed as dist", "standard library, not torch"),
+        ("vtp_plugin.plan.layout.stage_grid", "import torch.distributed as dist", "standard library, not torch"),
         (
             "vtp_plugin.plan.boundary.boundary_plan",
             "def f():\n    from numpy import array",
@@ -46,12 +46,12 @@ def test_everything_in_a_package_with_layers_has_one(package: str) -> None:
         ("vtp_plugin.runtime.x", "import importlib\nimportlib.import_module('megatron.core')", "only patches"),
         ("vtp_plugin.cli", "__import__('megatron')", "only patches"),
         (
-            "vtp_plugin.plan.layout.rank_grid",
+            "vtp_plugin.plan.layout.stage_grid",
             "from vtp_plugin.plan.boundary.boundary_plan import plan",
             "plan.layout may import only lower layers",
         ),
-        ("vtp_plugin.plan.layout.rank_grid", "from vtp_plugin import report", "not report"),
-        ("vtp_plugin.plan.layout.rank_grid", "from ...runtime import x", "not runtime"),
+        ("vtp_plugin.plan.layout.stage_grid", "from vtp_plugin import report", "not report"),
+        ("vtp_plugin.plan.layout.stage_grid", "from ...runtime import x", "not runtime"),
         ("vtp_plugin.plan.layout.__init__", "from ...runtime import x", "not runtime"),
         ("vtp_plugin.plan.boundary.boundary_plan", "from .. import schedule", "not plan.schedule"),
         ("vtp_plugin.runtime.x", "from vtp_plugin import apply", "not __init__"),
@@ -72,7 +72,7 @@ def test_everything_in_a_package_with_layers_has_one(package: str) -> None:
             "not plan.schedule.Schedule",
         ),
         ("vtp_plugin.plan.schedule.cost.x", "from ..make import x", "not plan.schedule.make"),
-        ("vtp_plugin.host.rules.table.x", "import vtp_plugin.config.vtp_flags", "not config"),
+        ("vtp_plugin.host.rules.table.x", "import vtp_plugin.config.resolve", "not config"),
         ("vtp_plugin.newpart", "", "has no layer"),
         ("vtp_plugin.runtime.x", "import vtp_plugin.newpart", "not newpart"),
     ],
@@ -87,9 +87,9 @@ def test_a_breach_is_found(module: str, source: str, rule: str) -> None:
     ("module", "source"),
     [
         ("vtp_plugin.patches.core.x", "import megatron.core\nimport torch\nfrom vtp_plugin.runtime import x"),
-        ("vtp_plugin.runtime.x", "import torch\nfrom vtp_plugin.util.version import __version__\nfrom .y import z"),
+        ("vtp_plugin.runtime.x", "import torch\nfrom vtp_plugin.util.text import __version__\nfrom .y import z"),
         (
-            "vtp_plugin.plan.layout.rank_grid",
+            "vtp_plugin.plan.layout.stage_grid",
             "import math\nfrom vtp_plugin.errors import ConfigError\nfrom . import groups",
         ),
         (

@@ -15,12 +15,12 @@ OUTER = {
     "vtp_plugin.adapters",
     "vtp_plugin.functional",
     "vtp_plugin.functional.p2p",
-    "vtp_plugin.functional.queries",
-    "vtp_plugin.plan.layout.rank_grid",
+    "vtp_plugin.functional.handles",
+    "vtp_plugin.plan.layout.stage_grid",
     "vtp_plugin.patches.core.models.mimo.comm.colocated_communicator",
     "vtp_plugin.patches.core.pipeline_parallel.bridge_communicator",
 }
-STAND_INS = ("vtp_plugin.platform.cpu", "vtp_plugin.platform.single_process")
+STAND_INS = ("vtp_plugin.platform.cpu", "vtp_plugin.platform.interface")
 CALLED_BY_OTHERS = {
     "commit_tensor": "of a load planner of torch's",
     "emit": "of a logging handler",

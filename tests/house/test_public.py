@@ -12,11 +12,11 @@ import pytest
 import vtp_plugin
 from tests.rules.import_rules import ROOT
 from vtp_plugin import errors
-from vtp_plugin.checkpoint.format import manifest, map_file
-from vtp_plugin.checkpoint.hf import import_note
-from vtp_plugin.checkpoint.save import folder_lock
+from vtp_plugin.checkpoint.format import index, shard_map
+from vtp_plugin.checkpoint.hf import hf_model
+from vtp_plugin.checkpoint.save import saving
 from vtp_plugin.cli.main import _parser
-from vtp_plugin.elastic import failed_cards, failed_starts, progress, stop_marker
+from vtp_plugin.elastic import failed_cards, progress
 
 PAGE = (ROOT / "docs/reference/public.md").read_text()
 CHANGELOG = (ROOT / "CHANGELOG.md").read_text()
@@ -75,8 +75,8 @@ def test_commands_are_listed() -> None:
 
 def test_files_are_listed() -> None:
     names = {
-        *(manifest.MANIFEST, map_file.MAP, import_note.NOTE, folder_lock.LOCK),
-        *(failed_cards.MEMORY, failed_starts.FAILED_STARTS, stop_marker.MARKER, progress.PROGRESS),
+        *(index.MANIFEST, shard_map.MAP, hf_model.NOTE, saving.LOCK),
+        *(failed_cards.MEMORY, progress.FAILED_STARTS, progress.MARKER, progress.PROGRESS),
     }
     assert set(re.findall(r"`(vtp_\w+\.\w+)`", section("Files"))) == names
 

@@ -13,7 +13,7 @@ from tests.rules.import_rules import ROOT
 from vtp_plugin import __version__
 from vtp_plugin.cli.main import _parser
 from vtp_plugin.host.versions import HOSTS, family_of
-from vtp_plugin.util.untrusted_files import read_toml
+from vtp_plugin.util.typed_json import read_toml
 
 yaml = pytest.importorskip("yaml", reason="needs PyYAML, which Megatron brings")
 GITHUB = ROOT / ".github"

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 pytest.importorskip("megatron.core")
-from vtp_plugin.patches.mindspeed.converted import problems_of_converted
+from vtp_plugin.patches.mindspeed.known_mm import problems_of_converted
 
 _EMBEDDING, _LAYER, _HEAD = (
     {f"text_decoder.{name}.weight": torch.zeros(2)}

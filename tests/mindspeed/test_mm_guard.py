@@ -12,12 +12,12 @@ import pytest
 
 from vtp_plugin.errors import ConfigError, LayoutError, VtpError
 from vtp_plugin.host.patching.pins import pins_in, read_pins
-from vtp_plugin.host.rules.checks.layer_counts import check_counts, check_places
+from vtp_plugin.host.rules.checks.stage_layers import check_counts, check_places
 from vtp_plugin.plan.layout.layer_lists import LayerLists, read_rows
-from vtp_plugin.runtime.step.batches import checked
+from vtp_plugin.runtime.step.companion_tensors import checked
 
 pytest.importorskip("megatron.core")
-from vtp_plugin.patches.mindspeed import known_mm, mm_data, multimodal
+from vtp_plugin.patches.mindspeed import known_mm, multimodal
 
 
 def model(text: str = "qwen2_5_lm", vision: str = "qwen2vit", **rest: Any) -> SimpleNamespace:
@@ -179,11 +179,11 @@ def data(path: str) -> Any:
 
 
 def test_a_missing_tokenizer_is_refused(tmp_path: Path) -> None:
-    (line,) = mm_data.problems_of_files(data(f"{tmp_path}/none"))
+    (line,) = known_mm.problems_of_files(data(f"{tmp_path}/none"))
     assert line.startswith(f"model_name_or_path {tmp_path}/none of --mm-data data.json is not there")
     for there in (str(tmp_path), "Qwen/Qwen2.5-VL-7B-Instruct"):
-        assert not list(mm_data.problems_of_files(data(there)))
-    (line,) = mm_data.problems_of_files(SimpleNamespace(mm=SimpleNamespace()))  # pyright: ignore[reportArgumentType]
+        assert not list(known_mm.problems_of_files(data(there)))
+    (line,) = known_mm.problems_of_files(SimpleNamespace(mm=SimpleNamespace()))  # pyright: ignore[reportArgumentType]
     assert line.startswith("no --mm-data")
 
 
@@ -191,7 +191,7 @@ def test_pictures_beside_videos_are_refused_when_they_are_read() -> None:
     """In a plain pipeline, too: each of its iterators is looked at."""
     pictures, videos = {"image_grid_thw": 1}, {"video_grid_thw": 1}
     batches = [iter([pictures, videos, {}, {**pictures, **videos}]), None]
-    first, none = checked(batches, mm_data.require_one_kind)
+    first, none = checked(batches, known_mm.require_one_kind)
     assert none is None and [next(first) for _ in range(3)] == [pictures, videos, {}]
     with pytest.raises(ConfigError, match="a batch with pictures and videos"):
         next(first)

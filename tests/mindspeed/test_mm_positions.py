@@ -13,10 +13,10 @@ import torch
 from tests.mindspeed.test_mm_guard import NO_CHECKPOINT
 from vtp_plugin.errors import ConfigError, LayoutError, PeerError
 from vtp_plugin.plan.boundary.message_kind import MessageKind
-from vtp_plugin.runtime.comm.audit import require_allowed
+from vtp_plugin.runtime.comm.transfers import require_allowed
 
 pytest.importorskip("megatron.core")
-from vtp_plugin.patches.mindspeed import mm_data, multimodal, two_rings
+from vtp_plugin.patches.mindspeed import known_mm, multimodal, two_rings
 
 ARGS = SimpleNamespace(seq_length=5, micro_batch_size=2)
 SECRET = 417
@@ -90,7 +90,7 @@ def test_a_batch_beyond_the_bound_is_refused_before_positions_are_computed(seen:
 
 def test_other_lengths_without_the_flag_are_refused() -> None:
     with pytest.raises(LayoutError, match=r"a batch of \(2, 7\) tokens; .* \(2, 5\), .*; add --variable-seq-lengths"):
-        mm_data.require_batch(ARGS, {"input_ids": torch.zeros(2, 7)})  # pyright: ignore[reportArgumentType]
+        known_mm.require_batch(ARGS, {"input_ids": torch.zeros(2, 7)})  # pyright: ignore[reportArgumentType]
 
 
 TWO_RINGS = [[1, 1], [1, 0], [0, 0]], [[0, 0], [0, 2], [0, 0]]

@@ -21,7 +21,7 @@ from tests.multiproc.cases.script_cases import EXAMPLE, ScriptRun, arguments, gr
 from tests.options.judged import GRID, Entry, Judgement, groups, rows_of
 from tests.options.parsers import FOLDER, LISTED, Option, by_name, listed
 from tests.support.hosts import ROOT, TREE, host_name, is_older
-from vtp_plugin.host.rules.table.rule import Verdict
+from vtp_plugin.host.rules.rule import Verdict
 from vtp_plugin.host.versions import family_of, find_megatron
 
 RAN = FOLDER / "ran.txt"

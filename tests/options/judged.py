@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from functools import cache
 
 from tests.options.parsers import FOLDER, Option, by_name
+from vtp_plugin.host.rules.rule import OptionRule
 from vtp_plugin.host.rules.table.rows import RULES
-from vtp_plugin.host.rules.table.rows_before_0_19 import OLDER_RULES
-from vtp_plugin.host.rules.table.rule import OptionRule
-from vtp_plugin.util.text_enum import TextEnum
+from vtp_plugin.host.rules.table.rows_architecture import OLDER_RULES
+from vtp_plugin.util.text import TextEnum
 
 READ, GRID = "read", "grid"
 """What a verdict rests on besides a test: Megatron's source, or ``tests/multiproc/options/test_options_grid.py``."""

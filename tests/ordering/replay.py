@@ -8,7 +8,7 @@ from collections.abc import Hashable, Iterable, Sequence
 from tests.ordering.match import Partners
 from tests.ordering.models import Communicator, Model
 from tests.ordering.trace import Event, Kind, Trace
-from vtp_plugin.plan.schedule.order.advance import advance
+from vtp_plugin.plan.schedule.order.actions import advance
 
 # Operations that start together: a batch where the model has communicators, otherwise a single operation.
 Launch = tuple[Event, ...]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from vtp_plugin.errors import PlanError
-from vtp_plugin.util.text_enum import TextEnum
+from vtp_plugin.util.text import TextEnum
 
 # Mark behind the last communication of a training step: no message may be under way there.
 END_OF_STEP = "end of step"

@@ -24,17 +24,25 @@ from vtp_plugin.plan.boundary.boundary_plan import (
     egress_bytes,
     ingress_bytes,
 )
-from vtp_plugin.plan.boundary.channel_spec import ChannelSpec
+from vtp_plugin.plan.boundary.channel_spec import ChannelSpec, PipelineBoundary
 from vtp_plugin.plan.boundary.check_boundary import check
-from vtp_plugin.plan.boundary.endpoint import Endpoint, Shape
-from vtp_plugin.plan.boundary.header import plan_header
-from vtp_plugin.plan.boundary.local_slices import local_slices
-from vtp_plugin.plan.boundary.pipeline_boundaries import PipelineBoundary
-from vtp_plugin.plan.boundary.sharding import LocalBoxes, Sharding, even_cuts, num_rows, replicated, rows_of, sharded
+from vtp_plugin.plan.boundary.endpoint import (
+    Endpoint,
+    LocalBoxes,
+    Shape,
+    Sharding,
+    even_cuts,
+    local_slices,
+    num_rows,
+    replicated,
+    rows_of,
+    sharded,
+)
+from vtp_plugin.plan.boundary.message_kind import plan_header
 from vtp_plugin.plan.boundary.strategies.known_strategies import STRATEGIES
 from vtp_plugin.plan.boundary.strategies.leaders import plan_rank0
 from vtp_plugin.plan.boundary.strategies.slices import plan_sliced
-from vtp_plugin.plan.layout.channel_id import Direction
+from vtp_plugin.plan.layout.pipeline_layout import Direction
 from vtp_plugin.util.index_boxes import Box, intersect, overlaps, subtract, whole_box
 
 SETTINGS = settings(max_examples=100)

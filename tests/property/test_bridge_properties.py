@@ -15,14 +15,29 @@ from hypothesis import strategies as st
 from tests.expected import bridge_values
 from tests.expected.bridge_values import Arrays, Sizes
 from vtp_plugin.errors import ConfigError, PlanError
-from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan, CollectiveKind, egress_bytes, ingress_bytes
-from vtp_plugin.plan.boundary.bridge_endpoint import BridgeEndpoint, SequenceCut, boundary_ranks, require_disjoint
+from vtp_plugin.plan.boundary.boundary_plan import (
+    MIN_PORTION_BYTES,
+    BoundaryPlan,
+    CollectiveKind,
+    compile_plan,
+    cut_into_portions,
+    egress_bytes,
+    ingress_bytes,
+    swaps,
+)
 from vtp_plugin.plan.boundary.bridge_spec import BridgeSpec, unit_widths
 from vtp_plugin.plan.boundary.check_boundary import check
-from vtp_plugin.plan.boundary.compiled_plan import compile_plan
-from vtp_plugin.plan.boundary.local_slices import local_shape, local_slices
-from vtp_plugin.plan.boundary.portions import MIN_PORTION_BYTES, cut_into_portions, swaps
-from vtp_plugin.plan.boundary.sharding import LocalBoxes, Sharding, even_cuts
+from vtp_plugin.plan.boundary.endpoint import (
+    BridgeEndpoint,
+    LocalBoxes,
+    SequenceCut,
+    Sharding,
+    boundary_ranks,
+    even_cuts,
+    local_shape,
+    local_slices,
+    require_disjoint,
+)
 from vtp_plugin.plan.boundary.strategies.in_place import plan_in_place, plans_of_gradient
 from vtp_plugin.util.index_boxes import intersect
 

@@ -19,14 +19,13 @@ from hypothesis import strategies as st
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.schedule.cost.costs import Costs
 from vtp_plugin.plan.schedule.cost.simulator import simulate
-from vtp_plugin.plan.schedule.make.generate import one_f_one_b
+from vtp_plugin.plan.schedule.make.u_shape import one_f_one_b
+from vtp_plugin.plan.schedule.order.actions import plain_placement
 from vtp_plugin.plan.schedule.order.add_communication import lower
-from vtp_plugin.plan.schedule.order.placement import plain_placement
 from vtp_plugin.tune.cluster.machines import Node
-from vtp_plugin.tune.cluster.stage_memory import HeldPart
-from vtp_plugin.tune.fit.constraints import Constraints
+from vtp_plugin.tune.cluster.read_cluster import HeldPart
+from vtp_plugin.tune.fit.constraints import Constraints, fit_problem
 from vtp_plugin.tune.fit.fit_layout import fit
-from vtp_plugin.tune.fit.fit_problem import fit_problem
 from vtp_plugin.tune.search.evaluate import Candidate
 from vtp_plugin.tune.search.find_best import find_best
 

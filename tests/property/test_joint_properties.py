@@ -15,16 +15,12 @@ import pytest
 
 from tests.expected.joint_collectives import runs_to_its_end
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.plan.schedule.cost.costs import Costs
-from vtp_plugin.plan.schedule.cost.microbatch_route import make_route
+from vtp_plugin.plan.schedule.cost.costs import Costs, lower_bound, make_route
 from vtp_plugin.plan.schedule.cost.simulator import simulate
-from vtp_plugin.plan.schedule.cost.step_bounds import lower_bound
-from vtp_plugin.plan.schedule.make.generate import one_f_one_b
 from vtp_plugin.plan.schedule.make.leg_orders import dispatch, in_flight, makespan, mirrored, to_actions
-from vtp_plugin.plan.schedule.make.u_shape import plan_u_shape
+from vtp_plugin.plan.schedule.make.u_shape import one_f_one_b, plan_u_shape
+from vtp_plugin.plan.schedule.order.actions import Placement, Schedule, plain_placement, u_placement
 from vtp_plugin.plan.schedule.order.add_communication import lower
-from vtp_plugin.plan.schedule.order.placement import Placement, plain_placement, u_placement
-from vtp_plugin.plan.schedule.order.schedule import Schedule
 from vtp_plugin.plan.schedule.proof.check_schedule import check
 
 NUM_IN_CI = 400

@@ -13,10 +13,9 @@ from hypothesis import strategies as st
 from tests.expected.group_order import model_parallel_groups
 from tests.expected.of_megatron import hyper_comm_grid
 from vtp_plugin.plan.layout.grids import ExpertGrid
-from vtp_plugin.plan.layout.groups import LayoutRankGenerator
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout, RankOrder, StageGrid
-from vtp_plugin.plan.layout.rank_grid import RankGrid
-from vtp_plugin.plan.layout.share import share_of_experts, share_of_model
+from vtp_plugin.plan.layout.replica_map import share_of_experts, share_of_model
+from vtp_plugin.plan.layout.stage_grid import LayoutRankGenerator, RankGrid
 
 SMALL = st.integers(1, 4)
 

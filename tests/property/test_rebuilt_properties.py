@@ -10,10 +10,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vtp_plugin.checkpoint.format.check_map import check_map
-from vtp_plugin.checkpoint.format.entries import Extent
-from vtp_plugin.checkpoint.format.index import StoredTensor
-from vtp_plugin.checkpoint.format.infer_map import infer_map
+from vtp_plugin.checkpoint.format.index import Extent, StoredTensor
+from vtp_plugin.checkpoint.format.infer_map import check_map, infer_map
 from vtp_plugin.checkpoint.format.shard_map import Bucket, StoredRange
 from vtp_plugin.errors import PlanError
 from vtp_plugin.util.index_boxes import Box, volume

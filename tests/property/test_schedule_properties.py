@@ -13,16 +13,25 @@ from hypothesis import strategies as st
 from tests.expected import schedule_oracle as oracle
 from tests.expected.schedule_oracle import peak_posted
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.plan.schedule.cost.costs import Costs
-from vtp_plugin.plan.schedule.cost.microbatch_route import make_route
+from vtp_plugin.plan.schedule.cost.costs import Costs, lower_bound, make_route
 from vtp_plugin.plan.schedule.cost.simulator import choose_lookahead, simulate
-from vtp_plugin.plan.schedule.cost.step_bounds import lower_bound
-from vtp_plugin.plan.schedule.make.generate import interleaved_one_f_one_b, one_f_one_b
-from vtp_plugin.plan.schedule.make.u_shape import UOrder, plan_u_shape, reference_u_shape
-from vtp_plugin.plan.schedule.order.actions import Action, Op
+from vtp_plugin.plan.schedule.make.u_shape import (
+    UOrder,
+    interleaved_one_f_one_b,
+    one_f_one_b,
+    plan_u_shape,
+    reference_u_shape,
+)
+from vtp_plugin.plan.schedule.order.actions import (
+    Action,
+    Op,
+    Placement,
+    channels,
+    num_rings,
+    plain_placement,
+    u_placement,
+)
 from vtp_plugin.plan.schedule.order.add_communication import lower
-from vtp_plugin.plan.schedule.order.messages import channels
-from vtp_plugin.plan.schedule.order.placement import Placement, num_rings, plain_placement, u_placement
 from vtp_plugin.plan.schedule.proof.check_schedule import check
 
 SETTINGS = settings(max_examples=80)

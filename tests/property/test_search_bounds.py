@@ -11,8 +11,7 @@ import pytest
 from vtp_plugin.tune.cluster.speed import Link, Speed
 from vtp_plugin.tune.search.enumerate_lists import StageCounts, enumerate_lists
 from vtp_plugin.tune.search.layer_split import split_layers
-from vtp_plugin.tune.search.problem import BatchSplit, NodePool, SearchProblem
-from vtp_plugin.tune.search.search_space import SearchSpace
+from vtp_plugin.tune.search.problem import BatchSplit, NodePool, SearchProblem, SearchSpace
 
 
 def random_question(seed: int) -> SearchProblem:

@@ -15,15 +15,15 @@ from typing import NamedTuple
 
 import pytest
 
-from vtp_plugin.plan.boundary.strategies.transport_rules import SLICED_FROM_BYTES, TransportRules
+from vtp_plugin.plan.boundary.strategies.known_strategies import SLICED_FROM_BYTES, TransportRules
 from vtp_plugin.plan.schedule.cost.costs import Costs
 from vtp_plugin.plan.schedule.cost.simulator import simulate
-from vtp_plugin.plan.schedule.make.generate import one_f_one_b
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
+from vtp_plugin.plan.schedule.make.u_shape import one_f_one_b
+from vtp_plugin.plan.schedule.order.actions import plain_placement
 from vtp_plugin.plan.schedule.order.add_communication import lower
-from vtp_plugin.plan.schedule.order.placement import plain_placement
+from vtp_plugin.tune.cluster.read_cluster import HeldPart
 from vtp_plugin.tune.cluster.speed import Link, Speed
-from vtp_plugin.tune.cluster.stage_memory import HeldPart
 from vtp_plugin.tune.search.find_best import find_best
 from vtp_plugin.tune.search.problem import BatchSplit, NodePool, SearchProblem
 from vtp_plugin.tune.search.schedule_time import pipeline_time

@@ -18,9 +18,8 @@ from vtp_plugin.tune.search.evaluate import Candidate, evaluate, least_split_s, 
 from vtp_plugin.tune.search.find_best import find_best
 from vtp_plugin.tune.search.fixed_edge import beside_edges
 from vtp_plugin.tune.search.layer_split import split_layers
-from vtp_plugin.tune.search.problem import NodePool, SearchProblem
-from vtp_plugin.tune.search.search_space import SearchSpace
-from vtp_plugin.tune.search.stage_orders import orders
+from vtp_plugin.tune.search.problem import NodePool, SearchProblem, SearchSpace
+from vtp_plugin.tune.search.schedule_time import orders
 
 _ALL = 10**9
 

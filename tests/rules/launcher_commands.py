@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tests.support.hosts import PYTHON_PATH, ROOT
 from tests.support.pool import ENVIRONMENT
-from vtp_plugin.elastic.launchers import COMMANDS
+from vtp_plugin.plan.launch.launch_commands import COMMANDS
 
 GUIDE = ROOT / "docs/guides/lost-cards.md"
 _RUN = "run ..."

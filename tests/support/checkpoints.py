@@ -25,10 +25,18 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from vtp_plugin.checkpoint.format.contents import Contents, Part
-from vtp_plugin.checkpoint.format.map_file import MAP, dump_map
-from vtp_plugin.checkpoint.format.optimizer_formats import BY_BLOCK
-from vtp_plugin.checkpoint.format.shard_map import Bucket, BucketEntry, ShardSpec, Strided, block_at, row_major
-from vtp_plugin.checkpoint.load.elements import Elements, typed
+from vtp_plugin.checkpoint.format.resolver import BY_BLOCK
+from vtp_plugin.checkpoint.format.shard_map import (
+    MAP,
+    Bucket,
+    BucketEntry,
+    ShardSpec,
+    Strided,
+    block_at,
+    dump_map,
+    row_major,
+)
+from vtp_plugin.checkpoint.load.stored_optimizer import Elements, typed
 from vtp_plugin.cli import main
 from vtp_plugin.util.index_boxes import box_shape
 

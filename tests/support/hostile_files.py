@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from vtp_plugin.checkpoint.format.manifest import MANIFEST, dump_manifest, make_manifest
+from vtp_plugin.checkpoint.format.index import MANIFEST, dump_manifest, make_manifest
 
 NAME = "posix.mkdir"
 """What they name."""

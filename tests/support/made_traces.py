@@ -10,15 +10,15 @@ from pathlib import Path
 from vtp_plugin.plan.schedule.cost.costs import Costs, u_costs
 from vtp_plugin.plan.schedule.cost.simulator import simulate
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
-from vtp_plugin.plan.schedule.order.placement import Placement, u_placement
-from vtp_plugin.plan.schedule.order.schedule import Schedule
-from vtp_plugin.report.trace.beside_plan import plan_shares
-from vtp_plugin.report.trace.causes import Cause, Stretch
-from vtp_plugin.report.trace.trace_files import (
+from vtp_plugin.plan.schedule.order.actions import Placement, Schedule, u_placement
+from vtp_plugin.trace.compare_steps import plan_shares
+from vtp_plugin.trace.record import (
+    Cause,
     Owner,
     Plan,
     RankFile,
     RankStep,
+    Stretch,
     clock_line,
     owner_line,
     plan_line,

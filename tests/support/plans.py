@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan
-from vtp_plugin.plan.boundary.sharding import Sharding
+from vtp_plugin.plan.boundary.endpoint import Sharding
 from vtp_plugin.plan.boundary.strategies.known_strategies import STRATEGIES
 from vtp_plugin.util.index_boxes import whole_box
 

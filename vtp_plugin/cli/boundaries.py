@@ -10,9 +10,8 @@ from fractions import Fraction
 
 from vtp_plugin.cli.run_flags import Run
 from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan, Collective, CollectiveKind, Transfer
-from vtp_plugin.plan.boundary.pipeline_boundaries import PipelineBoundary, pipeline_boundaries
-from vtp_plugin.plan.layout.channel_id import Direction
-from vtp_plugin.plan.layout.describe import format_ranks
+from vtp_plugin.plan.boundary.channel_spec import PipelineBoundary, pipeline_boundaries
+from vtp_plugin.plan.layout.pipeline_layout import Direction, format_ranks
 from vtp_plugin.util.index_boxes import Box
 
 _MAX_TRANSFERS_SHOWN = 4

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from vtp_plugin.cli.boundaries import PlansView, explain, format_bytes
 from vtp_plugin.cli.run_flags import check_unknown
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.plan.boundary.bridge_endpoint import BridgeEndpoint, boundary_ranks
 from vtp_plugin.plan.boundary.bridge_spec import BridgeSpec
-from vtp_plugin.plan.layout.describe import format_ranks
-from vtp_plugin.report.pictures.draw_bridges import DrawnModule, draw_bridges
+from vtp_plugin.plan.boundary.endpoint import BridgeEndpoint, boundary_ranks
+from vtp_plugin.plan.layout.pipeline_layout import format_ranks
+from vtp_plugin.report.pictures.draw_pipeline import DrawnModule, draw_bridges
 
 _DIMENSIONS = ("tp", "cp", "pp", "dp")
 

@@ -1,4 +1,6 @@
-"""``checkpoint``: what a checkpoint holds, whether it is whole, and how it compares with another, without a run.
+"""`vtp checkpoint`: its subcommands.
+
+``checkpoint``: what a checkpoint holds, whether it is whole, and how it compares with another, without a run.
 
 Exit code: 0, all is well, or equal to the last bit; 1, something is broken, or differs; 2, it cannot be read.
 """
@@ -9,28 +11,268 @@ import argparse
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vtp_plugin.checkpoint.format.checkpoint_files import find_checkpoint
-from vtp_plugin.checkpoint.format.contents import Contents
-from vtp_plugin.checkpoint.format.manifest import MANIFEST
-from vtp_plugin.checkpoint.format.optimizer_formats import BY_BLOCK, IN_MODEL_SPACE
-from vtp_plugin.checkpoint.save.edge_key_file import EDGE_KEY, read_kept_key, write_edge_key
-from vtp_plugin.checkpoint.tools.reshardable import form_for_any, loses_random_states, note_of_experts
-from vtp_plugin.checkpoint.tools.verify import Verification
+from vtp_plugin.checkpoint.format.contents import Contents, kind_of
+from vtp_plugin.checkpoint.format.index import MANIFEST
+from vtp_plugin.checkpoint.format.resolver import BY_BLOCK, BY_BUCKET, BY_BUCKET_OLDER, BY_RANK, IN_MODEL_SPACE, PLAIN
+from vtp_plugin.checkpoint.format.shard_map import MAP
+from vtp_plugin.checkpoint.hf.hf_model import HFModel, free_flags, padding_flag, settings
+from vtp_plugin.checkpoint.save.atomic_dir import EDGE_KEY, read_kept_key, write_edge_key
+from vtp_plugin.checkpoint.tools.verify import Verification, form_for_any, loses_random_states, note_of_experts
 from vtp_plugin.cli.boundaries import format_bytes
-from vtp_plugin.cli.checkpoint_hf import add_export, add_import
-from vtp_plugin.cli.checkpoint_show import facts_of, lines_of
 from vtp_plugin.cli.parser import Parser, print_json
 from vtp_plugin.cli.terminal import progress
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.util.own_command import own_command
+from vtp_plugin.util.text import own_command, plain
 
 if TYPE_CHECKING:
     from vtp_plugin.checkpoint.tools.compare_checkpoints import ComparedTensor
+    from vtp_plugin.checkpoint.tools.import_hf import Import
+
+
+_SIZES = {
+    "tp": ("vtp_size_list", "tensor_model_parallel_size"),
+    "cp": ("vtp_cp_list", "context_parallel_size"),
+    "dp": ("vtp_dp_list", "data_parallel_size"),
+    "ep": ("vtp_ep_list", "expert_model_parallel_size"),
+    "etp": ("vtp_etp_list", "expert_tensor_parallel_size"),
+}
+_MOVES = {
+    IN_MODEL_SPACE: "any layout loads it",
+    BY_BLOCK: "any layout of Megatron 0.12 to 0.15 loads it",
+    BY_RANK: "only the layout that wrote it loads it; checkpoint reshard converts it for others",
+    PLAIN: "any layout loads it",
+}
+
+
+def facts_of(contents: Contents) -> dict[str, Any]:
+    """Return what there is to show, as JSON can hold it."""
+    index = contents.index
+    files = {extent.file for _, extent in index.extents()}
+    return {
+        "folder": str(contents.folder),
+        "iteration": contents.common.get("iteration"),
+        "format": "torch_dist",
+        "num_files": len(files),
+        "num_bytes": index.num_bytes,
+        "form": contents.form,
+        "has_map": contents.has_map,
+        "experts": note_of_experts(contents),
+        "steps": contents.steps() if contents.form is not None else [],
+        "sizes": _sizes(contents.arguments),
+        "tensors": [
+            {
+                "key": key,
+                "state": kind_of(key),
+                "dtype": tensor.dtype,
+                "shape": list(tensor.flattened or tensor.shape),
+                "num_pieces": len(tensor.extents),
+                "num_bytes": sum(extent.length or 0 for _, extent in tensor.extents),
+            }
+            for key, tensor in index.tensors.items()
+        ],
+    }
+
+
+def _sizes(arguments: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Return the sizes of every stage, as far as the arguments say them; the last three only with more than one."""
+    num_stages = arguments.get("pipeline_model_parallel_size") or 1
+    found: dict[str, list[int]] = {}
+    for name, (by_stage, of_all) in _SIZES.items():
+        values = arguments.get(by_stage) or ([arguments[of_all]] * num_stages if arguments.get(of_all) else None)
+        if values is not None:
+            found[name] = list(values)
+    return found
+
+
+def lines_of(facts: Mapping[str, Any], *, is_verbose: bool) -> Iterator[str]:
+    """Write what there is to show."""
+    yield f"{facts['folder']}: iteration {facts['iteration']}, {facts['format']}"
+    yield f"{format_bytes(facts['num_bytes'])} in {facts['num_files']} files"
+    if sizes := facts["sizes"]:
+        yield "saved with " + ", ".join(f"{name} {','.join(map(str, values))}" for name, values in sizes.items())
+    yield from _of_optimizer(facts)
+    states = dict.fromkeys(each["state"] for each in facts["tensors"])
+    for state in states:
+        tensors = [each for each in facts["tensors"] if each["state"] == state]
+        dtypes = ", ".join(dict.fromkeys(each["dtype"] for each in tensors))
+        size = format_bytes(sum(each["num_bytes"] for each in tensors))
+        yield f"{state}: {len(tensors)} tensors, {dtypes}, {sum(each['num_pieces'] for each in tensors)} pieces, {size}"
+        for each in tensors if is_verbose else ():
+            shown = f"{each['dtype']} {each['shape']}, {each['num_pieces']} pieces, {format_bytes(each['num_bytes'])}"
+            yield f"  {each['key']}: {shown}"
+
+
+def _of_optimizer(facts: Mapping[str, Any]) -> Iterator[str]:
+    form = facts["form"]
+    if form is None:
+        yield "no optimizer"
+        return
+    moves = _MOVES.get(form, "unknown to this version")
+    if form in (BY_BUCKET, BY_BUCKET_OLDER):
+        moves = (
+            f"with {MAP}: any layout loads it"
+            if facts["has_map"]
+            else f"without {MAP}: any layout loads it if where its parameters lie can be worked out"
+        )
+    steps = ", ".join(f"{step:g}" for step in facts["steps"]) or "unknown"
+    yield f"optimizer {form}, {moves}; steps {steps}"
+    if facts["experts"]:
+        yield facts["experts"]
+
+
+_GUIDE = "docs/guides/hugging-face.md"
+
+
+def add_import(actions: Any, end: Callable[[Any, Callable[[argparse.Namespace], None]], None]) -> None:
+    """Declare ``import``.
+
+    Args:
+        actions: subparsers that the action is added to.
+        end: declares the flags that all actions have.
+    """
+    parser = actions.add_parser(
+        "import",
+        help="make a checkpoint of a model as it is published on Hugging Face, or converted by MindSpeed-MM",
+        description="Make a checkpoint of weights, which every layout loads, of a model as it is published on Hugging "
+        "Face, or of the trees that MindSpeed-MM's converters write, and print the flags with which Megatron builds "
+        "it. If it was killed, the same command resumes it.",
+        epilog=f"Which models, and what of their config: {_GUIDE}.\nKeys of --json: folder, family, num_bytes, flags "
+        "(that must be given), free_flags, vocab_flag (for a tokenizer with fewer words), passed (fields of the config "
+        "that change nothing), entries (of MindSpeed-MM's --mm-model, by their paths; null for other models).",
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--hf", type=Path, metavar="DIR", help="folder with config.json and *.safetensors")
+    source.add_argument(
+        "--mm",
+        type=Path,
+        nargs="+",
+        metavar="DIR",
+        help="folders that MindSpeed-MM's hf_to_mm_ldt has written: the edge's and the cloud's; or one of hf_to_mm",
+    )
+    parser.add_argument(
+        "--like", type=Path, metavar="DIR", help="with --mm: folder of the model that was converted, with config.json"
+    )
+    parser.add_argument(
+        "--to", dest="target", type=Path, required=True, metavar="DIR", help="folder for --load; it must be new"
+    )
+    end(parser, _import)
+
+
+def add_export(actions: Any, end: Callable[[Any, Callable[[argparse.Namespace], None]], None]) -> None:
+    """Declare ``export``; as :func:`add_import`."""
+    parser = actions.add_parser(
+        "export",
+        help="make a model as it is published on Hugging Face of a checkpoint",
+        description="Make a folder that transformers loads of the weights of a checkpoint, whatever layout and form it "
+        "was saved in.",
+        epilog="Keys of --json: folder, family, num_bytes, num_files.",
+    )
+    parser.add_argument(
+        "--from",
+        dest="source",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="folder of a checkpoint, or of several: the newest",
+    )
+    parser.add_argument("--hf", type=Path, required=True, metavar="DIR", help="folder to write to; it must be new")
+    parser.add_argument(
+        "--like",
+        type=Path,
+        metavar="DIR",
+        help="folder with config.json and the tokenizer; default: what an import has carried along",
+    )
+    end(parser, _export)
+
+
+def _import(options: argparse.Namespace) -> None:
+    from vtp_plugin.checkpoint.tools.import_hf import write_import
+
+    plan = _plan_import(options)
+    with progress(plan.num_bytes, "import") as on_written:
+        write_import(plan, options.target, on_written)
+    if plan.passed:
+        names = plain(", ".join(plan.passed))
+        print(f"passed over in config.json, since they change nothing: {names}", file=sys.stderr)
+    model = plan.model
+    if options.json:
+        facts = {"folder": str(options.target), "family": model.family, "num_bytes": plan.num_bytes}
+        print_json("checkpoint import", {**facts, **_flags_of(model), "passed": [*plan.passed]})
+        return
+    wrote = f"wrote {options.target}: {format_bytes(plan.num_bytes)}; load it with --load"
+    told = _flags_of(model)
+    if model.vision is not None:
+        print(f"{wrote} {shlex.quote(str(options.target))} {' '.join(told['flags'])}; --mm-model needs these entries:")
+        print("\n".join(f"{path} {value}" for path, value in told["entries"].items()))
+        return
+    print(f"{wrote} {shlex.quote(str(options.target))}, and with:")
+    print(" ".join(told["flags"]), " ".join(told["free_flags"]), sep="\n")  # whole lines, so that they can be pasted
+    print(
+        f"a tokenizer with fewer words: {told['vocab_flag']}; before Megatron 0.15, or where a stage's size does not "
+        f"divide that: {padding_flag(model.vocab, 1)}, divided by the tensor-parallel size and rounded up"
+    )
+
+
+def _plan_import(options: argparse.Namespace) -> Import:
+    from vtp_plugin.checkpoint.tools.import_hf import plan_import, plan_import_mm
+
+    if options.hf is not None:
+        if options.like is not None:
+            raise ConfigError(f"--like {options.like} with --hf; --hf has a config of its own; leave it out")
+        return plan_import(options.hf, options.target)
+    if len(options.mm) > 2:
+        raise ConfigError(f"--mm with {len(options.mm)} folders; there are two sides; give the edge's and the cloud's")
+    if options.like is None:
+        raise ConfigError(
+            "--mm without --like; the trees do not say how many heads the model has; give the folder of the model that "
+            "was converted, with config.json"
+        )
+    return plan_import_mm(options.mm, options.like, options.target)
+
+
+def _flags_of(model: HFModel) -> dict[str, Any]:
+    """Return how a run builds a model: flags of Megatron, or entries of MindSpeed-MM's JSON file."""
+    if model.vision is None:
+        flags, free = [each.text for each in settings(model) if each.is_given], [*free_flags(model)]
+        return {"flags": flags, "free_flags": free, "vocab_flag": f"--padded-vocab-size {model.vocab}", "entries": None}
+    entries = {each.flag: each.value for each in settings(model)}
+    flags = ["--ckpt-format torch_dist"]
+    return {
+        "flags": flags,
+        "free_flags": [],
+        "vocab_flag": None,
+        "entries": {**entries, "text_decoder.vocab_size": model.vocab},
+    }
+
+
+def _export(options: argparse.Namespace) -> None:
+    from vtp_plugin.checkpoint.tools.export_hf import find_like, plan_export, write_export
+
+    contents = Contents(find_checkpoint(options.source))
+    plan = plan_export(contents, options.like or find_like(contents, options.source), options.hf)
+    with progress(plan.num_bytes, "export") as on_written:
+        write_export(plan, options.hf, on_written)
+    if plan.said:
+        print(plan.said, file=sys.stderr)
+    if plan.num_unproved:
+        print(
+            f"left out as padding: {plan.num_unproved} rows above the config's vocab_size; nothing here says how many "
+            "words the run's tokenizer had; if more, give with --like a folder whose config.json has their number",
+            file=sys.stderr,
+        )
+    if options.json:
+        facts = {"folder": str(options.hf), "family": plan.model.family, "num_bytes": plan.num_bytes}
+        print_json("checkpoint export", {**facts, "num_files": len(plan.files)})
+        return
+    count = "1 file" if len(plan.files) == 1 else f"{len(plan.files)} files"
+    print(f"wrote {options.hf}: {format_bytes(plan.num_bytes)} in {count}, as transformers loads it")
+
 
 _MAX_NAMED = 5
 _FOLDER = "folder of a checkpoint of the format torch_dist; of a folder of several, the newest is meant"
@@ -149,7 +391,7 @@ def _verify(options: argparse.Namespace) -> None:
 
 
 def _diff(options: argparse.Namespace) -> None:
-    from vtp_plugin.checkpoint.load.masters import require_masters
+    from vtp_plugin.checkpoint.load.stored_optimizer import require_masters
     from vtp_plugin.checkpoint.tools.compare_checkpoints import Comparison
 
     a, b = (Contents(find_checkpoint(folder)) for folder in (options.a, options.b))
@@ -196,9 +438,9 @@ def _steps(ours: list[float] | None = None, theirs: list[float] | None = None) -
 def _reshard(options: argparse.Namespace) -> None:
     contents = Contents(find_checkpoint(options.source))
     form = form_for_any(contents, options.form)
-    from vtp_plugin.checkpoint.load.masters import require_masters
+    from vtp_plugin.checkpoint.load.stored_optimizer import require_masters
     from vtp_plugin.checkpoint.tools.reshard import reshard
-    from vtp_plugin.checkpoint.tools.staging import holding, writing_to
+    from vtp_plugin.checkpoint.tools.writer import holding, writing_to
 
     if form != contents.form:
         require_masters(contents)

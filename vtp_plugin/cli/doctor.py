@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import vtp_plugin
 from vtp_plugin.api import choose_device
-from vtp_plugin.cli.doctor_link import report_listeners
+from vtp_plugin.cli.link_actions import report_listeners
 from vtp_plugin.cli.parser import print_json
 from vtp_plugin.cli.terminal import progress
 from vtp_plugin.config import VtpConfig
@@ -26,11 +26,11 @@ from vtp_plugin.errors import VtpError
 from vtp_plugin.host.mindspeed import UNKNOWN, UNKNOWN_ADAPTOR, has_mindspeed, import_adaptor
 from vtp_plugin.host.versions import family_of, find_megatron, find_torch, problems_of
 from vtp_plugin.util.log import wrap
-from vtp_plugin.util.own_command import own_command
+from vtp_plugin.util.text import own_command
 
 if TYPE_CHECKING:
     from vtp_plugin.cli.terminal import Tell
-    from vtp_plugin.config.parse_values import DeviceName
+    from vtp_plugin.config.flag import DeviceName
     from vtp_plugin.host.patching import PatchStatus
 
 _RESILIENCY = "nvidia_resiliency_ext"
@@ -152,7 +152,7 @@ class _Report:
 
     def _try_network(self, rendezvous: str | None) -> None:
         """Find out where a run that is started like this would listen, and ask the store of a run."""
-        from vtp_plugin.elastic.launchers import describe_launchers
+        from vtp_plugin.plan.launch.launch_commands import describe_launchers
         from vtp_plugin.runtime.health.meeting_store import describe_listening, test_rendezvous
 
         self.listening = describe_listening(os.environ)
@@ -233,7 +233,7 @@ class _Report:
     def _details(self) -> Iterator[str]:
         """Write what few users need."""
         from vtp_plugin.host.patching import format_status
-        from vtp_plugin.host.rules.table.markdown import format_table
+        from vtp_plugin.host.rules.table.rows import format_table
 
         if self.mindspeed:
             yield f"MindSpeed: {self.mindspeed}"

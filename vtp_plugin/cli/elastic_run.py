@@ -12,21 +12,19 @@ from pathlib import Path
 import torch
 
 import vtp_plugin
-from vtp_plugin.checkpoint.save.folder_lock import LOCK_VARIABLE
+from vtp_plugin.checkpoint.save.saving import LOCK_VARIABLE
 from vtp_plugin.cli.parser import Parser
 from vtp_plugin.cli.run_flags import add_run_flags
 from vtp_plugin.config import VtpConfig
-from vtp_plugin.config.vtp_flags import read_flags
+from vtp_plugin.config.resolve import read_flags
 from vtp_plugin.elastic.cards import RankCard, try_card
 from vtp_plugin.elastic.coordinator import Coordinator
-from vtp_plugin.elastic.failed_starts import name_start
 from vtp_plugin.elastic.join import Membership, join_run
-from vtp_plugin.elastic.orphans import end_orphans
-from vtp_plugin.elastic.stop_marker import RUN_FOLDER_VARIABLE
+from vtp_plugin.elastic.progress import RUN_FOLDER_VARIABLE, end_orphans, name_start
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.host.versions import capability, find_host
 from vtp_plugin.runtime.health.redaction import Redaction
-from vtp_plugin.tune.fit.as_flags import OF_A_FIT, without
+from vtp_plugin.tune.fit.fit_layout import OF_A_FIT, without
 from vtp_plugin.util import log
 
 # Of the timeout, for a card to be tried; and with what goes before, so that rank 0 still waits for the result.

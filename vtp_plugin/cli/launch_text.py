@@ -8,12 +8,11 @@ from collections.abc import Iterator, Sequence
 from itertools import takewhile
 
 from vtp_plugin.cli.run_flags import Run
-from vtp_plugin.config.vtp_flags import VTP_FLAGS
+from vtp_plugin.config.resolve import VTP_FLAGS
 from vtp_plugin.errors import ConfigError, LayoutError
-from vtp_plugin.plan.launch.launch_commands import Launch
-from vtp_plugin.plan.launch.node_ranks import NodeRanks, fill_nodes, named_nodes, usual_nodes
+from vtp_plugin.plan.launch.launch_commands import Launch, NodeRanks, fill_nodes, named_nodes, usual_nodes
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout, RankOrder
-from vtp_plugin.tune.fit.as_flags import OF_A_FIT
+from vtp_plugin.tune.fit.fit_layout import OF_A_FIT
 
 # Megatron's flags that say the layout; with those of the plugin they stand behind the script's own.
 _LAYOUT_FLAGS = (

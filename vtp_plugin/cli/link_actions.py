@@ -1,22 +1,109 @@
-"""``link``: an encrypted link between two sites that nobody else can reach; see docs/guides/link.md."""
+"""`vtp link` and `vtp rendezvous`, and what doctor asks of a link."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
+import sys
+import threading
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from vtp_plugin.cli.parser import Parser
-from vtp_plugin.errors import ConfigError
+from vtp_plugin.cli.parser import Parser, print_json
+from vtp_plugin.cli.terminal import TextTable, show
+from vtp_plugin.errors import ConfigError, VtpError
+from vtp_plugin.host.versions import find_torch
 from vtp_plugin.link.enter import become, callers_variables, enter, start, user_of
-from vtp_plugin.link.keys import make_keys
-from vtp_plugin.link.link_plan import LinkCommand, plan_down, plan_show, plan_up, shown
-from vtp_plugin.link.probe import require_answers
-from vtp_plugin.link.run_commands import require_administrator, require_private, run_command, run_down, run_up
-from vtp_plugin.link.site_file import LinkSite, read_site
-from vtp_plugin.util.own_command import own_command
+from vtp_plugin.link.guard import find_interfaces, find_listeners, is_of_a_run, reach_of
+from vtp_plugin.link.run_commands import (
+    make_keys,
+    require_administrator,
+    require_answers,
+    require_private,
+    run_command,
+    run_down,
+    run_up,
+)
+from vtp_plugin.link.site_file import LinkCommand, LinkSite, plan_down, plan_show, plan_up, read_site, shown
+from vtp_plugin.plan.launch.launch_commands import PICKLE
+from vtp_plugin.util.text import own_command
+
+
+def add_rendezvous_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare the address."""
+    parser.epilog = f"It ends with Ctrl-C, and all runs that meet there with it. {PICKLE[0].upper()}{PICKLE[1:]}."
+    parser.add_argument(
+        "address", metavar="HOST:PORT", help="of this machine, as torchrun gets it by --rdzv-endpoint on all machines"
+    )
+
+
+def run_rendezvous(options: argparse.Namespace) -> None:
+    """Listen until this process is told to end."""
+    if options.unknown:
+        raise VtpError(f"{options.unknown[0]} is unknown; see: {own_command()} rendezvous --help")
+    if find_torch() is None:
+        raise VtpError("torch is not installed here; a rendezvous is a store of torch; install it: pip install torch")
+    from vtp_plugin.runtime.health.meeting_store import keep_open
+
+    host, _, port = options.address.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) <= 65535:
+        raise VtpError(f"{options.address!r} is not HOST:PORT; torchrun needs both; write for example 10.8.0.1:29400")
+    store, address = keep_open(host.strip("[]"), int(port))
+    print(f"the rendezvous listens on {address} port {port}, until this process ends; {PICKLE}", flush=True)
+    with contextlib.suppress(KeyboardInterrupt):
+        threading.Event().wait()
+    del store  # it listened as long as somebody held it
+
+
+_HEADER = ("listens on", "process", "who can reach it")
+
+
+def report_listeners(file: str, *, is_json: bool) -> None:
+    """Print all listeners, and leave with 1 if somebody outside can reach one of a run.
+
+    Args:
+        file: a site's file, whose firewall counts; empty for none.
+        is_json: whether as one JSON object.
+
+    Raises:
+        ConfigError: the system does not tell.
+    """
+    site = read_site(Path(file)) if file else None
+    interfaces, (listeners, problem) = find_interfaces(), find_listeners()
+    if interfaces is None or problem:
+        raise ConfigError(f"listeners cannot be told: {problem or 'ip shows no interface'}; install iproute2")
+    rows: list[dict[str, object]] = []
+    problems: list[str] = []
+    for listener in listeners:
+        reach, is_outside = reach_of(listener, interfaces, site)
+        of_run = is_of_a_run(listener)
+        rows.append({**asdict(listener), "of_a_run": of_run, "reach": reach, "outside": is_outside})
+        if of_run and is_outside:
+            problems.append(
+                f"port {listener.port} of process {listener.pid} is open to {reach}; a run over several sites listens "
+                "on its link alone; start it with `vtp link run` (docs/guides/link.md)"
+            )
+    if is_json:
+        names = {each.name: {"kind": each.kind, "addresses": each.addresses} for each in interfaces}
+        print_json(
+            "doctor", {"interfaces": names, "listeners": rows, "problems": problems, "exit_code": bool(problems)}
+        )
+    else:
+        cells = [
+            (f"{row['address']} port {row['port']}", f"{row['process'] or '(of another user)'}", f"{row['reach']}")
+            for row in rows
+        ]
+        show([f"interfaces: {', '.join(map(str, interfaces))}"])
+        show([TextTable.aligned(_HEADER, cells)] if cells else ["nothing listens here"])
+        show(f"problem: {line}" for line in problems)
+        show(
+            [f"verdict: {len(problems)} listeners of runs can be reached from outside" if problems else "verdict: fine"]
+        )
+    sys.exit(1 if problems else 0)
+
 
 _ANSWER_S = 60.0
 

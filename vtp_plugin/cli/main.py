@@ -10,30 +10,17 @@ import traceback
 from collections.abc import Sequence
 
 import vtp_plugin
-from vtp_plugin.cli import (
-    checkpoint,
-    doctor,
-    draw,
-    link_actions,
-    plan,
-    profile,
-    rendezvous,
-    run,
-    search,
-    simulate,
-    trace,
-)
+from vtp_plugin.cli import checkpoint, doctor, link_actions, plan, profile, run, search, simulate, trace
 from vtp_plugin.cli.parser import Parser, fail
 from vtp_plugin.cli.terminal import on_standard_output
 from vtp_plugin.errors import VtpError
 from vtp_plugin.host.versions import HOSTS
-from vtp_plugin.util.own_command import own_command
-from vtp_plugin.util.typos import question
+from vtp_plugin.util.text import own_command, question
 
 _COMMANDS = {
     "run": (run.add_arguments, run.run, "run a Megatron training script under the plugin"),
     "plan": (plan.add_arguments, plan.run, "print the ranks of each stage and what crosses, without starting anything"),
-    "draw": (draw.add_arguments, draw.run, "draw the pipeline as an SVG file"),
+    "draw": (plan.add_draw_arguments, plan.run_draw, "draw the pipeline as an SVG file"),
     "profile": (
         profile.add_arguments,
         profile.run,
@@ -48,8 +35,8 @@ _COMMANDS = {
     ),
     "trace": (trace.add_arguments, trace.run, "join the files of run --vtp-trace, beside the plan of the run"),
     "rendezvous": (
-        rendezvous.add_arguments,
-        rendezvous.run,
+        link_actions.add_rendezvous_arguments,
+        link_actions.run_rendezvous,
         "keep the rendezvous of elastic torchrun, on one address of this machine",
     ),
     "link": (

@@ -16,7 +16,7 @@ from typing import Any, NoReturn
 import vtp_plugin
 from vtp_plugin.cli.terminal import print_line_of_error
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.util.printable import plain
+from vtp_plugin.util.text import plain
 
 PAGE = ".html"
 """Ending of the name of a page."""

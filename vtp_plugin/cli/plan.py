@@ -1,27 +1,108 @@
-"""``plan``: the ranks of every stage, and what crosses between the stages; nothing is started."""
+"""`vtp plan` and `vtp draw`: the plan of a layout, its memory, its picture."""
 
 from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
 from vtp_plugin.cli.boundaries import BoundaryView, explain, format_bytes, site_traffic, view_boundaries
-from vtp_plugin.cli.bridges import add_bridge_flag, bridge_lines, bridges_as_json, read_modules, view_bridges
-from vtp_plugin.cli.fit_flags import Fitted
+from vtp_plugin.cli.bridges import (
+    add_bridge_flag,
+    bridge_lines,
+    bridge_picture,
+    bridges_as_json,
+    read_modules,
+    view_bridges,
+)
 from vtp_plugin.cli.launch_text import add_slurm_flag, launch_lines, launch_of_run
-from vtp_plugin.cli.memory_lines import memory_as_json, memory_lines
-from vtp_plugin.cli.page_file import write_page
-from vtp_plugin.cli.pages import page_of_bridges, page_of_plan
-from vtp_plugin.cli.parser import PAGE, OneFile, Parser, check_ending, print_json, read_sizes
+from vtp_plugin.cli.pages import memory_as_json, memory_lines, page_of_bridges, page_of_plan, write_page
+from vtp_plugin.cli.parser import PAGE, OneFile, Parser, check_ending, print_json, read_sizes, write_file
 from vtp_plugin.cli.run_flags import Run, add_run_flags, read_run
-from vtp_plugin.config.parse_values import format_value
+from vtp_plugin.cli.search_request import Fitted
+from vtp_plugin.config.flag import format_value
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.host.rules.checks.batch import describe_batches
-from vtp_plugin.plan.layout.describe import format_ranks, size_names, size_texts
-from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout, RankOrder
+from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout, RankOrder, format_ranks, size_names, size_texts
+from vtp_plugin.report.pictures.draw_pipeline import draw_pipeline
+from vtp_plugin.report.pictures.svg import is_document
+
+_OWN_NAME = "pipeline.svg"
+_HEAD = 4096  # characters, in which title and style of a picture stand
+_KEYS_OF_DRAW = """\
+Keys of --json: output (file), num_stages, world_size, num_replicas; with --bridge: output, num_modules, world_size."""
+
+
+def add_draw_arguments(parser: Parser) -> None:
+    """Declare the flags."""
+    add_run_flags(parser)
+    add_bridge_flag(parser)
+    parser.add_argument_group("Of the picture").add_argument(
+        "--output",
+        action=OneFile,
+        type=Path,
+        metavar="FILE.svg",
+        help=f"file to write; default: {_OWN_NAME}, which replaces only an earlier picture",
+    )
+    parser.epilog = _KEYS_OF_DRAW
+
+
+def run_draw(options: argparse.Namespace) -> None:
+    """Draw and write."""
+    check_ending(options.output, {".svg": "picture"})
+    output = options.output or _own_file()
+    if options.bridge is not None:
+        _draw_bridges(options, output)
+        return
+    flags = read_run(options)
+    layout = flags.layout
+    picture = draw_pipeline(
+        layout,
+        is_ring=flags.is_ring,
+        rules=flags.rules,
+        dp_mode=flags.replicas.mode,
+        num_rings=flags.config.num_rings,
+    )
+    write_file(output, picture)
+    if options.json:
+        counts = {"num_stages": layout.num_stages, "world_size": layout.world_size}
+        print_json("draw", {"output": str(output), **counts, "num_replicas": max(layout.dp_sizes)})
+    else:
+        print(f"wrote {output}")
+
+
+def _own_file() -> Path:
+    """Give the file that is written where none is named.
+
+    Raises:
+        ConfigError: there is another file of that name.
+    """
+    path = Path(_OWN_NAME)
+    if os.path.lexists(path):
+        text = ""
+        if path.is_file():
+            with path.open(encoding="ascii", errors="replace") as file:
+                text = file.read(_HEAD)
+        if not is_document(text):
+            raise ConfigError(
+                f"{path} is no picture of this plugin; without --output only such a picture is overwritten; "
+                "give --output FILE.svg"
+            )
+    return path
+
+
+def _draw_bridges(options: argparse.Namespace, output: Path) -> None:
+    modules = read_modules(options)
+    write_file(output, bridge_picture(modules, view_bridges(options, modules)))
+    if options.json:
+        counts = {"num_modules": len(modules), "world_size": modules[-1].ranks.stop}
+        print_json("draw", {"output": str(output), **counts})
+    else:
+        print(f"wrote {output}")
+
 
 _MAX_STAGES_UNFOLDED = 12
 _MAX_LINES = 60

@@ -26,10 +26,9 @@ from vtp_plugin.host.mindspeed import has_mindspeed, import_adaptor
 from vtp_plugin.host.versions import find_host
 from vtp_plugin.plan.model.gpt_model import GPTModel
 from vtp_plugin.tune.cluster.machines import Links, Location, Origin, Part, Time
-from vtp_plugin.tune.cluster.profile_files import write_links, write_profile
-from vtp_plugin.tune.fit.as_flags import without
-from vtp_plugin.util.own_command import own_command
-from vtp_plugin.util.printable import plain
+from vtp_plugin.tune.cluster.read_cluster import write_links, write_profile
+from vtp_plugin.tune.fit.fit_layout import without
+from vtp_plugin.util.text import own_command, plain
 
 if TYPE_CHECKING:
     from vtp_plugin.session import Session

@@ -18,13 +18,17 @@ from vtp_plugin.api import announce_exit, choose_device, report_failures
 from vtp_plugin.cli.parser import Parser, print_error
 from vtp_plugin.cli.run_flags import MOST_USED
 from vtp_plugin.config import VtpConfig, merge
-from vtp_plugin.config.early_check import check_command_line
-from vtp_plugin.config.vtp_flags import add_vtp_arguments, hide_taken_flags, peek_device
-from vtp_plugin.elastic.failed_starts import note_failed_start
-from vtp_plugin.elastic.stop_marker import RUN_FOLDER_VARIABLE, leave_marker, require_unmarked, run_folder
+from vtp_plugin.config.resolve import add_vtp_arguments, check_command_line, hide_taken_flags, peek_device
+from vtp_plugin.elastic.progress import (
+    RUN_FOLDER_VARIABLE,
+    leave_marker,
+    note_failed_start,
+    require_unmarked,
+    run_folder,
+)
 from vtp_plugin.errors import ConfigError, VtpError, is_final
 from vtp_plugin.host.mindspeed import ImportWatch, flags_of_mindspeed, has_mindspeed
-from vtp_plugin.runtime.health.error_file import START_PATIENCE_S, say_once
+from vtp_plugin.runtime.health.redaction import START_PATIENCE_S, say_once
 
 if TYPE_CHECKING:
     from vtp_plugin.elastic.join import Membership

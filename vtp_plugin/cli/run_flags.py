@@ -14,36 +14,36 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from vtp_plugin.cli import activation_flags, model_flags
-from vtp_plugin.cli.fit_flags import CARD_MEMORY, Fitted, add_have_flags, fit_to_cards
+from vtp_plugin.cli import model_flags
 from vtp_plugin.cli.parser import Parser, is_page, with_values
-from vtp_plugin.cli.search_request import allowing_split
+from vtp_plugin.cli.search_request import CARD_MEMORY, Fitted, add_have_flags, allowing_split, fit_to_cards
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.config.resolve import (
+    VTP_FLAGS,
     ScheduleOptions,
+    add_vtp_arguments,
     choose_cp_sizes,
     is_active,
     option_context,
     plan_layout,
+    read_flags,
     read_schedule_options,
+    reject_spaces,
     replica_map,
     stage_boundaries,
     transport_rules,
 )
-from vtp_plugin.config.vtp_flags import VTP_FLAGS, add_vtp_arguments, read_flags, reject_spaces
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.host.megatron_flags import MODEL_FLAGS, RUN_FLAGS
 from vtp_plugin.host.rules.checks.stage_layers import count_chunks
 from vtp_plugin.host.rules.run_checks import check_run
-from vtp_plugin.plan.boundary.strategies.transport_rules import TransportRules
+from vtp_plugin.plan.boundary.strategies.known_strategies import TransportRules
+from vtp_plugin.plan.layout.layer_lists import check_layers, check_two_rings
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
-from vtp_plugin.plan.layout.replica_map import ReplicaMap
-from vtp_plugin.plan.layout.share import expert_spans
-from vtp_plugin.plan.layout.u_layers import check_layers, check_two_rings
+from vtp_plugin.plan.layout.replica_map import ReplicaMap, expert_spans
 from vtp_plugin.plan.memory.footprint import Footprint
-from vtp_plugin.plan.schedule.order.placement import Placement, place_workers
-from vtp_plugin.util.own_command import own_command
-from vtp_plugin.util.typos import question
+from vtp_plugin.plan.schedule.order.actions import Placement, place_workers
+from vtp_plugin.util.text import own_command, question
 
 _OTHERS = ("--world-size", "--json", "--output", "--num-microbatches", "--bridge", "--nodes", "--slurm")
 # Not --have, which is too near Megatron's --save to be looked for in its typos.
@@ -176,7 +176,7 @@ def read_run(args: argparse.Namespace, *, takes_all_costs: bool = False) -> Run:
     if fitted is None:
         model_flags.check_layers(args, option_context(config, layout))
     num_chunks = count_chunks(args, layout.num_stages)
-    why_no_activations = activation_flags.why_no_activations(args, layout)
+    why_no_activations = model_flags.why_no_activations(args, layout)
     spans = expert_spans(layout, replicas)
     placement = place_workers(replicas, num_chunks=num_chunks, num_rings=config.num_rings, expert_spans=spans)
     takes_costs = (takes_all_costs or config.split_backward) and not config.layerwise_disaggregated
@@ -194,7 +194,7 @@ def read_run(args: argparse.Namespace, *, takes_all_costs: bool = False) -> Run:
         global_batch_size=args.global_batch_size,
         num_microbatches=_num_microbatches(args, replicas),
         memory=_memory(args, config, layout, num_chunks, fitted, has_activations=not why_no_activations),
-        about_activations=why_no_activations or activation_flags.about_activations(args),
+        about_activations=why_no_activations or model_flags.about_activations(args),
         fitted=fitted,
     )
 

@@ -11,24 +11,21 @@ from pathlib import Path
 
 from vtp_plugin.cli.boundaries import format_bytes
 from vtp_plugin.cli.launch_text import add_slurm_flag, launch_lines, launch_of_found
-from vtp_plugin.cli.page_file import write_page
+from vtp_plugin.cli.pages import draw_found, page_of_search, write_page
 from vtp_plugin.cli.parser import PAGE, OneFile, Parser, check_ending, is_page, print_json, read_sizes, write_file
 from vtp_plugin.cli.run_flags import add_run_flags, check_unknown
-from vtp_plugin.cli.search_page import page_of_search
-from vtp_plugin.cli.search_picture import draw_found
 from vtp_plugin.cli.search_request import SearchRequest, read_request
 from vtp_plugin.cli.terminal import TextTable, progress, show
-from vtp_plugin.config.parse_values import format_value
+from vtp_plugin.config.flag import format_value
 from vtp_plugin.errors import ConfigError, LayoutError
 from vtp_plugin.plan.launch.launch_commands import Launch
 from vtp_plugin.tune.cluster.read_cluster import read_cluster
-from vtp_plugin.tune.fit.as_flags import about_padding, fitted_flags, order_flags, stock_flags
-from vtp_plugin.tune.fit.chosen import Chosen
+from vtp_plugin.tune.fit.fit_layout import Chosen, about_padding, fitted_flags, order_flags, stock_flags
 from vtp_plugin.tune.search.evaluate import Candidate
 from vtp_plugin.tune.search.find_best import SearchResult, find_best
-from vtp_plugin.tune.search.memory_check import held_by
 from vtp_plugin.tune.search.problem import StageType
-from vtp_plugin.util.printable import plain
+from vtp_plugin.tune.search.stage_cost import held_by
+from vtp_plugin.util.text import plain
 
 _LEAST_GAIN = 1.05
 _COLUMNS = (

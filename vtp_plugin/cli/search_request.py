@@ -1,35 +1,136 @@
-"""Reads the request to ``search`` from the flags of a run and the file of a cluster."""
+"""What a search is asked for, from flags."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from vtp_plugin.cli import activation_flags, model_flags
+from vtp_plugin.cli import model_flags
 from vtp_plugin.cli.parser import with_values
 from vtp_plugin.config import VtpConfig
-from vtp_plugin.config.parse_values import parse_cp_list, parse_ep_list, parse_etp_list
-from vtp_plugin.config.resolve import transport_rules
-from vtp_plugin.config.vtp_flags import read_flags
+from vtp_plugin.config.flag import parse_bytes, parse_cp_list, parse_ep_list, parse_etp_list
+from vtp_plugin.config.resolve import read_flags, transport_rules
 from vtp_plugin.errors import ConfigError, refuse
-from vtp_plugin.host.rules.context import OptionContext
-from vtp_plugin.host.rules.table.check_options import refusals
-from vtp_plugin.host.rules.table.rows_split import SPLIT_RULES
+from vtp_plugin.host.rules.rule import OptionContext
+from vtp_plugin.host.rules.table.rows import refusals
+from vtp_plugin.host.rules.table.rows_parallelism import SPLIT_RULES
 from vtp_plugin.host.versions import HOSTS, find_megatron
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
+from vtp_plugin.plan.memory.activation_rows import Microbatch
 from vtp_plugin.plan.memory.footprint import Training
-from vtp_plugin.plan.memory.layer_sizes import Microbatch
 from vtp_plugin.plan.model.gpt_model import GPTModel
-from vtp_plugin.tune.cluster.durations import speed_of
 from vtp_plugin.tune.cluster.machines import Cluster, Nodes
-from vtp_plugin.tune.cluster.profile_files import check_origins, features
-from vtp_plugin.tune.cluster.shares import Batch
-from vtp_plugin.tune.cluster.stage_memory import StageMemory
-from vtp_plugin.tune.fit.as_flags import vocabulary_multiple
+from vtp_plugin.tune.cluster.read_cluster import StageMemory, check_origins, features, speed_of
+from vtp_plugin.tune.cluster.speed import Batch
 from vtp_plugin.tune.fit.constraints import Constraints
-from vtp_plugin.tune.fit.options_of_run import layer_rule, read_constraints
+from vtp_plugin.tune.fit.fit_layout import (
+    Chosen,
+    describe,
+    fit,
+    fit_split,
+    fitted_flags,
+    layer_rule,
+    order_flags,
+    read_constraints,
+    read_have,
+    vocabulary_multiple,
+    write_fitted,
+)
+from vtp_plugin.tune.search.evaluate import Candidate
 from vtp_plugin.tune.search.problem import BatchSplit, NodePool, SearchProblem
+
+CARD_MEMORY = "--card-memory"
+"""The flag with the memory of a device, for messages."""
+
+
+def add_have_flags(group: argparse._ArgumentGroup) -> None:
+    """Declare the flags."""
+    group.add_argument(
+        "--have",
+        metavar="8,6,8",
+        help="instead of TP sizes: devices of every node, with sites edge:1,cloud:8; a layout is fitted to them",
+    )
+    group.add_argument(
+        "--card-memory",
+        type=parse_bytes,
+        metavar="80GiB",
+        help="with --have or a page: memory of a device; each stage must fit",
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fitted:
+    """The layout that was fitted to ``--have``.
+
+    Attributes:
+        candidate: the layout.
+        reasons: why it was fitted, line by line.
+        flags: flags that say it.
+    """
+
+    candidate: Candidate
+    reasons: tuple[str, ...]
+    flags: tuple[str, ...]
+
+
+def fit_to_cards(args: argparse.Namespace, config: VtpConfig) -> tuple[VtpConfig, Fitted]:
+    """Fit a layout to ``--have``.
+
+    Returns:
+        The options with the layout, and the layout.
+
+    Raises:
+        ConfigError: nothing fits, a flag says what is to be fitted, or what the memory depends on is not known.
+    """
+    if isinstance(config.size_list, tuple):
+        raise ConfigError("--have and sizes in --vtp-size-list say the same thing twice; give one of them")
+    nodes = [dataclasses.replace(node, memory_bytes=args.card_memory) for node in read_have(args.have)]
+    sites = tuple(dict.fromkeys(node.site for node in nodes if node.site))
+    if sites and config.sites is None:
+        config = dataclasses.replace(config, sites=sites)
+    has_memory = args.card_memory is not None
+    if has_memory and (reason := model_flags.why_unknown(args, lacks_parts=False)):
+        raise ConfigError(f"{CARD_MEMORY}: the memory of a rank is {reason}" if "not known" in reason else reason)
+
+    constraints = read_constraints(args, config, config.stages or (1, max(2, 2 * len(nodes))))
+    if has_memory:
+        constraints = _with_memory(args, constraints)
+    layouts = fit(nodes, constraints)
+    best, reasons = layouts[0], describe(layouts, constraints)
+    if config.split_backward:
+        best = fit_split(nodes, constraints, best)
+        reasons += (_about_split(best),)
+        config = dataclasses.replace(config, split_backward=best.order.is_split)
+    chosen = Chosen.of(best)
+    is_forced = len({*chosen.sizes}) == 1 and not config.layerwise_disaggregated
+    flags = fitted_flags(chosen, constraints, num_predicting=args.mtp_num_layers or 0, is_forced=is_forced)
+    return write_fitted(config, chosen), Fitted(
+        candidate=best, reasons=reasons, flags=(*flags, *order_flags(best, constraints))
+    )
+
+
+def _about_split(best: Candidate) -> str:
+    if best.whole is None:
+        return "--vtp-split-backward: gains nothing here, or the memory is too small; left out"
+    return f"--vtp-split-backward: a simulated step takes {best.step_s:.6g}, {best.whole.step_s:.6g} without"
+
+
+def _with_memory(args: argparse.Namespace, constraints: Constraints) -> Constraints:
+    """Ask with what stages hold, with the activations of their microbatches in flight, if those are known."""
+    layout = PipelineLayout.from_sizes((1,), world_size=constraints.cp, cp=constraints.cp)
+    has_activations = not model_flags.why_no_activations(args, layout)
+    memory = StageMemory(
+        read_padded_model(args, constraints),
+        model_flags.read_training(args, layout),
+        model_flags.read_microbatch(args) if has_activations else None,
+        cp=constraints.cp,
+        ep=constraints.ep,
+        etp=constraints.etp,
+    )
+    return dataclasses.replace(constraints, held_bytes=memory.held_bytes, counted_twice=memory.counted_twice)
+
 
 # Sizes that are one for all stages, by the name of the plugin's list.
 _LISTS = {
@@ -82,8 +183,8 @@ def read_request(args: argparse.Namespace, cluster: Cluster) -> SearchRequest:
     check_origins(origins, features_of(args, model))
     one_rank = PipelineLayout.from_sizes((1,), world_size=1)
     training = model_flags.read_training(args, one_rank)
-    microbatch = activation_flags.read_microbatch(args)
-    why_not = activation_flags.why_no_activations(
+    microbatch = model_flags.read_microbatch(args)
+    why_not = model_flags.why_no_activations(
         args, PipelineLayout.from_sizes((1,), world_size=constraints.cp, cp=constraints.cp)
     )
     if why_not and not microbatch.is_engine:
@@ -243,7 +344,7 @@ def _read_lists(args: argparse.Namespace) -> tuple[int | None, dict[str, int | N
 
 def features_of(args: argparse.Namespace, model: GPTModel) -> dict[str, object]:
     """List the properties of a model that the times of its parts depend on."""
-    microbatch = activation_flags.read_microbatch(args)
+    microbatch = model_flags.read_microbatch(args)
     return features(model, itemsize_bytes=microbatch.itemsize_bytes, topk=_topk(microbatch))
 
 

@@ -11,27 +11,34 @@ from pathlib import Path
 from typing import Any
 
 from vtp_plugin.cli.bridges import add_bridge_flag, read_modules
-from vtp_plugin.cli.page_file import write_page
-from vtp_plugin.cli.pages import page_of_simulation
+from vtp_plugin.cli.pages import page_of_simulation, write_page
 from vtp_plugin.cli.parser import PAGE, OneFile, Parser, check_ending, is_page, print_json, write_file
 from vtp_plugin.cli.run_flags import Run, add_run_flags, read_run
 from vtp_plugin.cli.terminal import TextTable, show
 from vtp_plugin.config import VtpConfig
-from vtp_plugin.config.resolve import option_context
-from vtp_plugin.config.vtp_flags import read_flags
+from vtp_plugin.config.resolve import option_context, read_flags
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.layout.replica_map import ReplicaMap
-from vtp_plugin.plan.schedule.cost.cost_text import parse_costs
-from vtp_plugin.plan.schedule.cost.costs import Costs, split_costs, u_costs, uniform_costs
-from vtp_plugin.plan.schedule.cost.microbatch_route import make_route
+from vtp_plugin.plan.schedule.cost.costs import (
+    Costs,
+    lower_bound,
+    make_route,
+    parse_costs,
+    split_costs,
+    u_costs,
+    uniform_costs,
+)
 from vtp_plugin.plan.schedule.cost.simulator import Timeline, simulate
-from vtp_plugin.plan.schedule.cost.step_bounds import lower_bound
-from vtp_plugin.plan.schedule.make.limits import by_stage, check_in_flight, choose_limits
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
-from vtp_plugin.plan.schedule.order.messages import channel_label
-from vtp_plugin.plan.schedule.order.modules import place_modules
-from vtp_plugin.plan.schedule.order.placement import Placement, num_rings, place_workers
-from vtp_plugin.plan.schedule.order.schedule import Schedule
+from vtp_plugin.plan.schedule.make.u_shape import by_stage, check_in_flight, choose_limits
+from vtp_plugin.plan.schedule.order.actions import (
+    Placement,
+    Schedule,
+    channel_label,
+    num_rings,
+    place_modules,
+    place_workers,
+)
 from vtp_plugin.report.pictures.draw_timeline import chrome_trace, draw_svg, draw_text, summarize
 
 _WIDTH = 120

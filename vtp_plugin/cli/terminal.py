@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol, TextIO, cast
 
-from vtp_plugin.util.printable import plain
+from vtp_plugin.util.text import plain
 
 # What the beginning of a line says of all of it; the first that fits counts.
 _STYLES: Final = tuple(

@@ -8,17 +8,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from vtp_plugin.cli.page_file import write_page
-from vtp_plugin.cli.page_sections import quoted, split_parts
+from vtp_plugin.cli.pages import quoted, split_parts, write_page
 from vtp_plugin.cli.parser import PAGE, OneFile, check_ending, is_page, print_json, write_file
 from vtp_plugin.cli.terminal import TextTable, show
-from vtp_plugin.plan.schedule.cost.cost_text import format_costs
+from vtp_plugin.plan.schedule.cost.costs import format_costs
 from vtp_plugin.report.page.report_page import ReportPage
-from vtp_plugin.report.pictures import chrome
+from vtp_plugin.report.pictures import svg
 from vtp_plugin.report.pictures.draw_rows import Box, Group, draw_rows
-from vtp_plugin.report.trace.between_sites import RankPlace, SiteTraffic, traffic_between
-from vtp_plugin.report.trace.causes import COMPUTES, MEANINGS, Cause, Stretch
-from vtp_plugin.report.trace.compare_steps import (
+from vtp_plugin.trace.compare_steps import (
     Difference,
     TracedStep,
     differences,
@@ -28,8 +25,9 @@ from vtp_plugin.report.trace.compare_steps import (
     slower_by_itself,
     split_asked_for,
 )
-from vtp_plugin.report.trace.explain import arrivals
-from vtp_plugin.report.trace.trace_files import RankFile, read_files
+from vtp_plugin.trace.explain import arrivals
+from vtp_plugin.trace.record import COMPUTES, MEANINGS, Cause, RankFile, Stretch, read_files
+from vtp_plugin.trace.sums import RankPlace, SiteTraffic, traffic_between
 
 _ENDINGS = {".json": "trace for Perfetto or Chrome", ".svg": "picture of the last step", PAGE: "page"}
 # What is drawn, with its colour; bubbles are left empty.
@@ -97,7 +95,7 @@ def run(options: argparse.Namespace) -> None:
         write_page(options.output, _page(options, files, steps, parts))
     elif options.output is not None:
         is_picture = options.output.suffix == ".svg"
-        write_file(options.output, _picture(files, steps[-1]) if is_picture else chrome.document(_events(files, steps)))
+        write_file(options.output, _picture(files, steps[-1]) if is_picture else svg.chrome_text(_events(files, steps)))
     if options.json:
         print_json("trace", _as_json(files, steps, found, slower, options.output))
         return
@@ -126,13 +124,13 @@ def _page(
     )
 
 
-def _events(files: Sequence[RankFile], steps: Sequence[TracedStep]) -> Iterator[chrome.Event]:
+def _events(files: Sequence[RankFile], steps: Sequence[TracedStep]) -> Iterator[svg.Event]:
     """Yield all boxes of the picture; time 0 is the start of the first step."""
     zero_s = steps[0].start_s
     for process, name in ((_RUN, "run"), (_PLAN, "plan")):
-        yield chrome.name_process(process, name)
+        yield svg.name_process(process, name)
         for file in files:
-            yield from chrome.name_row(process, file.owner.rank, f"rank {file.owner.rank} (stage {file.owner.stage})")
+            yield from svg.name_row(process, file.owner.rank, f"rank {file.owner.rank} (stage {file.owner.stage})")
     num_arrows = 0
     for step in steps:
         for share in step.shares:
@@ -143,7 +141,7 @@ def _events(files: Sequence[RankFile], steps: Sequence[TracedStep]) -> Iterator[
                 yield _box(_PLAN, share.rank, one, step.start_s - zero_s)
         for name, start, end in _messages(step, zero_s):
             num_arrows += 1
-            yield from chrome.arrow(name, num_arrows, start, end)
+            yield from svg.arrow(name, num_arrows, start, end)
 
 
 def _picture(files: Sequence[RankFile], step: TracedStep) -> str:
@@ -181,10 +179,10 @@ def _microbatch(name: str) -> str:
     return name[max(name.rfind(letter) for letter in "FBIW") + 1 :]
 
 
-def _box(process: int, row: int, one: Stretch, shift_s: float) -> chrome.Event:
+def _box(process: int, row: int, one: Stretch, shift_s: float) -> svg.Event:
     says_all = one.cause in (*COMPUTES, Cause.OTHER) and one.name
     name = one.name if says_all else f"{one.cause} {one.name}".strip()
-    return chrome.box(process, row, name, one.cause, one.start_s + shift_s, one.end_s + shift_s)
+    return svg.box(process, row, name, one.cause, one.start_s + shift_s, one.end_s + shift_s)
 
 
 def _messages(step: TracedStep, zero_s: float) -> Iterator[tuple[str, tuple[int, int, float], tuple[int, int, float]]]:

@@ -16,16 +16,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from vtp_plugin.config.flag import Flag
-from vtp_plugin.config.log_and_timeouts import Failure, LogLevelName
-from vtp_plugin.config.parse_values import DeviceName, format_value
-from vtp_plugin.config.saved import Saved
-from vtp_plugin.config.schedule_options import ScheduleFields, ScheduleName
-from vtp_plugin.config.stage_options import StageFields
-from vtp_plugin.config.transport_options import DpModeName, TransportFields, TransportName
-from vtp_plugin.config.trust import Trust
+from vtp_plugin.config.flag import DeviceName, Flag, Trust, format_value
+from vtp_plugin.config.options import (
+    DpModeName,
+    Failure,
+    LogLevelName,
+    Saved,
+    ScheduleFields,
+    ScheduleName,
+    StageFields,
+    TransportFields,
+    TransportName,
+)
 from vtp_plugin.errors import ConfigError, LayoutError
-from vtp_plugin.util.typos import question
+from vtp_plugin.util.text import question
 
 __all__ = [
     "DeviceName",

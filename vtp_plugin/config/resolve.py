@@ -1,22 +1,340 @@
-"""What follows from the configuration before anything is opened: layout, boundaries, sites, options of the schedule."""
+"""The configuration of a run, from flags and arguments.
+
+The plugin's flags on Megatron's command line: the list of them, and how they are read.
+
+The fields of :class:`~vtp_plugin.config.VtpConfig` declare their flags. :data:`VTP_FLAGS` adds those that only the
+command line has; parsers, ``--help`` and the documentation are made from it.
+
+What is certainly wrong with the command line of a run: found before torch or Megatron is imported, in a moment.
+
+What may still come from elsewhere is left to the checks of the run itself: a script's own flags, a file of arguments, a
+checkpoint. Megatron's parser knows all flags, so it alone can say that one is unknown and near none of the plugin's.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+import argparse
+import contextlib
+import math
+import re
+import sys
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, NoReturn
 
-from vtp_plugin.config import VtpConfig
-from vtp_plugin.config.parse_values import format_value
-from vtp_plugin.errors import LayoutError
-from vtp_plugin.host.rules.context import OptionContext
-from vtp_plugin.plan.boundary.strategies.transport_rules import TransportRules
+from vtp_plugin.config import VtpConfig, flags_of_fields, merge
+from vtp_plugin.config.flag import Flag, FlagGroup, format_value
+from vtp_plugin.errors import ConfigError, LayoutError, VtpError
+from vtp_plugin.host.rules.rule import OptionContext
+from vtp_plugin.link.guard import require_protected
+from vtp_plugin.plan.boundary.strategies.known_strategies import TransportRules
+from vtp_plugin.plan.layout.grids import check_world, equal_dp
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout, RankOrder
 from vtp_plugin.plan.layout.replica_map import DpMode, ReplicaMap
-from vtp_plugin.plan.schedule.cost.cost_text import parse_costs
-from vtp_plugin.plan.schedule.cost.costs import Costs
-from vtp_plugin.plan.schedule.make.limits import by_stage, check_in_flight
-from vtp_plugin.plan.schedule.order.placement import Placement, plain_placement, u_placement
+from vtp_plugin.plan.schedule.cost.costs import COST_KEYS, Costs, parse_costs
+from vtp_plugin.plan.schedule.make.u_shape import by_stage, check_in_flight
+from vtp_plugin.plan.schedule.order.actions import Placement, plain_placement, u_placement
+from vtp_plugin.util.text import own_command, question
+
+_COST_KEYS = " Keys:\n" + "\n".join(f"{name} ({key.unit}): {key.meaning};" for name, key in COST_KEYS.items())
+VTP_FLAGS: tuple[Flag, ...] = (
+    # The keys of costs are known here only: config lies below the package that reads them.
+    *(replace(flag, help=flag.help + _COST_KEYS) if flag.field == "costs" else flag for flag in flags_of_fields()),
+    Flag(
+        name="--vtp-node",
+        group=FlagGroup.WHERE,
+        metavar="NAME",
+        help="with --vtp-stages: name of this machine, which stages follow; default: its host name, between "
+        "sites a digest of it. Agents of one machine that shall count as several give each its own",
+    ),
+    Flag(
+        name="--vtp-forgive",
+        group=FlagGroup.FAILURE,
+        help="with --vtp-stages: use devices again that are excluded because they failed; without it a device that "
+        "failed twice stays excluded. It acts once for each start of the launcher, not when that restarts the ranks",
+    ),
+    Flag(
+        name="--vtp-on-loss",
+        group=FlagGroup.FAILURE,
+        metavar="COMMAND",
+        help="with --vtp-stages: a shell command that rank 0's machine runs when the run restarts after a loss, or "
+        "when no layout fits any more; VTP_LOSS holds the line that says what happened. It has 10 seconds",
+    ),
+    Flag(
+        name="--vtp-site",
+        group=FlagGroup.TRUST,
+        metavar="edge",
+        help="site of this machine, one of --vtp-sites; a rank whose stage belongs to another site ends the run",
+    ),
+)
+"""All flags; ``--help`` shows them group by group, each group in this order."""
+
+
+def add_vtp_arguments(parser: argparse.ArgumentParser, declared: Collection[str] = ()) -> argparse.ArgumentParser:
+    """Declare the plugin's flags, group by group. A flag that is not given has the value None.
+
+    Args:
+        parser: parser that gets the flags.
+        declared: flags that somebody else declares with the same meaning.
+    """
+    for group in FlagGroup:
+        section = parser.add_argument_group(title=group.value)
+        for flag in (flag for flag in VTP_FLAGS if flag.group is group and flag.name not in declared):
+            if flag.metavar is None:
+                section.add_argument(flag.name, action="store_true", default=None, help=flag.help)
+            else:
+                section.add_argument(
+                    flag.name,
+                    metavar=flag.metavar,
+                    type=flag.type,
+                    nargs=flag.nargs,
+                    const=flag.const,
+                    help=flag.help,
+                )
+    return parser
+
+
+def read_flags(args: argparse.Namespace, given: VtpConfig, declared: Collection[str] = ()) -> VtpConfig:
+    """Add the flags to what ``apply()`` was given.
+
+    Args:
+        args: parsed with the flags of :func:`add_vtp_arguments`; attributes of flags not given may be missing.
+        given: what ``apply()`` was given.
+        declared: flags that somebody else declares with the same meaning.
+
+    Raises:
+        ConfigError: a flag's value is wrong, contradicts what ``apply()`` was given, or needs another flag.
+    """
+    argv = {flag: getattr(args, flag.dest, None) for flag in VTP_FLAGS}
+    # A switch that somebody else declares is False where it was not given.
+    values = {flag.field: flag.read(None if word is False else word) for flag, word in argv.items() if flag.field}
+    # MindSpeed-LLM has a list of layers for any pipeline; only that of a U-shape is ours.
+    if "--num-layer-list" in declared and not (given.layerwise_disaggregated or values["layerwise_disaggregated"]):
+        del values["num_layer_list"]
+    return merge(given, values)
+
+
+_NUMBERS = re.compile(r"[\d,]+")
+
+
+def reject_spaces(words: Sequence[str], declared: Collection[str] = ()) -> None:
+    """Reject numbers that spaces separate: parsers would take the first one, and call the others unknown.
+
+    Args:
+        words: the words of a command line.
+        declared: flags that somebody else declares with the same meaning.
+
+    Raises:
+        LayoutError: a flag that takes numbers in one word has several words of numbers.
+
+    >>> reject_spaces(["--vtp-size-list", "1,2", "--num-layers", "4"])
+    >>> reject_spaces(["--vtp-size-list", "1,", "2", "--num-layers", "4"])
+    Traceback (most recent call last):
+    ...
+    vtp_plugin.errors.LayoutError: --vtp-size-list 1, 2 has a space; it takes one word; write --vtp-size-list 1,2
+    """
+    names = {flag.name for flag in VTP_FLAGS if _NUMBERS.fullmatch(flag.metavar or "")} - {*declared}
+    for place, word in enumerate(words, start=1):
+        name, separator, value = word.partition("=")
+        found = [*([value] if separator else []), *takewhile(_NUMBERS.fullmatch, words[place:])]
+        if name in names and len(found) > 1 and _NUMBERS.fullmatch(found[0]):
+            joined = ",".join(part for text in found for part in text.split(",") if part)
+            raise LayoutError(f"{name} {' '.join(found)} has a space; it takes one word; write {name} {joined}")
+
+
+_TAKEN = ("--layerwise-disaggregated-training", "--num-layer-list")
+
+
+def hide_taken_flags(argv: Sequence[str]) -> list[str]:
+    """Remove the flags that MindSpeed-LLM would take for its own layerwise-disaggregated training, if a list is given.
+
+    >>> hide_taken_flags(["s.py", "--layerwise-disaggregated-training", "--num-layer-list", "1,2,1", "--lr", "0.1"])
+    ['s.py', '--layerwise-disaggregated-training', '--num-layer-list', '1,2,1', '--lr', '0.1']
+    >>> argv = ["s.py", "--layerwise-disaggregated-training", "--num-layer-list=1,2,1", "--vtp-size-list", "1,2"]
+    >>> hide_taken_flags(argv)
+    ['s.py', '--vtp-size-list', '1,2']
+    """
+    names = {word.partition("=")[0] for word in argv}
+    if not {"--vtp-size-list", _TAKEN[0]} <= names:
+        return list(argv)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument(_TAKEN[0], action="store_true")
+    parser.add_argument(_TAKEN[1], nargs="?")
+    return [argv[0], *parser.parse_known_args(list(argv[1:]))[1]]
+
+
+def peek_device(argv: Sequence[str]) -> str | None:
+    """Read the platform from a command line that has not been parsed yet.
+
+    >>> peek_device(["script.py", "--vtp-device", "cpu", "--lr", "0.1"]), peek_device(["script.py"])
+    ('cpu', None)
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--vtp-device")
+    try:
+        return parser.parse_known_args(list(argv))[0].vtp_device
+    except argparse.ArgumentError:
+        return None  # the script's parser says what is wrong
+
+
+def check_without_stages(config: VtpConfig) -> tuple[str, ...]:
+    """Find options that need stages, in a run without a list of their sizes.
+
+    Returns:
+        One line for each list of other sizes, for a seed of the edge, and for a planned schedule.
+    """
+    lists = (
+        ("--vtp-cp-list", config.cp_list),
+        ("--vtp-dp-list", config.dp_list),
+        ("--vtp-ep-list", config.ep_list),
+        ("--vtp-etp-list", config.etp_list),
+    )
+    problems = [
+        f"{flag} {','.join(map(str, sizes))} needs stages: give --vtp-size-list, such as {','.join('1' * len(sizes))}"
+        for flag, sizes in lists
+        if sizes
+    ]
+    problems += check_edge_seed(config)
+    # Modules with grids of their own have stages without a list.
+    if config.has_planned_schedule and not config.bridges:
+        problems.append("planned schedules need stages: give --vtp-size-list, such as 1,1")
+    return tuple(problems)
+
+
+def check_edge_seed(config: VtpConfig) -> tuple[str, ...]:
+    """Find a seed of the edge in a run that has no edge at a site of its own.
+
+    >>> print(*check_edge_seed(VtpConfig(edge_seed="random")))  # doctest: +ELLIPSIS
+    --vtp-edge-seed is for a U-shaped pipeline of two sites; give --vtp-size-list, ...
+    >>> check_edge_seed(VtpConfig(edge_seed="random", sites=("edge", "cloud"), layerwise_disaggregated=True))
+    ()
+    """
+    if config.edge_seed is None or config.has_own_edge:
+        return ()
+    return (
+        "--vtp-edge-seed is for a U-shaped pipeline of two sites; give --vtp-size-list, "
+        "--layerwise-disaggregated-training and two names in --vtp-sites, such as edge,cloud, or leave it out",
+    )
+
+
+_NAMES = tuple(flag.name for flag in VTP_FLAGS if flag.name.startswith("--vtp-"))
+# With these the sizes, or the world, are not what the command line says.
+_ELSEWHERE = ("--yaml-cfg", "--use-checkpoint-args", "--fake-process-group")
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises its errors."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; `{own_command()} run --help-all` lists the flags")
+
+
+def check_command_line(
+    argv: Sequence[str], given: VtpConfig, environment: Mapping[str, str], declared: Collection[str] = ()
+) -> None:
+    """Reject flags of the plugin that are misspelt, values that break their rule, and a wrong number of processes.
+
+    And a way between sites that is public and not encrypted, before anybody waits for anybody.
+
+    Args:
+        argv: the script and its flags.
+        given: what ``apply()`` was given.
+        environment: variables of this process; the number of processes is not checked without ``WORLD_SIZE``.
+        declared: flags that somebody else declares with the same meaning.
+
+    Raises:
+        ConfigError: one of them is certainly wrong; all ranks that were started with this command line find it.
+    """
+    script, *words = argv or [""]
+    words = words[: words.index("--")] if "--" in words else words
+    names = [word.partition("=")[0] for word in words if word.startswith("-")]
+    # With another prefix it may be a flag of a package that the script imports, such as --tp-sizes.
+    own = [name for name in names if sorted(name.lstrip("-")[:3]) == ["p", "t", "v"] and name not in _NAMES]
+    unknown = {name: hint for name in own if (hint := question(name, _NAMES))}
+    known = [flag.name for flag in VTP_FLAGS if flag.name in names]
+    if {"-h", "--help"} & set(names) or not (unknown or known):
+        return  # help is shown whatever else is wrong
+    try:
+        sources = _sources(Path(script)) if unknown else ""
+        for name, hint in unknown.items():
+            if not _mentions(sources, name):
+                raise ConfigError(f"{name} is unknown{hint}")
+        try:
+            config = _read(words, given, declared)
+            _check_processes(words, config, environment)
+            require_protected(config.sites or (), config.link_is_protected, environment)
+        except VtpError:
+            # Read only now: a run that is right need not read its script and the modules beside it.
+            sources = sources or _sources(Path(script))
+            if not any(_declares(sources, name) for name in known):
+                raise
+    except VtpError as error:
+        error.is_known_to_node = is_as_started(argv)
+        raise
+
+
+def is_as_started(argv: Sequence[str]) -> bool:
+    """Tell whether a command line is that of this process: a launcher gives it to all ranks of a machine.
+
+    Args:
+        argv: the script and its flags; a script may have changed them.
+    """
+    number = len(argv) - 1
+    return number <= 0 or sys.orig_argv[-number:] == list(argv[1:])
+
+
+def _sources(script: Path) -> str:
+    """Read the script and the modules beside it, which may declare flags of their own."""
+    texts: list[str] = []
+    for path in {script, *script.parent.glob("*.py")} if script.is_file() else ():
+        with contextlib.suppress(OSError):
+            texts.append(path.read_text(encoding="utf-8", errors="replace"))
+    return "\n".join(texts)
+
+
+def _mentions(sources: str, name: str) -> bool:
+    """Tell whether a flag stands in the script, or an argument of its name: it may be a flag of the script."""
+    argument = name.lstrip("-").replace("-", "_")
+    return re.search(rf"(?<![\w-])({re.escape(name)}|{argument})(?![\w-])", sources) is not None
+
+
+def _declares(sources: str, name: str) -> bool:
+    """Tell whether the script's own parser has a flag of the plugin, which then may mean something else there."""
+    return re.search(rf"""add_argument\([^()]*["']{re.escape(name)}["']""", sources) is not None
+
+
+def _read(words: Sequence[str], given: VtpConfig, declared: Collection[str]) -> VtpConfig:
+    """Read the plugin's flags as the run will do."""
+    reject_spaces(words, declared)
+    parser = _Parser(add_help=False, allow_abbrev=False)
+    args, _ = add_vtp_arguments(parser).parse_known_args(list(words))
+    return read_flags(args, given, declared)
+
+
+def _check_processes(words: Sequence[str], config: VtpConfig, environment: Mapping[str, str]) -> None:
+    """Reject a number of processes that the sizes of no run divide, whatever else this one is told."""
+    started, sizes = environment.get("WORLD_SIZE", ""), config.size_list
+    if not isinstance(sizes, tuple) or not started.isdigit() or any(word.startswith(_ELSEWHERE) for word in words):
+        return
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--context-parallel-size", type=int)
+    try:
+        cp = parser.parse_known_args(list(words))[0].context_parallel_size
+    except argparse.ArgumentError:
+        return  # Megatron's parser says what is wrong
+    if cp is not None and cp < 1:
+        return
+    cp_sizes = choose_cp_sizes(config.cp_list, cp or 1, num_stages=len(sizes))
+    if config.dp_list is None:
+        equal_dp(sizes, cp_sizes, int(started))
+        return
+    stages = tuple(zip(sizes, cp_sizes, config.dp_list, strict=True))
+    # A script may have another context-parallel size by default.
+    if cp or config.cp_list or int(started) % sum(map(math.prod, stages)):
+        check_world(stages, int(started))
+
 
 _ORDERS = {"tp-cp-ep-dp-pp": RankOrder.STAGE_MAJOR, "tp-cp-ep-pp-dp": RankOrder.REPLICA_MAJOR}
 

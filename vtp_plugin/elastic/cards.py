@@ -1,4 +1,4 @@
-"""What each rank has before a list is fitted, and the post in which rank 0 gives each card its rank."""
+"""Cards: whether each works, and how a run on them ended."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch.distributed as dist
 
 from vtp_plugin.elastic.card_probe import READY
-from vtp_plugin.elastic.outcome import Outcome
+from vtp_plugin.elastic.progress import LastStep
 from vtp_plugin.errors import LayoutError, PeerError, ShortageError, is_final
 from vtp_plugin.runtime.health.redaction import Redaction, first_line
-from vtp_plugin.runtime.health.store import Topic, part_of
-from vtp_plugin.runtime.health.store_posts import PostError, parse_post, read_post
+from vtp_plugin.runtime.health.store import PostError, Topic, parse_post, part_of, read_post
 from vtp_plugin.runtime.health.waiting import (
     JUDGE_SHARE,
     STORE_KEEPER,
@@ -35,8 +34,42 @@ from vtp_plugin.runtime.health.waiting import (
     time_limit,
     until_store_ends,
 )
-from vtp_plugin.util.printable import one_line
+from vtp_plugin.tune.fit.fit_layout import Chosen
+from vtp_plugin.util.text import one_line
 from vtp_plugin.util.typed_json import ShapeError, read_typed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """Which ranks work, and in which list. It holds no flags: each rank derives its own from the list.
+
+    Attributes:
+        seats: rank in the fitted run, by the launcher's rank; spare ranks have none.
+        chosen: the list, with its layers and replicas.
+        why: reasons why cards are bad, by the launcher's rank.
+        last: last step of the previous attempt; None if there was none.
+    """
+
+    seats: dict[int, int]
+    chosen: Chosen
+    why: dict[int, str] = field(default_factory=dict[int, str])
+    last: LastStep | None = None
+
+    def require_seats(self, world_size: int) -> None:
+        """Refuse seats that are not the numbers 0, 1, ... for ranks that the launcher has started.
+
+        Args:
+            world_size: number of ranks that the launcher has started.
+
+        Raises:
+            PeerError: the seats are something else.
+        """
+        is_sound = sorted(self.seats.values()) == [*range(len(self.seats))] and all(
+            number < world_size for number in self.seats
+        )
+        if not self.seats or not is_sound:
+            raise PostError(Topic.CARDS.key, "seats", f"gives {len(self.seats)} seats, which are no ranks 0, 1, ...")
+
 
 _PROBE = Path(__file__).with_name("card_probe.py")
 _LOOK_S, _END_S = 0.1, 1.0

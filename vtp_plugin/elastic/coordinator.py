@@ -11,25 +11,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vtp_plugin.checkpoint.save.folder_lock import LOCK_VARIABLE, FolderLock, patience_s
+from vtp_plugin.checkpoint.save.saving import LOCK_VARIABLE, FolderLock, patience_s
 from vtp_plugin.config import VtpConfig
-from vtp_plugin.config.parse_values import format_value
-from vtp_plugin.elastic.cards import RankCard
+from vtp_plugin.config.flag import format_value
+from vtp_plugin.elastic.cards import Outcome, RankCard
 from vtp_plugin.elastic.failed_cards import SILENT, UNTESTED, kind_of, leave_out, name_card
-from vtp_plugin.elastic.outcome import Outcome
 from vtp_plugin.elastic.progress import LastStep, read_last, write_last
 from vtp_plugin.errors import LayoutError, VtpError
 from vtp_plugin.host.versions import find_host
 from vtp_plugin.runtime.health.redaction import Redaction
 from vtp_plugin.tune.cluster.machines import Node
-from vtp_plugin.tune.fit.as_flags import fitted_flags
-from vtp_plugin.tune.fit.available_cards import in_order
-from vtp_plugin.tune.fit.chosen import Chosen
 from vtp_plugin.tune.fit.constraints import Constraints
-from vtp_plugin.tune.fit.fit_layout import fit
-from vtp_plugin.tune.fit.options_of_run import layer_rule, read_constraints
-from vtp_plugin.tune.fit.rank_assignment import assign_ranks
-from vtp_plugin.tune.fit.reasons import describe
+from vtp_plugin.tune.fit.fit_layout import (
+    Chosen,
+    assign_ranks,
+    describe,
+    fit,
+    fitted_flags,
+    in_order,
+    layer_rule,
+    read_constraints,
+)
 from vtp_plugin.util import log
 
 _ALERT_S = 10.0

@@ -1,4 +1,4 @@
-"""Which cards failed before, remembered beside the checkpoint: a restart alone would use them again."""
+"""Cards that failed before, and what is noted of failures for the next start."""
 
 from __future__ import annotations
 
@@ -12,12 +12,30 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vtp_plugin.checkpoint.save.atomic_dir import write_whole
-from vtp_plugin.elastic.stop_marker import RUN_FOLDER_VARIABLE
+from vtp_plugin.elastic.progress import RUN_FOLDER_VARIABLE, leave_marker, note_failed_start
+from vtp_plugin.errors import VtpError
+from vtp_plugin.runtime.health.redaction import describe_error
 from vtp_plugin.util import log
-from vtp_plugin.util.untrusted_files import read_json, read_text
+from vtp_plugin.util.typed_json import read_json, read_text
 
 if TYPE_CHECKING:
     from vtp_plugin.elastic.cards import RankCard
+
+
+def note_for_next_start(error: BaseException, is_consequence: bool) -> None:
+    """Note the error that ends this process for later starts, if this process failed first.
+
+    Args:
+        error: error that ends this process.
+        is_consequence: whether another rank failed before.
+    """
+    if is_consequence:
+        return
+    if isinstance(error, VtpError) and error.is_final:
+        leave_marker(describe_error(error))
+    note_error(error)
+    note_failed_start(error)
+
 
 MEMORY = "vtp_cards.json"
 """The name of the file."""

@@ -1,20 +1,247 @@
-"""How far a run has come, noted beside the checkpoint at every step, and what was lost when an attempt ended early."""
+"""How far a run came: its stops, the starts that failed, and what it left.
+
+Starts that end in the same way before a first step: after a few of them no later start is tried.
+
+A launcher restarts a run whatever ended it. An error that no restart cures is mostly known at once (``is_final``); a
+missing file may come back, so such errors are counted. A rank counts only errors of its own, in the folder of its own
+site; what another rank or another site says of an end does not count.
+
+End the processes that a killed rank leaves behind, such as those that write Megatron's checkpoints.
+
+torchrun starts each rank in a group of its own, and ends the group of a rank that lives, but not of one that was
+killed. A process that the rank has started then waits for work forever. So a small process, which runs this file as
+a script, looks whether the rank still lives, and then ends the rank's group and removes the folder that multiprocessing
+makes for the rank and its children: for sockets, and for the files of
+:meth:`~vtp_plugin.checkpoint.save.saving.Savings.scratch`. It imports neither torch nor the plugin.
+"""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import functools
+import hashlib
 import json
+import multiprocessing.util
 import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Final
 
-from vtp_plugin.elastic.failed_starts import forget_failed_starts
-from vtp_plugin.elastic.stop_marker import RUN_FOLDER_VARIABLE
+from vtp_plugin.errors import ConfigError, VtpError
+from vtp_plugin.runtime.health.redaction import describe_error
 from vtp_plugin.util import log
-from vtp_plugin.util.typed_json import read_typed
-from vtp_plugin.util.untrusted_files import read_bytes
+from vtp_plugin.util.typed_json import read_bytes, read_typed
+
+MARKER = "vtp_stopped.txt"
+"""The name of the file."""
+RUN_FOLDER_VARIABLE = "VTP_RUN_FOLDER"
+"""Set in the ranks of a run that is restarted automatically: the folder of its checkpoints."""
+
+
+def run_folder(argv: Sequence[str]) -> Path | None:
+    """Return the folder of a run's checkpoints, which its command line names by ``--save``.
+
+    A run that only loads writes nothing beside the checkpoint that it loads, which may be another run's.
+
+    Returns:
+        The folder; None if there is none, or it is not one of this machine, such as ``msc://``.
+
+    >>> str(run_folder(["pretrain_gpt.py", "--load", "old", "--save=new", "--lr", "1"]))
+    'new'
+    >>> run_folder(["pretrain_gpt.py", "--load", "old"]) is None
+    True
+    """
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser.add_argument("--save")
+    try:
+        args, _ = parser.parse_known_args(list(argv[1:]))
+    except argparse.ArgumentError:
+        return None  # the script's parser says what is wrong
+    name = args.save
+    return None if name is None or "://" in name else Path(name)
+
+
+def require_unmarked(folder: Path | None) -> None:
+    """Raise if an earlier start of the run left the marker.
+
+    Raises:
+        ConfigError: there is a marker; the text says how the earlier start ended, and where the marker is.
+    """
+    if folder is None:
+        return
+    path = folder / MARKER
+    with contextlib.suppress(OSError):
+        text = path.read_text(encoding="utf-8").strip().partition("\n")[0]
+        raise ConfigError(f"{text}; no restart cures this; fix it, then remove {path}")
+
+
+def leave_marker(text: str, environment: Mapping[str, str] = os.environ) -> None:
+    """Write the marker, atomically: why no later start can succeed. An older marker stays.
+
+    Args:
+        text: error with which this start ends.
+        environment: variables of this process; they name the folder if a launcher restarts the run.
+    """
+    name = environment.get(RUN_FOLDER_VARIABLE)
+    if not name:
+        return
+    way_out = "No later start continues while this file is here: fix that, then remove it."
+    put_beside(Path(name) / MARKER, f"{text}\n{way_out}\n", replaces=False)
+
+
+def put_beside(path: Path, text: str, *, replaces: bool = True) -> None:
+    """Write a file atomically; if that fails, do nothing.
+
+    Args:
+        path: path of the file; its folder is created.
+        text: content of the file.
+        replaces: whether to replace a file that is there.
+    """
+    own = path.with_name(f".{path.name}.{os.getpid()}.{os.uname().nodename}")
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        own.unlink(missing_ok=True)
+        with own.open("x", encoding="utf-8") as file:  # never through a link
+            file.write(text)
+        (own.replace if replaces else functools.partial(os.link, own))(path)
+    with contextlib.suppress(OSError):
+        own.unlink()
+
+
+FAILED_STARTS: Final = "vtp_failed_starts.json"
+"""The name of the file."""
+START_VARIABLE: Final = "VTP_START"
+"""Set in a rank of a fitted run until its first step: what its flags are, and a name that only this attempt has."""
+MOST_EQUAL: Final = 5
+"""So many starts may end in one way."""
+_MOST_REASONS, _MOST_CHARS = 20, 500
+# A restart cures a peer that is gone, and a machine that joins ends the ranks of all others. What timed out may be
+# faster next time.
+_OF_A_PEER = re.compile(r"gloo|nccl|hccl|connection|broken pipe|socket|tcpstore|timed? ?out", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Noted:
+    """Content of the file: the flags of the starts; for each reason the number of starts, and the last of them."""
+
+    flags: str
+    reasons: dict[str, tuple[int, str]]
+
+
+def name_start(argv: Sequence[str], attempt: str, environment: MutableMapping[str, str]) -> None:
+    """Let errors of this process count until its first step.
+
+    Args:
+        argv: script and flags, as the user gave them: with other flags counting starts again.
+        attempt: name of this attempt, equal on all its ranks and different from all other attempts.
+        environment: variables of this process; the name of the start is added.
+    """
+    digest = hashlib.sha256(json.dumps([*argv]).encode()).hexdigest()[:16]
+    environment[START_VARIABLE] = f"{digest} {attempt}"
+
+
+def forget_failed_starts(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Note that this start has made a step, or ended well."""
+    folder = environment.get(RUN_FOLDER_VARIABLE)
+    if environment.pop(START_VARIABLE, "") and folder:
+        with contextlib.suppress(OSError):
+            (Path(folder) / FAILED_STARTS).unlink()
+
+
+def note_failed_start(error: BaseException, environment: Mapping[str, str] = os.environ) -> None:
+    """Count an error that ends this process before its first step; after too many equal ones write the marker.
+
+    Numbers in the texts need not be equal. An error of the plugin counts as the error that caused it: one without a
+    cause is either final, or a restart may cure it.
+
+    Args:
+        error: error that ends this process, and is not the consequence of another rank's.
+        environment: variables of this process; in a fitted run they name the start and the folder.
+    """
+    folder, reason = environment.get(RUN_FOLDER_VARIABLE), _reason(error)
+    flags, _, attempt = environment.get(START_VARIABLE, "").partition(" ")
+    if not folder or not attempt or not reason:
+        return
+    path = Path(folder) / FAILED_STARTS
+    reasons = _read_starts(path, flags)
+    key = re.sub(r"\d+", "#", reason)
+    count, last = reasons.pop(key, (0, ""))
+    count += last != attempt  # several ranks may end in one way
+    reasons[key] = count, attempt
+    put_beside(path, json.dumps({"flags": flags, "reasons": dict([*reasons.items()][-_MOST_REASONS:])}))
+    if count < MOST_EQUAL:
+        return
+    leave_marker(f"{reason}; {count} starts ended like this before their first step", environment)
+    with contextlib.suppress(OSError):
+        path.unlink()
+    log.error(
+        f"{count} starts ended like this before their first step, and no other one is tried; fix it, then remove "
+        f"{path.with_name(MARKER)}"
+    )
+
+
+def _reason(error: BaseException) -> str:
+    """Return the reason that is counted; empty for an error that does not count.
+
+    >>> _reason(VtpError("no answer")), _reason(FileNotFoundError("tok.model")), _reason(KeyboardInterrupt())
+    ('', 'FileNotFoundError: tok.model', '')
+    """
+    cause: BaseException | None = error
+    while isinstance(cause, VtpError):
+        cause = cause.__cause__
+    if cause is None or isinstance(cause, KeyboardInterrupt):
+        return ""
+    text = describe_error(cause)[:_MOST_CHARS]
+    return "" if _OF_A_PEER.search(text) else text
+
+
+def _read_starts(path: Path, flags: str) -> dict[str, tuple[int, str]]:
+    """Read, by reason, how many starts with these flags ended so."""
+    try:
+        found = read_typed(_Noted, read_bytes(path))
+    except (OSError, ValueError):
+        return {}
+    return found.reasons if found.flags == flags else {}
+
+
+_LOOK_S = 0.5
+
+
+def end_orphans() -> bool:
+    """Let the processes that this one starts end with it; return False if the group is not its own, as in a shell.
+
+    Processes that it has put into groups of their own are left alone.
+    """
+    if os.name != "posix" or os.getpgrp() != os.getpid():
+        return False
+    folder = multiprocessing.util.get_temp_dir()  # made here, so that its name is known before the rank is killed
+    command = [sys.executable, "-S", "-E", __file__, str(os.getpid()), folder]
+    # Not in the rank's group, which torchrun kills if the rank does not end when told to.
+    subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    return True
+
+
+def _watch(rank: int, folder: str) -> None:
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    while os.getppid() == rank:
+        time.sleep(_LOOK_S)
+    with contextlib.suppress(ProcessLookupError):  # nobody is left in it
+        os.killpg(rank, signal.SIGKILL)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    _watch(int(sys.argv[1]), sys.argv[2])
+
 
 PROGRESS = "vtp_progress.json"
 """The name of the file."""

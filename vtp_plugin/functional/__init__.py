@@ -25,20 +25,7 @@ Words:
 
 from __future__ import annotations
 
-from vtp_plugin.functional.p2p import (
-    _communicate_impl,
-    _VTPRecvWork,
-    _VTPSendWork,
-    recv_backward_with_reqs,
-    recv_forward_with_reqs,
-    send_backward,
-    send_forward,
-    vtp_recv_backward,
-    vtp_recv_forward,
-    vtp_send_backward,
-    vtp_send_forward,
-)
-from vtp_plugin.functional.queries import (
+from vtp_plugin.functional.handles import (
     get_edge_tp_size,
     get_layerwise_disaggregated_training,
     get_pipeline_model_parallel_group_alternate,
@@ -55,6 +42,19 @@ from vtp_plugin.functional.queries import (
     is_vtp_enabled,
     is_vtp_stage_rank0,
     pipeline_groups,
+)
+from vtp_plugin.functional.p2p import (
+    _communicate_impl,
+    _VTPRecvWork,
+    _VTPSendWork,
+    recv_backward_with_reqs,
+    recv_forward_with_reqs,
+    send_backward,
+    send_forward,
+    vtp_recv_backward,
+    vtp_recv_forward,
+    vtp_send_backward,
+    vtp_send_forward,
 )
 from vtp_plugin.functional.stand_in import install
 

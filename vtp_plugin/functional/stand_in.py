@@ -12,10 +12,10 @@ from typing import Any, Final
 
 from vtp_plugin.api import installed_modules
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.functional import p2p, queries
+from vtp_plugin.functional import handles, p2p
 from vtp_plugin.util.undo import Item, Name, UndoStack
 
-_MODULES: Final = {"p2p_communication_patch": p2p, "parallel_state_patch": queries}
+_MODULES: Final = {"p2p_communication_patch": p2p, "parallel_state_patch": handles}
 
 
 class _StandIn(ModuleType):

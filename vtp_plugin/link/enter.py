@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.link.link_plan import variables_of
 from vtp_plugin.link.run_commands import require_administrator
-from vtp_plugin.link.site_file import LinkSite
+from vtp_plugin.link.site_file import LinkSite, variables_of
 
 _CLONE_NEWNET = 0x40000000
 _NAMESPACES = Path("/run/netns")

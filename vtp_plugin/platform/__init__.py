@@ -11,13 +11,10 @@ from __future__ import annotations
 import logging
 from typing import Final, Literal, get_args
 
-from vtp_plugin.config.parse_values import DeviceName
+from vtp_plugin.config.flag import DeviceName
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.platform.cpu import CpuPlatform, refusal
-from vtp_plugin.platform.cuda import CudaPlatform
-from vtp_plugin.platform.find_device import probe_cuda, probe_npu, working_accelerator
-from vtp_plugin.platform.interface import Platform
-from vtp_plugin.platform.npu import NpuPlatform
+from vtp_plugin.platform.cpu import CpuPlatform, probe_cuda, probe_npu, refusal, working_accelerator
+from vtp_plugin.platform.interface import CudaPlatform, NpuPlatform, Platform
 
 __all__ = ["Platform", "detect"]
 

@@ -16,8 +16,7 @@ Words:
 
 from __future__ import annotations
 
-from vtp_plugin.session.open_pipelines import Pipeline
 from vtp_plugin.session.planned_run import PlannedRun
-from vtp_plugin.session.session import Session
+from vtp_plugin.session.session import Pipeline, Session
 
 __all__ = ["Pipeline", "PlannedRun", "Session"]

@@ -1,4 +1,6 @@
-"""What the edge's own layers are drawn from, where the cloud is at another site: a key that only the edge's ranks have.
+"""What the edge keeps: the seed of its layers, and whether its link is protected.
+
+What the edge's own layers are drawn from, where the cloud is at another site: a key that only the edge's ranks have.
 
 With one seed on both sites the cloud can draw the edge's layers itself, and find out which tokens give the activations
 that it gets.
@@ -7,15 +9,16 @@ that it gets.
 from __future__ import annotations
 
 import hashlib
+import os
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from vtp_plugin.checkpoint.save.edge_key_file import (
+from vtp_plugin.checkpoint.save.atomic_dir import (
     EDGE_KEY,
     NEW_KEY_BYTES,
     read_edge_key,
@@ -23,10 +26,49 @@ from vtp_plugin.checkpoint.save.edge_key_file import (
     require_same_key,
     write_edge_key,
 )
-from vtp_plugin.errors import ConfigError
+from vtp_plugin.config import VtpConfig
+from vtp_plugin.errors import ConfigError, refuse
+from vtp_plugin.link.guard import NCCL_BY_SOCKETS, check_device, check_way, spans_machines
 from vtp_plugin.runtime.step.keyed_draws import KeyedDraws
 from vtp_plugin.session.planned_run import PlannedRun
 from vtp_plugin.util import log
+
+
+@contextmanager
+def protected_link(
+    config: VtpConfig, device: str, environment: MutableMapping[str, str] = os.environ
+) -> Iterator[None]:
+    """Refuse what goes past an encrypted link between sites, and let NCCL go by sockets; afterwards it may choose.
+
+    Nothing is done with one site, on one machine, or where ``--vtp-link-is-protected`` says that something else
+    encrypts.
+
+    Args:
+        config: the plugin's options.
+        device: ``cpu``, ``cuda`` or ``npu``.
+        environment: variables of this process.
+
+    Raises:
+        ConfigError: the way is public, or the backend goes past it.
+    """
+    added: list[str] = []
+    if config.has_several_sites and not config.link_is_protected:
+        problems, warnings = check_way(environment)
+        refuse(problems)
+        if (problem := check_device(device, environment)) is not None:
+            raise ConfigError(problem)
+        for warning in warnings:
+            if environment.get("LOCAL_RANK", "0") == "0":
+                log.warning(warning)
+        if device == "cuda" and spans_machines(environment):
+            added = [name for name in NCCL_BY_SOCKETS if name not in environment]
+            environment.update({name: NCCL_BY_SOCKETS[name] for name in added})
+    try:
+        yield
+    finally:
+        for name in added:
+            environment.pop(name, None)
+
 
 _ROOT_BYTES = 32
 _FLAG = "--vtp-edge-seed"

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Final
 
 from vtp_plugin.checkpoint.format.checkpoint_files import way_out
 from vtp_plugin.checkpoint.format.index import INDEX, Index, read_index
-from vtp_plugin.checkpoint.load.pair_groups import Rates
+from vtp_plugin.checkpoint.load.stored_optimizer import Rates
 
 if TYPE_CHECKING:
-    from vtp_plugin.checkpoint.format.entries import Extent
+    from vtp_plugin.checkpoint.format.index import Extent
     from vtp_plugin.checkpoint.format.resolver import Asked
     from vtp_plugin.checkpoint.load.stored_optimizer import StoredOptimizer
 

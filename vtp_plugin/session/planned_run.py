@@ -1,8 +1,18 @@
-"""The plan of a run: its layout, what crosses, and what all ranks state about it. Nothing here communicates."""
+"""The plan of a run: its pipelines, their plans, and what a step says.
+
+One pipeline as it is planned: its stages, what crosses between them, and what is before and after it.
+
+A run has one, and every module with a grid of its own has one more. Nothing here communicates.
+"""
 
 from __future__ import annotations
 
+import functools
+import statistics
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,6 +21,7 @@ import torch.distributed as dist
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.config.resolve import (
     ScheduleOptions,
+    check_edge_seed,
     is_active,
     option_context,
     read_schedule_options,
@@ -20,25 +31,197 @@ from vtp_plugin.config.resolve import (
     stage_sites,
     transport_rules,
 )
-from vtp_plugin.config.vtp_flags import check_edge_seed
 from vtp_plugin.errors import ConfigError, LayoutError, refuse
 from vtp_plugin.host.mindspeed import problems_of_unknown_adaptor
-from vtp_plugin.host.rules.context import OptionContext
+from vtp_plugin.host.rules.rule import OptionContext
 from vtp_plugin.host.versions import capability, find_host
-from vtp_plugin.plan.boundary.pipeline_boundaries import pipeline_boundaries
-from vtp_plugin.plan.boundary.strategies.transport_rules import TransportRules
-from vtp_plugin.plan.layout.chunks import u_chunks
-from vtp_plugin.plan.layout.describe import describe_layout, format_layers
-from vtp_plugin.plan.layout.pipeline_layout import Coord, PipelineLayout
-from vtp_plugin.plan.layout.replica_map import ReplicaMap
-from vtp_plugin.plan.layout.share import expert_spans
-from vtp_plugin.plan.layout.u_layers import FirstRing, check_layers, check_two_rings
-from vtp_plugin.plan.schedule.order.placement import Placement, place_workers
+from vtp_plugin.plan.boundary.channel_spec import ChannelSpec, PipelineBoundary, pipeline_boundaries, tied_weight_specs
+from vtp_plugin.plan.boundary.strategies.known_strategies import TransportRules
+from vtp_plugin.plan.layout.layer_lists import FirstRing, check_layers, check_two_rings, u_chunks
+from vtp_plugin.plan.layout.pipeline_layout import Coord, Direction, PipelineLayout, describe_layout, format_layers
+from vtp_plugin.plan.layout.replica_map import DpMode, ReplicaMap, expert_spans
+from vtp_plugin.plan.schedule.order.actions import Placement, place_workers
 from vtp_plugin.platform.interface import Platform
+from vtp_plugin.runtime.comm.transfers import Audit
+from vtp_plugin.runtime.comm.work import Recorder, name_network
+from vtp_plugin.runtime.health.redaction import LineFile
 from vtp_plugin.runtime.step.companion_tensors import Companion
-from vtp_plugin.session.pipeline_plan import Ends, PipelinePlan
-from vtp_plugin.session.startup_statement import digest_of, state_run
-from vtp_plugin.util.version import __version__
+from vtp_plugin.runtime.step.step_times import Line, Timing, Tracing
+from vtp_plugin.session.ranks import AllRanks, digest_of, state_run
+from vtp_plugin.trace.record import Owner, trace_path
+from vtp_plugin.util.text import __version__
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ends:
+    """How the first and the last stage of a pipeline are joined, to each other or to other modules.
+
+    Attributes:
+        are_bridged: whether the pipeline has a grid of its own, and other modules may be before and after it. Then
+            nothing joins its ends: no ring, no copy of a weight. Its gradients are sums, and groups are those of its
+            grid.
+        are_stock: whether Megatron's own code for the ends works: tied weights, the token count.
+        loss_stage: stage that computes the loss; in a bridged pipeline the last one, which may hand on its output.
+        tied_stages: stages that may hold a copy of the word embedding, if there are several.
+    """
+
+    are_bridged: bool
+    are_stock: bool
+    loss_stage: int
+    tied_stages: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelinePlan:
+    """A pipeline before its channels are open.
+
+    Attributes:
+        layout: stages and ranks of the pipeline.
+        ends: how its first and its last stage are joined.
+        placement: which stage holds which part of the model.
+        replicas: which replicas of its stages work together.
+        boundaries: boundaries between its stages; none if Megatron's own communicator is in use.
+        context: what Megatron's options are checked against.
+        is_active: whether the plugin's channels are in use.
+        is_sharded: whether ranks hold slices of activations (sequence parallelism), as far as is known beforehand.
+        orders: options for which its steps are planned; None if Megatron's schedules run, or one schedule runs several
+            modules.
+        companions: kinds of tensors that cross with activations, such as the lengths of packed samples.
+    """
+
+    layout: PipelineLayout
+    ends: Ends
+    placement: Placement
+    replicas: ReplicaMap
+    boundaries: tuple[PipelineBoundary, ...]
+    context: OptionContext
+    is_active: bool = True
+    is_sharded: bool = False
+    orders: ScheduleOptions | None = None
+    companions: tuple[Companion, ...] = ()
+
+    @property
+    def members(self) -> range:
+        """Global ranks of the pipeline."""
+        return range(self.layout.first_rank, self.layout.first_rank + self.layout.world_size)
+
+    @property
+    def sizes(self) -> str:
+        """Tensor-parallel size of every stage: `1,4,4`."""
+        return ",".join(map(str, self.layout.tp_sizes))
+
+    @property
+    def specs(self) -> tuple[ChannelSpec, ...]:
+        """Its channels, in the order in which all ranks open them: both directions of every boundary, then tied ones.
+
+        The channels of a shared word embedding come last; there are none if its copies are on one stage, or Megatron
+        sums their gradients.
+        """
+        return (
+            *(boundary.channel(direction) for boundary in self.boundaries for direction in Direction),
+            *self.tied_specs,
+        )
+
+    @property
+    def tied_specs(self) -> tuple[ChannelSpec, ...]:
+        """The channels of a word embedding that stages share."""
+        return tied_weight_specs(self.layout, self.ends.tied_stages) if self.ends.tied_stages else ()
+
+    @property
+    def num_loss_chunks(self) -> int:
+        """Model chunks of the stage with the loss."""
+        return len(self.placement.vstages(self.placement.stages[-1]))
+
+    def worker(self, rank: int) -> int:
+        """Return a rank's number in the schedules of this pipeline."""
+        coord = self.layout.coord(rank)
+        return self.replicas.worker(coord.stage, coord.dp_rank)
+
+    def gradient_share(self, stage: int) -> float:
+        """Return the copies of a stage's weights (cp * dp), divided by those of the stage with the loss.
+
+        Between bridges gradients are sums, which nobody averages; there it is 1.
+        """
+        if self.ends.are_bridged:
+            return 1.0
+        here, loss = self.layout.stages[stage], self.layout.stages[self.ends.loss_stage]
+        return here.cp * here.dp / (loss.cp * loss.dp)
+
+    def check_model_config(self, stage: int, config: Any) -> None:
+        """Refuse a model configuration of Megatron's that was made for another stage's sizes.
+
+        Raises:
+            ConfigError: the configuration has another size than its stage.
+        """
+        tp, own_size = config.tensor_model_parallel_size, self.layout.tp_sizes[stage]
+        if tp != own_size:
+            raise ConfigError(
+                f"the model's config says tensor_model_parallel_size={tp}, but stage {stage} has {own_size}; build the "
+                "config with parallel_state.get_tensor_model_parallel_world_size()"
+            )
+        cp, own_cp = config.context_parallel_size, self.layout.cp_sizes[stage]
+        if len(set(self.layout.cp_sizes)) > 1 and cp != own_cp:
+            raise ConfigError(
+                f"the model's config says context_parallel_size={cp}, but stage {stage} has {own_cp}; build the config "
+                "with parallel_state.get_context_parallel_world_size()"
+            )
+
+
+def plan_module(config: VtpConfig, layout: PipelineLayout, *, device: str) -> PipelinePlan:
+    """Plan the pipeline of a module with a grid of its own.
+
+    Every stage runs every microbatch; where replicas differ, each has its even share of the samples.
+
+    Args:
+        config: the plugin's configuration.
+        layout: stages and ranks of the module.
+        device: name of the platform.
+    """
+    replicas = ReplicaMap(dp_sizes=layout.dp_sizes, mode=DpMode.SPLIT)
+    return PipelinePlan(
+        layout=layout,
+        ends=Ends(are_bridged=True, are_stock=False, loss_stage=layout.num_stages - 1),
+        placement=place_workers(replicas, num_chunks=1, num_rings=0),
+        replicas=replicas,
+        boundaries=pipeline_boundaries(layout, is_ring=False, dp_mode=replicas.mode),
+        context=option_context(config, layout, device=device),
+    )
+
+
+_NUM_KEPT = 1000
+
+
+class StepSummary:
+    """Counts the training steps of this process, and keeps the durations of the latest ones.
+
+    >>> steps = StepSummary()
+    >>> steps.begin(1.0), steps.end(3.0), steps.end(9.0), steps.describe()
+    (None, None, None, '1 step, median 2.00 s')
+    """
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._begin_s: float | None = None
+        self._durations_s: deque[float] = deque(maxlen=_NUM_KEPT)
+
+    def begin(self, now_s: float | None = None) -> None:
+        """Note that a step begins, or is run again; the time is for tests."""
+        self._begin_s = time.monotonic() if now_s is None else now_s
+
+    def end(self, now_s: float | None = None) -> None:
+        """Note that the optimizer has made the step; do nothing if none has begun."""
+        if self._begin_s is not None:
+            self._num_steps += 1
+            self._durations_s.append((time.monotonic() if now_s is None else now_s) - self._begin_s)
+            self._begin_s = None
+
+    def describe(self) -> str:
+        """Return the number of steps and the median of the latest thousand; empty before the first."""
+        if not self._durations_s:
+            return ""
+        median_s = statistics.median(self._durations_s)
+        shown = f"{1e3 * median_s:.0f} ms" if median_s < 1.0 else f"{median_s:.2f} s"
+        return f"{self._num_steps} step{'s'[: self._num_steps != 1]}, median {shown}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -272,3 +455,77 @@ class PlannedRun:
     def option_context(self) -> OptionContext:
         """Context against which Megatron's options are checked."""
         return option_context(self.config, self.layout, device=self.platform.name)
+
+
+class Start:
+    """What one start has opened on this rank. It ends at once; the next start is new.
+
+    Attributes:
+        audit: record of all messages; None unless asked for, or before it begins.
+        is_described: whether the log has its summary.
+        tracing: trace of this rank's steps; None unless asked for, or before it begins.
+        timing: times of all ranks' steps; None unless asked for, or before it begins.
+        ending: stack of what is closed when this start ends: channels, groups, entries in torch's tables, files.
+    """
+
+    def __init__(self) -> None:
+        self.audit: Audit | None = None
+        self.is_described = False
+        self.tracing: Tracing | None = None
+        self.timing: Timing | None = None
+        self.ending = ExitStack()
+
+    def open_audit(self, config: VtpConfig, rank: int) -> Audit | None:
+        """Open the audit, if it is asked for; idempotent.
+
+        Raises:
+            ConfigError: the audit's file cannot be written.
+        """
+        if config.audit is not None and self.audit is None:
+            self.audit = Audit(config.audit, rank)
+            self.ending.callback(self.audit.close)
+        return self.audit
+
+    def open_records(self, planned: PlannedRun, rank: int, ranks: AllRanks, recorder: Recorder) -> None:
+        """Open the trace and the timing, if they are asked for; idempotent.
+
+        Args:
+            planned: the run.
+            rank: this rank.
+            ranks: all ranks of the run, which have met.
+            recorder: notes what this rank does.
+
+        Raises:
+            ConfigError: the trace cannot be written.
+        """
+        if not planned.is_recorded:
+            return
+        config, coord = planned.config, planned.layout.coord(rank)
+        recorder.counts_traffic = config.has_several_sites
+        owner = Owner(
+            run=ranks.name_run(),
+            rank=rank,
+            world_size=planned.layout.world_size,
+            stage=coord.stage,
+            worker=planned.replicas.worker(coord.stage, coord.dp_rank),
+            site=planned.site_of(rank) if recorder.counts_traffic else "",
+            network=name_network() if recorder.counts_traffic else "",
+        )
+        compare_clocks = ranks.compare_clocks
+        if config.trace is not None and self.tracing is None:
+            path, option = trace_path(config.trace, rank), f"--vtp-trace {config.trace}"
+            file = LineFile(path, option=option, is_continued=False)
+            steps = config.trace_steps
+            self.tracing = Tracing(file, owner, recorder, steps=steps, compare_clocks=compare_clocks)
+            self.ending.callback(self.tracing.close)
+        if config.timing and self.timing is None:
+            share = functools.partial(ranks.share_reports, kind=Line)
+            self.timing = Timing(owner, recorder, share_lines=share, compare_clocks=compare_clocks)
+            self.ending.callback(self.timing.close)
+
+    def begin_step(self) -> None:
+        """Tell the trace and the timing that a training step begins."""
+        if self.tracing is not None:
+            self.tracing.begin_step()
+        if self.timing is not None:
+            self.timing.begin_step()

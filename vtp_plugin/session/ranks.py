@@ -1,4 +1,4 @@
-"""What all ranks of a run do outside its process groups: meet, compare what they are about to do, watch each other."""
+"""What all ranks of a run do outside its process groups: what they state at the start, and the start itself."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import functools
 import hashlib
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -14,15 +15,63 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from vtp_plugin.config import VtpConfig, flags_of_fields
 from vtp_plugin.errors import ConfigError, PeerError, PlanError
-from vtp_plugin.runtime.health.clock import ClockOffset, estimate_offset
+from vtp_plugin.host.versions import find_host
+from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.runtime.health.meeting_store import KEEPER_VARIABLE, open_store
 from vtp_plugin.runtime.health.monitor import Monitor
 from vtp_plugin.runtime.health.redaction import Redaction
 from vtp_plugin.runtime.health.startup import Agreement
-from vtp_plugin.runtime.health.store import Topic, connect_again, name_run, part_of
+from vtp_plugin.runtime.health.store import ClockOffset, Topic, connect_again, estimate_offset, name_run, part_of
 from vtp_plugin.runtime.health.waiting import time_limit
-from vtp_plugin.runtime.step.measure import Posted, Report, share_reports
+from vtp_plugin.runtime.step.step_times import Posted, Report, share_reports
+from vtp_plugin.util.text import __version__
+
+
+def state_request(config: VtpConfig) -> dict[str, object]:
+    """Return the options that this rank was started with, before any layout is known."""
+    return {"vtp_plugin version": __version__, **_stated(config, at_start=True)}
+
+
+def state_run(config: VtpConfig, layout: PipelineLayout, platform_name: str) -> dict[str, object]:
+    """Return what this rank is about to run: all options that ranks share, and the sizes of the layout."""
+    sizes = {
+        "vtp_size_list": layout.tp_sizes,
+        "vtp_cp_list": layout.cp_sizes,
+        "vtp_dp_list": layout.dp_sizes,
+        "vtp_ep_list": layout.ep_sizes,
+        "vtp_etp_list": layout.etp_sizes,
+    }
+    return {
+        "vtp_plugin version": __version__,
+        "megatron-core version": find_host()[1].version,
+        **_stated(config),
+        **{name: ",".join(map(str, of_stages)) for name, of_stages in sizes.items()},
+        "world size": layout.world_size,
+        "rank order": layout.order.value,
+        "platform": platform_name,
+    }
+
+
+def _stated(config: VtpConfig, *, at_start: bool = False) -> dict[str, object]:
+    """Return the options that all ranks share, or those that are compared at the start, as their fields declare."""
+    shared = [(flag.compared, getattr(config, str(flag.field))) for flag in flags_of_fields()]
+    return {
+        compared.name: compared.state(value)
+        for compared, value in shared
+        if compared is not None and compared.name is not None and (compared.at_start or not at_start)
+    }
+
+
+def digest_of(statement: Mapping[str, object]) -> str:
+    """Return a short digest of a statement: two logs that show the same one come from ranks with equal requests.
+
+    >>> digest_of({"vtp_size_list": "1,2"})
+    '936e500c'
+    """
+    return hashlib.sha256(json.dumps(statement, sort_keys=True).encode()).hexdigest()[:8]
+
 
 Agree = Callable[[Callable[[], Mapping[str, object]]], None]
 """Runs a function on some ranks, and returns only if it states the same on all of them."""
@@ -171,7 +220,7 @@ class AllRanks:
         return functools.partial(among.settle, name, is_partial=True)
 
     def share_reports(self, own: Posted, combine: Callable[[Sequence[Posted]], str], *, kind: Any = Report) -> str:
-        """Combine all ranks' reports into one text, see :func:`~vtp_plugin.runtime.step.measure.share_reports`."""
+        """Combine all ranks' reports into one text, see :func:`~vtp_plugin.runtime.step.step_times.share_reports`."""
         agreement = self._joined()
         return share_reports(
             agreement.store,

@@ -1,4 +1,6 @@
-"""A grid whose stages differ in size, bound to torch.distributed and to the plugin's channels.
+"""Modules with grids of their own: the groups of their stages, and what joins them.
+
+A grid whose stages differ in size, bound to torch.distributed and to the plugin's channels.
 
 Stages may differ in all three sizes. Where their numbers of replicas differ, the batch of a microbatch is cut among the
 replicas of every stage again, as at a bridge: each has its even share of the samples.
@@ -6,19 +8,138 @@ replicas of every stage again, as at a bridge: each has its even share of the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
-from vtp_plugin.errors import ConfigError
+from vtp_plugin.config.resolve import ScheduleOptions, option_context
+from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.host.patching import Writes
+from vtp_plugin.host.rules.table.rows import check_config
+from vtp_plugin.plan.layout.pipeline_layout import ChannelId, Direction, PipelineLayout
 from vtp_plugin.plan.layout.stage_grid import StageRanks
-from vtp_plugin.runtime.comm.model_group import ModelGroup
-from vtp_plugin.runtime.comm.process_groups import close_groups, settle
-from vtp_plugin.session.request import watch_for_modules
-from vtp_plugin.session.session import Session
+from vtp_plugin.plan.schedule.make.u_shape import by_stage, check_in_flight
+from vtp_plugin.plan.schedule.order.actions import ModulePlacement, place_modules
+from vtp_plugin.runtime.bridges.separate import Bridge
+from vtp_plugin.runtime.comm.channel import ChannelLink
+from vtp_plugin.runtime.comm.collectives import ModelGroup, TensorFormat, close_groups, settle
+from vtp_plugin.runtime.health.redaction import Redaction
+from vtp_plugin.runtime.step.links import ActivationLink, GradientLink, LinkId, ModuleLink, SplitSizes, StageLink
+from vtp_plugin.runtime.step.schedule_runner import ScheduleRunner
+from vtp_plugin.session.ranks import state_request
+from vtp_plugin.session.session import Pipeline, Session
+
+if TYPE_CHECKING:
+    from vtp_plugin.session.session import Session
+
+
+def meet(session: Session, prepare: Callable[[], None]) -> None:
+    """Wait for all ranks that the launcher started, if it says where they meet, and compare their requests.
+
+    Args:
+        session: session of this rank.
+        prepare: called first; if it raises, all ranks leave.
+
+    Raises:
+        ConfigError: a rank has another request, or could not prepare.
+        PeerError: a rank did not come within the timeout.
+    """
+    is_unsure = may_name_sites(sys.argv)
+    _note_sites(session, is_one_site=not is_unsure and not session.config.has_several_sites)
+
+    def state() -> dict[str, object]:
+        prepare()
+        return {**state_request(session.config), "--vtp-sites on the command line": is_unsure}
+
+    session.ranks.meet(os.environ, state)
+    if session.ranks.store is not None and not is_unsure:
+        _settle_redaction(session)
+
+
+def may_name_sites(argv: Sequence[str]) -> bool:
+    """Tell whether a command line may name sites, where its flags have not been read.
+
+    >>> may_name_sites(["script.py", "--vtp-sites=edge,cloud"]), may_name_sites(["script.py", "--vtp-size-list", "1,2"])
+    (True, False)
+    """
+    return any(word.startswith(("--vtp-sit", "--yaml")) for word in argv)
+
+
+def _settle_redaction(session: Session) -> None:
+    config = session.config
+    session.ranks.set_redaction(Redaction(is_one_site=not config.has_several_sites, is_opted_in=config.share_errors))
+
+
+def _note_sites(session: Session, *, is_one_site: bool) -> None:
+    """Note whether there is one site by this rank's own request, before all requests are known to be equal."""
+    session.ranks.set_redaction(replace(session.ranks.redaction, names_one_site=is_one_site))
+
+
+def agree_on_request(
+    session: Session,
+    store: dist.Store,
+    read: Callable[[], None],
+    *,
+    rank: int,
+    world_size: int,
+    timeout_s: float | None = None,
+) -> None:
+    """Compare the requests of all ranks, and note what this rank may tell the others from then on.
+
+    Args:
+        session: session of this rank.
+        store: reaches all ranks.
+        read: adds the rest of this rank's request to the session's ``config``.
+        rank: this rank.
+        world_size: number of ranks.
+        timeout_s: limit of the check, in seconds; default is the configured one.
+
+    Raises:
+        ConfigError: a rank has another request, or a wrong one.
+        PeerError: a rank did not come within the timeout.
+    """
+
+    def prepare() -> dict[str, object]:
+        read()
+        _note_sites(session, is_one_site=not session.config.has_several_sites)
+        return state_request(session.config)
+
+    _note_sites(session, is_one_site=not may_name_sites(sys.argv) and not session.config.has_several_sites)
+    session.ranks.join(store, rank, world_size)
+    session.ranks.agree("start", prepare, timeout_s=timeout_s)
+    _settle_redaction(session)
+
+
+def watch_for_modules(session: Session) -> None:
+    """Watch the other ranks from a module's first groups on; all ranks of the world call this at the same point.
+
+    With a list of sizes they watch each other anyway, from Megatron's first groups on. A script that takes bridges
+    without ``apply()`` watches nobody.
+
+    Raises:
+        ConfigError: a rank has another request.
+        PeerError: a rank did not come within the timeout.
+    """
+    is_alone = dist.get_world_size() == 1 or dist.get_backend() == "fake"
+    is_watched = session.ranks.store is not None or session.config.size_list is not None
+    if is_alone or is_watched or not session.applied:
+        return
+    session.watch_failures()
+    sizes = {"rank": dist.get_rank(), "world_size": dist.get_world_size()}
+    agree_on_request(session, _get_default_store(), lambda: None, **sizes)
+
+
+def learn_site(session: Session, rank: int) -> None:
+    """Note the site of this rank, which its messages to others name; called once the layout is known."""
+    if session.is_planned and session.config.sites:
+        site = session.config.sites[session.planned.layout.stage_of(rank)]
+        session.ranks.set_redaction(replace(session.ranks.redaction, site=site))
 
 
 class StageCommGrid(StageRanks):
@@ -27,7 +148,7 @@ class StageCommGrid(StageRanks):
     It has the interface of Megatron's ``HyperCommGrid``, which it replaces in ``module_to_grid_map``. ``shape``
     is that of this rank's stage, with the module's number of stages; on ranks outside it is that of the first stage.
     ``size`` counts all ranks of the module. A group along ``pp`` has one rank of every stage; one along ``tp`` and
-    ``pp`` holds the module once, and is a :class:`~vtp_plugin.runtime.comm.model_group.ModelGroup` where the stages
+    ``pp`` holds the module once, and is a :class:`~vtp_plugin.runtime.comm.collectives.ModelGroup` where the stages
     have different numbers of replicas. All ranks of the world create the same groups in the same order.
 
     Attributes:
@@ -166,3 +287,133 @@ class StageCommGrid(StageRanks):
 
 
 _TP, _PP = (("base", frozenset({name})) for name in ("tp", "pp"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class JoinedModules:
+    """This rank's part of several modules, for all steps.
+
+    Attributes:
+        runner: runs the planned steps.
+        links: links of this rank.
+        name: name of this rank's module.
+        inputs: names of the modules whose outputs this rank's stage takes, in the order of the placement.
+    """
+
+    runner: ScheduleRunner
+    links: Mapping[LinkId, StageLink]
+    name: str
+    inputs: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joints:
+    """The channels and bridges that join this rank's stage to others.
+
+    Attributes:
+        name: name of this rank's module.
+        stage: stage of this rank in its module.
+        pipeline: pipeline of the module; None if it has one stage.
+        form: type and layout of the tensors in that pipeline; None without a pipeline.
+        before: bridges from other modules, by the modules' names.
+        after: bridges to other modules.
+        split_sizes: returns the number of tokens of each sample of a tensor.
+    """
+
+    name: str
+    stage: int
+    pipeline: Pipeline | None
+    form: TensorFormat | None
+    before: Mapping[str, Bridge]
+    after: Sequence[Bridge]
+    split_sizes: SplitSizes
+
+
+def plan_modules(
+    session: Session,
+    read: Callable[[], Mapping[str, PipelineLayout]],
+    topology: Mapping[str, Sequence[str]],
+    own: Sequence[str],
+    config: Any,
+) -> ModulePlacement:
+    """Plan who sends to whom, and compare it over all ranks.
+
+    Args:
+        session: the applied plugin.
+        read: returns the layout of every module.
+        topology: names of the modules that take a module's output, by the name of that module.
+        own: names of this rank's modules.
+        config: Megatron's configuration of this rank's model.
+
+    Raises:
+        ConfigError: there is no order for such modules, or a configuration asks for something that is not supported.
+    """
+    found: list[ModulePlacement] = []
+
+    def prepare() -> Mapping[str, object]:
+        layouts = read()
+        placed = place_modules({name: one.num_stages for name, one in layouts.items()}, topology)
+        if len(own) != 1:
+            raise ConfigError(
+                f"this rank holds {len(own)} modules; a planned schedule needs modules on "
+                "ranks of their own: use Megatron's schedule (leave schedule='planned' out)"
+            )
+        if session.config.in_flight is not None:
+            check_in_flight(session.config.in_flight, placed.placement.num_stages)
+        if not config.variable_seq_lengths:
+            raise ConfigError("variable_seq_lengths=False; modules have tensors of different shapes: set it to True")
+        context = option_context(session.config, layouts[own[0]], device=session.choose_platform().name)
+        refuse(check_config(config, context))
+        found.append(placed)
+        return {"stages of the modules": str(placed.first_stages), "order": str(placed.placement.successors)}
+
+    session.ranks.agree("planning of the modules", prepare)
+    return found[0]
+
+
+def join_modules(session: Session, placed: ModulePlacement, joints: Joints) -> JoinedModules:
+    """Make this rank's links and the runner of the joint steps.
+
+    Args:
+        session: the applied plugin.
+        placed: placement of the stages of all modules.
+        joints: channels and bridges of this rank's stage.
+    """
+    stage = placed.first_stages[joints.name] + joints.stage
+    in_flight = by_stage(session.config.in_flight, placed.placement.num_stages)
+    options = ScheduleOptions(costs=None, in_flight=in_flight)
+    runner = ScheduleRunner(placed.placement, stage, session.ranks, session.choose_platform(), options)
+    return JoinedModules(
+        runner=runner,
+        links=_links(placed, joints, stage),
+        name=joints.name,
+        inputs=placed.inputs(stage),
+    )
+
+
+def _links(placed: ModulePlacement, joints: Joints, stage: int) -> dict[LinkId, StageLink]:
+    """Return this rank's links: channels inside its module, bridges to other modules."""
+    links: dict[LinkId, StageLink] = {}
+    communicator = None if joints.pipeline is None else joints.pipeline.communicator
+    for way, ends, direction in (
+        ("recv_prev", (stage - 1, stage), Direction.FORWARD),
+        ("send_prev", (stage - 1, stage), Direction.BACKWARD),
+        ("send_next", (stage, stage + 1), Direction.FORWARD),
+        ("recv_next", (stage, stage + 1), Direction.BACKWARD),
+    ):
+        if communicator is not None and joints.form is not None and communicator.reaches(way):
+            link = ModuleLink(ChannelLink(communicator.channel(way), joints.form))
+            links[ChannelId.between(*ends, direction), ends[0]] = link
+    by_source = {placed.module_of(before): before for before in placed.placement.predecessors(stage)}
+    for source, bridge in joints.before.items():
+        links.update(_bridge_links(bridge, (by_source[source], stage), joints.split_sizes))
+    for bridge in joints.after:
+        links.update(_bridge_links(bridge, (stage, placed.placement.successors[stage]), joints.split_sizes))
+    return links
+
+
+def _bridge_links(bridge: Bridge, ends: tuple[int, int], split_sizes: SplitSizes) -> dict[LinkId, StageLink]:
+    return {
+        (ChannelId.between(*ends, Direction.FORWARD), ends[0]): ActivationLink(bridge, split_sizes),
+        (ChannelId.between(*ends, Direction.BACKWARD), ends[0]): GradientLink(bridge, split_sizes),
+    }

@@ -17,7 +17,7 @@ import textwrap
 import threading
 from collections.abc import Callable
 
-from vtp_plugin.util.printable import plain
+from vtp_plugin.util.text import plain
 
 WIDTH = 160
 """Most columns of a line of the log; errors and longer words may be wider."""

@@ -1,17 +1,222 @@
-"""JSON that somebody else wrote, read as a value of a declared type: nothing of another shape or size gets in."""
+"""Reads what comes from outside by declared shapes, and files that somebody else may have written.
+
+Files that others have made: opened only if they are regular files, read up to a limit, parsed to small plain values.
+
+Whoever reads one catches two errors: ``OSError``, the file cannot be read, and ``ValueError``, it does not hold what it
+should. No file waits for a writer, takes more memory than its own size calls for, or overflows the stack.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import errno
 import functools
+import importlib
 import json
+import math
+import os
+import stat
+import sys
 import types
 import typing
 from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from io import FileIO
+from pathlib import Path
+from typing import Any, Final, TypeVar
 
-from vtp_plugin.util.printable import one_line
-from vtp_plugin.util.untrusted_files import parse_json
+from vtp_plugin.util.text import one_line
+
+MAX_BYTES: Final = 64 << 20
+"""How long a file may be that a person writes or reads."""
+MAX_INDEX_BYTES: Final = 1 << 30
+"""How long a file may be that lists all parts of a checkpoint."""
+_MAX_DEPTH: Final = 64
+_MAX_INTEGER: Final = 1 << 63
+_MAX_NAME_BYTES: Final = 255  # of Linux
+_KINDS: Final = {
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFSOCK: "a socket",
+}
+
+
+def open_file(path: Path) -> FileIO:
+    """Open a regular file to read it, without buffering; a FIFO or a device is refused, and not waited for.
+
+    Raises:
+        OSError: it is not there, cannot be read, or is something else.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY)
+    kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
+    if kind != stat.S_IFREG:
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, f"it is {_KINDS.get(kind, 'no file')}", str(path))
+    return FileIO(descriptor)
+
+
+def problem_of(path: Path) -> str | None:
+    """Say why a file cannot be opened: it is missing, or no regular file; None if it can."""
+    try:
+        kind = stat.S_IFMT(path.stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read ({error.strerror})"
+    return None if kind == stat.S_IFREG else f"is {_KINDS.get(kind, 'no file')}"
+
+
+def read_bytes(path: Path, max_bytes: int = MAX_BYTES) -> bytes:
+    """Read a regular file.
+
+    Args:
+        path: the file.
+        max_bytes: a longer one is refused.
+
+    Raises:
+        OSError: it cannot be read, is no regular file, or is too long.
+    """
+    with open_file(path) as file:
+        if os.fstat(file.fileno()).st_size > max_bytes:
+            raise OSError(errno.EFBIG, f"it has more than {max_bytes} bytes", str(path))
+        return file.readall()
+
+
+def read_text(path: Path, max_bytes: int = MAX_BYTES) -> str:
+    """Do as :func:`read_bytes`, and decode UTF-8.
+
+    Raises:
+        OSError: as there.
+        ValueError: it is no UTF-8.
+    """
+    return read_bytes(path, max_bytes).decode()
+
+
+def read_json(path: Path, max_bytes: int = MAX_BYTES) -> Any:
+    """Read a file of JSON.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no JSON, or not what :func:`parse_json` takes.
+    """
+    return parse_json(read_bytes(path, max_bytes))
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Read JSON whose values are small: not nested deep, no integer above 64 bits, no infinite number.
+
+    Raises:
+        ValueError: it is something else.
+
+    >>> parse_json('{"a": [1, 2.5]}')
+    {'a': [1, 2.5]}
+    >>> for text in ("[" * 100_000, "1" * 30, "[1e999]", "NaN"):
+    ...     try:
+    ...         parse_json(text)
+    ...     except ValueError as error:
+    ...         print(error)
+    it is nested too deep
+    an integer has more than 64 bits
+    a number is not finite
+    a number is not finite
+    """
+    try:
+        return _small(json.loads(text))
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a file of TOML, with the same limits.
+
+    Raises:
+        ImportError: this Python has no reader of TOML, and the package tomli is missing.
+        OSError: it cannot be read.
+        ValueError: it is no TOML, or its values are not small.
+    """
+    # Python has it from 3.11 on; before, the package tomli is the same.
+    tomllib = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
+    try:
+        return _small(tomllib.loads(read_text(path)))
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+class PathError(ValueError):
+    """A file names another one that is not in its folder."""
+
+
+def inside(folder: Path, name: object) -> Path:
+    """Return the path of a file in a folder, by a name that some file gives.
+
+    Args:
+        folder: that holds it.
+        name: name of the file inside the folder; ``a/b`` if it lies in a folder of it.
+
+    Raises:
+        PathError: it is no such name, or a link on the way leads out of the folder.
+
+    >>> str(inside(Path("runs"), "mp_rank_00/a.pt"))
+    'runs/mp_rank_00/a.pt'
+    >>> for name in ("../a", "/etc/passwd", "a//b", "", 3):
+    ...     try:
+    ...         inside(Path("runs"), name)
+    ...     except ValueError as error:
+    ...         print(error)
+    '../a' is no name of a file in the folder
+    '/etc/passwd' is no name of a file in the folder
+    'a//b' is no name of a file in the folder
+    '' is no name of a file in the folder
+    3 is no name of a file in the folder
+    """
+    if not isinstance(name, str) or not name.isprintable() or not all(map(_is_plain, name.split("/"))):
+        raise PathError(f"{ascii(name)[:100]} is no name of a file in the folder")
+    path = folder / name
+    if not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder)):
+        raise PathError(f"{name} is a link that leads out of the folder")
+    return path
+
+
+def count(value: object) -> int:
+    """Take a value that counts something: a whole number that is not negative, and fits into 64 bits.
+
+    Raises:
+        ValueError: it is none.
+
+    >>> count(3)
+    3
+    """
+    if type(value) is not int or not 0 <= value < _MAX_INTEGER:
+        raise ValueError(
+            f"{ascii(value)[:40] if isinstance(value, str | int | float) else type(value).__name__} is no count"
+        )
+    return value
+
+
+def _is_plain(part: str) -> bool:
+    return part not in ("", ".", "..") and len(part.encode()) <= _MAX_NAME_BYTES
+
+
+def _small(value: Any) -> Any:
+    """Give a value back if it is small."""
+    level = [value]
+    for _ in range(_MAX_DEPTH):
+        below: list[Any] = []
+        for each in level:
+            if isinstance(each, dict):
+                below += each.values()
+            elif isinstance(each, list):
+                below += each
+            elif isinstance(each, int) and abs(each) >= _MAX_INTEGER:
+                raise ValueError("an integer has more than 64 bits")
+            elif isinstance(each, float) and not math.isfinite(each):
+                raise ValueError("a number is not finite")
+        if not below:
+            return value
+        level = below
+    raise ValueError("it is nested too deep")
+
 
 MOST_BYTES = 8 << 20
 """Of a text that is read; torch's store takes no longer value, but for what is appended bit by bit."""
@@ -29,7 +234,7 @@ class ShapeError(ValueError):
 def read_typed(kind: type[_Kind], text: str | bytes, *, most_bytes: int = MOST_BYTES) -> _Kind:
     """Read JSON.
 
-    Texts in it become one plain line of at most :data:`~vtp_plugin.util.printable.MOST_CHARACTERS` characters.
+    Texts in it become one plain line of at most :data:`~vtp_plugin.util.text.MOST_CHARACTERS` characters.
 
     Args:
         kind: ``str``, ``int``, ``float``, ``bool``, a dataclass of such, or of these ``tuple[X, ...]``,

@@ -15,7 +15,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import is_main_replica
 
 from vtp_plugin.host.patching import replaces
-from vtp_plugin.patches.core.dist_checkpointing.plain_objects import require_plain_checkpoint
+from vtp_plugin.patches.core.dist_checkpointing.serialization import require_plain_checkpoint
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.session import Session
 from vtp_plugin.util.index_boxes import overlaps, volume

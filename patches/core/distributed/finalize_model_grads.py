@@ -13,8 +13,8 @@ from vtp_plugin.host.patching import replaces
 from vtp_plugin.patches.core.models.common.language_module.language_module import copies_embedding, embedding_stages
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.patch_set import Moment
-from vtp_plugin.report.trace.causes import Cause
 from vtp_plugin.session import Pipeline, Session
+from vtp_plugin.trace.record import Cause
 
 
 @replaces(

@@ -14,14 +14,13 @@ from megatron.core.pipeline_parallel.bridge_communicator import CommRole, RankCo
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.host.patching import subclasses
 from vtp_plugin.patches.patch_set import Moment
-from vtp_plugin.plan.boundary.bridge_endpoint import BridgeEndpoint, SequenceCut, boundary_ranks, require_disjoint
 from vtp_plugin.plan.boundary.bridge_spec import BridgeSpec
+from vtp_plugin.plan.boundary.endpoint import BridgeEndpoint, SequenceCut, boundary_ranks, require_disjoint
 from vtp_plugin.plan.layout.stage_grid import StageRanks
-from vtp_plugin.runtime.bridges.batch_axes import BatchAxes
-from vtp_plugin.runtime.bridges.opening import BridgeGroups, open_bridge, open_bridge_groups
-from vtp_plugin.runtime.bridges.separate import Bridge
+from vtp_plugin.runtime.bridges.colocated import BatchAxes
+from vtp_plugin.runtime.bridges.separate import Bridge, BridgeGroups, open_bridge, open_bridge_groups
 from vtp_plugin.session import Session
-from vtp_plugin.session.request import watch_for_modules
+from vtp_plugin.session.stage_comm_grid import watch_for_modules
 
 
 class _Grid:

@@ -22,8 +22,7 @@ from vtp_plugin.plan.layout.stage_grid import StageRanks, layout_of_grid
 from vtp_plugin.runtime.step.executor import Inputs
 from vtp_plugin.runtime.step.schedule_runner import ScheduleRunner
 from vtp_plugin.session import Session
-from vtp_plugin.session.joined_modules import JoinedModules, Joints, join_modules, plan_modules
-from vtp_plugin.session.request import watch_for_modules
+from vtp_plugin.session.stage_comm_grid import JoinedModules, Joints, join_modules, plan_modules, watch_for_modules
 
 _WHY = "a planned order of several modules posts every receive before the compute that hides it"
 _REMOVE_WHEN = "Megatron's schedules take an order of actions"

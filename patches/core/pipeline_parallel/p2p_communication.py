@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.host.rules.checks.batch import most_tokens
-from vtp_plugin.host.rules.table.check_options import check_config
-from vtp_plugin.plan.layout.u_layers import FirstRing
-from vtp_plugin.runtime.comm.tensor_format import TensorFormat
+from vtp_plugin.host.rules.table.rows import check_config
+from vtp_plugin.plan.layout.layer_lists import FirstRing
+from vtp_plugin.runtime.comm.collectives import TensorFormat
 from vtp_plugin.session import Pipeline, Session
-from vtp_plugin.session.notices import warn_of_options
+from vtp_plugin.session.session import warn_of_options
 
 
 def tensor_format(session: Session, pipeline: Pipeline, config: Any) -> TensorFormat:

@@ -15,13 +15,11 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.utils import get_model_config
 from torch.nn.utils.parametrize import is_parametrized
 
-from vtp_plugin.plan.schedule.order.actions import Action, Op
-from vtp_plugin.plan.schedule.order.schedule import Schedule
+from vtp_plugin.plan.schedule.order.actions import Action, Op, Schedule
 from vtp_plugin.runtime.step.executor import Inputs
-from vtp_plugin.runtime.step.grad_sync import GradSync
 from vtp_plugin.runtime.step.links import LinkId, StageLink
 from vtp_plugin.runtime.step.schedule_runner import ScheduleRunner
-from vtp_plugin.runtime.step.weight_gradients import WeightGradients
+from vtp_plugin.runtime.step.weight_gradients import GradSync, WeightGradients
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from megatron.core.utils import get_model_config
 
 from vtp_plugin.errors import refuse
 from vtp_plugin.host.patching import Writes, replaces
-from vtp_plugin.host.rules.table.check_options import check_step
+from vtp_plugin.host.rules.table.rows import check_step
 from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import tensor_format, tensor_formats
 from vtp_plugin.patches.core.pipeline_parallel.planned_step import StepCall, StepPlan, chunks_of, run_step
 from vtp_plugin.patches.core.tensor_parallel.layers import layers_that_cannot_split
@@ -23,16 +23,15 @@ from vtp_plugin.patches.core.timers import waiting_for_computes
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
-from vtp_plugin.plan.schedule.order.placement import Placement
-from vtp_plugin.report.trace.causes import Cause
-from vtp_plugin.report.trace.trace_files import Plan
-from vtp_plugin.runtime.comm.recorder import Recorder
-from vtp_plugin.runtime.comm.tensor_format import TensorFormat
-from vtp_plugin.runtime.step.batches import checked
+from vtp_plugin.plan.schedule.order.actions import Placement
+from vtp_plugin.runtime.comm.collectives import TensorFormat
+from vtp_plugin.runtime.comm.work import Recorder
+from vtp_plugin.runtime.step.companion_tensors import checked
 from vtp_plugin.runtime.step.executor import Inputs
 from vtp_plugin.runtime.step.links import LinkForm, bind_links
 from vtp_plugin.runtime.step.schedule_runner import ScheduleRunner
 from vtp_plugin.session import Pipeline, Session
+from vtp_plugin.trace.record import Cause, Plan
 from vtp_plugin.util import log
 from vtp_plugin.util.undo import UndoStack
 

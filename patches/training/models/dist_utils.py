@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from vtp_plugin.host.patching import replaces
-from vtp_plugin.patches.core.tensor_parallel.edge_draws import drawing_edge
+from vtp_plugin.patches.core.tensor_parallel.layers import drawing_edge
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.session import Session

@@ -16,8 +16,7 @@ from tests.mindspeed.mm import samples
 from tests.mindspeed.mm.standins import AfterImport, install_operators, npu_is_a_device, replace_constants
 from tests.mindspeed.mm.weights import fill
 from tests.mindspeed.split import leave_one_out
-from vtp_plugin.platform.cpu import CpuPlatform
-from vtp_plugin.platform.find_device import is_cpu_mapping_installed
+from vtp_plugin.platform.cpu import CpuPlatform, is_cpu_mapping_installed
 
 DIGITS = 8  # behind the first: they tell all numbers of fp32 apart
 NORM_AT = 7  # among the arguments of training_log() after the losses

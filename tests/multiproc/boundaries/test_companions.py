@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.support.pool import Pool
-from vtp_plugin.plan.schedule.order.placement import (
+from vtp_plugin.plan.schedule.order.actions import (
     Placement,
     interleaved_placement,
     num_rings,

@@ -11,7 +11,7 @@ import numpy as np
 from tests.multiproc.cases.optimizer_state import Array, whole_state
 from tests.multiproc.cases.script_cases import ScriptRun
 from vtp_plugin.checkpoint.format.contents import MASTER, Contents, Whole
-from vtp_plugin.checkpoint.load.elements import Elements, typed
+from vtp_plugin.checkpoint.load.stored_optimizer import Elements, typed
 
 # The local layers keep their norms beside what they come before, and store them as part of it.
 _STORED_AS = (

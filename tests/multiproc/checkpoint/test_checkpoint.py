@@ -29,7 +29,7 @@ from tests.support.hosts import (
     resume_tolerance,
 )
 from tests.support.pool import Pool
-from vtp_plugin.util.own_command import own_command
+from vtp_plugin.util.text import own_command
 
 pytestmark = pytest.mark.needs("scripts_here")
 

@@ -13,7 +13,7 @@ from tests.multiproc.cases.script_cases import arguments, assert_refused, launch
 from tests.support.hostile_files import NAME, is_there, spoil
 from tests.support.lines import error_line
 from tests.support.pool import Pool
-from vtp_plugin.checkpoint.format.manifest import MANIFEST, dump_manifest, make_manifest
+from vtp_plugin.checkpoint.format.index import MANIFEST, dump_manifest, make_manifest
 
 pytestmark = pytest.mark.needs("scripts_here")
 

@@ -25,10 +25,9 @@ from tests.multiproc.cases.script_cases import (
 )
 from tests.support.hosts import reshardable_flags, resharding_flags
 from tests.support.pool import Pool
-from vtp_plugin.checkpoint.format.index import read_index
-from vtp_plugin.checkpoint.format.manifest import MANIFEST, dump_manifest, make_manifest
-from vtp_plugin.checkpoint.format.optimizer_formats import BY_BLOCK
-from vtp_plugin.util.own_command import own_command
+from vtp_plugin.checkpoint.format.index import MANIFEST, dump_manifest, make_manifest, read_index
+from vtp_plugin.checkpoint.format.resolver import BY_BLOCK
+from vtp_plugin.util.text import own_command
 
 pytestmark = [pytest.mark.needs("scripts_here")]
 DISTRIBUTED = ["--use-distributed-optimizer"]

@@ -22,8 +22,8 @@ from tests.multiproc.cases.script_cases import (
 from tests.multiproc.checkpoint.test_written_again import DISTRIBUTED, EXPERTS, UNTIED
 from tests.support.hosts import exact_resume_tolerance, resharding_flags, resume_tolerance
 from tests.support.pool import Pool
-from vtp_plugin.checkpoint.format.manifest import MANIFEST, dump_manifest, make_manifest
-from vtp_plugin.checkpoint.format.map_file import MAP
+from vtp_plugin.checkpoint.format.index import MANIFEST, dump_manifest, make_manifest
+from vtp_plugin.checkpoint.format.shard_map import MAP
 
 pytestmark = [pytest.mark.needs("scripts_here")]
 FLAGS = [*DISTRIBUTED, *UNTIED]

@@ -22,14 +22,7 @@ from tests.support.hosts import host_name, reshardable_flags
 from tests.support.pool import Pool
 from vtp_plugin.checkpoint.format.checkpoint_files import find_checkpoint
 from vtp_plugin.checkpoint.format.contents import Contents
-from vtp_plugin.checkpoint.format.optimizer_formats import (
-    BY_BLOCK,
-    BY_BUCKET,
-    BY_BUCKET_OLDER,
-    BY_RANK,
-    IN_MODEL_SPACE,
-    PLAIN,
-)
+from vtp_plugin.checkpoint.format.resolver import BY_BLOCK, BY_BUCKET, BY_BUCKET_OLDER, BY_RANK, IN_MODEL_SPACE, PLAIN
 from vtp_plugin.cli import main
 
 pytestmark = [pytest.mark.needs("scripts_here")]

@@ -20,7 +20,7 @@ from tests.multiproc.faults.faulty_gpt import LOG
 from tests.multiproc.faults.hosts_apart import Network, why_not
 from tests.support.pace import pace
 from tests.support.pool import Pool
-from vtp_plugin.elastic.stop_marker import MARKER
+from vtp_plugin.elastic.progress import MARKER
 
 FIT = ("--vtp-size-list", "auto", "--vtp-timeout-s", str(int(40 * pace())))
 NUM_STEPS = 40

@@ -16,7 +16,7 @@ from tests.multiproc.hooks.kill_hooks import MUTANTS
 from tests.support.lines import error_line
 from tests.support.pool import Pool
 from tests.unit.checkpoint.test_damage import DAMAGES
-from vtp_plugin.checkpoint.format.manifest import MANIFEST
+from vtp_plugin.checkpoint.format.index import MANIFEST
 from vtp_plugin.checkpoint.format.resolver import TRACKER
 
 pytestmark = pytest.mark.needs("scripts_here")

@@ -23,9 +23,8 @@ from tests.support.pace import pace
 from tests.support.pool import free_port
 from vtp_plugin.cli import main
 from vtp_plugin.elastic.cards import FAULT_FILE_VARIABLE
-from vtp_plugin.elastic.failed_starts import FAILED_STARTS, MOST_EQUAL
-from vtp_plugin.elastic.launchers import ELASTIC, KEEPER, LOOP, SLURM, STATIC
-from vtp_plugin.elastic.stop_marker import MARKER
+from vtp_plugin.elastic.progress import FAILED_STARTS, MARKER, MOST_EQUAL
+from vtp_plugin.plan.launch.launch_commands import ELASTIC, KEEPER, LOOP, SLURM, STATIC
 
 FIT = ["--vtp-size-list", "auto", "--vtp-stages", "1:2", "--vtp-data-parallel-size", "1", "--vtp-timeout-s", "60"]
 # Of a script that asks Megatron for nothing: a model whose list can be fitted.

@@ -20,14 +20,14 @@ from tests.support.lines import error_line
 from tests.support.pace import pace
 from tests.support.pool import ENVIRONMENT, Pool, free_port
 from vtp_plugin.checkpoint.format.resolver import TRACKER
-from vtp_plugin.checkpoint.save.folder_lock import LOCK
+from vtp_plugin.checkpoint.save.saving import LOCK
 
 pytestmark = pytest.mark.needs("scripts_here")
 LEGACY = ("--ckpt-format", "torch")
 HOLD = """
 import sys, time
 from pathlib import Path
-from vtp_plugin.checkpoint.save.folder_lock import FolderLock
+from vtp_plugin.checkpoint.save.saving import FolderLock
 lock = FolderLock(Path(sys.argv[1]), {"TORCHELASTIC_RUN_ID": "first"}, 0.0)
 print("held", flush=True)
 time.sleep(600)

@@ -27,7 +27,7 @@ from tests.support.hosts import ROOT, TREE
 from tests.support.pace import pace
 from tests.support.pool import Pool, free_port
 from vtp_plugin.elastic.cards import FAULT_FILE_VARIABLE
-from vtp_plugin.elastic.launchers import ELASTIC, KEEPER, LOOP, STATIC
+from vtp_plugin.plan.launch.launch_commands import ELASTIC, KEEPER, LOOP, STATIC
 
 MODEL = shlex.split(
     "--num-layers 4 --hidden-size 48 --num-attention-heads 12 --group-query-attention --num-query-groups 4 "

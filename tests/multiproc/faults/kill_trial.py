@@ -18,8 +18,7 @@ from tests.support.pool import Pool
 from vtp_plugin.checkpoint.format.checkpoint_files import iterations
 from vtp_plugin.checkpoint.format.contents import Contents
 from vtp_plugin.checkpoint.format.resolver import TRACKER
-from vtp_plugin.checkpoint.save.atomic_dir import PARTIAL
-from vtp_plugin.checkpoint.save.newest import problem_of
+from vtp_plugin.checkpoint.save.atomic_dir import PARTIAL, problem_of
 from vtp_plugin.checkpoint.tools.compare_checkpoints import Comparison
 from vtp_plugin.checkpoint.tools.verify import Verification
 from vtp_plugin.errors import ConfigError

@@ -21,9 +21,10 @@ from torch.distributed import distributed_c10d
 
 from tests.multiproc.cases.attacks import ATTACKER, ESCAPES, LONG_BYTES, MARKER
 from vtp_plugin.patches import activation
-from vtp_plugin.plan.boundary import header
+from vtp_plugin.plan.boundary import message_kind
 from vtp_plugin.runtime.comm.plain_data import PlainData
-from vtp_plugin.util import log, printable
+from vtp_plugin.util import log
+from vtp_plugin.util import text as printable
 
 
 def _by_attacker(act: Callable[[], None]) -> Callable[[dict[str, Any]], None]:
@@ -98,13 +99,13 @@ def _send_escapes() -> None:
 
 
 def _lie_in_headers() -> None:
-    original = header.HeaderCodec.encode
+    original = message_kind.HeaderCodec.encode
 
     def encode(self: Any, whole: Any, dtype: str, position: str) -> tuple[int, ...]:
         values = original(self, whole, dtype, position)
         return (1 << 40, *values[1:])
 
-    header.HeaderCodec.encode = encode
+    message_kind.HeaderCodec.encode = encode
 
 
 def _vary_lengths(facts: dict[str, Any]) -> None:
@@ -143,7 +144,7 @@ def _without_objects_guard(facts: dict[str, Any]) -> None:
 
 
 def _without_bounds_of_headers(facts: dict[str, Any]) -> None:
-    header.Expected.require_bounded = lambda self, sent, num_elements: None
+    message_kind.Expected.require_bounded = lambda self, sent, num_elements: None
 
 
 def _without_plain_texts(facts: dict[str, Any]) -> None:

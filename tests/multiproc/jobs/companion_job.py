@@ -11,14 +11,12 @@ import torch.distributed as dist
 from tests.multiproc.jobs.planned_job import SHAPE, World
 from tests.support.pool import TIMEOUT_S, init_gloo
 from vtp_plugin.config.resolve import ScheduleOptions
+from vtp_plugin.plan.boundary.channel_spec import pipeline_boundaries
 from vtp_plugin.plan.boundary.message_kind import MessageKind
-from vtp_plugin.plan.boundary.pipeline_boundaries import pipeline_boundaries
-from vtp_plugin.plan.layout.channel_id import Direction
-from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
-from vtp_plugin.plan.schedule.order.actions import Action
-from vtp_plugin.plan.schedule.order.placement import Placement
+from vtp_plugin.plan.layout.pipeline_layout import Direction, PipelineLayout
+from vtp_plugin.plan.schedule.order.actions import Action, Placement
 from vtp_plugin.platform.cpu import CpuPlatform
-from vtp_plugin.runtime.comm.tensor_format import TensorFormat
+from vtp_plugin.runtime.comm.collectives import TensorFormat
 from vtp_plugin.runtime.step.communicator import open_channels, own_channels
 from vtp_plugin.runtime.step.companion_tensors import Companion, join_companions
 from vtp_plugin.runtime.step.links import LinkForm, bind_links

@@ -22,8 +22,11 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transfor
 from megatron.core.transformer.transformer_config import TransformerConfig  # noqa: E402
 
 from tests.multiproc.jobs.core_job import cpu_only  # noqa: E402
-from vtp_plugin.checkpoint.hf.hf_model import HFModel  # noqa: E402
-from vtp_plugin.checkpoint.hf.import_note import CARRIED, RELEASE  # noqa: E402
+from vtp_plugin.checkpoint.hf.hf_model import (  # noqa: E402
+    CARRIED,
+    RELEASE,
+    HFModel,
+)
 from vtp_plugin.checkpoint.hf.read_config import CONFIG, read_config, read_model  # noqa: E402
 
 

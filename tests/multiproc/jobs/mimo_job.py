@@ -33,7 +33,7 @@ from tests.support.pool import TIMEOUT_S, init_gloo
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.platform import detect
 from vtp_plugin.platform.cpu import CpuPlatform
-from vtp_plugin.runtime.bridges import opening as bridge_groups
+from vtp_plugin.runtime.bridges import separate as bridge_groups
 
 
 class AttentionToAll(GatheredAttention):

@@ -15,7 +15,7 @@ from tests.ordering.recorder import Recorder
 from tests.ordering.trace import Kind
 from tests.support.pool import TIMEOUT_S, init_gloo
 from vtp_plugin.platform import detect
-from vtp_plugin.runtime.comm.model_group import ModelGroup
+from vtp_plugin.runtime.comm.collectives import ModelGroup
 
 
 @dataclass(slots=True, kw_only=True)

@@ -20,22 +20,19 @@ from tests.multiproc.cases.core_cases import Case, RankResult
 from tests.multiproc.jobs.core_job import train
 from tests.support.pool import TIMEOUT_S, init_gloo
 from vtp_plugin.config.resolve import ScheduleOptions
-from vtp_plugin.plan.boundary.pipeline_boundaries import pipeline_boundaries
-from vtp_plugin.plan.layout.channel_id import ChannelId, Direction
-from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
-from vtp_plugin.plan.schedule.cost.cost_text import format_costs
-from vtp_plugin.plan.schedule.cost.costs import Costs
-from vtp_plugin.plan.schedule.order.actions import Action
-from vtp_plugin.plan.schedule.order.placement import u_placement
+from vtp_plugin.plan.boundary.channel_spec import pipeline_boundaries
+from vtp_plugin.plan.layout.pipeline_layout import ChannelId, Direction, PipelineLayout
+from vtp_plugin.plan.schedule.cost.costs import Costs, format_costs
+from vtp_plugin.plan.schedule.order.actions import Action, u_placement
 from vtp_plugin.plan.schedule.proof.check_schedule import most_activations, peaks_kept
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.runtime.comm.channel import Channel
-from vtp_plugin.runtime.comm.tensor_format import TensorFormat
+from vtp_plugin.runtime.comm.collectives import TensorFormat
 from vtp_plugin.runtime.health.startup import Agreement
 from vtp_plugin.runtime.step.communicator import open_channels, own_channels
 from vtp_plugin.runtime.step.links import LinkForm, bind_links
-from vtp_plugin.runtime.step.measure import Report, share_reports
 from vtp_plugin.runtime.step.schedule_runner import ScheduleRunner
+from vtp_plugin.runtime.step.step_times import Report, share_reports
 
 SHAPE = (6, 1, 4)
 

@@ -13,18 +13,15 @@ from tests.multiproc.jobs.transport_job import part_of
 from tests.ordering.recorder import Recorder
 from tests.ordering.trace import format_trace
 from tests.support.pool import TIMEOUT_S, init_gloo
-from vtp_plugin.plan.boundary.pipeline_boundaries import pipeline_boundaries
-from vtp_plugin.plan.boundary.sharding import LocalBoxes
-from vtp_plugin.plan.boundary.strategies.transport_rules import TransportRules
-from vtp_plugin.plan.layout.channel_id import Direction
-from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
+from vtp_plugin.plan.boundary.channel_spec import pipeline_boundaries
+from vtp_plugin.plan.boundary.endpoint import LocalBoxes
+from vtp_plugin.plan.boundary.strategies.known_strategies import TransportRules
+from vtp_plugin.plan.layout.pipeline_layout import Direction, PipelineLayout
 from vtp_plugin.platform.cpu import CpuPlatform
-from vtp_plugin.runtime.comm.channel import Channel
-from vtp_plugin.runtime.comm.link import ChannelLink
-from vtp_plugin.runtime.comm.tensor_format import TensorFormat
-from vtp_plugin.runtime.step.communicator import open_channels, own_channels
-from vtp_plugin.runtime.step.measure import Report, share_reports
-from vtp_plugin.runtime.step.try_transports import settle, try_strategies
+from vtp_plugin.runtime.comm.channel import Channel, ChannelLink
+from vtp_plugin.runtime.comm.collectives import TensorFormat
+from vtp_plugin.runtime.step.communicator import open_channels, own_channels, settle, try_strategies
+from vtp_plugin.runtime.step.step_times import Report, share_reports
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -77,7 +77,7 @@ from tests.support.devices import DEVICE
 from tests.support.mended_wheel import move_what_the_cpu_drew
 from tests.support.pool import TIMEOUT_S
 from tests.support.pool_worker import _die_with
-from vtp_plugin.checkpoint.format.optimizer_formats import BY_BLOCK, FORM
+from vtp_plugin.checkpoint.format.resolver import BY_BLOCK, FORM
 
 # Imported once in the worker, so that the runs need not do it; some hosts lack some of them.
 for _name in (

@@ -18,8 +18,7 @@ from tests.multiproc.jobs.core_job import Trainer, applied, model_parallel
 from tests.support.pool import init_gloo
 from vtp_plugin.api import _Holder
 from vtp_plugin.errors import PlanError
-from vtp_plugin.plan.schedule.order.actions import Action, Op
-from vtp_plugin.plan.schedule.order.schedule import Actions, Schedule
+from vtp_plugin.plan.schedule.order.actions import Action, Actions, Op, Schedule
 from vtp_plugin.runtime.step.executor import Executor
 from vtp_plugin.runtime.step.schedule_runner import ScheduleRunner
 from vtp_plugin.runtime.step.weight_gradients import WeightGradients

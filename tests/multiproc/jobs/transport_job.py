@@ -14,15 +14,12 @@ import torch.distributed as dist
 from tests.support.pool import TIMEOUT_S, init_gloo
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.boundary.channel_spec import ChannelSpec
-from vtp_plugin.plan.boundary.endpoint import Endpoint, Shape
-from vtp_plugin.plan.boundary.sharding import LocalBoxes
+from vtp_plugin.plan.boundary.endpoint import Endpoint, LocalBoxes, Shape
 from vtp_plugin.platform import detect
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.platform.interface import Platform
-from vtp_plugin.runtime.comm.channel import Channel
-from vtp_plugin.runtime.comm.link import ChannelLink
-from vtp_plugin.runtime.comm.process_groups import settle
-from vtp_plugin.runtime.comm.tensor_format import TensorFormat
+from vtp_plugin.runtime.comm.channel import Channel, ChannelLink
+from vtp_plugin.runtime.comm.collectives import TensorFormat, settle
 from vtp_plugin.runtime.step.communicator import open_channels
 
 

@@ -10,8 +10,8 @@ import pytest
 
 from tests.support.pool import Pool, start_python
 from vtp_plugin.tune.cluster.machines import Part
-from vtp_plugin.tune.cluster.profile_files import read_profile
-from vtp_plugin.util.own_command import own_command
+from vtp_plugin.tune.cluster.read_cluster import read_profile
+from vtp_plugin.util.text import own_command
 
 MODEL = [
     *("--num-layers", "4", "--hidden-size", "48", "--num-attention-heads", "12", "--seq-length", "48"),

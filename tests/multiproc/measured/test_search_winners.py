@@ -13,7 +13,7 @@ from tests.multiproc.cases.script_cases import MODEL, assert_same_training, trai
 from tests.support.hosts import resharding_flags
 from tests.support.pool import Pool
 from vtp_plugin.cli.main import main
-from vtp_plugin.tune.fit.as_flags import without
+from vtp_plugin.tune.fit.fit_layout import without
 
 pytestmark = [pytest.mark.needs("layouts"), pytest.mark.needs("scripts_here")]
 

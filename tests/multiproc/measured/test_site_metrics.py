@@ -13,10 +13,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.multiproc.cases.script_cases import train
 from tests.support.pool import Pool
 from vtp_plugin.cli import main
-from vtp_plugin.plan.boundary.pipeline_boundaries import pipeline_boundaries
-from vtp_plugin.plan.boundary.strategies.transport_rules import TransportRules
-from vtp_plugin.plan.layout.channel_id import Direction
-from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
+from vtp_plugin.plan.boundary.channel_spec import pipeline_boundaries
+from vtp_plugin.plan.boundary.strategies.known_strategies import TransportRules
+from vtp_plugin.plan.layout.pipeline_layout import Direction, PipelineLayout
 
 pytestmark = pytest.mark.needs("scripts_here")
 

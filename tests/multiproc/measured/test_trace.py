@@ -13,9 +13,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.multiproc.cases.script_cases import arguments, assert_refused, launch, losses, num_ranks, train
 from tests.support.pool import Pool
 from vtp_plugin.plan.schedule.order.actions import parse_action
-from vtp_plugin.report.trace.causes import COMPUTES, Cause
-from vtp_plugin.report.trace.compare_steps import differences, explained, join_files, slower_by_itself
-from vtp_plugin.report.trace.trace_files import RankFile, read_files
+from vtp_plugin.trace.compare_steps import differences, explained, join_files, slower_by_itself
+from vtp_plugin.trace.record import COMPUTES, Cause, RankFile, read_files
 
 pytestmark = pytest.mark.needs("scripts_here")
 

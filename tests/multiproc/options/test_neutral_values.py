@@ -12,8 +12,7 @@ from tests.expected.of_megatron import megatron_parser
 from tests.options.judged import Judgement, groups, problems, rows
 from tests.options.parsers import Option, by_name, options_of
 from tests.support.pool import Pool
-from vtp_plugin.checkpoint.hf.hf_model import HFModel, expected_settings
-from vtp_plugin.checkpoint.hf.import_note import contradictions
+from vtp_plugin.checkpoint.hf.hf_model import HFModel, contradictions, expected_settings
 from vtp_plugin.plan.model.gpt_model import Experts
 
 pytestmark = pytest.mark.needs("scripts_here")

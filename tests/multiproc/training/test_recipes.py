@@ -19,7 +19,7 @@ from tests.multiproc.cases.script_cases import (
 )
 from tests.rules.launcher_commands import environment
 from tests.support.pool import Pool, free_port
-from vtp_plugin.tune.fit.as_flags import without
+from vtp_plugin.tune.fit.fit_layout import without
 
 pytestmark = [pytest.mark.needs("scripts_here"), pytest.mark.needs("our_example")]
 NUM_STEPS = 3

@@ -23,7 +23,7 @@ from tests.multiproc.cases.script_cases import (
 from tests.support.hosts import host_name, resharding_flags
 from tests.support.lines import error_line, warnings
 from tests.support.pool import Pool
-from vtp_plugin.checkpoint.save.edge_key_file import EDGE_KEY, write_edge_key
+from vtp_plugin.checkpoint.save.atomic_dir import EDGE_KEY, write_edge_key
 
 pytestmark = pytest.mark.needs("scripts_here")
 

@@ -14,11 +14,10 @@ from tests.multiproc.cases.u_shape_cases import Saved, sequential, u_shaped
 from tests.multiproc.jobs.planned_job import Pass, Seen
 from tests.support.pace import pace
 from tests.support.pool import Pool
-from vtp_plugin.plan.schedule.cost.cost_text import parse_costs
-from vtp_plugin.plan.schedule.cost.costs import u_costs
+from vtp_plugin.plan.schedule.cost.costs import parse_costs, u_costs
 from vtp_plugin.plan.schedule.cost.simulator import simulate
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
-from vtp_plugin.plan.schedule.order.placement import u_placement
+from vtp_plugin.plan.schedule.order.actions import u_placement
 
 pytestmark = pytest.mark.needs("scripts_here")
 

@@ -20,14 +20,29 @@ from torch.distributed.checkpoint.utils import _create_file_view
 from tests.support.checkpoints import by_bucket, make_model
 from tests.unit.checkpoint.test_show_and_verify import Run, run  # noqa: F401
 from vtp_plugin.checkpoint.format.checkpoint_files import iterations, way_out
-from vtp_plugin.checkpoint.format.digest import ALGORITHMS, Hashing, hash_bytes
-from vtp_plugin.checkpoint.format.entries import Extent
-from vtp_plugin.checkpoint.format.manifest import MANIFEST, Manifest, dump_manifest, load_manifest, make_manifest
+from vtp_plugin.checkpoint.format.index import (
+    ALGORITHMS,
+    MANIFEST,
+    Extent,
+    Hashing,
+    Manifest,
+    dump_manifest,
+    hash_bytes,
+    load_manifest,
+    make_manifest,
+)
 from vtp_plugin.checkpoint.format.resolver import TRACKER, Asked
-from vtp_plugin.checkpoint.save import piece_checks
-from vtp_plugin.checkpoint.save.atomic_dir import clear, discard, partial_of, put_in_place, whole_folder, write_whole
-from vtp_plugin.checkpoint.save.newest import problem_of
-from vtp_plugin.checkpoint.save.piece_checks import PieceChecks
+from vtp_plugin.checkpoint.save import atomic_dir
+from vtp_plugin.checkpoint.save.atomic_dir import (
+    PieceChecks,
+    clear,
+    discard,
+    partial_of,
+    problem_of,
+    put_in_place,
+    whole_folder,
+    write_whole,
+)
 from vtp_plugin.checkpoint.save.saving import Kept, Saving, Savings
 from vtp_plugin.errors import ConfigError
 
@@ -137,7 +152,7 @@ def test_torch_reads_a_piece_once_and_little_of_it_is_read_again(
     size = (tmp_path / "__9_0.distcp").stat().st_size
     manifest = make_manifest(tmp_path, _pieces(tmp_path / "__9_0.distcp", size))
     again: list[int] = []
-    monkeypatch.setattr(piece_checks, "hash_bytes", lambda *args: again.append(args[3]) or hash_bytes(*args))
+    monkeypatch.setattr(atomic_dir, "hash_bytes", lambda *args: again.append(args[3]) or hash_bytes(*args))
     with PieceChecks(tmp_path, manifest, way_out) as checks:
         found = torch.load(_watch(checks, tmp_path, Extent("__9_0.distcp", 0, size)), weights_only=True)
     assert torch.equal(found, tensor) and sum(again) < size - tensor.nbytes + 1

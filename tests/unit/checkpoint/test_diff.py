@@ -22,7 +22,7 @@ from tests.support.checkpoints import (
     by_name,
     make_model,
 )
-from vtp_plugin.checkpoint.format.map_file import MAP
+from vtp_plugin.checkpoint.format.shard_map import MAP
 from vtp_plugin.cli import main
 
 Output = tuple[int, str, str]
@@ -172,7 +172,7 @@ def test_types_are_named_where_they_differ(diff: Diff, tmp_path: Path) -> None:
 
 
 def test_large_tensors_are_read_slab_by_slab(diff: Diff, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vtp_plugin.checkpoint.load.elements.SLAB_BYTES", 20)
+    monkeypatch.setattr("vtp_plugin.checkpoint.load.stored_optimizer.SLAB_BYTES", 20)
     other = make_model()
     _one_ulp(other)
     a, b = by_bucket(tmp_path / "a", make_model()), by_bucket(tmp_path / "b", other, ranks=4, axis=1)

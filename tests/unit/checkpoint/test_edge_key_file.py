@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from vtp_plugin.checkpoint.save.edge_key_file import (
+from vtp_plugin.checkpoint.save.atomic_dir import (
     EDGE_KEY,
     read_edge_key,
     read_kept_key,

@@ -33,10 +33,18 @@ from tests.support.hf_models import (
 from tests.support.hosts import ROOT
 from vtp_plugin.checkpoint.hf.all_families import FAMILIES, rows_of
 from vtp_plugin.checkpoint.hf.families.llama import LLAMA
-from vtp_plugin.checkpoint.hf.hf_model import expected_settings, free_flags, neutral_settings, settings
-from vtp_plugin.checkpoint.hf.import_note import contradictions, flat_entries, name_in
+from vtp_plugin.checkpoint.hf.hf_model import (
+    contradictions,
+    expected_settings,
+    factor_of,
+    flat_entries,
+    free_flags,
+    frequencies,
+    name_in,
+    neutral_settings,
+    settings,
+)
 from vtp_plugin.checkpoint.hf.read_config import read_config, read_model
-from vtp_plugin.checkpoint.hf.rope import factor_of, frequencies
 from vtp_plugin.checkpoint.hf.tensor_rows import hf_shapes, megatron_tensors
 
 CONFIGS = json.loads((ROOT / "tests" / "golden" / "published_configs.json").read_text())
@@ -96,7 +104,7 @@ def test_several_files_and_pieces(
     assert len([*source.glob("*.safetensors")]) > 1
     for module in ("tools.writer", "load.elements"):
         monkeypatch.setattr(f"vtp_plugin.checkpoint.{module}.SLAB_BYTES", 1000)
-    monkeypatch.setattr("vtp_plugin.checkpoint.tools.safetensors_files.plan_files.__defaults__", (90_000,))
+    monkeypatch.setattr("vtp_plugin.checkpoint.tools.writer.plan_files.__defaults__", (90_000,))
     imported(source, tmp_path / "checkpoint", capsys)
     assert run_json(capsys, "export", "--from", tmp_path / "checkpoint", "--hf", back)["num_files"] > 2
     before, after = tensors_of(source), tensors_of(back)

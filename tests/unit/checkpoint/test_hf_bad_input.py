@@ -283,7 +283,7 @@ def test_a_folder_in_which_a_run_saves_is_not_imported_to(
 ) -> None:
     """A run that has not saved yet has only its lock there; what a killed import has left is no hindrance."""
     to = tmp_path / "to"
-    hold = "import sys, time; from pathlib import Path; from vtp_plugin.checkpoint.save.folder_lock import FolderLock\n"
+    hold = "import sys, time; from pathlib import Path; from vtp_plugin.checkpoint.save.saving import FolderLock\n"
     hold += "lock = FolderLock(Path(sys.argv[1]), {}, 0.0); print('held', flush=True); time.sleep(600)"
     env = {**os.environ, "PYTHONPATH": PYTHON_PATH}
     other = subprocess.Popen([sys.executable, "-c", hold, str(to)], stdout=subprocess.PIPE, text=True, env=env)

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from tests.support.checkpoints import run_action
 from vtp_plugin.checkpoint.hf.all_families import FAMILIES
 from vtp_plugin.checkpoint.hf.hf_model import HFModel
-from vtp_plugin.checkpoint.hf.known_fields import FIXED, HARMLESS, known_fields, passed_over
-from vtp_plugin.checkpoint.hf.read_config import read_config, read_model
+from vtp_plugin.checkpoint.hf.read_config import FIXED, HARMLESS, known_fields, passed_over, read_config, read_model
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.util.untrusted_files import parse_json
+from vtp_plugin.util.typed_json import parse_json
 
 BASE: dict[str, Any] = {
     "hidden_size": 64,

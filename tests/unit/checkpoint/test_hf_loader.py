@@ -17,7 +17,7 @@ from tests.support.hf_models import KINDS, imported, is_new, make, torch
 from tests.support.hosts import TREE
 from tests.support.pool import start_python
 from vtp_plugin.checkpoint.format.contents import Contents
-from vtp_plugin.checkpoint.load.elements import Elements, typed
+from vtp_plugin.checkpoint.load.stored_optimizer import Elements, typed
 
 LOADER = Path(TREE) / "tools" / "checkpoint"
 pytestmark = [

@@ -16,7 +16,7 @@ import pytest
 from tests.support.checkpoints import run_action
 from tests.support.hf_models import KINDS, SMALL, edit, imported, load, logits_of, make, run_json, tensors_of, torch
 from tests.support.hosts import ROOT
-from vtp_plugin.checkpoint.hf.side_files import file_of
+from vtp_plugin.checkpoint.hf.read_config import file_of
 from vtp_plugin.errors import ConfigError
 
 safetensors_of = pytest.importorskip("safetensors.torch")

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from tests.support.checkpoints import run_action
-from vtp_plugin.checkpoint.hf.import_note import NOTE, RELEASE, check_note
-from vtp_plugin.checkpoint.hf.tokenizer_size import known_words
+from vtp_plugin.checkpoint.hf.hf_model import NOTE, RELEASE, check_note
+from vtp_plugin.checkpoint.hf.read_config import known_words
 from vtp_plugin.cli import main
 
 MANY = 152_064

@@ -30,7 +30,7 @@ from tests.support.hf_models import (
     transformers,
 )
 from vtp_plugin.checkpoint.format.contents import Contents
-from vtp_plugin.checkpoint.hf.import_note import ASIDE, NOTE, RELEASE, check_note, origin_of, read_note
+from vtp_plugin.checkpoint.hf.hf_model import ASIDE, NOTE, RELEASE, check_note, origin_of, read_note
 from vtp_plugin.errors import ConfigError
 
 safetensors_of = pytest.importorskip("safetensors.torch")

@@ -21,7 +21,7 @@ from tests.support.checkpoints import (
     make_model,
     run_action,
 )
-from vtp_plugin.checkpoint.format.map_file import MAP
+from vtp_plugin.checkpoint.format.shard_map import MAP
 
 Run = Callable[..., tuple[int, list[str]]]
 

@@ -21,9 +21,8 @@ import torch
 
 from tests.support.checkpoints import by_name, make_model
 from tests.support.hostile_files import NAME, Hostile
-from vtp_plugin.checkpoint.format.index import INDEX, read_index
-from vtp_plugin.checkpoint.format.untrusted import UntrustedError
-from vtp_plugin.patches.core.dist_checkpointing.plain_objects import (
+from vtp_plugin.checkpoint.format.index import INDEX, UntrustedError, read_index
+from vtp_plugin.patches.core.dist_checkpointing.serialization import (
     common_of,
     plain_only,
     require_plain,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.power_loss import STRACE, Disk, problems_of, read_log, why_not
-from vtp_plugin.checkpoint.save.newest import problem_of
+from vtp_plugin.checkpoint.save.atomic_dir import problem_of
 
 INNER = "made/here"
 SAVES = """

@@ -32,14 +32,13 @@ from tests.support.checkpoints import (
     run_action,
 )
 from tests.support.hosts import PYTHON_PATH
-from vtp_plugin.checkpoint.format.archive import load_object
+from vtp_plugin.checkpoint.format.checkpoint_files import load_object
 from vtp_plugin.checkpoint.format.contents import Contents
-from vtp_plugin.checkpoint.format.entries import Extent
-from vtp_plugin.checkpoint.format.map_file import MAP
-from vtp_plugin.checkpoint.format.optimizer_formats import BY_BLOCK, BY_BUCKET_OLDER, BY_RANK, IN_MODEL_SPACE, PLAIN
-from vtp_plugin.checkpoint.hf.import_note import ASIDE, NOTE
-from vtp_plugin.checkpoint.save.atomic_dir import clear
-from vtp_plugin.checkpoint.save.edge_key_file import EDGE_KEY, read_kept_key, write_edge_key
+from vtp_plugin.checkpoint.format.index import Extent
+from vtp_plugin.checkpoint.format.resolver import BY_BLOCK, BY_BUCKET_OLDER, BY_RANK, IN_MODEL_SPACE, PLAIN
+from vtp_plugin.checkpoint.format.shard_map import MAP
+from vtp_plugin.checkpoint.hf.hf_model import ASIDE, NOTE
+from vtp_plugin.checkpoint.save.atomic_dir import EDGE_KEY, clear, read_kept_key, write_edge_key
 from vtp_plugin.checkpoint.tools.writer import JOURNAL, NewPiece, PieceWriter
 
 Run = Callable[..., tuple[int, list[str]]]
@@ -222,7 +221,7 @@ def test_what_stops_it_is_one_line_and_the_same_command_goes_on(run: Run, tmp_pa
 
 def test_a_folder_in_which_a_run_saves_is_left_alone(run: Run, tmp_path: Path) -> None:
     a, b = by_bucket(tmp_path / "a", make_model()), tmp_path / "b"
-    hold = "import sys, time; from pathlib import Path; from vtp_plugin.checkpoint.save.folder_lock import FolderLock\n"
+    hold = "import sys, time; from pathlib import Path; from vtp_plugin.checkpoint.save.saving import FolderLock\n"
     hold += "lock = FolderLock(Path(sys.argv[1]), {}, 0.0); print('held', flush=True); time.sleep(600)"
     env = {**os.environ, "PYTHONPATH": PYTHON_PATH}
     other = subprocess.Popen([sys.executable, "-c", hold, str(b)], stdout=subprocess.PIPE, text=True, env=env)

@@ -18,8 +18,7 @@ import pytest
 
 from tests.unit.checkpoint.test_checkpoint_files import make
 from vtp_plugin.checkpoint.format.checkpoint_files import check_files, check_trackers
-from vtp_plugin.checkpoint.format.overruled_step import overruled
-from vtp_plugin.checkpoint.format.resolver import TRACKER, Asked, asked_at_start
+from vtp_plugin.checkpoint.format.resolver import TRACKER, Asked, asked_at_start, overruled
 from vtp_plugin.checkpoint.save.saving import Savings
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.session.loading import Loading

@@ -18,9 +18,9 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
 
 from tests.rules.import_rules import ROOT
 from tests.support.checkpoints import EXPERTS, NORM, QKV, Writer, by_block, by_bucket, by_name, make_model, run_action
-from vtp_plugin.checkpoint.format.archive import load_object
-from vtp_plugin.checkpoint.format.entries import Extent
-from vtp_plugin.checkpoint.format.map_file import MAP
+from vtp_plugin.checkpoint.format.checkpoint_files import load_object
+from vtp_plugin.checkpoint.format.index import Extent
+from vtp_plugin.checkpoint.format.shard_map import MAP
 
 Run = Callable[..., tuple[int, list[str]]]
 

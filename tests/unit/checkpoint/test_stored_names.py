@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from tests.support.checkpoints import STOCK_SHAPES, Writer, as_stock, by_name, make_model, run_action
-from vtp_plugin.checkpoint.format import model_order
+from vtp_plugin.checkpoint.format import shard_map
 
 # Of which models of GPT's kind consist.
 PLACES = ("transformer", "tensor_parallel", "fusions", "extensions", "ssm", "models/common", "models/gpt")
@@ -82,19 +82,19 @@ def _assigned(*makers: str) -> set[str]:
 def test_every_buffer_that_is_stored_is_known() -> None:
     found = _registered("register_buffer")
     assert found >= {"expert_bias"}
-    unknown = {name for name in found if not model_order._BUFFERS.fullmatch(f"decoder.layers.mlp.router.{name}")}
+    unknown = {name for name in found if not shard_map._BUFFERS.fullmatch(f"decoder.layers.mlp.router.{name}")}
     assert unknown == set()
 
 
 def test_every_parameter_is_known_or_refused() -> None:
     found = _assigned("Parameter") | _registered("register_parameter")
     assert found >= {"weight", "bias"}
-    assert found - {*model_order._LEAVES} - WITHOUT - REFUSED.keys() == set()
+    assert found - {*shard_map._LEAVES} - WITHOUT - REFUSED.keys() == set()
 
 
 def test_every_module_is_known_or_refused() -> None:
     """What is refused is refused by its name, before any value is read."""
-    known = {part for name in (*model_order._MODULES, *model_order._SECTIONS) for part in name.split(".")}
+    known = {part for name in (*shard_map._MODULES, *shard_map._SECTIONS) for part in name.split(".")}
     found = _assigned("build_module", "submodules") - WITHOUT
     assert found >= {"linear_qkv", "linear_fc1"}
     assert found - known - REFUSED.keys() == set()

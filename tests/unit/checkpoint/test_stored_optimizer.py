@@ -15,9 +15,8 @@ from tests.support.checkpoints import STOCK_SHAPES, as_stock, by_bucket, make_mo
 from vtp_plugin.checkpoint.format import contents as contents_module
 from vtp_plugin.checkpoint.format.contents import Contents
 from vtp_plugin.checkpoint.format.shard_map import ShardSpec, block_at, row_major
-from vtp_plugin.checkpoint.load.masters import require_masters
-from vtp_plugin.checkpoint.load.stored_optimizer import StoredOptimizer, Wanted
-from vtp_plugin.patches.core.dist_checkpointing.plain_objects import common_of, index_of, require_plain_checkpoint
+from vtp_plugin.checkpoint.load.stored_optimizer import StoredOptimizer, Wanted, require_masters
+from vtp_plugin.patches.core.dist_checkpointing.serialization import common_of, index_of, require_plain_checkpoint
 from vtp_plugin.session import loading
 from vtp_plugin.util.index_boxes import whole_box
 

@@ -21,14 +21,12 @@ from hypothesis import strategies as st
 from tests.support.checkpoints import by_bucket, make_model, run_action
 from tests.support.hostile_files import NAME, spoil
 from tests.unit.util.test_untrusted_files import TRAPS
-from vtp_plugin.checkpoint.format.archive import load_object
-from vtp_plugin.checkpoint.format.checkpoint_files import check_files, check_trackers
+from vtp_plugin.checkpoint.format.checkpoint_files import check_files, check_trackers, load_object
 from vtp_plugin.checkpoint.format.contents import Contents
-from vtp_plugin.checkpoint.format.entries import DamagedError, Extent
-from vtp_plugin.checkpoint.format.manifest import MANIFEST, dump_manifest, make_manifest
-from vtp_plugin.checkpoint.format.map_file import MAP
+from vtp_plugin.checkpoint.format.index import MANIFEST, DamagedError, Extent, dump_manifest, make_manifest
 from vtp_plugin.checkpoint.format.resolver import TRACKER, Asked
 from vtp_plugin.checkpoint.format.safe_pickle import load_safely
+from vtp_plugin.checkpoint.format.shard_map import MAP
 from vtp_plugin.checkpoint.tools.verify import Verification
 from vtp_plugin.errors import ConfigError
 
@@ -266,7 +264,7 @@ def test_a_manifest_names_files_beside_it(run: Run, made: Path, copy: Path, name
 
 
 def _write_manifest(folder: Path, read: Any) -> None:
-    from vtp_plugin.checkpoint.format.digest import Hashing
+    from vtp_plugin.checkpoint.format.index import Hashing
 
     text = json.dumps(read, separators=(",", ":"))
     hashing = Hashing()

@@ -12,7 +12,7 @@ import pytest
 
 from tests.rules.import_rules import ROOT
 from tests.support.checkpoints import by_bucket, make_model, run_action
-from vtp_plugin.checkpoint.format.optimizer_formats import BY_BLOCK
+from vtp_plugin.checkpoint.format.resolver import BY_BLOCK
 
 Run = Callable[..., tuple[int, list[str]]]
 _CHECKPOINT = "vtp_plugin/checkpoint"
@@ -34,7 +34,7 @@ FILES = (
     f"{_CHECKPOINT}/format/safe_pickle.py",
     *(f"{_CHECKPOINT}/save/{name}.py" for name in ("atomic_dir", "newest", "piece_checks", "saving")),
     *(f"{_CHECKPOINT}/load/{name}.py" for name in ("masters", "pair_groups")),
-    "patches/core/optimizer/param_groups.py",
+    "patches/core/optimizer/distrib_optimizer.py",
     *(f"{_CHECKPOINT}/tools/{name}.py" for name in ("reshard", "reshardable", "writer")),
     *(
         f"patches/training/{name}.py"

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from vtp_plugin.cli import main
-from vtp_plugin.plan.boundary.bridge_endpoint import BridgeEndpoint
 from vtp_plugin.plan.boundary.bridge_spec import BridgeSpec
+from vtp_plugin.plan.boundary.endpoint import BridgeEndpoint
 
 SVG = "{http://www.w3.org/2000/svg}"
 TENSOR = ("--seq-length", "512", "--micro-batch-size", "6", "--hidden-size", "256", "--bf16")

@@ -17,27 +17,26 @@ import vtp_plugin
 from tests.rules.import_rules import ROOT
 from tests.support.hosts import PYTHON_PATH, host_name
 from tests.support.lines import error_line
-from vtp_plugin.cli import activation_flags, main, model_flags
+from vtp_plugin.cli import main, model_flags
 from vtp_plugin.cli.boundaries import format_bytes
 from vtp_plugin.cli.run_flags import known_flags
 from vtp_plugin.config.flag import Flag
-from vtp_plugin.config.vtp_flags import VTP_FLAGS
+from vtp_plugin.config.resolve import VTP_FLAGS
 from vtp_plugin.host.megatron_flags import MODEL_FLAGS, RUN_FLAGS
 from vtp_plugin.host.rules.table.rows import RULES
 from vtp_plugin.patches.hosts import load_host
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.patches.registry import declared_at
-from vtp_plugin.plan.boundary.strategies.transport_rules import TransportRules
+from vtp_plugin.plan.boundary.strategies.known_strategies import TransportRules
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
-from vtp_plugin.plan.schedule.cost.cost_text import COST_KEYS, parse_costs
-from vtp_plugin.plan.schedule.cost.costs import u_costs
+from vtp_plugin.plan.schedule.cost.costs import COST_KEYS, parse_costs, u_costs
 from vtp_plugin.plan.schedule.cost.simulator import simulate
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
 from vtp_plugin.plan.schedule.make.u_shape import plan_u_shape
-from vtp_plugin.plan.schedule.order.placement import u_placement
+from vtp_plugin.plan.schedule.order.actions import u_placement
 from vtp_plugin.report.pictures.draw_pipeline import draw_pipeline
 from vtp_plugin.report.pictures.draw_timeline import draw_svg
-from vtp_plugin.util.own_command import own_command
+from vtp_plugin.util.text import own_command
 
 U = ("--vtp-size-list", "1,2,2", "--layerwise-disaggregated-training")
 MODEL = ("--seq-length", "2048", "--micro-batch-size", "1", "--hidden-size", "4096", "--bf16")
@@ -229,7 +228,7 @@ def test_plan_cuts_the_sizes_of_latent_attention_that_a_run_has(output_of: Outpu
 
 def test_flags_without_a_model_of_memory_are_not_declared() -> None:
     """A declared flag is not among the unknown words, in which these are looked for."""
-    looked_for = {*model_flags._NOT_MODELLED, *activation_flags.OTHER_ACTIVATIONS}
+    looked_for = {*model_flags._NOT_MODELLED, *model_flags.OTHER_ACTIVATIONS}
     assert not looked_for & set(known_flags())
 
 

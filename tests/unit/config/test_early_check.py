@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.hosts import PYTHON_PATH
 from vtp_plugin.config import VtpConfig
-from vtp_plugin.config.early_check import check_command_line
+from vtp_plugin.config.resolve import check_command_line
 from vtp_plugin.errors import ConfigError
 
 TORCHRUN = {"WORLD_SIZE": "3", "RANK": "0", "LOCAL_RANK": "0"}
@@ -129,7 +129,7 @@ def test_neither_torch_nor_megatron_is_imported_and_one_rank_speaks(tmp_path: Pa
     done = start(str(script), "--vtp-size-lst", "1,2", **place)
     assert done.returncode == 2
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines() if line.startswith("import time:")}
-    assert "vtp_plugin.config.early_check" in imported
+    assert "vtp_plugin.config.resolve" in imported
     assert not {name for name in imported if name.partition(".")[0] in ("torch", "megatron", "numpy")}
     said = [line for line in done.stderr.splitlines() if not line.startswith("import time:")]
     line = "vtp_plugin: error: --vtp-size-lst is unknown; do you mean --vtp-size-list?"

@@ -18,16 +18,30 @@ import pytest
 from tests.rules.import_rules import ROOT
 from tests.support.pace import pace
 from tests.support.pool import free_port
-from vtp_plugin.checkpoint.save.folder_lock import FolderLock
+from vtp_plugin.checkpoint.save.saving import FolderLock
 from vtp_plugin.config import VtpConfig
-from vtp_plugin.config.parse_values import format_value
+from vtp_plugin.config.flag import format_value
 from vtp_plugin.elastic.cards import RankCard
 from vtp_plugin.elastic.coordinator import Coordinator
-from vtp_plugin.elastic.failed_cards import CARD_VARIABLE, leave_out, note_error
-from vtp_plugin.elastic.failed_starts import FAILED_STARTS, MOST_EQUAL, START_VARIABLE, forget_failed_starts, name_start
-from vtp_plugin.elastic.failure_notes import note_for_next_start
-from vtp_plugin.elastic.progress import PROGRESS, LastStep, Progress, hand_on, note_end, read_last, write_last
-from vtp_plugin.elastic.stop_marker import MARKER, RUN_FOLDER_VARIABLE, leave_marker, require_unmarked
+from vtp_plugin.elastic.failed_cards import CARD_VARIABLE, leave_out, note_error, note_for_next_start
+from vtp_plugin.elastic.progress import (
+    FAILED_STARTS,
+    MARKER,
+    MOST_EQUAL,
+    PROGRESS,
+    RUN_FOLDER_VARIABLE,
+    START_VARIABLE,
+    LastStep,
+    Progress,
+    forget_failed_starts,
+    hand_on,
+    leave_marker,
+    name_start,
+    note_end,
+    read_last,
+    require_unmarked,
+    write_last,
+)
 from vtp_plugin.errors import ConfigError, LayoutError, PeerError, ShortageError
 
 
@@ -148,7 +162,7 @@ def test_a_later_start_ends_at_once(tmp_path: Path) -> None:
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from vtp_plugin.checkpoint.save.folder_lock import FolderLock
+from vtp_plugin.checkpoint.save.saving import FolderLock
 lock = FolderLock(Path(sys.argv[1]), {"TORCHELASTIC_RUN_ID": "first"}, 0.0)
 child = os.fork()  # as a data loader, which outlives its rank
 if child:
@@ -335,7 +349,7 @@ def test_only_a_script_that_ends_well_has_lost_nothing(tmp_path: Path) -> None:
 LEAVE = """
 import subprocess, sys, time
 from vtp_plugin.checkpoint.save.saving import Savings
-from vtp_plugin.elastic.orphans import end_orphans
+from vtp_plugin.elastic.progress import end_orphans
 assert end_orphans()
 savings = Savings()
 savings.scratch("tracker").write_text("4")

@@ -15,7 +15,7 @@ import pytest
 from tests.support.pace import pace
 from vtp_plugin.elastic.cards import RankCard, try_card
 from vtp_plugin.elastic.failed_cards import MEMORY, leave_out, note_error
-from vtp_plugin.elastic.stop_marker import RUN_FOLDER_VARIABLE
+from vtp_plugin.elastic.progress import RUN_FOLDER_VARIABLE
 
 # Found before the real ones; the name of the node says what happens.
 SLOW_INTERPRETER = """

@@ -11,17 +11,13 @@ import pytest
 import torch.distributed as dist
 
 from vtp_plugin.config import VtpConfig
-from vtp_plugin.elastic.cards import FAULT_FILE_VARIABLE, RankCard, settle_seats, try_card
+from vtp_plugin.elastic.cards import FAULT_FILE_VARIABLE, Outcome, RankCard, settle_seats, try_card
 from vtp_plugin.elastic.coordinator import Coordinator, group_by_node
-from vtp_plugin.elastic.join import join_run
-from vtp_plugin.elastic.outcome import Outcome
-from vtp_plugin.elastic.spare_rank import SpareRank
+from vtp_plugin.elastic.join import SpareRank, join_run
 from vtp_plugin.errors import ConfigError, LayoutError, PeerError, ShortageError
-from vtp_plugin.runtime.health.board import Board
 from vtp_plugin.runtime.health.redaction import Redaction
-from vtp_plugin.runtime.health.store import Round, Topic, connect_again, part_of
-from vtp_plugin.tune.fit.as_flags import layer_flags, without
-from vtp_plugin.tune.fit.chosen import Chosen
+from vtp_plugin.runtime.health.store import Board, Round, Topic, connect_again, part_of
+from vtp_plugin.tune.fit.fit_layout import Chosen, layer_flags, without
 
 ONE_SITE = Redaction(is_one_site=True)
 

@@ -8,9 +8,9 @@ import pytest
 
 from tests.rules.launcher_commands import GUIDE, printed
 from vtp_plugin.cli import main
-from vtp_plugin.elastic.launchers import COMMANDS, PICKLE, describe_launchers
+from vtp_plugin.plan.launch.launch_commands import COMMANDS, PICKLE, describe_launchers
 from vtp_plugin.util.log import wrap
-from vtp_plugin.util.own_command import MODULE, own_command
+from vtp_plugin.util.text import MODULE, own_command
 
 
 @pytest.mark.parametrize("name", COMMANDS)

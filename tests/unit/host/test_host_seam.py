@@ -18,12 +18,11 @@ from vtp_plugin.config import VtpConfig
 from vtp_plugin.config.resolve import option_context
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.host.patching import Record, Writes, Written, declared
-from vtp_plugin.host.rules.context import OptionContext
-from vtp_plugin.host.rules.table.versions import EXPERT_RULES, LAYER_RULES
+from vtp_plugin.host.rules.rule import EXPERT_RULES, LAYER_RULES, OptionContext
 from vtp_plugin.host.versions import HOSTS, Package, host_named, is_in
 from vtp_plugin.patches.core.transformer import multi_latent_attention
 from vtp_plugin.patches.hosts import load_host
-from vtp_plugin.patches.hosts.torch_proxy import SeenTorch
+from vtp_plugin.patches.hosts.megatron_host import SeenTorch
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.patches.registry import declared_at, list_moments
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
@@ -103,7 +102,7 @@ def test_records_lie_where_the_family_has_them(name: str) -> None:
             "padded-vocabulary",
             {"0.12": "training.tokenizer.tokenizer", "0.17": "core.tokenizers.utils.build_tokenizer"},
         ),
-        ("router-loss-log", {"0.17": "core.transformer.moe.moe_utils", "0.18": "core.transformer.moe.moe_logging"}),
+        ("router-loss-log", {"0.17": "core.transformer.moe.moe_utils", "0.18": "core.transformer.moe.moe_utils"}),
         ("batch-on-edge", {"0.12": None, "0.16": "training.utils", "0.17": "training.utils", "0.18": "core.utils"}),
         ("last-rank", {"0.16": "training.utils", "0.18": "training.utils.common_utils"}),
         ("last-stage", {"0.12": None, "0.16": "core.pipeline_parallel.utils"}),

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from vtp_plugin.host.patching.detector import detect
-from vtp_plugin.host.patching.names import find
+from vtp_plugin.host.patching.names import detect, find
 
 Make = Callable[[str, str], Any]
 TAKING = "from functools import partial\nfrom namedhost import Grid, setup\n"

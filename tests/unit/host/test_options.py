@@ -22,23 +22,28 @@ from tests.rules.import_rules import ROOT
 from tests.support.hosts import is_older
 from vtp_plugin.cli.run_flags import known_flags
 from vtp_plugin.config import VtpConfig
-from vtp_plugin.config.vtp_flags import VTP_FLAGS, add_vtp_arguments, read_flags
+from vtp_plugin.config.resolve import VTP_FLAGS, add_vtp_arguments, read_flags
 from vtp_plugin.errors import LayoutError, refuse
 from vtp_plugin.host.megatron_flags import MEGATRON_FLAGS
-from vtp_plugin.host.rules.checks.batch import check_batches, own_batches
+from vtp_plugin.host.rules.checks.batch import check_batches, check_packed, own_batches
 from vtp_plugin.host.rules.checks.divisibility import check_sizes
-from vtp_plugin.host.rules.checks.layer_file import check_layer_file
-from vtp_plugin.host.rules.checks.packed import check_packed
-from vtp_plugin.host.rules.context import OptionContext
-from vtp_plugin.host.rules.table.check_options import check_config, check_options, check_step, option_warnings
-from vtp_plugin.host.rules.table.markdown import format_markdown, format_table
-from vtp_plugin.host.rules.table.rows import CONFIG_RULES, RULES, STEP_RULES
-from vtp_plugin.host.rules.table.rows_before_0_19 import OLDER_RULES
-from vtp_plugin.host.rules.table.rule import OptionRule, Verdict
-from vtp_plugin.host.rules.table.versions import VERSION_RULES
-from vtp_plugin.host.versions.ranges import between
+from vtp_plugin.host.rules.checks.stage_layers import check_layer_file
+from vtp_plugin.host.rules.rule import VERSION_RULES, OptionContext, OptionRule, Verdict
+from vtp_plugin.host.rules.table.rows import (
+    CONFIG_RULES,
+    RULES,
+    STEP_RULES,
+    check_config,
+    check_options,
+    check_step,
+    format_markdown,
+    format_table,
+    option_warnings,
+)
+from vtp_plugin.host.rules.table.rows_architecture import OLDER_RULES
+from vtp_plugin.host.versions.known_versions import between
 from vtp_plugin.plan.layout.replica_map import DpMode, ReplicaMap
-from vtp_plugin.util.typos import nearest
+from vtp_plugin.util.text import nearest
 
 UNEQUAL = OptionContext(tp_sizes=(1, 4))
 LATENT = {"multi_latent_attention": True, "transformer_impl": "local"}

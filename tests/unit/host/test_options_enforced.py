@@ -24,19 +24,20 @@ from tests.unit.host.test_options import SPELLINGS, VALUES, find_action
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.host.rules import table
-from vtp_plugin.host.rules.context import OptionContext
-from vtp_plugin.host.rules.table.rows import CONFIG_RULES, RULES, STEP_RULES
-from vtp_plugin.host.rules.table.rows_before_0_19 import OLDER_RULES
-from vtp_plugin.host.rules.table.rows_mindspeed import MINDSPEED_RULES
-from vtp_plugin.host.rules.table.rule import OptionRule, Verdict
-from vtp_plugin.host.rules.table.versions import (
+from vtp_plugin.host.rules.rule import (
     CALL_RULES,
     EXPERT_RULES,
     LAYER_RULES,
     RING_RULES,
     VERSION_RULES,
+    OptionContext,
+    OptionRule,
     ULayers,
+    Verdict,
 )
+from vtp_plugin.host.rules.table.rows import CONFIG_RULES, RULES, STEP_RULES
+from vtp_plugin.host.rules.table.rows_architecture import OLDER_RULES
+from vtp_plugin.host.rules.table.rows_kernels import MINDSPEED_RULES
 from vtp_plugin.host.versions import HOSTS
 from vtp_plugin.patches.hosts import load_host
 from vtp_plugin.patches.patch_set import Moment

@@ -22,8 +22,8 @@ from vtp_plugin.host.patching import (
     PatchRecord,
     Record,
     WriteRecord,
-    applied_patches,
     apply_records,
+    engine,
     format_status,
 )
 from vtp_plugin.host.patching.names import find
@@ -419,7 +419,7 @@ def test_the_function_inside_a_descriptor_is_found(
 def test_nothing_is_searched_where_all_references_are_known(host: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A search takes a tenth of a second in a process with torch and Megatron."""
     searches: list[object] = []
-    monkeypatch.setattr(applied_patches, "find", lambda *args: searches.append(args) or find(*args))
+    monkeypatch.setattr(engine, "find", lambda *args: searches.append(args) or find(*args))
     del sys.modules["toyhost.renamed"], sys.modules["toyhost"].renamed  # it has another name for one of them
     gc.collect()
     applied = apply(record(TARGETS["setup"]), record(TARGETS["area"], id="X2"), record(TARGETS["make"], id="X3"))

@@ -10,8 +10,8 @@ import pytest
 
 from scripts.make_pins import installed_records
 from vtp_plugin.host.patching import PatchRecord
-from vtp_plugin.host.patching.declarations import Replacement
 from vtp_plugin.host.patching.pins import changed_targets, pin_of, pins_of, read_pins
+from vtp_plugin.host.patching.record import Replacement
 from vtp_plugin.host.versions import HOSTS, family_of, find_host
 from vtp_plugin.patches.hosts import load_host
 from vtp_plugin.patches.patch_set import Moment

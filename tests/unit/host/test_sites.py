@@ -7,7 +7,7 @@ import argparse
 import pytest
 
 from tests.expected.of_megatron import megatron_parser
-from vtp_plugin.host.rules.checks.sites import EDGE_ARGUMENTS, LOCAL_ARGUMENTS, shared_arguments
+from vtp_plugin.host.rules.checks.batch import EDGE_ARGUMENTS, LOCAL_ARGUMENTS, shared_arguments
 
 # The last is the folder in which a rank was started, if it is not given.
 OF_MINDSPEED = {"mm_data", "mm_model", "mm_tool", "tokenizer_name_or_path", "auto_settings_work_dir"}

@@ -8,7 +8,7 @@ import pytest
 
 from vtp_plugin.cli import main
 from vtp_plugin.host.rules.checks.stage_layers import check_stage_layers
-from vtp_plugin.host.rules.context import OptionContext
+from vtp_plugin.host.rules.rule import OptionContext
 
 FIRST, LAST = "--decoder-first-pipeline-num-layers", "--decoder-last-pipeline-num-layers"
 LAYOUT, CHUNKS = "--pipeline-model-parallel-layout", "--num-virtual-stages-per-pipeline-rank"

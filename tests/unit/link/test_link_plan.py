@@ -17,11 +17,20 @@ from vtp_plugin.cli import main
 from vtp_plugin.errors import ConfigError, VtpError
 from vtp_plugin.link import guard
 from vtp_plugin.link.enter import LinkUser, callers_variables, user_of
-from vtp_plugin.link.keys import make_keys
-from vtp_plugin.link.link_plan import LinkCommand, plan_down, plan_show, plan_up, rules_of, shown, variables_of
-from vtp_plugin.link.reach import Listener, NetInterface, reach_of, read_interfaces, read_listeners
-from vtp_plugin.link.run_commands import require_private, run_up
-from vtp_plugin.link.site_file import LinkSite, read_site, site_of
+from vtp_plugin.link.guard import Listener, NetInterface, reach_of, read_interfaces, read_listeners
+from vtp_plugin.link.run_commands import make_keys, require_private, run_up
+from vtp_plugin.link.site_file import (
+    LinkCommand,
+    LinkSite,
+    plan_down,
+    plan_show,
+    plan_up,
+    read_site,
+    rules_of,
+    shown,
+    site_of,
+    variables_of,
+)
 
 KEY = "A" * 43 + "="
 PEER = {"public_key": KEY, "address": "10.8.0.2", "endpoint": "198.51.100.7:51820"}

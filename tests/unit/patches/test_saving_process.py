@@ -47,7 +47,7 @@ def test_newer_pythons_do_not_wait(python: tuple[int, int], monkeypatch: pytest.
 
 WRITERS = """
 import multiprocessing, os, signal, sys
-from vtp_plugin.runtime.health import child_watch
+from vtp_plugin.runtime.health import failure_hook
 
 fork = multiprocessing.get_context("fork")
 count = fork.JoinableQueue()

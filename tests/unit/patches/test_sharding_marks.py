@@ -9,7 +9,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTenso
 from megatron.core.tensor_parallel.layers import set_tensor_model_parallel_attributes
 from torch import nn
 
-from vtp_plugin.patches.core.optimizer.sharding_marks import problems_of_marks
+from vtp_plugin.patches.core.optimizer.optimizer import problems_of_marks
 
 
 class Stored(nn.Module):

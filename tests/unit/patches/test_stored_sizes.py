@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vtp_plugin.patches.training.loadable import stored_experts
+from vtp_plugin.patches.training.choose_checkpoint import stored_experts
 
 STAGES = {"pipeline_model_parallel_size": 2}
 

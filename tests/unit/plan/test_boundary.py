@@ -13,30 +13,35 @@ from tests.rules.import_rules import sources
 from tests.support.plans import is_replicated, link_bytes, reversed_plan
 from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.plan.boundary.boundary_plan import (
+    MAX_PORTIONS,
     NO_COLLECTIVE,
     BoundaryPlan,
     Collective,
     CollectiveKind,
     Transfer,
+    compile_plan,
+    cut_into_portions,
     egress_bytes,
     ingress_bytes,
 )
-from vtp_plugin.plan.boundary.channel_spec import ChannelSpec
+from vtp_plugin.plan.boundary.channel_spec import ChannelSpec, PipelineBoundary, pipeline_boundaries
 from vtp_plugin.plan.boundary.check_boundary import check, require_valid
-from vtp_plugin.plan.boundary.compiled_plan import compile_plan
-from vtp_plugin.plan.boundary.endpoint import Endpoint
-from vtp_plugin.plan.boundary.header import plan_header
-from vtp_plugin.plan.boundary.local_slices import local_slices
-from vtp_plugin.plan.boundary.pipeline_boundaries import PipelineBoundary, pipeline_boundaries
-from vtp_plugin.plan.boundary.portions import MAX_PORTIONS, cut_into_portions
-from vtp_plugin.plan.boundary.sharding import LocalBoxes, Sharding, even_cuts, replicated, rows_of, sharded
-from vtp_plugin.plan.boundary.strategies import transport_rules as rules_module
-from vtp_plugin.plan.boundary.strategies.known_strategies import STRATEGIES
+from vtp_plugin.plan.boundary.endpoint import (
+    Endpoint,
+    LocalBoxes,
+    Sharding,
+    even_cuts,
+    local_slices,
+    replicated,
+    rows_of,
+    sharded,
+)
+from vtp_plugin.plan.boundary.message_kind import plan_header
+from vtp_plugin.plan.boundary.strategies import known_strategies as rules_module
+from vtp_plugin.plan.boundary.strategies.known_strategies import STRATEGIES, TransportRules
 from vtp_plugin.plan.boundary.strategies.leaders import plan_rank0
 from vtp_plugin.plan.boundary.strategies.slices import plan_divided, plan_sliced
-from vtp_plugin.plan.boundary.strategies.transport_rules import TransportRules
-from vtp_plugin.plan.layout.channel_id import Direction
-from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout, StageGrid
+from vtp_plugin.plan.layout.pipeline_layout import Direction, PipelineLayout, StageGrid
 from vtp_plugin.plan.layout.replica_map import DpMode
 from vtp_plugin.util.index_boxes import Box, intersect, subtract, volume
 
@@ -321,7 +326,7 @@ class TestRegistry:
             if isinstance(part, ast.Constant) and part.value in list(STRATEGIES)
         }
         # Words for people: what the rules choose, and which flag decides between slices and the leaders.
-        assert asking == {"vtp_plugin.plan.boundary.strategies.transport_rules", "vtp_plugin.cli.plan"}
+        assert asking == {"vtp_plugin.plan.boundary.strategies.known_strategies", "vtp_plugin.cli.plan"}
 
     def test_shapes_must_agree(self) -> None:
         for strategy in STRATEGIES.values():

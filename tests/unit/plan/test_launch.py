@@ -14,8 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.plan.launch.launch_commands import Launch
-from vtp_plugin.plan.launch.node_ranks import NodeRanks, fill_nodes, named_nodes, split_groups, usual_nodes
+from vtp_plugin.plan.launch.launch_commands import Launch, NodeRanks, fill_nodes, named_nodes, split_groups, usual_nodes
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout, RankOrder
 
 PROGRAM = ("-m", "vtp_plugin", "run", "SCRIPT", "FLAGS")

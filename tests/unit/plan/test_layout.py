@@ -14,11 +14,18 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.expected.group_order import GroupSpec, model_parallel_groups
 from vtp_plugin.errors import ConfigError, LayoutError
-from vtp_plugin.plan.layout.channel_id import ChannelId, Direction
-from vtp_plugin.plan.layout.describe import describe_layout, format_ranks
 from vtp_plugin.plan.layout.grids import ExpertGrid
-from vtp_plugin.plan.layout.groups import LayoutRankGenerator
-from vtp_plugin.plan.layout.pipeline_layout import Coord, PipelineLayout, RankOrder, StageGrid
+from vtp_plugin.plan.layout.pipeline_layout import (
+    ChannelId,
+    Coord,
+    Direction,
+    PipelineLayout,
+    RankOrder,
+    StageGrid,
+    describe_layout,
+    format_ranks,
+)
+from vtp_plugin.plan.layout.stage_grid import LayoutRankGenerator
 
 MEGATRON_ORDER = {RankOrder.STAGE_MAJOR: "tp-cp-ep-dp-pp", RankOrder.REPLICA_MAJOR: "tp-cp-ep-pp-dp"}
 # Every token that initialize_model_parallel and create_all_gather_groups ask for, and a few more.

@@ -6,14 +6,21 @@ from dataclasses import replace
 
 import pytest
 
-from vtp_plugin.plan.layout.chunks import Chunk, plain_chunks
 from vtp_plugin.plan.layout.grids import ExpertGrid, StageGrid
+from vtp_plugin.plan.layout.layer_lists import Chunk, plain_chunks
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
-from vtp_plugin.plan.memory.activations import kept_by_module, waiting_by_module
-from vtp_plugin.plan.memory.footprint import ChunkBytes, Footprint, Training, footprints
-from vtp_plugin.plan.memory.layer_sizes import Microbatch, Recompute, Routing, Sizes
-from vtp_plugin.plan.memory.overhead import overhead_bytes
-from vtp_plugin.plan.memory.parameters import Parameter, chunk_parameters
+from vtp_plugin.plan.memory.activation_rows import Microbatch, Recompute, Routing, Sizes
+from vtp_plugin.plan.memory.footprint import (
+    ChunkBytes,
+    Footprint,
+    Parameter,
+    Training,
+    chunk_parameters,
+    footprints,
+    kept_by_module,
+    overhead_bytes,
+    waiting_by_module,
+)
 from vtp_plugin.plan.model.gpt_model import Experts, GPTModel
 
 MODEL = GPTModel(

@@ -8,12 +8,10 @@ from typing import Any
 import pytest
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.plan.boundary.pipeline_boundaries import pipeline_boundaries
-from vtp_plugin.plan.layout.channel_id import Direction
-from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
+from vtp_plugin.plan.boundary.channel_spec import pipeline_boundaries
+from vtp_plugin.plan.layout.pipeline_layout import Direction, PipelineLayout
 from vtp_plugin.plan.layout.replica_map import DpMode, ReplicaMap
-from vtp_plugin.plan.schedule.order.messages import channels
-from vtp_plugin.plan.schedule.order.placement import place_workers
+from vtp_plugin.plan.schedule.order.actions import channels, place_workers
 from vtp_plugin.runtime.step.communicator import own_channels
 
 

@@ -11,7 +11,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.expected.of_megatron import hyper_comm_grid
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.plan.layout.rank_grid import RankGrid
+from vtp_plugin.plan.layout.stage_grid import RankGrid
 
 
 class ProcessGroupGrid(RankGrid[dist.ProcessGroup]):
@@ -38,7 +38,7 @@ class ProcessGroupGrid(RankGrid[dist.ProcessGroup]):
             backend: backend of the groups; None means the default group's.
 
         Raises:
-            ConfigError: see :class:`~vtp_plugin.plan.layout.rank_grid.RankGrid`.
+            ConfigError: see :class:`~vtp_plugin.plan.layout.stage_grid.RankGrid`.
             RuntimeError: torch.distributed is not initialised, or the grid is larger than the rest of the world.
         """
         if not dist.is_initialized():

@@ -14,12 +14,26 @@ from tests.expected.schedule_oracle import peak_posted
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.schedule.cost.costs import Costs, u_costs, uniform_costs
 from vtp_plugin.plan.schedule.cost.simulator import choose_lookahead, simulate
-from vtp_plugin.plan.schedule.make.generate import interleaved_one_f_one_b, one_f_one_b, plain_forward_only
-from vtp_plugin.plan.schedule.make.u_shape import reference_u_shape
-from vtp_plugin.plan.schedule.order.actions import Action, Op, format_actions, parse_action, parse_actions
+from vtp_plugin.plan.schedule.make.u_shape import (
+    interleaved_one_f_one_b,
+    one_f_one_b,
+    plain_forward_only,
+    reference_u_shape,
+)
+from vtp_plugin.plan.schedule.order.actions import (
+    Action,
+    Actions,
+    Op,
+    Placement,
+    Schedule,
+    format_actions,
+    interleaved_placement,
+    parse_action,
+    parse_actions,
+    plain_placement,
+    u_placement,
+)
 from vtp_plugin.plan.schedule.order.add_communication import lower
-from vtp_plugin.plan.schedule.order.placement import Placement, interleaved_placement, plain_placement, u_placement
-from vtp_plugin.plan.schedule.order.schedule import Actions, Schedule
 from vtp_plugin.plan.schedule.proof.check_schedule import check
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "u_shape_reference.json").read_text())

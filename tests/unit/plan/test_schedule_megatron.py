@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from tests.expected import schedule_oracle as oracle
-from vtp_plugin.plan.schedule.make.generate import interleaved_one_f_one_b, one_f_one_b
+from vtp_plugin.plan.schedule.make.u_shape import interleaved_one_f_one_b, one_f_one_b
 
 CASES = [
     (1, None, 3, 1),

@@ -12,18 +12,30 @@ import pytest
 
 from tests.expected import schedule_oracle as oracle
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.plan.layout.channel_id import ChannelId
-from vtp_plugin.plan.schedule.cost.costs import Costs, split_costs, u_costs, uniform_costs
-from vtp_plugin.plan.schedule.cost.microbatch_route import make_route
+from vtp_plugin.plan.layout.pipeline_layout import ChannelId
+from vtp_plugin.plan.schedule.cost.costs import (
+    Costs,
+    in_flight_needed,
+    lower_bound,
+    make_route,
+    split_costs,
+    u_costs,
+    uniform_costs,
+)
 from vtp_plugin.plan.schedule.cost.simulator import simulate
-from vtp_plugin.plan.schedule.cost.step_bounds import in_flight_needed, lower_bound
-from vtp_plugin.plan.schedule.make.generate import one_f_one_b, one_f_one_b_limits, plain_forward_only
-from vtp_plugin.plan.schedule.make.u_shape import plan_u_shape
-from vtp_plugin.plan.schedule.order.actions import Action, Op, parse_actions
+from vtp_plugin.plan.schedule.make.u_shape import one_f_one_b, one_f_one_b_limits, plain_forward_only, plan_u_shape
+from vtp_plugin.plan.schedule.order.actions import (
+    Action,
+    Op,
+    Placement,
+    Schedule,
+    channels,
+    interleaved_placement,
+    parse_actions,
+    plain_placement,
+    u_placement,
+)
 from vtp_plugin.plan.schedule.order.add_communication import lower
-from vtp_plugin.plan.schedule.order.messages import channels
-from vtp_plugin.plan.schedule.order.placement import Placement, interleaved_placement, plain_placement, u_placement
-from vtp_plugin.plan.schedule.order.schedule import Schedule
 from vtp_plugin.plan.schedule.proof.check_schedule import check
 from vtp_plugin.report.pictures.draw_timeline import chrome_trace, draw_svg, draw_text
 

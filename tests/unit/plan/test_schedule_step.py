@@ -13,16 +13,14 @@ from hypothesis import strategies as st
 
 from tests.expected import schedule_oracle as oracle
 from vtp_plugin.config import VtpConfig, merge
-from vtp_plugin.config.parse_values import parse_cost_words, parse_in_flight
+from vtp_plugin.config.flag import parse_cost_words, parse_in_flight
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.plan.schedule.cost.cost_text import combine_reports, format_costs, parse_costs
-from vtp_plugin.plan.schedule.cost.costs import Costs, u_costs
+from vtp_plugin.plan.schedule.cost.costs import Costs, combine_reports, format_costs, parse_costs, u_costs
 from vtp_plugin.plan.schedule.cost.simulator import simulate
-from vtp_plugin.plan.schedule.make.limits import check_in_flight, choose_limits
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
-from vtp_plugin.plan.schedule.make.u_shape import plan_u_shape
-from vtp_plugin.plan.schedule.order.actions import Op
-from vtp_plugin.plan.schedule.order.placement import (
+from vtp_plugin.plan.schedule.make.u_shape import check_in_flight, choose_limits, plan_u_shape
+from vtp_plugin.plan.schedule.order.actions import (
+    Op,
     Placement,
     interleaved_placement,
     num_rings,

@@ -9,10 +9,8 @@ import pytest
 
 from vtp_plugin.plan.schedule.cost.costs import u_costs
 from vtp_plugin.plan.schedule.make.u_shape import plan_u_shape, reference_u_shape
-from vtp_plugin.plan.schedule.order.actions import Action, Op
+from vtp_plugin.plan.schedule.order.actions import Action, Op, Schedule, started_by, wait_for
 from vtp_plugin.plan.schedule.order.add_communication import lower
-from vtp_plugin.plan.schedule.order.messages import started_by, wait_for
-from vtp_plugin.plan.schedule.order.schedule import Schedule
 
 ROOT = Path(__file__).resolve().parents[3]
 TABLE = (ROOT / "docs/development/u-shape-traps.md").read_text()

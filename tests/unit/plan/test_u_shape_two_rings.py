@@ -14,17 +14,20 @@ from tests.unit.plan.test_schedule_u_shape import all_schedules
 from vtp_plugin.cli.main import main
 from vtp_plugin.config import VtpConfig, read_keywords
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.host.rules.checks.edge_layers import check_u_layers
-from vtp_plugin.plan.schedule.cost.compiled import CompiledSchedule
-from vtp_plugin.plan.schedule.cost.cost_text import combine_reports, format_costs, parse_costs
-from vtp_plugin.plan.schedule.cost.costs import u_costs
-from vtp_plugin.plan.schedule.cost.microbatch_route import make_route
-from vtp_plugin.plan.schedule.cost.step_bounds import lower_bound
+from vtp_plugin.host.rules.checks.stage_layers import check_u_layers
+from vtp_plugin.plan.schedule.cost.costs import (
+    combine_reports,
+    format_costs,
+    lower_bound,
+    make_route,
+    parse_costs,
+    u_costs,
+)
+from vtp_plugin.plan.schedule.cost.simulator import CompiledSchedule
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
 from vtp_plugin.plan.schedule.make.u_shape import plan_u_shape
-from vtp_plugin.plan.schedule.order.actions import Op
+from vtp_plugin.plan.schedule.order.actions import Op, u_placement
 from vtp_plugin.plan.schedule.order.add_communication import lower
-from vtp_plugin.plan.schedule.order.placement import u_placement
 from vtp_plugin.plan.schedule.proof.check_schedule import check
 
 

@@ -12,11 +12,8 @@ import torch
 
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.platform import detect
-from vtp_plugin.platform.cpu import CpuPlatform
-from vtp_plugin.platform.cuda import CudaPlatform
-from vtp_plugin.platform.find_device import probe_npu
-from vtp_plugin.platform.interface import Platform
-from vtp_plugin.platform.npu import NpuPlatform, buffer_size_mb
+from vtp_plugin.platform.cpu import CpuPlatform, probe_npu
+from vtp_plugin.platform.interface import CudaPlatform, NpuPlatform, Platform, buffer_size_mb
 from vtp_plugin.util.undo import UndoStack
 
 has_cuda = torch.cuda.is_available()

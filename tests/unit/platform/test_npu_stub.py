@@ -34,7 +34,7 @@ HCCL_ALIAS = """
     from datetime import timedelta
     import torch
     import torch.distributed as dist
-    from vtp_plugin.platform.npu import NpuPlatform
+    from vtp_plugin.platform.interface import NpuPlatform
 
     rank = int(os.environ["RANK"])
 
@@ -96,7 +96,7 @@ def test_hccl_options_carry_the_buffer_size() -> None:
     run_code(
         """
         import sys, types
-        from vtp_plugin.platform.npu import NpuPlatform
+        from vtp_plugin.platform.interface import NpuPlatform
         class Options:
             pass
         bindings = types.ModuleType("torch_npu._C._distributed_c10d")
@@ -115,9 +115,9 @@ CHANNELS = (
     HCCL_ALIAS.partition("    def create(")[0]
     + """
     import sys, types
-    from vtp_plugin.plan.boundary.pipeline_boundaries import pipeline_boundaries
-    from vtp_plugin.plan.boundary.strategies.transport_rules import TransportRules
-    from vtp_plugin.plan.layout.channel_id import Direction
+    from vtp_plugin.plan.boundary.channel_spec import pipeline_boundaries
+    from vtp_plugin.plan.boundary.strategies.known_strategies import TransportRules
+    from vtp_plugin.plan.layout.pipeline_layout import Direction
     from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
     from vtp_plugin.runtime.step.communicator import open_channels
 
@@ -179,7 +179,7 @@ EVENTS = (
     HCCL_ALIAS.partition("    # No torch_npu, no HCCL options")[0]
     + """
     from vtp_plugin.runtime.health.monitor import Monitor
-    from vtp_plugin.runtime.comm.recorder import Recorder
+    from vtp_plugin.runtime.comm.work import Recorder
     from vtp_plugin.runtime.comm.work import TimedWaits
 
     log, passed = [], []

@@ -17,7 +17,7 @@ def house() -> House:
     [
         ("vtp_plugin/cli/search.py", ["tests/unit/cli/"], ["tests/multiproc/training/test_parity.py"]),
         (
-            "vtp_plugin/tune/fit/as_flags.py",
+            "vtp_plugin/tune/fit/fit_layout.py",
             ["tests/unit/elastic/test_join.py"],
             ["tests/multiproc/link/test_link_up.py"],
         ),

@@ -34,27 +34,27 @@ from vtp_plugin.plan.boundary.endpoint import Endpoint
 from vtp_plugin.plan.boundary.boundary_plan import Collective, CollectiveKind, Transfer
 from vtp_plugin.plan.boundary.strategies.leaders import plan_rank0
 from vtp_plugin.plan.boundary.strategies.slices import plan_sliced
-from vtp_plugin.plan.boundary.sharding import Sharding, replicated
+from vtp_plugin.plan.boundary.endpoint import Sharding, replicated
 from vtp_plugin.errors import VtpError
-from vtp_plugin.plan.layout.channel_id import ChannelId, Direction
+from vtp_plugin.plan.layout.pipeline_layout import ChannelId, Direction
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.runtime.comm.collectives import StageCollectives
-from vtp_plugin.runtime.comm.tensor_format import TensorFormat
+from vtp_plugin.runtime.comm.collectives import TensorFormat
 from vtp_plugin.runtime.step.communicator import PipelineCommunicator, open_channels
 from vtp_plugin.runtime.step.executor import Executor
-from vtp_plugin.runtime.comm.link import ChannelLink
-from vtp_plugin.runtime.comm.recorder import Recorder
+from vtp_plugin.runtime.comm.channel import ChannelLink
+from vtp_plugin.runtime.comm.work import Recorder
 from vtp_plugin.runtime.comm.work import TimedWaits
 from vtp_plugin.plan.schedule.cost.costs import uniform_costs
 from vtp_plugin.plan.schedule.cost.simulator import simulate
-from vtp_plugin.plan.schedule.make.generate import one_f_one_b
+from vtp_plugin.plan.schedule.make.u_shape import one_f_one_b
 from vtp_plugin.plan.schedule.order.add_communication import lower
 from vtp_plugin.plan.schedule.order.actions import parse_actions
-from vtp_plugin.plan.schedule.cost.microbatch_route import make_route
+from vtp_plugin.plan.schedule.cost.costs import make_route
 from vtp_plugin.plan.schedule.proof.check_schedule import require_valid as require_valid_order
-from vtp_plugin.plan.schedule.make.generate import plain_forward_only
-from vtp_plugin.plan.schedule.order.placement import plain_placement
+from vtp_plugin.plan.schedule.make.u_shape import plain_forward_only
+from vtp_plugin.plan.schedule.order.actions import plain_placement
 
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=3)
 platform = CpuPlatform("of the test")

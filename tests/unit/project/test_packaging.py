@@ -111,7 +111,7 @@ def test_wheel_states_name_version_and_requirements(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         [name] = [name for name in archive.namelist() if name.endswith(".dist-info/METADATA")]
         message = metadata.PathDistribution(zipfile.Path(archive, name.removesuffix("METADATA"))).metadata
-    [version] = re.findall(r'^__version__ = "(.+)"$', (ROOT / "vtp_plugin/util/version.py").read_text(), re.MULTILINE)
+    [version] = re.findall(r'^__version__ = "(.+)"$', (ROOT / "vtp_plugin/util/text.py").read_text(), re.MULTILINE)
     assert (message["Name"], message["Version"], message["Requires-Python"]) == ("vtp-plugin", version, "<3.14,>=3.10")
     assert (message["License-Expression"], message.get_all("License-File")) == ("Apache-2.0", ["LICENSE"])
     lines = message.get_all("Requires-Dist") or []

@@ -10,14 +10,13 @@ import pytest
 import torch
 
 from vtp_plugin.platform.cpu import CpuPlatform
-from vtp_plugin.report.trace.between_sites import RankPlace, SiteTraffic, traffic_between
-from vtp_plugin.report.trace.causes import Cause, Stretch
-from vtp_plugin.report.trace.explain import TimeShare, on_one_clock
-from vtp_plugin.report.trace.trace_files import Owner, owner_line, read_step, step_line
-from vtp_plugin.runtime.comm import tcp_counters
-from vtp_plugin.runtime.comm.recorder import Recorder
-from vtp_plugin.runtime.step import recorded
-from vtp_plugin.runtime.step.timing import StepSums
+from vtp_plugin.runtime.comm import work
+from vtp_plugin.runtime.comm.work import Recorder
+from vtp_plugin.runtime.step import step_times
+from vtp_plugin.runtime.step.step_times import StepSums
+from vtp_plugin.trace.explain import TimeShare, on_one_clock
+from vtp_plugin.trace.record import Cause, Owner, Stretch, owner_line, read_step, step_line
+from vtp_plugin.trace.sums import RankPlace, SiteTraffic, traffic_between
 from vtp_plugin.util.typed_json import read_typed
 
 THERE, BACK = "boundary 0->1, forward, microbatch 0", "boundary 0->1, backward, microbatch 0"
@@ -122,7 +121,7 @@ def test_ranks_of_one_namespace_count_once() -> None:
 def test_counted_bytes_survive_the_file() -> None:
     owner = Owner(run="a", rank=0, world_size=1, stage=0, worker=0, site="edge", network="x")
     assert owner_line(owner)["site"] == "edge" and "site" not in owner_line(replace(owner, site="", network=""))
-    step = recorded.RankStep(
+    step = step_times.RankStep(
         number=1, plan="p", start_s=0.0, end_s=9.0, stretches=STEP[0].stretches, num_resent=STEP[0].num_resent
     )
     read = read_step(json.loads(json.dumps(step_line(step))))
@@ -152,30 +151,30 @@ def test_bytes_are_counted_where_somebody_wants_to_know() -> None:
 def test_segments_that_were_sent_again_are_those_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     recorder = Recorder(CpuPlatform("of the test"))
     counts = iter([7, 12, None])
-    monkeypatch.setattr(recorded, "num_resent", lambda: next(counts))
-    step = recorded.begin_step(1, recorder)
+    monkeypatch.setattr(step_times, "num_resent", lambda: next(counts))
+    step = step_times.begin_step(1, recorder)
     step.finish(recorder)
     assert step.num_resent is None, "nobody counts in a run of one site"
     recorder.counts_traffic = True
-    step = recorded.begin_step(1, recorder)
+    step = step_times.begin_step(1, recorder)
     step.finish(recorder)
     assert step.num_resent == 5
-    step = recorded.begin_step(1, recorder)
+    step = step_times.begin_step(1, recorder)
     assert step.resent_before is None
 
 
 def test_the_kernel_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     file = tmp_path / "snmp"
     file.write_text("Tcp: RtoMin OutSegs RetransSegs\nTcp: 200 9 4\nUdp: InDatagrams\nUdp: 1\n")
-    monkeypatch.setattr(tcp_counters, "_COUNTERS", file)
-    assert tcp_counters.num_resent() == 4
+    monkeypatch.setattr(work, "_COUNTERS", file)
+    assert work.num_resent() == 4
     for text in ("", "Tcp: a\n", "Tcp: RetransSegs\nTcp: x\n", "Tcp: OutSegs\nTcp: 5\n"):
         file.write_text(text)
-        assert tcp_counters.num_resent() is None
+        assert work.num_resent() is None
     file.unlink()
-    assert tcp_counters.num_resent() is None
-    monkeypatch.setattr(tcp_counters, "_NAMESPACE", file)
-    assert tcp_counters.name_network() == ""
+    assert work.num_resent() is None
+    monkeypatch.setattr(work, "_NAMESPACE", file)
+    assert work.name_network() == ""
 
 
 def test_figures_have_names_for_writers() -> None:

@@ -11,10 +11,9 @@ import pytest
 
 from tests.rules.import_rules import ROOT
 from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan, CollectiveKind
-from vtp_plugin.plan.boundary.pipeline_boundaries import pipeline_boundaries
-from vtp_plugin.plan.boundary.strategies.transport_rules import TransportRules
-from vtp_plugin.plan.layout.channel_id import Direction
-from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout, RankOrder
+from vtp_plugin.plan.boundary.channel_spec import pipeline_boundaries
+from vtp_plugin.plan.boundary.strategies.known_strategies import TransportRules
+from vtp_plugin.plan.layout.pipeline_layout import Direction, PipelineLayout, RankOrder
 from vtp_plugin.plan.layout.replica_map import DpMode
 from vtp_plugin.report.pictures.draw_pipeline import draw_pipeline
 

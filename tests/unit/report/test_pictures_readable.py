@@ -13,12 +13,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.rules.import_rules import ROOT
-from vtp_plugin.plan.boundary.strategies.transport_rules import TransportRules
+from vtp_plugin.plan.boundary.strategies.known_strategies import TransportRules
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.plan.schedule.cost.costs import uniform_costs
 from vtp_plugin.plan.schedule.cost.simulator import simulate
-from vtp_plugin.plan.schedule.make.generate import one_f_one_b
-from vtp_plugin.plan.schedule.order.placement import plain_placement
+from vtp_plugin.plan.schedule.make.u_shape import one_f_one_b
+from vtp_plugin.plan.schedule.order.actions import plain_placement
 from vtp_plugin.report.pictures.draw_pipeline import draw_pipeline
 from vtp_plugin.report.pictures.draw_rows import Box, Group, draw_rows
 from vtp_plugin.report.pictures.draw_timeline import draw_svg

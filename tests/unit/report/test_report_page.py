@@ -13,7 +13,7 @@ import pytest
 from tests.support.made_traces import U_COSTS, U, files_of, schedule_of, slowed, write
 from tests.support.report_pages import COMMANDS, HOSTILE, MODEL, run_quietly, write_page_of
 from vtp_plugin.cli import main, plan, search, simulate, trace
-from vtp_plugin.cli.page_file import render
+from vtp_plugin.cli.pages import render
 from vtp_plugin.report.page.report_page import MemoryBar, MemorySection, PageTable, ReportPage
 
 GIB = 2**30

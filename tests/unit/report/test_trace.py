@@ -13,16 +13,15 @@ import torch.distributed as dist
 
 from vtp_plugin.errors import ConfigError, PeerError
 from vtp_plugin.plan.schedule.cost.costs import uniform_costs
-from vtp_plugin.plan.schedule.make.generate import one_f_one_b
+from vtp_plugin.plan.schedule.make.u_shape import one_f_one_b
 from vtp_plugin.platform.cpu import CpuPlatform
-from vtp_plugin.report.trace.causes import MEANINGS, Cause
-from vtp_plugin.report.trace.trace_files import Owner, Plan, read_files, trace_path
-from vtp_plugin.runtime.comm import recorder as recorder_module
-from vtp_plugin.runtime.comm.recorder import Recorder
-from vtp_plugin.runtime.health import clock
-from vtp_plugin.runtime.health.clock import ClockOffset, estimate_offset
-from vtp_plugin.runtime.health.line_file import LineFile
-from vtp_plugin.runtime.step.tracing import Tracing
+from vtp_plugin.runtime.comm import work as recorder_module
+from vtp_plugin.runtime.comm.work import Recorder
+from vtp_plugin.runtime.health import store as clock
+from vtp_plugin.runtime.health.redaction import LineFile
+from vtp_plugin.runtime.health.store import ClockOffset, estimate_offset
+from vtp_plugin.runtime.step.step_times import Tracing
+from vtp_plugin.trace.record import MEANINGS, Cause, Owner, Plan, read_files, trace_path
 
 
 class Clock:

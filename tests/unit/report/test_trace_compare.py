@@ -14,13 +14,20 @@ import pytest
 from tests.support.made_traces import U_COSTS, U, files_of, schedule_of, slowed, write
 from vtp_plugin.cli import main
 from vtp_plugin.plan.schedule.cost.costs import uniform_costs
-from vtp_plugin.plan.schedule.order.placement import plain_placement
-from vtp_plugin.report.trace.beside_plan import crossings_of, measured_costs
-from vtp_plugin.report.trace.causes import Cause, Stretch
-from vtp_plugin.report.trace.compare_steps import TracedStep, differences, explained, join_files, slower_by_itself
-from vtp_plugin.report.trace.explain import TimeShare, arrivals, explain, totals
-from vtp_plugin.report.trace.stage_times import stage_times
-from vtp_plugin.runtime.step.timing import StepSums
+from vtp_plugin.plan.schedule.order.actions import plain_placement
+from vtp_plugin.runtime.step.step_times import StepSums
+from vtp_plugin.trace.compare_steps import (
+    TracedStep,
+    crossings_of,
+    differences,
+    explained,
+    join_files,
+    measured_costs,
+    slower_by_itself,
+)
+from vtp_plugin.trace.explain import TimeShare, arrivals, explain, totals
+from vtp_plugin.trace.record import Cause, Stretch
+from vtp_plugin.trace.sums import stage_times
 from vtp_plugin.util.typed_json import read_typed
 
 

@@ -35,7 +35,7 @@ NOT_PLAYED: Mapping[str, str] = {
     f"{_HEALTH}/startup.py:_Check._post_missing": _PRESENCE,
     f"{_HEALTH}/startup.py:_Check._await_post.is_there": _PRESENCE,
     "vtp_plugin/elastic/cards.py:_cards.missing": _PRESENCE,
-    "vtp_plugin/link/probe.py:_answers": "one byte, which is not looked at",
+    "vtp_plugin/link/run_commands.py:_answers": "one byte, which is not looked at",
     "vtp_plugin/elastic/cards.py:try_card": "this rank's own process writes it",
     "vtp_plugin/elastic/join.py:join_run": "`the name of the run`",
     "vtp_plugin/session/ranks.py:AllRanks.name_run": "`the name of the run`",

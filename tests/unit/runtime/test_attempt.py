@@ -13,8 +13,7 @@ import torch.distributed as dist
 
 from tests.support.pace import pace
 from vtp_plugin.errors import PeerError
-from vtp_plugin.runtime.health.attempt import agree_on_attempt
-from vtp_plugin.runtime.health.meeting_store import open_own_store
+from vtp_plugin.runtime.health.meeting_store import agree_on_attempt, open_own_store
 from vtp_plugin.runtime.health.store import Topic, part_of
 
 HOST = "127.0.0.1"

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.plan.boundary.header import HeaderCodec
-from vtp_plugin.plan.boundary.message_kind import MESSAGE_FORMS, MessageKind
-from vtp_plugin.runtime.comm.audit import Audit, require_allowed
+from vtp_plugin.plan.boundary.message_kind import MESSAGE_FORMS, HeaderCodec, MessageKind
+from vtp_plugin.runtime.comm.transfers import Audit, require_allowed
 
 ACTIVATION = torch.zeros(8, 2, 4)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from tests.support.hosts import PYTHON_PATH
 from tests.support.pool import free_port
-from vtp_plugin.runtime.health.error_file import write_error_file
+from vtp_plugin.runtime.health.redaction import write_error_file
 
 
 def test_the_first_line_counts_and_a_consequence_is_later(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from vtp_plugin.runtime.step.grad_sync import GradSync
+from vtp_plugin.runtime.step.weight_gradients import GradSync
 
 # The order in which a stage with two chunks runs two microbatches: chunk, whether it is the chunk's last backward.
 BACKWARDS = [(1, False), (1, True), (0, False), (0, True)]

@@ -10,8 +10,8 @@ from contextlib import contextmanager
 
 import torch.distributed as dist
 
-from vtp_plugin.runtime.health.joint_work import Together
-from vtp_plugin.runtime.health.who_waits import COLLECTIVES
+from vtp_plugin.runtime.health.monitor import Together
+from vtp_plugin.runtime.health.position import COLLECTIVES
 
 LIMIT_S = 10.0
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from vtp_plugin.plan.schedule.make.generate import one_f_one_b
+from vtp_plugin.plan.schedule.make.u_shape import one_f_one_b
 from vtp_plugin.plan.schedule.order.actions import Action, parse_actions
 from vtp_plugin.plan.schedule.proof.check_schedule import check
 from vtp_plugin.runtime.step.executor import Executor

@@ -18,18 +18,15 @@ from tests.support.pace import pace
 from vtp_plugin.errors import PeerError
 from vtp_plugin.plan.schedule.cost.costs import Costs, uniform_costs
 from vtp_plugin.plan.schedule.cost.simulator import simulate
-from vtp_plugin.plan.schedule.make.generate import one_f_one_b
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
-from vtp_plugin.plan.schedule.order.actions import Action, parse_action
-from vtp_plugin.plan.schedule.order.placement import plain_placement, u_placement
-from vtp_plugin.plan.schedule.order.schedule import Schedule
+from vtp_plugin.plan.schedule.make.u_shape import one_f_one_b
+from vtp_plugin.plan.schedule.order.actions import Action, Schedule, parse_action, plain_placement, u_placement
 from vtp_plugin.platform.cpu import CpuPlatform
-from vtp_plugin.report.trace.causes import Cause
-from vtp_plugin.runtime.comm.recorder import Noted, Recorder, Stopwatch
+from vtp_plugin.runtime.comm.work import Noted, Recorder, Stopwatch
 from vtp_plugin.runtime.step.executor import Executor, Inputs
 from vtp_plugin.runtime.step.links import LinkId
-from vtp_plugin.runtime.step.measure import Report, report_computes, share_reports
-from vtp_plugin.runtime.step.step_times import StepTimes
+from vtp_plugin.runtime.step.step_times import Report, StepTimes, report_computes, share_reports
+from vtp_plugin.trace.record import Cause
 
 
 class Work:
@@ -155,7 +152,7 @@ class Clock:
         self.now_s = 0.0
         self.num_shared = 0
         self._others_ms = others_ms
-        monkeypatch.setattr("vtp_plugin.runtime.comm.recorder.time.perf_counter", lambda: self.now_s)
+        monkeypatch.setattr("vtp_plugin.runtime.comm.work.time.perf_counter", lambda: self.now_s)
 
     def share(self, own: Report, combine: Callable[[Sequence[Report]], str]) -> str:
         self.num_shared += 1

@@ -17,9 +17,8 @@ import torch.distributed as dist
 
 from tests.support.pace import pace
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.runtime.health.board import Board, Leaver, Notices
 from vtp_plugin.runtime.health.monitor import Monitor
-from vtp_plugin.runtime.health.store import connect_again
+from vtp_plugin.runtime.health.store import Board, Leaver, Notices, connect_again
 
 TIMEOUT_S = 2.0 * pace()
 PLACE = "boundary 0->1, forward, microbatch 3"

@@ -9,8 +9,8 @@ import torch
 
 from vtp_plugin.errors import ConfigError, PeerError
 from vtp_plugin.plan.boundary.message_kind import MessageKind
-from vtp_plugin.runtime.comm.audit import require_allowed
-from vtp_plugin.runtime.step.packed_rows import packed_rows, padded_ends
+from vtp_plugin.runtime.comm.transfers import require_allowed
+from vtp_plugin.runtime.step.companion_tensors import packed_rows, padded_ends
 
 
 @pytest.mark.parametrize("ends", [[[0, 3, 7]], [[0, 3, 7, 7, 7]], [[0, 0, 3, 3, 7]], [0, 7]])

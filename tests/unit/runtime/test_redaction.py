@@ -12,9 +12,9 @@ import pytest
 import torch.distributed as dist
 
 from vtp_plugin.config import VtpConfig, merge
-from vtp_plugin.config.parse_values import parse_size_list
+from vtp_plugin.config.flag import parse_size_list
 from vtp_plugin.errors import ConfigError, LayoutError, PeerError
-from vtp_plugin.runtime.comm.audit import Audit
+from vtp_plugin.runtime.comm.transfers import Audit
 from vtp_plugin.runtime.health.redaction import Redaction
 from vtp_plugin.runtime.health.startup import Agreement
 from vtp_plugin.runtime.health.store import Topic

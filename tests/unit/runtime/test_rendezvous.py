@@ -15,8 +15,7 @@ import torch.distributed as dist
 from tests.support.pace import pace
 from tests.support.pool import free_port
 from vtp_plugin.runtime.health import meeting_store
-from vtp_plugin.runtime.health.meeting_store import describe_listening
-from vtp_plugin.runtime.health.store_server import listening_address
+from vtp_plugin.runtime.health.meeting_store import describe_listening, listening_address
 
 # Opens the store as rank 0 does, attaches by env://, and says on which addresses this process listens.
 SOURCE = """

@@ -21,21 +21,17 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.pace import pace
-from vtp_plugin.elastic.cards import RankCard, settle_seats
-from vtp_plugin.elastic.outcome import Outcome
-from vtp_plugin.elastic.spare_rank import SpareRank
+from vtp_plugin.elastic.cards import Outcome, RankCard, settle_seats
+from vtp_plugin.elastic.join import SpareRank
 from vtp_plugin.errors import ConfigError, VtpError
 from vtp_plugin.runtime.health import waiting
-from vtp_plugin.runtime.health.attempt import agree_on_attempt
-from vtp_plugin.runtime.health.clock import estimate_offset
-from vtp_plugin.runtime.health.meeting_store import open_own_store
+from vtp_plugin.runtime.health.meeting_store import agree_on_attempt, open_own_store
 from vtp_plugin.runtime.health.monitor import Monitor
-from vtp_plugin.runtime.health.nodes import gather_node_sizes
 from vtp_plugin.runtime.health.redaction import Redaction
 from vtp_plugin.runtime.health.startup import Agreement
-from vtp_plugin.runtime.health.store import connect_again, name_run
-from vtp_plugin.runtime.step.measure import share_reports
-from vtp_plugin.tune.fit.chosen import Chosen
+from vtp_plugin.runtime.health.store import connect_again, estimate_offset, gather_node_sizes, name_run
+from vtp_plugin.runtime.step.step_times import share_reports
+from vtp_plugin.tune.fit.fit_layout import Chosen
 
 HOST, SIZE, SLOW = "127.0.0.1", 3, 1
 CALLS = ("set", "get", "add", "check", "wait", "compare_set", "delete_key")

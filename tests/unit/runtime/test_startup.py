@@ -18,10 +18,9 @@ import torch.distributed as dist
 from tests.support.pace import pace
 from vtp_plugin.errors import ConfigError, PeerError
 from vtp_plugin.runtime.health.meeting_store import open_store
-from vtp_plugin.runtime.health.nodes import gather_node_sizes
 from vtp_plugin.runtime.health.redaction import describe_error
 from vtp_plugin.runtime.health.startup import Agreement, _Check
-from vtp_plugin.runtime.health.store import connect_again
+from vtp_plugin.runtime.health.store import connect_again, gather_node_sizes
 from vtp_plugin.session.ranks import AllRanks
 
 HOST = "127.0.0.1"

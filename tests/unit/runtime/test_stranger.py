@@ -24,24 +24,26 @@ import torch.distributed as dist
 from tests.support.hosts import PYTHON_PATH, ROOT
 from tests.support.pace import pace
 from vtp_plugin.config import VtpConfig
-from vtp_plugin.elastic.cards import RankCard, settle_seats
+from vtp_plugin.elastic.cards import Outcome, RankCard, settle_seats
 from vtp_plugin.elastic.coordinator import Coordinator
-from vtp_plugin.elastic.outcome import Outcome
 from vtp_plugin.errors import ConfigError, PeerError
-from vtp_plugin.runtime.health.attempt import agree_on_attempt
-from vtp_plugin.runtime.health.board import Board
-from vtp_plugin.runtime.health.clock import estimate_offset
-from vtp_plugin.runtime.health.joint_work import Together
-from vtp_plugin.runtime.health.liveness_check import LivenessCheck
-from vtp_plugin.runtime.health.monitor import Monitor
-from vtp_plugin.runtime.health.nodes import gather_node_sizes
+from vtp_plugin.runtime.health.meeting_store import agree_on_attempt
+from vtp_plugin.runtime.health.monitor import LivenessCheck, Monitor, Together
 from vtp_plugin.runtime.health.redaction import Redaction
 from vtp_plugin.runtime.health.startup import Agreement
-from vtp_plugin.runtime.health.store import Round, Topic, connect_again, part_of
-from vtp_plugin.runtime.step.measure import Report, read_shared, share_reports
+from vtp_plugin.runtime.health.store import (
+    Board,
+    Round,
+    Topic,
+    connect_again,
+    estimate_offset,
+    gather_node_sizes,
+    part_of,
+)
+from vtp_plugin.runtime.step.step_times import Report, read_shared, share_reports
 from vtp_plugin.session.ranks import AllRanks
-from vtp_plugin.tune.fit.chosen import Chosen
 from vtp_plugin.tune.fit.constraints import Constraints
+from vtp_plugin.tune.fit.fit_layout import Chosen
 
 TIMEOUT_S = 2.0 * pace()
 HOST, SECRET = "127.0.0.1", "r-secret"
@@ -585,9 +587,9 @@ def test_every_read_of_the_store_is_in_a_module_that_checks() -> None:
     """No JSON is read elsewhere, and what a store gives is nowhere decoded."""
     reads = re.compile(r"json\.loads\(|\b(?:posts|_?part|_?store|nodes|topic|watched)\.get\(")
     allowed = {
-        "vtp_plugin/runtime/health/store_posts.py": 3,
-        "vtp_plugin/runtime/health/liveness_check.py": 1,  # splits it, and reads both parts by posts.py
-        "vtp_plugin/runtime/step/measure.py": 1,  # hands on JSON, which its callers read by posts.py
+        "vtp_plugin/runtime/health/store.py": 3,
+        "vtp_plugin/runtime/health/monitor.py": 1,  # splits it, and reads both parts by posts.py
+        "vtp_plugin/runtime/step/step_times.py": 1,  # hands on JSON, which its callers read by posts.py
         "patches/core/dist_checkpointing/serialization.py": 1,  # no store
     }
     found: dict[str, int] = {}

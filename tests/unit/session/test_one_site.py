@@ -12,12 +12,12 @@ import torch
 
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.platform.cpu import CpuPlatform
-from vtp_plugin.report.trace.causes import Cause
-from vtp_plugin.runtime.comm import tcp_counters
-from vtp_plugin.runtime.comm.recorder import Recorder
-from vtp_plugin.runtime.health.clock import ClockOffset
+from vtp_plugin.runtime.comm import work
+from vtp_plugin.runtime.comm.work import Recorder
+from vtp_plugin.runtime.health.store import ClockOffset
 from vtp_plugin.session import Session
-from vtp_plugin.session.start import Start
+from vtp_plugin.session.planned_run import Start
+from vtp_plugin.trace.record import Cause
 
 PLAIN = VtpConfig(size_list=(1, 2), timing=True)
 U_SHAPE = VtpConfig(size_list=(1, 2), timing=True, layerwise_disaggregated=True, num_layer_list=(1, 1, 2))
@@ -61,8 +61,8 @@ def test_one_site_records_nothing_of_sites(
     monkeypatch: pytest.MonkeyPatch, config: VtpConfig, sites: tuple[str, ...] | None
 ) -> None:
     # The kernel is not asked either: whoever reads these fails.
-    monkeypatch.setattr(tcp_counters, "_COUNTERS", None)
-    monkeypatch.setattr(tcp_counters, "_BOOT", None)
+    monkeypatch.setattr(work, "_COUNTERS", None)
+    monkeypatch.setattr(work, "_BOOT", None)
     line, is_asked = step_line(replace(config, sites=sites))
     assert not is_asked
     assert (line["site"], line["network"]) == ("", "") and "num_resent" not in line

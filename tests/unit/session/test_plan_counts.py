@@ -14,8 +14,8 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import vtp_plugin
 from vtp_plugin.plan.boundary import channel_spec
 from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan
-from vtp_plugin.plan.boundary.sharding import Sharding
-from vtp_plugin.plan.boundary.strategies.strategy import Strategy
+from vtp_plugin.plan.boundary.endpoint import Sharding
+from vtp_plugin.plan.boundary.strategies.known_strategies import Strategy
 
 
 @pytest.fixture(name="plans")

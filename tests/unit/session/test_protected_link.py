@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from vtp_plugin.config import VtpConfig
-from vtp_plugin.config.early_check import check_command_line
+from vtp_plugin.config.resolve import check_command_line
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.link import guard
 from vtp_plugin.link.guard import NCCL_BY_SOCKETS
 from vtp_plugin.runtime.health.startup import find_difference
-from vtp_plugin.session.protected_link import protected_link
-from vtp_plugin.session.startup_statement import state_request
+from vtp_plugin.session.edge_seed import protected_link
+from vtp_plugin.session.ranks import state_request
 
 ARGV = ("script.py", "--vtp-size-list", "1,2", "--vtp-sites", "edge,cloud")
 SITES = VtpConfig(size_list=(1, 2), sites=("edge", "cloud"))

@@ -11,8 +11,8 @@ from vtp_plugin.errors import PlanError
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.session import Pipeline, Session
-from vtp_plugin.session.applied_sets import AppliedSets
-from vtp_plugin.session.pipeline_plan import PipelinePlan, plan_module
+from vtp_plugin.session.planned_run import PipelinePlan, plan_module
+from vtp_plugin.session.session import AppliedSets
 
 CONFIG = VtpConfig(size_list=(1, 2))
 

@@ -8,11 +8,10 @@ from typing import Any
 import pytest
 
 from vtp_plugin.config import VtpConfig, flags_of_fields
-from vtp_plugin.config.declare_field import declare
-from vtp_plugin.config.flag import ComparisonRule, Flag, FlagGroup
+from vtp_plugin.config.flag import ComparisonRule, Flag, FlagGroup, declare
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.runtime.health.startup import find_difference
-from vtp_plugin.session.startup_statement import state_request, state_run
+from vtp_plugin.session.ranks import state_request, state_run
 
 LAYOUT = PipelineLayout.from_sizes((1, 2), world_size=3)
 U_SHAPED: dict[str, Any] = {"layerwise_disaggregated": True}

@@ -10,21 +10,17 @@ from typing import Any
 import pytest
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.plan.layout.chunks import Chunk, plain_chunks
+from vtp_plugin.plan.layout.layer_lists import Chunk, plain_chunks
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
+from vtp_plugin.plan.memory.activation_rows import Microbatch, Routing
 from vtp_plugin.plan.memory.footprint import Training, footprints
-from vtp_plugin.plan.memory.layer_sizes import Microbatch, Routing
 from vtp_plugin.plan.model.gpt_model import Experts, GPTModel
-from vtp_plugin.tune.cluster.durations import speed_of
-from vtp_plugin.tune.cluster.machines import Card, Links, Time
-from vtp_plugin.tune.cluster.read_cluster import parse_cluster, read_cluster
-from vtp_plugin.tune.cluster.shares import Batch
-from vtp_plugin.tune.cluster.speed import Link
-from vtp_plugin.tune.cluster.stage_memory import HeldPart, StageMemory
-from vtp_plugin.tune.cluster.toml_table import Table
+from vtp_plugin.tune.cluster.machines import Card, Links, Table, Time
+from vtp_plugin.tune.cluster.read_cluster import HeldPart, StageMemory, parse_cluster, read_cluster, speed_of
+from vtp_plugin.tune.cluster.speed import Batch, Link
 from vtp_plugin.tune.search.evaluate import virtual_stages
-from vtp_plugin.tune.search.memory_check import held_bytes_of
 from vtp_plugin.tune.search.problem import StageType
+from vtp_plugin.tune.search.stage_cost import held_bytes_of
 
 
 def _chunk(start: int, end: int, *, is_first: bool = False, is_last: bool = False) -> Chunk:

@@ -13,11 +13,9 @@ import pytest
 from vtp_plugin.cli.main import main
 from vtp_plugin.errors import ConfigError, ShortageError
 from vtp_plugin.tune.cluster.machines import Node
-from vtp_plugin.tune.cluster.stage_memory import HeldPart
-from vtp_plugin.tune.fit.available_cards import in_order
+from vtp_plugin.tune.cluster.read_cluster import HeldPart
 from vtp_plugin.tune.fit.constraints import Constraints
-from vtp_plugin.tune.fit.fit_layout import fit
-from vtp_plugin.tune.fit.reasons import describe
+from vtp_plugin.tune.fit.fit_layout import describe, fit, in_order
 from vtp_plugin.tune.search.evaluate import Candidate
 
 MODEL = {

@@ -17,11 +17,17 @@ from tests.unit.tune.test_cluster import BATCH, MODEL, SHEET
 from vtp_plugin.cli.main import main
 from vtp_plugin.cli.profile import _lines_of_links, _quiet
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.platform.single_process import AloneGroup, alone_in_world
-from vtp_plugin.tune.cluster.durations import speed_of
+from vtp_plugin.platform.interface import AloneGroup, alone_in_world
 from vtp_plugin.tune.cluster.machines import Links, Origin, Time
-from vtp_plugin.tune.cluster.profile_files import check_origins, features, read_profile, write_links, write_profile
-from vtp_plugin.tune.cluster.read_cluster import read_cluster
+from vtp_plugin.tune.cluster.read_cluster import (
+    check_origins,
+    features,
+    read_cluster,
+    read_profile,
+    speed_of,
+    write_links,
+    write_profile,
+)
 from vtp_plugin.tune.cluster.speed import Link
 
 LAYER = Time(part="dense", tp=1, micro_batch_size=2, seq_length=16, forward_s=3.0, backward_s=6.0, weights_s=2.5)

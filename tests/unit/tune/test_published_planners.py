@@ -17,7 +17,7 @@ from benchmarks.published_plans import plan_of, read_plan, show_plan
 from benchmarks.published_quoted import CLUSTERS, QUOTED
 from benchmarks.published_richer import Richer
 from benchmarks.published_theirs import Theirs
-from vtp_plugin.tune.cluster.stage_memory import HeldPart
+from vtp_plugin.tune.cluster.read_cluster import HeldPart
 from vtp_plugin.tune.search.find_best import find_best
 from vtp_plugin.tune.search.problem import SearchProblem
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from vtp_plugin.util.own_command import own_command
+from vtp_plugin.util.text import own_command
 
 
 def test_the_script_is_named_where_it_is_on_the_path_and_of_this_environment(

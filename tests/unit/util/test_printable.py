@@ -12,11 +12,11 @@ import pytest
 
 from vtp_plugin.cli.main import main
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.plan.boundary.header import Bound, BridgeHeaderCodec, Expected
-from vtp_plugin.runtime.health.error_file import write_error_file
+from vtp_plugin.plan.boundary.message_kind import Bound, BridgeHeaderCodec, Expected
+from vtp_plugin.runtime.health.redaction import write_error_file
 from vtp_plugin.runtime.health.waiting import report
 from vtp_plugin.util import log
-from vtp_plugin.util.printable import MOST_CHARACTERS, one_line, plain
+from vtp_plugin.util.text import MOST_CHARACTERS, one_line, plain
 from vtp_plugin.util.typed_json import ShapeError, read_typed
 
 EVIL = "a\x1b]0;owned\x07\x1b[2J\x9b31m\u202eb\x00\u2028c"

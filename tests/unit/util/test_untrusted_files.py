@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from tests.rules.import_rules import ROOT
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.util.untrusted_files import inside, open_file, parse_json, problem_of, read_bytes, read_json, read_toml
+from vtp_plugin.util.typed_json import inside, open_file, parse_json, problem_of, read_bytes, read_json, read_toml
 
 FOLDERS = ("vtp_plugin", "patches", "examples", "scripts", "benchmarks", "tests")
 PRODUCT = ("vtp_plugin", "patches")
@@ -37,18 +37,18 @@ _OWN = {
     "tests/multiproc/checkpoint/test_saved_names.py": "an index that the test has made",
 }
 # Texts that other ranks of the run have put into its store, and files that have readers of their own.
-_STORE = ("runtime/health/", "elastic/", "runtime/step/", "report/trace/stage_times.py", "training/global_vars.py")
+_STORE = ("runtime/health/", "elastic/", "runtime/step/", "trace/sums.py", "training/global_vars.py")
 _MODELS = (
     "checkpoint/hf/",
-    "checkpoint/tools/safetensors_files.py",
+    "checkpoint/tools/writer.py",
     "checkpoint/tools/export_hf.py",
-    "checkpoint/save/folder_lock.py",
+    "checkpoint/save/saving.py",
 )
 _LOADERS = (
     *("pickle.load", "pickle.loads", "dill.load", "dill.loads", "joblib.load", "marshal.load", "marshal.loads"),
     *("yaml.load", "yaml.unsafe_load", "shelve.open", "torch.hub.load"),
 )
-_READERS = {"vtp_plugin/util/untrusted_files.py", "vtp_plugin/checkpoint/format/safe_pickle.py"}
+_READERS = {"vtp_plugin/util/typed_json.py", "vtp_plugin/checkpoint/format/safe_pickle.py"}
 
 
 def problems(source: str) -> Iterator[str]:

@@ -1,7 +1,8 @@
-"""The contents of a checkpoint by parameter: weights and optimizer states, in whatever format and layout."""
+"""What a checkpoint holds: its entries, their common parts and stored values."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -11,15 +12,10 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final
 
-from vtp_plugin.checkpoint.format.archive import load_object, tensors_inside
-from vtp_plugin.checkpoint.format.check_map import check_map
-from vtp_plugin.checkpoint.format.checkpoint_files import COMMON_FILE
-from vtp_plugin.checkpoint.format.entries import DamagedError, Extent
-from vtp_plugin.checkpoint.format.fill import Stored, boxes_between
-from vtp_plugin.checkpoint.format.index import Index, StoredTensor, read_index
-from vtp_plugin.checkpoint.format.infer_map import infer_map
-from vtp_plugin.checkpoint.format.map_file import MAP, load_map
-from vtp_plugin.checkpoint.format.optimizer_formats import (
+from vtp_plugin.checkpoint.format.checkpoint_files import COMMON_FILE, load_object, tensors_inside
+from vtp_plugin.checkpoint.format.index import DamagedError, Extent, Index, StoredTensor, read_index
+from vtp_plugin.checkpoint.format.infer_map import check_map, infer_map
+from vtp_plugin.checkpoint.format.resolver import (
     BY_BUCKET,
     BY_BUCKET_OLDER,
     BY_RANK,
@@ -28,10 +24,19 @@ from vtp_plugin.checkpoint.format.optimizer_formats import (
     TYPE,
     stored_optimizers,
 )
-from vtp_plugin.checkpoint.format.shard_map import Block, ShardSpec, StoredRange, Strided, row_major
-from vtp_plugin.checkpoint.format.stored_values import require_numbers, taking
-from vtp_plugin.errors import ConfigError, PlanError, refuse
-from vtp_plugin.util.index_boxes import Box, box_shape, whole_box
+from vtp_plugin.checkpoint.format.shard_map import (
+    MAP,
+    Block,
+    ShardSpec,
+    Stored,
+    StoredRange,
+    Strided,
+    boxes_between,
+    load_map,
+    row_major,
+)
+from vtp_plugin.errors import ConfigError, PlanError, VtpError, refuse
+from vtp_plugin.util.index_boxes import Box, box_shape, format_box, intersect, overlaps, volume, whole_box
 
 WEIGHT: Final = "weight"
 """The state that a parameter of the model is."""
@@ -347,3 +352,53 @@ def _inner(value: Any, name: str) -> Iterator[Any]:
             yield each
         else:
             yield from _inner(each, name)
+
+
+def pairs(a: Whole, b: Whole) -> tuple[list[tuple[Part, Part, Box]], str | None]:
+    """List the common boxes of two tensors, with the part of each that holds them; also say why they are not all."""
+    ours, theirs = a.parts(), b.parts()
+    parts = (*ours, *theirs)
+    found: list[tuple[Part, Part, Box]] = []
+    # A number has no dimension along which its parts could be sorted; it has one part.
+    for i, j in overlaps([part.box for part in parts]) if a.shape else ((0, 1),):
+        if (i < len(ours)) == (j < len(ours)):
+            return [], f"{format_box(parts[i].box)} is stored twice in {'A' if i < len(ours) else 'B'}"
+        common = intersect(parts[i].box, parts[j].box)
+        assert common is not None
+        found.append((parts[i], parts[j], common))
+    count, size = sum(volume(box) for _, _, box in found), math.prod(a.shape)
+    problem = None if count == size else f"only {count} of {size} elements are stored in both"
+    return sorted(found, key=lambda pair: (pair[0].extent.file, pair[0].extent.offset, pair[2])), problem
+
+
+_SIZES: Final = ("parallel_size", "vtp_size_list", "vtp_cp_list", "vtp_dp_list", "vtp_ep_list", "vtp_etp_list")
+_MAX_SIZE: Final = 1 << 24  # ranks
+
+
+@contextmanager
+def taking(folder: Path) -> Iterator[None]:
+    """Run code that relies on the values that Megatron stores in a checkpoint; if they are others, say so."""
+    try:
+        yield
+    except VtpError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        reason = ascii(f"{type(error).__name__}: {error}")[1:100]
+        raise ConfigError(
+            f"{folder} holds other values than Megatron stores ({reason}); nobody can read such a checkpoint; copy it "
+            "again, or take another one"
+        ) from error
+
+
+def require_numbers(arguments: Mapping[str, Any]) -> None:
+    """Check that sizes in stored arguments are numbers.
+
+    Raises:
+        ValueError: one is none.
+    """
+    for name, value in arguments.items():
+        if not isinstance(name, str) or not name.endswith(_SIZES) or value is None:
+            continue
+        values = value if name.endswith("_list") and isinstance(value, list | tuple) else [value]
+        if any(type(each) is not int or not 0 <= each <= _MAX_SIZE for each in values):
+            raise ValueError(f"{name} is no size")

@@ -1,4 +1,6 @@
-"""Which checkpoint Megatron loads. Its ``_load_base_checkpoint`` decides so; whoever foretells it asks here.
+"""Which checkpoint of a folder is loaded.
+
+Which checkpoint Megatron loads. Its ``_load_base_checkpoint`` decides so; whoever foretells it asks here.
 
 Megatron reads the tracker of a folder, and that of the folder for checkpoints that are not persistent. It loads the
 newer one, whatever ``--ckpt-step`` says, and the release where the tracker names one.
@@ -7,14 +9,49 @@ newer one, whatever ``--ckpt-step`` says, and the release where the tracker name
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.util.untrusted_files import read_bytes
+from vtp_plugin.util.typed_json import read_bytes
+
+FORM: Final = "distrib_optim_sharding_type"
+"""Where a checkpoint says in which form it holds it."""
+TYPE: Final = "param_state_sharding_type"
+"""Where each optimizer says so."""
+BY_BUCKET: Final = "dp_reshardable"
+"""Bucket by bucket, as it lies in memory: what Megatron does by itself from 0.15 on."""
+IN_MODEL_SPACE: Final = "fully_reshardable"
+"""Parameter by parameter, so that any layout can load it."""
+BY_BUCKET_OLDER: Final = "fully_sharded_bucket_space"
+"""The same with Megatron 0.12, with padding, which it does if it is asked to."""
+BY_BLOCK: Final = "fully_sharded_model_space"
+"""Parameter by parameter, each rank's block flat, on one grid for all: what Megatron 0.12 to 0.14 does by itself."""
+
+BY_RANK: Final = "dp_zero_gather_scatter"
+"""One object for each data-parallel group, with its buckets: Megatron 0.12 with ``--no-ckpt-fully-parallel-save``."""
+PLAIN: Final = "plain"
+"""Our word for an optimizer that is not distributed."""
+IN_BUCKETS: Final = (BY_BUCKET, BY_BUCKET_OLDER, BY_RANK)
+"""Forms that do not say which parameter lies where."""
+
+
+def stored_optimizers(common: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield what each optimizer of a chain, or the only one, says of itself; without one, nothing.
+
+    Args:
+        common: what all ranks share of a checkpoint.
+
+    >>> [each[TYPE] for each in stored_optimizers({"optimizer": {0: {TYPE: BY_BLOCK}, 1: {TYPE: BY_BLOCK}}})]
+    ['fully_sharded_model_space', 'fully_sharded_model_space']
+    """
+    stored = common.get("optimizer")
+    parts = (stored, *stored.values()) if isinstance(stored, dict) else ()
+    yield from (part for part in parts if isinstance(part, dict) and TYPE in part)
+
 
 TRACKER: Final = "latest_checkpointed_iteration.txt"
 """The name of the file that says which checkpoint of a folder is the newest."""
@@ -249,3 +286,66 @@ def asked_at_start(args: Any) -> Asked:
     pretrained, own = getattr(args, "pretrained_checkpoint", None), asked_by(args, args.load)
     has_own = args.load is not None and (own.folder is None or own.tracker(own.folder) is not None)
     return own if has_own or pretrained is None else asked_by(args, pretrained)
+
+
+def overruled(asked: Asked, *, takes_optimizer_of_tracker: bool = False) -> Iterator[str]:
+    """Say that Megatron loads something else than ``--ckpt-step`` names, if it does so.
+
+    Args:
+        asked: where the run looks.
+        takes_optimizer_of_tracker: whether Megatron takes the optimizer from the iteration that the tracker names.
+
+    Yields:
+        One line ``value; rule; way out``.
+
+    Raises:
+        ConfigError: a tracker is no regular file, or too long.
+    """
+    if (step := asked.step) is None or asked.folder is None:
+        return
+    found, tracker = asked.resolve(), asked.folder / TRACKER
+    folders = [*replace(asked, load_dir=asked.passed_over, kind=None).folders, *asked.folders]
+    wanted = [place for folder, _ in folders if (place := of_iteration(folder, str(step))).is_dir()]
+    is_beside = asked.passed_over is not None and wanted[:1] == [of_iteration(Path(asked.passed_over), str(step))]
+    if found is not None and found.name == str(step) and not is_beside:
+        if takes_optimizer_of_tracker and asked.tracker(asked.folder) != found.name:
+            yield (
+                f"--ckpt-step {step} with --ckpt-format torch and --use-distributed-optimizer; Megatron takes the "
+                f"optimizer of the iteration that {tracker} names; write {step} into it"
+            )
+        elif not asked.is_certain:
+            yield (
+                f"--ckpt-step {step} with --non-persistent-ckpt-type {asked.kind}; Megatron loads a non-persistent "
+                "checkpoint in its place if that is newer; leave --non-persistent-ckpt-type out"
+            )
+        return
+    if is_beside:
+        why = f"since {Path(asked.passed_over or '') / TRACKER} is missing"
+    elif found is not None and not found.is_persistent:
+        why = "which is newer and not persistent"
+    elif step <= 0:
+        why = "which takes 0 for none" if step == 0 else "since no step is below 0"
+    else:
+        why = f"since {tracker} says release"
+    loads = "nothing" if found is None else found.checkpoint
+    way = next(
+        (way for way, then in _ways_to_step(asked, step) if then.checkpoint in wanted[:1]), "leave --ckpt-step out"
+    )
+    yield f"--ckpt-step {step}; Megatron loads {loads} in its place, {why}; {way}"
+
+
+def _ways_to_step(asked: Asked, step: int) -> Iterator[tuple[str, Asked]]:
+    """Yield what may be done so that the checkpoint of a step is loaded, and what is asked then."""
+    named, others = str(step), asked.non_persistent
+    for folder in (asked.passed_over, asked.load_dir):
+        for place, _ in Asked(load_dir=folder).folders:
+            then = replace(asked, load_dir=folder, trackers={**asked.trackers, place: named})
+            yield f"write {step} into {place / TRACKER}", then
+            if others is not None:
+                yield f"move {others} away", replace(asked, trackers={**asked.trackers, others: None})
+                hidden = replace(then, trackers={**then.trackers, others: None})
+                yield f"write {step} into {place / TRACKER}, and move {others} away", hidden
+    if others is not None:
+        then = replace(asked, step=None, trackers={**asked.trackers, others: named})
+        yield f"write {step} into {others / TRACKER}, and leave --ckpt-step out", then
+        yield f"give --load {others}", replace(asked, load_dir=str(others))

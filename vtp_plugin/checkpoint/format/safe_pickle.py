@@ -4,7 +4,7 @@ A pickle names the functions and classes that make its objects, and an ordinary 
 becomes a :class:`PickledObject`, which only keeps the arguments. Nor can a few bytes use much memory or time: memo
 indices, long integers, and keys that take long to hash are refused.
 
-What torch and Megatron load themselves, with real objects, ``patches/core/dist_checkpointing/plain_objects.py`` guards.
+What torch and Megatron load themselves, with real objects, ``patches/core/dist_checkpointing/serialization.py`` guards.
 """
 
 from __future__ import annotations

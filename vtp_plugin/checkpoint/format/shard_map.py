@@ -1,18 +1,194 @@
-"""How a rank's shard is cut out of a whole parameter, and where it lies in what the distributed optimizer stores.
+"""How tensors are cut: shards, what fills them up, and the order of a model.
+
+Lists the parameters of a Megatron GPT model in the order in which a rank's model holds them, by stored name.
+
+The order is that of ``vtp_plugin/plan/model/gpt_model.py``. Transformer Engine's was read in its source
+(``LayerNormLinear`` holds its norm before its weight) and has not been run.
+
+How a rank's shard is cut out of a whole parameter, and where it lies in what the distributed optimizer stores.
 
 The distributed optimizer puts the parameters of a rank one after another into buckets, and stores each bucket as one
 flat tensor, in pieces: each data-parallel rank writes its share. A rank's parameter is a shard of a whole one, whose
 name and shape are the same in all layouts. Its blocks say which elements it has, and how they lie in the rank's memory.
+
+The map file: where each parameter lies in the buckets that the distributed optimizer has stored.
+
+It lies beside ``metadata.json`` and is written with the checkpoint. It holds names and shapes of the parameters once,
+then every bucket with its shards: which parameter, where, whether another rank holds the same, and its blocks.
+
+Plans the copies from stored pieces that fill what a rank of another layout needs, and proves them complete.
+
+A worked example. A weight of 4 rows and 3 columns was stored by two tensor-parallel ranks, two rows each, each in a
+bucket of its own, the second behind a bias of 2 elements. Two data-parallel ranks shared each bucket, so it lies in
+pieces. A rank of a layout that splits columns needs the last two columns of the weight. It gets them by four copies;
+each says how many elements it moves in every dimension:
+
+>>> from vtp_plugin.checkpoint.format.shard_map import Block, ShardSpec, Strided
+>>> def rows(start, stop):
+...     return ShardSpec(name="w", shape=(4, 3), blocks=(Block(((start, stop), (0, 3)), Strided(0, (3, 1))),))
+>>> bias = ShardSpec(name="b", shape=(2,), blocks=(Block(((0, 2),), Strided(0, (1,))),))
+>>> buckets = [
+...     Bucket("0", 6, (BucketEntry(rows(0, 2), 0),)),
+...     Bucket("1", 8, (BucketEntry(bias, 0), BucketEntry(rows(2, 4), 2))),
+... ]
+>>> places = [("0", 0, 4), ("0", 4, 2), ("1", 0, 2), ("1", 2, 2), ("1", 4, 4)]
+>>> pieces = [StoredRange(*place) for place in places]
+>>> stored = Stored(buckets, pieces)
+>>> columns = ShardSpec(name="w", shape=(4, 3), blocks=(Block(((0, 4), (1, 3)), Strided(0, (2, 1))),))
+>>> for copy in stored.fill(columns, 0, 8):
+...     print(copy.piece.key, copy.piece.offset, copy.shape, copy.source.offset, copy.target.offset)
+0 0 (1, 2) 1 0
+0 4 (1, 2) 0 2
+1 2 (1, 1) 1 4
+1 4 (1, 1) 0 5
+1 4 (1, 2) 2 6
 """
 
 from __future__ import annotations
 
+import json
 import math
+import re
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
+from pathlib import Path
+from typing import Any, Final
 
-from vtp_plugin.errors import PlanError
-from vtp_plugin.util.index_boxes import Box, box_shape
+from vtp_plugin.checkpoint.format.index import StoredTensor
+from vtp_plugin.errors import ConfigError, PlanError
+from vtp_plugin.plan.model.gpt_model import BEFORE_LAYERS, FINAL_NORM, LAYER, LAYERS, OUTPUT
+from vtp_plugin.util.index_boxes import Box, box_shape, intersect, overlaps, volume, whole_box
+from vtp_plugin.util.typed_json import MAX_INDEX_BYTES, count, read_json
+
+_SECTIONS: Final = (*(row.module for row in BEFORE_LAYERS), LAYERS, FINAL_NORM[0].module, OUTPUT.module)
+_EXPERTS: Final = "mlp.experts"
+_MODULES: Final = tuple(dict.fromkeys(_EXPERTS if row.is_routed else row.module for row in LAYER))
+_LEAVES: Final = ("layer_norm_weight", "layer_norm_bias", "weight", "bias", "gate_weight", "softmax_offset")
+# Local layers keep their norms beside what they come before, and store them as part of it.
+_STORED_AS: Final = {row.key.rpartition(".")[0]: row.module for row in LAYER if row.stored_as and not row.is_routed}
+_BUFFERS: Final = re.compile(r".*\.router\.(expert_bias|local_tokens_per_expert|qb_beta)")
+_LAYER: Final = re.compile(r"decoder\.layers\.(?:(\d+)\.)?(.+)")
+_EXPERT: Final = re.compile(r"mlp\.experts\.(?:experts\.)?(?:(\d+)\.)?(linear_fc[12])\.(weight|bias)")
+Order = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelParameter:
+    """A parameter of one layer, with the shard of every rank.
+
+    Attributes:
+        order: sort key of its position in the model.
+        shards: the shard of every tensor-parallel rank.
+        dtype: type of its weight.
+        expert: number of its expert; None if it belongs to none.
+    """
+
+    order: Order
+    shards: tuple[ShardSpec, ...]
+    dtype: str
+    expert: int | None = None
+
+
+def parameters_of(weights: Mapping[str, StoredTensor], arguments: Mapping[str, Any]) -> list[ModelParameter]:
+    """List the parameters of a model in its order.
+
+    Args:
+        weights: the stored weights, by name.
+        arguments: arguments of the run that stored them.
+
+    Raises:
+        PlanError: what a parameter is called, or how it is cut, is not known; the text says which.
+    """
+    found = [
+        parameter
+        for name, tensor in weights.items()
+        if not _BUFFERS.fullmatch(name)
+        for parameter in _parameters(name, tensor, arguments)
+    ]
+    return sorted(found, key=lambda parameter: parameter.order)
+
+
+def expert_ranks(arguments: Mapping[str, Any]) -> int:
+    """Return how many ranks share an expert.
+
+    >>> expert_ranks({"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": None})
+    2
+    """
+    return int(arguments.get("expert_tensor_parallel_size") or arguments["tensor_model_parallel_size"])
+
+
+def _parameters(name: str, tensor: StoredTensor, arguments: Mapping[str, Any]) -> Iterator[ModelParameter]:
+    """Yield the parameters stored under one name, whose first dimensions are layers, and experts in them."""
+    layer = _LAYER.fullmatch(name)
+    section = next((i for i, start in enumerate(_SECTIONS) if name.startswith(f"{start}.")), None)
+    if section is None:
+        raise PlanError(f"{name} is no parameter of a GPT model")
+    if layer is None:
+        numbers: tuple[int | None, ...] = (0,)
+        inner = name.removeprefix(_SECTIONS[section])
+    else:
+        numbers, inner = (None if layer.group(1) is None else int(layer.group(1)),), layer.group(2)
+    expert = _EXPERT.fullmatch(inner)
+    if expert is not None:
+        numbers = (*numbers, None if expert.group(1) is None else int(expert.group(1)))
+    num_prepended = numbers.count(None)
+    size = expert_ranks(arguments) if expert else arguments["tensor_model_parallel_size"]
+    by_numbers: defaultdict[tuple[int, ...], list[Box]] = defaultdict(list)
+    for box, _ in tensor.extents:
+        by_numbers[tuple(start for start, _ in box[:num_prepended])].append(box)
+    for prepended, boxes in by_numbers.items():
+        stored = iter(prepended)
+        own = [next(stored) if number is None else number for number in numbers]
+        is_gated = bool(arguments.get("swiglu")) and ".linear_fc1." in name and "layer_norm" not in name
+        yield ModelParameter(
+            order=(section, own[0], *_order_in_layer(name, inner, expert, own[-1], arguments)),
+            shards=tuple(_shards(name, tensor.shape, boxes, size, num_prepended, is_gated=is_gated)),
+            dtype=tensor.dtype,
+            expert=own[1] if expert else None,
+        )
+
+
+def _order_in_layer(
+    name: str, inner: str, expert: re.Match[str] | None, number: int, arguments: Mapping[str, Any]
+) -> Order:
+    module, _, leaf = inner.rpartition(".")
+    if leaf not in _LEAVES:
+        raise PlanError(f"{name} is no parameter of a GPT model")
+    if not module:  # of no layer
+        return (_LEAVES.index(leaf),)
+    if expert is not None:
+        layer, place = int(expert.group(2)[-1]), _LEAVES.index(leaf)
+        # Experts one after another, or all in one module.
+        is_grouped = bool(arguments.get("moe_grouped_gemm"))
+        inside = (layer, place, number) if is_grouped else (number, layer, place)
+        return (_MODULES.index(_EXPERTS), *inside)
+    if arguments.get("transformer_impl") == "local" and leaf.startswith("layer_norm_"):
+        module = _STORED_AS.get(module, module)
+    if module not in _MODULES:
+        raise PlanError(f"{name} is no parameter of a GPT model")
+    return (_MODULES.index(module), _LEAVES.index(leaf))
+
+
+def _shards(
+    name: str, shape: tuple[int, ...], boxes: list[Box], size: int, num_prepended: int, *, is_gated: bool
+) -> Iterator[ShardSpec]:
+    """Yield the shard of every rank: one box each, two for a gated layer, or the whole tensor for all."""
+    ordered = sorted(boxes)
+    num_halves = 2 if is_gated else 1
+    if len(ordered) not in (num_halves, num_halves * size):
+        raise PlanError(f"{name} is cut into {len(ordered)} by {size} ranks")
+    num_cuts = len(ordered) // num_halves
+    for rank in range(size):
+        own = [ordered[rank % num_cuts + half * num_cuts] for half in range(num_halves)]
+        sizes = [volume(box) for box in own]
+        blocks = tuple(
+            block_at(box, sum(sizes[:index]), (*(1,) * num_prepended, *row_major(box_shape(box[num_prepended:]))))
+            for index, box in enumerate(own)
+        )
+        yield ShardSpec(name=name, shape=shape, blocks=blocks, is_copy=rank >= num_cuts)
 
 
 def row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -171,3 +347,273 @@ class StoredRange:
     key: str
     offset: int
     numel: int
+
+
+MAP: Final = "vtp_optimizer_map.json"
+"""The name of the file."""
+_VERSION = 1
+_WAY_OUT = "copy it again, or load only the weights with --no-load-optim"
+
+
+def dump_map(buckets: Iterable[Bucket]) -> str:
+    """Write a map, one line for a bucket.
+
+    >>> block = Block(((0, 2), (0, 3)), Strided(0, (3, 1)))
+    >>> print(dump_map([Bucket("0", 8, (BucketEntry(ShardSpec(name="w", shape=(4, 3), blocks=(block,)), 2),))]))
+    {"version":1,"parameters":[["w",[4,3]]],"buckets":[
+    ["0",8,[[0,2,0,[[[[0,2],[0,3]]]]]]]
+    ]}
+    """
+    numbers: dict[tuple[str, tuple[int, ...]], int] = {}
+    rows: list[Any] = []
+    for bucket in buckets:
+        parts = [
+            (
+                numbers.setdefault((shard.name, shard.shape), len(numbers)),
+                part.offset,
+                int(shard.is_copy),
+                [_packed(block) for block in shard.blocks],
+            )
+            for part in bucket.parts
+            for shard in (part.shard,)
+        ]
+        rows.append((bucket.key, bucket.numel, parts))
+    lines = ",\n".join(map(_json, rows))
+    return f'{{"version":{_VERSION},"parameters":{_json(list(numbers))},"buckets":[\n{lines}\n]}}'
+
+
+def load_map(file: Path) -> tuple[Bucket, ...] | None:
+    """Read a map; None if there is none.
+
+    Raises:
+        ConfigError: it is damaged, or a newer version of the plugin wrote it.
+    """
+    try:
+        read = read_json(file, MAX_INDEX_BYTES)
+        if read["version"] == _VERSION:
+            parameters = [(str(name), _counts(shape)) for name, shape in read["parameters"]]
+            return tuple(_bucket(row, parameters) for row in read["buckets"])
+        version = int(read["version"])
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ConfigError(
+            f"{file} cannot be read ({error.strerror}); it says where the optimizer lies; {_WAY_OUT}"
+        ) from None
+    except (ValueError, TypeError, LookupError):
+        raise ConfigError(f"{file} is damaged; it says where the optimizer lies; {_WAY_OUT}") from None
+    raise ConfigError(
+        f"{file} is a map of version {version}, and this vtp_plugin reads version {_VERSION}; use the one that wrote "
+        "it, or load only the weights with --no-load-optim"
+    )
+
+
+def _bucket(row: Any, parameters: list[tuple[str, tuple[int, ...]]]) -> Bucket:
+    key, numel, parts = row
+    return Bucket(str(key), count(numel), tuple(_placed(part, parameters) for part in parts))
+
+
+def _placed(row: Any, parameters: list[tuple[str, tuple[int, ...]]]) -> BucketEntry:
+    number, offset, is_copy, blocks = row
+    name, shape = parameters[count(number)]
+    shard = ShardSpec(name=name, shape=shape, blocks=tuple(map(_unpacked, blocks)), is_copy=bool(is_copy))
+    return BucketEntry(shard, count(offset))
+
+
+def _packed(block: Block) -> list[Any]:
+    """Write a block, without its layout where that is a whole tensor without gaps."""
+    if block.strided == Strided(0, row_major(block.shape)):
+        return [block.box]
+    return [block.box, block.strided.offset, block.strided.strides]
+
+
+def _unpacked(row: Any) -> Block:
+    box = tuple((count(start), count(stop)) for start, stop in row[0])
+    strided = Strided(0, row_major(box_shape(box))) if len(row) == 1 else Strided(count(row[1]), _counts(row[2]))
+    return Block(box, strided)
+
+
+def _counts(values: Iterable[Any]) -> tuple[int, ...]:
+    return tuple(map(count, values))
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A box of elements that is copied from one stored piece.
+
+    Attributes:
+        box: the box, in coordinates of the whole parameter.
+        piece: the stored piece.
+        source: where the elements lie in the piece.
+        target: where they belong in the range that is filled.
+    """
+
+    box: Box
+    piece: StoredRange
+    source: Strided
+    target: Strided
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Number of elements in every dimension."""
+        return box_shape(self.box)
+
+
+class Stored:
+    """The stored optimizer of a checkpoint, by parameter.
+
+    Args:
+        buckets: all buckets of the checkpoint.
+        pieces: all of the buckets, in any order; of every bucket they leave no gap
+            (:func:`~vtp_plugin.checkpoint.format.infer_map.check_map`).
+
+    Attributes:
+        buckets: the buckets by their keys.
+    """
+
+    def __init__(self, buckets: Iterable[Bucket], pieces: Iterable[StoredRange]) -> None:
+        self.buckets = {bucket.key: bucket for bucket in buckets}
+        self._pieces: defaultdict[str, list[StoredRange]] = defaultdict(list)
+        for piece in sorted(pieces, key=lambda piece: piece.offset):
+            self._pieces[piece.key].append(piece)
+        self._places: defaultdict[str, list[tuple[str, BucketEntry]]] = defaultdict(list)
+        for bucket in self.buckets.values():
+            for part in bucket.parts:
+                if not part.shard.is_copy:
+                    self._places[part.shard.name].append((bucket.key, part))
+
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """Return the shape of a parameter; None if none is called so."""
+        return self._places[name][0][1].shard.shape if name in self._places else None
+
+    def fill(self, shard: ShardSpec, start: int, stop: int) -> tuple[Copy, ...]:
+        """Plan the copies that fill a range of a rank's part of a parameter.
+
+        Args:
+            shard: the rank's part of the parameter.
+            start: first element that is needed, in the order of the rank's memory.
+            stop: the element behind the last one.
+
+        Returns:
+            Copies that together give every element once; proved.
+        """
+        copies = tuple(copy for block in shard.blocks for copy in self._fill_block(shard.name, block, start, stop))
+        require_cover(shard, start, stop, copies)
+        return copies
+
+    def _fill_block(self, name: str, block: Block, start: int, stop: int) -> Iterator[Copy]:
+        for key, part in self._places.get(name, ()):
+            for source in part.shard.blocks:
+                common = intersect(block.box, source.box)
+                if common is None:
+                    continue
+                here = block.strided.at(common, block.box)
+                there = source.strided.at(common, source.box).moved(part.offset)
+                yield from self._cut_pieces(key, common, here, there, (start, stop))
+
+    def _cut_pieces(self, key: str, box: Box, here: Strided, there: Strided, wanted: tuple[int, int]) -> Iterator[Copy]:
+        """Yield a copy for each run of needed elements of a box that lies in one piece."""
+        shape = box_shape(box)
+        first, last = (count_below(here, shape, limit) for limit in wanted)
+        pieces = self._pieces[key]
+        index = max(bisect_right(pieces, there.offset, key=lambda piece: piece.offset) - 1, 0)
+        while first < last and index < len(pieces):
+            piece = pieces[index]
+            end = min(last, count_below(there, shape, piece.offset + piece.numel))
+            for inner in boxes_between(shape, first, end):
+                whole = whole_box(shape)
+                yield Copy(
+                    box=tuple((a + start, b + start) for (a, b), (start, _) in zip(inner, box, strict=True)),
+                    piece=piece,
+                    source=there.at(inner, whole).moved(-piece.offset),
+                    target=here.at(inner, whole).moved(-wanted[0]),
+                )
+            first, index = max(first, end), index + 1
+
+
+def count_below(strided: Strided, shape: tuple[int, ...], limit: int) -> int:
+    """Count the elements of a box that lie before a place in memory; they are its first ones.
+
+    >>> [count_below(Strided(10, (4, 1)), (3, 2), limit) for limit in (10, 11, 12, 14, 15, 99)]
+    [0, 1, 2, 2, 3, 6]
+    """
+    count, left = 0, limit - strided.offset
+    reach = sum((length - 1) * stride for length, stride in zip(shape, strided.strides, strict=True))
+    size = math.prod(shape)
+    for length, stride in zip(shape, strided.strides, strict=True):
+        size //= length
+        reach -= (length - 1) * stride
+        # Rows that lie before the limit with all they have; at most the next one has some elements there.
+        rows = length * (left > reach) if stride == 0 else min(max((left - reach - 1) // stride + 1, 0), length)
+        count += rows * size
+        if rows == length:
+            return count
+        left -= rows * stride
+    return count
+
+
+def boxes_between(shape: tuple[int, ...], first: int, last: int) -> Iterator[Box]:
+    """Yield boxes that hold the elements from one to before another, counted in the order of memory.
+
+    >>> list(boxes_between((3, 4), 2, 9))
+    [((0, 1), (2, 4)), ((1, 2), (0, 4)), ((2, 3), (0, 1))]
+    """
+    if first >= last:
+        return
+    if not shape:
+        yield ()
+        return
+    rest = shape[1:]
+    row_size = math.prod(rest)
+    (row, begin), (end_row, end) = divmod(first, row_size), divmod(last, row_size)
+    if begin:
+        stop = end if row == end_row else row_size
+        yield from (((row, row + 1), *box) for box in boxes_between(rest, begin, stop))
+        if row == end_row:
+            return
+        row += 1
+    if row < end_row:
+        yield ((row, end_row), *whole_box(rest))
+    if end:
+        yield from (((end_row, end_row + 1), *box) for box in boxes_between(rest, 0, end))
+
+
+def require_cover(shard: ShardSpec, start: int, stop: int, copies: tuple[Copy, ...]) -> None:
+    """Prove that copies give every element of a range once, each from inside its piece.
+
+    Raises:
+        PlanError: they do not.
+    """
+    what = f"{start}:{stop} of {shard.name}"
+    for copy in copies:
+        spans = (
+            (_span(copy.source, copy.shape), copy.piece.numel, "its piece"),
+            (_span(copy.target, copy.shape), stop - start, "the range"),
+        )
+        for (first, last), numel, where in spans:
+            if first < 0 or last >= numel:
+                raise PlanError(f"a copy of {what} leaves {where}: {copy}")
+        if not any(_puts(block, start, copy) for block in shard.blocks):
+            raise PlanError(f"a copy of {what} puts elements where others belong: {copy}")
+    if next(overlaps([copy.box for copy in copies]), None) is not None:
+        raise PlanError(f"copies of {what} give an element twice")
+    # What lies inside, and does not overlap, is all if it is as much.
+    if (found := sum(volume(copy.box) for copy in copies)) != stop - start:
+        raise PlanError(f"copies of {what} give {found} elements")
+
+
+def _puts(block: Block, start: int, copy: Copy) -> bool:
+    """Tell whether a copy puts a box where it lies in a block."""
+    if intersect(copy.box, block.box) != copy.box:
+        return False
+    return block.strided.at(copy.box, block.box).moved(-start) == copy.target
+
+
+def _span(strided: Strided, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Return the first and the last element of a box in memory."""
+    reach = sum((length - 1) * stride for length, stride in zip(shape, strided.strides, strict=True))
+    return strided.offset, strided.offset + reach

@@ -14,7 +14,7 @@ from vtp_plugin.checkpoint.hf.families.qwen3 import QWEN3
 from vtp_plugin.checkpoint.hf.families.qwen3_moe import QWEN3_MOE
 from vtp_plugin.checkpoint.hf.hf_model import HFModel
 from vtp_plugin.checkpoint.hf.tensor_rows import TensorRow
-from vtp_plugin.plan.model.gpt_parameters import OUTPUT
+from vtp_plugin.plan.model.gpt_model import OUTPUT
 
 FUSED_NAME: Final = ".mlp.experts.gate_up_proj"
 """How the name of a tensor ends that holds all experts of a layer."""

@@ -1,4 +1,6 @@
-"""Maps Hugging Face tensors to Megatron tensors: rows, and the shares that follow from them.
+"""Tensors of a published model: names, rows, and the files beside them.
+
+Maps Hugging Face tensors to Megatron tensors: rows, and the shares that follow from them.
 
 Nothing is computed on the way: every element of one side is an element of the other, so one list of shares serves both
 directions.
@@ -6,14 +8,22 @@ directions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import product
-from typing import Final
+from typing import Any, Final
 
-from vtp_plugin.checkpoint.hf.hf_model import HFModel
-from vtp_plugin.plan.model.gpt_model import GPTModel
-from vtp_plugin.plan.model.gpt_parameters import LAYERS, ParameterRow
+from vtp_plugin.checkpoint.hf.hf_model import HFModel, frequencies
+from vtp_plugin.plan.model.gpt_model import (
+    FINAL_NORM,
+    LAYERS,
+    OUTPUT,
+    WORD_EMBEDDING,
+    GPTModel,
+    ParameterRow,
+    parameter,
+)
 from vtp_plugin.util.index_boxes import Box, whole_box
 
 _STATELESS = ("word_embeddings", "router")
@@ -161,7 +171,7 @@ def hf_shapes(rows: tuple[TensorRow, ...], model: HFModel) -> dict[str, tuple[in
 def megatron_tensors(rows: tuple[TensorRow, ...], model: HFModel) -> Iterator[Tensor]:
     """Yield the Megatron tensors with their shares.
 
-    >>> from vtp_plugin.plan.model.gpt_parameters import parameter
+    >>> from vtp_plugin.plan.model.gpt_model import parameter
     >>> model = HFModel(family="llama", num_layers=1, hidden=4, heads=4, groups=2, kv_channels=1, ffn=8, vocab=16,
     ...     max_positions=64, epsilon=1e-5, rotary_base=10000)
     >>> qkv = TensorRow(hf_names=("q.{layer}", "k.{layer}", "v.{layer}"),
@@ -192,7 +202,7 @@ def empty_states(rows: tuple[TensorRow, ...], model: HFModel) -> Iterator[str]:
 
     A run asks for those of its kind of layers and passes over the others.
 
-    >>> from vtp_plugin.plan.model.gpt_parameters import parameter
+    >>> from vtp_plugin.plan.model.gpt_model import parameter
     >>> model = HFModel(family="llama", num_layers=2, hidden=4, heads=4, groups=2, kv_channels=1, ffn=8, vocab=16,
     ...     max_positions=64, epsilon=1e-5, rotary_base=10000)
     >>> row = TensorRow(hf_names=("o.{layer}",), parameter=parameter("self_attention.linear_proj.weight"))
@@ -216,3 +226,206 @@ def _leads(row: TensorRow, model: HFModel) -> Iterator[tuple[int, int]]:
     sizes = row.place.sizes(model)
     layers = range(sizes.num_layers if row.is_of_layers else 1)
     yield from product(layers, range(sizes.num_experts if row.is_of_experts else 1))
+
+
+_LAYER: Final = "model.layers.{layer}."
+_EXPERTS: Final = "mlp.experts.local_experts.{expert}"
+
+
+def layer_row(hf_names: tuple[str, ...], name: str, *, has_own_name: bool = False) -> TensorRow:
+    """Make a row of every layer, from names inside the layer: theirs, and that of Megatron's parameter."""
+    names = tuple(_LAYER + each for each in hf_names)
+    return TensorRow(hf_names=names, parameter=parameter(name), has_own_name=has_own_name)
+
+
+ENDS: Final = (
+    TensorRow(hf_names=("model.embed_tokens.weight",), parameter=WORD_EMBEDDING),
+    TensorRow(hf_names=("model.norm.weight",), parameter=FINAL_NORM[0]),
+    TensorRow(hf_names=("lm_head.weight",), parameter=OUTPUT),
+)
+ATTENTION: Final = (
+    layer_row(("input_layernorm.weight",), "input_layernorm.weight"),
+    layer_row(
+        ("self_attn.q_proj.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"),
+        "self_attention.linear_qkv.weight",
+    ),
+    layer_row(("self_attn.o_proj.weight",), "self_attention.linear_proj.weight"),
+)
+QKV_BIAS: Final = layer_row(
+    ("self_attn.q_proj.bias", "self_attn.k_proj.bias", "self_attn.v_proj.bias"), "self_attention.linear_qkv.bias"
+)
+QUERY_NORMS: Final = (
+    layer_row(("self_attn.q_norm.weight",), "self_attention.q_layernorm.weight"),
+    layer_row(("self_attn.k_norm.weight",), "self_attention.k_layernorm.weight"),
+)
+DENSE: Final = (
+    layer_row(("post_attention_layernorm.weight",), "pre_mlp_layernorm.weight"),
+    layer_row(("mlp.gate_proj.weight", "mlp.up_proj.weight"), "mlp.linear_fc1.weight"),
+    layer_row(("mlp.down_proj.weight",), "mlp.linear_fc2.weight"),
+)
+
+
+def experts(folder: str, gate: str, up: str, down: str) -> tuple[TensorRow, ...]:
+    """Return the rows of a layer of experts.
+
+    Args:
+        folder: name of the layer's feed-forward part, in Hugging Face's names.
+        gate: name of an expert's gate projection.
+        up: name of the projection that the gate is multiplied with.
+        down: name of the projection back.
+
+    >>> [row.megatron_keys[-1] for row in experts("mlp", "gate_proj", "up_proj", "down_proj")][:2]
+    ['decoder.layers.pre_mlp_layernorm.weight', 'decoder.layers.mlp.router.weight']
+    """
+    one = folder + ".experts.{expert}."
+    return (
+        # Local layers store the norm before experts as that of a dense layer; Transformer Engine's keep its name.
+        layer_row(("post_attention_layernorm.weight",), "pre_mlp_layernorm.weight", has_own_name=True),
+        layer_row((f"{folder}.gate.weight",), "mlp.router.weight"),
+        layer_row((f"{one}{gate}.weight", f"{one}{up}.weight"), f"{_EXPERTS}.linear_fc1.weight"),
+        layer_row((f"{one}{down}.weight",), f"{_EXPERTS}.linear_fc2.weight"),
+    )
+
+
+# As transformers 5 has them while it computes, also those of Mixtral. A file holds them so where its writer did not let
+# transformers take them apart.
+FUSED: Final = (
+    layer_row(("mlp.gate.weight",), "mlp.router.weight"),
+    layer_row(("mlp.experts.gate_up_proj",), f"{_EXPERTS}.linear_fc1.weight"),
+    layer_row(("mlp.experts.down_proj",), f"{_EXPERTS}.linear_fc2.weight"),
+)
+
+# Harmless fields that several families have, with the reason.
+UNUSED_WINDOW: Final = {
+    "sliding_window": "not used, since use_sliding_window is false",
+}
+ROUTER_LOSS: Final = {
+    "output_router_logits": "what transformers returns while it trains",
+    "router_aux_loss_coef": "a loss of training: --moe-aux-loss-coeff",
+}
+
+
+EMBEDDING: Final = "model.embed_tokens.weight"
+"""The tensor with the words."""
+HEAD: Final = "lm_head.weight"
+"""The tensor of the output layer."""
+_BASE: Final = "model."
+_OF_BASE: Final = ("embed_tokens.", "layers.", "norm.", "rotary_emb.")
+# As transformers calls the parts of a model that sees pictures, and as it writes them.
+_NESTED: Final = {"model.language_model.": _BASE, "model.visual.": "visual."}
+_FREQUENCIES: Final = "rotary_emb.inv_freq"
+# Relative and absolute, of half precision: enough to tell bases apart.
+_TOLERANCE: Final = (1e-2, 1e-7)
+
+
+def respelt(names: Collection[str], model: HFModel) -> dict[str, str]:
+    """Return the names of a model's class for those that a file has, as transformers finds them.
+
+    A file of the class without output layer has no ``model.`` before its names. Where the output layer is the
+    embedding, the file may hold it under either name. The language model beside a vision tower may be named as such.
+
+    >>> model = HFModel(family="llama", num_layers=1, hidden=4, heads=4, groups=2, kv_channels=1, ffn=8, vocab=16,
+    ...     max_positions=64, epsilon=1e-5, rotary_base=10000, is_tied=True)
+    >>> respelt(["lm_head.weight", "norm.weight"], model)
+    {'model.norm.weight': 'norm.weight', 'model.embed_tokens.weight': 'lm_head.weight'}
+    """
+    has_base = any(name.startswith(_BASE) for name in names)
+    found = {_BASE + name if name.startswith(_OF_BASE) and not has_base else name: name for name in names}
+    if model.vision is not None:
+        found = {_unnested(name): stored for name, stored in found.items()}
+    if model.is_tied and HEAD in found and EMBEDDING not in found:
+        found[EMBEDDING] = found.pop(HEAD)
+    return found
+
+
+def _unnested(name: str) -> str:
+    """Return the name that a tensor has in files for the one that it has in transformers' class."""
+    return next((short + name[len(long) :] for long, short in _NESTED.items() if name.startswith(long)), name)
+
+
+def is_frequencies(name: str) -> bool:
+    """Tell whether a tensor has the frequencies of positions, which transformers recomputes from the config."""
+    return name.endswith(_FREQUENCIES)
+
+
+def are_frequencies(values: Sequence[float], model: HFModel) -> bool:
+    """Tell whether frequencies are those that follow from a model's config."""
+    relative, absolute = _TOLERANCE
+    expected = frequencies(model.kv_channels, model.rotary_base, model.rope_factor or 1.0)
+    return len(values) == len(expected) and all(
+        math.isclose(found, wanted, rel_tol=relative, abs_tol=absolute)
+        for found, wanted in zip(values, expected, strict=True)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpertFields:
+    """Where a family's config says how many experts there are.
+
+    Attributes:
+        number: names of the field with the experts of a layer, the newest first.
+        ffn: name of the field with the inner size of an expert.
+        normalised: name of the field that says whether a token's weights add up to 1; None where they always do.
+    """
+
+    number: tuple[str, ...]
+    ffn: str
+    normalised: str | None = None
+
+    @property
+    def names(self) -> frozenset[str]:
+        """All of them, with that of the experts of a token."""
+        return frozenset({*self.number, self.ffn, "num_experts_per_tok"} | ({self.normalised} - {None}))  # type: ignore[operator]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VisionFields:
+    """What the fields of a family's ``vision_config`` mean.
+
+    Attributes:
+        defaults: what transformers takes for a field that a config leaves out.
+        read: fields that are carried over, and what becomes of them.
+        fixed: fields that change what is computed, with the values that MindSpeed-MM computes.
+        harmless: fields of it alone that change nothing, with the reason.
+        beside: fields beside it that are of pictures, and what becomes of them.
+        defaults_beside: what transformers takes for these.
+    """
+
+    defaults: Mapping[str, Any]
+    read: Mapping[str, str]
+    fixed: Mapping[str, tuple[Any, ...]]
+    harmless: Mapping[str, str]
+    beside: Mapping[str, str]
+    defaults_beside: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Family:
+    """Models that one class of transformers computes.
+
+    Attributes:
+        model_type: ``model_type`` in the config of its models.
+        architecture: name of the class.
+        rows: which Hugging Face tensors make which Megatron tensors.
+        defaults: what transformers takes for a field that a config leaves out.
+        fixed: fields of this family alone that change what is computed, with the values that Megatron computes; of a
+            list, of each entry.
+        harmless: fields of this family alone that change nothing, with the reason.
+        has_qkv_bias: queries, keys and values have biases.
+        has_query_norm: queries and keys have norms of their own.
+        experts: where the config speaks of experts; None of a dense family.
+        vision: where the config speaks of pictures; None of a family that sees none.
+        fused: rows that replace those with the same Megatron keys, where all experts of a layer lie in one tensor.
+    """
+
+    model_type: str
+    architecture: str
+    rows: tuple[TensorRow, ...]
+    defaults: Mapping[str, Any]
+    fixed: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    harmless: Mapping[str, str] = field(default_factory=dict)
+    has_qkv_bias: bool = False
+    has_query_norm: bool = False
+    experts: ExpertFields | None = None
+    vision: VisionFields | None = None
+    fused: tuple[TensorRow, ...] = ()

@@ -1,13 +1,19 @@
-"""Reads the distributed optimizer of a checkpoint into another layout, piece by piece, with torch's own reader."""
+"""The optimizer's state as it is stored, element by element, group by group."""
 
 from __future__ import annotations
 
 import io
+import itertools
+import math
+import mmap
 import pickle
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from enum import Enum
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, BinaryIO, Final, cast
 
 import torch
 from torch.distributed.checkpoint import DefaultLoadPlanner, StorageReader
@@ -15,12 +21,301 @@ from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from vtp_plugin.checkpoint.format.check_map import check_wanted
-from vtp_plugin.checkpoint.format.contents import Contents
-from vtp_plugin.checkpoint.format.fill import Copy
-from vtp_plugin.checkpoint.format.shard_map import Bucket, ShardSpec, Strided
-from vtp_plugin.checkpoint.format.untrusted import refused
+from vtp_plugin.checkpoint.format.checkpoint_files import Payload, find_payload, itemsize
+from vtp_plugin.checkpoint.format.contents import MASTER, Contents, Part, no_map, pairs
+from vtp_plugin.checkpoint.format.index import DamagedError, Extent, refused
+from vtp_plugin.checkpoint.format.infer_map import check_wanted
+from vtp_plugin.checkpoint.format.resolver import IN_BUCKETS
+from vtp_plugin.checkpoint.format.shard_map import Bucket, Copy, ShardSpec, Strided, boxes_between
+from vtp_plugin.checkpoint.save.atomic_dir import PART_BYTES
 from vtp_plugin.errors import ConfigError, refuse
+from vtp_plugin.util.index_boxes import Box, box_shape, format_box
+from vtp_plugin.util.typed_json import open_file
+
+
+def require_masters(contents: Contents, share: int = 0, num_shares: int = 1) -> None:
+    """Refuse an inferred map unless every master weight, rounded, equals its weight to the last bit.
+
+    Args:
+        contents: a checkpoint; one that has its map needs no proof.
+        share: number of this process's share of the proof, where several processes divide it.
+        num_shares: number of processes that divide the proof.
+
+    Raises:
+        ConfigError: the first parameter that does not fit is named.
+    """
+    if contents.form not in IN_BUCKETS or contents.has_map:
+        return
+    masters, weights = Elements(contents.folder), Elements(contents.folder)
+    own = itertools.islice(_slabs(contents), share, None, num_shares)
+    for name, of_master, of_weight, box in own:
+        dtypes = masters.dtype(of_master), weights.dtype(of_weight)
+        rounded = typed(masters.read(of_master, box), dtypes[0]).to(getattr(torch, dtypes[1]))
+        if not torch.equal(rounded.view(torch.uint8), weights.read(of_weight, box)):
+            raise no_map(contents.folder, f"{name} at {format_box(box)} is not its master weight, rounded")
+
+
+def _slabs(contents: Contents) -> Iterator[tuple[str, Part, Part, Box]]:
+    """Yield what to compare, always in the same order."""
+    weights = contents.weights()
+    for (state, name), master in contents.states().items():
+        if state != MASTER:
+            continue
+        common, problem = pairs(master, weights[name])
+        if problem is not None:
+            raise no_map(contents.folder, f"master weights and weights of {name} cannot be compared: {problem}")
+        for of_master, of_weight, box in common:
+            yield from ((name, of_master, of_weight, inner) for inner in slabs(box, "float32"))
+
+
+SLAB_BYTES = 8 << 20
+"""How much is read at once."""
+_PAYLOADS_KEPT = 4096
+
+
+def slabs(box: Box, dtype: str) -> Iterator[Box]:
+    """Cut a box into boxes that are small enough to be read at once.
+
+    >>> [*slabs(((1, 3), (0, 5)), "float32")]
+    [((1, 3), (0, 5))]
+    """
+    shape = box_shape(box)
+    count, limit = math.prod(shape), SLAB_BYTES // itemsize(dtype)
+    for first in range(0, count, limit):
+        for inner in boxes_between(shape, first, min(count, first + limit)):
+            yield tuple((a + start, b + start) for (a, b), (start, _) in zip(inner, box, strict=True))
+
+
+class Elements:
+    """Reads tensors of a checkpoint.
+
+    Args:
+        folder: folder of the checkpoint.
+
+    Attributes:
+        folder: folder of the checkpoint.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._file: tuple[str, mmap.mmap, torch.Tensor] | None = None
+        self._find = lru_cache(_PAYLOADS_KEPT)(self._find_payload)
+
+    def __repr__(self) -> str:
+        return f"<elements of {self.folder}>"
+
+    def dtype(self, part: Part) -> str:
+        """Return the type of the elements of a part."""
+        return self._find(part.extent).dtype
+
+    def read(self, part: Part, box: Box) -> torch.Tensor:
+        """Read a box of a whole parameter, out of a part that holds it.
+
+        Args:
+            part: the part.
+            box: a box inside that of the part, in coordinates of the whole parameter.
+
+        Returns:
+            The bytes of the elements, in the order of the whole.
+
+        Raises:
+            ConfigError: the file is broken.
+        """
+        payload = self._find(part.extent)
+        size = itemsize(payload.dtype)
+        strided, shape = part.strided.at(box, part.box), box_shape(box)
+        reach = sum((length - 1) * stride for length, stride in zip(shape, strided.strides, strict=True))
+        if strided.offset + reach >= math.prod(payload.shape):
+            raise self._broken(part.extent, "holds fewer elements than its index says")
+        mapped, data = self._mapped(part.extent.file)
+        begin = payload.offset + strided.offset * size
+        strides = (*(stride * size for stride in strided.strides), 1)
+        found = data.as_strided((*shape, size), strides, begin).reshape(-1).clone()
+        _forget(mapped, begin, begin + (reach + 1) * size)
+        return found
+
+    def _find_payload(self, extent: Extent) -> Payload:
+        try:
+            return find_payload(self.folder, extent)
+        except DamagedError as error:
+            raise self._broken(extent, str(error)) from None
+
+    def _broken(self, extent: Extent, problem: str) -> ConfigError:
+        file = self.folder / extent.file
+        return ConfigError(f"{file} {problem}; without it this checkpoint cannot be read; copy it again")
+
+    def _mapped(self, name: str) -> tuple[mmap.mmap, torch.Tensor]:
+        """Map a file into memory; only what is touched is read."""
+        if self._file is None or self._file[0] != name:
+            with open_file(self.folder / name) as file:
+                # A copy on write, since torch warns of memory that it may not write.
+                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+            self._file = name, mapped, torch.frombuffer(mapped, dtype=torch.uint8)
+        return self._file[1], self._file[2]
+
+
+def copy_bytes(folder: Path, extent: Extent, target: BinaryIO) -> None:
+    """Append bytes of a checkpoint's file to another file, whatever they are.
+
+    Raises:
+        ConfigError: there are fewer.
+    """
+    with open_file(folder / extent.file) as source:
+        source.seek(extent.offset)
+        left = extent.length or 0
+        while left:
+            data = source.read(min(left, PART_BYTES))
+            if not data:
+                raise ConfigError(
+                    f"{folder / extent.file} is cut off; without it this checkpoint cannot be read; copy it again"
+                )
+            target.write(data)
+            left -= len(data)
+
+
+def _forget(mapped: mmap.mmap, begin: int, end: int) -> None:
+    """Give back the memory of what was read; the system keeps it while it has room."""
+    start = begin - begin % mmap.PAGESIZE
+    mapped.madvise(mmap.MADV_DONTNEED, start, end - start)
+
+
+def typed(data: torch.Tensor, dtype: str) -> torch.Tensor:
+    """View bytes as elements of a type.
+
+    Raises:
+        ConfigError: this torch has no such type.
+    """
+    found = getattr(torch, dtype, None)
+    if not isinstance(found, torch.dtype):
+        raise ConfigError(f"elements have the type {dtype}; torch {torch.__version__} has none; use a newer torch")
+    return data.view(found)
+
+
+Group = Mapping[str, Any]
+"""A group of parameters of an optimizer: what it says of itself, by name."""
+
+RATES: Final = ("max_lr", "min_lr", "start_wd", "end_wd", "lr_mult")
+"""What the scheduler reads of a group, and flags may change at a resume."""
+_KINDS: Final = ("is_expert_parallel", "is_decoupled_lr", "default_config", "wd_mult", "optimizer")
+_MARKS: Final = (*RATES, *_KINDS)
+# What the scheduler computes before each step.
+_COMPUTED: Final = ("params", "lr", "weight_decay")
+
+
+class Rates(Enum):
+    """Whose rates a resumed run has."""
+
+    OWN = "--override-opt_param-scheduler"
+    STORED = "--use-checkpoint-opt_param-scheduler"
+    SAME = ""
+    """Neither is given: those of the run and of the checkpoint are to be the same."""
+
+
+def marks(group: Group) -> dict[str, Any]:
+    """Give what tells a group from others, under the names that it has: ``lr_mult`` may be ``pre_lr_mult``.
+
+    >>> marks({"max_lr": 1e-3, "pre_wd_mult": 0.0, "betas": (0.9, 0.95)})
+    {'max_lr': 0.001, 'pre_wd_mult': 0.0}
+    """
+    return {key: value for key, value in group.items() if key.removeprefix("pre_") in _MARKS}
+
+
+def rates_of(group: Group) -> dict[str, Any]:
+    """Give a group's rates.
+
+    >>> rates_of({"max_lr": 1e-3, "wd_mult": 0.0})
+    {'max_lr': 0.001}
+    """
+    return {key: value for key, value in group.items() if key.removeprefix("pre_") in RATES}
+
+
+def _values(group: Group, names: Iterable[str]) -> tuple[Hashable, ...]:
+    return tuple(group.get(name, group.get(f"pre_{name}")) for name in names)
+
+
+def _exactly(group: Group) -> Hashable:
+    return _values(group, _MARKS)
+
+
+def _by_kind(group: Group) -> Hashable:
+    return _values(group, (*_KINDS, "eps"))
+
+
+# Of --use-mup groups have an eps of their own; a run with other flags may have groups that the stored one had not.
+_LEVELS: Final[tuple[Callable[[Group], Hashable], ...]] = (
+    _exactly,
+    _by_kind,
+    lambda group: _values(group, _KINDS),
+    lambda group: _values(group, ("is_expert_parallel", "wd_mult")),
+    lambda group: _values(group, ("is_expert_parallel",)),
+)
+
+
+def are_found(own: Sequence[Group], stored: Sequence[Group], rates: Rates) -> bool:
+    """Tell whether each group of a run surely has its counterpart among stored ones, so that no more need be read."""
+    key = _by_kind if rates is Rates.OWN else _exactly
+    return {*map(key, own)} <= {*map(key, stored)}
+
+
+def counterparts(where: str, own: Sequence[Group], stored: Sequence[Group], rates: Rates) -> list[Group]:
+    """Find for each group of a run the stored one that trained its parameters.
+
+    Args:
+        where: the checkpoint, for errors.
+        own: groups of this run.
+        stored: groups of the checkpoint, in any order.
+        rates: whose rates count. With the run's own, groups that differ in nothing else need not be told apart.
+
+    Raises:
+        ConfigError: a group has none, or it cannot be told which.
+
+    >>> stored = [{"wd_mult": 1.0, "max_lr": 1e-3}, {"wd_mult": 0.0, "max_lr": 1e-3}]
+    >>> own = [{"wd_mult": 0.0, "max_lr": 5e-4}, {"wd_mult": 1.0, "max_lr": 5e-4}]
+    >>> [group["wd_mult"] for group in counterparts("iter_2", own, stored, Rates.OWN)]
+    [0.0, 1.0]
+    """
+    return [_counterpart(where, place, group, stored, rates) for place, group in enumerate(own)]
+
+
+def _counterpart(where: str, place: int, group: Group, stored: Sequence[Group], rates: Rates) -> Group:
+    for level in _LEVELS:
+        found = [other for other in stored if level(other) == level(group)]
+        if not found:
+            continue
+        if level is _exactly:
+            # Megatron 0.12 knows groups by their place.
+            return stored[place] if place < len(stored) and level(stored[place]) == level(group) else found[0]
+        left_out = {*_COMPUTED, *_MARKS} - ({*RATES} if rates is Rates.STORED else set())
+        kept = [{key: value for key, value in other.items() if key not in left_out} for other in found]
+        if any(other != kept[0] for other in kept):
+            raise ConfigError(
+                f"{where}: {len(found)} groups of parameters fit the one with {_shown(group)}, and differ in more than "
+                f"the rates that {Rates.OWN.value} sets; use the options of the run that was saved, or load only the "
+                "weights with --no-load-optim"
+            )
+        return found[0]
+    raise ConfigError(
+        f"{where}: no parameters were trained with {_shown(group)}; this run trains some so; use the options of "
+        "the run that was saved, or load only the weights with --no-load-optim"
+    )
+
+
+def _shown(group: Group) -> str:
+    return ", ".join(f"{name} {value}" for name, value in marks(group).items() if value is not None)
+
+
+def difference(own: Sequence[Group], stored: Sequence[Group]) -> str:
+    """Say the first rate in which groups differ from their counterparts; empty where they have the same.
+
+    >>> difference([{"max_lr": 5e-4}], [{"max_lr": 1e-3}])
+    'max_lr 0.0005, in the checkpoint 0.001'
+    """
+    for group, other in zip(own, stored, strict=True):
+        for name in RATES:
+            (here,), (there,) = _values(group, (name,)), _values(other, (name,))
+            if here != there:
+                return f"{name} {here}, in the checkpoint {there}"
+    return ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,9 @@ from typing import Final
 
 import torch
 
-from vtp_plugin.checkpoint.format.archive import itemsize
-from vtp_plugin.checkpoint.format.common_parts import pairs
-from vtp_plugin.checkpoint.format.contents import MASTER, WEIGHT, Contents, Part, Whole
-from vtp_plugin.checkpoint.load.elements import Elements, slabs, typed
+from vtp_plugin.checkpoint.format.checkpoint_files import itemsize
+from vtp_plugin.checkpoint.format.contents import MASTER, WEIGHT, Contents, Part, Whole, pairs
+from vtp_plugin.checkpoint.load.stored_optimizer import Elements, slabs, typed
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.util.index_boxes import Box
 

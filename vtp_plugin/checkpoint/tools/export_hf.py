@@ -12,43 +12,52 @@ from typing import Any, Final
 
 import torch
 
-from vtp_plugin.checkpoint.format.archive import itemsize
+from vtp_plugin.checkpoint.format.checkpoint_files import itemsize
 from vtp_plugin.checkpoint.format.contents import Contents, Part, Whole
 from vtp_plugin.checkpoint.format.safe_pickle import PickledObject
 from vtp_plugin.checkpoint.format.shard_map import Strided
 from vtp_plugin.checkpoint.hf.all_families import rows_of
-from vtp_plugin.checkpoint.hf.hf_model import HFModel, expected_settings
-from vtp_plugin.checkpoint.hf.import_note import (
+from vtp_plugin.checkpoint.hf.hf_model import (
     CARRIED,
     NOTE,
     Contradiction,
+    HFModel,
     Note,
     contradictions,
+    expected_settings,
     flat_entries,
     how_to_go_on,
     origin_of,
     read_note,
 )
-from vtp_plugin.checkpoint.hf.read_config import read_config, read_model
-from vtp_plugin.checkpoint.hf.side_files import CONFIG, carried_files, copy_carried
+from vtp_plugin.checkpoint.hf.read_config import (
+    CONFIG,
+    carried_files,
+    copy_carried,
+    known_words,
+    read_config,
+    read_model,
+)
 from vtp_plugin.checkpoint.hf.tensor_rows import Tensor, TensorShare, hf_shapes, megatron_tensors
-from vtp_plugin.checkpoint.hf.tokenizer_size import known_words
-from vtp_plugin.checkpoint.load.elements import Elements
+from vtp_plugin.checkpoint.load.stored_optimizer import Elements
 from vtp_plugin.checkpoint.save.atomic_dir import InParts
-from vtp_plugin.checkpoint.tools.safetensors_files import (
-    INDEX,
+from vtp_plugin.checkpoint.tools.writer import (
+    HF_INDEX,
     NewTensor,
+    are_equal,
+    cut_pieces,
     index_text,
     is_writable,
     known_types,
     plan_files,
+    read_box,
+    require_new,
     write_header,
+    written_beside,
 )
-from vtp_plugin.checkpoint.tools.staging import require_new, written_beside
-from vtp_plugin.checkpoint.tools.writer import are_equal, cut_pieces, read_box
 from vtp_plugin.errors import ConfigError, refuse
-from vtp_plugin.plan.model.gpt_parameters import WORD_EMBEDDING
-from vtp_plugin.util.untrusted_files import read_json
+from vtp_plugin.plan.model.gpt_model import WORD_EMBEDDING
+from vtp_plugin.util.typed_json import read_json
 
 # Tokenizers that do not look at --vocab-size.
 _OWN_WORDS: Final = (
@@ -358,7 +367,7 @@ def write_export(plan: Export, target: Path, on_written: Callable[[int], None]) 
                         InParts(file).write(data)
                         on_written(len(data))
         if len(plan.files) > 1:
-            (part / INDEX).write_text(index_text(plan.files))
+            (part / HF_INDEX).write_text(index_text(plan.files))
         copy_carried(plan.like, part)
         _set_dtype(part / CONFIG, plan.places["model.embed_tokens.weight"][0][1].dtype)
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from vtp_plugin.checkpoint.format.archive import DamagedError, Extent, tensors_inside
+from vtp_plugin.checkpoint.format.checkpoint_files import DamagedError, Extent, tensors_inside
 from vtp_plugin.checkpoint.format.resolver import TRACKER, read_tracker
 from vtp_plugin.errors import ConfigError
 

@@ -13,20 +13,18 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from vtp_plugin.checkpoint.format.archive import itemsize
-from vtp_plugin.checkpoint.format.checkpoint_files import problem_of_config
+from vtp_plugin.checkpoint.format.checkpoint_files import itemsize, problem_of_config
 from vtp_plugin.checkpoint.format.contents import MASTER, Contents, Whole
 from vtp_plugin.checkpoint.format.index import INDEX
-from vtp_plugin.checkpoint.format.map_file import MAP
-from vtp_plugin.checkpoint.format.optimizer_formats import BY_BLOCK
-from vtp_plugin.checkpoint.format.shard_map import Strided, row_major
-from vtp_plugin.checkpoint.hf.import_note import ASIDE, NOTE
-from vtp_plugin.checkpoint.load.elements import Elements
-from vtp_plugin.checkpoint.tools.reshardable import is_kept, rewritten_common
+from vtp_plugin.checkpoint.format.resolver import BY_BLOCK
+from vtp_plugin.checkpoint.format.shard_map import MAP, Strided, row_major
+from vtp_plugin.checkpoint.hf.hf_model import ASIDE, NOTE
+from vtp_plugin.checkpoint.load.stored_optimizer import Elements
+from vtp_plugin.checkpoint.tools.verify import is_kept, rewritten_common
 from vtp_plugin.checkpoint.tools.writer import Ending, NewPiece, PieceWriter, cut_pieces
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.util.index_boxes import Box, intersect, volume, whole_box
-from vtp_plugin.util.untrusted_files import MAX_INDEX_BYTES, problem_of, read_bytes
+from vtp_plugin.util.typed_json import MAX_INDEX_BYTES, problem_of, read_bytes
 
 
 def reshard(contents: Contents, target: Path, form: str | None) -> tuple[PieceWriter, Ending]:

@@ -17,10 +17,22 @@ Words:
 
 from __future__ import annotations
 
-from vtp_plugin.host.patching.applied_patches import AppliedPatches, unreached
-from vtp_plugin.host.patching.declarations import Declared, Replacement, Writes, Written, declared, replaces, subclasses
-from vtp_plugin.host.patching.engine import apply_records, rebuild
-from vtp_plugin.host.patching.record import AnyRecord, PatchRecord, PatchStatus, Record, WriteRecord, format_status
+from vtp_plugin.host.patching.engine import AppliedPatches, apply_records, rebuild, unreached
+from vtp_plugin.host.patching.record import (
+    AnyRecord,
+    Declared,
+    PatchRecord,
+    PatchStatus,
+    Record,
+    Replacement,
+    WriteRecord,
+    Writes,
+    Written,
+    declared,
+    format_status,
+    replaces,
+    subclasses,
+)
 
 __all__ = [
     "AnyRecord",

@@ -17,9 +17,8 @@ from typing import Any
 
 from packaging.version import Version
 
-from vtp_plugin.host.patching.objects import functions
-from vtp_plugin.host.patching.record import resolve_target
-from vtp_plugin.util.untrusted_files import read_json
+from vtp_plugin.host.patching.record import functions, resolve_target
+from vtp_plugin.util.typed_json import read_json
 
 Pins = Mapping[str, Mapping[str, str]]
 """Version -> target -> digest."""

@@ -1,19 +1,169 @@
-"""What to change (:class:`PatchRecord`, :class:`WriteRecord`), where it is (:class:`Target`), and how it went."""
+"""Patch records: what they replace, how they are declared, the slots that they find.
+
+Records as they are declared beside the code that uses them: data that can be listed without a session.
+
+:func:`replaces` and :func:`subclasses` stand above a function, a :class:`Written` is a name of the module, or in a
+dictionary that is.
+:func:`declared` lists what a module declares; :meth:`Declared.bound` makes of it what the engine applies.
+"""
 
 from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
-from types import ModuleType
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from types import FunctionType, ModuleType
+from typing import Any, Final, TypeVar
 
 from vtp_plugin.errors import PatchError
 from vtp_plugin.host.versions import SUPPORTED, check_range, is_in
 from vtp_plugin.util.undo import ABSENT, Item, Name, Slot, UndoStack, namespace
+
+
+@dataclass(frozen=True, slots=True)
+class Default:
+    """The default of an argument that may be given by position; the others are entries of ``__kwdefaults__``.
+
+    >>> def call(f=len): ...
+    >>> Default(call, 0).put(max)
+    >>> call.__defaults__, Default(call, 1).get() is ABSENT
+    ((<built-in function max>,), True)
+    """
+
+    function: Any
+    index: int
+
+    @property
+    def key(self) -> tuple[int, object]:
+        """As of every place."""
+        return id(self.function), self.index
+
+    def get(self) -> object:
+        """As of every place."""
+        return _item(self.function.__defaults__ or (), self.index)
+
+    def put(self, value: Any) -> None:
+        """As of every place."""
+        self.function.__defaults__ = _with_item(self.function.__defaults__ or (), self.index, value)
+
+
+@dataclass(frozen=True, slots=True)
+class PartialPart:
+    """The function (index 0) or a positional argument (from 1 on) of a :func:`functools.partial`.
+
+    >>> call = functools.partial(len, len, key=len)
+    >>> PartialPart(call, 0).put(max)
+    >>> PartialPart(call, 1).put(min)
+    >>> call
+    functools.partial(<built-in function max>, <built-in function min>, key=<built-in function len>)
+    """
+
+    partial: functools.partial[Any]
+    index: int
+
+    @property
+    def key(self) -> tuple[int, object]:
+        """As of every place."""
+        return id(self.partial), self.index
+
+    def get(self) -> object:
+        """As of every place."""
+        return _item((self.partial.func, *self.partial.args), self.index)
+
+    def put(self, value: Any) -> None:
+        """As of every place."""
+        function, *args = _with_item((self.partial.func, *self.partial.args), self.index, value)
+        # Its fields are read-only, but it can be unpickled in place.
+        state = function, tuple(args), self.partial.keywords, vars(self.partial)
+        self.partial.__setstate__(state)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _item(items: tuple[Any, ...], index: int) -> object:
+    return items[index] if index < len(items) else ABSENT
+
+
+def _with_item(items: tuple[Any, ...], index: int, value: Any) -> tuple[Any, ...]:
+    return (*items[:index], value, *items[index + 1 :])
+
+
+MARKER: Final = "__vtp_record__"
+"""Attribute of every replacement (of a property: of its accessors); holds the id of its record."""
+
+# These packages do not patch the host: the host decorates its functions with them.
+_DECORATOR_LIBRARIES: Final = sys.stdlib_module_names | {"torch", "typing_extensions"}
+
+
+def functions(value: Any) -> list[Any]:
+    """Return what a raw attribute runs: the function inside a descriptor, the accessors of a property, or itself."""
+    if isinstance(value, property):
+        return [accessor for accessor in (value.fget, value.fset, value.fdel) if accessor is not None]
+    return [value.__func__] if isinstance(value, staticmethod | classmethod) else [value]
+
+
+def attributes(obj: Any) -> Mapping[str, Any]:
+    """Return the attributes of an object itself; of a class without inherited ones, of a proxy those behind it."""
+    return getattr(obj, "__dict__", {})
+
+
+def chain(value: Any) -> Iterator[Any]:
+    """Yield the functions of a raw attribute and everything below them along `__wrapped__`, outermost first."""
+    for link in functions(value):
+        seen: set[int] = set()
+        while link is not None and id(link) not in seen:
+            seen.add(id(link))
+            yield link
+            link = attributes(link).get("__wrapped__")
+
+
+def foreign_wrapper(target: Target, is_own: Callable[[str], bool]) -> str:
+    """Name the module of another package that wrapped the target, or return an empty string.
+
+    functools.wraps copies `__module__`, so the module whose globals the code runs with counts as well.
+
+    Args:
+        target: The patched attribute.
+        is_own: Tells whether a module is part of the package that is patched.
+    """
+    if isinstance(target.defined_in, type) and not is_own(target.defined_in.__module__):
+        return ""  # inherited from another package as it is
+    for link in chain(target.value):
+        for home in (getattr(link, "__module__", None), _code_home(link)):
+            if isinstance(home, str) and not is_own(home) and home.partition(".")[0] not in _DECORATOR_LIBRARIES:
+                return home
+    return ""
+
+
+def _code_home(obj: Any) -> str | None:
+    """Return the module in which a Python function was written, whatever its `__module__` says."""
+    return obj.__globals__.get("__name__") if isinstance(obj, FunctionType) else None
+
+
+def wrong_kind(old: object, new: object) -> str | None:
+    """Say what is wrong with a replacement, or return None when it can stand in for the original."""
+    if new is old:
+        return "the original itself"
+    if isinstance(old, property):
+        changed = isinstance(new, property) and any(all(n is not o for o in functions(old)) for n in functions(new))
+        return None if changed else "no property with a new accessor"
+    if isinstance(old, type):
+        return None if isinstance(new, type) else "no class in place of a class"
+    if not callable(new) or isinstance(new, staticmethod | classmethod):
+        return f"a {type(new).__name__} instead of a plain function"
+    return None
+
+
+def describe(obj: Any) -> str:
+    """Name an object and the module in which it was written, for messages."""
+    function = next(iter(functions(obj)), obj)
+    home = _code_home(function) or getattr(function, "__module__", None) or type(function).__module__
+    return f"{home}.{getattr(function, '__qualname__', type(function).__qualname__)}"
+
 
 _DOTTED = r"[A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*"
 AnyRecord = TypeVar("AnyRecord", bound="Record")
@@ -312,3 +462,142 @@ def _find(owner: ModuleType | type, name: str) -> tuple[Any, ModuleType | type]:
 
 def _name_of(owner: ModuleType | type) -> str:
     return f"class {owner.__qualname__}" if isinstance(owner, type) else f"module {owner.__name__}"
+
+
+_MARK = "__vtp_declared__"
+_ORIGINAL = "original"
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Declared(Record):
+    """One change of another package, as it is declared.
+
+    Attributes:
+        when: the moment at which it applies; what moments there are is up to those who choose.
+    """
+
+    when: str
+
+    def bound(self, given: Mapping[str, Any]) -> Record:
+        """Return the record that can be applied.
+
+        Args:
+            given: what replacements ask for, by name.
+        """
+        raise NotImplementedError
+
+    def _common(self) -> dict[str, Any]:
+        return {item.name: getattr(self, item.name) for item in fields(Record)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replacement(Declared):
+    """A :class:`~vtp_plugin.host.patching.record.PatchRecord` as it is declared.
+
+    Attributes:
+        needs: names of what its function asks for: of its parameters before ``original``.
+        make: gets what the function asks for, and returns the record's ``build``.
+    """
+
+    needs: tuple[str, ...]
+    make: Callable[..., Callable[[Any], Any]]
+
+    def bound(self, given: Mapping[str, Any]) -> PatchRecord:
+        """As of every declaration; the function is bound to what it asks for."""
+        return PatchRecord(build=self.make(*(given[name] for name in self.needs)), **self._common())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written(Declared):
+    """A :class:`~vtp_plugin.host.patching.record.WriteRecord` as it is declared; :class:`Writes` writes it."""
+
+    def bound(self, given: Mapping[str, Any]) -> WriteRecord:
+        """As of every declaration; `given` has the ``writes`` by which it is written."""
+        return given["writes"].add(WriteRecord(**self._common()))
+
+
+class Writes:
+    """The names that may be written, by their declarations: ``writes[_LIMIT].put(5)``."""
+
+    def __init__(self) -> None:
+        self._records: dict[str, WriteRecord] = {}
+
+    def __getitem__(self, declared: Written) -> WriteRecord:
+        return self._records[declared.id]
+
+    def add(self, record: WriteRecord) -> WriteRecord:
+        """Let a name be written from now on, and return its record."""
+        return self._records.setdefault(record.id, record)
+
+    def undo(self, declared: Iterable[Written]) -> None:
+        """Put back what was there before; of a name that this host does not need nothing was written."""
+        for name in declared:
+            if name.id in self._records:
+                self._records[name.id].undo()
+
+
+def replaces(target: str = "", **record: Any) -> Callable[[Function], Function]:
+    """Declare that a function runs in place of one of the host's.
+
+    Args:
+        target: target of the record.
+        record: its other attributes, as of :class:`Replacement`.
+
+    The function asks for what it needs by the names of its parameters before ``original``. Several declarations may
+    stand above one function.
+
+    >>> @replaces("host.state:setup", id="X1", when="always", why="...", remove_when="never")
+    ... def shout(end, original, text):
+    ...     return original(text) + end
+    >>> (record,) = declared_by(shout)
+    >>> record.id, record.needs, record.bound({"end": "!"}).build(str.upper)("hi")
+    ('X1', ('end',), 'HI!')
+    """
+    return _declare(target, record, partial(partial, wrap_with))
+
+
+def subclasses(target: str = "", **record: Any) -> Callable[[Function], Function]:
+    """Declare that a function makes a subclass that stands in place of a class of the host's.
+
+    Args:
+        target: target of the record.
+        record: its other attributes, as of :class:`Replacement`.
+
+    The function gets the class as ``original``, and what it needs before it.
+    """
+    return _declare(target, record, partial(partial, partial))
+
+
+def _declare(
+    target: str, record: Mapping[str, Any], make: Callable[[Callable[..., Any]], Callable[..., Any]]
+) -> Callable[[Function], Function]:
+    def declare(function: Function) -> Function:
+        names = list(inspect.signature(function).parameters)
+        needs = tuple(names[: names.index(_ORIGINAL)])
+        found = Replacement(target=target, needs=needs, make=make(function), **record)
+        setattr(function, _MARK, (found, *declared_by(function)))
+        return function
+
+    return declare
+
+
+def declared_by(function: Callable[..., Any]) -> tuple[Replacement, ...]:
+    """Return what a function is declared to replace, from top to bottom."""
+    return getattr(function, _MARK, ())
+
+
+def declared(module: ModuleType) -> tuple[Declared, ...]:
+    """List what a module declares, in the order of the file: its replacements, then what they write."""
+
+    def found() -> Iterator[Declared]:
+        for value in namespace(module).values():
+            if isinstance(value, Written):
+                yield value
+            elif isinstance(value, dict):
+                yield from (item for item in value.values() if isinstance(item, Written))
+            elif isinstance(value, FunctionType) and value.__module__ == module.__name__:
+                yield from declared_by(value)
+
+    return tuple(sorted(found(), key=lambda record: isinstance(record, Written)))

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from vtp_plugin.host.rules.checks.batch import check_batches
+from vtp_plugin.host.rules.checks.batch import check_batches, check_packed
 from vtp_plugin.host.rules.checks.divisibility import check_sizes
-from vtp_plugin.host.rules.checks.layer_file import check_layer_file
-from vtp_plugin.host.rules.checks.packed import check_packed
-from vtp_plugin.host.rules.context import OptionContext
-from vtp_plugin.host.rules.table.check_options import check_options
+from vtp_plugin.host.rules.checks.stage_layers import check_layer_file
+from vtp_plugin.host.rules.rule import OptionContext
+from vtp_plugin.host.rules.table.rows import check_options
 from vtp_plugin.plan.layout.replica_map import ReplicaMap
 
 

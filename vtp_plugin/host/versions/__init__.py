@@ -11,12 +11,19 @@ Words:
 
 from __future__ import annotations
 
-from vtp_plugin.host.versions.capability import Capability
 from vtp_plugin.host.versions.find import Package, find_host, find_megatron, find_torch, problems_of
-from vtp_plugin.host.versions.known_versions import HOSTS, SUPPORTED
-from vtp_plugin.host.versions.lookup import capability, family_of, host_named, untried
-from vtp_plugin.host.versions.megatron_family import MegatronFamily
-from vtp_plugin.host.versions.ranges import check_range, is_in
+from vtp_plugin.host.versions.known_versions import (
+    HOSTS,
+    SUPPORTED,
+    Capability,
+    MegatronFamily,
+    capability,
+    check_range,
+    family_of,
+    host_named,
+    is_in,
+    untried,
+)
 
 __all__ = [
     "HOSTS",

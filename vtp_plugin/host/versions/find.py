@@ -16,9 +16,7 @@ from pathlib import Path
 from packaging.version import VERSION_PATTERN, Version
 
 from vtp_plugin.errors import PatchError
-from vtp_plugin.host.versions.known_versions import HOSTS
-from vtp_plugin.host.versions.lookup import family_of
-from vtp_plugin.host.versions.megatron_family import MegatronFamily
+from vtp_plugin.host.versions.known_versions import HOSTS, MegatronFamily, family_of
 
 _OLDEST_TORCH = "2.6"
 _TORCH_WAY_OUT = "run: pip install 'torch>=2.6,<3' (for an NPU, the version that your torch_npu names)"

@@ -19,13 +19,9 @@ from dataclasses import dataclass, replace
 
 from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.plan.boundary.boundary_plan import NO_COLLECTIVE, BoundaryPlan, Transfer
-from vtp_plugin.plan.boundary.bridge_endpoint import BridgeEndpoint
 from vtp_plugin.plan.boundary.channel_spec import ChannelSpec
-from vtp_plugin.plan.boundary.endpoint import Shape
-from vtp_plugin.plan.boundary.header import BridgeHeaderCodec, Whole
-from vtp_plugin.plan.boundary.local_slices import Widths
-from vtp_plugin.plan.boundary.message_kind import MessageKind
-from vtp_plugin.plan.boundary.sharding import LocalBoxes, Sharding
+from vtp_plugin.plan.boundary.endpoint import BridgeEndpoint, LocalBoxes, Shape, Sharding, Widths
+from vtp_plugin.plan.boundary.message_kind import BridgeHeaderCodec, MessageKind, Whole
 from vtp_plugin.plan.boundary.strategies.known_strategies import STRATEGIES
 
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from vtp_plugin.errors import PlanError
 from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan, CollectiveKind
-from vtp_plugin.plan.boundary.sharding import even_cuts, num_rows, rows_of
+from vtp_plugin.plan.boundary.endpoint import even_cuts, num_rows, rows_of
 from vtp_plugin.plan.boundary.strategies.known_strategies import STRATEGIES
 from vtp_plugin.util.index_boxes import Box, format_box, intersect, overlaps, subtract, whole_box
 
@@ -28,7 +28,7 @@ def check(plan: BoundaryPlan) -> tuple[str, ...]:
 
     >>> from dataclasses import replace
     >>> from vtp_plugin.plan.boundary.strategies.slices import plan_sliced
-    >>> from vtp_plugin.plan.boundary.sharding import replicated
+    >>> from vtp_plugin.plan.boundary.endpoint import replicated
     >>> plan = plan_sliced(replicated((4,), (0, 1)), replicated((4,), (2, 3)))
     >>> check(plan)
     ()

@@ -1,4 +1,6 @@
-"""Which global rank has which coordinates in a pipeline whose stages may differ in their parallel sizes.
+"""A pipeline of stages of unequal size: its stages, its channels' names, and what it is called.
+
+Which global rank has which coordinates in a pipeline whose stages may differ in their parallel sizes.
 
 A :class:`PipelineLayout` is a list of stages, each a small grid ``tp x cp x dp``, and a rank order. It answers "who is
 where" by arithmetic (a binary search over the stages, never a scan over the ranks), so a query costs as little for ten
@@ -15,13 +17,17 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, product
 
 from vtp_plugin.errors import LayoutError, PlanError
-from vtp_plugin.plan.layout.grids import Coord, ExpertCoord, ExpertGrid, RankOrder, StageGrid
-from vtp_plugin.plan.layout.size_checks import (
+from vtp_plugin.plan.layout.grids import (
+    Coord,
+    ExpertCoord,
+    ExpertGrid,
+    RankOrder,
+    StageGrid,
     check_experts,
     check_list,
     check_positive,
@@ -30,6 +36,167 @@ from vtp_plugin.plan.layout.size_checks import (
     equal_dp,
     expert_copies,
 )
+from vtp_plugin.plan.layout.layer_lists import Chunk
+from vtp_plugin.util.text import TextEnum
+
+
+class Direction(TextEnum):
+    """What a channel carries: activations go forward, gradients backward."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChannelId:
+    """One direction between two workers.
+
+    Messages arrive in the order of their sends; there are no tags. Channels sort by upstream worker, then downstream
+    worker, then forward before backward, so every rank has them in the same order.
+
+    Attributes:
+        src: Worker that sends.
+        dst: Worker that receives.
+        direction: What it carries: activations or gradients.
+
+    >>> str(ChannelId(src=1, dst=0, direction=Direction.BACKWARD))
+    'boundary 0->1, backward'
+    """
+
+    src: int
+    dst: int
+    direction: Direction
+
+    @classmethod
+    def between(cls, upstream: int, downstream: int, direction: Direction) -> ChannelId:
+        """Return the channel of one direction between the two workers of a boundary.
+
+        >>> ChannelId.between(0, 1, Direction.BACKWARD).src
+        1
+        """
+        src, dst = (upstream, downstream) if direction is Direction.FORWARD else (downstream, upstream)
+        return cls(src=src, dst=dst, direction=direction)
+
+    @property
+    def upstream(self) -> int:
+        """Worker that sends activations and receives gradients."""
+        return self.src if self.direction is Direction.FORWARD else self.dst
+
+    @property
+    def downstream(self) -> int:
+        """Worker that receives activations and sends gradients."""
+        return self.dst if self.direction is Direction.FORWARD else self.src
+
+    @property
+    def opposite(self) -> ChannelId:
+        """The channel of the other direction across the same boundary."""
+        other = Direction.BACKWARD if self.direction is Direction.FORWARD else Direction.FORWARD
+        return ChannelId(src=self.dst, dst=self.src, direction=other)
+
+    def __lt__(self, other: ChannelId) -> bool:
+        return self._key < other._key
+
+    @property
+    def _key(self) -> tuple[int, int, bool]:
+        return self.upstream, self.downstream, self.direction is Direction.BACKWARD
+
+    def __str__(self) -> str:
+        return f"boundary {self.upstream}->{self.downstream}, {self.direction}"
+
+
+_MAX_RUNS_SHOWN = 6
+
+
+def describe_layout(layout: PipelineLayout, *, writer_rank: int | None = None, layers: Sequence[str] = ()) -> str:
+    """Return a table: one line per stage, then which rank writes the log.
+
+    Args:
+        layout: the stages.
+        writer_rank: rank that reports, if it is not :attr:`PipelineLayout.writer_rank`.
+        layers: numbers of layers of every stage; empty if they are not known.
+
+    >>> print(describe_layout(PipelineLayout.from_sizes([1, 2], world_size=6), layers=["2", "1+3"]))
+    stage  tp  cp  dp  layers  ranks  leaders
+        0   1   1   2       2  0-1    0-1
+        1   2   1   2     1+3  2-5    2,4
+    rank 5 writes the log
+
+    Sizes of experts stand there where they are others than those of the stage:
+
+    >>> print(describe_layout(PipelineLayout.from_sizes([1, 2], world_size=3, ep=[1, 2], etp=1)))
+    stage  tp  cp  dp  etp  ep  edp  ranks  leaders
+        0   1   1   1    1   1    1  0      0
+        1   2   1   1    1   2    1  1-2    1
+    rank 2 writes the log
+    """
+    rows = [["stage", *size_names(layout), *(["layers"] if layers else []), "ranks", "leaders"]]
+    for stage, grid in enumerate(layout.stages):
+        leaders = (layout.leader(stage, d, c) for d in range(grid.dp) for c in range(grid.cp))
+        sizes = (*size_texts(layout, stage), *layers[stage : stage + 1])
+        rows.append([str(stage), *sizes, format_ranks(layout.stage_ranks(stage)), format_ranks(leaders)])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    columns = [f"{{:>{width}}}" for width in widths[:-2]] + [f"{{:<{widths[-2]}}}", "{}"]
+    lines = ["  ".join(columns).format(*row) for row in rows]
+    writer_rank = layout.writer_rank if writer_rank is None else writer_rank
+    order = f"ranks are numbered in the order {layout.order}; " if layout.order is not RankOrder.STAGE_MAJOR else ""
+    return "\n".join([*lines, f"{order}rank {writer_rank} writes the log"])
+
+
+def format_layers(stages: Iterable[Iterable[Chunk]]) -> tuple[str, ...]:
+    """Write how many layers each stage has, chunk by chunk.
+
+    >>> from vtp_plugin.plan.layout.layer_lists import u_chunks
+    >>> format_layers(u_chunks((1, 2, 1)))
+    ('1+1', '2')
+    """
+    return tuple(join_layers(len(chunk.layers) for chunk in chunks) for chunks in stages)
+
+
+def join_layers(numbers: Iterable[int]) -> str:
+    """Write the numbers of layers of the chunks of a stage, without those that have none."""
+    return "+".join(str(number) for number in numbers if number) or "0"
+
+
+def size_names(layout: PipelineLayout) -> tuple[str, ...]:
+    """Return the names of a stage's sizes; experts are named where they have sizes of their own.
+
+    >>> size_names(PipelineLayout.from_sizes([1, 2], world_size=3))
+    ('tp', 'cp', 'dp')
+    """
+    return ("tp", "cp", "dp", *(("etp", "ep", "edp") if layout.has_expert_groups else ()))
+
+
+def size_texts(layout: PipelineLayout, stage: int) -> tuple[str, ...]:
+    """Return the sizes of a stage, as texts in the order of :func:`size_names`.
+
+    >>> size_texts(PipelineLayout.from_sizes([1, 2], world_size=3), 1)
+    ('2', '1', '1')
+    """
+    grid, expert = layout.stages[stage], layout.experts[stage]
+    sizes = grid.tp, grid.cp, grid.dp, *((expert.tp, expert.ep, expert.dp) if layout.has_expert_groups else ())
+    return tuple(map(str, sizes))
+
+
+def format_ranks(ranks: Iterable[int]) -> str:
+    """Write ranks for people: consecutive ranks become ranges, and a long list ends with the total count.
+
+    >>> format_ranks([0, 1, 2, 5, 8, 9])
+    '0-2,5,8-9'
+    >>> format_ranks(range(0, 40, 2))
+    '0,2,4,6,8,10,... (20 ranks)'
+    """
+    runs: list[list[int]] = []
+    total = 0
+    for rank in ranks:
+        total += 1
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    shown = [str(first) if first == last else f"{first}-{last}" for first, last in runs[:_MAX_RUNS_SHOWN]]
+    if len(runs) > _MAX_RUNS_SHOWN:
+        shown.append(f"... ({total} ranks)")
+    return ",".join(shown)
 
 
 @dataclass(frozen=True, slots=True)

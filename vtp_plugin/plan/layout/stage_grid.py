@@ -1,6 +1,22 @@
-"""A grid of ranks whose pipeline stages have sizes of their own, with the interface of Megatron's HyperCommGrid.
+"""Which rank stands where: replicas, groups, and the grid of a stage.
 
-It enumerates rank lists by arithmetic, as :class:`~vtp_plugin.plan.layout.rank_grid.RankGrid` does for a rectangle.
+Rank lists of all process groups of a pipeline.
+
+Creating a process group is collective over the world, so every rank must create the same groups in the same order: the
+order of the lists is a part of the plan. :class:`LayoutRankGenerator` replaces the rank generator of Megatron's
+``initialize_model_parallel`` for stages of different sizes; with a uniform layout it gives the same lists.
+
+An N-dimensional grid of ranks with the public API of Megatron's HyperCommGrid, without torch.
+
+The grid enumerates rank lists by integer arithmetic. Creating a process group from such lists is injected
+(``make_groups``), so the same class plans on a laptop and runs in a job. Exception types are those of HyperCommGrid
+(ConfigError is a ValueError), so callers written for one work with the other.
+
+`vtp_plugin.plan.layout.stage_grid` makes a grid of stages that differ out of such grids.
+
+A grid of ranks whose pipeline stages have sizes of their own, with the interface of Megatron's HyperCommGrid.
+
+It enumerates rank lists by arithmetic, as :class:`~vtp_plugin.plan.layout.stage_grid.RankGrid` does for a rectangle.
 Groups inside a stage are those of the stage's own rectangle. A pipeline group has one rank of every stage. If sizes
 differ, a rank of a narrow stage is in several of them; its own is the first.
 
@@ -11,15 +27,496 @@ have different numbers of replicas there is no such list of ranks for each: then
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain
-from typing import Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.plan.layout.groups import LayoutRankGenerator
-from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout, StageGrid
-from vtp_plugin.plan.layout.rank_grid import RankGrid
-from vtp_plugin.plan.layout.share import RankShare
+from vtp_plugin.plan.layout.grids import check_replica_major
+from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout, RankOrder, StageGrid
+from vtp_plugin.plan.layout.replica_map import RankShare
+
+_AXES = ("tp", "gtp_remat", "cp", "ep", "dp", "pp")
+
+
+class LayoutRankGenerator:
+    """Rank lists along any axes of a pipeline whose stages may differ in size.
+
+    It has the interface of Megatron's ``RankGenerator``: a token such as "tp" or "tp-dp-cp" names the axes along which
+    the ranks of a group differ; there is one group for every combination of coordinates along the other axes. Groups
+    are ordered by these coordinates, and ranks in a group by theirs, in both cases with the earlier axis of the rank
+    order changing faster. The axes are tp, gtp_remat (always 1), cp, ep, pp and dp; the dense generator has ep = 1, the
+    expert generator cp = 1 and expert sizes of tp and dp.
+
+    Tokens without "pp" give groups inside the stages, which partition the world. A token with "pp" and "tp" unites the
+    ranks of a replica over all stages. If cp or dp sizes differ (or, for the expert generator, the numbers of copies of
+    the experts), a rank is in several replicas, and the only group is the world. With "pp" and without "tp", the higher
+    ranks of a large stage have no partner in a small one, so a rank of stage ``i`` represents all coordinates that
+    equal its coordinates modulo the sizes of its stage. For "pp" these groups are the pipeline groups of the layout;
+    Megatron uses the first list that contains a rank.
+
+    A rank of a narrow stage must be in several pipeline groups: Megatron reads a rank's stage and the number of stages
+    from its pipeline group, so every rank of a wide stage needs a group with a rank of each stage. A stage of T ranks
+    beside a stage of W can only provide T, so each is in W / T groups.
+
+    >>> generator = LayoutRankGenerator(PipelineLayout.from_sizes([1, 2], world_size=6))
+    >>> generator.get_ranks("tp")
+    [[0], [1], [2, 3], [4, 5]]
+    >>> generator.get_ranks("pp")
+    [[0, 2], [0, 3], [1, 4], [1, 5]]
+    >>> generator.get_ranks("tp-pp")
+    [[0, 2, 3], [1, 4, 5]]
+    """
+
+    def __init__(self, layout: PipelineLayout, *, expert: bool = False) -> None:
+        """Describe the ranks of every stage by axes.
+
+        Args:
+            layout: the stages.
+            expert: whether this is the generator of the expert groups.
+
+        Raises:
+            ConfigError: a replica-major order meets other numbers of copies of the experts than of replicas.
+        """
+        if expert and layout.order is RankOrder.REPLICA_MAJOR and layout.num_stages > 1:
+            check_replica_major(
+                [(grid.tp, grid.ep, grid.dp) for grid in layout.experts],
+                [(grid.tp, grid.cp, grid.dp) for grid in layout.stages],
+            )
+        self._layout = layout
+        self._dense = LayoutRankGenerator(layout) if expert else None
+        self._has_equal_replicas = layout.has_equal_replicas and (not expert or layout.has_equal_experts)
+        ranks = _expert_ranks if expert else _dense_ranks
+        grids = layout.experts if expert else layout.stages
+        self.stages = [ranks(layout, stage) for stage in range(layout.num_stages)]
+        self._widest = max(grid.tp for grid in grids)
+        axes = [axis for stage in self.stages for axis in stage.axes]
+        self._axes = {"tp", "pp", *(axis.name for axis in axes if axis.length > 1)}
+        self._lists: dict[frozenset[str], list[list[int]]] = {}
+
+    def get_ranks(self, token: str) -> list[list[int]]:
+        """Return the rank lists of the groups along the axes of ``token``. Callers share them and must not change them.
+
+        Args:
+            token: names of axes joined by "-", in any order.
+
+        Raises:
+            ValueError: an axis is unknown.
+            ConfigError: the token has "pp" and "cp" or "dp" but not "tp", and the stages have different cp or dp sizes.
+        """
+        masked = token.split("-")
+        if unknown := set(masked) - set(_AXES):
+            raise ValueError(f"unknown axes {sorted(unknown)} in token {token!r}: choose from {_AXES}")
+        if self._dense is not None and set(masked) & self._axes == {"pp"}:
+            # Megatron asks that both have the same pipeline groups.
+            return self._dense.get_ranks("pp")
+        if "pp" in masked and not self._has_equal_replicas:
+            return self._groups_over_replicas(masked)
+        # Many tokens differ only in axes of length 1, and Megatron asks for some of them several times.
+        axes = frozenset(masked) & self._axes
+        if axes not in self._lists:
+            self._lists[axes] = self._groups_along(axes)
+        return self._lists[axes]
+
+    def _groups_along(self, masked: frozenset[str]) -> list[list[int]]:
+        width = self._widest if "pp" in masked and "tp" not in masked else None
+        by_stage = [stage.groups(masked, width) for stage in self.stages]
+        if "pp" in masked:
+            return [sorted(chain.from_iterable(parts)) for parts in zip(*by_stage, strict=True)]
+        if self._layout.order is RankOrder.REPLICA_MAJOR and "dp" not in masked and len(by_stage) > 1:
+            # In this order the replica is the slower axis than the stage, for groups as for ranks.
+            by_replica = [_cut(groups, self._layout.stages[0].dp) for groups in by_stage]
+            by_stage = list(chain.from_iterable(zip(*by_replica, strict=True)))
+        return list(chain.from_iterable(by_stage))
+
+    def get_gtp_ranks(self, gtp_remat_size: int) -> list[list[int]]:
+        """Return the groups of Megatron's weight rematerialization, each of a single rank.
+
+        Raises:
+            ConfigError: the size is not 1.
+        """
+        if gtp_remat_size != 1:
+            raise ConfigError(
+                f"gtp_remat size {gtp_remat_size} does not work with a size per stage: leave the GTP options out"
+            )
+        return self.get_ranks("gtp_remat")
+
+    def _groups_over_replicas(self, masked: list[str]) -> list[list[int]]:
+        """Return the groups through stages of different cp or dp sizes: the world, or pipeline groups."""
+        layout = self._layout
+        if "tp" in masked:
+            return [list(range(layout.first_rank, layout.first_rank + layout.world_size))]
+        if {"cp", "dp"} & set(masked):
+            raise ConfigError(
+                f"groups along {'-'.join(masked)} need equal cp and dp sizes on all stages, got {layout.stages}: "
+                "use equal sizes"
+            )
+        by_stage = []
+        for stage, grid in enumerate(layout.stages):
+            places = [
+                layout.leader(stage) + layout.dp_stride(stage) * (dp_rank % grid.dp) + grid.tp * (cp_rank % grid.cp)
+                for dp_rank, cp_rank in layout.replicas
+            ]
+            by_stage.append([place + t % grid.tp for place in places for t in range(layout.num_pipeline_groups)])
+        return list(map(list, zip(*by_stage, strict=True)))
+
+
+class _Axis(NamedTuple):
+    """One axis of a stage: its length, and the distance between ranks that are neighbours along it."""
+
+    name: str
+    length: int
+    stride: int
+
+
+class _StageRanks(NamedTuple):
+    """The ranks of one stage, by arithmetic.
+
+    Attributes:
+        first: the first rank.
+        axes: the slowest first, tp last; axes of length 1 may be left out.
+    """
+
+    first: int
+    axes: tuple[_Axis, ...]
+
+    def groups(self, masked: Collection[str], width: int | None) -> list[list[int]]:
+        """Return the rank lists along the `masked` axes, one for every combination of coordinates along the others.
+
+        Args:
+            masked: names of axes.
+            width: tp size of the widest stage, if there shall be as many lists as it needs; tp ranks then repeat.
+        """
+        outside = [axis for axis in self.axes if axis.name not in masked]
+        if width is None:
+            starts = _ranks(self.first, outside)
+        else:
+            tp = outside.pop().length
+            starts = [start + place % tp for start in _ranks(self.first, outside) for place in range(width)]
+        *slow, (_, length, stride) = _joined([axis for axis in self.axes if axis.name in masked]) or [_Axis("", 1, 1)]
+        span = length * stride
+        if not slow:
+            return [list(range(start, start + span, stride)) for start in starts]
+        heads = _ranks(0, slow)
+        return [[rank + step for rank in heads for step in range(start, start + span, stride)] for start in starts]
+
+
+def _ranks(first: int, axes: Sequence[_Axis]) -> list[int]:
+    """Return the ranks along some axes from `first` on, the last axis changing fastest."""
+    ranks = [first]
+    for _, length, stride in _joined(axes):
+        ranks = [rank + step for rank in ranks for step in range(0, length * stride, stride)]
+    return ranks
+
+
+def _joined(axes: Sequence[_Axis]) -> list[_Axis]:
+    """Merge neighbouring axes without a gap between them: most lists of ranks are then one range, which is fast."""
+    joined: list[_Axis] = []
+    for axis in axes:
+        if joined and joined[-1].stride == axis.length * axis.stride:
+            axis = axis._replace(length=joined.pop().length * axis.length)
+        joined.append(axis)
+    return joined
+
+
+def _cut(groups: list[list[int]], parts: int) -> list[list[list[int]]]:
+    """Cut a list into this many lists of equal length."""
+    size = len(groups) // parts
+    return [groups[start : start + size] for start in range(0, len(groups), size)]
+
+
+def _dense_ranks(layout: PipelineLayout, stage: int) -> _StageRanks:
+    grid = layout.stages[stage]
+    return _stage_ranks(layout, stage, dp=(grid.dp, layout.dp_stride(stage)), cp=(grid.cp, grid.tp), tp=(grid.tp, 1))
+
+
+def _expert_ranks(layout: PipelineLayout, stage: int) -> _StageRanks:
+    """Factor a stage's ranks for the experts: expert tp fastest, then ep, then expert dp."""
+    grid, expert = layout.stages[stage], layout.experts[stage]
+    block = expert.tp * expert.ep
+    # With as many expert replicas as dense ones both are the same blocks, which need not be contiguous in the world.
+    stride = layout.dp_stride(stage) if block == grid.tp * grid.cp else block
+    return _stage_ranks(layout, stage, dp=(expert.dp, stride), ep=(expert.ep, expert.tp), tp=(expert.tp, 1))
+
+
+def _stage_ranks(layout: PipelineLayout, stage: int, **axes: tuple[int, int]) -> _StageRanks:
+    kept = tuple(_Axis(name, *axis) for name, axis in axes.items() if axis[0] > 1 or name == "tp")
+    return _StageRanks(layout.leader(stage), kept)
+
+
+def rank_generators(layout: PipelineLayout) -> tuple[LayoutRankGenerator, LayoutRankGenerator]:
+    """Return the dense and the expert generator; they are one object if the experts have the same sizes.
+
+    Errors are those of :class:`LayoutRankGenerator`.
+    """
+    dense, expert = LayoutRankGenerator(layout), LayoutRankGenerator(layout, expert=True)
+    return dense, dense if dense.stages == expert.stages else expert
+
+
+GroupT = TypeVar("GroupT")
+
+_BASE_OF_GRID = "base"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _View:
+    """One factorization of the grid's ranks into named dimensions, the first dimension changing fastest."""
+
+    name: str
+    shape: tuple[int, ...]
+    dim_names: tuple[str, ...]
+    shared_dims: tuple[str, ...] = ()
+
+    def sorted_dims(self, dims: str | Sequence[str]) -> tuple[str, ...]:
+        """Return the requested dimensions from the slowest to the fastest.
+
+        Raises:
+            ConfigError: a dimension is unknown or named twice.
+        """
+        names = (dims,) if isinstance(dims, str) else tuple(dims)
+        for name in names:
+            if name not in self.dim_names:
+                raise ConfigError(f"dimension {name!r} is not in view {self.name!r}: choose from {self.dim_names}")
+        if len(set(names)) != len(names):
+            raise ConfigError(f"dimensions {names} repeat a name: name each dimension once")
+        return tuple(name for name in reversed(self.dim_names) if name in names)
+
+    def enumerate(self, dims: Sequence[str], first_rank: int) -> list[list[int]]:
+        """Return the rank lists over ``dims`` (slowest first), one for every combination along the other dimensions."""
+        others = [name for name in reversed(self.dim_names) if name not in dims]
+        inside = self._offsets(dims)
+        return [[first_rank + start + offset for offset in inside] for start in self._offsets(others)]
+
+    def _offsets(self, dims: Sequence[str]) -> list[int]:
+        """Return the rank offsets along ``dims``, the last of them changing fastest."""
+        offsets = [0]
+        for name in dims:
+            index = self.dim_names.index(name)
+            stride = math.prod(self.shape[:index])
+            offsets = [offset + stride * i for offset in offsets for i in range(self.shape[index])]
+        return offsets
+
+
+class RankGrid(Generic[GroupT]):
+    """A rectangle of ranks with named dimensions, and the process groups made along them.
+
+    It covers the ranks ``rank_offset .. rank_offset + size - 1``. The first dimension changes fastest, as in the order
+    argument of Megatron's ``initialize_model_parallel``. For each combination of dimensions a group is created at most
+    once. ``create_pg`` is collective: every rank of the world calls it, in the same order, members or not.
+
+    Attributes:
+        shape: length of every dimension.
+        dim_names: name of every dimension.
+        rank_offset: first rank of the grid.
+        size: number of ranks of the grid.
+        backend: backend that is handed to ``make_groups``; None means its default.
+
+    >>> grid = RankGrid([2, 2, 2], ["tp", "cp", "dp"], rank_offset=1)
+    >>> grid.get_rank_enum("cp")
+    [[1, 3], [2, 4], [5, 7], [6, 8]]
+    >>> grid.get_rank_enum(["tp", "dp"])
+    [[1, 2, 5, 6], [3, 4, 7, 8]]
+    """
+
+    def __init__(
+        self,
+        shape: Sequence[int],
+        dim_names: Sequence[str],
+        rank_offset: int = 0,
+        backend: str | None = None,
+        *,
+        world_size: int | None = None,
+        rank: int | None = None,
+        make_groups: Callable[[list[list[int]], str | None, Mapping[str, object]], GroupT | None] | None = None,
+        destroy_group: Callable[[GroupT], None] | None = None,
+    ) -> None:
+        """Describe the grid; nothing is created.
+
+        Args:
+            shape: length of every dimension.
+            dim_names: name of every dimension, all different.
+            rank_offset: first rank of the grid.
+            backend: backend that is handed to ``make_groups``.
+            world_size: number of ranks of the world, to check that the grid fits; None skips the check.
+            rank: the rank of this process, for :meth:`is_current_rank_in_grid`; None in a pure plan.
+            make_groups: creates the groups of all the given rank lists and returns the one that this process is in,
+                or None. It gets the lists, the backend and the keyword arguments of ``create_pg``.
+            destroy_group: ends a group that this process is in.
+
+        Raises:
+            ConfigError: names and lengths do not match, or a length, a name or the offset is invalid.
+            RuntimeError: the grid is larger than the rest of the world.
+        """
+        self._views = {_BASE_OF_GRID: _make_view(_BASE_OF_GRID, shape, dim_names)}
+        if rank_offset < 0:
+            raise ConfigError(f"rank_offset must not be negative, got {rank_offset}: give the grid's first rank")
+        self.shape = list(shape)
+        self.dim_names = list(dim_names)
+        self.rank_offset = rank_offset
+        self.size = math.prod(shape)
+        self.backend = backend
+        if world_size is not None and rank_offset + self.size > world_size:
+            raise RuntimeError(
+                f"grid {self.shape} at rank offset {rank_offset} needs ranks up to {rank_offset + self.size - 1}, "
+                f"but the world has {world_size}: make the grid smaller or start more processes"
+            )
+        self._rank = rank
+        self._make_groups = make_groups
+        self._destroy_group = destroy_group
+        self._groups: dict[tuple[str, tuple[str, ...]], GroupT | None] = {}
+
+    def register_view(
+        self, name: str, shape: Sequence[int], dim_names: Sequence[str], shared_dims: Sequence[str] | None = None
+    ) -> None:
+        """Add another factorization of the same ranks, to be used through ``view=name``.
+
+        Args:
+            name: name of the view; "base" is the grid itself.
+            shape: length of every dimension; the product is the grid's size.
+            dim_names: name of every dimension.
+            shared_dims: dimensions whose groups the view shares with the base instead of making its own.
+
+        Raises:
+            ConfigError: the name is taken, the shape does not fit, or a shared dimension enumerates other groups than
+                in the base view.
+        """
+        if name in self._views:
+            raise ConfigError(f"view {name!r} is already registered: choose another name")
+        view = _make_view(name, shape, dim_names, shared_dims or ())
+        if math.prod(view.shape) != self.size:
+            raise ConfigError(
+                f"view {name!r} of shape {list(shape)} has {math.prod(view.shape)} ranks, but the grid has "
+                f"{self.size}: give a shape with the same product"
+            )
+        base = self._views[_BASE_OF_GRID]
+        # Dimension by dimension is enough: equal lists mean equal length and stride, so combinations agree as well.
+        for dim in view.shared_dims:
+            if base.enumerate(base.sorted_dims(dim), 0) != view.enumerate(view.sorted_dims(dim), 0):
+                raise ConfigError(
+                    f"shared dimension {dim!r} forms other groups in view {name!r} than in the base view: "
+                    "do not share it, or order the dimensions alike"
+                )
+        self._views[name] = view
+
+    def create_pg(self, dims: str | Sequence[str], *, view: str | None = None, **kwargs: object) -> GroupT | None:
+        """Create the groups along ``dims`` and return the one that this process is in (None if in none).
+
+        Args:
+            dims: one dimension or several, in any order.
+            view: a registered view; None is the grid itself.
+            kwargs: handed to ``make_groups`` (for torch: timeout, pg_options, group_desc).
+
+        Raises:
+            ConfigError: a dimension is unknown.
+            KeyError: the view is unknown, or the groups exist already: the options of the first call would win
+                silently.
+            RuntimeError: the grid was made without ``make_groups``.
+        """
+        owner, ordered = self._owner(dims, view)
+        if (owner.name, ordered) in self._groups:
+            raise KeyError(f"process group {dims} of view {owner.name!r} has already been created: use get_pg")
+        if self._make_groups is None:
+            raise RuntimeError("this grid only plans: give make_groups to create process groups")
+        group = self._make_groups(owner.enumerate(ordered, self.rank_offset), self.backend, kwargs)
+        self._groups[owner.name, ordered] = group
+        return group
+
+    def get_pg(self, dims: str | Sequence[str], *, view: str | None = None) -> GroupT | None:
+        """Return the group that :meth:`create_pg` made for the same dimensions.
+
+        Raises:
+            ConfigError: a dimension is unknown.
+            KeyError: the view is unknown or the group has not been created.
+        """
+        owner, ordered = self._owner(dims, view)
+        if (owner.name, ordered) not in self._groups:
+            raise KeyError(f"process group {dims} of view {owner.name!r} has not been created: call create_pg first")
+        return self._groups[owner.name, ordered]
+
+    def get_rank_enum(self, dims: str | Sequence[str], *, view: str | None = None) -> list[list[int]]:
+        """Return the rank lists that :meth:`create_pg` uses for the same dimensions.
+
+        Inside a list and in the list of lists, earlier dimensions change faster. The lists are a partition of the
+        grid's ranks.
+
+        Raises:
+            ConfigError: a dimension is unknown.
+            KeyError: the view is unknown.
+        """
+        chosen = self._view(view)
+        return chosen.enumerate(chosen.sorted_dims(dims), self.rank_offset)
+
+    def shared_dims(self, view: str) -> frozenset[str]:
+        """Return the dimensions whose groups a view shares with the base.
+
+        Raises:
+            KeyError: the view is unknown.
+        """
+        return frozenset(self._view(view).shared_dims)
+
+    def is_current_rank_in_grid(self) -> bool:
+        """Whether this process's rank belongs to the grid.
+
+        Raises:
+            RuntimeError: the grid was made without a rank.
+        """
+        if self._rank is None:
+            raise RuntimeError("this grid only plans: give rank to ask whether it is in the grid")
+        return self.contains(self._rank)
+
+    def contains(self, rank: int) -> bool:
+        """Whether ``rank`` belongs to the grid."""
+        return self.rank_offset <= rank < self.rank_offset + self.size
+
+    def destroy(self) -> None:
+        """End every group that this process is in, each once, and forget all groups, so they can be created again."""
+        mine = {id(group): group for group in self._groups.values() if group is not None}
+        self._groups.clear()
+        for group in mine.values():
+            if self._destroy_group is not None:
+                self._destroy_group(group)
+
+    def _gen_rank_enum(self, dims: Sequence[str]) -> list[list[int]]:
+        """Enumerate ``dims`` in the given order, the last one fastest.
+
+        Not sorted like :meth:`get_rank_enum`. Megatron's bridge and multi-module communicators call this name on the
+        grid they are given.
+        """
+        return self._views[_BASE_OF_GRID].enumerate(dims, self.rank_offset)
+
+    def _view(self, name: str | None) -> _View:
+        chosen = _BASE_OF_GRID if name is None else name
+        if chosen not in self._views:
+            raise KeyError(f"view {chosen!r} is not registered: choose from {sorted(self._views)}")
+        return self._views[chosen]
+
+    def _owner(self, dims: str | Sequence[str], view: str | None) -> tuple[_View, tuple[str, ...]]:
+        """Return the view that stores the group along ``dims``, and its sorted dimensions.
+
+        A view's shared dimensions are the base's groups: they are created and destroyed once.
+        """
+        chosen = self._view(view)
+        ordered = chosen.sorted_dims(dims)
+        if all(dim in chosen.shared_dims for dim in ordered):
+            chosen = self._views[_BASE_OF_GRID]
+            ordered = chosen.sorted_dims(ordered)
+        return chosen, ordered
+
+
+def _make_view(name: str, shape: Sequence[int], dim_names: Sequence[str], shared_dims: Sequence[str] = ()) -> _View:
+    """Check the parts of a view and freeze them."""
+    if len(shape) != len(dim_names):
+        raise ConfigError(f"shape {list(shape)} and names {list(dim_names)} differ in length: name every dimension")
+    if len(set(dim_names)) != len(dim_names):
+        raise ConfigError(f"view {name!r} repeats a name in {list(dim_names)}: name every dimension differently")
+    if any(length < 1 for length in shape):
+        raise ConfigError(f"view {name!r} has shape {list(shape)}: all lengths must be positive")
+    if len(set(shared_dims)) != len(shared_dims):
+        raise ConfigError(f"view {name!r} repeats a name in the shared dimensions {list(shared_dims)}: name each once")
+    return _View(name=name, shape=tuple(shape), dim_names=tuple(dim_names), shared_dims=tuple(shared_dims))
+
 
 _INSIDE = ("tp", "cp", "dp")
 _NAMES = (*_INSIDE, "pp")

@@ -1,4 +1,19 @@
-"""Bytes of weights, gradients and optimizer state on every rank.
+"""What a rank holds: parameters, gradients, the optimizer's state, activations and overhead.
+
+Bytes on a device that are no tensors of the model: 8-bit copies of weights, buffers of communicators, workspaces.
+
+An estimate: none of it was measured. Not counted are the driver's context, and holes between blocks. Sources:
+
+* Transformer Engine 2.9, ``pytorch/module/base.py``: a weight's 8-bit copies, by rows and by columns, stay over the
+  microbatches; its workspace is 32 MiB on Hopper, and that of grouped products four more.
+* NCCL, ``src/init.cc`` and ``src/include/device.h``: a connection has buffers for three protocols. ``connect.cc`` makes
+  a ring in each of many channels, here 24 as on nodes with NVSwitch (an assumption; there are fewer elsewhere);
+  ``graph/paths.cc`` 2 channels to a peer of a pipeline.
+* HCCL: twice ``HCCL_BUFFSIZE``, 200 MB by default, for a communicator; the plugin's channels ask for one message.
+* torch, ``c10/cuda/CUDACachingAllocator.cpp``: small tensors come out of blocks of 2 MiB, those below 10 MiB out of
+  blocks of 20 MiB, others are rounded up to 2 MiB; ``aten/src/ATen/cuda/CublasHandlePool.cpp``: 32 MiB on Hopper.
+
+Bytes of weights, gradients and optimizer state on every rank.
 
 Gradients lie in buffers, one for routed experts and one for all else, each a row of buckets. With the distributed
 optimizer weights lie in such buffers, too: every parameter begins at a multiple of 64 elements, every bucket ends at
@@ -9,17 +24,273 @@ megatron/core of 0.19: ``distributed/param_and_grad_buffer.py`` and ``optimizer/
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import NamedTuple
 
-from vtp_plugin.plan.layout.chunks import Chunk, Kept
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.plan.layout.grids import ExpertGrid, StageGrid
+from vtp_plugin.plan.layout.layer_lists import Chunk, Kept
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
-from vtp_plugin.plan.memory.activations import kept_by_module, waiting_by_module
-from vtp_plugin.plan.memory.layer_sizes import Microbatch, Sizes
-from vtp_plugin.plan.memory.overhead import overhead_bytes
-from vtp_plugin.plan.memory.parameters import Parameter, chunk_parameters
-from vtp_plugin.plan.model.gpt_model import GPTModel
+from vtp_plugin.plan.memory.activation_rows import ROWS, WAITING, KeptRow, Microbatch, Recompute, Sizes
+from vtp_plugin.plan.model.gpt_model import (
+    DENSE_LAYER,
+    EXPERT_LAYER,
+    FINAL_NORM,
+    LAYERS,
+    OUTPUT,
+    POSITION_EMBEDDING,
+    PREDICTION,
+    PREDICTION_NORM,
+    WORD_EMBEDDING,
+    GPTModel,
+    ParameterRow,
+)
+
+_MIB = 2**20
+# Low latency: 8 lines of 16 bytes for 512 threads in 8 steps; with 128 bytes: 120 times 8 bytes for 640; simple: 4 MiB.
+_NCCL_CONNECTION = 8 * 512 * 8 * 16 + 120 * 640 * 8 * 8 + 4 * _MIB
+_RING_CHANNELS, _PEER_CHANNELS = 24, 2
+_HCCL_COMMUNICATOR = 2 * 200 * _MIB
+_WORKSPACE, _GROUPED_WORKSPACES = 32 * _MIB, 4
+# What may be left of one block of each kind, and of the last one of weights, gradients and optimizer.
+_ALLOCATOR = (2 + 20 + 3 * 2) * _MIB
+
+
+def overhead_bytes(
+    backend: str,
+    sizes: Sizes | None,
+    held: Sequence[Parameter],
+    chunks: Sequence[Chunk],
+    grid: StageGrid,
+    experts: ExpertGrid | None,
+) -> int:
+    """Return the bytes that a rank holds besides weights, gradients, optimizer and activations.
+
+    Args:
+        backend: backend of the collectives: nccl, hccl, or gloo, which is for CPUs, where the overhead is 0.
+        sizes: sizes of a microbatch; None if they are not known.
+        held: parameters of the rank.
+        chunks: chunks of the rank's stage.
+        grid: sizes of the stage.
+        experts: how the stage shares its experts; None without experts.
+
+    Two ranks of one stage, with a tensor-parallel group and one of the world: 2 * 24 * 9.1875 MiB. On an NPU 2 * 400.
+
+    >>> chunk = Chunk(layers=(0,), is_first=True, is_last=True, is_whole=True)
+    >>> two = [overhead_bytes(backend, None, [], [chunk], StageGrid(2), None) for backend in ("nccl", "hccl")]
+    >>> [(size - _ALLOCATOR - _WORKSPACE) / 2**20 for size in two]
+    [441.0, 800.0]
+    """
+    if backend == "gloo":
+        return 0
+    copies, num_workspaces, message = 0, 1, 0
+    if sizes is not None:
+        linear = sum(
+            p.numel for p in held if p.name.endswith("weight") and (".linear_" in p.name or "eh_proj" in p.name)
+        )
+        copies = 2 * sizes.inputs(linear) if sizes.batch.eight_bits else 0
+        num_workspaces += (1 + (_GROUPED_WORKSPACES if experts else 0)) * sizes.batch.is_engine
+        message = sizes.numbers(sizes.positions * sizes.model.hidden)
+    parts = [grid.tp, grid.cp, grid.dp * grid.cp, *([experts.tp, experts.ep, experts.dp] if experts else [])]
+    is_cut = any(not chunk.is_whole for chunk in chunks)
+    num_groups = sum(size > 1 for size in parts) + (is_cut or grid.size > 1) + any(p.is_shared for p in held)
+    num_peers = any(not chunk.is_first for chunk in chunks) + any(not chunk.is_last for chunk in chunks)
+    if backend == "hccl":
+        buffers = num_groups * _HCCL_COMMUNICATOR + num_peers * 2 * message
+    else:
+        buffers = (num_groups * _RING_CHANNELS + num_peers * _PEER_CHANNELS) * _NCCL_CONNECTION
+    return copies + buffers + num_workspaces * _WORKSPACE + _ALLOCATOR
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """A parameter of one rank.
+
+    Attributes:
+        name: name in ``named_parameters()``.
+        numel: number of elements on this rank.
+        is_expert: whether it belongs to a routed expert.
+        is_shared: whether other stages have a copy, so that Megatron gives it a bucket of its own.
+    """
+
+    name: str
+    numel: int
+    is_expert: bool = False
+    is_shared: bool = False
+
+
+def chunk_parameters(model: GPTModel, chunk: Chunk, grid: StageGrid, experts: ExpertGrid) -> tuple[Parameter, ...]:
+    """List the parameters of a chunk on each rank of its stage.
+
+    Args:
+        model: the whole model.
+        chunk: which layers of it.
+        grid: sizes of the stage.
+        experts: how the stage shares its experts.
+
+    Raises:
+        ConfigError: a size does not divide what it cuts.
+
+    >>> model = GPTModel(num_layers=2, num_predicting=0, hidden=8, heads=2, groups=2, kv_channels=4, ffn=12, vocab=10,
+    ...     num_positions=0, is_gated=True, has_bias=False, has_qkv_bias=False, has_norm_bias=False,
+    ...     has_query_norm=False, is_tied=False)
+    >>> chunk = Chunk(layers=(0,), is_first=True, is_last=False, is_whole=False)
+    >>> [(p.name.split(".")[-2], p.numel) for p in chunk_parameters(model, chunk, StageGrid(2), ExpertGrid(2, 1, 1))]
+    ... # doctest: +NORMALIZE_WHITESPACE
+    [('word_embeddings', 40), ('input_layernorm', 8), ('linear_proj', 32), ('linear_qkv', 96), ('pre_mlp_layernorm', 8),
+     ('linear_fc1', 96), ('linear_fc2', 48)]
+    """
+    return tuple(_chunk(_Rank(model, grid.tp, experts), chunk))
+
+
+def _chunk(rank: _Rank, chunk: Chunk) -> Iterator[Parameter]:
+    model = rank.model
+    predicts = chunk.is_last and model.num_predicting > 0
+    # Every other place of the word embedding is a copy that is kept equal to it.
+    is_copied = not chunk.is_whole and (model.is_tied or model.num_predicting > 0)
+    if chunk.is_first or predicts:
+        yield from rank.held((WORD_EMBEDDING,), is_shared=is_copied)
+        yield from rank.held((POSITION_EMBEDDING,))
+    for layer in chunk.layers:
+        yield from rank.layer(f"{LAYERS}.{layer}.", layer)
+    if chunk.is_last:
+        yield from rank.held(FINAL_NORM)
+    for number in range(model.num_predicting if predicts else 0):
+        yield from rank.prediction(f"mtp.layers.{number}.")
+    if chunk.is_last and not (chunk.is_first and model.is_tied):
+        yield from rank.held((OUTPUT,), is_shared=is_copied and model.is_tied and not predicts)
+
+
+class _Rank:
+    """Says what one rank holds of the parameters of a model.
+
+    Args:
+        model: the model.
+        tp: tensor-parallel size of the rank's stage.
+        experts: how the stage shares its experts.
+    """
+
+    def __init__(self, model: GPTModel, tp: int, experts: ExpertGrid) -> None:
+        self.model = model
+        self._tp, self._experts = tp, experts
+        self._layers: dict[bool, tuple[tuple[str, int, bool], ...]] = {}
+
+    def layer(self, prefix: str, layer: int) -> Iterator[Parameter]:
+        """Yield the parameters of a layer; all with experts are alike, and all without."""
+        experts = self.model.experts
+        has_experts = experts is not None and experts.layers[layer]
+        if has_experts not in self._layers:
+            self._layers[has_experts] = tuple(self._sizes(EXPERT_LAYER if has_experts else DENSE_LAYER, prefix))
+        for name, numel, is_routed in self._layers[has_experts]:
+            yield Parameter(name=prefix + name, numel=numel, is_expert=is_routed)
+
+    def prediction(self, prefix: str) -> Iterator[Parameter]:
+        """Yield the parameters of a layer of multi-token prediction."""
+        yield from self.held(PREDICTION, prefix)
+        yield from self.layer(f"{prefix}mtp_model_layer.", self.model.num_layers - 1)
+        yield from self.held(PREDICTION_NORM, prefix)
+
+    def held(self, rows: Iterable[ParameterRow], prefix: str = "", *, is_shared: bool = False) -> Iterator[Parameter]:
+        """Yield the parameters of some rows."""
+        for name, numel, _ in self._sizes(rows, prefix):
+            yield Parameter(name=prefix + name, numel=numel, is_shared=is_shared)
+
+    def _sizes(self, rows: Iterable[ParameterRow], prefix: str) -> Iterator[tuple[str, int, bool]]:
+        """Yield name and elements of every row, and whether it is of a routed expert; these one after another."""
+        own = (row for row in rows if row.needs(self.model))
+        for is_routed, group in groupby(own, lambda row: row.is_routed):
+            numbers = range(self._num_experts() if is_routed else 1)
+            alike = [(row.name, self._numel(row, prefix)) for row in group]
+            for number in numbers:
+                yield from ((name.format(expert=number), numel, is_routed) for name, numel in alike)
+
+    def _num_experts(self) -> int:
+        assert self.model.experts is not None
+        return _cut("--num-experts", self.model.experts.number, self._experts.ep)
+
+    def _numel(self, row: ParameterRow, prefix: str) -> int:
+        size = self._experts.tp if row.is_routed else self._tp
+        what = row.cut_name or prefix + row.module
+        lengths, width = row.rows(self.model), math.prod(row.rest(self.model))
+        if row.cut == "rows":
+            whole = (sum(lengths),) if row.is_by_group else lengths
+            lengths = tuple(_cut(what, length, size) for length in whole)
+        return sum(lengths) * (_cut(what, width, size) if row.cut == "columns" else width)
+
+
+def _cut(what: str, size: int, parts: int) -> int:
+    if size % parts:
+        raise ConfigError(f"{what} {size}; a stage cuts it into {parts} parts, which must divide it; use a multiple")
+    return size // parts
+
+
+def kept_by_module(sizes: Sizes, chunks: Sequence[Chunk]) -> dict[str, int]:
+    """Give what the chunks of a stage keep of one microbatch on one rank of such sizes, by module, the most first.
+
+    >>> from vtp_plugin.plan.model.gpt_model import GPTModel
+    >>> from vtp_plugin.plan.memory.activation_rows import Microbatch
+    >>> model = GPTModel(num_layers=1, num_predicting=0, hidden=64, heads=12, groups=12, kv_channels=4, ffn=192,
+    ...     vocab=60, num_positions=12, is_gated=False, has_bias=True, has_qkv_bias=False, has_norm_bias=True,
+    ...     has_query_norm=False, is_tied=True)
+    >>> batch = Microbatch(length=12, size=2, itemsize_bytes=4, is_sharded=False, has_rope=False, is_fused=True)
+    >>> chunk = Chunk(layers=(0,), is_first=True, is_last=True, is_whole=True)
+    >>> kept = kept_by_module(Sizes(model=model, batch=batch, tp=1), [chunk])
+    >>> list(kept.items())[:2], sum(kept.values())
+    ([('mlp', 36864), ('core_attention', 27792)], 113064)
+    """
+    return _by_module(ROWS, sizes, chunks)
+
+
+def waiting_by_module(sizes: Sizes, chunks: Sequence[Chunk]) -> dict[str, int] | None:
+    """Give the same of a microbatch that waits: from the gradient of its input to those of its weights.
+
+    None where that is not known: of Transformer Engine's layers, and of experts computed together, which some versions
+    of Megatron do not build of its linear layers.
+
+    >>> from vtp_plugin.plan.model.gpt_model import GPTModel
+    >>> from vtp_plugin.plan.memory.activation_rows import Microbatch
+    >>> model = GPTModel(num_layers=1, num_predicting=0, hidden=64, heads=12, groups=12, kv_channels=4, ffn=192,
+    ...     vocab=60, num_positions=12, is_gated=False, has_bias=True, has_qkv_bias=False, has_norm_bias=True,
+    ...     has_query_norm=False, is_tied=True)
+    >>> batch = Microbatch(length=12, size=2, itemsize_bytes=4, is_sharded=False, has_rope=False, is_fused=True)
+    >>> chunk = Chunk(layers=(0,), is_first=True, is_last=True, is_whole=True)
+    >>> waiting_by_module(Sizes(model=model, batch=batch, tp=1), [chunk])
+    {'mlp': 49152, 'linear_qkv': 19968, 'linear_proj': 10752}
+    """
+    batch = sizes.batch
+    if batch.is_engine or (batch.routing is not None and batch.routing.is_grouped):
+        return None
+    # Recomputed layers have run again by then.
+    return _by_module(WAITING, replace(sizes, batch=replace(batch, recompute=Recompute())), chunks)
+
+
+def _by_module(rows: Mapping[str, Sequence[KeptRow]], sizes: Sizes, chunks: Sequence[Chunk]) -> dict[str, int]:
+    model, batch, kept = sizes.model, sizes.batch, Counter[str]()
+
+    def add(place: str, sizes: Sizes, times: int = 1) -> None:
+        for row in rows.get(place, ()):
+            kept[row.module] += times * row.size_bytes(sizes)
+
+    has_experts = model.experts.layers if model.experts and batch.routing else (False,) * model.num_layers
+    for chunk in chunks:
+        num_again, layers = batch.recompute.parted(chunk.layers)
+        num_predicting = model.num_predicting if chunk.is_last else 0
+        # Megatron's blocks are not for those of multi-token prediction.
+        whole = [*layers, *[model.num_layers - 1] * (num_predicting if batch.recompute.method != "uniform" else 0)]
+        for kind, number in Counter(has_experts[layer] for layer in whole).items():
+            add("layer", replace(sizes, has_experts=kind), number)
+        add("chunk", replace(sizes, num_again=num_again, num_layers=len(chunk.layers) + num_predicting))
+        if chunk.is_first:
+            add("first", sizes)
+        if chunk.is_last:
+            add("last", sizes)
+            add("loss", sizes, 1 + num_predicting)
+            add("prediction", sizes, num_predicting)
+    return {module: size for module, size in kept.most_common() if size}
+
 
 _START, _END = 64, 128
 _MASTER_BYTES = 4
@@ -35,7 +306,7 @@ class Training:
         num_moments: numbers of 4 bytes that the optimizer keeps for each weight: 2 for Adam.
         is_distributed: whether replicas share the optimizer state.
         bucket_size: elements from which on a bucket of the first stage's first chunk is closed; None for one bucket.
-        backend: backend of the collectives, see :func:`~vtp_plugin.plan.memory.overhead.overhead_bytes`.
+        backend: backend of the collectives, see :func:`~vtp_plugin.plan.memory.footprint.overhead_bytes`.
     """
 
     weight_itemsize_bytes: int

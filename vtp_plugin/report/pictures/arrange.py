@@ -1,16 +1,18 @@
-"""Arranges the picture of a pipeline, in pixels: stages in bands, replicas one below the other."""
+"""Where the boxes of a picture stand, with their marks and labels."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 
 from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan, CollectiveKind, Transfer
-from vtp_plugin.plan.boundary.pipeline_boundaries import PipelineBoundary, pipeline_boundaries
-from vtp_plugin.plan.boundary.strategies.transport_rules import TransportRules
-from vtp_plugin.plan.layout.channel_id import Direction
-from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
+from vtp_plugin.plan.boundary.channel_spec import PipelineBoundary, pipeline_boundaries
+from vtp_plugin.plan.boundary.strategies.known_strategies import STRATEGIES, TransportRules
+from vtp_plugin.plan.layout.pipeline_layout import Direction, PipelineLayout
 from vtp_plugin.plan.layout.replica_map import DpMode
+from vtp_plugin.report.pictures import svg
 
 BOX_WIDTH, BOX_HEIGHT, BOX_GAP = 116, 42, 10
 FRAME_PAD = 14
@@ -318,3 +320,167 @@ def _boxes_of(size: int) -> Boxes:
         return tuple((rank, rank) for rank in range(size))
     first = [(rank, rank) for rank in range(_NUM_FIRST_BOXES)]
     return (*first, (_NUM_FIRST_BOXES, size - 2), (size - 1, size - 1))
+
+
+LEGEND_STEP = 24
+# There is no font to measure with: a letter is at most this many pixels wide.
+TITLE_LETTER_WIDTH, LETTER_WIDTH = 10, 7
+_SAMPLE_WIDTH = 30  # of a mark in the legend
+
+BADGE_HEIGHT = 18
+
+Point = tuple[int, int]
+
+STYLE = """\
+text.stage { font-size: 14px; font-weight: bold; text-anchor: middle; }
+text.rank { font-size: 14px; font-weight: bold; fill: #ffffff; text-anchor: middle; }
+text.place { fill: #ffffff; text-anchor: middle; }
+text.middle { text-anchor: middle; }
+text.site { font-weight: bold; text-anchor: middle; }
+rect.frame { fill: #737b85; fill-opacity: 0.1; stroke: $line; stroke-opacity: 0.7; }
+path.behind { stroke: $line; stroke-opacity: 0.7; }
+rect.badge { fill: #4b5563; }
+text.badge { font-weight: bold; fill: #ffffff; text-anchor: middle; }
+rect.member { fill: #4a6fa5; }
+rect.leader { fill: #b4540a; }
+rect.hidden { fill: #5f6f86; }
+path.site { stroke: $line; stroke-width: 1.5; }
+path.many { stroke-dasharray: 5 4; }
+path { fill: none; stroke-linejoin: round; }
+path.transfer { stroke: #d9730d; stroke-width: 2.5; marker-end: url(#transfer-head); }
+path.finish { stroke: #5b82bd; stroke-width: 1.5; marker-end: url(#finish-head); }
+path.transfer-head { fill: #d9730d; }
+path.finish-head { fill: #5b82bd; }"""
+"""CSS rules of the marks."""
+
+
+def heads() -> str:
+    """Define the arrow heads of transfers and of finishes."""
+    return f"<defs>{_arrow_head('transfer', 5)}{_arrow_head('finish', 6)}</defs>"
+
+
+def legend_entry(top: int, kind: str, text: str) -> Iterable[str]:
+    """Draw a mark, and say what it means."""
+    left, right = MARGIN, MARGIN + _SAMPLE_WIDTH
+    if kind in ("leader", "hidden"):
+        yield svg.element("rect", kind=f"sample {kind}", x=left, y=top, width=_SAMPLE_WIDTH, height=14, rx=3)
+    elif kind == "badge":
+        yield from badge(left, top - 2, "x 2")
+    else:
+        yield path([(left, top + 7), (right, top + 7)], f"sample {kind}")
+    yield svg.text(right + 12, top + 11, text)
+
+
+def badge(left: int, top: int, text: str) -> Iterable[str]:
+    """Draw a number of things that are alike, such as `x 4`, beside the one that is drawn."""
+    yield svg.element("rect", kind="badge", x=left, y=top, width=badge_width(text), height=BADGE_HEIGHT, rx=9)
+    yield svg.text(left + badge_width(text) // 2, top + 13, text, "badge")
+
+
+def badge_width(text: str) -> int:
+    """Return the width of a badge."""
+    return LETTER_WIDTH * len(text) + 10
+
+
+def _arrow_head(kind: str, size: int) -> str:
+    """Define the arrow head of a kind of path, `size` line widths long."""
+    triangle = svg.element("path", kind=f"{kind}-head", d="M 0 0 L 10 5 L 0 10 z")
+    box = {"viewBox": "0 0 10 10", "refX": 9, "refY": 5, "markerWidth": size, "markerHeight": size, "orient": "auto"}
+    return svg.element("marker", triangle, id=f"{kind}-head", **box)
+
+
+def path(points: Sequence[Point], kind: str, title: str = "") -> str:
+    """Draw a line through points."""
+    corners = "M " + " L ".join(f"{x} {y}" for x, y in points)
+    return svg.element("path", svg.title_of(title) if title else "", kind=kind, d=corners)
+
+
+Area = tuple[float, float, float, float]
+"""Left, top, right and bottom."""
+
+
+def labels(picture: Picture, lines: Sequence[Sequence[Point]], num_rings: int, *, is_split: bool) -> Iterator[str]:
+    """Say how each boundary is crossed, next to its arrows; no label covers an arrow or another label.
+
+    Args:
+        picture: the arranged picture.
+        lines: corners of all its arrows.
+        num_rings: number of times that a microbatch passes the cloud in a U; else 0.
+        is_split: whether replicas of different stages split microbatches among them.
+    """
+    taken: list[Area] = []
+    for drawn in picture.boundaries:
+        for text, places in _texts(picture, drawn, num_rings, is_split=is_split):
+            for x, y in places:
+                half = LETTER_WIDTH * len(text) / 2
+                area = (x - half, y - 11, x + half, y + 4)
+                if area in taken:  # by the same words: a replica that shares the arrows of this one
+                    break
+                is_free = not any(_overlap(area, other) for other in taken)
+                if is_free and not any(_meets(part, area) for points in lines for part in pairwise(points)):
+                    taken.append(area)
+                    yield svg.text(x, y, text, "middle")
+                    break
+
+
+def way_of(drawn: DrawnBoundary) -> str:
+    """Say how a tensor crosses a boundary."""
+    transfers = drawn.plan.transfers
+    is_sliced = any(transfer.boxes != transfers[0].boxes for transfer in transfers)
+    has_leaders = STRATEGIES[drawn.plan.strategy].has_leaders
+    return "leader to leader" if has_leaders else "in slices" if is_sliced else "rank to rank"
+
+
+def _texts(
+    picture: Picture, drawn: DrawnBoundary, num_rings: int, *, is_split: bool
+) -> Iterator[tuple[str, list[Point]]]:
+    """Yield what is to be said of a boundary, each with the places where it may stand, the best first."""
+    text, boundary = way_of(drawn), drawn.boundary
+    transfers = picture.transfers(drawn)
+    sharing = _sharing(picture, drawn, is_split=is_split)
+    if picture.goes_round(drawn):
+        where = f"on to stage {boundary.downstream}"
+        if drawn.is_wrap:
+            where = "back to the edge" if num_rings else "to the next virtual stage"
+            where += ", twice" if num_rings > 1 else ""
+        num_lines = len(picture.edges(drawn))
+        y = picture.way_round(drawn, transfers[0].src, num_lines - 1, num_lines)[1]
+        text = f"{where}, {text}" + (f", {sharing}" if sharing else "")
+        yield text, [((picture.frame_lefts[0] + picture.frames_right) // 2, y - 6)]
+        return
+    middle = picture.frame_lefts[boundary.downstream] - STAGE_GAP // 2
+    first, last = transfers[0], transfers[-1]
+    ends = [picture.box(rank)[1] for rank in (first.src, first.dst, last.src, last.dst)]
+    heights = [ends[0] + BOX_HEIGHT // 2 - 9, min(ends), *(end + BOX_HEIGHT for end in ends)]
+    yield text, [(middle, y) for y in heights]
+    if sharing:
+        yield sharing, [(middle, y - 16) for y in heights]
+
+
+def _sharing(picture: Picture, drawn: DrawnBoundary, *, is_split: bool) -> str:
+    """Say with how many replicas of the other stage one works, where the picture does not show it."""
+    boundary, sizes = drawn.boundary, picture.layout.dp_sizes
+    here, there = sizes[boundary.upstream], sizes[boundary.downstream]
+    if not picture.is_cut or here == there:
+        return ""
+    number = max(here, there) // min(here, there)
+    if is_split:
+        return f"split over {number}" if there > here else f"joined from {number}"
+    return f"{'to' if there > here else 'from'} {number} in turn"
+
+
+def _overlap(one: Area, other: Area) -> bool:
+    return all(one[axis] < other[axis + 2] and other[axis] < one[axis + 2] for axis in (0, 1))
+
+
+def _meets(line: tuple[Point, Point], area: Area) -> bool:
+    """Whether a line enters an area: cut off, axis by axis, what lies beside the area, and see if anything is left."""
+    (ax, ay), (bx, by) = line
+    begin, end = 0.0, 1.0
+    for start, length, low, high in ((ax, bx - ax, area[0], area[2]), (ay, by - ay, area[1], area[3])):
+        if length:
+            near, far = sorted(((low - start) / length, (high - start) / length))
+            begin, end = max(begin, near), min(end, far)
+        elif not low < start < high:
+            return False
+    return begin < end

@@ -7,9 +7,8 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from vtp_plugin.plan.schedule.cost.simulator import Span, Timeline
-from vtp_plugin.plan.schedule.order.actions import Action, Op
-from vtp_plugin.plan.schedule.order.messages import channel_label
-from vtp_plugin.report.pictures import chrome, svg
+from vtp_plugin.plan.schedule.order.actions import Action, Op, channel_label
+from vtp_plugin.report.pictures import svg
 
 # Lengths in letters.
 _LEAST_LETTERS = 2  # of a forward: of a single one nobody can tell whether it is a forward
@@ -63,7 +62,7 @@ def draw_text(timeline: Timeline, *, columns: int = 120) -> str:
         columns: width of the time axis, in letters.
 
     >>> from vtp_plugin.plan.schedule.cost.costs import uniform_costs
-    >>> from vtp_plugin.plan.schedule.make.generate import one_f_one_b
+    >>> from vtp_plugin.plan.schedule.make.u_shape import one_f_one_b
     >>> from vtp_plugin.plan.schedule.cost.simulator import simulate
     >>> schedule = one_f_one_b(2, 2)
     >>> for row in draw_text(simulate(schedule, uniform_costs(schedule.placement)), columns=36).splitlines()[:2]:
@@ -122,7 +121,7 @@ def summarize(timeline: Timeline, *, unit: str = "") -> str:
         unit: unit of its times.
 
     >>> from vtp_plugin.plan.schedule.cost.costs import uniform_costs
-    >>> from vtp_plugin.plan.schedule.make.generate import one_f_one_b
+    >>> from vtp_plugin.plan.schedule.make.u_shape import one_f_one_b
     >>> from vtp_plugin.plan.schedule.cost.simulator import simulate
     >>> schedule = one_f_one_b(2, 2)
     >>> summarize(simulate(schedule, uniform_costs(schedule.placement)), unit="ms")
@@ -188,17 +187,17 @@ def chrome_trace(timeline: Timeline, *, unit_s: float = 1.0) -> str:
         timeline: the timeline to write.
         unit_s: unit of its times, in seconds.
     """
-    events = [chrome.name_process(process, name) for process, name in enumerate(("stages", "channels"))]
+    events = [svg.name_process(process, name) for process, name in enumerate(("stages", "channels"))]
     for worker, (label, spans) in enumerate(zip(_labels(timeline), timeline.spans, strict=True)):
-        events += chrome.name_row(0, worker, label)
+        events += svg.name_row(0, worker, label)
         for span in spans:
             times = unit_s * span.start, unit_s * span.end
-            events.append(chrome.box(0, worker, str(span.action), _pass_name(span.action), *times))
+            events.append(svg.box(0, worker, str(span.action), _pass_name(span.action), *times))
     names = {channel: channel_label(timeline.placement, channel) for channel, _ in timeline.bytes_by_channel}
     for number, flight in enumerate(timeline.flights):
         times = unit_s * flight.start, unit_s * flight.end
-        events += chrome.flight(1, names[flight.channel], str(flight.action), number, *times)
-    return chrome.document(events)
+        events += svg.flight(1, names[flight.channel], str(flight.action), number, *times)
+    return svg.chrome_text(events)
 
 
 def _labels(timeline: Timeline) -> list[str]:

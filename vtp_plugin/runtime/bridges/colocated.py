@@ -1,33 +1,70 @@
-"""A bridge between two modules on the same ranks: one exchange among them, and its adjoint for gradients."""
+"""Bridges between modules on the same ranks."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan
+from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan, CompiledPlan, compile_plan
 from vtp_plugin.plan.boundary.bridge_spec import BridgeSpec
 from vtp_plugin.plan.boundary.check_boundary import require_valid
-from vtp_plugin.plan.boundary.compiled_plan import CompiledPlan, compile_plan
-from vtp_plugin.plan.boundary.endpoint import Shape
-from vtp_plugin.plan.boundary.header import TYPES, ShareHeader
-from vtp_plugin.plan.boundary.local_slices import Widths
-from vtp_plugin.plan.boundary.message_kind import MessageKind
-from vtp_plugin.plan.boundary.sharding import replicated, sharded
+from vtp_plugin.plan.boundary.endpoint import Shape, Widths, replicated, sharded
+from vtp_plugin.plan.boundary.message_kind import TYPES, MessageKind, ShareHeader
 from vtp_plugin.plan.boundary.strategies.in_place import plan_in_place, plans_of_gradient
 from vtp_plugin.platform.interface import Platform
-from vtp_plugin.runtime.bridges.batch_axes import BatchAxes
-from vtp_plugin.runtime.comm.audit import Audit
 from vtp_plugin.runtime.comm.channel import NUM_PLANS
-from vtp_plugin.runtime.comm.recorder import Recorder
-from vtp_plugin.runtime.comm.transfers import ChannelGroups, Transfers, Transmission
-from vtp_plugin.runtime.comm.work import TimedWaits, ranks_text
+from vtp_plugin.runtime.comm.transfers import Audit, ChannelGroups, Transfers, Transmission
+from vtp_plugin.runtime.comm.work import Recorder, TimedWaits, ranks_text
 from vtp_plugin.runtime.health.monitor import Monitor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchAxes:
+    """Which axes of a module's tensors are the plan's rows, batch and depth.
+
+    Attributes:
+        num_dims: number of dimensions: 2 for `[tokens, H]`, or 3.
+        order: axis of the sequence, of the batch and of the hidden dimension, where there are three.
+    """
+
+    num_dims: int
+    order: tuple[int, int, int] = (0, 1, 2)
+
+    def to_plan(self, tensor: torch.Tensor) -> torch.Tensor:
+        """View a tensor as `[rows, batch, depth]`.
+
+        >>> BatchAxes(num_dims=3, order=(1, 0, 2)).to_plan(torch.zeros(2, 8, 4)).shape
+        torch.Size([8, 2, 4])
+        >>> BatchAxes(num_dims=2).to_plan(torch.zeros(6, 4)).shape
+        torch.Size([4, 6, 1])
+        """
+        return tensor.t().unsqueeze(-1) if self.num_dims == 2 else tensor.permute(self.order)
+
+    def from_plan(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor `[rows, batch, depth]` with the axes of the module, as dense memory.
+
+        >>> BatchAxes(num_dims=3, order=(1, 2, 0)).from_plan(torch.zeros(8, 2, 4)).shape
+        torch.Size([4, 8, 2])
+        """
+        turned = tensor.permute(self.memory_order)
+        return (turned.squeeze(-1) if self.num_dims == 2 else turned).contiguous()
+
+    @property
+    def memory_order(self) -> tuple[int, int, int]:
+        """Dimensions of a plan in the order in which a module's dense tensor has them, the slowest first.
+
+        >>> BatchAxes(num_dims=3, order=(1, 2, 0)).memory_order, BatchAxes(num_dims=2).memory_order
+        ((2, 0, 1), (1, 0, 2))
+        """
+        rows, batch, depth = (self.order.index(axis) for axis in range(3))
+        return (1, 0, 2) if self.num_dims == 2 else (rows, batch, depth)
+
 
 _PROBLEM = -1
 

@@ -1,22 +1,221 @@
-"""Start and finish of a boundary's plan: the collectives inside the sending and the receiving stage."""
+"""Process groups of stages, collectives that pack and unpack what crosses, and the memory for it."""
 
 from __future__ import annotations
 
 import functools
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _pg_map
 
 from vtp_plugin.errors import PlanError
-from vtp_plugin.plan.boundary.boundary_plan import CollectiveKind
-from vtp_plugin.plan.boundary.compiled_plan import CompiledCollective, CompiledSwaps
-from vtp_plugin.plan.boundary.sharding import even_cuts
-from vtp_plugin.report.trace.causes import Cause
-from vtp_plugin.runtime.comm.host_memory import HostMemory
+from vtp_plugin.plan.boundary.boundary_plan import CollectiveKind, CompiledCollective, CompiledSwaps
+from vtp_plugin.plan.boundary.endpoint import even_cuts
+from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
+from vtp_plugin.plan.layout.replica_map import RankShare
+from vtp_plugin.platform.interface import Platform
 from vtp_plugin.runtime.comm.work import Finish, TimedWaits, ranks_text
+from vtp_plugin.trace.record import Cause
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorFormat:
+    """What both endpoints of a channel know about its tensors.
+
+    Attributes:
+        dtype: type of every tensor.
+        src_sharded: whether the sending ranks hold slices of dimension 0 (sequence parallelism, or a cut weight), not
+            copies.
+        dst_sharded: whether the receiving ranks want slices.
+        has_variable_shapes: whether a header with the shape crosses before every tensor.
+        most_tokens: largest `S * B` of a whole tensor that this rank's arguments allow; None if they set no limit.
+        width: last dimension of every tensor, to check headers against; None if it is not known.
+        is_batched: whether messages are coalesced into one call of the backend.
+        requires_grad: whether the received tensor is a leaf that gets a gradient.
+    """
+
+    dtype: torch.dtype
+    src_sharded: bool = False
+    dst_sharded: bool = False
+    has_variable_shapes: bool = False
+    width: int | None = None
+    most_tokens: int | None = None
+    is_batched: bool = False
+    requires_grad: bool = True
+
+
+Shape = tuple[int, ...]
+
+
+class HostMemory:
+    """Allocates tensors, and reuses their memory once no living tensor shares it.
+
+    On the host only. Its allocator returns large blocks to the system, and touching fresh pages costs about as much as
+    receiving into them. Devices have torch's caching allocator, which also knows about tensors on other streams.
+
+    Args:
+        platform: where the tensors are.
+
+    Attributes:
+        num_allocations: how often fresh memory was needed; constant in the steady state of a run with fixed shapes.
+    """
+
+    def __init__(self, platform: Platform) -> None:
+        self._platform = platform
+        self.num_allocations = 0
+        self._blocks: list[tuple[torch.Tensor, torch.UntypedStorage]] = []
+
+    def empty(self, shape: Shape, dtype: torch.dtype) -> torch.Tensor:
+        """Return an uninitialised tensor in memory that no living tensor uses."""
+        if not self._platform.host_blocking_wait:
+            return torch.empty(shape, dtype=dtype, device=self._platform.device())
+        for block, storage in self._blocks:
+            if block.shape == shape and block.dtype is dtype and _is_free(storage):
+                return block.detach()
+        # Free memory of other shapes is released: with varying lengths it would pile up.
+        self._blocks = [one for one in self._blocks if not _is_free(one[1])]
+        block = torch.empty(shape, dtype=dtype)
+        self._blocks.append((block, block.untyped_storage()))
+        self.num_allocations += 1
+        return block.detach()
+
+
+def _is_free(storage: torch.UntypedStorage) -> bool:
+    """Tell whether nobody but this list uses a storage: it holds two references, a tensor's and the storage's."""
+    return torch._C._storage_Use_Count(storage._cdata) == 2
+
+
+_SETTLE_S = 0.1
+
+
+def open_group(
+    ranks: Sequence[int],
+    *,
+    platform: Platform,
+    timeout_s: float,
+    description: str,
+    buffer_size_bytes: int | None = None,
+) -> dist.ProcessGroup | None:
+    """Open a process group. Every rank of the world calls this for every planned group, in the plan's order.
+
+    torch names groups by a counter of these calls (since 2.15 also with ``use_local_synchronization``), so a rank that
+    skips a call meets the wrong peers in its next one. A call costs a rank that is not a member microseconds: no
+    connection, no barrier.
+
+    Args:
+        ranks: global ranks of the group's members.
+        platform: decides the options; the backend is the world's (a fake one in dry runs).
+        timeout_s: limit of every operation, in seconds; torch's own default for a new group is 30 minutes.
+        description: shown by torch's debugging tools.
+        buffer_size_bytes: size of the largest message, for backends that reserve device memory for each communicator.
+
+    Returns:
+        The group; None on ranks that are not members.
+    """
+    group = dist.new_group(
+        ranks=list(ranks),
+        timeout=timedelta(seconds=timeout_s),
+        pg_options=platform.group_options(buffer_size_bytes),
+        group_desc=description,
+    )
+    return group if isinstance(group, dist.ProcessGroup) else None
+
+
+def settle(platform: Platform) -> None:
+    """Let gloo's threads delete their finished work before a group that ran collectives is destroyed.
+
+    Otherwise this process may wait forever in torch 2.6 and 2.7: docs/development/gloo-dropped-groups.md.
+    """
+    if platform.host_blocking_wait:
+        time.sleep(_SETTLE_S)
+
+
+def close_groups(groups: Iterable[dist.ProcessGroup | None]) -> None:
+    """Destroy process groups; every member does so, in the order in which they were opened, once all has arrived.
+
+    After collectives :func:`settle` comes first; messages need no threads.
+
+    Args:
+        groups: groups to destroy; None is skipped, and so is a group that torch has destroyed with the world.
+    """
+    for group in groups:
+        if group is not None and group in _pg_map:
+            dist.destroy_process_group(group)
+
+
+class ModelGroup(dist.ProcessGroup):
+    """Reduces over the stages. Each stage counts once, however many cp and dp ranks or copies of experts it has.
+
+    Stock Megatron has one model-parallel group per replica. If one replica of a small stage serves several of a large
+    stage, its ranks would have to call such a reduction several times; here all ranks of the world call it once. A sum
+    takes one replica of every stage: what is summed over a model-parallel group (squared norms, counts of zeros) is
+    equal on the replicas of a stage. Every other reduction takes all ranks. With the distributed optimizer each rank
+    holds a different share of these numbers: where each number is held once in the world, a sum takes all ranks.
+
+    The reduction runs inside each stage, then between the leaders of the stages, then a broadcast brings it back. All
+    ranks of the world call these three ordinary collectives of ordinary groups in one order, so this group hangs only
+    where those would. Its ranks, ``rank`` and ``size`` are those of one replica's group, to which this rank belongs:
+    Megatron names optimizer states by that rank, and takes groups of the same ranks for one group. torch does not know
+    this class: the caller enters the group where torch looks up backends and ranks.
+
+    Attributes:
+        ranks: global ranks that hold each weight once together with this rank.
+        shares: group that sums the shares of an optimizer's state; None where nobody asks for it.
+    """
+
+    def __init__(
+        self,
+        share: RankShare,
+        *,
+        stage_leader: int,
+        whole_stage_group: dist.ProcessGroup,
+        leaders_group: dist.ProcessGroup | None,
+    ) -> None:
+        """Join the groups.
+
+        Args:
+            share: the ranks that this rank shares one copy of the weights with.
+            stage_leader: first global rank of this rank's stage.
+            whole_stage_group: group of all ranks of this rank's stage.
+            leaders_group: group of the first rank of every stage; None on other ranks.
+        """
+        self.ranks = share.ranks
+        self.shares: ModelGroup | None = None
+        join: Any = super().__init__  # torch 2.14 declares another form than it takes
+        join(share.index, share.size)
+        self._counts = share.replica == 0
+        self._leader = stage_leader
+        self._whole_stage_group = whole_stage_group
+        self._leaders_group = leaders_group
+
+    # torch declares all forms of this method; dist.all_reduce uses this one.
+    def allreduce(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, tensors: Sequence[torch.Tensor], opts: dist.AllreduceOptions
+    ) -> dist.Work | None:
+        """Reduce one tensor in place; ``dist.all_reduce`` calls this and waits for what it returns."""
+        (tensor,) = tensors
+        if opts.reduceOp == dist.ReduceOp.SUM and not self._counts:
+            tensor.zero_()
+        dist.all_reduce(tensor, opts.reduceOp, self._whole_stage_group)
+        if self._leaders_group is not None:
+            dist.all_reduce(tensor, opts.reduceOp, self._leaders_group)
+        return dist.broadcast(tensor, self._leader, self._whole_stage_group, async_op=True)
+
+
+def open_leaders_group(layout: PipelineLayout, platform: Platform, timeout_s: float) -> dist.ProcessGroup | None:
+    """Open the group of the first ranks of all stages; every rank of the world calls this.
+
+    Returns:
+        The group; None on ranks that are not members.
+    """
+    leaders = [layout.leader(stage) for stage in range(layout.num_stages)]
+    return open_group(leaders, platform=platform, timeout_s=timeout_s, description="leaders of the stages")
 
 
 @dataclass(frozen=True, slots=True, eq=False)

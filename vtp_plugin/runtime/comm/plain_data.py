@@ -28,7 +28,7 @@ import numpy
 import torch
 
 from vtp_plugin.errors import ConfigError, PeerError
-from vtp_plugin.util.printable import one_line
+from vtp_plugin.util.text import one_line
 
 MOST_BYTES: Final = 32 << 20
 """The longest object of another site that is read, as it crosses."""

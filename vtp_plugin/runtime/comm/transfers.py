@@ -1,27 +1,355 @@
-"""The transfers of a plan: packed, checked, and given to the backend. Nothing leaves a stage by another path."""
+"""Messages between ranks of two stages, with their headers, checked by an audit.
+
+What may leave a rank over the plugin's channels, and a record of what has left.
+
+Every message between stages passes :func:`require_allowed`, at the one place where channels post to the backend. With
+``--vtp-audit FILE`` it is also recorded there, one JSON object on each line.
+"""
 
 from __future__ import annotations
 
+import atexit
 import functools
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from vtp_plugin.errors import ConfigError, PlanError
-from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan
-from vtp_plugin.plan.boundary.compiled_plan import CompiledMessage, CompiledPlan, compile_plan
+from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan, CompiledMessage, CompiledPlan, compile_plan
+from vtp_plugin.plan.boundary.channel_spec import ChannelSpec
 from vtp_plugin.plan.boundary.endpoint import Shape
-from vtp_plugin.plan.boundary.header import Whole
-from vtp_plugin.plan.boundary.message_kind import MessageKind
+from vtp_plugin.plan.boundary.message_kind import MESSAGE_FORMS, Bound, Expected, MessageKind, Whole
 from vtp_plugin.platform.interface import Platform
-from vtp_plugin.report.trace.causes import Cause
-from vtp_plugin.runtime.comm.audit import Audit, require_allowed
-from vtp_plugin.runtime.comm.collectives import StageCollectives
-from vtp_plugin.runtime.comm.host_memory import HostMemory
+from vtp_plugin.runtime.comm.collectives import HostMemory, StageCollectives, TensorFormat
 from vtp_plugin.runtime.comm.work import PendingRecv, SendWork, TimedWaits, WaitFor, ranks_text
+from vtp_plugin.runtime.health.redaction import LineFile
+from vtp_plugin.trace.record import Cause
+
+
+class Headers:
+    """Sends and receives the headers of one channel.
+
+    Args:
+        spec: the channel as data.
+        rank: this rank.
+        peer: name of the ranks at the other end.
+        transfers: posts the messages.
+        platform: says where headers are allocated, and how much memory a tensor may take.
+        is_coalesced: whether headers are coalesced into one call of the backend.
+    """
+
+    def __init__(
+        self, spec: ChannelSpec, rank: int, peer: str, transfers: Transfers, platform: Platform, *, is_coalesced: bool
+    ) -> None:
+        self._transfers = transfers
+        self._platform = platform
+        self._peer = peer
+        self._num_ranks = len((spec.src if rank in spec.src.ranks else spec.dst).ranks)
+        self._codec = spec.header_codec(rank)
+        plan = spec.plan_header(self._codec.length)
+        self._shape = plan.src.holdings[0].local_shape
+        self._transmission = Transmission(
+            whole=plan.src.shape,
+            plan=compile_plan(plan, rank),
+            dtype=torch.int64,
+            kind=self._codec.kind,
+            peer=peer,
+            is_batched=is_coalesced,
+        )
+
+    def send(self, whole: Whole, form: TensorFormat, position: str) -> SendWork:
+        """Send shape and type of the tensor that follows: an int64 tensor, never a pickled object."""
+        values = self._codec.encode(whole, str(form.dtype), position)
+        header = torch.tensor(values, dtype=torch.int64, device=self._platform.device())
+        return self._transfers.send(header.reshape(self._shape), self._transmission, position)
+
+    def post(self, position: str) -> PendingRecv:
+        """Post the receive of a header."""
+        return self._transfers.receive(self._transmission, position)
+
+    def read(self, header: torch.Tensor, form: TensorFormat, position: str) -> Whole:
+        """Return the description of the tensor that a header announces.
+
+        Raises:
+            ConfigError: this rank expects another tensor.
+        """
+        expected = Expected(
+            dtype=str(form.dtype),
+            width=form.width,
+            position=position,
+            sources=self._peer,
+            bounds=tuple(self._bounds(form)),
+        )
+        return self._codec.decode(header.reshape(-1, self._codec.length).tolist(), expected)
+
+    def _bounds(self, form: TensorFormat) -> Iterator[Bound]:
+        if form.most_tokens is not None and form.width is not None:
+            why = "the lengths and the micro batch size of this rank's arguments; raise --max-position-embeddings"
+            yield Bound(most=form.most_tokens * form.width, why=why)
+        # At worst one rank of this endpoint gets as much as all of them may get together.
+        why = f"what {self._num_ranks} of this rank's devices hold; look for a rank that sends another tensor"
+        yield Bound(most=self._num_ranks * self._memory_bytes // form.dtype.itemsize, why=why)
+
+    @functools.cached_property
+    def _memory_bytes(self) -> int:
+        return self._platform.memory_bytes()
+
+
+def require_allowed(kind: MessageKind, tensor: torch.Tensor) -> None:
+    """Refuse to send a tensor that does not have the form of its kind of message.
+
+    Token ids and labels are integers; loss masks and positions have no hidden dimension. So none of them passes for an
+    activation or a gradient.
+
+    >>> require_allowed(MessageKind.ACTIVATION, torch.zeros(8, 2, 4))
+    >>> require_allowed(MessageKind.ACTIVATION, torch.zeros(8, 2, 4, dtype=torch.int64))  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    vtp_plugin.errors.ConfigError: a torch.int64 tensor of shape (8, 2, 4) is no activation, and nothing else may ...
+
+    Raises:
+        ConfigError: the tensor has another form.
+    """
+    dtype = "floating point" if tensor.is_floating_point() else str(tensor.dtype).removeprefix("torch.")
+    is_allowed = MESSAGE_FORMS[kind].fits(dtype, tensor.shape, tensor.numel())
+    if not is_allowed:
+        raise ConfigError(
+            f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)} is no {kind}, and nothing else may leave this "
+            "rank here; return an activation [S, B, H] from the stage"
+        )
+
+
+def audit_path(path: str, rank: int) -> Path:
+    """Return the path of one rank's file.
+
+    >>> str(audit_path("logs/audit.jsonl", 3))
+    'logs/audit.rank3.jsonl'
+    """
+    whole = Path(path)
+    return whole.with_name(f"{whole.stem}.rank{rank}{whole.suffix}")
+
+
+class Audit:
+    """Record of the messages that this rank exchanged with other stages.
+
+    A line is written when its message is posted, so the record of a run that is killed is complete up to there. Totals
+    of every kind of message follow at the end. Lines are appended to an existing file.
+
+    Args:
+        path: path that the user gave; the rank's number is put into the file's name.
+        rank: this rank.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+
+    def __init__(self, path: str, rank: int) -> None:
+        self._file = LineFile(audit_path(path, rank), option=f"--vtp-audit {path}", is_continued=True)
+        self._num_messages: Counter[tuple[str, MessageKind]] = Counter()
+        self._num_bytes: Counter[tuple[str, MessageKind]] = Counter()
+        atexit.register(self.close)
+
+    def note(self, way: str, kind: MessageKind, tensor: torch.Tensor, peer: int, position: str) -> None:
+        """Record one message.
+
+        Args:
+            way: ``"sent"`` or ``"received"``.
+            kind: kind of the message.
+            tensor: memory that is sent, or that will be filled.
+            peer: global rank that receives or sends it.
+            position: boundary and direction.
+        """
+        num_bytes = tensor.numel() * tensor.element_size()
+        self._num_messages[way, kind] += 1
+        self._num_bytes[way, kind] += num_bytes
+        self._file.write(
+            {
+                "way": way,
+                "cargo": kind,
+                "peer": peer,
+                "shape": list(tensor.shape),
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "bytes": num_bytes,
+                "place": position,
+            }
+        )
+
+    def close(self) -> None:
+        """Write the totals and close the file; idempotent."""
+        atexit.unregister(self.close)
+        if self._file.is_closed:
+            return
+        for (way, kind), count in sorted(self._num_messages.items()):
+            self._file.write({"total": kind, "way": way, "messages": count, "bytes": self._num_bytes[way, kind]})
+        self._file.close()
+
+
+class RecvWork:
+    """A receive under way, whether its header has come or not.
+
+    Every tensor-parallel rank of the receiving stage has one, even a rank that receives nothing itself, and waits for
+    it at the same program point.
+
+    Args:
+        receives: all receives of the same channel.
+        form: type and layout of the tensor.
+        transmission: how the tensor crosses; None until its header is read.
+        position: boundary, direction and number, for error messages.
+
+    Attributes:
+        receives: all receives of the same channel.
+        pending: what is posted; None before that, and once it was waited for.
+        is_done: whether the tensor was waited for.
+    """
+
+    def __init__(
+        self, receives: Receives, form: TensorFormat, transmission: Transmission | None, position: str
+    ) -> None:
+        self.form = form
+        self.transmission = transmission
+        self.position = position
+        self.pending: PendingRecv | None = None
+        self.is_done = False
+        self.receives = receives
+        self._tensor: torch.Tensor | None = None
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The tensor, to be read before :meth:`wait` fills it; with variable shapes this waits for its header."""
+        self.receives.read_headers(self)
+        if self._tensor is None:
+            raise PlanError(f"{self.position}: the tensor was handed out already; read it before wait(), or use take()")
+        return self._tensor
+
+    def wait(self) -> None:
+        """Return when the tensor holds the local part of what was sent; idempotent.
+
+        What was sent before it on the same channel is waited for first.
+
+        Raises:
+            PeerError: the connection to the sender, or to a member of this rank's stage, broke.
+            ConfigError: a header does not fit what this rank expects.
+        """
+        self.receives.finish(self)
+        # Megatron keeps handles longer than tensors: the memory must become free as soon as nobody else needs it.
+        self._tensor = None
+
+    def take(self) -> torch.Tensor:
+        """Wait, and return the tensor: a fresh leaf. May be called once, and not after :meth:`wait`."""
+        tensor = self.tensor
+        self.wait()
+        return tensor
+
+    def note_posted(self, pending: PendingRecv) -> None:
+        """Keep what is posted, with the memory that it fills; called once, where it is posted."""
+        self.pending = pending
+        self._tensor = pending.tensor.requires_grad_(self.form.requires_grad)
+
+
+class Receives:
+    """The receives of one channel, the oldest first.
+
+    Channels over the same groups stand in one line (`beside`): what comes over one connection is posted in the order in
+    which it was sent. With variable shapes one header is under way at a time: when it has come, its tensor is posted,
+    and right behind it what follows, so that both endpoints use the connection in one order. Finishes inside the stage
+    run in the order of posting.
+
+    Args:
+        transfers: posts the messages of the channel.
+        transmission: gives how a whole tensor crosses.
+        headers: the headers of the channel.
+        beside: receives of another channel over the same groups; None starts a line.
+    """
+
+    def __init__(
+        self,
+        transfers: Transfers,
+        transmission: Callable[[Whole, TensorFormat], Transmission],
+        headers: Headers,
+        beside: Receives | None = None,
+    ) -> None:
+        self._transfers = transfers
+        self._transmission = transmission
+        self._headers = headers
+        self._line = _Line() if beside is None else beside._line
+
+    def add(self, form: TensorFormat, transmission: Transmission | None, position: str) -> RecvWork:
+        """Post a receive, or its header if none is under way; the arguments are those of :class:`RecvWork`."""
+        receive = RecvWork(self, form, transmission, position)
+        self._line.waiting.append(receive)
+        self._line.unposted.append(receive)
+        self._line.advance()
+        return receive
+
+    def read_headers(self, receive: RecvWork) -> None:
+        """Read headers until a receive is posted."""
+        while receive.pending is None and not receive.is_done:
+            self._line.take_header(receive.position)
+
+    def finish(self, receive: RecvWork) -> None:
+        """Wait for tensors, the oldest first, until a receive is done."""
+        waiting = self._line.waiting
+        while not receive.is_done:
+            oldest = waiting[0]
+            self.read_headers(oldest)
+            waiting.popleft()
+            pending, oldest.pending, oldest.is_done = oldest.pending, None, True
+            assert pending is not None
+            pending.wait()
+
+    def post_header(self, receive: RecvWork) -> PendingRecv:
+        """Post the receive of a header."""
+        return self._headers.post(receive.position)
+
+    def read_header(self, receive: RecvWork, header: PendingRecv) -> Transmission:
+        """Wait for a header, and return how the tensor crosses that it announces.
+
+        Raises:
+            ConfigError: this rank expects another tensor.
+        """
+        whole = self._headers.read(header.wait(), receive.form, receive.position)
+        return self._transmission(whole, receive.form)
+
+    def post(self, receive: RecvWork, transmission: Transmission) -> None:
+        """Post the receive of a tensor whose shape is known."""
+        receive.note_posted(self._transfers.receive(transmission, receive.position))
+
+
+class _Line:
+    """Receives over the same groups, the oldest first; of these, those that are not posted yet."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[RecvWork] = deque()
+        self.unposted: deque[RecvWork] = deque()
+        self._header: PendingRecv | None = None
+
+    def advance(self) -> None:
+        """Post what is not posted, up to the first tensor whose shape is not known: of that one the header."""
+        while self.unposted:
+            receive = self.unposted[0]
+            if receive.transmission is None:
+                if self._header is None:
+                    self._header = receive.receives.post_header(receive)
+                return
+            self.unposted.popleft()
+            receive.receives.post(receive, receive.transmission)
+
+    def take_header(self, position: str) -> None:
+        """Wait for the header under way, then post its tensor and what follows.
+
+        Args:
+            position: what is waited for, for the error if there is none.
+        """
+        header, self._header = self._header, None
+        if header is None:
+            raise PlanError(f"{position}: no header is under way")
+        receive = self.unposted[0]
+        receive.transmission = receive.receives.read_header(receive, header)
+        self.advance()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,33 +1,306 @@
-"""Where the ranks of a run meet: the store at ``MASTER_ADDR:MASTER_PORT``, what listens where, and how to test it."""
+"""Where the ranks of a run meet: the store's server, this attempt's name, and what listens where.
+
+Which attempt of a run this is: a name on which its ranks agree, over a store that may have seen earlier attempts.
+
+A launcher that starts the ranks again may keep its store. Its counts of restarts tell attempts apart only within one
+agent: an agent that left and came back counts from zero, and a restart for a new member is not counted at all.
+
+Rank 0 opens an attempt, under the next number. Each other rank takes its seat in the newest attempt, once; a seat that
+is taken, or an attempt of another size, is an earlier one, and the rank waits for the next. When all seats are taken,
+rank 0 says so. A rank whose attempt was left by its rank 0 hears nothing, sees a newer attempt, and takes a seat there.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
+import ipaddress
+import json
 import os
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from vtp_plugin.errors import ConfigError, PeerError
-from vtp_plugin.runtime.health.attempt import agree_on_attempt
 from vtp_plugin.runtime.health.redaction import first_line
-from vtp_plugin.runtime.health.store import Topic, part_of
-from vtp_plugin.runtime.health.store_posts import read_number
-from vtp_plugin.runtime.health.store_server import (
-    ALL_INTERFACES,
-    attach,
-    is_agent_store,
-    is_server_bounded,
-    listening_address,
-    serve,
-    serves_store,
+from vtp_plugin.runtime.health.store import PostError, Topic, count, part_of, read_number, read_post, read_text
+from vtp_plugin.runtime.health.waiting import (
+    JUDGE_SHARE,
+    STORE_KEEPER,
+    UNKNOWN_PEER,
+    WAITED,
+    WaitingLines,
+    poll,
+    some_ranks,
+    time_limit,
+    until_store_ends,
 )
-from vtp_plugin.runtime.health.waiting import STORE_KEEPER, WAITED, WaitingLines, poll, time_limit, until_store_ends
+from vtp_plugin.util import log
+
+_KEEPER_S = 300.0
+ALL_INTERFACES = "all interfaces"
+
+
+def is_server_bounded() -> bool:
+    """Tell whether torch's server bounds what a stranger's connection costs: one socket is read at a time before 2.8.
+
+    There :func:`serve` gets torch's older server, which reads a message to its end before it answers anybody else, and
+    makes as many bytes as a length announces.
+    """
+    return tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 8)
+
+
+def serves_store(rank: int, environment: Mapping[str, str]) -> bool:
+    """Tell whether a rank keeps the store; if none does, the launcher does.
+
+    >>> serves_store(0, {}), serves_store(1, {}), serves_store(0, {"TORCHELASTIC_USE_AGENT_STORE": "True"})
+    (True, False, False)
+    """
+    return rank == 0 and not is_agent_store(environment)
+
+
+def serve(host: str, port: int, timeout_s: float) -> dist.TCPStore:
+    """Open the store's server on the one address of ``host``, or attach to one that this process has there.
+
+    Args:
+        host: ``MASTER_ADDR``.
+        port: 0 for any that is free.
+        timeout_s: limit of each request to the store, in seconds.
+    """
+    address, reason = listening_address(host, os.environ)
+    if address is None:
+        log.warning(f"the store listens on {ALL_INTERFACES} at port {port}: {reason}")
+    return _open_either(host, port, timeout_s, address)
+
+
+def keep_open(host: str, port: int) -> tuple[dist.TCPStore, str]:
+    """Open a store for a launcher, on one address and no other.
+
+    Args:
+        host: the address, or a name that has it.
+        port: must be free.
+
+    Returns:
+        The store, which listens as long as somebody holds it, and the address.
+
+    Raises:
+        ConfigError: this machine does not have the address, or the port is taken.
+    """
+    address, reason = listening_address(host, {})
+    if address is None or ipaddress.ip_address(address.partition("%")[0]).is_unspecified:
+        why = f"{host} is every address of this machine" if address else reason.removeprefix("MASTER_ADDR ")
+        raise ConfigError(f"{why}; a rendezvous listens on one address, which others must reach; give that one")
+    listener = _bind(address, port)
+    if listener is None:
+        raise ConfigError(f"{host}:{port} is taken; a rendezvous needs a port for itself; choose another one")
+    listener.close()
+    return _open_either(host, port, _KEEPER_S, address), address
+
+
+def _open_either(host: str, port: int, timeout_s: float, address: str | None) -> dist.TCPStore:
+    try:
+        return _open_server(host, port, timeout_s, address, use_libuv=True)
+    except RuntimeError as error:
+        # The newer of torch's two servers takes no listening socket before 2.8 (pytorch/pytorch#150215).
+        if "libuv" not in str(error):
+            raise
+    return _open_server(host, port, timeout_s, address, use_libuv=False)
+
+
+def _open_server(host: str, port: int, timeout_s: float, address: str | None, *, use_libuv: bool) -> dist.TCPStore:
+    listener = None if address is None else _bind(address, port)
+    port = port if listener is None else listener.getsockname()[1]
+    fd = None if listener is None else listener.detach()  # torch's server closes it
+    try:
+        return dist.TCPStore(
+            host,
+            port,
+            is_master=True,
+            timeout=timedelta(seconds=timeout_s),
+            wait_for_workers=False,
+            multi_tenant=True,
+            master_listen_fd=fd,
+            use_libuv=use_libuv,
+        )
+    except BaseException:
+        if fd is not None:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        raise
+
+
+def attach(host: str, port: int, timeout_s: float) -> dist.TCPStore:
+    """Connect to a store's server."""
+    limit = timedelta(seconds=timeout_s)
+    return dist.TCPStore(host, port, is_master=False, timeout=limit, wait_for_workers=False, multi_tenant=True)
+
+
+def _bind(address: str, port: int) -> socket.socket | None:
+    """Listen on one address; None if somebody listens at that port already: torch then attaches to it, or says so."""
+    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((address, port))
+        listener.listen(socket.SOMAXCONN)
+    except OSError:
+        listener.close()
+        return None
+    return listener
+
+
+def listening_address(host: str, environment: Mapping[str, str]) -> tuple[str | None, str]:
+    """Return the address on which rank 0 keeps the store, and the reason; None stands for all interfaces.
+
+    Args:
+        host: ``MASTER_ADDR``.
+        environment: variables of rank 0, in which the launcher says whether all ranks are on this machine.
+    """
+    try:
+        address = str(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        return None, f"MASTER_ADDR {host} has no address here ({error.strerror})"
+    is_one_machine = environment.get("LOCAL_WORLD_SIZE") == environment.get("WORLD_SIZE", "1")
+    is_loopback = ipaddress.ip_address(address.partition("%")[0]).is_loopback
+    if is_loopback and host not in (address, "localhost") and not is_one_machine:
+        # Debian maps a machine's name to a loopback address in /etc/hosts; other machines know another address.
+        return None, f"MASTER_ADDR {host} is the loopback address {address} here; write the address that others use"
+    try:
+        with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as probe:
+            probe.bind((address, 0))
+    except OSError as error:
+        return (
+            None,
+            f"MASTER_ADDR {host} is no address of this machine ({errno.errorcode.get(error.errno or 0, error)})",
+        )
+    return address, f"the address of MASTER_ADDR {host}"
+
+
+def is_agent_store(environment: Mapping[str, str]) -> bool:
+    """Tell whether the launcher keeps the store."""
+    return environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+_LOOK_S = 0.05
+_MOST_RANKS = 1 << 16  # rank 0 deletes a key for each
+# The store's server is one thread: all ranks together look at most this often.
+_MAX_LOOKS_PER_S = 4000
+
+
+@until_store_ends(STORE_KEEPER, "start")
+def agree_on_attempt(store: dist.Store, *, rank: int, world_size: int, timeout_s: float) -> str:
+    """Agree with the other ranks of this attempt on its name.
+
+    Args:
+        store: reaches all ranks, and may hold what earlier attempts have posted.
+        rank: this rank.
+        world_size: number of ranks.
+        timeout_s: how long to wait for the others.
+
+    Returns:
+        A number, as text, which no earlier attempt in this store had.
+
+    Raises:
+        PeerError: a rank did not come, or somebody has posted what is no attempt.
+    """
+    if world_size == 1:
+        return str(count(part_of(store, Topic.ATTEMPTS), "count"))
+    table = _Table(part_of(store, Topic.ATTEMPTS), max(_LOOK_S, world_size / _MAX_LOOKS_PER_S))
+    begin_s = time.monotonic()
+    if rank == 0:
+        return str(table.open(world_size, begin_s, timeout_s))
+    return str(table.enter(rank, world_size, begin_s, timeout_s))
+
+
+@dataclass(frozen=True, slots=True)
+class _Table:
+    """The attempts in a store.
+
+    Attributes:
+        part: part of the store that belongs to this topic.
+        pause_s: seconds between two reads.
+    """
+
+    part: dist.Store
+    pause_s: float
+
+    def open(self, world_size: int, begin_s: float, timeout_s: float) -> int:
+        """Open the next attempt on rank 0, and return its number once all ranks are there."""
+        number = count(self.part, "count")
+        self._clear()
+        self.part.set("newest", json.dumps([number, world_size]))
+        seats = [f"{number} seat {rank}" for rank in range(1, world_size)]
+
+        def missing() -> list[int]:
+            return [rank for rank, seat in enumerate(seats, 1) if not self.part.check([seat])]
+
+        limit_s = JUDGE_SHARE * timeout_s
+        lines = WaitingLines(limit_s, lambda: f"rank {some_ranks(missing())} at start")
+        error = ""
+        if not poll(lambda: self.part.check(seats), limit_s, pause_s=self.pause_s, lines=lines):
+            # A rank that comes from now on must not take a seat in what is over.
+            late = [rank for rank, seat in enumerate(seats, 1) if self._take(seat, "-")]
+            if late:
+                waited = f"{WAITED} {time.monotonic() - begin_s:.1f} s"
+                error = f"{waited} for rank {some_ranks(late)} at start: no answer; {UNKNOWN_PEER}"
+        self.part.set(f"{number} is", error or "whole")
+        if error:
+            raise PeerError(error, shared=error)
+        return number
+
+    def enter(self, rank: int, world_size: int, begin_s: float, timeout_s: float) -> int:
+        """Take a seat on another rank, and return the attempt's number once all ranks are there."""
+        own, last, found = uuid.uuid4().hex, 0, 0
+
+        def is_whole() -> bool:
+            nonlocal last, found
+            newest, size = self._newest()
+            if newest > last:
+                last = newest
+                if found:  # a seat in what was cleared meanwhile
+                    self.part.delete_key(f"{found} seat {rank}")
+                is_mine = size == world_size and self._take(f"{newest} seat {rank}", own)
+                found = newest if is_mine else 0
+            return found > 0 and self.part.check([f"{found} is"])
+
+        lines = WaitingLines(timeout_s, lambda: f"{'another rank' if found else 'rank 0'} at start")
+        if not poll(is_whole, timeout_s, pause_s=self.pause_s, lines=lines):
+            whom = "rank 0, which still waits for another rank," if found else "rank 0"
+            waited = f"{WAITED} {time.monotonic() - begin_s:.1f} s"
+            text = f"{waited} for {whom} at start: no answer; {UNKNOWN_PEER}"
+            raise PeerError(text, shared=text)
+        outcome = read_text(self.part, f"{found} is")
+        if not outcome:
+            raise PostError(Topic.ATTEMPTS.key, f"{found} is", "is empty")
+        if outcome != "whole":
+            raise PeerError(outcome, shared=outcome)
+        return found
+
+    def _newest(self) -> tuple[int, int]:
+        """Return the number of the newest attempt, and of its ranks; 0 if there is none."""
+        if not self.part.check(["newest"]):
+            return 0, 0
+        number, size = read_post(tuple[int, int], self.part, "newest", Topic.ATTEMPTS.key)
+        if number < 1 or not 1 < size <= _MOST_RANKS:
+            raise PostError(Topic.ATTEMPTS.key, "newest", f"is attempt {number} of {size} ranks, which is none")
+        return number, size
+
+    def _take(self, seat: str, name: str) -> bool:
+        return self.part.compare_set(seat, "", name) == name.encode()
+
+    def _clear(self) -> None:
+        """Delete what the last attempt has left, so that a store does not grow with attempts."""
+        number, size = self._newest()
+        for key in (f"{number} is", *(f"{number} seat {rank}" for rank in range(1, size))):
+            self.part.delete_key(key)
+
 
 _NUM_PINGS = 5
 ATTEMPT_VARIABLE = "VTP_ATTEMPT"

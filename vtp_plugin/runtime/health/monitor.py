@@ -1,4 +1,28 @@
-"""Liveness of the run: no rank hangs silently (docs/development/internals.md, contract 7).
+"""Ranks watch each other: signs of life, progress in joint work, early ends, and how the run ends.
+
+Which ranks are alive, and where each of them waits.
+
+Ranks are asked when a connection breaks, so that all of them name the rank that was killed, and when a rank has waited
+too long, so that its line says who waits for whom.
+
+A rank whose peer dies finds its connection closed and ends, too, which breaks more connections. Without asking, the
+others would name the rank that noticed first.
+
+Long work that all ranks do together, such as a save: it may take long, as long as some rank makes progress.
+
+Inside a load or a save ranks wait for each other in many collectives of Megatron's and torch's own, which nobody times.
+A rank may also write files for an hour, and the others wait for it with good reason. So what is timed here
+is not a wait, but the lack of progress: every rank posts now and then that it makes progress, and if no rank of the
+world does so for long enough, the run is stuck. A rank makes progress if the thread that trains uses the processor
+outside a collective, or waits for a disk; or if a process that it has started does. A rank that is stuck outside a
+collective is the one that the others wait for.
+
+Finds a rank that has ended without an error, though others still need it.
+
+Ranks need not end at the same time: some have more to do when training is over. So a rank that ends posts how many
+joint operations it has begun, and each of the others compares that with its own number.
+
+Liveness of the run: no rank hangs silently (docs/development/internals.md, contract 7).
 
 ``wait()`` on NCCL and HCCL does not block the host, a stopped process closes no connection, and a rank that is blocked
 in a collective of Megatron's own never comes back to our code. So two small threads keep the time on every rank.
@@ -18,24 +42,378 @@ the beginning: without memory a process could not start one.
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
+import queue
+import re
+import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
 
 import torch.distributed as dist
 
-from vtp_plugin.runtime.health.board import Board
-from vtp_plugin.runtime.health.early_exit import EarlyExits
-from vtp_plugin.runtime.health.joint_work import Together
-from vtp_plugin.runtime.health.liveness_check import LivenessCheck, is_lost_connection
-from vtp_plugin.runtime.health.position import Position
+from vtp_plugin.runtime.health.position import (
+    COLLECTIVES,
+    BlockedCall,
+    Position,
+    Standing,
+    follow,
+    load_standing,
+    outwards,
+)
 from vtp_plugin.runtime.health.redaction import describe_error
-from vtp_plugin.runtime.health.spare_thread import Helper
-from vtp_plugin.runtime.health.store import Topic, open_round, part_of
-from vtp_plugin.runtime.health.waiting import EXIT_CODE, report
-from vtp_plugin.runtime.health.who_waits import follow
+from vtp_plugin.runtime.health.store import Board, Leaver, PostError, Topic, open_round, part_of, read_text
+from vtp_plugin.runtime.health.waiting import EXIT_CODE, report, some_ranks
+
+
+class Helper:
+    """Runs actions one after another in a thread, for callers that wait for each only up to a limit.
+
+    Attributes:
+        thread: the thread, which the owner starts; it runs until :meth:`end`.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: queue.SimpleQueue[tuple[Callable[[], None], threading.Lock] | None] = queue.SimpleQueue()
+        self.thread = threading.Thread(target=self._work, name="vtp-monitor-helper", daemon=True)
+
+    def run(self, action: Callable[[], None], limit_s: float) -> None:
+        """Run an action, and return after the limit even if it, or an earlier one, is still running."""
+        done = threading.Lock()
+        done.acquire()
+        self._tasks.put((action, done))
+        done.acquire(timeout=limit_s)
+
+    def end(self) -> None:
+        """Let the thread end after its current action."""
+        self._tasks.put(None)
+
+    def _work(self) -> None:
+        while (task := self._tasks.get()) is not None:
+            action, done = task
+            with contextlib.suppress(Exception):  # whoever asked continues without it
+                action()
+            done.release()
+
+
+# Torch and its backends have no common exception type for this, and checkpoints wrap what they raise.
+_LOST = re.compile(
+    r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket closed|connection to .* broke|"
+    r"(nccl|hccl)\w* ?error|remote (error|process|peer)",
+    re.IGNORECASE,
+)
+# Digits of the number of a check.
+_MOST_DIGITS = 9
+
+
+def is_lost_connection(error: BaseException) -> bool:
+    """Tell whether an error may be the consequence of another rank's end.
+
+    >>> is_lost_connection(RuntimeError("[pair.cc:561] Connection closed by peer [127.0.0.1]:36494"))
+    True
+    >>> is_lost_connection(ValueError("bad sample"))
+    False
+    """
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, dist.DistError) or _LOST.search(str(link)):
+            return True
+        link = link.__cause__ or link.__context__
+    return False
+
+
+class LivenessCheck:
+    """Asks all ranks for an answer. The board counts the checks, and every rank's monitor looks there.
+
+    Args:
+        store: store of the monitors.
+        board: board of the monitors.
+        rank: this rank.
+        world_size: number of ranks.
+    """
+
+    def __init__(self, store: dist.Store, board: Board, rank: int, world_size: int) -> None:
+        self._store = store
+        self._board = board
+        self._rank = rank
+        self._world_size = world_size
+        self._num_answered = 0
+
+    def answer(self, num_calls: int, stand: Callable[[], Standing]) -> None:
+        """Answer all checks so far with where this rank stands; called by the thread that shows the sign of life."""
+        if num_calls > self._num_answered:
+            self._num_answered = num_calls
+            self._store.set(f"here/{self._rank}", f"{num_calls} {stand().dump()}")
+            self._store.add(f"answers/{num_calls}", 1)
+
+    def absent(self, limit_s: float, *, is_over: Callable[[], bool], has_left: Callable[[int], bool]) -> list[int]:
+        """Ask all ranks, and return those that did not answer within the limit.
+
+        Args:
+            limit_s: how long to wait for answers.
+            is_over: tells whether the answer is no longer needed.
+            has_left: tells whether a rank has ended normally, and so cannot answer.
+        """
+        number = self._board.call_all()
+        deadline_s = time.monotonic() + limit_s
+        while self._store.add(f"answers/{number}", 0) < self._world_size:
+            if is_over():
+                return []
+            if time.monotonic() > deadline_s:
+                return [rank for rank in range(self._world_size) if not self._is_here(rank, number, has_left)]
+            time.sleep(0.05)
+        return []
+
+    def _is_here(self, rank: int, number: int, has_left: Callable[[int], bool]) -> bool:
+        return has_left(rank) or self._last_answer(rank)[0] >= number
+
+    def standing(self, rank: int) -> Standing | None:
+        """Return where a rank stood at its last answer; None if it never answered."""
+        return self._last_answer(rank)[1]
+
+    def _last_answer(self, rank: int) -> tuple[int, Standing | None]:
+        """Read the number of the last check that a rank has answered, and its answer; an invalid one counts as none."""
+        key = f"here/{rank}"
+        if not self._store.check([key]):
+            return 0, None
+        number, _, standing = self._store.get(key).partition(b" ")
+        if not number.isdigit() or len(number) > _MOST_DIGITS:
+            return 0, None
+        try:
+            found = load_standing(standing)
+        except PostError:
+            return 0, None
+        # Each is asked for, so none may come a million times.
+        is_sound = all(
+            len(ranks) <= self._world_size and {*ranks} <= {*range(self._world_size)}
+            for ranks in (found.peers, found.group)
+        )
+        return int(number), found if is_sound else None
+
+
+# A process that only polls now and then uses a smaller share of the time.
+_BUSY_SHARE = 0.01
+_MOST_SUSPECTS = 1000
+_RANK = re.compile(r"[0-9]{1,9}")
+_EXCHANGES = str(Path(__file__).parent)
+# Fields of /proc/PID/stat behind the name, which may hold anything: state, and user and system time in ticks.
+_STATE, _TIMES = 0, slice(11, 13)
+
+
+class Together:
+    """Notices that a load or a save makes no progress. All methods but :meth:`during` run in the monitor's threads.
+
+    Args:
+        store: store of the monitors.
+        rank: this rank.
+        limit_s: how long all ranks may be without progress.
+        clock: reads the monitor's clock.
+    """
+
+    def __init__(self, store: dist.Store, rank: int, limit_s: float, clock: Callable[[], float]) -> None:
+        self._store, self._rank, self._limit_s, self._clock = store, rank, limit_s, clock
+        self._thread = _Thread()
+        self._what: str | None = None
+        self._begin_s = self._own_s = 0.0
+        self._num_moves = 0
+        self._is_named = False
+
+    @contextlib.contextmanager
+    def during(self, what: str) -> Iterator[None]:
+        """Watch the progress of all ranks while a block runs; a nested block is part of the outer one.
+
+        Args:
+            what: name of the work, for messages.
+        """
+        if self._what is not None:
+            yield
+            return
+        self._begin_s, self._what = self._clock(), what
+        try:
+            yield
+        finally:
+            self._what = None
+
+    def beat(self) -> str | None:
+        """Tell the others whether this rank makes progress; return a reason to end if no rank does for too long."""
+        now_s = self._clock()
+        if self._thread.gets_on():
+            self._own_s = now_s
+            self._store.add("moves", 1)
+        is_suspect = now_s - self._own_s > self._limit_s / 2 and not self._thread.waits_for_others()
+        if is_suspect != self._is_named:
+            self._is_named = is_suspect
+            self._store.set(f"still/{self._rank}", "yes" if is_suspect else "")
+            if is_suspect:
+                self._store.set(f"suspect {self._store.add('suspects', 1)}", str(self._rank))
+        if (what := self._what) is None:
+            return None
+        num_moves = self._store.add("moves", 0)
+        if num_moves != self._num_moves:
+            self._num_moves, self._begin_s = num_moves, now_s
+        still_s = now_s - self._begin_s
+        return None if still_s <= self._limit_s else f"{what} stood still for {still_s:.1f} s: {self._reason()}"
+
+    def position(self) -> str | None:
+        """Describe where this rank is, if it is in a load or a save."""
+        what = self._what
+        return None if what is None else f"this rank stood in {what}, {self._thread.position()}"
+
+    def _reason(self) -> str:
+        # Of very many, which no run has, the first will do.
+        numbers = range(1, min(self._store.add("suspects", 0), _MOST_SUSPECTS) + 1)
+        named = {self._read(f"suspect {number}") for number in numbers}
+        ranks = sorted(int(rank) for rank in named if _RANK.fullmatch(rank) and self._read(f"still/{int(rank)}"))
+        if not ranks:
+            return "all ranks wait, in collectives that do not match"
+        who = f"rank {ranks[0]} does" if len(ranks) == 1 else f"ranks {some_ranks(ranks)} do"
+        return f"{who} nothing, and the others wait"
+
+    def _read(self, key: str) -> str:
+        """Read a post; empty if it is not there, since reading would wait for it."""
+        return read_text(self._store, key) if self._store.check([key]) else ""
+
+
+class _Thread:
+    """The thread that creates this object: the one that trains."""
+
+    def __init__(self) -> None:
+        self._ident, self._number = threading.get_ident(), threading.get_native_id()
+        self._clock = time.pthread_getcpuclockid(self._ident)
+        self._seen_s, self._used_s, self._ticks = time.monotonic(), self._cpu_s(), self._of_children()[0]
+
+    def gets_on(self) -> bool:
+        """Tell whether the thread or a process that it has started worked since the last call, or waits for a disk."""
+        now_s, used_s, (ticks, is_child_at_disk) = time.monotonic(), self._cpu_s(), self._of_children()
+        least_s = _BUSY_SHARE * (now_s - self._seen_s)
+        is_busy = used_s - self._used_s > least_s and not self.waits_for_others()
+        has_busy_child = (ticks - self._ticks) / os.sysconf("SC_CLK_TCK") > least_s
+        self._seen_s, self._used_s, self._ticks = now_s, used_s, ticks
+        return is_busy or has_busy_child or is_child_at_disk or _is_at_disk(f"/proc/self/task/{self._number}")
+
+    def waits_for_others(self) -> bool:
+        """Tell whether the thread is inside torch.distributed, or in an exchange of the plugin over the store."""
+        frame = self._frame()
+        is_exchange = frame is not None and frame.f_code.co_filename.startswith(_EXCHANGES)
+        return is_exchange or self._collective() is not None
+
+    def position(self) -> str:
+        """Describe in which collective the thread is and who called that, or where else it is."""
+        frame = self._collective() or self._frame()
+        if frame is None:
+            return "at its end"
+        caller = frame.f_back
+        while caller is not None and "torch" in Path(caller.f_code.co_filename).parts:
+            caller = caller.f_back
+        shown = "" if caller is None else f", called by {_shown(caller)}"
+        return f"in {_shown(frame)}{shown}"
+
+    def _frame(self) -> FrameType | None:
+        return sys._current_frames().get(self._ident)
+
+    def _collective(self) -> FrameType | None:
+        """Find the outermost function of torch.distributed that is running."""
+        frames = [one for one in outwards(self._frame()) if one.f_code.co_filename.endswith(COLLECTIVES)]
+        return frames[-1] if frames else None
+
+    def _cpu_s(self) -> float:
+        try:
+            return time.clock_gettime(self._clock)
+        except OSError:  # the thread has ended
+            return 0.0
+
+    def _of_children(self) -> tuple[int, bool]:
+        """Return the processor time of the processes that the thread has started, and whether one waits for a disk."""
+        try:
+            children = Path(f"/proc/self/task/{self._number}/children").read_text().split()
+        except OSError:
+            return 0, False
+        ticks = 0
+        for child in children:
+            with contextlib.suppress(OSError, IndexError, ValueError):
+                ticks += sum(map(int, _fields(f"/proc/{child}")[_TIMES]))
+        return ticks, any(_is_at_disk(f"/proc/{child}") for child in children)
+
+
+def _shown(frame: FrameType) -> str:
+    code = frame.f_code
+    return f"{code.co_name} ({'/'.join(Path(code.co_filename).parts[-3:])}:{frame.f_lineno})"
+
+
+def _fields(process: str) -> list[str]:
+    return Path(f"{process}/stat").read_text().rpartition(")")[2].split()
+
+
+def _is_at_disk(process: str) -> bool:
+    """Tell whether a process or a thread waits for a disk."""
+    try:
+        return _fields(process)[_STATE] == "D"
+    except (OSError, IndexError):
+        return False
+
+
+# Seconds that a joint operation may take once the last rank has come.
+_PATIENCE_S = 3.0
+
+
+class EarlyExits:
+    """Counts joint operations, which all ranks do together: checks, steps, evaluations.
+
+    Args:
+        rank: this rank.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._num_passes = 0
+        self._is_inside = False
+        self._leaver: Leaver | None = None
+        self._left_s = 0.0
+        self._blocked = BlockedCall()
+
+    @contextlib.contextmanager
+    def passing(self) -> Iterator[None]:
+        """Do one joint operation. A rank that leaves it by an exception, and then ends, has left the others alone."""
+        self._num_passes += 1
+        self._is_inside = True
+        yield
+        self._is_inside = False
+
+    def goodbye(self) -> Leaver:
+        """Return how far this rank came."""
+        return Leaver(rank=self._rank, num_passes=self._num_passes, is_inside=self._is_inside)
+
+    def note(self, leaver: Leaver | None, now_s: float) -> None:
+        """Note the rank that was the first to end, once it has."""
+        if self._leaver is None and leaver is not None and leaver.rank != self._rank:
+            self._left_s, self._leaver = now_s, leaver
+
+    def find_early_end(self, now_s: float) -> str | None:
+        """Describe which rank has ended although this one needs it, and what for; None if none has."""
+        leaver = self._leaver
+        if leaver is None:
+            return None
+        if self._num_passes > leaver.num_passes:
+            return self.describe_early_end("began what it did not begin")
+        is_left = leaver.is_inside and self._is_inside and self._num_passes == leaver.num_passes
+        if is_left and now_s - self._left_s > _PATIENCE_S:
+            return self.describe_early_end("was in the step that it left")
+        operation = self._blocked.name(leaver.rank, now_s, _PATIENCE_S)
+        return None if operation is None else self.describe_early_end(f"waited for it in torch.distributed.{operation}")
+
+    def describe_early_end(self, what: str) -> str | None:
+        """Describe which rank has ended although this one did something that needs it; None while none has."""
+        if self._leaver is None:
+            return None
+        return (
+            f"rank {self._leaver.rank} has ended without an error and too early: rank {self._rank} {what}; see why the "
+            "script ends there (sys.exit, fewer steps)"
+        )
+
 
 DONE = 1 << 40
 """Added to a sign of life by a rank that ends; more than any number of beats."""

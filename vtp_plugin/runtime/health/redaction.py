@@ -1,4 +1,6 @@
-"""What a rank may tell the others about an error, and about what it was started with.
+"""What may be told to others, and where it is told: redaction, the launcher's file of errors, files of lines.
+
+What a rank may tell the others about an error, and about what it was started with.
 
 An exception's text can hold anything: a sample, a path, a line of the user's source. Within one site all ranks read it.
 Between sites only these cross: the rank, the site, the type of the exception, what the plugin says about its layout
@@ -8,16 +10,20 @@ compare.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import hashlib
 import json
+import os
 import re
+import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from vtp_plugin.errors import VtpError
-from vtp_plugin.util.printable import one_line
+from vtp_plugin.errors import ConfigError, VtpError
+from vtp_plugin.util.text import one_line, plain
 
 SHARED_NAMES = frozenset(
     {
@@ -193,3 +199,104 @@ def first_line(text: str) -> str:
     """Return the first line that is not empty."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[0] if lines else ""
+
+
+SPEAKER_VARIABLE = "VTP_SPEAKER"
+"""Set in the ranks of a fitted run: local rank of the first rank of this machine that is not spare."""
+START_PATIENCE_S = 30.0
+"""How long a rank waits at the start for the first rank of its machine to speak, which imports what the others do."""
+# Torchrun names the rank with the earliest whole second as the root cause.
+_LATER_S = 2
+_LOOK_S = 0.02
+
+
+def write_error_file(line: str, *, is_consequence: bool, environment: Mapping[str, str] = os.environ) -> None:
+    """Tell torchrun why this rank ends, in the format of torch's ``ErrorHandler``, unless that was done before.
+
+    Torch's own handler would show the traceback instead of the line.
+
+    Args:
+        line: what this rank says.
+        is_consequence: whether another rank failed first and is the root cause.
+        environment: variables of this process, among them torchrun's ``TORCHELASTIC_ERROR_FILE``.
+    """
+    name = environment.get("TORCHELASTIC_ERROR_FILE")
+    if not name or Path(name).exists():
+        return
+    seconds = int(time.time()) + (_LATER_S if is_consequence else 0)
+    line = plain(line)  # torchrun prints it as it is
+    message = {"message": line, "extraInfo": {"py_callstack": line, "timestamp": str(seconds)}}
+    with contextlib.suppress(OSError):
+        Path(name).write_text(json.dumps({"message": message}))
+
+
+def say_once(
+    line: str, say: Callable[[str], object], *, limit_s: float, environment: Mapping[str, str] = os.environ
+) -> None:
+    """Say why all ranks of a machine end, on the first of them; on the others wait until it has, and tell torchrun.
+
+    Torchrun ends all its ranks once one has ended, so the others must not end before the first has spoken.
+
+    Args:
+        line: the reason, which all ranks of this machine have found.
+        say: prints it.
+        limit_s: how long to wait for the first rank; if it has not spoken by then, this one does.
+        environment: variables of this process.
+    """
+    if _is_said_by_first(limit_s, environment):
+        write_error_file("the first rank of this machine says why", is_consequence=True, environment=environment)
+    else:
+        say(line)
+        write_error_file(line, is_consequence=False, environment=environment)
+
+
+def _is_said_by_first(limit_s: float, environment: Mapping[str, str]) -> bool:
+    """Wait until the error file of the first rank is there.
+
+    Returns:
+        False if this rank is the first, if no torchrun has started it, or if the first says nothing.
+    """
+    name, local = environment.get("TORCHELASTIC_ERROR_FILE", ""), environment.get("LOCAL_RANK", "")
+    own, first = Path(name), environment.get(SPEAKER_VARIABLE, "0")
+    file = own.parent.parent / first / own.name
+    if not name or local == first or own.parent.name != local or not file.parent.is_dir():
+        return False
+    deadline_s = time.monotonic() + limit_s
+    while not (is_there := file.exists()) and time.monotonic() < deadline_s:
+        time.sleep(_LOOK_S)
+    return is_there
+
+
+class LineFile:
+    """A file with one JSON object on each line. A line is on disk when it is written, so a run that is killed keeps it.
+
+    Args:
+        path: path of the file; its folder is created.
+        option: flag and its value, for the error.
+        is_continued: whether lines are appended to a file that exists.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+
+    def __init__(self, path: Path, *, option: str, is_continued: bool) -> None:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = path.open("a" if is_continued else "w", encoding="utf-8", buffering=1)
+        except OSError as error:
+            raise ConfigError(f"{option}: {error.strerror}: {path}; choose a place that can be written") from None
+        atexit.register(self.close)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing more can be written."""
+        return self._file.closed
+
+    def write(self, entry: dict[str, object]) -> None:
+        """Write one line."""
+        self._file.write(json.dumps(entry) + "\n")
+
+    def close(self) -> None:
+        """Close the file; idempotent."""
+        atexit.unregister(self.close)
+        self._file.close()

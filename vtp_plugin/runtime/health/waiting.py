@@ -12,8 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch.distributed as dist
 
 from vtp_plugin.errors import PeerError
-from vtp_plugin.runtime.health.error_file import write_error_file
-from vtp_plugin.runtime.health.redaction import first_line
+from vtp_plugin.runtime.health.redaction import first_line, write_error_file
 from vtp_plugin.util import log
 
 EXIT_CODE = 1

@@ -15,14 +15,21 @@ from typing import Protocol
 import torch
 
 from vtp_plugin.errors import ConfigError, PlanError
-from vtp_plugin.plan.schedule.order.actions import Action, Op
-from vtp_plugin.plan.schedule.order.messages import channel_of, link_of, receives_for, sends_after, started_by
-from vtp_plugin.plan.schedule.order.placement import Placement
-from vtp_plugin.plan.schedule.order.schedule import Schedule
-from vtp_plugin.report.trace.causes import Cause
-from vtp_plugin.runtime.comm.recorder import Recorder
+from vtp_plugin.plan.schedule.order.actions import (
+    Action,
+    Op,
+    Placement,
+    Schedule,
+    channel_of,
+    link_of,
+    receives_for,
+    sends_after,
+    started_by,
+)
+from vtp_plugin.runtime.comm.work import Recorder
 from vtp_plugin.runtime.step.companion_tensors import Companions
 from vtp_plugin.runtime.step.links import LinkId, Receive, Send, SendsInARow, StageLink
+from vtp_plugin.trace.record import Cause
 
 Inputs = torch.Tensor | tuple[torch.Tensor | None, ...] | None
 """What a virtual stage gets from the one before it; of several a tuple, in the order of their numbers."""

@@ -8,13 +8,12 @@ from typing import Protocol
 
 import torch
 
-from vtp_plugin.plan.layout.channel_id import ChannelId
-from vtp_plugin.plan.schedule.order.placement import Placement
+from vtp_plugin.plan.layout.pipeline_layout import ChannelId
+from vtp_plugin.plan.schedule.order.actions import Placement
 from vtp_plugin.runtime.bridges.separate import Bridge
-from vtp_plugin.runtime.comm.channel import Channel
-from vtp_plugin.runtime.comm.link import ChannelLink
-from vtp_plugin.runtime.comm.pending_receives import RecvWork
-from vtp_plugin.runtime.comm.tensor_format import TensorFormat
+from vtp_plugin.runtime.comm.channel import Channel, ChannelLink
+from vtp_plugin.runtime.comm.collectives import TensorFormat
+from vtp_plugin.runtime.comm.transfers import RecvWork
 from vtp_plugin.runtime.comm.work import SendWork
 
 SplitSizes = Callable[[torch.Tensor], "Sequence[int] | None"]

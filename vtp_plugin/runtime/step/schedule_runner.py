@@ -12,24 +12,21 @@ import torch.distributed as dist
 
 from vtp_plugin.config.resolve import ScheduleOptions
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.plan.schedule.cost.cost_text import combine_reports, format_costs, parse_costs
+from vtp_plugin.plan.schedule.cost.costs import combine_reports, format_costs, parse_costs
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule, summarise
-from vtp_plugin.plan.schedule.order.placement import Placement, num_rings
-from vtp_plugin.plan.schedule.order.schedule import Schedule
+from vtp_plugin.plan.schedule.order.actions import Placement, Schedule, num_rings
 from vtp_plugin.platform.interface import Platform
-from vtp_plugin.report.trace.causes import Cause
-from vtp_plugin.runtime.comm.link import ChannelLink
-from vtp_plugin.runtime.comm.recorder import Noted, Recorder
-from vtp_plugin.runtime.health.store import Topic
-from vtp_plugin.runtime.health.store_posts import PostError
+from vtp_plugin.runtime.comm.channel import ChannelLink
+from vtp_plugin.runtime.comm.work import Noted, Recorder
+from vtp_plugin.runtime.health.store import PostError, Topic
 from vtp_plugin.runtime.step.companion_tensors import Companions
 from vtp_plugin.runtime.step.executor import Compute, Executor
 from vtp_plugin.runtime.step.links import LinkId, StageLink
-from vtp_plugin.runtime.step.measure import Report, measure_links, report_computes
-from vtp_plugin.runtime.step.step_times import MOST_REPLANS, StepTime, StepTimes
+from vtp_plugin.runtime.step.step_times import MOST_REPLANS, Report, StepTime, StepTimes, measure_links, report_computes
 from vtp_plugin.runtime.step.weight_gradients import WeightGradients
+from vtp_plugin.trace.record import Cause
 from vtp_plugin.util import log
-from vtp_plugin.util.printable import one_line
+from vtp_plugin.util.text import one_line
 
 # Training steps that are measured together, without the first step of a run, which also loads, allocates, compiles.
 NUM_MEASURED_STEPS = 3
@@ -66,7 +63,7 @@ class ScheduleRunner:
 
     Args:
         placement: which stage holds which virtual stage.
-        worker: number of this rank's replica, see :class:`~vtp_plugin.plan.schedule.order.placement.Placement`; without
+        worker: number of this rank's replica, see :class:`~vtp_plugin.plan.schedule.order.actions.Placement`; without
             replicas its stage.
         ranks: all ranks of the run.
         platform: where this rank computes.

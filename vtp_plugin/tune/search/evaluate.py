@@ -8,19 +8,24 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
-from vtp_plugin.plan.layout.chunks import Kept
+from vtp_plugin.plan.layout.layer_lists import Kept
 from vtp_plugin.plan.schedule.cost.costs import Costs
-from vtp_plugin.plan.schedule.order.placement import Placement, interleaved_placement, plain_placement, u_placement
+from vtp_plugin.plan.schedule.order.actions import Placement, interleaved_placement, plain_placement, u_placement
 from vtp_plugin.tune.cluster.machines import Node
 from vtp_plugin.tune.cluster.speed import Source, least_sure
-from vtp_plugin.tune.search.boundary_cost import BoundaryCost, cost_of_boundary, transports
-from vtp_plugin.tune.search.in_flight import most_in_flight
-from vtp_plugin.tune.search.memory_check import Part, held_bytes_of
 from vtp_plugin.tune.search.node_assignment import assign_nodes
-from vtp_plugin.tune.search.problem import BatchSplit, NodeIndex, SearchProblem, StageType
+from vtp_plugin.tune.search.problem import BatchSplit, NodeIndex, SearchProblem, SearchSpace, StageType
 from vtp_plugin.tune.search.schedule_time import Order, choose_order, choose_split_order, least_pipeline_s
-from vtp_plugin.tune.search.search_space import SearchSpace
-from vtp_plugin.tune.search.stage_cost import gradients_s, peer_s
+from vtp_plugin.tune.search.stage_cost import (
+    BoundaryCost,
+    Part,
+    cost_of_boundary,
+    gradients_s,
+    held_bytes_of,
+    most_in_flight,
+    peer_s,
+    transports,
+)
 
 # Numbers that megatron.training 0.19 sums over all ranks in a step, one after another: whether to run it again, the
 # norm of the gradients, whether the update succeeded, and twice two for the log. 0.12 has five.

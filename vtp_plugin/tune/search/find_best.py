@@ -11,14 +11,10 @@ from typing import NamedTuple
 
 from vtp_plugin.tune.search.enumerate_lists import StageCounts, enumerate_lists
 from vtp_plugin.tune.search.evaluate import Candidate, evaluate, least_split_s, with_split
-from vtp_plugin.tune.search.fixed_edge import beside_edges
-from vtp_plugin.tune.search.interleave import interleaved_lists
+from vtp_plugin.tune.search.fixed_edge import beside_edges, interleaved_lists
 from vtp_plugin.tune.search.layer_split import LayerSplit, split_layers
-from vtp_plugin.tune.search.problem import SearchProblem, StageType
-from vtp_plugin.tune.search.schedule_time import forget_compiled
-from vtp_plugin.tune.search.search_space import SearchSpace
-from vtp_plugin.tune.search.stage_orders import orders
-from vtp_plugin.tune.search.stock_megatron import in_megatron
+from vtp_plugin.tune.search.problem import SearchProblem, SearchSpace, StageType
+from vtp_plugin.tune.search.schedule_time import forget_compiled, in_megatron, orders
 
 # A layout that cannot beat the best one by this share is not looked at.
 _SHARE = 0.002

@@ -11,7 +11,7 @@ idles at least R_i - (w_i - 1) b_i. With m > w_i both add up:
 
     step >= P_i + m t_i + max(0, R_i - (w_i - 1) f_i) + max(0, R_i - (w_i - 1) b_i)
 
-Between sites a planned order may have more in flight (:mod:`~vtp_plugin.tune.search.in_flight`): there w_i is m.
+Between sites a planned order may have more in flight (:mod:`~vtp_plugin.tune.search.stage_cost`): there w_i is m.
 
 With split backwards, whose gradients of weights take g_i of b_i, any stage may keep as many as the first until g is
 done: w_i = min(p, m). What comes back to a stage has taken f_j + b_j - g_j on each later one. Nobody waits for the last
@@ -34,11 +34,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from vtp_plugin.tune.search.boundary_cost import least_together_s
-from vtp_plugin.tune.search.memory_check import held_by
-from vtp_plugin.tune.search.problem import SearchProblem, StageType
-from vtp_plugin.tune.search.search_space import SearchSpace
-from vtp_plugin.tune.search.stage_cost import best_hop_s, tail_s
+from vtp_plugin.tune.search.problem import SearchProblem, SearchSpace, StageType
+from vtp_plugin.tune.search.stage_cost import best_hop_s, held_by, least_together_s, tail_s
 
 # Beginnings that differ by less than this share are taken for one.
 _NEAR = 1e-4

@@ -1,21 +1,105 @@
-"""The order of a pipeline's microbatches, and how long they take, by the project's simulator."""
+"""How long orders take, stock Megatron's, too."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from itertools import groupby, permutations
 from typing import NamedTuple
 
-from vtp_plugin.plan.layout.chunks import Kept
-from vtp_plugin.plan.schedule.cost.compiled import CompiledSchedule, Times
+from vtp_plugin.plan.layout.layer_lists import Kept
 from vtp_plugin.plan.schedule.cost.costs import Costs
-from vtp_plugin.plan.schedule.make.generate import one_f_one_b
-from vtp_plugin.plan.schedule.make.limits import choose_limits
+from vtp_plugin.plan.schedule.cost.simulator import CompiledSchedule, Times
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, compile_schedule
-from vtp_plugin.plan.schedule.order.actions import Op
+from vtp_plugin.plan.schedule.make.u_shape import choose_limits, one_f_one_b
+from vtp_plugin.plan.schedule.order.actions import Op, Placement, num_rings
 from vtp_plugin.plan.schedule.order.add_communication import lower
-from vtp_plugin.plan.schedule.order.placement import Placement, num_rings
-from vtp_plugin.tune.search.in_flight import more_in_flight
+from vtp_plugin.tune.search.enumerate_lists import StageCounts
+from vtp_plugin.tune.search.node_assignment import along_nodes
+from vtp_plugin.tune.search.problem import BatchSplit, LayerRule, SearchProblem, SearchSpace, StageType
+from vtp_plugin.tune.search.stage_cost import more_in_flight
+
+# Up to so many orders of a list are all tried; of more, only those in which stages of one type are neighbours.
+_MOST_ORDERS = 60
+
+
+def orders(space: SearchSpace, row: StageCounts) -> Iterator[tuple[StageType, ...]]:
+    """Yield orders of a list's stages, those of a site together; with the objective ``cards``, that of the nodes."""
+    if space.problem.objective == "cards":
+        yield along_nodes(space.split, [stage_type for stage_type, count in row.counts for _ in range(count)])
+        return
+
+    def site_of(one: tuple[StageType, int]) -> str:
+        return space.site(one[0])
+
+    by_site = {site: [*group] for site, group in groupby(sorted(row.counts, key=site_of), key=site_of)}
+    num_orders = math.prod(
+        math.factorial(sum(count for _, count in group)) // math.prod(math.factorial(count) for _, count in group)
+        for group in by_site.values()
+    )
+    for sites in permutations(by_site):
+        yield from _joined([by_site[site] for site in sites], is_any=num_orders <= _MOST_ORDERS)
+
+
+def _joined(groups: Sequence[list[tuple[StageType, int]]], *, is_any: bool) -> Iterator[tuple[StageType, ...]]:
+    if not groups:
+        yield ()
+        return
+    first_orders = _mixed(groups[0]) if is_any else _blocks(groups[0])
+    for first in first_orders:
+        for rest in _joined(groups[1:], is_any=is_any):
+            yield (*first, *rest)
+
+
+def _blocks(group: Sequence[tuple[StageType, int]]) -> Iterator[tuple[StageType, ...]]:
+    for order in permutations(group):
+        yield tuple(stage_type for stage_type, count in order for _ in range(count))
+
+
+def _mixed(group: Sequence[tuple[StageType, int]]) -> Iterator[tuple[StageType, ...]]:
+    if not group:
+        yield ()
+        return
+    for index, (stage_type, count) in enumerate(group):
+        left = [(stage_type, count - 1)] if count > 1 else []
+        for rest in _mixed([*group[:index], *left, *group[index + 1 :]]):
+            yield (stage_type, *rest)
+
+
+def in_megatron(problem: SearchProblem, layers: LayerRule) -> SearchProblem:
+    """Give the same problem for stock Megatron: one tensor-parallel size for all stages, in Megatron's order.
+
+    Args:
+        problem: the search problem.
+        layers: how many layers its stages may hold.
+
+    >>> from vtp_plugin.tune.search.problem import NodePool
+    >>> from vtp_plugin.tune.cluster.speed import Speed
+    >>> speed = Speed(forward_s=(1.0,), backward_s=(2.0,))
+    >>> two, one = {1: speed, 2: speed}, {1: speed}
+    >>> new = NodePool(name="a", cards_per_node=(2,), speeds=two)
+    >>> old = NodePool(name="b", cards_per_node=(1,), speeds=one)
+    >>> split = BatchSplit(num_replicas=1, num_microbatches=4, micro_batch_size=1, pools=(new, old))
+    >>> stock = in_megatron(SearchProblem(num_layers=1, splits=(split,), least_stages=1, most_stages=2), "any")
+    >>> [[tuple(pool.speeds) for pool in split.pools] for split in stock.splits]
+    [[(1,), (1,)], [(2,), ()]]
+    """
+    splits = tuple(
+        _of_size(split, size)
+        for split in problem.splits
+        for size in sorted({size for pool in split.pools for size in pool.speeds})
+    )
+    return replace(problem, splits=splits, layers=layers, is_stock=True)
+
+
+def _of_size(split: BatchSplit, size: int) -> BatchSplit:
+    pools = (
+        replace(pool, speeds={own: speed for own, speed in pool.speeds.items() if own == size}) for pool in split.pools
+    )
+    return replace(split, pools=tuple(pools))
+
 
 # A planned order is taken where it is quicker by the first share; fewer microbatches in flight are taken where they are
 # slower by no more than the second.
@@ -115,7 +199,7 @@ def pipeline_time(
         is_split: whether the gradients of weights may be computed later than those of inputs.
 
     >>> from vtp_plugin.plan.schedule.cost.costs import uniform_costs
-    >>> from vtp_plugin.plan.schedule.order.placement import interleaved_placement, plain_placement
+    >>> from vtp_plugin.plan.schedule.order.actions import interleaved_placement, plain_placement
     >>> placement = plain_placement(2)
     >>> costs = uniform_costs(placement, latency=1.0)
     >>> [pipeline_time(placement, costs, 1000, is_planned=is_planned)[0] for is_planned in (True, False)]
@@ -253,7 +337,7 @@ def least_pipeline_s(placement: Placement, costs: Costs, num_microbatches: int, 
         is_split: whether the gradients of weights may be computed later than those of inputs.
 
     >>> from vtp_plugin.plan.schedule.cost.costs import uniform_costs
-    >>> from vtp_plugin.plan.schedule.order.placement import plain_placement
+    >>> from vtp_plugin.plan.schedule.order.actions import plain_placement
     >>> four = plain_placement(4)
     >>> [least_pipeline_s(four, uniform_costs(four), 8, is_split=is_split) for is_split in (False, True)]
     [33.0, 27.0]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from vtp_plugin.host.patching import replaces
 from vtp_plugin.patches.patch_set import Moment
-from vtp_plugin.runtime.health.child_watch import ended_early
+from vtp_plugin.runtime.health.failure_hook import ended_early
 
 # How long threads of gloo may take to let go of tensors: they need the interpreter's lock, and much less than this.
 _WAIT_S = 0.2

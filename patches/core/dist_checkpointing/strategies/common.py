@@ -8,7 +8,7 @@ from typing import Any
 
 from vtp_plugin.checkpoint.format.checkpoint_files import COMMON_FILE
 from vtp_plugin.host.patching import replaces
-from vtp_plugin.patches.core.dist_checkpointing.plain_objects import plain_only
+from vtp_plugin.patches.core.dist_checkpointing.serialization import plain_only
 from vtp_plugin.patches.patch_set import Moment
 
 _MODULE = "megatron.core.dist_checkpointing.strategies.common"

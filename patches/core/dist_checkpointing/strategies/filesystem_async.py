@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-from vtp_plugin.checkpoint.format.digest import Hashing
-from vtp_plugin.checkpoint.format.entries import Extent
+from vtp_plugin.checkpoint.format.index import Extent, Hashing
 from vtp_plugin.checkpoint.save.atomic_dir import InParts
 from vtp_plugin.host.patching import replaces
 from vtp_plugin.patches.patch_set import Moment
-from vtp_plugin.runtime.health.child_watch import ending_with_writers
+from vtp_plugin.runtime.health.failure_hook import ending_with_writers
 from vtp_plugin.session import Session
 from vtp_plugin.util.undo import Name, UndoStack
 

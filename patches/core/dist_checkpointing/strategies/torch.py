@@ -11,12 +11,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vtp_plugin.checkpoint.format.entries import Extent
-from vtp_plugin.checkpoint.format.manifest import load_manifest
-from vtp_plugin.checkpoint.format.untrusted import refused
-from vtp_plugin.checkpoint.save.piece_checks import PieceChecks
+from vtp_plugin.checkpoint.format.index import Extent, load_manifest, refused
+from vtp_plugin.checkpoint.save.atomic_dir import PieceChecks
 from vtp_plugin.host.patching import replaces
-from vtp_plugin.patches.core.dist_checkpointing.plain_objects import plain_only
+from vtp_plugin.patches.core.dist_checkpointing.serialization import plain_only
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.session import Session
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.host.patching import replaces
-from vtp_plugin.host.rules.table.versions import EXPERT_RULES
+from vtp_plugin.host.rules.rule import EXPERT_RULES
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.session import Session

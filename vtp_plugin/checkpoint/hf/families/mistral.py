@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from vtp_plugin.checkpoint.hf.model_family import Family
-from vtp_plugin.checkpoint.hf.tensor_names import ATTENTION, DENSE, ENDS
+from vtp_plugin.checkpoint.hf.tensor_rows import ATTENTION, DENSE, ENDS, Family
 
 MISTRAL: Final = Family(
     model_type="mistral",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from vtp_plugin.checkpoint.hf.model_family import ExpertFields, Family
-from vtp_plugin.checkpoint.hf.tensor_names import ATTENTION, ENDS, FUSED, ROUTER_LOSS, experts
+from vtp_plugin.checkpoint.hf.tensor_rows import ATTENTION, ENDS, FUSED, ROUTER_LOSS, ExpertFields, Family, experts
 
 MIXTRAL: Final = Family(
     model_type="mixtral",

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from vtp_plugin.checkpoint.hf.model_family import Family
-from vtp_plugin.checkpoint.hf.tensor_names import ATTENTION, DENSE, ENDS, QKV_BIAS, UNUSED_WINDOW
+from vtp_plugin.checkpoint.hf.tensor_rows import ATTENTION, DENSE, ENDS, QKV_BIAS, UNUSED_WINDOW, Family
 
 QWEN2: Final = Family(
     model_type="qwen2",

@@ -6,11 +6,18 @@ from dataclasses import replace
 from typing import Final
 
 from vtp_plugin.checkpoint.hf.hf_model import HFModel
-from vtp_plugin.checkpoint.hf.model_family import Family, VisionFields
-from vtp_plugin.checkpoint.hf.tensor_names import ATTENTION, DENSE, ENDS, QKV_BIAS, UNUSED_WINDOW
-from vtp_plugin.checkpoint.hf.tensor_rows import Place, TensorRow
-from vtp_plugin.plan.model.gpt_parameters import LAYERS
-from vtp_plugin.plan.model.vision_tower import PATCHES, PROJECTOR, PROJECTOR_NORM, VisionTower, tower_parameter
+from vtp_plugin.checkpoint.hf.tensor_rows import (
+    ATTENTION,
+    DENSE,
+    ENDS,
+    QKV_BIAS,
+    UNUSED_WINDOW,
+    Family,
+    Place,
+    TensorRow,
+    VisionFields,
+)
+from vtp_plugin.plan.model.gpt_model import LAYERS, PATCHES, PROJECTOR, PROJECTOR_NORM, VisionTower, tower_parameter
 
 
 def _tower(model: HFModel) -> VisionTower:

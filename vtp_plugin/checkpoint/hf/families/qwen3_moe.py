@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from typing import Final
 
-from vtp_plugin.checkpoint.hf.model_family import ExpertFields, Family
-from vtp_plugin.checkpoint.hf.tensor_names import (
+from vtp_plugin.checkpoint.hf.tensor_rows import (
     ATTENTION,
     ENDS,
     FUSED,
     QUERY_NORMS,
     ROUTER_LOSS,
     UNUSED_WINDOW,
+    ExpertFields,
+    Family,
     experts,
 )
 

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from vtp_plugin.host.rules.context import OptionContext
+from vtp_plugin.host.rules.rule import OptionContext
 
 # Sizes that are named as a way out.
 _LARGEST_NAMED = 64

@@ -1,4 +1,6 @@
-"""Whether the layers that Megatron's flags give the stages are those of the model.
+"""Checks of layers: how many each stage has, in files and at the edge.
+
+Whether the layers that Megatron's flags give the stages are those of the model.
 
 Where they are not, Megatron trains a smaller or a larger model without a word, or ends with a traceback.
 """
@@ -6,11 +8,174 @@ Where they are not, Megatron trains a smaller or a larger model without a word, 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.host.rules.context import OptionContext
-from vtp_plugin.plan.layout.chunks import plain_chunks
+from vtp_plugin.host.rules.rule import OptionContext
+from vtp_plugin.plan.layout.layer_lists import LIST_NAME, LayerLists, num_layers, plain_chunks, show_rows
+from vtp_plugin.util.typed_json import parse_json, read_json
+
+_JSON = "change the JSON of the model"
+
+
+def check_counts(lists: LayerLists, vision: int | None, text: int | None) -> Iterator[str]:
+    """Say which lists hold other numbers of layers than the model has: the last layer would bring no head along.
+
+    Args:
+        lists: layers, chunk by chunk, stage by stage.
+        vision: ``num_layers`` of the vision tower; None if there is none.
+        text: ``num_layers`` of the language model, likewise.
+
+    >>> print(*check_counts(LayerLists(((2, 0),), ((1, 2),)), 2, 4))
+    pipeline_num_layers 1,2 of text_decoder has 3 layers; its num_layers is 4; change the JSON of the model
+    """
+    for name, rows, wanted in (("vision_encoder", lists.vision, vision), ("text_decoder", lists.text, text)):
+        if wanted is not None and (found := num_layers(rows)) != wanted:
+            yield f"{LIST_NAME} {show_rows(rows)} of {name} has {found} layers; its num_layers is {wanted}; {_JSON}"
+
+
+def check_places(lists: LayerLists, *, is_u_shaped: bool) -> Iterator[str]:
+    """Say which layers lie where MindSpeed-MM cannot have them.
+
+    Args:
+        lists: layers of both models: a row for every chunk of a stage, with a number for every stage.
+        is_u_shaped: the first stage holds both ends; the others have one chunk.
+
+    >>> next(check_places(LayerLists(((1, 1),), ((0, 4),)), is_u_shaped=False))[:70]
+    'pipeline_num_layers 0,4 of text_decoder begins behind stage 0; what th'
+    >>> print(*check_places(LayerLists(((1, 1),), ((2, 2),)), is_u_shaped=False))
+    pipeline_num_layers 1,1 of vision_encoder: stage 1 has layers of it behind the first ones of text_decoder (2,2), \
+which take its outputs; change the JSON of the model
+    """
+    vision, text = show_rows(lists.vision), show_rows(lists.text)
+    chunks = [(chunk, stage) for chunk, row in enumerate(lists.text) for stage in range(len(row))]
+    if is_u_shaped:
+        if not (lists.text[0][0] and lists.text[1][0]):
+            yield (
+                f"{LIST_NAME} {text} of text_decoder in a U-shape; the edge has the embedding with the first layers "
+                f"and the head with the last ones; give it one layer of each at least, such as 1,2 / 1,0; {_JSON}"
+            )
+        chunks = [(chunk, stage) for chunk, stage in chunks if chunk == 0 or stage == 0]
+    else:
+        if not lists.text[0][0]:
+            yield (
+                f"{LIST_NAME} {text} of text_decoder begins behind stage 0; what the vision encoder ({vision}) gives "
+                "has other forms than what crosses between stages of unequal size; give stage 0 all of the vision "
+                f"encoder and a layer of text_decoder; {_JSON}"
+            )
+        if not lists.text[-1][-1]:
+            yield f"{LIST_NAME} {text} of text_decoder; the last stage has the head with the last layers; {_JSON}"
+    begun = False
+    for chunk, stage in chunks:
+        if begun and lists.vision[chunk][stage]:
+            yield (
+                f"{LIST_NAME} {vision} of vision_encoder: stage {stage} has layers of it behind the first ones of "
+                f"text_decoder ({text}), which take its outputs; {_JSON}"
+            )
+        begun = begun or lists.text[chunk][stage] > 0
+        if not is_u_shaped and not lists.vision[chunk][stage] and not lists.text[chunk][stage]:
+            yield f"{LIST_NAME} {vision} of vision_encoder and {text} of text_decoder: stage {stage} has none; {_JSON}"
+
+
+def check_u_layers(
+    num_layer_list: object, pipeline_layout: object, encoder_layer_list: object = None
+) -> tuple[str, ...]:
+    """Find out whether the layers of a U-shaped pipeline are given exactly once.
+
+    Args:
+        num_layer_list: The plugin's list of layers, or None.
+        pipeline_layout: Megatron's ``--pipeline-model-parallel-layout``, or None.
+        encoder_layer_list: The plugin's list of an encoder's layers, or None.
+
+    Returns:
+        One line if they are given twice or not at all.
+    """
+    if encoder_layer_list is not None and num_layer_list is None:
+        return ("--vtp-encoder-layer-list needs --num-layer-list, the layers of the language model; give both",)
+    if (num_layer_list is None) != (pipeline_layout is None):
+        return ()
+    return (
+        "--layerwise-disaggregated-training needs --num-layer-list, such as 1,3,3,1, or "
+        "--pipeline-model-parallel-layout, such as 'Et|ttt|ttt|tL'; give one of them",
+    )
+
+
+_OPTION = "--heterogeneous-layers-config-path"
+# Megatron rounds a feed-forward size up to a multiple of it.
+_STEP = 256
+# Sizes that are named as a way out.
+_LARGEST_NAMED = 64
+
+
+def check_layer_file(args: object, context: OptionContext) -> tuple[str, ...]:
+    """Find the layers of ``--heterogeneous-layers-config-path`` that a stage cannot cut by its tensor-parallel size.
+
+    Any stage could hold any layer, so all layers are checked against all stages.
+
+    Args:
+        args: Megatron's arguments as parsed, before ``validate_args``.
+        context: The run.
+
+    Returns:
+        One line for every layer and size that does not fit, ``value; rule; way out``; none without such a file, since
+        Megatron then ignores a text of its own, and where all stages have one size, since Megatron then finds it on
+        all ranks alike.
+
+    >>> from types import SimpleNamespace
+    >>> text = '{"hidden_size": 64, "num_attention_heads": 12, "block_configs": [{"ffn": {"ffn_mult": 1.5}}]}'
+    >>> args = SimpleNamespace(
+    ...     heterogeneous_layers_config_path="layers.json", heterogeneous_layers_config_encoded_json=text
+    ... )
+    >>> (line,) = check_layer_file(args, OptionContext(tp_sizes=(1, 3)))
+    >>> line.split("; ")[0]
+    '--heterogeneous-layers-config-path, layer 1: feed-forward size 256'
+    """
+    path = getattr(args, "heterogeneous_layers_config_path", None)
+    text = getattr(args, "heterogeneous_layers_config_encoded_json", None)
+    if context.is_uniform or path is None:
+        return ()
+    try:
+        whole = read_json(Path(str(path))) if text is None else parse_json(text)
+        return tuple(_check_layers(whole, sorted(set(context.tp_sizes))))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return (f"{_OPTION} {path}: {error!r}; the layers' sizes cannot be read there; give Megatron's JSON file",)
+
+
+def _check_layers(whole: Mapping[str, Any], tp_sizes: list[int]) -> Iterator[str]:
+    for number, block in enumerate(whole["block_configs"], start=1):
+        for name, size, is_shared in _sizes_of(block, whole):
+            for tp in tp_sizes:
+                if not _fits(size, tp, is_shared):
+                    rule = "is neither a divisor nor a multiple of it" if is_shared else "does not divide it"
+                    fitting = [one for one in range(1, _LARGEST_NAMED + 1) if _fits(size, one, is_shared)]
+                    yield (
+                        f"{_OPTION}, layer {number}: {name} {size}; a stage has TP {tp}, which {rule}; TP sizes that "
+                        f"fit: {', '.join(map(str, fitting))}; or change the layer"
+                    )
+
+
+def _fits(size: int, tp: int, is_shared: bool) -> bool:
+    return size % tp == 0 or (is_shared and tp % size == 0)
+
+
+def _sizes_of(block: Mapping[str, Any], whole: Mapping[str, Any]) -> Iterator[tuple[str, int, bool]]:
+    """Yield name and value of what a stage cuts in a layer, and whether ranks may share it."""
+    attention, mlp = block.get("attention") or {}, block.get("ffn") or block.get("mlp") or {}
+    if attention.get("replace_with_linear") or mlp.get("replace_with_linear"):
+        yield "hidden size", int(whole["hidden_size"]), False
+    groups = attention.get("num_query_groups")
+    if groups is None and attention.get("n_heads_in_group"):
+        groups = int(whole["num_attention_heads"]) // int(attention["n_heads_in_group"])
+    if groups:
+        yield "query groups", int(groups), True
+    width = mlp.get("ffn_hidden_size")
+    if width is None and mlp.get("ffn_mult"):
+        width = -(-int(2 * mlp["ffn_mult"] * whole["hidden_size"] / 3) // _STEP) * _STEP
+    if width:
+        yield "feed-forward size", int(width), False
+
 
 ELSEWHERE = (
     "heterogeneous_layers_config_path",

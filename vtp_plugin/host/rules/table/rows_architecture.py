@@ -1,15 +1,19 @@
-"""Options of what a model is made of: prediction, attention, other layers; and models other than decoders."""
+"""Options of the model."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from vtp_plugin.host.rules.context import OptionContext
-from vtp_plugin.host.rules.table.rule import (
+from vtp_plugin.host.rules.rule import (
+    OPTIONS,
+    PARITY,
+    OptionContext,
     OptionRule,
     above,
     case,
     given,
+    off,
+    on,
     only,
     refused,
     refused_unequal,
@@ -17,6 +21,81 @@ from vtp_plugin.host.rules.table.rule import (
     warned,
     warned_uniform,
 )
+
+_TIED = "tests/multiproc/training/test_tied_embeddings.py::test_ends_are_equal_to_the_last_bit"
+
+
+def _recomputes_biases(args: object, _context: OptionContext) -> bool:
+    """Tell whether feed-forward layers that return their bias are recomputed."""
+    is_selective = getattr(args, "recompute_granularity", None) == "selective" or getattr(
+        args, "recompute_activations", False
+    )
+    return bool(
+        is_selective
+        and "mlp" in (getattr(args, "recompute_modules", None) or ())
+        and getattr(args, "add_bias_linear", False)
+    )
+
+
+MODEL_RULES: tuple[OptionRule, ...] = (
+    *supported(
+        "the plugin copies and sums the tied weight between stages of different sizes",
+        _TIED,
+        case("without --untie-embeddings-and-output-weights", off, "untie_embeddings_and_output_weights"),
+    ),
+    *supported("the stages share no weight", PARITY, "--untie-embeddings-and-output-weights"),
+    *supported(
+        "it makes the initial weights independent of the sizes when stages and chunks are the same",
+        PARITY,
+        "--use-cpu-initialization",
+    ),
+    *warned(
+        "every rank draws masks for what it holds, so the run repeats none of other sizes",
+        "tests/multiproc/options/test_options.py::test_dropout_repeats_itself",
+        "set it to 0 for runs that are compared",
+        case("--hidden-dropout", above(0)),
+        case("--attention-dropout", above(0)),
+    ),
+    *supported("activations are recomputed inside the stage", OPTIONS, case("--recompute-granularity", given)),
+    *refused(
+        "Megatron's layer returns its bias through CheckpointFunction, whose backward pass then calls itself without "
+        "end, with any sizes",
+        replace(
+            case("--recompute-modules mlp without --disable-bias-linear", on, "recompute_modules"),
+            applies=_recomputes_biases,
+        ),
+        way_out="add --disable-bias-linear, or recompute other modules",
+    ),
+)
+
+
+_RULES: tuple[OptionRule, ...] = (
+    *refused_unequal(
+        "fully sharded data parallelism makes its device mesh from one tensor-parallel size (Megatron 0.12)",
+        "--use-custom-fsdp",
+        way_out="use --use-distributed-optimizer or give every stage the same size",
+    ),
+    *refused_unequal(
+        "it puts the layers of an encoder on ranks of their own, for one tensor-parallel size (Megatron 0.12)",
+        case("--encoder-tensor-model-parallel-size"),
+        case("--encoder-pipeline-model-parallel-size"),
+        case("--pipeline-model-parallel-split-rank", given),
+    ),
+    *refused_unequal(
+        "these models have a pipeline and checkpoints of their own (Megatron 0.12)",
+        "--use-legacy-models",
+        "--retro-add-retriever",
+        case("--retro-project-dir", given),
+        way_out="leave it out: use the models of megatron.core",
+    ),
+    *refused_unequal(
+        "it stores one regular grid of shards for each weight (Megatron 0.12)",
+        "--ckpt-format zarr",
+        way_out="use --ckpt-format torch_dist",
+    ),
+)
+
+OLDER_RULES = tuple(replace(rule, versions=("<0.19",)) for rule in _RULES)
 
 
 def _cannot_store_prediction(args: object, context: OptionContext) -> bool:

@@ -1,16 +1,23 @@
-"""Options of a training step: optimizer, batches, evaluation, what is logged."""
+"""Options of training, of data and of checkpoints."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from vtp_plugin.host.rules.context import OptionContext
-from vtp_plugin.host.rules.table.evidence import CLIPPING, DEVICE, ENGINE, NEEDS_ENGINE, OPTIONS, PARITY
-from vtp_plugin.host.rules.table.rule import (
+from vtp_plugin.host.rules.rule import (
+    CLIPPING,
+    DEVICE,
+    ENGINE,
+    NEEDS_ENGINE,
+    OPTIONS,
+    PARITY,
+    OptionContext,
     OptionRule,
     above,
     case,
     given,
+    off,
+    on,
     refused,
     refused_unequal,
     refused_unequal_dp,
@@ -19,6 +26,194 @@ from vtp_plugin.host.rules.table.rule import (
     warned_uniform,
 )
 from vtp_plugin.host.versions import capability
+
+_DATA = "tests/multiproc/training/test_parity.py::test_only_leaders_of_first_and_last_stage_read_data"
+
+
+DATA_RULES: tuple[OptionRule, ...] = (
+    *supported(
+        "only tensor-parallel rank 0 of the first and the last stage reads", _DATA, "--dataloader-type external"
+    ),
+    *refused_unequal_dp(
+        "it shuffles in buckets of the data-parallel size, so stages would read different samples",
+        "--dataloader-type cyclic",
+        way_out="use --dataloader-type single or give every stage the same data-parallel size",
+    ),
+    *refused_unequal_dp(
+        "GPTFIMDataset draws how it turns a sample around from one generator, sample after sample, so stages whose "
+        "replicas read others would have tokens and labels that do not fit",
+        "--fim-data",
+    ),
+    *refused(
+        "ranks that read no data end with len() of None in build_train_valid_test_data_iterators, and with one set all "
+        "end with \"'int' object is not subscriptable\" in evaluate_and_print_results, in stock Megatron, too",
+        "--full-validation",
+        way_out="leave it out and give --eval-iters",
+    ),
+    *supported(
+        "the batch stays inside the stages that read it",
+        "tests/multiproc/training/test_packed_training.py::test_positions_start_anew",
+        "--reset-position-ids",
+    ),
+    *supported(
+        "the batch stays inside the stages that read it",
+        "tests/multiproc/options/test_options.py::test_masks_of_the_data_set",
+        "--reset-attention-mask",
+    ),
+    *supported("the loss mask stays inside the stage that reads it", OPTIONS, "--eod-mask-loss"),
+    *supported(
+        "every stage has the lengths of the samples, so microbatches are single rows of one cp size",
+        "tests/multiproc/training/test_packed_training.py::test_documents_of_a_row",
+        "--dataloader-inter-document-masking",
+    ),
+    *supported(
+        "every stage has the lengths of the samples, so microbatches are single rows of one cp size",
+        "tests/multiproc/training/test_packed_training.py::test_conversations",
+        "--sft",
+    ),
+    *refused_unequal("rollouts and weight transfer are built on one tensor-parallel size", "--perform-rl-step"),
+    *refused_unequal(
+        "all ranks gather number after number of their groups, and a stage of another size has others, which hangs",
+        case("--gpu-sniff-test-interval", given),
+    ),
+    *refused_unequal(
+        "the inference engine broadcasts over the pipeline group, which hangs between unequal stages",
+        "--inference-dynamic-batching",
+        "--use-legacy-static-engine",
+        "--flash-decode",
+        case("--inference-shards", given),
+        case("--inference-batch-times-seqlen-threshold", above(-1)),
+        way_out="load the checkpoint into a uniform run for inference",
+    ),
+)
+
+
+DATA_PARALLEL_RULES: tuple[OptionRule, ...] = (
+    *supported(
+        "its shards and collectives stay among the data-parallel replicas of one stage",
+        PARITY,
+        "--use-distributed-optimizer",
+        "--overlap-grad-reduce",
+        "--overlap-param-gather",
+    ),
+    *supported(
+        "it only shifts when the buckets of a stage are reduced or gathered",
+        OPTIONS,
+        case("--no-align-grad-reduce", off, "align_grad_reduce"),
+        case("--no-align-param-gather", off, "align_param_gather"),
+    ),
+    *supported(
+        "it gathers the weights of a rank's first chunk among the replicas of its stage",
+        OPTIONS,
+        "--overlap-param-gather-with-optimizer-step",
+    ),
+    *refused(
+        "the plugin's group builder makes one distributed-optimizer instance",
+        case("--num-distributed-optimizer-instances", above(1)),
+    ),
+    *refused(
+        "the plugin's group builder makes no second gather group, Megatron's makes it from one size",
+        "--create-all-gather-group",
+    ),
+    *refused("the plugin's group builder does not set up SHARP", "--use-sharp"),
+    *refused(
+        "the plugin's group builder does not read NCCL options per group, so they would have no effect",
+        case("--nccl-communicator-config-path", given),
+        "--high-priority-stream-groups",
+    ),
+    *refused_unequal(
+        "_ParamAndGradBuffer waits for the whole world at every buffer, whose number differs between stages with "
+        "experts or in a U-shape, and on CPUs stock ends with \"Error building extension 'nccl_allocator'\"",
+        case("--use-nccl-ub", on, "nccl_ub"),
+    ),
+    *refused_unequal(
+        "fully sharded data parallelism makes its device mesh from one tensor-parallel size",
+        "--use-megatron-fsdp",
+        "--use-torch-fsdp2",
+        way_out="use --use-distributed-optimizer or give every stage the same size",
+    ),
+    *refused_unequal(
+        "weights that appear after start-up miss the copy of the tied embedding between stages",
+        "--init-model-with-meta-device",
+    ),
+    *(
+        replace(rule, versions=("<0.18",))
+        for rule in refused_unequal(
+            "weights that are not drawn are not marked as cut, so norms and clipping count only what the first rank of "
+            "a stage has (Megatron up to 0.17)",
+            case("--no-initialization", off, "perform_initialization"),
+        )
+    ),
+)
+
+
+_CHECKPOINT = "tests/multiproc/checkpoint/test_checkpoint.py::test_save_and_resume"
+_RESHARD = "tests/multiproc/checkpoint/test_checkpoint.py::test_load_into_another_list"
+
+
+CHECKPOINT_RULES: tuple[OptionRule, ...] = (
+    *supported(
+        "the sharded format records for every tensor which part a rank holds, whatever the sizes",
+        _CHECKPOINT,
+        "--ckpt-format torch_dist",
+        case("--save", given),
+        case("--no-ckpt-fully-parallel-save", off, "ckpt_fully_parallel_save"),
+    ),
+    *supported(
+        "replicas of a stage share the work, and a stage with one replica takes the same steps",
+        "tests/multiproc/checkpoint/test_replicas_saved.py::test_saves_and_loads_with_shared_work",
+        "--ckpt-fully-parallel-load",
+        "--ckpt-assume-constant-structure",
+    ),
+    *supported(
+        "weights and optimizer states load into any layout, in the forms of the table in docs/guides/checkpoints.md",
+        _RESHARD,
+        case("--load", given),
+        "--dist-ckpt-optim-fully-reshardable",
+    ),
+    *supported(
+        "one file per rank position, so it loads only into the layout that wrote it", _CHECKPOINT, "--ckpt-format torch"
+    ),
+    *refused_unequal(
+        "these formats belong to fully sharded data parallelism",
+        "--ckpt-format torch_dcp",
+        "--ckpt-format fsdp_dtensor",
+        way_out="use --ckpt-format torch_dist",
+    ),
+    *supported(
+        "the ranks of the world agree that all have written, whatever each has written",
+        "tests/multiproc/checkpoint/test_checkpoint.py::test_saved_in_the_background",
+        "--async-save",
+    ),
+    *supported("it is the same save into another folder", _CHECKPOINT, "--non-persistent-ckpt-type global"),
+    *refused_unequal(
+        "MCoreTensorAwareStateDict.to_state_dict gives a rank its own file back and does not look whether it fits, so "
+        "another layout would load other parts of the weights",
+        "--non-persistent-ckpt-type local",
+        way_out="use --non-persistent-ckpt-type global",
+    ),
+    *refused_unequal(
+        "it takes one tensor-parallel size for all stages from the checkpoint",
+        "--use-mp-args-from-checkpoint-args",
+        way_out="leave it out and give --vtp-size-list",
+    ),
+    *supported(
+        "every rank reads the options of the model before the plugin checks them against the stages",
+        "tests/multiproc/checkpoint/test_checkpoint.py::test_options_of_the_model_from_a_checkpoint",
+        "--use-checkpoint-args",
+    ),
+    *supported(
+        "it is a load and a save",
+        "tests/multiproc/checkpoint/test_checkpoint.py::test_converted",
+        case("--ckpt-convert-format", given),
+    ),
+    *refused_unequal(
+        "Megatron checks such a file with one tensor-parallel size",
+        case("--yaml-cfg", given),
+        way_out="give the options on the command line",
+    ),
+)
+
 
 _GROWING = "tests/multiproc/training/test_growing_batches.py::test_batches_that_grow"
 

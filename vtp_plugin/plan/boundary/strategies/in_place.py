@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from vtp_plugin.errors import PlanError
 from vtp_plugin.plan.boundary.boundary_plan import NO_COLLECTIVE, BoundaryPlan, Transfer
-from vtp_plugin.plan.boundary.sharding import Sharding, even_cuts, num_rows, rows_of
+from vtp_plugin.plan.boundary.endpoint import Sharding, even_cuts, num_rows, rows_of
 from vtp_plugin.util.index_boxes import Box, intersect
 
 
@@ -19,7 +19,7 @@ def plan_in_place(src: Sharding, dst: Sharding) -> BoundaryPlan:
     Raises:
         PlanError: The shapes differ, or the source is a sum.
 
-    >>> from vtp_plugin.plan.boundary.sharding import replicated, sharded
+    >>> from vtp_plugin.plan.boundary.endpoint import replicated, sharded
     >>> print(plan_in_place(sharded((4,), (0, 1), dim=0), replicated((4,), (0, 1))).describe())
     0 -> 0 [0:2]
     1 -> 0 [2:4]

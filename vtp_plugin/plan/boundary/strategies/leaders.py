@@ -13,7 +13,7 @@ from vtp_plugin.plan.boundary.boundary_plan import (
     inside,
     require_same_shape,
 )
-from vtp_plugin.plan.boundary.sharding import Sharding
+from vtp_plugin.plan.boundary.endpoint import Sharding
 from vtp_plugin.util.index_boxes import intersect
 
 
@@ -22,13 +22,13 @@ def plan_rank0(src: Sharding, dst: Sharding) -> BoundaryPlan:
 
     This uses one link, whatever the sizes of the stages. Each endpoint is replicated, or sharded with one box on
     every rank: the leader gathers a sharded source first, and scatters to a sharded destination. If an endpoint has
-    replicas with different samples (:attr:`~vtp_plugin.plan.boundary.sharding.Sharding.columns`), each replica has a
+    replicas with different samples (:attr:`~vtp_plugin.plan.boundary.endpoint.Sharding.columns`), each replica has a
     leader, and every two leaders with samples in common have a link.
 
     Raises:
         ConfigError: A rank holds no box or several, as under context parallelism.
 
-    >>> from vtp_plugin.plan.boundary.sharding import replicated, sharded
+    >>> from vtp_plugin.plan.boundary.endpoint import replicated, sharded
     >>> print(plan_rank0(sharded((4, 2), (0, 1), dim=0), replicated((4, 2), (2, 3, 4))).describe())
     gather in (0, 1)
     0 -> 2 [0:4, 0:2]

@@ -15,7 +15,7 @@ from vtp_plugin.plan.boundary.boundary_plan import (
     ingress_bytes,
     require_same_shape,
 )
-from vtp_plugin.plan.boundary.sharding import Sharding
+from vtp_plugin.plan.boundary.endpoint import Sharding
 from vtp_plugin.util.index_boxes import intersect, volume
 
 
@@ -29,7 +29,7 @@ def plan_sliced(src: Sharding, dst: Sharding) -> BoundaryPlan:
 
     Transfers are ordered by the positions of destination and source in their shardings.
 
-    >>> from vtp_plugin.plan.boundary.sharding import replicated, sharded
+    >>> from vtp_plugin.plan.boundary.endpoint import replicated, sharded
     >>> print(plan_sliced(replicated((6,), (0, 1)), replicated((6,), (2, 3, 4))).describe())
     0 -> 2 [0:2]
     0 -> 3 [2:3]
@@ -57,10 +57,10 @@ def plan_sliced(src: Sharding, dst: Sharding) -> BoundaryPlan:
 def plan_divided(src: Sharding, dst: Sharding) -> BoundaryPlan:
     """Cut both endpoints evenly, and send each overlap once: no element crosses twice, even between equal ones.
 
-    Ranks whose tensors must be added up (:attr:`~vtp_plugin.plan.boundary.sharding.Sharding.summands`) add up what each
+    Ranks whose tensors must be added up (:attr:`~vtp_plugin.plan.boundary.endpoint.Sharding.summands`) add up what each
     of them sends.
 
-    >>> from vtp_plugin.plan.boundary.sharding import replicated
+    >>> from vtp_plugin.plan.boundary.endpoint import replicated
     >>> print(plan_divided(replicated((6,), (0, 1)), replicated((6,), (2, 3))).describe())
     0 -> 2 [0:3]
     1 -> 3 [3:6]

@@ -1,34 +1,93 @@
-"""Choose the schedule of a step by its placement, lower it, and prove it before anything runs."""
+"""The order of a run, from its layout and its flags."""
 
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 
-from vtp_plugin.errors import ConfigError
-from vtp_plugin.plan.schedule.cost.compiled import CompiledSchedule
-from vtp_plugin.plan.schedule.cost.costs import Costs, u_costs, uniform_costs
-from vtp_plugin.plan.schedule.cost.simulator import choose_lookahead
-from vtp_plugin.plan.schedule.make.generate import (
+from vtp_plugin.errors import ConfigError, PlanError
+from vtp_plugin.plan.schedule.cost.costs import ROUNDING, Costs, u_costs, uniform_costs
+from vtp_plugin.plan.schedule.cost.simulator import CompiledSchedule, choose_lookahead
+from vtp_plugin.plan.schedule.make.leg_orders import fill_waits, time_of_whole
+from vtp_plugin.plan.schedule.make.u_shape import (
+    UOrder,
+    choose_limits,
     cut_in_flight,
     interleaved_one_f_one_b,
     one_f_one_b,
     one_f_one_b_limits,
     plain_forward_only,
+    plan_u_shape,
 )
-from vtp_plugin.plan.schedule.make.limits import choose_limits
-from vtp_plugin.plan.schedule.make.split_orders import choose_split
-from vtp_plugin.plan.schedule.make.u_shape import UOrder, plan_u_shape
-from vtp_plugin.plan.schedule.order.actions import Op
+from vtp_plugin.plan.schedule.order.actions import Op, Placement, Schedule, interleaved_placement, num_rings
 from vtp_plugin.plan.schedule.order.add_communication import lower
-from vtp_plugin.plan.schedule.order.placement import Placement, interleaved_placement, num_rings
-from vtp_plugin.plan.schedule.order.schedule import Schedule
-from vtp_plugin.plan.schedule.proof.check_schedule import (
-    most_activations,
-    peak_in_flight,
-    peaks_kept,
-    require_valid,
-)
+from vtp_plugin.plan.schedule.proof.check_schedule import most_activations, peak_in_flight, peaks_kept, require_valid
+
+_PATIENCES = (0.0, 0.5, 1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SplitOrder:
+    """The chosen order.
+
+    Attributes:
+        schedule: Order of compute; without a split where that is as fast.
+        makespan: Its simulated time, or a little more, in the unit of the costs.
+        whole_makespan: Time of the fastest order without a split.
+    """
+
+    schedule: Schedule
+    makespan: float
+    whole_makespan: float
+
+    @property
+    def is_split(self) -> bool:
+        """Whether a split gains anything."""
+        return self.makespan < self.whole_makespan
+
+    @property
+    def reason(self) -> str:
+        """Say in a few words what the split gains.
+
+        >>> from vtp_plugin.plan.schedule.cost.costs import uniform_costs
+        >>> from vtp_plugin.plan.schedule.make.u_shape import one_f_one_b
+        >>> order = one_f_one_b(4, 8)
+        >>> choose_split((order,), uniform_costs(order.placement), (4,) * 4).reason
+        'split backwards: step 27, 33 without'
+        """
+        if not self.is_split:
+            return f"split backwards gain nothing: step {self.makespan:.6g}"
+        return f"split backwards: step {self.makespan:.6g}, {self.whole_makespan:.6g} without"
+
+
+def choose_split(bases: Sequence[Schedule], costs: Costs, kept: Sequence[int]) -> SplitOrder:
+    """Return the fastest of some orders, with their backwards split and without.
+
+    Ties go to an order without a split, then to the first base.
+
+    Args:
+        bases: Orders of compute with whole backwards, for one placement; each keeps the limits.
+        costs: Costs of the placement.
+        kept: Most microbatches on each worker, see :func:`~vtp_plugin.plan.schedule.make.leg_orders.fill_waits`.
+    """
+    wholes = [(time_of_whole(base, costs), base) for base in bases]
+    whole_makespan, best = min(wholes, key=lambda pair: pair[0])
+    found = whole_makespan
+    walks = [(base, True) for base in bases]
+    if bases[0].placement.num_vstages == bases[0].placement.num_stages:
+        # Also one that takes what is there first. Only its placement counts, so one base is enough.
+        walks.append((bases[0], False))
+    for (base, keeps_order), patience in product(walks, _PATIENCES):
+        try:
+            filled, time = fill_waits(base, costs, kept, patience=patience, keeps_order=keeps_order)
+        except PlanError:
+            continue
+        if time < found * (1 - ROUNDING):
+            found, best = time, filled
+    return SplitOrder(schedule=best, makespan=found, whole_makespan=whole_makespan)
+
 
 # How many computes ahead plain pipelines post a receive. One is enough without latency; over a slow link 1F1B is up to
 # 14 % slower with one, and forward only takes twice as long. The second costs the memory of one more activation.
@@ -50,7 +109,7 @@ class ScheduleRequest:
         costs: Costs of the placement in ms, for the U's order and for split backwards; None for the model U-shape of
             :func:`~vtp_plugin.plan.schedule.cost.costs.u_costs`, or else equal stages, without latency.
         in_flight: Most microbatches in flight. For the U's order: for all stages, or for each; None for the default of
-            :func:`~vtp_plugin.plan.schedule.make.limits.choose_limits`. For 1F1B for each; None for as few as keep it
+            :func:`~vtp_plugin.plan.schedule.make.u_shape.choose_limits`. For 1F1B for each; None for as few as keep it
             going.
         split_backward: Whether gradients of weights may be computed later than those of inputs.
     """
@@ -70,7 +129,7 @@ def make_schedule(request: ScheduleRequest) -> tuple[Schedule, str]:
     Raises:
         ConfigError: The placement is none of the three, or the order does not exist for these counts or limits.
 
-    >>> from vtp_plugin.plan.schedule.order.placement import plain_placement
+    >>> from vtp_plugin.plan.schedule.order.actions import plain_placement
     >>> schedule, reason = make_schedule(ScheduleRequest(placement=plain_placement(2), num_microbatches=1))
     >>> print(schedule.describe())
     stage 0: 0RECV_B0 0F0 0SEND_F0 0WAIT_RECV_B0 0WAIT_SEND_F0 0B0
@@ -88,7 +147,7 @@ def make_schedule(request: ScheduleRequest) -> tuple[Schedule, str]:
 def summarise(request: ScheduleRequest, schedule: Schedule) -> str:
     """Say in plain words what was planned; the reason of :func:`make_schedule` has the details.
 
-    >>> from vtp_plugin.plan.schedule.order.placement import plain_placement, u_placement
+    >>> from vtp_plugin.plan.schedule.order.actions import plain_placement, u_placement
     >>> for placement in (plain_placement(2), u_placement(2)):
     ...     request = ScheduleRequest(placement=placement, num_microbatches=8)
     ...     print(summarise(request, make_schedule(request)[0]))
@@ -118,7 +177,7 @@ def summarise(request: ScheduleRequest, schedule: Schedule) -> str:
 def compile_schedule(request: ScheduleRequest) -> CompiledSchedule:
     """Return the schedule of :func:`make_schedule`, proven and compiled for simulation.
 
-    >>> from vtp_plugin.plan.schedule.order.placement import plain_placement
+    >>> from vtp_plugin.plan.schedule.order.actions import plain_placement
     >>> compiled = compile_schedule(ScheduleRequest(placement=plain_placement(2), num_microbatches=4))
     >>> compiled.activations, len(compiled.messages)
     ((2, 1), 8)

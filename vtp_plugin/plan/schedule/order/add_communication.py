@@ -25,10 +25,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from vtp_plugin.errors import ConfigError, PlanError
-from vtp_plugin.plan.layout.channel_id import ChannelId
-from vtp_plugin.plan.schedule.order.actions import Action
-from vtp_plugin.plan.schedule.order.advance import advance_orders
-from vtp_plugin.plan.schedule.order.messages import (
+from vtp_plugin.plan.layout.pipeline_layout import ChannelId
+from vtp_plugin.plan.schedule.order.actions import (
+    Action,
+    Actions,
+    Schedule,
+    advance_orders,
     by_channel,
     channel_of,
     inputs_of,
@@ -37,7 +39,6 @@ from vtp_plugin.plan.schedule.order.messages import (
     sends_after,
     wait_for,
 )
-from vtp_plugin.plan.schedule.order.schedule import Actions, Schedule
 
 
 def lower(schedule: Schedule, *, lookahead: int = 1) -> Schedule:
@@ -52,7 +53,7 @@ def lower(schedule: Schedule, *, lookahead: int = 1) -> Schedule:
     Raises:
         ConfigError: `lookahead` is below 0.
 
-    >>> from vtp_plugin.plan.schedule.make.generate import one_f_one_b
+    >>> from vtp_plugin.plan.schedule.make.u_shape import one_f_one_b
     >>> print(lower(one_f_one_b(2, 1)).describe())
     stage 0: 0RECV_B0 0F0 0SEND_F0 0WAIT_RECV_B0 0WAIT_SEND_F0 0B0
     stage 1: 1RECV_F0 1WAIT_RECV_F0 1F0 1B0 1SEND_B0 1WAIT_SEND_B0

@@ -9,10 +9,12 @@ from itertools import chain, pairwise
 from typing import Literal
 
 from vtp_plugin.errors import PlanError
-from vtp_plugin.plan.layout.chunks import Kept
-from vtp_plugin.plan.schedule.order.actions import Action, Op
-from vtp_plugin.plan.schedule.order.advance import advance_orders
-from vtp_plugin.plan.schedule.order.messages import (
+from vtp_plugin.plan.layout.layer_lists import Kept
+from vtp_plugin.plan.schedule.order.actions import (
+    Action,
+    Op,
+    Schedule,
+    advance_orders,
     by_channel,
     channel_label,
     inputs_of,
@@ -23,7 +25,6 @@ from vtp_plugin.plan.schedule.order.messages import (
     started_by,
     wait_for,
 )
-from vtp_plugin.plan.schedule.order.schedule import Schedule
 
 Mode = Literal["buffered", "rendezvous"]
 
@@ -46,7 +47,7 @@ def check(schedule: Schedule, *, limits: Sequence[int] | None = None) -> tuple[s
 
     >>> from dataclasses import replace
     >>> from vtp_plugin.plan.schedule.order.actions import parse_actions
-    >>> from vtp_plugin.plan.schedule.make.generate import one_f_one_b
+    >>> from vtp_plugin.plan.schedule.make.u_shape import one_f_one_b
     >>> schedule = one_f_one_b(2, 1)
     >>> check(schedule, limits=(1, 1))
     ()
@@ -91,7 +92,7 @@ def peak_in_flight(schedule: Schedule, worker: int) -> int:
     A microbatch is in flight on a worker from the start of its first compute there to the end of its last. The
     gradients of its weights count: they need inputs of layers.
 
-    >>> from vtp_plugin.plan.schedule.make.generate import one_f_one_b
+    >>> from vtp_plugin.plan.schedule.make.u_shape import one_f_one_b
     >>> [peak_in_flight(one_f_one_b(3, 8), stage) for stage in range(3)]
     [3, 2, 1]
     """
@@ -115,8 +116,8 @@ def peaks_kept(schedule: Schedule, stage: int) -> tuple[Kept, ...]:
     others is the fullest depends on what each kind takes.
 
     >>> from vtp_plugin.plan.schedule.cost.costs import uniform_costs
-    >>> from vtp_plugin.plan.schedule.make.fill_waits import fill_waits
-    >>> from vtp_plugin.plan.schedule.make.generate import interleaved_one_f_one_b, one_f_one_b
+    >>> from vtp_plugin.plan.schedule.make.leg_orders import fill_waits
+    >>> from vtp_plugin.plan.schedule.make.u_shape import interleaved_one_f_one_b, one_f_one_b
     >>> order = one_f_one_b(3, 8)
     >>> [peaks_kept(order, stage) for stage in range(3)]
     [(((3, 0),),), (((2, 0),),), (((1, 0),),)]

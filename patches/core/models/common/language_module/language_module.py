@@ -8,10 +8,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from vtp_plugin.checkpoint.hf.rope import problem_of_factor
+from vtp_plugin.checkpoint.hf.hf_model import problem_of_factor
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.host.patching import replaces
-from vtp_plugin.host.rules.table.versions import LAYER_RULES
+from vtp_plugin.host.rules.rule import LAYER_RULES
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.session import Pipeline, Session

@@ -16,10 +16,9 @@ from vtp_plugin.host.patching import subclasses
 from vtp_plugin.patches.core.pipeline_parallel.bridge_communicator import bridge_end, split_sizes
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.plan.boundary.bridge_spec import BridgeSpec
-from vtp_plugin.runtime.bridges.batch_axes import BatchAxes
-from vtp_plugin.runtime.bridges.colocated import ColocatedBridge
+from vtp_plugin.runtime.bridges.colocated import BatchAxes, ColocatedBridge
 from vtp_plugin.session import Session
-from vtp_plugin.session.request import watch_for_modules
+from vtp_plugin.session.stage_comm_grid import watch_for_modules
 
 
 def current_class(get_session: Callable[[], Session]) -> type:
