@@ -15,7 +15,7 @@ from vtp_plugin.host.patching import Writes, Written, replaces
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.runtime.comm.work import Recorder
 from vtp_plugin.session import Session
-from vtp_plugin.trace.record import Cause
+from vtp_plugin.trace.stretches import Cause
 
 _TORCH = Written(
     id="planned-step-timers",

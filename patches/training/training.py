@@ -21,7 +21,7 @@ from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.patches.training.builders_world import among_builders
 from vtp_plugin.runtime.step.step_times import StepSums
 from vtp_plugin.session import Session
-from vtp_plugin.trace.record import Cause
+from vtp_plugin.trace.stretches import Cause
 from vtp_plugin.util import log
 from vtp_plugin.util.undo import Name, UndoStack
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -11,14 +12,13 @@ from vtp_plugin.checkpoint.format.resolver import asked_at_start
 from vtp_plugin.checkpoint.hf.hf_model import read_note
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.host.patching import replaces
+from vtp_plugin.host.rules.checks.divisibility import lcm_of_sizes, problems_of_size
 from vtp_plugin.host.versions import is_in
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.patches.training.choose_checkpoint import written_again
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.session import Session
-from vtp_plugin.tune.fit.constraints import Constraints
-from vtp_plugin.tune.fit.fit_layout import all_sizes
 from vtp_plugin.util import log
 
 _DIVISOR = "--make-vocab-size-divisible-by"
@@ -44,9 +44,8 @@ def note_vocabulary(session: Session, args: argparse.Namespace) -> None:
 
 
 def _note_of_others(layout: PipelineLayout, args: argparse.Namespace) -> list[str]:
-    ask = Constraints(args=args, least_stages=1, most_stages=1, cp=args.context_parallel_size)
-    ends = layout.vocab_multiple()
-    divisor, others = args.make_vocab_size_divisible_by, all_sizes(ask, ends)
+    ends, divisor = layout.vocab_multiple(), args.make_vocab_size_divisible_by
+    others = lcm_of_sizes(ends, functools.partial(problems_of_size, args, cp=args.context_parallel_size))
     if divisor * ends % others == 0:
         return []
     factor = others // math.gcd(divisor * ends, others)

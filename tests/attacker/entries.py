@@ -76,7 +76,7 @@ from vtp_plugin.runtime.step.communicator import TransportChoice, _read_times, _
 from vtp_plugin.runtime.step.companion_tensors import packed_rows
 from vtp_plugin.runtime.step.schedule_runner import ScheduleRunner
 from vtp_plugin.runtime.step.step_times import StepSums, StepTimes, Timing, _sum_up, share_reports
-from vtp_plugin.trace.record import Owner, read_step
+from vtp_plugin.trace.stretches import Owner, read_step
 
 LOCK = "vtp_lock.json"
 _HEALTH = "vtp_plugin/runtime/health"

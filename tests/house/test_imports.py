@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.rules.import_rules import INNER_LAYERS, PURE_PARTS, ROOT, broken_rules, sources
+from tests.rules.import_rules import INNER_LAYERS, PURE_PARTS, ROOT, broken_rules, loaded_with, sources
 
 pytestmark = pytest.mark.smoke
 
@@ -30,6 +30,39 @@ def test_everything_in_a_package_with_layers_has_one(package: str) -> None:
     # What was moved away may have left compiled files behind.
     entries = {path.stem for path in folder.iterdir() if path.suffix == ".py" or any(path.glob("*.py"))}
     assert entries - {"__init__"} == set().union(*INNER_LAYERS[package])
+
+
+# What a run loads of parts that are for the hand, and why.
+LOADED_TOO = {
+    "link": "it is the package of the next one",
+    "link.guard": "a run between sites asks who can reach what it listens on",
+    "link.run_commands": "it asks by `ip` and `ss`",
+    "link.site_file": "the command that it asks with",
+    "checkpoint.hf": "it is the package of the next one",
+    "checkpoint.hf.hf_model": "a run is compared with the note of the import that it begins with",
+}
+FOR_THE_HAND = (
+    "tune",
+    "report",
+    "link",
+    "cli",
+    "checkpoint.hf",
+    "checkpoint.tools",
+    "functional",
+    "adapters",
+    "bridge",
+)
+
+
+def test_a_run_loads_what_it_needs() -> None:
+    """`import vtp_plugin`, `apply()` and a training run, with any option and any Megatron."""
+    modules = [*sources()]
+    names = {name.removesuffix(".__init__") for name, _ in modules}
+    patches = {name for name in names if name.startswith("vtp_plugin.patches")} - {"vtp_plugin.patches.profile_parts"}
+    loaded = loaded_with(["vtp_plugin.api", "vtp_plugin.edge", *patches], modules)
+    parts = tuple(f"vtp_plugin.{part}." for part in FOR_THE_HAND)
+    found = {name.removeprefix("vtp_plugin.") for name in loaded if f"{name}.".startswith(parts)}
+    assert found == LOADED_TOO.keys()
 
 
 @pytest.mark.parametrize(

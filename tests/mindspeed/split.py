@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from vtp_plugin.trace.record import Cause, read_files
+from vtp_plugin.trace.stretches import Cause, read_files
 
 PLANNED = ("--vtp-schedule", "planned")
 SPLIT = "--vtp-split-backward"

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -172,20 +173,47 @@ def arrows(modules: Iterable[tuple[str, str]]) -> dict[tuple[str, str], int]:
     return dict(sorted(Counter(pair for pair in pairs if pair[0] != pair[1]).items()))
 
 
-def _graph(modules: Iterable[tuple[str, str]]) -> dict[str, set[str]]:
+def loaded_with(starts: Iterable[str], modules: Iterable[tuple[str, str]]) -> set[str]:
+    """Return the modules that importing some modules loads: not what functions import, nor what is for types alone.
+
+    >>> sorted(loaded_with(["a"], [("a", "import b.d"), ("b", ""), ("b.d", "def f(): import c"), ("c", "")]))
+    ['a', 'b', 'b.d']
+    """
+    needed = _graph(modules, at_import=True)
+    for name in needed:
+        # Whoever imports a module imports the packages around it first.
+        needed[name] |= {parent for parent in needed if name.startswith(f"{parent}.")} - {"vtp_plugin"}
+    return {*starts}.union(*(_reached(start, needed) for start in starts))
+
+
+def _graph(modules: Iterable[tuple[str, str]], *, at_import: bool = False) -> dict[str, set[str]]:
     """Return the modules that each module imports."""
     texts = {name.removesuffix(".__init__"): (name, source) for name, source in modules}
-    return {name: modules_needed(*text, texts.keys()) - {name} for name, text in texts.items()}
+    return {name: modules_needed(*text, texts.keys(), at_import=at_import) - {name} for name, text in texts.items()}
 
 
-def modules_needed(name: str, source: str, known: Collection[str]) -> set[str]:
+def modules_needed(name: str, source: str, known: Collection[str], *, at_import: bool = False) -> set[str]:
     needed: set[str] = set()
-    for item in _imports(name, ast.parse(source)):
+    tree = ast.parse(source)
+    for item in _imports(name, _at_import(tree) if at_import else tree):
         parts = {part for each in item.names if (part := f"{item.module}.{each}") in known}
         # What is no module of its own is defined in the package.
         is_all = item.names and len(parts) == len(item.names)
         needed |= parts if is_all or item.module not in known else parts | {item.module}
     return needed
+
+
+def _at_import(tree: ast.Module) -> ast.Module:
+    """Leave out of a module what its import does not run: bodies of functions, and what is for types alone."""
+
+    class Without(ast.NodeTransformer):
+        def visit_FunctionDef(self, _node: ast.FunctionDef) -> None:
+            return None
+
+        def visit_If(self, node: ast.If) -> ast.AST | None:
+            return None if ast.unparse(node.test) == "TYPE_CHECKING" else self.generic_visit(node)
+
+    return cast("ast.Module", Without().visit(tree))
 
 
 def _reached(start: str, needed: Mapping[str, set[str]]) -> set[str]:

@@ -12,7 +12,7 @@ from vtp_plugin.plan.schedule.cost.simulator import simulate
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
 from vtp_plugin.plan.schedule.order.actions import Placement, Schedule, u_placement
 from vtp_plugin.trace.compare_steps import plan_shares
-from vtp_plugin.trace.record import (
+from vtp_plugin.trace.stretches import (
     Cause,
     Owner,
     Plan,

@@ -38,13 +38,13 @@ from vtp_plugin.plan.schedule.order.actions import Op, Schedule, num_rings
 from vtp_plugin.plan.schedule.proof.check_schedule import peaks_kept
 from vtp_plugin.report import page as template
 from vtp_plugin.report.page.report_page import (
-    Crossing,
     MemoryBar,
     MemorySection,
     PageNode,
     PageTable,
     RanksOfStage,
     ReportPage,
+    TableRow,
 )
 from vtp_plugin.report.pictures.draw_pipeline import draw_pipeline
 from vtp_plugin.report.pictures.draw_rows import Box, Group, draw_rows
@@ -269,14 +269,14 @@ def stage_table(layout: PipelineLayout, sites: Sequence[str]) -> PageTable:
     return PageTable(header=header, rows=rows)
 
 
-def page_crossings(views: Sequence[BoundaryView]) -> tuple[Crossing, ...]:
+def page_crossings(views: Sequence[BoundaryView]) -> tuple[TableRow, ...]:
     """Explain the boundaries; neighbouring boundaries that are crossed alike are one."""
     found = []
     for _, group in groupby(views, key=lambda view: view.pattern):
         first, *rest = group
         name = f"{first.name} to {rest[-1].name} ({len(rest) + 1} alike)" if rest else first.name
         cells = (str(first.boundary.strategy), *crossing_cells(first), first.reason)
-        found.append(Crossing(name=name, cells=cells, lines=tuple(explain(first))))
+        found.append(TableRow(name=name, cells=cells, lines=tuple(explain(first))))
     return tuple(found)
 
 
@@ -497,7 +497,7 @@ def page_of_bridges(
     """Show modules on grids of their own, and the bridges between them."""
     rows = [(one.name, *map(str, one.sizes), f"{one.ranks.start}-{one.ranks.stop - 1}") for one in modules]
     crossings = [
-        Crossing(
+        TableRow(
             name=f"{view.source.name} -> {view.destination.name}",
             cells=crossing_cells(view),
             lines=tuple(explain(view)),

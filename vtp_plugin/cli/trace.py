@@ -26,7 +26,7 @@ from vtp_plugin.trace.compare_steps import (
     split_asked_for,
 )
 from vtp_plugin.trace.explain import arrivals
-from vtp_plugin.trace.record import COMPUTES, MEANINGS, Cause, RankFile, Stretch, read_files
+from vtp_plugin.trace.stretches import COMPUTES, MEANINGS, Cause, RankFile, Stretch, read_files
 from vtp_plugin.trace.sums import RankPlace, SiteTraffic, traffic_between
 
 _ENDINGS = {".json": "trace for Perfetto or Chrome", ".svg": "picture of the last step", PAGE: "page"}

@@ -1,1 +1,1 @@
-"""Pictures of plans, and traces of runs compared with their plans."""
+"""Pictures of plans, and what pages of commands hold."""

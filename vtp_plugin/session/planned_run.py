@@ -48,7 +48,7 @@ from vtp_plugin.runtime.health.redaction import LineFile
 from vtp_plugin.runtime.step.companion_tensors import Companion
 from vtp_plugin.runtime.step.step_times import Line, Timing, Tracing
 from vtp_plugin.session.ranks import AllRanks, digest_of, state_run
-from vtp_plugin.trace.record import Owner, trace_path
+from vtp_plugin.trace.stretches import Owner, trace_path
 from vtp_plugin.util.text import __version__
 
 

@@ -26,7 +26,7 @@ from vtp_plugin.plan.schedule.order.actions import (
     receives_for,
 )
 from vtp_plugin.trace.explain import TimeShare, arrivals, explain, on_one_clock, totals
-from vtp_plugin.trace.record import COMPUTES, Cause, Plan, RankFile, RankStep, Stretch
+from vtp_plugin.trace.stretches import COMPUTES, Cause, Plan, RankFile, RankStep, Stretch
 
 _COMPUTES = {Op.F: Cause.FORWARD, Op.B: Cause.BACKWARD, Op.I: Cause.BACKWARD, Op.W: Cause.WEIGHTS}
 Boundary = tuple[int, int, Direction]

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from vtp_plugin.trace.record import Cause, RankStep, Stretch
+from vtp_plugin.trace.stretches import Cause, RankStep, Stretch
 
 # What an evaluation or a save does inside is its own.
 _WHOLE = frozenset({Cause.EVALUATE, Cause.SAVE})

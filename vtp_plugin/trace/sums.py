@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from vtp_plugin.trace.explain import TimeShare, explain, sends, totals
-from vtp_plugin.trace.record import COMPUTES, Cause, Stretch
+from vtp_plugin.trace.stretches import COMPUTES, Cause, Stretch
 
 PARTS: Mapping[str, frozenset[Cause]] = MappingProxyType(
     {

@@ -14,7 +14,7 @@ from vtp_plugin.patches.core.models.common.language_module.language_module impor
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.session import Pipeline, Session
-from vtp_plugin.trace.record import Cause
+from vtp_plugin.trace.stretches import Cause
 
 
 @replaces(

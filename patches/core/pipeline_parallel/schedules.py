@@ -31,7 +31,7 @@ from vtp_plugin.runtime.step.executor import Inputs
 from vtp_plugin.runtime.step.links import LinkForm, bind_links
 from vtp_plugin.runtime.step.schedule_runner import ScheduleRunner
 from vtp_plugin.session import Pipeline, Session
-from vtp_plugin.trace.record import Cause, Plan
+from vtp_plugin.trace.stretches import Cause, Plan
 from vtp_plugin.util import log
 from vtp_plugin.util.undo import UndoStack
 

@@ -14,7 +14,7 @@ from tests.multiproc.cases.script_cases import arguments, assert_refused, launch
 from tests.support.pool import Pool
 from vtp_plugin.plan.schedule.order.actions import parse_action
 from vtp_plugin.trace.compare_steps import differences, explained, join_files, slower_by_itself
-from vtp_plugin.trace.record import COMPUTES, Cause, RankFile, read_files
+from vtp_plugin.trace.stretches import COMPUTES, Cause, RankFile, read_files
 
 pytestmark = pytest.mark.needs("scripts_here")
 

@@ -15,7 +15,7 @@ from vtp_plugin.runtime.comm.work import Recorder
 from vtp_plugin.runtime.step import step_times
 from vtp_plugin.runtime.step.step_times import StepSums
 from vtp_plugin.trace.explain import TimeShare, on_one_clock
-from vtp_plugin.trace.record import Cause, Owner, Stretch, owner_line, read_step, step_line
+from vtp_plugin.trace.stretches import Cause, Owner, Stretch, owner_line, read_step, step_line
 from vtp_plugin.trace.sums import RankPlace, SiteTraffic, traffic_between
 from vtp_plugin.util.typed_json import read_typed
 

@@ -21,7 +21,7 @@ from vtp_plugin.runtime.health import store as clock
 from vtp_plugin.runtime.health.redaction import LineFile
 from vtp_plugin.runtime.health.store import ClockOffset, estimate_offset
 from vtp_plugin.runtime.step.step_times import Tracing
-from vtp_plugin.trace.record import MEANINGS, Cause, Owner, Plan, read_files, trace_path
+from vtp_plugin.trace.stretches import MEANINGS, Cause, Owner, Plan, read_files, trace_path
 
 
 class Clock:

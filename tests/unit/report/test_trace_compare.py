@@ -26,7 +26,7 @@ from vtp_plugin.trace.compare_steps import (
     slower_by_itself,
 )
 from vtp_plugin.trace.explain import TimeShare, arrivals, explain, totals
-from vtp_plugin.trace.record import Cause, Stretch
+from vtp_plugin.trace.stretches import Cause, Stretch
 from vtp_plugin.trace.sums import stage_times
 from vtp_plugin.util.typed_json import read_typed
 

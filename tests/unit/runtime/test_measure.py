@@ -26,7 +26,7 @@ from vtp_plugin.runtime.comm.work import Noted, Recorder, Stopwatch
 from vtp_plugin.runtime.step.executor import Executor, Inputs
 from vtp_plugin.runtime.step.links import LinkId
 from vtp_plugin.runtime.step.step_times import Report, StepTimes, report_computes, share_reports
-from vtp_plugin.trace.record import Cause
+from vtp_plugin.trace.stretches import Cause
 
 
 class Work:

@@ -17,7 +17,7 @@ from vtp_plugin.runtime.comm.work import Recorder
 from vtp_plugin.runtime.health.store import ClockOffset
 from vtp_plugin.session import Session
 from vtp_plugin.session.planned_run import Start
-from vtp_plugin.trace.record import Cause
+from vtp_plugin.trace.stretches import Cause
 
 PLAIN = VtpConfig(size_list=(1, 2), timing=True)
 U_SHAPE = VtpConfig(size_list=(1, 2), timing=True, layerwise_disaggregated=True, num_layer_list=(1, 1, 2))

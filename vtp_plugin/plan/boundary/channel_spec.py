@@ -199,7 +199,7 @@ def _tp_ranks(layout: PipelineLayout, stage: int, dp_rank: int, cp_rank: int) ->
     return layout.tp_ranks(stage, dp_rank % grid.dp, cp_rank % grid.cp)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class PipelineBoundary:
     """Two neighbouring stages of one replica, or of several that mix, and how tensors cross between them.
 
@@ -242,6 +242,16 @@ class PipelineBoundary:
             tensor_bytes=self.tensor_bytes,
             rivals=self.rivals,
         )
+
+    @functools.cached_property
+    def forward(self) -> BoundaryPlan:
+        """Plan of a small tensor forward; its ranks and links are those of every tensor."""
+        return self.channel(Direction.FORWARD).probe
+
+    @property
+    def is_wrap(self) -> bool:
+        """Whether it leads from the last stage back to the first."""
+        return self.downstream < self.upstream
 
     def id(self, direction: Direction) -> ChannelId:
         """Return the identity of one direction, which is unique on each rank."""

@@ -57,12 +57,12 @@ class PageNode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Crossing:
-    """What crosses one boundary, or several that are alike.
+class TableRow:
+    """A row of the page's table of boundaries: one boundary, or several that are alike.
 
     Attributes:
         name: name of the boundary.
-        cells: cells of its row, behind the name.
+        cells: cells behind the name.
         lines: who sends what to whom.
     """
 
@@ -166,7 +166,7 @@ class ReportPage:
     picture: str = ""
     stages: PageTable | None = None
     crossing_header: tuple[str, ...] = ()
-    crossings: tuple[Crossing, ...] = ()
+    crossings: tuple[TableRow, ...] = ()
     about_crossings: tuple[str, ...] = ()
     memory: MemorySection | None = None
     script: str = ""

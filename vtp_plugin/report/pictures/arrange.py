@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 
-from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan, CollectiveKind, Transfer
+from vtp_plugin.plan.boundary.boundary_plan import CollectiveKind, Transfer
 from vtp_plugin.plan.boundary.channel_spec import PipelineBoundary, pipeline_boundaries
 from vtp_plugin.plan.boundary.strategies.known_strategies import STRATEGIES, TransportRules
-from vtp_plugin.plan.layout.pipeline_layout import Direction, PipelineLayout
+from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.plan.layout.replica_map import DpMode
 from vtp_plugin.report.pictures import svg
 
@@ -37,24 +37,6 @@ Boxes = tuple[tuple[int, int], ...]
 """First and last tensor-parallel rank of every box of a stage, from the top."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrawnBoundary:
-    """A boundary in the picture, with its forward plan."""
-
-    boundary: PipelineBoundary
-    plan: BoundaryPlan
-
-    @property
-    def is_wrap(self) -> bool:
-        """Whether it leads from the last stage back to the first."""
-        return self.boundary.downstream < self.boundary.upstream
-
-    @property
-    def has_finish(self) -> bool:
-        """Whether a collective of the receiving stage completes the plan."""
-        return self.plan.finish.kind is not CollectiveKind.NONE
-
-
 @dataclass(frozen=True, kw_only=True)
 class Picture:
     """What is drawn, and where. Coordinates start at the upper left corner.
@@ -72,7 +54,7 @@ class Picture:
     sites: tuple[str, ...]
     head_height: int
     replicas: tuple[tuple[int, int], ...]
-    boundaries: tuple[DrawnBoundary, ...]
+    boundaries: tuple[PipelineBoundary, ...]
 
     @cached_property
     def boxes(self) -> tuple[Boxes, ...]:
@@ -203,7 +185,7 @@ class Picture:
 
     def bracket_width(self, stage: int) -> int:
         """Return the room for a finish at the left of the boxes in a stage's frame."""
-        return BRACKET_WIDTH * any(d.has_finish and d.boundary.downstream == stage for d in self.boundaries)
+        return BRACKET_WIDTH * any(has_finish(one) and one.downstream == stage for one in self.boundaries)
 
     def frame_width(self, stage: int) -> int:
         """Return the width of a stage's frame."""
@@ -232,7 +214,7 @@ class Picture:
         left = self.frame_lefts[stage] + FRAME_PAD + self.bracket_width(stage)
         return left, self.frame_top(row, self.band(stage)) + FRAME_PAD + index * (BOX_HEIGHT + BOX_GAP)
 
-    def way_round(self, drawn: DrawnBoundary, rank: int, index: int, num_lines: int) -> tuple[int, int, int]:
+    def way_round(self, drawn: PipelineBoundary, rank: int, index: int, num_lines: int) -> tuple[int, int, int]:
         """Say how a line leads round a band: its right end, its height below the band, its left end.
 
         Args:
@@ -250,9 +232,9 @@ class Picture:
         left = out + self.num_connectors * WRAP_STEP if drawn.is_wrap else (index + 2) * WRAP_STEP
         return self.frames_right + out, below + WRAP_LABEL_HEIGHT + out, self.frame_lefts[0] - left
 
-    def goes_round(self, drawn: DrawnBoundary) -> bool:
+    def goes_round(self, drawn: PipelineBoundary) -> bool:
         """Whether a boundary leads round a band and not straight to a neighbour."""
-        return self.band(drawn.boundary.upstream) != self.band(drawn.boundary.downstream) or drawn.is_wrap
+        return self.band(drawn.upstream) != self.band(drawn.downstream) or drawn.is_wrap
 
     def way_across(self, src: int, dst: int) -> list[tuple[int, int]]:
         """List the corners of an arrow between neighbours: from row to row it is slanted between the frames only."""
@@ -264,16 +246,16 @@ class Picture:
         right = self.frame_lefts[upstream] + self.frame_width(upstream)
         return [start, (right, start[1]), (self.frame_lefts[downstream], end[1]), end]
 
-    def transfers(self, drawn: DrawnBoundary) -> list[Transfer]:
+    def transfers(self, drawn: PipelineBoundary) -> list[Transfer]:
         """List the transfers of a boundary whose both ends are in the picture."""
-        return [one for one in drawn.plan.transfers if self.is_drawn(one.src) and self.is_drawn(one.dst)]
+        return [one for one in drawn.forward.transfers if self.is_drawn(one.src) and self.is_drawn(one.dst)]
 
     def is_drawn(self, rank: int) -> bool:
         """Whether a rank is in the picture, in a box of its own or not."""
         place = self.layout.coord(rank)
         return (place.dp_rank, place.cp_rank) in self.replicas
 
-    def edges(self, drawn: DrawnBoundary) -> tuple[tuple[int, int, int], ...]:
+    def edges(self, drawn: PipelineBoundary) -> tuple[tuple[int, int, int], ...]:
         """Return the arrows of a boundary: two ranks, and how many transfers run between their boxes."""
         # Boxes are told apart by their cells: coordinates are not known yet when the lines round the bands are counted.
         found: dict[object, list[int]] = {}
@@ -302,7 +284,7 @@ def arrange(
     if len(replicas) > _MAX_REPLICAS_DRAWN or num_boxes > most:
         replicas = replicas[: 1 if layout.has_equal_replicas else max(layout.cp_sizes)]
     boundaries = tuple(
-        DrawnBoundary(boundary=boundary, plan=boundary.channel(Direction.FORWARD).probe)
+        boundary
         for boundary in pipeline_boundaries(layout, is_ring=is_ring, rules=rules, dp_mode=dp_mode)
         # Of a boundary between replicas that are not alone, the first ones.
         if all((dp_ranks[0], boundary.cp_rank or 0) in replicas for dp_ranks in boundary.dp_ranks)
@@ -423,23 +405,28 @@ def labels(picture: Picture, lines: Sequence[Sequence[Point]], num_rings: int, *
                     break
 
 
-def way_of(drawn: DrawnBoundary) -> str:
+def has_finish(drawn: PipelineBoundary) -> bool:
+    """Tell whether a collective of the receiving stage completes what crosses a boundary."""
+    return drawn.forward.finish.kind is not CollectiveKind.NONE
+
+
+def way_of(drawn: PipelineBoundary) -> str:
     """Say how a tensor crosses a boundary."""
-    transfers = drawn.plan.transfers
+    transfers = drawn.forward.transfers
     is_sliced = any(transfer.boxes != transfers[0].boxes for transfer in transfers)
-    has_leaders = STRATEGIES[drawn.plan.strategy].has_leaders
+    has_leaders = STRATEGIES[drawn.forward.strategy].has_leaders
     return "leader to leader" if has_leaders else "in slices" if is_sliced else "rank to rank"
 
 
 def _texts(
-    picture: Picture, drawn: DrawnBoundary, num_rings: int, *, is_split: bool
+    picture: Picture, drawn: PipelineBoundary, num_rings: int, *, is_split: bool
 ) -> Iterator[tuple[str, list[Point]]]:
     """Yield what is to be said of a boundary, each with the places where it may stand, the best first."""
-    text, boundary = way_of(drawn), drawn.boundary
+    text = way_of(drawn)
     transfers = picture.transfers(drawn)
     sharing = _sharing(picture, drawn, is_split=is_split)
     if picture.goes_round(drawn):
-        where = f"on to stage {boundary.downstream}"
+        where = f"on to stage {drawn.downstream}"
         if drawn.is_wrap:
             where = "back to the edge" if num_rings else "to the next virtual stage"
             where += ", twice" if num_rings > 1 else ""
@@ -448,7 +435,7 @@ def _texts(
         text = f"{where}, {text}" + (f", {sharing}" if sharing else "")
         yield text, [((picture.frame_lefts[0] + picture.frames_right) // 2, y - 6)]
         return
-    middle = picture.frame_lefts[boundary.downstream] - STAGE_GAP // 2
+    middle = picture.frame_lefts[drawn.downstream] - STAGE_GAP // 2
     first, last = transfers[0], transfers[-1]
     ends = [picture.box(rank)[1] for rank in (first.src, first.dst, last.src, last.dst)]
     heights = [ends[0] + BOX_HEIGHT // 2 - 9, min(ends), *(end + BOX_HEIGHT for end in ends)]
@@ -457,10 +444,10 @@ def _texts(
         yield sharing, [(middle, y - 16) for y in heights]
 
 
-def _sharing(picture: Picture, drawn: DrawnBoundary, *, is_split: bool) -> str:
+def _sharing(picture: Picture, drawn: PipelineBoundary, *, is_split: bool) -> str:
     """Say with how many replicas of the other stage one works, where the picture does not show it."""
-    boundary, sizes = drawn.boundary, picture.layout.dp_sizes
-    here, there = sizes[boundary.upstream], sizes[boundary.downstream]
+    sizes = picture.layout.dp_sizes
+    here, there = sizes[drawn.upstream], sizes[drawn.downstream]
     if not picture.is_cut or here == there:
         return ""
     number = max(here, there) // min(here, there)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import groupby, product
 
 from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan, CollectiveKind
+from vtp_plugin.plan.boundary.channel_spec import PipelineBoundary
 from vtp_plugin.plan.boundary.endpoint import BridgeEndpoint
 from vtp_plugin.plan.boundary.strategies.known_strategies import TransportRules
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
@@ -27,12 +28,12 @@ from vtp_plugin.report.pictures.arrange import (
     STAGE_GAP,
     STYLE,
     TITLE_LETTER_WIDTH,
-    DrawnBoundary,
     Picture,
     Point,
     arrange,
     badge,
     badge_width,
+    has_finish,
     heads,
     labels,
     legend_entry,
@@ -228,7 +229,7 @@ def _about(picture: Picture) -> Iterator[str]:
         yield f"stage {stage}{site}: {_counted(grid.tp, 'rank')}, from {ranks[0]} to {ranks[-1]}{times}"
     seen: set[tuple[int, int]] = set()
     for drawn in picture.boundaries:
-        ends = drawn.boundary.upstream, drawn.boundary.downstream
+        ends = drawn.upstream, drawn.downstream
         if ends not in seen:
             seen.add(ends)
             yield f"stage {ends[0]} sends to stage {ends[1]} {way_of(drawn)}"
@@ -350,7 +351,7 @@ def _box(picture: Picture, rank: int, last: int) -> Iterable[str]:
     yield svg.text(middle, top + 34, place, "place")
 
 
-def _transfers(picture: Picture, drawn: DrawnBoundary, lines: list[Sequence[Point]]) -> Iterable[str]:
+def _transfers(picture: Picture, drawn: PipelineBoundary, lines: list[Sequence[Point]]) -> Iterable[str]:
     """Draw the arrows of one boundary, and add them to `lines`."""
     edges = picture.edges(drawn)
     for index, (src, dst, number) in enumerate(edges):
@@ -366,12 +367,12 @@ def _transfers(picture: Picture, drawn: DrawnBoundary, lines: list[Sequence[Poin
             yield path(points, "transfer many", f"{number} transfer{'s' if number > 1 else ''}")
 
 
-def _finish(picture: Picture, drawn: DrawnBoundary) -> Iterable[str]:
+def _finish(picture: Picture, drawn: PipelineBoundary) -> Iterable[str]:
     """Draw the collective that completes a plan as a bracket at the left of the stage.
 
     Arrows of a broadcast lead from its root to the other ranks, those of an all-gather to every rank.
     """
-    finish = drawn.plan.finish
+    finish = drawn.forward.finish
     low = BOX_HEIGHT - 8
     # Before an all-gather a transfer ends in the middle of every box, so the bracket enters lower.
     entry = low if finish.kind is CollectiveKind.ALL_GATHER else BOX_HEIGHT // 2
@@ -399,7 +400,7 @@ def _legend(picture: Picture) -> tuple[tuple[str, str], ...]:
         entries.append(("badge", "number of replicas that are alike; one of them is drawn"))
     if picture.boundaries:
         entries.append(("transfer", "activations, forward; gradients come back alike"))
-    if any(drawn.has_finish for drawn in picture.boundaries):
-        kinds = " or ".join(sorted({one.plan.finish.kind for one in picture.boundaries if one.has_finish}))
+    if any(has_finish(drawn) for drawn in picture.boundaries):
+        kinds = " or ".join(sorted({one.forward.finish.kind for one in picture.boundaries if has_finish(one)}))
         entries.append(("finish", f"{kinds} inside the stage after the transfers"))
     return tuple(entries)

@@ -70,9 +70,7 @@ class ChannelLink:
         known = self._known if whole is None or form.has_variable_shapes else self._transmission(whole)
         if known is None and not form.has_variable_shapes:
             raise ConfigError(f"{channel.spec.name}: the shape of what is received is not known; give it")
-        position = channel.position(channel.num_received)
-        channel.num_received += 1
-        return channel.receives.add(form, known, position)
+        return channel.post(form, known)
 
     def send(self, tensor: torch.Tensor, whole: Whole | None = None) -> SendWork:
         """Send this rank's part of a tensor `[S, B, H]`; it keeps its memory until the send is waited for.
@@ -93,11 +91,7 @@ class ChannelLink:
         known = self._known
         if known is None or whole is not None:
             known = self._transmission(whole or channel.whole_shape(tensor.shape, form))
-        position = channel.position(channel.num_sent)
-        header = channel.headers.send(known.whole, form, position) if form.has_variable_shapes else None
-        channel.num_sent += 1
-        work = channel.transfers.send(tensor, known, position)
-        return work if header is None else header.joined_with(work)
+        return channel.send(tensor, form, known)
 
     def _transmission(self, whole: Whole) -> Transmission:
         return self.channel.transmission(whole, self.form)
@@ -127,8 +121,6 @@ class Channel:
         transmission: gives how a tensor crosses, by the description of the whole and its form; made once for each.
         headers: what crosses before tensors of variable shapes.
         receives: the receives under way.
-        num_sent: number of tensors sent in this step.
-        num_received: number of receives posted in this step.
     """
 
     def __init__(
@@ -184,14 +176,27 @@ class Channel:
         self.receives = Receives(
             self.transfers, self.transmission, self.headers, beside=None if beside is None else beside.receives
         )
-        self.num_sent = self.num_received = 0
+        self._num_sent = self._num_received = 0
 
     def start_step(self) -> None:
         """Count microbatches from 0 again."""
-        self.num_sent = self.num_received = 0
+        self._num_sent = self._num_received = 0
 
-    def position(self, number: int) -> str:
-        """Name a tensor of this channel for messages: boundary, direction and number."""
+    def post(self, form: TensorFormat, known: Transmission | None) -> RecvWork:
+        """Post the receive of the next tensor, or of its header where it is not known how the tensor crosses."""
+        position = self._position(self._num_received)
+        self._num_received += 1
+        return self.receives.add(form, known, position)
+
+    def send(self, tensor: torch.Tensor, form: TensorFormat, known: Transmission) -> SendWork:
+        """Send the next tensor, with variable shapes behind its header."""
+        position = self._position(self._num_sent)
+        header = self.headers.send(known.whole, form, position) if form.has_variable_shapes else None
+        self._num_sent += 1
+        work = self.transfers.send(tensor, known, position)
+        return work if header is None else header.joined_with(work)
+
+    def _position(self, number: int) -> str:
         return f"{self.spec.name}, {self.spec.unit} {number}"
 
     @property

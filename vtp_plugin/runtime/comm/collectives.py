@@ -21,7 +21,7 @@ from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.plan.layout.replica_map import RankShare
 from vtp_plugin.platform.interface import Platform
 from vtp_plugin.runtime.comm.work import Finish, TimedWaits, ranks_text
-from vtp_plugin.trace.record import Cause
+from vtp_plugin.trace.stretches import Cause
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ from vtp_plugin.platform.interface import Platform
 from vtp_plugin.runtime.comm.collectives import HostMemory, StageCollectives, TensorFormat
 from vtp_plugin.runtime.comm.work import PendingRecv, SendWork, TimedWaits, WaitFor, ranks_text
 from vtp_plugin.runtime.health.redaction import LineFile
-from vtp_plugin.trace.record import Cause
+from vtp_plugin.trace.stretches import Cause
 
 
 class Headers:

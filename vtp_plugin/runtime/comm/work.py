@@ -31,7 +31,7 @@ from vtp_plugin.errors import PeerError
 from vtp_plugin.platform.interface import Platform
 from vtp_plugin.runtime.health.monitor import Monitor
 from vtp_plugin.runtime.health.redaction import first_line
-from vtp_plugin.trace.record import Cause
+from vtp_plugin.trace.stretches import Cause
 
 _COUNTERS = Path("/proc/self/net/snmp")
 _NAMESPACE, _BOOT = Path("/proc/self/ns/net"), Path("/proc/sys/kernel/random/boot_id")

@@ -29,7 +29,7 @@ from vtp_plugin.plan.schedule.order.actions import (
 from vtp_plugin.runtime.comm.work import Recorder
 from vtp_plugin.runtime.step.companion_tensors import Companions
 from vtp_plugin.runtime.step.links import LinkId, Receive, Send, SendsInARow, StageLink
-from vtp_plugin.trace.record import Cause
+from vtp_plugin.trace.stretches import Cause
 
 Inputs = torch.Tensor | tuple[torch.Tensor | None, ...] | None
 """What a virtual stage gets from the one before it; of several a tuple, in the order of their numbers."""

@@ -24,7 +24,7 @@ from vtp_plugin.runtime.step.executor import Compute, Executor
 from vtp_plugin.runtime.step.links import LinkId, StageLink
 from vtp_plugin.runtime.step.step_times import MOST_REPLANS, Report, StepTime, StepTimes, measure_links, report_computes
 from vtp_plugin.runtime.step.weight_gradients import WeightGradients
-from vtp_plugin.trace.record import Cause
+from vtp_plugin.trace.stretches import Cause
 from vtp_plugin.util import log
 from vtp_plugin.util.text import one_line
 

@@ -30,7 +30,7 @@ from vtp_plugin.runtime.health.store import ClockOffset, PostError, Topic, open_
 from vtp_plugin.runtime.health.waiting import STORE_KEEPER, until_store_ends
 from vtp_plugin.runtime.step.links import LinkId
 from vtp_plugin.trace.explain import on_one_clock
-from vtp_plugin.trace.record import (
+from vtp_plugin.trace.stretches import (
     Cause,
     Owner,
     Plan,

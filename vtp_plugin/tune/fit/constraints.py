@@ -8,8 +8,7 @@ from typing import Any
 
 from vtp_plugin.errors import LayoutError
 from vtp_plugin.host.rules.checks.batch import check_batches
-from vtp_plugin.host.rules.checks.divisibility import check_sizes
-from vtp_plugin.host.rules.rule import OptionContext
+from vtp_plugin.host.rules.checks.divisibility import problems_of_size
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout, RankOrder
 from vtp_plugin.plan.layout.replica_map import ReplicaMap
 from vtp_plugin.tune.cluster.machines import Node
@@ -74,23 +73,8 @@ class Constraints:
         return int(self.args.num_layers) - sum(self.ends or ())
 
     def problems_of_size(self, size: int) -> tuple[str, ...]:
-        """Say why no stage can have a tensor-parallel size; empty if it can.
-
-        Any stage may become the first or the last one when others are lost, so it must also cut the vocabulary.
-
-        >>> from types import SimpleNamespace
-        >>> args = SimpleNamespace(num_layers=4, micro_batch_size=1, global_batch_size=4, num_attention_heads=12)
-        >>> constraints = Constraints(args=args, least_stages=1, most_stages=2)
-        >>> constraints.problems_of_size(3), len(constraints.problems_of_size(5))
-        ((), 1)
-        """
-        context = OptionContext(
-            tp_sizes=(size,),
-            cp_sizes=(self.cp,),
-            ep_sizes=(self.ep,),
-            etp_sizes=() if self.etp is None else (self.etp,),
-        )
-        return check_sizes(self.args, context)
+        """Say why no stage can have a tensor-parallel size; empty if it can."""
+        return problems_of_size(self.args, size, cp=self.cp, ep=self.ep, etp=self.etp)
 
     def sizes(self, num_cards: int, num_replicas: int) -> tuple[int, ...]:
         """List the tensor-parallel sizes that a stage can have in a node with so many cards, ascending.

@@ -12,7 +12,7 @@ from typing import Any
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.config.flag import format_value
 from vtp_plugin.errors import LayoutError, ShortageError, refuse
-from vtp_plugin.host.rules.checks.divisibility import nearest_multiples
+from vtp_plugin.host.rules.checks.divisibility import lcm_of_sizes, nearest_multiples
 from vtp_plugin.host.versions import capability
 from vtp_plugin.plan.launch.launch_commands import ranks_by_node
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout, RankOrder
@@ -249,8 +249,6 @@ class Chosen:
 
 OF_A_FIT = ("--vtp-size-list", "--vtp-stages", "--vtp-data-parallel-size", "--vtp-sites", "--vtp-node")
 """Flags that a fit decides, and those that are for it alone."""
-_LARGEST = 16
-"""Sizes up to this pad a vocabulary alike, whichever of them is in a list."""
 
 
 def fitted_flags(
@@ -325,7 +323,7 @@ def vocabulary_multiple(sizes: Sequence[int], constraints: Constraints) -> int |
         return None
     ends = math.lcm(sizes[0], sizes[-1])
     divisor = getattr(constraints.args, "make_vocab_size_divisible_by", None) or 128
-    return divisor * all_sizes(constraints, ends) // ends
+    return divisor * lcm_of_sizes(ends, constraints.problems_of_size) // ends
 
 
 def about_padding(sizes: Sequence[int], constraints: Constraints) -> str:
@@ -346,7 +344,7 @@ def about_padding(sizes: Sequence[int], constraints: Constraints) -> str:
     multiple = ends * (vocabulary_multiple(sizes, constraints) or 0)
     if multiple <= divisor:
         return ""
-    least = all_sizes(constraints, ends)
+    least = lcm_of_sizes(ends, constraints.problems_of_size)
     way_out = f"; --make-vocab-size-divisible-by 1 pads to a multiple of {least}"
     why = "so that every TP size of this model loads the checkpoints"
     if not words:
@@ -358,21 +356,6 @@ def about_padding(sizes: Sequence[int], constraints: Constraints) -> str:
         f"the vocabulary is padded to {padded} tokens, {usual} with TP size 1, {why}; padding counts in the softmax: "
         f"the first loss is about {math.log(padded / usual):.2g} higher{way_out}, here {fewest}"
     )
-
-
-def all_sizes(constraints: Constraints, ends: int) -> int:
-    """Return the least common multiple of all sizes that a stage of a model can have, up to 16.
-
-    Args:
-        constraints: what a list must satisfy.
-        ends: a multiple of the sizes of the first and the last stage, which may be larger.
-
-    >>> from types import SimpleNamespace
-    >>> args = SimpleNamespace(num_layers=4, micro_batch_size=1, global_batch_size=4, num_attention_heads=12)
-    >>> all_sizes(Constraints(args=args, least_stages=1, most_stages=2), 2)
-    12
-    """
-    return math.lcm(ends, *(size for size in range(1, _LARGEST + 1) if not constraints.problems_of_size(size)))
 
 
 def layer_flags(layers: Sequence[int], num_predicting: int) -> tuple[str, ...]:

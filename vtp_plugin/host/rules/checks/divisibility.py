@@ -13,6 +13,8 @@ from vtp_plugin.host.rules.rule import OptionContext
 
 # Sizes that are named as a way out.
 _LARGEST_NAMED = 64
+# Sizes up to this pad a vocabulary alike, whichever of them is in a list.
+_LARGEST = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,6 +250,42 @@ def _divided(name: str, value: int, stages: Sequence[tuple[int, int]], axis: str
     """Yield a cut of a value by the size of every stage, which must divide it. A value of 0 is unknown."""
     for stage, size in stages if value else ():
         yield _Cut(name=name, stage=stage, axis=axis, size=size, fits=lambda size: value % size == 0)
+
+
+def problems_of_size(args: object, size: int, *, cp: int = 1, ep: int = 1, etp: int | None = None) -> tuple[str, ...]:
+    """Say why no stage can have a tensor-parallel size; empty if it can.
+
+    Any stage may become the first or the last one when others are lost, so it must also cut the vocabulary.
+
+    Args:
+        args: Megatron's arguments, as for :func:`check_sizes`.
+        size: tensor-parallel size.
+        cp: context-parallel size of every stage.
+        ep: expert-parallel size of every stage.
+        etp: tensor-parallel size of the experts; None for that of each stage.
+
+    >>> from types import SimpleNamespace
+    >>> args = SimpleNamespace(num_attention_heads=12)
+    >>> problems_of_size(args, 3), len(problems_of_size(args, 5))
+    ((), 1)
+    """
+    etp_sizes = () if etp is None else (etp,)
+    return check_sizes(args, OptionContext(tp_sizes=(size,), cp_sizes=(cp,), ep_sizes=(ep,), etp_sizes=etp_sizes))
+
+
+def lcm_of_sizes(ends: int, problems: Callable[[int], Sequence[str]]) -> int:
+    """Return the least common multiple of all sizes that a stage of a model can have, up to 16.
+
+    Args:
+        ends: a multiple of the sizes of the first and the last stage, which may be larger.
+        problems: says why no stage can have a size, as :func:`problems_of_size`.
+
+    >>> from functools import partial
+    >>> from types import SimpleNamespace
+    >>> lcm_of_sizes(2, partial(problems_of_size, SimpleNamespace(num_attention_heads=12)))
+    12
+    """
+    return math.lcm(ends, *(size for size in range(1, _LARGEST + 1) if not problems(size)))
 
 
 def nearest_multiples(value: int, step: int) -> tuple[int, ...]:

@@ -20,22 +20,12 @@ Promise = Callable[[BoundaryPlan], Iterator[str]]
 """Yields a line for everything in a plan that its links may not carry."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagePair:
-    """Two stages of one site and one context-parallel size: what decides which strategies a run tries between them.
-
-    Attributes:
-        src_tp: Tensor-parallel size upstream.
-        dst_tp: Tensor-parallel size downstream.
-        has_copies: Whether ranks of a stage hold copies.
-    """
-
-    src_tp: int
-    dst_tp: int
-    has_copies: bool
+IsTried = Callable[[int, int, bool], bool]
+"""Tells whether a run tries a strategy between two stages of one site and one context-parallel size, by their
+tensor-parallel sizes and whether ranks of a stage hold copies."""
 
 
-def never(_ends: StagePair) -> bool:
+def never(_src_tp: int, _dst_tp: int, _has_copies: bool) -> bool:
     """Tell that a run tries the strategy only where it is asked for."""
     return False
 
@@ -60,7 +50,7 @@ class Strategy:
     promise: Promise
     has_leaders: bool = False
     help: str | None = None
-    is_tried: Callable[[StagePair], bool] = never
+    is_tried: IsTried = never
 
 
 _ROWS = (
@@ -70,14 +60,14 @@ _ROWS = (
         promise=promise_leaders,
         has_leaders=True,
         help="goes through one rank of each stage",
-        is_tried=lambda ends: ends.src_tp != ends.dst_tp,
+        is_tried=lambda src_tp, dst_tp, _: src_tp != dst_tp,
     ),
     Strategy(
         name="sliced",
         plan=plan_sliced,
         promise=promise_sliced,
         help="gives every link its share",
-        is_tried=lambda ends: True,
+        is_tried=lambda *_: True,
     ),
     Strategy(
         name="divided",
@@ -85,7 +75,7 @@ _ROWS = (
         promise=promise_divided,
         help="cuts also between stages of one size",
         # With one rank each, or with slices, there is nothing to cut.
-        is_tried=lambda ends: ends.src_tp == ends.dst_tp and ends.has_copies,
+        is_tried=lambda src_tp, dst_tp, has_copies: src_tp == dst_tp and has_copies,
     ),
 )
 STRATEGIES: Mapping[str, Strategy] = MappingProxyType({row.name: row for row in _ROWS})
@@ -158,8 +148,7 @@ class TransportRules:
             return ()
         # Between equal stages cutting saves something only where ranks hold copies.
         has_copies = src.tp > 1 and not self.is_sharded and (src.dp == dst.dp or not self.is_split)
-        ends = StagePair(src_tp=src.tp, dst_tp=dst.tp, has_copies=has_copies)
-        return tuple(name for name, strategy in STRATEGIES.items() if strategy.is_tried(ends))
+        return tuple(name for name, one in STRATEGIES.items() if one.is_tried(src.tp, dst.tp, has_copies))
 
     def choose(self, layout: PipelineLayout, upstream: int, downstream: int) -> tuple[str, str]:
         """Choose the strategy of a boundary, with the reason for the log; the same on every rank.
