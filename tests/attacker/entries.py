@@ -246,10 +246,7 @@ def _take_nodes(post: bytes) -> None:
     store = Served()
     part_of(store, Topic.NODES).set("1", post)
     gather_node_sizes(
-        store,
-        {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"},
-        divisor=1,
-        timeout_s=_SOON_S,
+        store, {"GROUP_RANK": "0", "GROUP_WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, divisor=1, timeout_s=_SOON_S
     )
 
 
@@ -1099,12 +1096,7 @@ ENTRIES: list[Entry] = [
         make=lambda inputs: inputs.wholes(16, [0, 1, 2, 3] * 3 + [1, 1, 1, 0]),
         take=_take_positions,
     ),
-    Entry(
-        name="an object",
-        places=["patches/site_objects.py:_read"],
-        make=_object_bytes,
-        take=_take_object,
-    ),
+    Entry(name="an object", places=["patches/site_objects.py:_read"], make=_object_bytes, take=_take_object),
     Entry(
         name="the length of an object",
         places=["patches/site_objects.py:_bounded"],

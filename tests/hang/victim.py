@@ -81,8 +81,7 @@ def train(script: Script) -> None:
 
     num_stages = len(options.vtp_size_list.split(","))
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=options.tensor_size,
-        pipeline_model_parallel_size=options.pipeline_size or num_stages,
+        tensor_model_parallel_size=options.tensor_size, pipeline_model_parallel_size=options.pipeline_size or num_stages
     )
     if options.apply_again == "late":
         from vtp_plugin.api import _Holder

@@ -79,11 +79,7 @@ def test_layers_on_ranks_that_cannot_have_them_are_refused(
 
 @pytest.mark.parametrize(
     ("vision", "text", "is_u_shaped"),
-    [
-        ([2, 0], [2, 2], False),
-        ([[2, 0], [0, 0]], [[1, 1], [1, 1]], False),
-        ([[2, 0], [0, 0]], [[1, 2], [1, 0]], True),
-    ],
+    [([2, 0], [2, 2], False), ([[2, 0], [0, 0]], [[1, 1], [1, 1]], False), ([[2, 0], [0, 0]], [[1, 2], [1, 0]], True)],
     ids=["plain", "two chunks", "U"],
 )
 def test_layers_where_they_can_be_are_not(vision: list[Any], text: list[Any], is_u_shaped: bool) -> None:

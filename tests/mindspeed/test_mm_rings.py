@@ -63,11 +63,7 @@ def test_two_rings_equal_the_oracle(
 
 @pytest.mark.parametrize(
     ("sizes", "dp_sizes", "extra", "is_frozen"),
-    [
-        ("1,1", (1, 2), (), False),
-        ("1,2", (1, 2), OF_THE_ORACLE, False),
-        ("1,1", (2, 1), (), True),
-    ],
+    [("1,1", (1, 2), (), False), ("1,2", (1, 2), OF_THE_ORACLE, False), ("1,1", (2, 1), (), True)],
     ids=["1,1 1,2", "1,2 1,2 distributed optimizer", "frozen 2,1"],
 )
 def test_unequal_replicas_equal_the_oracle(

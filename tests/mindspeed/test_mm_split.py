@@ -12,15 +12,7 @@ from typing import Any
 import pytest
 
 from tests.mindspeed.split import SPLIT, costs, num_split
-from tests.mindspeed.test_mm_lane import (
-    VISION_LAYERS,
-    Numbers,
-    assert_equal,
-    needs_trees,
-    numbers,
-    oracle,
-    start_u,
-)
+from tests.mindspeed.test_mm_lane import VISION_LAYERS, Numbers, assert_equal, needs_trees, numbers, oracle, start_u
 from tests.mindspeed.test_mm_rings import NUM_VISION, TEXT, VISION
 
 pytestmark = [pytest.mark.full, needs_trees]

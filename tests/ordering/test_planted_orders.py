@@ -218,8 +218,7 @@ def test_a_batch_with_two_messages_to_one_rank_is_caught_under_hccl() -> None:
 
 
 @pytest.mark.parametrize(
-    ("is_async", "forbidden"),
-    [(False, {BUFFERED, RENDEZVOUS, ONE_QUEUE} | DEVICES), (True, {ONE_QUEUE} | DEVICES)],
+    ("is_async", "forbidden"), [(False, {BUFFERED, RENDEZVOUS, ONE_QUEUE} | DEVICES), (True, {ONE_QUEUE} | DEVICES)]
 )
 def test_collectives_of_two_groups_in_opposite_order(is_async: bool, forbidden: set[Model]) -> None:
     ranks = scripts(3)
@@ -242,10 +241,7 @@ def test_collective_crossed_with_a_message_is_caught() -> None:
     assert forbidden_by(ranks) == {RENDEZVOUS, ONE_QUEUE} | DEVICES
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [{"name": "allreduce_ max"}, {"num_bytes": 4}, {"dtype": "bfloat16"}, {"peer": 1}],
-)
+@pytest.mark.parametrize("changed", [{"name": "allreduce_ max"}, {"num_bytes": 4}, {"dtype": "bfloat16"}, {"peer": 1}])
 @pytest.mark.parametrize("odd_rank", [0, 1, 2])
 def test_swapped_collectives_inside_a_group_are_caught(changed: dict[str, object], odd_rank: int) -> None:
     ranks = scripts(3)

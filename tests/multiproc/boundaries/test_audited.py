@@ -210,12 +210,7 @@ def _scales(runs: Sequence[ScriptRun]) -> list[tuple[str, str]]:
     ],
 )
 def test_overflows_in_half_precision(
-    pool: Pool,
-    reference: Reference,
-    sizes: str,
-    own: tuple[str, ...],
-    world: int,
-    uniform_dp: int,
+    pool: Pool, reference: Reference, sizes: str, own: tuple[str, ...], world: int, uniform_dp: int
 ) -> None:
     """The same steps are left out, with the same loss scales."""
     wanted = reference("1,1", HALF, dp=uniform_dp)

@@ -95,10 +95,7 @@ def test_a_step_with_each_keyword_equals_the_schedule(
 def test_returns(pool: Pool, transport: str) -> None:
     edge, leader, other = pool.run(3, "tests.multiproc.jobs.functional_job:returns", {"transport": transport})
     none = str((None, None))
-    assert edge == [
-        *("1", none, "['recv_prev']", "True", none, "None", "None"),
-        *("1", "(None, True)", "(None, True)"),
-    ]
+    assert edge == [*("1", none, "['recv_prev']", "True", none, "None", "None"), *("1", "(None, True)", "(None, True)")]
     assert leader == ["['recv_prev']", "True", "True", "1", "True", "None"]
     # With slices every rank sends a part; through the leaders this one sends nothing.
     assert other == [*leader[:3], "None" if transport == "rank0" else "1", *leader[4:]]

@@ -29,11 +29,7 @@ LISTS = [(1, 2), (2, 3), (1, 2, 1)]
 DEFAULT = {((1, 2), "1f1b"), ((2, 3), "interleaved-overlapped"), ((1, 2, 1), "interleaved-batched")}
 OPTIONS = {
     "tied": Case.of(sizes=(1, 2), tied=True, recompute=True, layers_per_chunk=2),
-    "distributed": Case.of(
-        sizes=(2, 1),
-        dp=2,
-        **OVERLAPPED,
-    ),
+    "distributed": Case.of(sizes=(2, 1), dp=2, **OVERLAPPED),
     "context-parallel": Case.of(sizes=(2, 1), cp_list=(1, 2), gathered_attention=True, seq=8, tied=True),
 }
 

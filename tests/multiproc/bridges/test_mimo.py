@@ -103,12 +103,7 @@ def test_two_encoders_train_as_on_one_rank(mimo_runs: MimoRuns, case: MimoCase) 
 ORDERED = [
     MimoCase(vision=Sizes(dp=2), sound=Sizes(tp=2), language=staged(1, 2), clips=CLIPS),
     MimoCase(
-        vision=Sizes(dp=2),
-        sound=Sizes(),
-        language=staged(1, 2),
-        clips=CLIPS,
-        is_planned=True,
-        in_flight=(4, 3, 2, 1),
+        vision=Sizes(dp=2), sound=Sizes(), language=staged(1, 2), clips=CLIPS, is_planned=True, in_flight=(4, 3, 2, 1)
     ),
     MimoCase(vision=Sizes(dp=2), language=Sizes(dp=3, pp=2)),
     MimoCase(vision=Sizes(dp=3), language=Sizes(stages=((1, 1, 2), (2, 1, 1)))),
@@ -147,10 +142,7 @@ RESUMED = [
     MimoCase(vision=Sizes(dp=3), language=Sizes(tp=2, dp=2), optimizer="adam", distributed_optimizer=True),
     MimoCase(vision=Sizes(dp=2), language=Sizes(dp=2), optimizer="adam", distributed_optimizer=True, bf16=True),
     MimoCase(
-        vision=Sizes(dp=3),
-        language=Sizes(stages=((1, 1, 2), (1, 2, 1))),
-        optimizer="adam",
-        distributed_optimizer=True,
+        vision=Sizes(dp=3), language=Sizes(stages=((1, 1, 2), (1, 2, 1))), optimizer="adam", distributed_optimizer=True
     ),
 ]
 
@@ -171,11 +163,7 @@ BF16 = [
 @pytest.mark.parametrize("case", defaults_first(BF16, 1), ids=str)
 def test_bf16_trains_as_on_one_rank(mimo_runs: MimoRuns, case: MimoCase) -> None:
     """To rounding: both differ from float32 by ten times as much as from each other, and by as much as the other."""
-    run, oracle, exact = (
-        mimo_runs.run(case),
-        mimo_runs.oracle(case),
-        mimo_runs.oracle(replace(case, bf16=False)),
-    )
+    run, oracle, exact = (mimo_runs.run(case), mimo_runs.oracle(case), mimo_runs.oracle(replace(case, bf16=False)))
     # Weights may differ by two roundings of 16 bits, which have 8 of precision.
     assert_trains_alike(run, oracle, rel=1e-2, has_gradients=False)
     np.testing.assert_allclose(run.norms, oracle.norms, rtol=3e-3)
@@ -259,9 +247,7 @@ PLANNED = [
         distributed_optimizer=True,
     ),
     MimoCase(
-        vision=Sizes(tp=2, sequence_parallel=True),
-        language=Sizes(tp=2, pp=2, sequence_parallel=True),
-        is_planned=True,
+        vision=Sizes(tp=2, sequence_parallel=True), language=Sizes(tp=2, pp=2, sequence_parallel=True), is_planned=True
     ),
     MimoCase(vision=Sizes(dp=3), sound=Sizes(), language=Sizes(cp=2, pp=2), clips=CLIPS, is_planned=True),
 ]

@@ -64,7 +64,7 @@ EXPERTS: dict[str, dict[str, Any]] = {
         "moe_token_dispatcher_type": "allgather",
     },
     "dropping and padding": {
-        **{**_BALANCED, "moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True},
+        **{**_BALANCED, "moe_expert_capacity_factor": 1.0, "moe_pad_expert_input_to_capacity": True}
     },
 }
 

@@ -166,7 +166,7 @@ def test_megatron_without_the_plugin_reads_an_import(
     words = arguments(uniform.sizes, extra=words_of(kind, uniform, flags, tmp_path, "--train-iters", "1"))
     position = words.index("--vtp-device")
     words[position : position + 4] = [
-        *("--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp)),
+        *("--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp))
     ]
     kwargs = {"arguments": words, "how": "stock", "hooks": ["note_logits"]}
     runs = succeeded(launch(pool, tp * pp, kwargs))
@@ -195,13 +195,7 @@ def _forms() -> list[object]:
 @pytest.mark.parametrize(("place", "dp", "flags"), _forms())
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.full)])
 def test_export_from_every_form_and_list(
-    pool: Pool,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    place: str,
-    dp: int,
-    flags: list[str],
-    dtype: str,
+    pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str, dp: int, flags: list[str], dtype: str
 ) -> None:
     """After two steps with what the optimizer keeps, transformers computes the logits of the third, without padding."""
     kind, num_words = KINDS["qwen-2"], SIZES["vocab_size"] - 2

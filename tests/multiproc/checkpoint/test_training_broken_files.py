@@ -105,12 +105,7 @@ def test_a_broken_file_is_named(
     ],
 )
 def test_a_broken_file_of_one_rank_is_named(
-    pool: Pool,
-    written: Callable[..., Path],
-    tmp_path: Path,
-    file: str,
-    spoil: Callable[[Path], Any],
-    words: list[str],
+    pool: Pool, written: Callable[..., Path], tmp_path: Path, file: str, spoil: Callable[[Path], Any], words: list[str]
 ) -> None:
     """In the old format each rank has a file."""
     folder = Path(shutil.copytree(written(*LEGACY), tmp_path / "copy"))

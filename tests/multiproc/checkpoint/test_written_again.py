@@ -131,29 +131,9 @@ _OF_LISTS = (BY_BUCKET_OLDER, BY_BLOCK) if host_name() == "0.12" else (BY_BUCKET
             wrote=DISTRIBUTED,
             readers=("2", "!1,2"),
         ),
-        _by_rank(
-            "1,1",
-            is_full=False,
-            source="1,1",
-            dp=2,
-            wrote=BY_OBJECT,
-            readers=("2", "!1,2"),
-        ),
-        _by_rank(
-            "2,2-bucketed",
-            source="2,2",
-            dp=2,
-            wrote=(*BY_OBJECT, *BUCKETED),
-            readers=("1,1",),
-        ),
-        _by_rank(
-            "1,1-tied",
-            source="1,1",
-            dp=2,
-            wrote=BY_OBJECT,
-            model=PLACED,
-            readers=("2", "!1,2"),
-        ),
+        _by_rank("1,1", is_full=False, source="1,1", dp=2, wrote=BY_OBJECT, readers=("2", "!1,2")),
+        _by_rank("2,2-bucketed", source="2,2", dp=2, wrote=(*BY_OBJECT, *BUCKETED), readers=("1,1",)),
+        _by_rank("1,1-tied", source="1,1", dp=2, wrote=BY_OBJECT, model=PLACED, readers=("2", "!1,2")),
         _by_rank(
             "2,2-experts",
             source="2,2",
@@ -162,13 +142,7 @@ _OF_LISTS = (BY_BUCKET_OLDER, BY_BLOCK) if host_name() == "0.12" else (BY_BUCKET
             reads=OWN_EXPERTS,
             readers=("2",),
         ),
-        _by_rank(
-            "2-bf16",
-            source="2",
-            wrote=BY_OBJECT,
-            model=(*UNTIED, "--bf16", "--swiglu"),
-            readers=("1", "!1,2"),
-        ),
+        _by_rank("2-bf16", source="2", wrote=BY_OBJECT, model=(*UNTIED, "--bf16", "--swiglu"), readers=("1", "!1,2")),
     ],
 )
 def test_uniform_megatron_goes_on(pool: Pool, saved_runs: SavedRuns, tmp_path: Path, case: WrittenAgain) -> None:

@@ -23,12 +23,7 @@ class GatheredAttention(nn.Module):
     is_causal = True
 
     def __init__(
-        self,
-        config: Any,
-        *_args: Any,
-        pg_collection: Any = None,
-        softmax_scale: float | None = None,
-        **_options: Any,
+        self, config: Any, *_args: Any, pg_collection: Any = None, softmax_scale: float | None = None, **_options: Any
     ) -> None:
         super().__init__()
         self._scale = config.kv_channels**-0.5 if softmax_scale is None else softmax_scale

@@ -63,9 +63,7 @@ def _hybrid(spec: ModuleSpec, pattern: str) -> HybridModel:
 def _local_stack() -> ModuleSpec:
     layer: Any = get_gpt_layer_local_spec().submodules
     attention = TransformerLayerSubmodules(
-        input_layernorm=layer.input_layernorm,
-        self_attention=layer.self_attention,
-        self_attn_bda=layer.self_attn_bda,
+        input_layernorm=layer.input_layernorm, self_attention=layer.self_attention, self_attn_bda=layer.self_attn_bda
     )
     feed_forward = TransformerLayerSubmodules(
         pre_mlp_layernorm=layer.pre_mlp_layernorm, mlp=layer.mlp, mlp_bda=layer.mlp_bda

@@ -66,11 +66,7 @@ class PackedTrainer(Trainer):
         lengths, longest = batch["cu_seqlens"][0], int(batch["max_seqlen"])
         self.seen.append(lengths.tolist())
         packed = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=lengths,
-            cu_seqlens_kv=lengths,
-            max_seqlen_q=longest,
-            max_seqlen_kv=longest,
+            qkv_format="thd", cu_seqlens_q=lengths, cu_seqlens_kv=lengths, max_seqlen_q=longest, max_seqlen_kv=longest
         )
         output = chunk(batch["tokens"], batch["position_ids"], None, labels=batch["labels"], packed_seq_params=packed)
 

@@ -143,11 +143,7 @@ def varying(one: Move, shapes: Sequence[Shape]) -> list[Shape]:
     (channel,) = open_channels([spec], stage_group=mine, platform=platform, monitor=None, timeout_s=TIMEOUT_S)
     assert channel is not None
     form = TensorFormat(
-        dtype=torch.float32,
-        src_sharded=one.src_sharded,
-        dst_sharded=one.dst_sharded,
-        has_variable_shapes=True,
-        width=3,
+        dtype=torch.float32, src_sharded=one.src_sharded, dst_sharded=one.dst_sharded, has_variable_shapes=True, width=3
     )
     wholes = [torch.arange(float(torch.Size(shape).numel())).reshape(shape) for shape in shapes]
     plans = [spec.plan(shape, src_sharded=one.src_sharded, dst_sharded=one.dst_sharded) for shape in shapes]

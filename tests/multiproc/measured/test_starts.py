@@ -120,13 +120,7 @@ def test_a_later_start_refuses_what_the_first_refuses(pool: Pool, runs: Runs) ->
         assert_close(assemble(case, [result for _, result, _ in ranks]), runs.oracle(case))
     assert all(lines == said[0] for lines in said), said
     *refused, again = said[0]
-    words = (
-        "5 contradicts --vtp-size-list 1,2",
-        "3 contradicts",
-        "this run has 3; start",
-        "'pp-dp-cp-tp'",
-        "expert",
-    )
+    words = ("5 contradicts --vtp-size-list 1,2", "3 contradicts", "this run has 3; start", "'pp-dp-cp-tp'", "expert")
     assert all(word in line for word, line in zip(words, refused, strict=True)), refused
     assert "call destroy_model_parallel() before" in again
 

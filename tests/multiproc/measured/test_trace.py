@@ -20,11 +20,7 @@ pytestmark = pytest.mark.needs("scripts_here")
 
 # The global batch of 8 is 4 microbatches of 2 samples.
 _NUM_MICROBATCHES = 4
-FORWARD_S, FORWARD_DELAY_S, PACK_DELAY_S = (
-    0.04,
-    0.03,
-    0.02,
-)  # of multiproc/hooks/delays.py, which imports Megatron
+FORWARD_S, FORWARD_DELAY_S, PACK_DELAY_S = (0.04, 0.03, 0.02)  # of multiproc/hooks/delays.py, which imports Megatron
 _NOTED = {Cause.FORWARD, Cause.BACKWARD, Cause.PACK, Cause.SEND, Cause.WAIT, Cause.GRADIENTS, Cause.OPTIMIZER}
 
 

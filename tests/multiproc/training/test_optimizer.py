@@ -49,11 +49,7 @@ def test_a_run_leaves_no_process_groups_behind(runs: Runs, pool: Pool, case: Cas
     assert counts[0] == counts[1]
 
 
-CLIPPED = [
-    Case.of(sizes=(2, 3)),
-    Case.of(sizes=(3, 1, 2), **DISTRIBUTED),
-    Case.of(sizes=(1, 2), dp=2, tied=True),
-]
+CLIPPED = [Case.of(sizes=(2, 3)), Case.of(sizes=(3, 1, 2), **DISTRIBUTED), Case.of(sizes=(1, 2), dp=2, tied=True)]
 
 
 @pytest.mark.parametrize("case", defaults_first(CLIPPED, 1))
@@ -70,14 +66,7 @@ OVERFLOWING = [
     Case.of(sizes=(1, 2), inf_at=(1, 1, 1), dtype="fp16"),
     Case.of(sizes=(3, 1, 2), inf_at=(0, 2, 1), dtype="fp16"),
     Case.of(sizes=(1, 4), inf_at=(1, 3, 1), **DISTRIBUTED, loss_scale=1024.0),
-    Case.of(
-        sizes=(2, 3),
-        vpp=2,
-        num_microbatches=4,
-        inf_at=(0, 1, 1),
-        **DISTRIBUTED,
-        loss_scale=1024.0,
-    ),
+    Case.of(sizes=(2, 3), vpp=2, num_microbatches=4, inf_at=(0, 1, 1), **DISTRIBUTED, loss_scale=1024.0),
     Case.of(sizes=(2, 1, 1), inf_at=(0, 1, 1), dtype="bf16", loss_scale=1024.0),
 ]
 
@@ -133,11 +122,7 @@ def test_loss_functions(runs: Runs, loss_tuple: int) -> None:
 EVALUATED = [
     Case.of(sizes=(2, 3)),
     Case.of(sizes=(1, 2, 1, 2), vpp=2, num_microbatches=4, overlap_p2p=True, tied=True),
-    Case.of(
-        sizes=(1, 2),
-        dp=2,
-        **OVERLAPPED,
-    ),
+    Case.of(sizes=(1, 2), dp=2, **OVERLAPPED),
 ]
 
 

@@ -149,14 +149,7 @@ TRANSPORT_CASES = [
     Case.of(sizes=(1, 2), vpp=2, vpp_group_size=3, num_microbatches=5, overlap_p2p=True),
     Case.of(sizes=(1, 2), vpp=3, num_microbatches=4),
     Case.of(sizes=(1, 2), dp=2, order="tp-cp-ep-pp-dp", tied=True),
-    Case.of(
-        sizes=(2, 1),
-        dp=2,
-        order="tp-cp-ep-pp-dp",
-        vpp=2,
-        num_microbatches=4,
-        **DISTRIBUTED,
-    ),
+    Case.of(sizes=(2, 1), dp=2, order="tp-cp-ep-pp-dp", vpp=2, num_microbatches=4, **DISTRIBUTED),
     Case.of(sizes=(1, 2, 1, 2), num_microbatches=1),
     Case.of(sizes=(1, 2, 1, 2), num_microbatches=2),
     Case.of(sizes=(3, 1, 2), num_microbatches=2, deallocate=True),
@@ -201,15 +194,7 @@ SHARDED_CASES = [
     sharded(2, 3, transport="rank0"),
     sharded(1, 2, 1, 2, varying_lengths=True, vpp=2, num_microbatches=4),
     sharded(1, 2, transport="rank0", dp=2, **PER_TOKEN),
-    sharded(
-        1,
-        2,
-        dtype="bf16",
-        **DISTRIBUTED,
-        dp=2,
-        overlap_param_gather=True,
-        overlap_grad_reduce=True,
-    ),
+    sharded(1, 2, dtype="bf16", **DISTRIBUTED, dp=2, overlap_param_gather=True, overlap_grad_reduce=True),
     sharded(2, 3, recompute=True, layers_per_chunk=2, deallocate=True),
 ]
 

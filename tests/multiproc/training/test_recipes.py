@@ -10,13 +10,7 @@ import pytest
 
 from tests.multiproc.cases.example_runs import start_sites
 from tests.multiproc.cases.recipe_cases import ALL, RECIPES, Recipe, started
-from tests.multiproc.cases.script_cases import (
-    ScriptRun,
-    assert_same_training,
-    launch,
-    losses,
-    succeeded,
-)
+from tests.multiproc.cases.script_cases import ScriptRun, assert_same_training, launch, losses, succeeded
 from tests.rules.launcher_commands import environment
 from tests.support.pool import Pool, free_port
 from vtp_plugin.tune.fit.fit_layout import without

@@ -113,12 +113,7 @@ def test_megatron_is_told_when_a_gradient_is_complete(runs: Runs, experts: str, 
             assert parts == (of_linear if ".linear_" in name else of_others) * case.data.num_steps, name
 
 
-FAULTS = {
-    "left out": CASES[0],
-    "doubled": CASES[0],
-    "of other rows": CASES[0],
-    "after its bucket left": CASES[3],
-}
+FAULTS = {"left out": CASES[0], "doubled": CASES[0], "of other rows": CASES[0], "after its bucket left": CASES[3]}
 
 
 @pytest.mark.parametrize("fault", FAULTS)

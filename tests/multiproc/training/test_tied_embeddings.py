@@ -6,15 +6,7 @@ import pytest
 import torch
 
 from tests.multiproc.cases.case_parts import VOCAB
-from tests.multiproc.cases.core_cases import (
-    DISTRIBUTED,
-    OVERLAPPED,
-    Case,
-    Run,
-    Runs,
-    assert_close,
-    defaults_first,
-)
+from tests.multiproc.cases.core_cases import DISTRIBUTED, OVERLAPPED, Case, Run, Runs, assert_close, defaults_first
 
 CASES = [
     Case.of(sizes=(1, 2), dp=2),

@@ -89,11 +89,7 @@ def two_rings(
     """The encoder's middle layers in the cloud, too."""
     parts = {2: (1, 2, 1), 3: (1, 1, 1, 1)}[len(sizes)]
     return PictureCase(
-        sizes=sizes,
-        encoder=encoder or parts,
-        language=language or parts,
-        setup=tuple((setup or {}).items()),
-        **fields,
+        sizes=sizes, encoder=encoder or parts, language=language or parts, setup=tuple((setup or {}).items()), **fields
     )
 
 

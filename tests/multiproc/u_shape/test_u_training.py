@@ -171,15 +171,10 @@ def _refuse(pool: Pool, extra: list[str], *words: str, sizes: str = "1,2", **kwa
             marks=pytest.mark.full,
         ),
         pytest.param(
-            ["1,1,2", "--reset-attention-mask"],
-            ["--reset-attention-mask with --layerwise-disagg"],
-            id="packed",
+            ["1,1,2", "--reset-attention-mask"], ["--reset-attention-mask with --layerwise-disagg"], id="packed"
         ),
         pytest.param(
-            ["1,1,2", "--sft"],
-            ["--micro-batch-size 2 with --sft; "],
-            id="fine-tuning",
-            marks=pytest.mark.full,
+            ["1,1,2", "--sft"], ["--micro-batch-size 2 with --sft; "], id="fine-tuning", marks=pytest.mark.full
         ),
         pytest.param(
             ["1,1,2", "--full-validation"],

@@ -51,10 +51,7 @@ def test_several_packed_rows_are_refused(script_pool: Pool) -> None:
 
 @pytest.mark.parametrize(
     "flags",
-    [
-        ("--num-layers-per-virtual-pipeline-stage", "1"),
-        ("--decoder-first-pipeline-num-layers", "1"),
-    ],
+    [("--num-layers-per-virtual-pipeline-stage", "1"), ("--decoder-first-pipeline-num-layers", "1")],
     ids=lambda flags: flags[0],
 )
 @pytest.mark.full
@@ -63,10 +60,7 @@ def test_what_no_u_has_is_refused(script_pool: Pool, flags: tuple[str, ...]) -> 
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    "sizes",
-    ["1,1", pytest.param("1,2", marks=pytest.mark.needs("experts"))],
-)
+@pytest.mark.parametrize("sizes", ["1,1", pytest.param("1,2", marks=pytest.mark.needs("experts"))])
 def test_experts(script_pool: Pool, tmp_path: Path, sizes: str) -> None:
     """Losses and gradients are those of one process, from its checkpoint."""
     # Megatron's local experts fail with fused activations and with biases.
