@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from tests.hang.ranks import Server
+from tests.multiproc.cases.script_cases import Scripts
 from tests.support.hosts import host_name, left_out, tree_problem, unfitting, use_tree
 from tests.support.pool import TIMES, Pool
 from tests.support.times import Times
@@ -37,10 +38,16 @@ def pool() -> Iterator[Pool]:
 
 
 @pytest.fixture(scope="session")
-def script_pool() -> Iterator[Pool]:
+def script_pool() -> Iterator[Scripts]:
     """Workers that do nothing but fork scripts: a process that has trained has threads, and its forks hang."""
-    with Pool(max_workers=12) as workers:
+    with Scripts(max_workers=12) as workers:
         yield workers
+
+
+@pytest.fixture(scope="session")
+def scripts(script_pool: Scripts) -> Scripts:
+    """The same, by a shorter name."""
+    return script_pool
 
 
 @pytest.fixture(scope="session")

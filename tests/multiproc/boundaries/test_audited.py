@@ -27,18 +27,15 @@ import pytest
 
 from tests.multiproc.cases.script_cases import (
     ScriptRun,
+    Scripts,
     arguments,
     assert_same_training,
     evaluations,
-    launch,
     losses,
     num_ranks,
-    succeeded,
-    train,
     uniform,
 )
 from tests.support.hosts import resharding_flags
-from tests.support.pool import Pool
 
 pytestmark = [pytest.mark.full, pytest.mark.needs("scripts_here")]
 
@@ -54,24 +51,18 @@ PER_TOKEN = ("--calculate-per-token-loss",)
 U_SHAPE = ("--layerwise-disaggregated-training", "--num-layer-list")
 
 
-@pytest.fixture(scope="module")
-def pool(script_pool: Pool) -> Pool:
-    """Workers for scripts."""
-    return script_pool
-
-
 Reference = Callable[..., list[ScriptRun]]
 
 
 @pytest.fixture(scope="module")
-def reference(pool: Pool) -> Reference:
+def reference(scripts: Scripts) -> Reference:
     """Uniform runs; each is made once."""
     known: dict[str, list[ScriptRun]] = {}
 
     def find(sizes: str, extra: Sequence[str], **options: Any) -> list[ScriptRun]:
         key = str((sizes, extra, options))
         if key not in known:
-            known[key] = train(pool, sizes, extra, **options)
+            known[key] = scripts.train(sizes, extra, **options)
         return known[key]
 
     return find
@@ -125,7 +116,7 @@ CASES = [
 @pytest.mark.needs("own_evaluation_batch", cases=("own-batch",))
 @pytest.mark.parametrize(("sizes", "extra", "own", "dp", "world", "hooks"), CASES)
 def test_equals_the_uniform_run(
-    pool: Pool,
+    scripts: Scripts,
     reference: Reference,
     sizes: str,
     extra: tuple[str, ...],
@@ -136,7 +127,7 @@ def test_equals_the_uniform_run(
 ) -> None:
     wanted = reference(uniform(sizes), extra, dp=dp, hooks=hooks)
     command = arguments(sizes, dp=dp, extra=[*extra, *own])
-    runs = succeeded(launch(pool, world, {"arguments": command, "hooks": hooks}))
+    runs = scripts.finish(world, {"arguments": command, "hooks": hooks})
     assert_same_training(runs, wanted)
     assert len(set(losses(runs))) == len(losses(runs)), "it trains nothing"
     assert evaluations(runs) == pytest.approx(evaluations(wanted), rel=1e-5)
@@ -153,31 +144,31 @@ def test_equals_the_uniform_run(
         pytest.param("freeze_words", OVERLAPPED, id="words-overlapped"),
     ],
 )
-def test_frozen_weights_of_a_u(pool: Pool, tmp_path: Path, hook: str, extra: tuple[str, ...]) -> None:
+def test_frozen_weights_of_a_u(scripts: Scripts, tmp_path: Path, hook: str, extra: tuple[str, ...]) -> None:
     folder = str(tmp_path)
-    train(pool, "1", ["--save", folder, "--save-interval", "1", "--exit-interval", "1"])
+    scripts.train("1", ["--save", folder, "--save-interval", "1", "--exit-interval", "1"])
     weights = ["--load", folder, "--finetune"]
-    wanted = train(pool, "1", weights, hooks=[hook])
-    assert_same_training(train(pool, "1,2", [*U_SHAPE, "1,1,2", *weights, *extra], hooks=[hook]), wanted)
-    assert losses(wanted) != losses(train(pool, "1", weights)), "nothing is frozen"
+    wanted = scripts.train("1", weights, hooks=[hook])
+    assert_same_training(scripts.train("1,2", [*U_SHAPE, "1,1,2", *weights, *extra], hooks=[hook]), wanted)
+    assert losses(wanted) != losses(scripts.train("1", weights)), "nothing is frozen"
 
 
 @pytest.mark.parametrize(("sizes", "dp_list", "world"), [("1,2", "", 3), ("1,1", "1,2", 3)])
-def test_evaluation_alone(pool: Pool, tmp_path: Path, sizes: str, dp_list: str, world: int) -> None:
+def test_evaluation_alone(scripts: Scripts, tmp_path: Path, sizes: str, dp_list: str, world: int) -> None:
     folder = str(tmp_path)
-    train(pool, "1,1", [*EVALUATE, "--save", folder, "--save-interval", "2"])
+    scripts.train("1,1", [*EVALUATE, "--save", folder, "--save-interval", "2"])
     only = [*EVALUATE, "--skip-train", "--load", folder, *resharding_flags()]
-    wanted = evaluations(train(pool, "1,1", only))
+    wanted = evaluations(scripts.train("1,1", only))
     command = arguments(sizes, extra=[*only, *(("--vtp-dp-list", dp_list) if dp_list else ())])
-    runs = succeeded(launch(pool, world, {"arguments": command}))
+    runs = scripts.finish(world, {"arguments": command})
     assert not any(run.steps for run in runs)
     assert len(wanted) >= 2 and evaluations(runs) == pytest.approx(wanted, rel=1e-5)
 
 
-def test_a_weight_that_is_not_a_number(pool: Pool) -> None:
+def test_a_weight_that_is_not_a_number(scripts: Scripts) -> None:
     """All ranks end, as those of the uniform run do, and with its message."""
     ours, theirs = (
-        launch(pool, num_ranks(sizes), {"arguments": arguments(sizes), "hooks": ["break_a_weight"]})
+        scripts.launch(num_ranks(sizes), {"arguments": arguments(sizes), "hooks": ["break_a_weight"]})
         for sizes in ("1,2", "1,1")
     )
     assert all(run.exit_code not in (0, None) for run in (*ours, *theirs)), [run.exit_code for run in (*ours, *theirs)]
@@ -210,12 +201,12 @@ def _scales(runs: Sequence[ScriptRun]) -> list[tuple[str, str]]:
     ],
 )
 def test_overflows_in_half_precision(
-    pool: Pool, reference: Reference, sizes: str, own: tuple[str, ...], world: int, uniform_dp: int
+    scripts: Scripts, reference: Reference, sizes: str, own: tuple[str, ...], world: int, uniform_dp: int
 ) -> None:
     """The same steps are left out, with the same loss scales."""
     wanted = reference("1,1", HALF, dp=uniform_dp)
     command = arguments(sizes, extra=[*HALF, *own])
-    runs = succeeded(launch(pool, world, {"arguments": command}))
+    runs = scripts.finish(world, {"arguments": command})
     assert _scales(runs) == _scales(wanted)
     assert len({skipped for _, skipped in _scales(runs)}) > 1, "no step is left out, or all"
     assert losses(runs) == pytest.approx(losses(wanted), rel=2e-3)
@@ -223,12 +214,12 @@ def test_overflows_in_half_precision(
 
 @pytest.mark.parametrize(("sizes", "own", "world"), [("1,2", (), 6), ("2,1", ("--vtp-dp-list", "1,2"), 4)])
 def test_gradients_summed_in_bf16(
-    pool: Pool, reference: Reference, sizes: str, own: tuple[str, ...], world: int
+    scripts: Scripts, reference: Reference, sizes: str, own: tuple[str, ...], world: int
 ) -> None:
     """What differs is rounding: uniform runs of other sizes lie as far from the run in fp32, and from each other."""
     half = ("--bf16", "--grad-reduce-in-bf16", "--lr", "1e-3", "--min-lr", "1e-3", "--train-iters", "8")
     command = arguments(sizes, dp=2, extra=[*half, *own])
-    runs = losses(succeeded(launch(pool, world, {"arguments": command})))
+    runs = losses(scripts.finish(world, {"arguments": command}))
     uniform_runs = [losses(reference(other, half, dp=2)) for other in ("1,1", "2,2")]
     exact = losses(reference("1,1", half[2:], dp=2))
     usual = max(_distance(other, exact) for other in uniform_runs)

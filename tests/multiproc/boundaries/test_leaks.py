@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiproc.cases.script_cases import ScriptRun, arguments, launch, num_ranks, succeeded
+from tests.multiproc.cases.script_cases import ScriptRun, Scripts, arguments, num_ranks, succeeded
 from tests.support.hosts import vocab_size
-from tests.support.pool import Pool
 
 pytestmark = pytest.mark.needs("scripts_here")
 
@@ -22,12 +21,6 @@ NUM_STEPS, NUM_MICROBATCHES, SEQ_LENGTH, MICRO_BATCH_SIZE, HIDDEN_SIZE = 2, 4, 1
 SLICE = SEQ_LENGTH * MICRO_BATCH_SIZE * HIDDEN_SIZE // 2
 WIDTH = {"float32": 4, "int64": 8, "int32": 4}
 DATA_OPTIONS = ("--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", str(vocab_size()))
-
-
-@pytest.fixture(scope="module")
-def pool(script_pool: Pool) -> Pool:
-    """Workers for scripts."""
-    return script_pool
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +41,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _run(
-    pool: Pool,
+    scripts: Scripts,
     tmp_path: Path,
     data: Path,
     sizes: str,
@@ -79,7 +72,7 @@ def _run(
         "folders": {0: str(data), **dict.fromkeys(others, str(empty))},
         "hooks": hooks,
     }
-    runs = launch(pool, num_ranks(sizes), kwargs)
+    runs = scripts.launch(num_ranks(sizes), kwargs)
     assert list(empty.iterdir()) == [], "the cloud wrote something"
     return runs
 
@@ -98,12 +91,12 @@ PACKED += ["--max-position-embeddings", "28", "--global-batch-size", "4"]
     ],
 )
 def test_no_sample_leaves_the_edge(
-    pool: Pool, tmp_path: Path, data: Path, sizes: str, layers: str, packing: list[str]
+    scripts: Scripts, tmp_path: Path, data: Path, sizes: str, layers: str, packing: list[str]
 ) -> None:
     sites = ["--vtp-sites", ",".join(["edge", *["cloud"] * sizes.count(",")])]
     audit = ["--vtp-audit", str(tmp_path / "audit.jsonl")]
     hooks = ["watch_edge", *(["packed_samples"] if packing else [])]
-    runs = succeeded(_run(pool, tmp_path, data, sizes, layers, hooks=hooks, extra=[*packing, *sites, *audit]))
+    runs = succeeded(_run(scripts, tmp_path, data, sizes, layers, hooks=hooks, extra=[*packing, *sites, *audit]))
     edge, *cloud = (run.facts for run in runs)
     rows = 1 if packing else MICRO_BATCH_SIZE
     assert edge["num_samples"] >= 2 * NUM_STEPS * NUM_MICROBATCHES * rows
@@ -134,9 +127,9 @@ def test_no_sample_leaves_the_edge(
     assert all(size < MICRO_BATCH_SIZE * SEQ_LENGTH for _, _, size in numbers), sorted(numbers)
 
 
-def test_planted_leaks_are_found(pool: Pool, tmp_path: Path, data: Path) -> None:
+def test_planted_leaks_are_found(scripts: Scripts, tmp_path: Path, data: Path) -> None:
     """The watch sees token ids, labels, masks and positions, whatever carries them."""
-    runs = succeeded(_run(pool, tmp_path, data, "1,2", "1,1,2", hooks=["watch_edge", "plant_leaks"]))
+    runs = succeeded(_run(scripts, tmp_path, data, "1,2", "1,1,2", hooks=["watch_edge", "plant_leaks"]))
     found = set(runs[0].facts["findings"])
     assert {
         ("send", "tokens"),
@@ -154,7 +147,7 @@ _SITES = ("--vtp-sites", "edge,cloud,cloud")
 
 
 def _fail(
-    pool: Pool, tmp_path: Path, data: Path, how: str, edge_extra: Sequence[str] = ()
+    scripts: Scripts, tmp_path: Path, data: Path, how: str, edge_extra: Sequence[str] = ()
 ) -> tuple[list[ScriptRun], str]:
     """Let the edge fail; return how the ranks went, and what has reached others: its posts and their output."""
     if how == "checkpoint":
@@ -164,7 +157,7 @@ def _fail(
     extra = [*_SITES, "--vtp-timeout-s", "200"]
     if how == "checkpoint":
         extra += ["--save", str(tmp_path / "saved"), "--save-interval", "1", "--ckpt-format", "torch"]
-    runs = _run(pool, tmp_path, data, "1,1,1", "1,1,1,1", hooks=hooks, extra=extra, edge_extra=edge_extra)
+    runs = _run(scripts, tmp_path, data, "1,1,1", "1,1,1,1", hooks=hooks, extra=extra, edge_extra=edge_extra)
     assert all(run.exit_code not in (0, None) for run in runs), [(run.exit_code, run.output[-2000:]) for run in runs]
     posts = "\n".join(runs[0].facts["posts"])
     assert "vtp_size_list" in posts, "the posts were not seen"
@@ -180,9 +173,11 @@ def _fail(
         ("interrupt", "KeyboardInterrupt"),
     ],
 )
-def test_no_error_of_the_edge_tells_of_its_data(pool: Pool, tmp_path: Path, data: Path, how: str, kind: str) -> None:
+def test_no_error_of_the_edge_tells_of_its_data(
+    scripts: Scripts, tmp_path: Path, data: Path, how: str, kind: str
+) -> None:
     """Other sites read who failed, at which site and with what type of error; the edge itself reads all."""
-    runs, reached = _fail(pool, tmp_path, data, how)
+    runs, reached = _fail(scripts, tmp_path, data, how)
     assert not _TOKENS.search(reached), reached[-4000:]
     assert str(data) not in reached, reached[-4000:]
     for run in runs[1:]:
@@ -193,9 +188,9 @@ def test_no_error_of_the_edge_tells_of_its_data(pool: Pool, tmp_path: Path, data
         assert _TOKENS.search(runs[0].output), runs[0].output[-3000:]
 
 
-def test_an_error_crosses_where_the_edge_shares_it(pool: Pool, tmp_path: Path, data: Path) -> None:
+def test_an_error_crosses_where_the_edge_shares_it(scripts: Scripts, tmp_path: Path, data: Path) -> None:
     """The same watch sees the sample then, so it would have seen it before."""
-    runs, reached = _fail(pool, tmp_path, data, "fail_in_data", ["--vtp-share-errors"])
+    runs, reached = _fail(scripts, tmp_path, data, "fail_in_data", ["--vtp-share-errors"])
     assert _TOKENS.search(reached) and str(data) in reached, reached[-3000:]
     for run in runs[1:]:
         assert re.search(r"rank 0 failed: ValueError: bad sample \[4\d{3}, ", run.output), run.output[-3000:]

@@ -7,20 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiproc.cases.script_cases import arguments, launch, succeeded, train
+from tests.multiproc.cases.script_cases import Scripts, arguments
 from tests.support.lines import error_line
 from tests.support.pace import pace
-from tests.support.pool import Pool
 
 pytestmark = pytest.mark.needs("scripts_here")
 
 TIMEOUT_S = 6.0
-
-
-@pytest.fixture(scope="module")
-def pool(script_pool: Pool) -> Pool:
-    """Workers for scripts."""
-    return script_pool
 
 
 @pytest.mark.parametrize(
@@ -30,13 +23,13 @@ def pool(script_pool: Pool) -> Pool:
         pytest.param("the load of a checkpoint", "sleep_in_load", ["--load", "{}"], id="load", marks=pytest.mark.full),
     ],
 )
-def test_a_rank_that_sleeps_ends_all(pool: Pool, tmp_path: Path, where: str, hook: str, extra: list[str]) -> None:
+def test_a_rank_that_sleeps_ends_all(scripts: Scripts, tmp_path: Path, where: str, hook: str, extra: list[str]) -> None:
     """All ranks end, name the one that does not come, and say in which collective they wait for it."""
     if hook == "sleep_in_load":
-        train(pool, "1,2", ["--save", str(tmp_path), "--save-interval", "2", "--exit-interval", "2"])
+        scripts.train("1,2", ["--save", str(tmp_path), "--save-interval", "2", "--exit-interval", "2"])
     timeout_s = TIMEOUT_S * pace()
     command = arguments("1,2", extra=[*(word.format(tmp_path) for word in extra), "--vtp-timeout-s", str(timeout_s)])
-    runs = launch(pool, 3, {"arguments": command, "hooks": [hook], "timeout_s": 15.0 + 2 * timeout_s})
+    runs = scripts.launch(3, {"arguments": command, "hooks": [hook], "timeout_s": 15.0 + 2 * timeout_s})
     for rank, run in enumerate(runs):
         assert run.exit_code == 1, run.output[-3000:]
         line = error_line(run.output)
@@ -49,10 +42,10 @@ def test_a_rank_that_sleeps_ends_all(pool: Pool, tmp_path: Path, where: str, hoo
             assert ("distributed_c10d.py" in line) == (rank != 1), line
 
 
-def test_a_save_that_takes_longer_than_the_timeout_goes_on(pool: Pool, tmp_path: Path) -> None:
+def test_a_save_that_takes_longer_than_the_timeout_goes_on(scripts: Scripts, tmp_path: Path) -> None:
     """The others wait for a rank that works."""
     extra = ["--save", str(tmp_path), "--save-interval", "2", "--exit-interval", "2"]
     extra += ["--vtp-timeout-s", str(TIMEOUT_S * pace())]
     command = arguments("1,2", extra=extra)
-    succeeded(launch(pool, 3, {"arguments": command, "hooks": ["work_in_save"]}))
+    scripts.finish(3, {"arguments": command, "hooks": ["work_in_save"]})
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"

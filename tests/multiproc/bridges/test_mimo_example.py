@@ -7,7 +7,7 @@ import re
 import pytest
 
 from tests.multiproc.cases.example_runs import STEP, refuse_example, run_example, start_example
-from tests.support.pool import Pool
+from tests.multiproc.cases.script_cases import Scripts
 
 pytestmark = pytest.mark.needs("bridges")
 
@@ -25,8 +25,8 @@ DIFFERENCE = re.compile(r"^largest relative difference of losses, norms and weig
         pytest.param(4, "--vision 1,1,2 --language 1,2,1", marks=pytest.mark.full),
     ],
 )
-def test_it_trains_as_on_one_rank(script_pool: Pool, num_ranks: int, words: str) -> None:
-    assert_right(run_example(script_pool, MIMO, num_ranks, words))
+def test_it_trains_as_on_one_rank(scripts: Scripts, num_ranks: int, words: str) -> None:
+    assert_right(run_example(scripts, MIMO, num_ranks, words))
 
 
 @pytest.mark.full
@@ -45,9 +45,9 @@ def assert_right(printed: str) -> None:
 
 
 @pytest.mark.full
-def test_a_batch_that_cannot_be_cut_is_refused(script_pool: Pool) -> None:
+def test_a_batch_that_cannot_be_cut_is_refused(scripts: Scripts) -> None:
     words = "--vision 1,1,1 --stages 1:2,1:5 --language 1,1,1 --vtp-bridges"
-    for printed in refuse_example(script_pool, MIMO, 8, words):
+    for printed in refuse_example(scripts, MIMO, 8, words):
         lines = [line for line in printed.splitlines() if line.startswith("[vtp rank ")]
         assert lines and all(
             "batch 12 cannot be cut for the 5 replicas of ranks (3, 4, 5, 6, 7)" in line for line in lines

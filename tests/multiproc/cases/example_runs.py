@@ -7,30 +7,30 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.multiproc.cases.script_cases import ScriptRun, launch, succeeded
+from tests.multiproc.cases.script_cases import ScriptRun, Scripts, succeeded
 from tests.support.hosts import ROOT
-from tests.support.pool import Pool, start_python
+from tests.support.pool import start_python
 
 STEP = re.compile(r"^step (\d+)  loss (\S+)  gradient norm (\S+)$", re.MULTILINE)
 NUM_STEPS = 3
 CORE_ONLY = "examples/core_only.py"
 
 
-def run_example(pool: Pool, script: str, num_ranks: int, words: str) -> str:
+def run_example(scripts: Scripts, script: str, num_ranks: int, words: str) -> str:
     """Run a script on so many ranks for three steps; return what all print, one after another."""
-    return "".join(run.output for run in succeeded(_launch(pool, script, num_ranks, words)))
+    return "".join(run.output for run in succeeded(_launch(scripts, script, num_ranks, words)))
 
 
-def refuse_example(pool: Pool, script: str, num_ranks: int, words: str) -> list[str]:
+def refuse_example(scripts: Scripts, script: str, num_ranks: int, words: str) -> list[str]:
     """Run a script that must end badly on every rank; return what each rank prints."""
-    runs = _launch(pool, script, num_ranks, words)
+    runs = _launch(scripts, script, num_ranks, words)
     assert all(run.exit_code not in (0, None) for run in runs), [(run.exit_code, run.output[-3000:]) for run in runs]
     return [run.output for run in runs]
 
 
-def _launch(pool: Pool, script: str, num_ranks: int, words: str) -> list[ScriptRun]:
+def _launch(scripts: Scripts, script: str, num_ranks: int, words: str) -> list[ScriptRun]:
     arguments = [*words.split(), "--steps", str(NUM_STEPS)]
-    return launch(pool, num_ranks, {"script": str(ROOT / script), "arguments": arguments, "how": "plain"})
+    return scripts.launch(num_ranks, {"script": str(ROOT / script), "arguments": arguments, "how": "plain"})
 
 
 def start_example(script: str, num_ranks: int, words: str) -> str:

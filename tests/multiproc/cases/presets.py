@@ -13,16 +13,14 @@ from pathlib import Path
 
 from tests.multiproc.cases.script_cases import (
     ScriptRun,
+    Scripts,
     arguments,
     assert_refused,
     grad_norms,
-    launch,
     losses,
     num_ranks,
-    train,
 )
 from tests.support.hosts import reshardable_flags, resharding_flags
-from tests.support.pool import Pool
 
 TRAINING = """
     --num-layers 4 --seq-length 18 --max-position-embeddings 18 --micro-batch-size 3 --global-batch-size 18
@@ -165,25 +163,25 @@ def command(preset: Preset, layout: Layout) -> list[str]:
     return [*words, *(layout.expert_flags if preset.has_experts else ())]
 
 
-def start(pool: Pool, preset: Preset, folder: Path) -> list[ScriptRun]:
+def start(scripts: Scripts, preset: Preset, folder: Path) -> list[ScriptRun]:
     """Train on the uniform layout, and leave the checkpoint of the middle of the run in a folder."""
     saving = ["--save", str(folder), "--save-interval", str(NUM_SAVED)]
     words = [*command(preset, UNIFORM), *saving]
-    runs = train(pool, UNIFORM.sizes, words, dp=UNIFORM.dp, hooks=list(preset.hooks))
+    runs = scripts.train(UNIFORM.sizes, words, dp=UNIFORM.dp, hooks=list(preset.hooks))
     (folder / "latest_checkpointed_iteration.txt").write_text(str(NUM_SAVED))
     return runs
 
 
-def go_on(pool: Pool, preset: Preset, layout: Layout, folder: Path) -> list[ScriptRun]:
+def go_on(scripts: Scripts, preset: Preset, layout: Layout, folder: Path) -> list[ScriptRun]:
     """Go on from the checkpoint on a layout."""
     words = [*command(preset, layout), *resharding_flags(), "--load", str(folder)]
-    return train(pool, layout.sizes, words, dp=layout.dp, hooks=list(preset.hooks))
+    return scripts.train(layout.sizes, words, dp=layout.dp, hooks=list(preset.hooks))
 
 
-def check_refused(pool: Pool, preset: Preset, layout: Layout, word: str) -> None:
+def check_refused(scripts: Scripts, preset: Preset, layout: Layout, word: str) -> None:
     """Check that a layout is refused on all ranks, in a line with a word."""
     words = arguments(layout.sizes, dp=layout.dp, extra=command(preset, layout))
-    assert_refused(launch(pool, num_ranks(layout.sizes, layout.dp), {"arguments": words}), word)
+    assert_refused(scripts.launch(num_ranks(layout.sizes, layout.dp), {"arguments": words}), word)
 
 
 def largest_difference(runs: Sequence[ScriptRun], reference: Sequence[ScriptRun]) -> float:

@@ -166,6 +166,22 @@ def succeeded(runs: list[ScriptRun]) -> list[ScriptRun]:
     return runs
 
 
+class Scripts(Pool):
+    """Workers that do nothing but fork scripts."""
+
+    def train(self, sizes: str, extra: Sequence[str] = (), **options: Any) -> list[ScriptRun]:
+        """Run the example on a list, see :func:`train`."""
+        return train(self, sizes, extra, **options)
+
+    def launch(self, world_size: int, command: dict[str, Any], **options: Any) -> list[ScriptRun]:
+        """Run a script, see :func:`launch`."""
+        return launch(self, world_size, command, **options)
+
+    def finish(self, world_size: int, command: dict[str, Any], **options: Any) -> list[ScriptRun]:
+        """Run a script; a failure of any rank is the test's."""
+        return succeeded(self.launch(world_size, command, **options))
+
+
 def losses(runs: Sequence[ScriptRun]) -> list[float]:
     """Give the loss of every step, as all ranks of the last stage saw it."""
     seen = [[step.loss for step in run.steps] for run in runs if run.steps[0].loss is not None]

@@ -10,15 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests.multiproc.cases.script_cases import (
-    ScriptRun,
-    arguments,
-    assert_same_training,
-    launch,
-    num_ranks,
-    succeeded,
-    train,
-)
+from tests.multiproc.cases.script_cases import ScriptRun, Scripts, arguments, assert_same_training, num_ranks, succeeded
 from tests.support.hosts import (
     exact_resume_tolerance,
     reshardable_flags,
@@ -26,18 +18,11 @@ from tests.support.hosts import (
     resume_tolerance,
     saves_distributed,
 )
-from tests.support.pool import Pool
 
 pytestmark = [pytest.mark.full, pytest.mark.needs("scripts_here")]
 
 RESHARDABLE = ("--use-distributed-optimizer", *reshardable_flags())
 TRACKER = "latest_checkpointed_iteration.txt"
-
-
-@pytest.fixture(scope="module")
-def pool(script_pool: Pool) -> Pool:
-    """Workers for scripts."""
-    return script_pool
 
 
 def _tensors(folder: Path) -> dict[str, torch.Tensor]:
@@ -60,7 +45,7 @@ def _tensors(folder: Path) -> dict[str, torch.Tensor]:
     ],
 )
 def test_weights_and_states_after_four_steps(
-    pool: Pool,
+    scripts: Scripts,
     tmp_path: Path,
     sizes: str,
     extra: tuple[str, ...],
@@ -70,8 +55,8 @@ def test_weights_and_states_after_four_steps(
 ) -> None:
     """Every weight and every state of the optimizer is that of the uniform run."""
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
-    train(pool, sizes, [*extra, "--save", str(ours), "--save-interval", "4"])
-    train(pool, "1,1", [*extra, "--save", str(theirs), "--save-interval", "4"])
+    scripts.train(sizes, [*extra, "--save", str(ours), "--save-interval", "4"])
+    scripts.train("1,1", [*extra, "--save", str(theirs), "--save-interval", "4"])
     found, wanted = (_tensors(folder / "iter_0000004") for folder in (ours, theirs))
     assert found.keys() == wanted.keys()
     assert len(found) == num_tensors, sorted(found)
@@ -81,47 +66,49 @@ def test_weights_and_states_after_four_steps(
         assert apart <= tolerance * float(wanted[name].abs().max()), (name, apart)
 
 
-def _start(pool: Pool, sizes: str, dp_list: str, extra: Sequence[str], **options: object) -> list[ScriptRun]:
+def _start(scripts: Scripts, sizes: str, dp_list: str, extra: Sequence[str], **options: object) -> list[ScriptRun]:
     world = sum(int(tp) * int(dp) for tp, dp in zip(sizes.split(","), dp_list.split(","), strict=True))
     command = arguments(sizes, dp=2, extra=["--vtp-dp-list", dp_list, *extra])
-    return launch(pool, world, {"arguments": command, **options})
+    return scripts.launch(world, {"arguments": command, **options})
 
 
 @pytest.mark.parametrize(("other", "other_dp"), [("1,2", "2,1"), ("1,1", "2,2")], ids=["swapped", "uniform"])
 @pytest.mark.parametrize("optimizer", [(), RESHARDABLE], ids=["plain", "distributed"])
 def test_replicas_resumed_in_another_list(
-    pool: Pool, tmp_path: Path, other: str, other_dp: str, optimizer: tuple[str, ...]
+    scripts: Scripts, tmp_path: Path, other: str, other_dp: str, optimizer: tuple[str, ...]
 ) -> None:
     if optimizer and not saves_distributed():
         pytest.skip("this Megatron stores a distributed optimizer of a uniform list only")
     saving = ["--save", str(tmp_path), "--save-interval", "2"]
-    whole = succeeded(_start(pool, "1,2", "1,2", [*optimizer, *saving]))
+    whole = succeeded(_start(scripts, "1,2", "1,2", [*optimizer, *saving]))
     (tmp_path / TRACKER).write_text("2")
     extra = [*optimizer, *resharding_flags(), "--load", str(tmp_path)]
-    assert_same_training(succeeded(_start(pool, other, other_dp, extra)), whole, first=2, tolerance=resume_tolerance())
+    assert_same_training(
+        succeeded(_start(scripts, other, other_dp, extra)), whole, first=2, tolerance=resume_tolerance()
+    )
 
 
 @pytest.mark.parametrize("sizes", ["1,2", "2,1"])
-def test_one_rank_is_told_to_end(pool: Pool, tmp_path: Path, sizes: str) -> None:
+def test_one_rank_is_told_to_end(scripts: Scripts, tmp_path: Path, sizes: str) -> None:
     """All ranks save after that step and end well, and the run goes on from there."""
     saving = ["--save", str(tmp_path), "--save-interval", "100", "--exit-signal-handler"]
     command = arguments(sizes, extra=saving)
-    runs = succeeded(launch(pool, num_ranks(sizes), {"arguments": command, "hooks": ["stop_one_rank"]}))
+    runs = scripts.finish(num_ranks(sizes), {"arguments": command, "hooks": ["stop_one_rank"]})
     assert [len(run.steps) for run in runs] == [2] * 3
     assert (tmp_path / TRACKER).read_text() == "2"
-    whole = train(pool, sizes)
-    resumed = train(pool, sizes, ["--load", str(tmp_path)])
+    whole = scripts.train(sizes)
+    resumed = scripts.train(sizes, ["--load", str(tmp_path)])
     assert_same_training(resumed, whole, first=2, tolerance=exact_resume_tolerance())
 
 
 @pytest.mark.parametrize("sizes", ["1,2", "2,1"])
-def test_a_save_that_does_not_fit_leaves_the_one_before(pool: Pool, tmp_path: Path, sizes: str) -> None:
+def test_a_save_that_does_not_fit_leaves_the_one_before(scripts: Scripts, tmp_path: Path, sizes: str) -> None:
     """All ranks end, the tracker still names the checkpoint of the second step, and the run goes on from there."""
     command = arguments(sizes, extra=["--save", str(tmp_path), "--save-interval", "2"])
-    runs = launch(pool, num_ranks(sizes), {"arguments": command, "hooks": ["limit_files"]})
+    runs = scripts.launch(num_ranks(sizes), {"arguments": command, "hooks": ["limit_files"]})
     assert [run.exit_code for run in runs] == [1] * 3, [run.output[-2000:] for run in runs]
     reason = re.compile("CheckpointException|File too large")
     assert all(reason.search(run.output) for run in runs), [run.output[-3000:] for run in runs]
     assert (tmp_path / TRACKER).read_text() == "2"
-    resumed = train(pool, sizes, ["--load", str(tmp_path)])
-    assert_same_training(resumed, train(pool, sizes), first=2, tolerance=exact_resume_tolerance())
+    resumed = scripts.train(sizes, ["--load", str(tmp_path)])
+    assert_same_training(resumed, scripts.train(sizes), first=2, tolerance=exact_resume_tolerance())

@@ -11,14 +11,12 @@ import pytest
 from tests.multiproc.cases.saved_runs import train_stock
 from tests.multiproc.cases.script_cases import (
     ScriptRun,
+    Scripts,
     arguments,
     assert_refused,
     assert_same_training,
-    launch,
     losses,
     num_ranks,
-    succeeded,
-    train,
 )
 from tests.support.hosts import (
     background_flags,
@@ -28,16 +26,9 @@ from tests.support.hosts import (
     resharding_flags,
     resume_tolerance,
 )
-from tests.support.pool import Pool
 from vtp_plugin.util.text import own_command
 
 pytestmark = pytest.mark.needs("scripts_here")
-
-
-@pytest.fixture(scope="module")
-def pool(script_pool: Pool) -> Pool:
-    """Workers for scripts."""
-    return script_pool
 
 
 DISTRIBUTED = ["--use-distributed-optimizer"]
@@ -52,7 +43,7 @@ Writer = Callable[..., tuple[Path, list[ScriptRun]]]
 
 
 @pytest.fixture(scope="module")
-def written(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Writer:
+def written(scripts: Scripts, tmp_path_factory: pytest.TempPathFactory) -> Writer:
     """Runs of four steps that save after every second one; each is made once."""
     known: dict[tuple[object, ...], tuple[Path, list[ScriptRun]]] = {}
 
@@ -64,9 +55,9 @@ def written(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Writer:
             folder = tmp_path_factory.mktemp("written")
             saving = [*extra, "--save", str(folder), "--save-interval", "2"]
             if stock:
-                known[key] = folder, train_stock(pool, sizes, saving, dp=dp)
+                known[key] = folder, train_stock(scripts, sizes, saving, dp=dp)
             else:
-                known[key] = folder, train(pool, sizes, saving, dp=dp)
+                known[key] = folder, scripts.train(sizes, saving, dp=dp)
             _assert_clean(known[key][1])
             # Resume from step 2. --ckpt-step does not reach the distributed optimizer's file of the old format.
             (folder / "latest_checkpointed_iteration.txt").write_text("2")
@@ -75,9 +66,9 @@ def written(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Writer:
     return write
 
 
-def _resume(pool: Pool, folder: Path, sizes: str, extra: Sequence[str], *, dp: int = 1) -> list[ScriptRun]:
+def _resume(scripts: Scripts, folder: Path, sizes: str, extra: Sequence[str], *, dp: int = 1) -> list[ScriptRun]:
     """Train the last two steps from the checkpoint of the second one."""
-    runs = train(pool, sizes, [*extra, "--load", str(folder)], dp=dp)
+    runs = scripts.train(sizes, [*extra, "--load", str(folder)], dp=dp)
     assert "successfully loaded checkpoint" in runs[0].output
     assert [len(run.steps) for run in runs] == [2] * len(runs)
     _assert_clean(runs)
@@ -119,28 +110,28 @@ def _assert_clean(runs: Sequence[ScriptRun]) -> None:
         pytest.param("1,2", ["--untie-embeddings-and-output-weights"], 1, id="1,2-untied", marks=pytest.mark.full),
     ],
 )
-def test_save_and_resume(pool: Pool, written: Writer, sizes: str, extra: list[str], dp: int) -> None:
+def test_save_and_resume(scripts: Scripts, written: Writer, sizes: str, extra: list[str], dp: int) -> None:
     """The resumed run repeats the uninterrupted one bit by bit, random states included."""
     folder, whole = written(sizes, extra, dp=dp)
-    runs = _resume(pool, folder, sizes, extra, dp=dp)
+    runs = _resume(scripts, folder, sizes, extra, dp=dp)
     assert_same_training(runs, whole, first=2, tolerance=exact_resume_tolerance())
     assert not any("mismatch" in run.output for run in runs), "Megatron took the checkpoint for one of another layout"
 
 
 @pytest.mark.full
-def test_non_persistent_checkpoint_resumes(pool: Pool, written: Writer, tmp_path: Path) -> None:
+def test_non_persistent_checkpoint_resumes(scripts: Scripts, written: Writer, tmp_path: Path) -> None:
     _, whole = written("1,2", DROPOUT)
     often = ["--non-persistent-ckpt-type", "global", "--non-persistent-save-interval", "2", *DROPOUT]
-    train(pool, "1,2", [*often, "--save", str(tmp_path), "--save-interval", "100", "--exit-interval", "2"])
+    scripts.train("1,2", [*often, "--save", str(tmp_path), "--save-interval", "100", "--exit-interval", "2"])
     assert sorted(path.name for path in tmp_path.iterdir()) == ["non_persistent", "vtp_lock.json"]
-    runs = train(pool, "1,2", [*often, "--load", str(tmp_path)])
+    runs = scripts.train("1,2", [*often, "--load", str(tmp_path)])
     assert losses(runs) == losses(whole)[2:]
 
 
-def test_dropout_shows_random_states(pool: Pool, written: Writer) -> None:
+def test_dropout_shows_random_states(scripts: Scripts, written: Writer) -> None:
     """Without the stored random states the resumed run is another one, so the test above sees them."""
     folder, whole = written("1,2", DROPOUT)
-    runs = _resume(pool, folder, "1,2", [*DROPOUT, "--no-load-rng"])
+    runs = _resume(scripts, folder, "1,2", [*DROPOUT, "--no-load-rng"])
     assert losses(runs) != losses(whole)[2:]
 
 
@@ -163,19 +154,19 @@ def test_dropout_shows_random_states(pool: Pool, written: Writer) -> None:
     ],
 )
 def test_load_into_another_list(
-    pool: Pool, written: Writer, source: str, stock: bool, target: str, extra: list[str], dp: int
+    scripts: Scripts, written: Writer, source: str, stock: bool, target: str, extra: list[str], dp: int
 ) -> None:
     """Weights and optimizer states of any list go on in any other."""
     folder, whole = written(source, extra, dp=dp, stock=stock)
-    runs = _resume(pool, folder, target, [*extra, *resharding_flags()], dp=dp)
+    runs = _resume(scripts, folder, target, [*extra, *resharding_flags()], dp=dp)
     assert_same_training(runs, whole, first=2, tolerance=resume_tolerance())
 
 
 @pytest.mark.needs("random_states_of_other_lists")
-def test_random_states_of_another_list_are_left_out(pool: Pool, written: Writer) -> None:
+def test_random_states_of_another_list_are_left_out(scripts: Scripts, written: Writer) -> None:
     """All ranks take the same decision about a checkpoint of another layout, and say so."""
     folder, _ = written("1,1")
-    runs = train(pool, "1,2", ["--load", str(folder)])
+    runs = scripts.train("1,2", ["--load", str(folder)])
     assert "(TP, PP) mismatch" in runs[0].output
 
 
@@ -183,12 +174,14 @@ def test_random_states_of_another_list_are_left_out(pool: Pool, written: Writer)
     ("source", "target"),
     [pytest.param("1,2", "2,1", id="legacy"), pytest.param("1,1", "1,2", id="legacy-missing-file")],
 )
-def test_what_only_its_own_list_can_load_is_refused(pool: Pool, written: Writer, source: str, target: str) -> None:
+def test_what_only_its_own_list_can_load_is_refused(
+    scripts: Scripts, written: Writer, source: str, target: str
+) -> None:
     """Every rank leaves with the same line, also those that could go on alone."""
     folder, _ = written(source, LEGACY)
     command = arguments(target, extra=[*LEGACY, "--load", str(folder)])
     assert_refused(
-        launch(pool, num_ranks(target), {"arguments": command}),
+        scripts.launch(num_ranks(target), {"arguments": command}),
         f"checkpoint {folder} ",
         f"by --vtp-size-list {source}, and only",
         f"not --vtp-size-list {target};",
@@ -198,13 +191,13 @@ def test_what_only_its_own_list_can_load_is_refused(pool: Pool, written: Writer,
 
 @pytest.mark.needs("optimizer_by_rank")
 @pytest.mark.full
-def test_an_optimizer_of_one_object_for_each_rank_is_refused(pool: Pool, written: Writer) -> None:
+def test_an_optimizer_of_one_object_for_each_rank_is_refused(scripts: Scripts, written: Writer) -> None:
     """Stages of different sizes store it by bucket: see ``test_moved_optimizer.py``, case ``serial``."""
     extra = [*DISTRIBUTED, "--no-ckpt-fully-parallel-save"]
     folder, _ = written("2,2", extra, dp=2)
     command = arguments("2,1", dp=2, extra=[*extra, "--load", str(folder)])
     assert_refused(
-        launch(pool, num_ranks("2,1", 2), {"arguments": command}),
+        scripts.launch(num_ranks("2,1", 2), {"arguments": command}),
         f"checkpoint {folder} holds a distributed optimizer of --vtp-size-list 2,2 in a form that only that layout",
         "save it without --no-ckpt-fully-parallel-save, write it again with "
         f"{own_command()} checkpoint reshard --from {folder} --to DIR",
@@ -215,21 +208,21 @@ def test_an_optimizer_of_one_object_for_each_rank_is_refused(pool: Pool, written
     "extra", [pytest.param([], id="sharded", marks=pytest.mark.full), pytest.param(LEGACY, id="legacy")]
 )
 def test_ranks_that_find_different_checkpoints_are_refused(
-    pool: Pool, written: Writer, tmp_path: Path, extra: list[str]
+    scripts: Scripts, written: Writer, tmp_path: Path, extra: list[str]
 ) -> None:
     """A folder that is not shared between the nodes: one rank does not see the checkpoint."""
     folder, _ = written("1,2", extra)
     command = arguments("1,2", extra=[*extra, "--load", str(folder)])
-    runs = launch(pool, 3, {"arguments": command, "by_rank": {2: ["--load", str(tmp_path)]}})
+    runs = scripts.launch(3, {"arguments": command, "by_rank": {2: ["--load", str(tmp_path)]}})
     assert_refused(runs, "ranks disagree: checkpoint found in --load is True on rank 0, 1 and False on rank 2")
 
 
 @pytest.mark.full
-def test_weights_alone_load_into_another_list(pool: Pool, written: Writer) -> None:
+def test_weights_alone_load_into_another_list(scripts: Scripts, written: Writer) -> None:
     """The way out that the refusal names."""
     folder, _ = written("1,1", DISTRIBUTED, dp=2)
-    wanted = _resume(pool, folder, "1,1", [*DISTRIBUTED, "--no-load-optim"], dp=2)
-    runs = _resume(pool, folder, "1,2", [*DISTRIBUTED, "--no-load-optim", *resharding_flags()], dp=2)
+    wanted = _resume(scripts, folder, "1,1", [*DISTRIBUTED, "--no-load-optim"], dp=2)
+    runs = _resume(scripts, folder, "1,2", [*DISTRIBUTED, "--no-load-optim", *resharding_flags()], dp=2)
     assert_same_training(runs, wanted)
 
 
@@ -247,7 +240,9 @@ _MODEL_OPTIONS = {
         pytest.param("1,2", U_SHAPE, id="1,2-u-shape", marks=pytest.mark.full),
     ],
 )
-def test_options_of_the_model_from_a_checkpoint(pool: Pool, written: Writer, target: str, extra: list[str]) -> None:
+def test_options_of_the_model_from_a_checkpoint(
+    scripts: Scripts, written: Writer, target: str, extra: list[str]
+) -> None:
     """The command line says nothing about the model; its options and the checks of sizes come from the checkpoint."""
     folder, whole = written("1,1")
     words = arguments(target, extra=[*extra, *resharding_flags(), "--load", str(folder), "--use-checkpoint-args"])
@@ -257,16 +252,16 @@ def test_options_of_the_model_from_a_checkpoint(pool: Pool, written: Writer, tar
             next(words)
         else:
             command.append(word)
-    runs = succeeded(launch(pool, num_ranks(target), {"arguments": command}))
+    runs = scripts.finish(num_ranks(target), {"arguments": command})
     assert_same_training(runs, whole, first=2, tolerance=resume_tolerance())
 
 
-def test_sizes_from_a_checkpoint_are_checked(pool: Pool, written: Writer) -> None:
+def test_sizes_from_a_checkpoint_are_checked(scripts: Scripts, written: Writer) -> None:
     """12 heads do not divide by 5: every rank reads that in the checkpoint, and leaves."""
     folder, _ = written("1,1")
     words = arguments("1,5", extra=["--load", str(folder), "--use-checkpoint-args"])
     position = words.index("--num-attention-heads")
-    runs = launch(pool, 6, {"arguments": words[:position] + words[position + 2 :]})
+    runs = scripts.launch(6, {"arguments": words[:position] + words[position + 2 :]})
     assert_refused(runs, "--num-attention-heads 12, ", ": stage 1 has TP 5, which does not divide them")
 
 
@@ -279,30 +274,30 @@ def test_sizes_from_a_checkpoint_are_checked(pool: Pool, written: Writer) -> Non
     ],
 )
 def test_saved_in_the_background(
-    pool: Pool, written: Writer, tmp_path: Path, sizes: str, extra: list[str], dp: int
+    scripts: Scripts, written: Writer, tmp_path: Path, sizes: str, extra: list[str], dp: int
 ) -> None:
     """A run that another process saves trains as one that waits, and is resumed to the last bit."""
     background = [*extra, *background_flags()]
     _, whole = written(sizes, extra, dp=dp)
     saving = ["--save", str(tmp_path), "--save-interval", "2"]
-    runs = train(pool, sizes, [*background, *saving], dp=dp)
+    runs = scripts.train(sizes, [*background, *saving], dp=dp)
     assert "scheduled an async checkpoint save" in runs[0].output
     assert_same_training(runs, whole, tolerance=0.0)
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "4"
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
-    resumed = _resume(pool, tmp_path, sizes, background, dp=dp)
+    resumed = _resume(scripts, tmp_path, sizes, background, dp=dp)
     assert_same_training(resumed, whole, first=2, tolerance=exact_resume_tolerance())
 
 
 @pytest.mark.full
-def test_converted(pool: Pool, written: Writer, tmp_path: Path) -> None:
+def test_converted(scripts: Scripts, written: Writer, tmp_path: Path) -> None:
     """A sharded checkpoint of another list becomes the files of this one, and these become a sharded one again."""
     folder, whole = written("1,1")
     to_files = ["--ckpt-convert-format", "torch", "--ckpt-convert-save", str(tmp_path)]
-    assert all(not run.steps for run in train(pool, "1,2", ["--load", str(folder), *resharding_flags(), *to_files]))
-    runs = _resume(pool, tmp_path / "torch", "1,2", LEGACY)
+    assert all(not run.steps for run in scripts.train("1,2", ["--load", str(folder), *resharding_flags(), *to_files]))
+    runs = _resume(scripts, tmp_path / "torch", "1,2", LEGACY)
     assert_same_training(runs, whole, first=2, tolerance=resume_tolerance())
     to_shards = ["--ckpt-convert-format", "torch_dist", "--ckpt-convert-save", str(tmp_path)]
-    train(pool, "1,2", [*LEGACY, "--load", str(tmp_path / "torch"), *to_shards])
-    runs = _resume(pool, tmp_path / "torch_dist", "2,1", resharding_flags())
+    scripts.train("1,2", [*LEGACY, "--load", str(tmp_path / "torch"), *to_shards])
+    runs = _resume(scripts, tmp_path / "torch_dist", "2,1", resharding_flags())
     assert_same_training(runs, whole, first=2, tolerance=resume_tolerance())

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tests.multiproc.cases.hf_cases import GRADIENT, LAYOUTS, LOGITS, LOSS, TRAINING, Layout, noted, words_of
-from tests.multiproc.cases.script_cases import ScriptRun, losses, train
+from tests.multiproc.cases.script_cases import ScriptRun, Scripts, losses
 from tests.support.hf_models import (
     KINDS,
     LLAMA3,
@@ -31,7 +31,7 @@ from tests.support.hf_models import (
     variants,
     wrong_logits,
 )
-from tests.support.pool import Pool, start_python
+from tests.support.pool import start_python
 
 pytestmark = [pytest.mark.needs("scripts_here")]
 DEFAULTS = {("llama-3", "1,2"), ("qwen-3-moe", "1,2 U")}
@@ -42,15 +42,9 @@ CASES = [
 ]
 
 
-@pytest.fixture(scope="module")
-def pool(script_pool: Pool) -> Pool:
-    """Workers for scripts."""
-    return script_pool
-
-
-def start(pool: Pool, kind: Kind, layout: Layout, flags: Sequence[str], folder: Path) -> list[ScriptRun]:
+def start(scripts: Scripts, kind: Kind, layout: Layout, flags: Sequence[str], folder: Path) -> list[ScriptRun]:
     """Train an import for five steps, of which the first two change nothing; see the hook."""
-    return train(pool, layout.sizes, words_of(kind, layout, flags, folder), hooks=["note_logits", "store_gradients"])
+    return scripts.train(layout.sizes, words_of(kind, layout, flags, folder), hooks=["note_logits", "store_gradients"])
 
 
 # NVIDIA's own scripts, which older hosts run, do not hand on the factor of this model.
@@ -58,12 +52,12 @@ def start(pool: Pool, kind: Kind, layout: Layout, flags: Sequence[str], folder: 
 @pytest.mark.needs("experts", cases=("qwen-3-moe-", "mixtral-"))
 @pytest.mark.parametrize(("name", "place"), CASES)
 def test_a_run_computes_what_transformers_computes(
-    pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, place: str
+    scripts: Scripts, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, place: str
 ) -> None:
     kind, layout = KINDS[name], LAYOUTS[place]
     model = make(kind, tmp_path / "published")
     flags = imported(tmp_path / "published", tmp_path / "start", capsys)
-    runs = start(pool, kind, layout, flags, tmp_path)
+    runs = start(scripts, kind, layout, flags, tmp_path)
     tokens, labels, logits = (noted(runs, part) for part in ("tokens", "labels", "logits"))
     # Logits and loss, of both microbatches of the first step.
     for at in (0, 1):
@@ -119,7 +113,7 @@ def check_gradients(found: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 @pytest.mark.full
 def test_positions_of_llama_3_beyond_their_original_number(
-    pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    scripts: Scripts, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """9,216 tokens with one head and one layer; without the scaling, or with another factor, it is seen."""
     kind = KINDS["llama-3"]
@@ -133,7 +127,7 @@ def test_positions_of_llama_3_beyond_their_original_number(
     model = make(kind, tmp_path / "published", **sizes)
     flags = imported(tmp_path / "published", tmp_path / "start", capsys)
     words = [*flags, *TRAINING, "--seq-length", "9216", "--train-iters", "1", "--global-batch-size", "1"]
-    runs = train(pool, "1", [*words, "--load", str(tmp_path / "start")], hooks=["note_logits"])
+    runs = scripts.train("1", [*words, "--load", str(tmp_path / "start")], hooks=["note_logits"])
     tokens, logits = runs[0].facts["tokens"][0], runs[0].facts["logits"][0]
     assert tokens.shape == (1, 9216)
     np.testing.assert_allclose(logits, logits_of(model, tokens), rtol=0, atol=LOGITS)
@@ -148,12 +142,12 @@ def _scale(factor: float, tensors: dict[str, Any], config: dict[str, Any]) -> No
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_frequencies_are_those_of_transformers(pool: Pool, factor: float, head_dim: int) -> None:
+def test_frequencies_are_those_of_transformers(scripts: Scripts, factor: float, head_dim: int) -> None:
     """To the last bit."""
     kind = replace(KINDS["llama-3"], scaling={**LLAMA3, "factor": factor})
     config = config_of(kind, head_dim=head_dim)
     wanted = importlib.import_module("transformers.models.llama.modeling_llama").LlamaRotaryEmbedding(config).inv_freq
-    (found,) = pool.run(1, "tests.multiproc.hooks.hf_hooks:frequencies", {"size": head_dim, "factor": factor})
+    (found,) = scripts.run(1, "tests.multiproc.hooks.hf_hooks:frequencies", {"size": head_dim, "factor": factor})
     np.testing.assert_array_equal(found, wanted.numpy())
 
 

@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 
 from tests.multiproc.cases.hf_cases import LAYOUTS, LOGITS, Layout, noted, words_of
-from tests.multiproc.cases.script_cases import EXAMPLE, ScriptRun, arguments, assert_refused, launch, succeeded, train
+from tests.multiproc.cases.script_cases import EXAMPLE, ScriptRun, Scripts, arguments, assert_refused
 from tests.support.hf_models import KINDS, SIZES, export, imported, load, logits_of, make, run_json, torch, vocab_flag
 from tests.support.hosts import ROOT, host_name, reshardable_flags
-from tests.support.pool import Pool
 from tests.unit.checkpoint.test_hf_tokenizer_size import make_tokenizer
 
 pytestmark = pytest.mark.needs("scripts_here")
@@ -23,12 +22,6 @@ MODEL_FLAGS = (
     *("--num-layers", "--hidden-size", "--ffn-hidden-size", "--num-attention-heads", "--kv-channels"),
     "--max-position-embeddings",
 )
-
-
-@pytest.fixture(scope="module")
-def pool(script_pool: Pool) -> Pool:
-    """Workers for scripts."""
-    return script_pool
 
 
 def forgetful_script(folder: Path) -> str:
@@ -43,7 +36,7 @@ def forgetful_script(folder: Path) -> str:
 
 
 def test_a_script_that_forgets_the_factor_computes_what_was_published_or_nothing(
-    pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    scripts: Scripts, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Megatron would stretch positions by 8, whatever the flag says: another model, hundreds of tolerances away."""
     kind = KINDS["llama-3-tied"]
@@ -51,7 +44,7 @@ def test_a_script_that_forgets_the_factor_computes_what_was_published_or_nothing
     flags = imported(tmp_path / "published", tmp_path / "start", capsys)
     words = arguments("1,2", extra=words_of(kind, LAYOUTS["1,2"], flags, tmp_path))
     kwargs = {"arguments": words, "script": forgetful_script(tmp_path), "hooks": ["note_logits"]}
-    runs = launch(pool, 3, kwargs)
+    runs = scripts.launch(3, kwargs)
     if all(run.exit_code == 0 for run in runs):
         wanted = logits_of(model, noted(runs, "tokens")[0])
         np.testing.assert_allclose(noted(runs, "logits")[0], wanted, rtol=0, atol=LOGITS)
@@ -80,14 +73,14 @@ def test_a_script_that_forgets_the_factor_computes_what_was_published_or_nothing
     ids=["layers", "norms", "words"],
 )
 def test_flags_that_contradict_an_import(
-    pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: Sequence[str], said: Sequence[str]
+    scripts: Scripts, tmp_path: Path, capsys: pytest.CaptureFixture[str], wrong: Sequence[str], said: Sequence[str]
 ) -> None:
     """Every rank ends with one line: the flag, what it is, what is expected, and whose model it is."""
     kind = KINDS["llama-3"]
     make(kind, tmp_path / "published")
     flags = imported(tmp_path / "published", tmp_path / "start", capsys)
     words = arguments("1,2", extra=words_of(kind, LAYOUTS["1,2"], flags, tmp_path, *wrong))
-    runs = launch(pool, 3, {"arguments": words})
+    runs = scripts.launch(3, {"arguments": words})
     assert_refused(runs, *said, f"{tmp_path / 'start'} was imported as a model of the family llama")
     assert not (tmp_path / "saved" / "iter_0000002").exists()
 
@@ -96,7 +89,7 @@ def test_flags_that_contradict_an_import(
     "num_words", [SIZES["vocab_size"], pytest.param(SIZES["vocab_size"] - 1, marks=pytest.mark.full)]
 )
 def test_a_tokenizer_with_fewer_words_than_the_model(
-    pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str], num_words: int
+    scripts: Scripts, tmp_path: Path, capsys: pytest.CaptureFixture[str], num_words: int
 ) -> None:
     """It is refused, and what the line tells to give works, also with words that the sizes do not divide; so does the
     flag that the import prints, where they do.
@@ -110,14 +103,14 @@ def test_a_tokenizer_with_fewer_words_than_the_model(
     own = ("--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(tmp_path / "start" / "hugging_face"))
     own = (*own, "--make-vocab-size-divisible-by", "1")
     extra = words_of(kind, LAYOUTS["1,2"], flags, tmp_path, *own, "--train-iters", "1")
-    runs = launch(pool, 3, {"arguments": arguments("1,2", extra=extra)})
+    runs = scripts.launch(3, {"arguments": arguments("1,2", extra=extra)})
     assert_refused(runs, f"the vocabulary has 62 words, padding included, and {num_words} are expected")
     way_out = runs[0].output.partition("; give ")[2].partition(", and neither")[0]
     ways = [way_out, said["vocab_flag"]] if num_words % 2 == 0 else [way_out]
     assert way_out == f"--make-vocab-size-divisible-by {-(-num_words // 2)}"
     for way in ways:
         words = arguments("1,2", extra=[*extra, *way.split()])
-        runs = succeeded(launch(pool, 3, {"arguments": words, "hooks": ["note_logits"]}))
+        runs = scripts.finish(3, {"arguments": words, "hooks": ["note_logits"]})
         logits = logits_of(model, noted(runs, "tokens")[0])
         np.testing.assert_allclose(noted(runs, "logits")[0][..., :num_words], logits, rtol=0, atol=LOGITS)
 
@@ -127,7 +120,7 @@ def test_a_tokenizer_with_fewer_words_than_the_model(
 @pytest.mark.parametrize(
     "name", ["llama-3", *(pytest.param(n, marks=pytest.mark.full) for n in KINDS if n != "llama-3")]
 )
-def test_flags_from_an_import(pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_flags_from_an_import(scripts: Scripts, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     """With ``--use-checkpoint-args`` no flag says what the model is, and it is the same."""
     kind = KINDS[name]
     model = make(kind, tmp_path / "published", rms_norm_eps=3e-6)  # not what Megatron takes by itself
@@ -138,7 +131,7 @@ def test_flags_from_an_import(pool: Pool, tmp_path: Path, capsys: pytest.Capture
         words += left[:taken] if taken == 1 else []
         left = left[taken:]
     # Megatron itself takes only the last of all positions from there.
-    runs = succeeded(launch(pool, 3, {"arguments": [*words, "--train-iters", "1"], "hooks": ["note_logits"]}))
+    runs = scripts.finish(3, {"arguments": [*words, "--train-iters", "1"], "hooks": ["note_logits"]})
     assert_logits(runs, model)
 
 
@@ -157,7 +150,7 @@ def assert_logits(runs: Sequence[ScriptRun], model: Any) -> None:
     ],
 )
 def test_megatron_without_the_plugin_reads_an_import(
-    pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, tp: int, pp: int
+    scripts: Scripts, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, tp: int, pp: int
 ) -> None:
     kind = KINDS[name]
     model = make(kind, tmp_path / "published")
@@ -169,7 +162,7 @@ def test_megatron_without_the_plugin_reads_an_import(
         *("--tensor-model-parallel-size", str(tp), "--pipeline-model-parallel-size", str(pp))
     ]
     kwargs = {"arguments": words, "how": "stock", "hooks": ["note_logits"]}
-    runs = succeeded(launch(pool, tp * pp, kwargs))
+    runs = scripts.finish(tp * pp, kwargs)
     assert "vtp" not in runs[0].output.replace(str(tmp_path), "")
     assert_logits(runs, model)
 
@@ -195,7 +188,13 @@ def _forms() -> list[object]:
 @pytest.mark.parametrize(("place", "dp", "flags"), _forms())
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.full)])
 def test_export_from_every_form_and_list(
-    pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str, dp: int, flags: list[str], dtype: str
+    scripts: Scripts,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    place: str,
+    dp: int,
+    flags: list[str],
+    dtype: str,
 ) -> None:
     """After two steps with what the optimizer keeps, transformers computes the logits of the third, without padding."""
     kind, num_words = KINDS["qwen-2"], SIZES["vocab_size"] - 2
@@ -206,7 +205,7 @@ def test_export_from_every_form_and_list(
     words += vocab_flag(num_words).split()
     words.remove("--no-save-optim")
     words += ["--bf16"] if dtype == "bfloat16" else []
-    runs = first_replica(train(pool, layout.sizes, words, dp=dp, hooks=["note_logits"]), layout.sizes, dp)
+    runs = first_replica(scripts.train(layout.sizes, words, dp=dp, hooks=["note_logits"]), layout.sizes, dp)
     export(tmp_path / "saved" / "iter_0000002", tmp_path / "trained", None)
     exported = load(tmp_path / "trained", dtype="auto")
     assert {weight.dtype for weight in exported.parameters()} == {getattr(torch, dtype)}

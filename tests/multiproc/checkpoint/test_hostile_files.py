@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.cases.script_cases import arguments, assert_refused, launch, num_ranks, train
+from tests.multiproc.cases.script_cases import Scripts, arguments, assert_refused, num_ranks
 from tests.support.hostile_files import NAME, is_there, spoil
 from tests.support.lines import error_line
-from tests.support.pool import Pool
 from vtp_plugin.checkpoint.format.index import MANIFEST, dump_manifest, make_manifest
 
 pytestmark = pytest.mark.needs("scripts_here")
@@ -24,20 +23,14 @@ Written = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
-def pool(script_pool: Pool) -> Pool:
-    """Workers for scripts."""
-    return script_pool
-
-
-@pytest.fixture(scope="module")
-def written(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Written:
+def written(scripts: Scripts, tmp_path_factory: pytest.TempPathFactory) -> Written:
     """Folders with a checkpoint each; each is made once."""
     known: dict[tuple[str, ...], Path] = {}
 
     def write(sizes: str, *extra: str) -> Path:
         if (sizes, *extra) not in known:
             folder = known[(sizes, *extra)] = tmp_path_factory.mktemp("written")
-            train(pool, sizes, [*extra, "--save", str(folder), "--save-interval", "2", "--train-iters", "2"])
+            scripts.train(sizes, [*extra, "--save", str(folder), "--save-interval", "2", "--train-iters", "2"])
         return known[(sizes, *extra)]
 
     return write
@@ -71,7 +64,7 @@ def _case(name: str, sizes: str, *extra: str, wrote: str = "1,2", full: bool = T
     ],
 )
 def test_a_run_refuses_and_runs_nothing(
-    pool: Pool, written: Written, tmp_path: Path, name: str, wrote: str, sizes: str, extra: list[str]
+    scripts: Scripts, written: Written, tmp_path: Path, name: str, wrote: str, sizes: str, extra: list[str]
 ) -> None:
     """At ea29e9d the marker is there; a tensor is the exception, which torch reads safely by itself."""
     formats = [word for word in extra if word in (*LEGACY, *DISTRIBUTED)]
@@ -80,7 +73,7 @@ def test_a_run_refuses_and_runs_nothing(
         pytest.skip("this Megatron writes no such file")
     spoil(folder / LATEST, name, tmp_path / "marker")
     loading = [*extra, *([] if "--pretrained-checkpoint" in extra else ["--load"]), str(folder)]
-    runs = launch(pool, num_ranks(sizes), {"arguments": arguments(sizes, extra=loading)})
+    runs = scripts.launch(num_ranks(sizes), {"arguments": arguments(sizes, extra=loading)})
     assert not (tmp_path / "marker").exists()
     assert all(run.exit_code not in (0, None) for run in runs)
     for line in (error_line(run.output) for run in runs):
@@ -89,11 +82,11 @@ def test_a_run_refuses_and_runs_nothing(
 
 
 @pytest.mark.full
-def test_a_format_that_nobody_looks_into_is_refused(pool: Pool, written: Written, tmp_path: Path) -> None:
+def test_a_format_that_nobody_looks_into_is_refused(scripts: Scripts, written: Written, tmp_path: Path) -> None:
     """Arrays of zarr may be pickles; Megatron 0.12 still reads that format."""
     folder = Path(shutil.copytree(written("1,2"), tmp_path / "copy"))
     config = folder / LATEST / "metadata.json"
     config.write_text(config.read_text().replace("torch_dist", "zarr"))
     (folder / LATEST / MANIFEST).write_text(dump_manifest(make_manifest(folder / LATEST)))
-    runs = launch(pool, 3, {"arguments": arguments("2,1", extra=["--load", str(folder)])})
+    runs = scripts.launch(3, {"arguments": arguments("2,1", extra=["--load", str(folder)])})
     assert_refused(runs, "has the format 'zarr'; stages of different sizes load torch_dist")

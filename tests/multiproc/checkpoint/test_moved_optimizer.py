@@ -15,16 +15,14 @@ from tests.multiproc.cases.optimizer_state import assert_same_state
 from tests.multiproc.cases.saved_runs import SavedRuns, resume
 from tests.multiproc.cases.script_cases import (
     ScriptRun,
+    Scripts,
     arguments,
     assert_refused,
     assert_same_training,
     error_line,
-    launch,
     num_ranks,
-    train,
 )
 from tests.support.hosts import reshardable_flags, resharding_flags
-from tests.support.pool import Pool
 from vtp_plugin.checkpoint.format.index import MANIFEST, dump_manifest, make_manifest, read_index
 from vtp_plugin.checkpoint.format.resolver import BY_BLOCK
 from vtp_plugin.util.text import own_command
@@ -33,12 +31,6 @@ pytestmark = [pytest.mark.needs("scripts_here")]
 DISTRIBUTED = ["--use-distributed-optimizer"]
 MAP = "vtp_optimizer_map.json"
 Writer = Callable[..., tuple[Path, list[ScriptRun]]]
-
-
-@pytest.fixture(scope="module")
-def pool(script_pool: Pool) -> Pool:
-    """Workers for scripts."""
-    return script_pool
 
 
 @pytest.fixture(scope="module")
@@ -160,11 +152,11 @@ def _case(name: str, *, is_full: bool = True, **values: Any) -> Any:
         ),
     ],
 )
-def test_the_optimizer_goes_on_in_another_layout(pool: Pool, written: Writer, case: MovedOptimizer) -> None:
+def test_the_optimizer_goes_on_in_another_layout(scripts: Scripts, written: Writer, case: MovedOptimizer) -> None:
     """Masters, moments and steps are those of the writer bit by bit, and the next steps are those that it took."""
     folder, whole = written(case.source, [*case.model, *case.wrote], dp=case.source_dp, hooks=case.hooks)
     flags = [*DISTRIBUTED, *case.model, *case.reads]
-    runs = resume(pool, folder, case.target, flags, dp=case.dp, hooks=case.hooks)
+    runs = resume(scripts, folder, case.target, flags, dp=case.dp, hooks=case.hooks)
     assert_same_state(runs, whole)
     tolerance = 2e-2 if "--bf16" in case.model else 1e-5
     assert_same_training(runs, whole, first=2, tolerance=tolerance)
@@ -189,7 +181,7 @@ def _other_numel(text: str) -> str:
     ],
 )
 def test_a_map_that_is_not_of_the_checkpoint_is_refused(
-    pool: Pool, written: Writer, tmp_path: Path, spoil: Callable[[str], str | None], words: str
+    scripts: Scripts, written: Writer, tmp_path: Path, spoil: Callable[[str], str | None], words: str
 ) -> None:
     folder = shutil.copytree(written("1,2", dp=2)[0], tmp_path / "copy")
     file = folder / "iter_0000002" / MAP
@@ -197,10 +189,10 @@ def test_a_map_that_is_not_of_the_checkpoint_is_refused(
     file.unlink() if spoiled is None else file.write_text(spoiled)
     # As if it had been saved so: a file that has changed since is refused before it is read.
     (file.parent / MANIFEST).write_text(dump_manifest(make_manifest(file.parent)))
-    _assert_refused(pool, folder, [], str(file), words)
+    _assert_refused(scripts, folder, [], str(file), words)
 
 
-def test_a_flipped_bit_of_the_optimizer_is_refused_by_name(pool: Pool, written: Writer, tmp_path: Path) -> None:
+def test_a_flipped_bit_of_the_optimizer_is_refused_by_name(scripts: Scripts, written: Writer, tmp_path: Path) -> None:
     """Megatron reads the weights, and in another list the plugin the optimizer: both compare hashes."""
     folder = Path(shutil.copytree(written("1,2", dp=2)[0], tmp_path / "copy"))
     checkpoint = folder / "iter_0000002"
@@ -211,7 +203,7 @@ def test_a_flipped_bit_of_the_optimizer_is_refused_by_name(pool: Pool, written: 
     (checkpoint / piece.file).write_bytes(data)
     loading = [*DISTRIBUTED, *resharding_flags(), "--load", str(folder), "--global-batch-size", "16"]
     command = arguments("2,1", extra=loading)
-    refused = launch(pool, num_ranks("2,1"), {"arguments": command})
+    refused = scripts.launch(num_ranks("2,1"), {"arguments": command})
     # A rank that reads the piece ends by itself, before the others have come to the end of their own.
     assert all(run.exit_code not in (0, None) and not run.steps for run in refused)
     damage = f"{checkpoint / piece.file} is damaged between bytes {piece.offset} and"
@@ -225,59 +217,59 @@ def test_a_flipped_bit_of_the_optimizer_is_refused_by_name(pool: Pool, written: 
         pytest.param(["--make-vocab-size-divisible-by", "32"], ["loads with the same number only"], id="vocabulary"),
     ],
 )
-def test_another_model_is_refused(pool: Pool, written: Writer, extra: list[str], words: list[str]) -> None:
+def test_another_model_is_refused(scripts: Scripts, written: Writer, extra: list[str], words: list[str]) -> None:
     folder, _ = written("1,2", dp=2)
     way_out = f"--from {folder}/iter_0000002 --to DIR" if "same number" in words[0] else "start with its options"
-    _assert_refused(pool, folder, extra, str(folder), *words, way_out)
+    _assert_refused(scripts, folder, extra, str(folder), *words, way_out)
 
 
-def test_another_number_of_layers_is_refused_before_any_state_is_read(pool: Pool, written: Writer) -> None:
+def test_another_number_of_layers_is_refused_before_any_state_is_read(scripts: Scripts, written: Writer) -> None:
     folder, _ = written("1,2", dp=2)
     words = f"{folder} is of another model (--num-layers 4, here 6)", "give the flags that it was saved with"
-    _assert_refused(pool, folder, ["--num-layers", "6"], *words)
+    _assert_refused(scripts, folder, ["--num-layers", "6"], *words)
 
 
 @pytest.mark.full
 @pytest.mark.needs("forgotten_blocks")
 @pytest.mark.parametrize("sizes", ["1,2", "2,1"])
-def test_blocks_of_older_megatrons_are_refused_by_name(pool: Pool, tmp_path: Path, sizes: str) -> None:
+def test_blocks_of_older_megatrons_are_refused_by_name(scripts: Scripts, tmp_path: Path, sizes: str) -> None:
     """As Megatron 0.14 says what it has saved; also where the list is the same."""
     saving = ["--dist-ckpt-optim-fully-reshardable", "--save", str(tmp_path), "--save-interval", "2"]
-    train(pool, "1,2", [*DISTRIBUTED, *saving, "--train-iters", "2"], hooks=["claim_blocks"])
+    scripts.train("1,2", [*DISTRIBUTED, *saving, "--train-iters", "2"], hooks=["claim_blocks"])
     command = arguments(sizes, extra=[*DISTRIBUTED, "--load", str(tmp_path)])
     way_out = f"{own_command()} checkpoint reshard --form fully_reshardable --from {tmp_path}"
     words = f"holds the distributed optimizer as {BY_BLOCK}, which this Megatron no longer reads", way_out
-    assert_refused(launch(pool, num_ranks(sizes), {"arguments": command}), *words)
+    assert_refused(scripts.launch(num_ranks(sizes), {"arguments": command}), *words)
 
 
 @pytest.mark.full
-def test_an_optimizer_of_other_types_is_refused_by_name(pool: Pool, written: Writer) -> None:
+def test_an_optimizer_of_other_types_is_refused_by_name(scripts: Scripts, written: Writer) -> None:
     """It needs Transformer Engine, so only the argument is there."""
     folder, _ = written("1,2", dp=2)
     command = arguments("2,1", extra=[*DISTRIBUTED, "--load", str(folder), "--global-batch-size", "16"])
-    runs = launch(pool, num_ranks("2,1"), {"arguments": command, "hooks": ["claim_precision"]})
+    runs = scripts.launch(num_ranks("2,1"), {"arguments": command, "hooks": ["claim_precision"]})
     assert_refused(runs, "--use-precision-aware-optimizer", "--no-load-optim")
 
 
 @pytest.mark.full
 @pytest.mark.needs("older_buckets")
-def test_a_tied_embedding_that_megatron_cannot_place_is_refused(pool: Pool) -> None:
+def test_a_tied_embedding_that_megatron_cannot_place_is_refused(scripts: Scripts) -> None:
     """Stock Megatron ends at an assertion."""
     sizes = [*DISTRIBUTED, "--max-position-embeddings", "13"]
     words = "--use-distributed-optimizer with a tied embedding; Megatron 0.12 can place one only where"
-    for run in launch(pool, num_ranks("1,2"), {"arguments": arguments("1,2", extra=sizes)}):
+    for run in scripts.launch(num_ranks("1,2"), {"arguments": arguments("1,2", extra=sizes)}):
         assert run.exit_code not in (0, None) and words in run.output, run.output[-3000:]
     command = arguments("1,1", extra=sizes)
     position = command.index("--vtp-device")
     command[position : position + 4] = ["--pipeline-model-parallel-size", "2"]
-    stock = launch(pool, 2, {"arguments": command, "how": "stock"})
+    stock = scripts.launch(2, {"arguments": command, "how": "stock"})
     assert any("Param should not be in param_gbuf_map" in run.output for run in stock)
 
 
-def _assert_refused(pool: Pool, folder: Path, extra: Sequence[str], *words: str) -> None:
+def _assert_refused(scripts: Scripts, folder: Path, extra: Sequence[str], *words: str) -> None:
     """Check that all ranks of another layout end with one line."""
     command = arguments("2,1", extra=[*DISTRIBUTED, "--load", str(folder), "--global-batch-size", "16", *extra])
-    assert_refused(launch(pool, num_ranks("2,1"), {"arguments": command}), *words)
+    assert_refused(scripts.launch(num_ranks("2,1"), {"arguments": command}), *words)
 
 
 def test_the_map_is_small(written: Writer) -> None:

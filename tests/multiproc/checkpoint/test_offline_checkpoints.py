@@ -9,10 +9,9 @@ import pytest
 
 from tests.multiproc.cases.optimizer_state import assert_same_state
 from tests.multiproc.cases.saved_runs import train_stock
-from tests.multiproc.cases.script_cases import ScriptRun, assert_same_training, train
+from tests.multiproc.cases.script_cases import ScriptRun, Scripts, assert_same_training
 from tests.multiproc.cases.stored_state import assert_stored_as_held
 from tests.support.hosts import reshardable_flags
-from tests.support.pool import Pool
 from vtp_plugin.checkpoint.format.checkpoint_files import find_checkpoint
 from vtp_plugin.checkpoint.format.contents import Contents
 from vtp_plugin.cli import main
@@ -25,27 +24,21 @@ GATED = ["--swiglu", "--group-query-attention", "--num-query-groups", "6"]
 
 
 @pytest.fixture(scope="module")
-def pool(script_pool: Pool) -> Pool:
-    """Workers for scripts."""
-    return script_pool
-
-
-@pytest.fixture(scope="module")
-def source(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[ScriptRun]]:
+def source(scripts: Scripts, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[ScriptRun]]:
     """A run that saves after two steps, of unequal stages and two replicas, and what it held then."""
     folder = tmp_path_factory.mktemp("source")
     saving = [*DISTRIBUTED, *GATED, *UNTIED, "--save", str(folder), "--save-interval", "2"]
-    runs = train(pool, "1,2", [*saving, "--global-batch-size", "16"], dp=2, hooks=["dump_optimizer"])
+    runs = scripts.train("1,2", [*saving, "--global-batch-size", "16"], dp=2, hooks=["dump_optimizer"])
     (folder / "latest_checkpointed_iteration.txt").write_text("2")
     return folder, runs
 
 
-def save_again(pool: Pool, folder: Path, target: Path, sizes: str, extra: Sequence[str], *, dp: int = 1) -> Path:
+def save_again(scripts: Scripts, folder: Path, target: Path, sizes: str, extra: Sequence[str], *, dp: int = 1) -> Path:
     """Load a checkpoint in another layout, and save it without a step."""
     flags = [*extra, *GATED, *UNTIED, "--load", str(folder), "--save", str(target), "--save-interval", "3"]
     # No step is left; schedules are those of the first run.
     flags += ["--train-iters", "2", "--use-checkpoint-opt-param-scheduler", "--global-batch-size", "16"]
-    train(pool, sizes, flags, dp=dp)
+    scripts.train(sizes, flags, dp=dp)
     return target
 
 
@@ -75,9 +68,9 @@ def test_what_is_read_is_what_the_run_held(source: tuple[Path, list[ScriptRun]])
     ],
 )
 def test_what_another_layout_saves_again_is_equal(
-    pool: Pool, source: tuple[Path, list[ScriptRun]], tmp_path: Path, sizes: str, extra: list[str], dp: int
+    scripts: Scripts, source: tuple[Path, list[ScriptRun]], tmp_path: Path, sizes: str, extra: list[str], dp: int
 ) -> None:
-    other = save_again(pool, source[0], tmp_path / "other", sizes, extra, dp=dp)
+    other = save_again(scripts, source[0], tmp_path / "other", sizes, extra, dp=dp)
     assert code_of("diff", source[0], other) == 0
     assert code_of("verify", other) == code_of("verify", source[0]) == 0
 
@@ -115,21 +108,21 @@ def resharded(source: tuple[Path, list[ScriptRun]], tmp_path_factory: pytest.Tem
     ("sizes", "dp"), [("2", 1), pytest.param("1,1", 2, marks=pytest.mark.full), ("2,1", 1)], ids=["2", "1,1-dp2", "2,1"]
 )
 def test_what_was_written_again_goes_on(
-    pool: Pool, source: tuple[Path, list[ScriptRun]], resharded: Path, sizes: str, dp: int
+    scripts: Scripts, source: tuple[Path, list[ScriptRun]], resharded: Path, sizes: str, dp: int
 ) -> None:
     """In uniform layouts and others: masters, moments and steps bit by bit, and the next two steps."""
     flags = [*DISTRIBUTED, *GATED, *UNTIED, "--load", str(resharded), "--global-batch-size", "16"]
-    runs = train(pool, sizes, flags, dp=dp, hooks=["dump_optimizer"])
+    runs = scripts.train(sizes, flags, dp=dp, hooks=["dump_optimizer"])
     assert "successfully loaded checkpoint" in runs[0].output
     assert_same_state(runs, source[1])
     assert_same_training(runs, source[1], first=2)
 
 
 def test_stock_megatron_loads_what_was_written_again(
-    pool: Pool, source: tuple[Path, list[ScriptRun]], resharded: Path
+    scripts: Scripts, source: tuple[Path, list[ScriptRun]], resharded: Path
 ) -> None:
     """Without the plugin, where it could not load the source."""
     flags = [*DISTRIBUTED, *GATED, *UNTIED, "--load", str(resharded), "--global-batch-size", "16"]
-    runs = train_stock(pool, "1,1", flags)
+    runs = train_stock(scripts, "1,1", flags)
     assert "successfully loaded checkpoint" in runs[0].output
     assert_same_training(runs, source[1], first=2)

@@ -13,13 +13,12 @@ from tests.multiproc.cases.other_rates import OTHER, OTHER_DECOUPLED, flags
 from tests.multiproc.cases.saved_runs import SavedRuns, resume
 from tests.multiproc.cases.script_cases import (
     ScriptRun,
+    Scripts,
     arguments,
     assert_refused,
     assert_same_training,
-    launch,
     num_ranks,
     succeeded,
-    train,
 )
 from tests.multiproc.checkpoint.test_moved_optimizer import (
     DISTRIBUTED,
@@ -30,19 +29,12 @@ from tests.multiproc.checkpoint.test_moved_optimizer import (
     U_SHAPE,
 )
 from tests.support.hosts import is_older, reshardable_flags, resharding_flags, resume_tolerance
-from tests.support.pool import Pool
 
 pytestmark = [pytest.mark.needs("scripts_here")]
 OVERRIDE, STORED = "--override-opt_param-scheduler", "--use-checkpoint-opt_param-scheduler"
 APART = ["--untie-embeddings-and-output-weights", "--decoupled-lr", "1e-3", "--decoupled-min-lr", "5e-4"]
 BATCH = ["--global-batch-size", "16"]
 RESHARDABLE = [*DISTRIBUTED, *reshardable_flags()]
-
-
-@pytest.fixture(scope="module")
-def pool(script_pool: Pool) -> Pool:
-    """Workers for scripts."""
-    return script_pool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,21 +109,21 @@ def _case(name: str, source: str, target: str, *flags: str, is_full: bool = True
         ),
     ],
 )
-def test_other_rates(pool: Pool, saved_runs: SavedRuns, case: OtherRates) -> None:
+def test_other_rates(scripts: Scripts, saved_runs: SavedRuns, case: OtherRates) -> None:
     """The next steps are those of a run whose rates were set by hand."""
     folder, _ = saved_runs(case.source, [*case.model, *case.wrote], dp=case.dp, hooks=case.hooks)
     sizes, wrote, dp = (case.source, case.wrote, case.dp) if case.is_compared_apart else ("1,1", (), 1)
-    wanted = train(pool, sizes, [*case.model, *wrote, *BATCH], dp=dp, hooks=["set_rates", *case.hooks])
+    wanted = scripts.train(sizes, [*case.model, *wrote, *BATCH], dp=dp, hooks=["set_rates", *case.hooks])
     extra = [*case.model, *case.reads, *case.other, OVERRIDE]
-    runs = resume(pool, folder, case.target, extra, dp=case.dp, hooks=case.hooks)
+    runs = resume(scripts, folder, case.target, extra, dp=case.dp, hooks=case.hooks)
     tolerance = 2e-2 if "--bf16" in case.model or "--fp16" in case.model else resume_tolerance()
     assert_same_training(runs, wanted, first=2, tolerance=tolerance)
 
 
-def _resumed(pool: Pool, folder: Path, sizes: str, extra: Sequence[str], *, dp: int = 1) -> list[ScriptRun]:
+def _resumed(scripts: Scripts, folder: Path, sizes: str, extra: Sequence[str], *, dp: int = 1) -> list[ScriptRun]:
     """Resume, whatever comes of it."""
     command = arguments(sizes, dp=dp, extra=[*extra, *resharding_flags(), *BATCH, "--load", str(folder)])
-    return launch(pool, num_ranks(sizes, dp), {"arguments": command, "hooks": ["note_rates"]})
+    return scripts.launch(num_ranks(sizes, dp), {"arguments": command, "hooks": ["note_rates"]})
 
 
 @pytest.mark.full
@@ -139,10 +131,10 @@ def _resumed(pool: Pool, folder: Path, sizes: str, extra: Sequence[str], *, dp: 
 @pytest.mark.parametrize("model", [[], DISTRIBUTED, RESHARDABLE, ["--bf16"]], ids=["plain", "bucket", "whole", "half"])
 @pytest.mark.parametrize("given", [[], [OVERRIDE], [STORED]], ids=["neither", "override", "stored"])
 def test_a_uniform_list_that_megatron_cannot_resume_ends_in_one_line(
-    pool: Pool, saved_runs: SavedRuns, model: list[str], given: list[str]
+    scripts: Scripts, saved_runs: SavedRuns, model: list[str], given: list[str]
 ) -> None:
     folder, _ = saved_runs("1,1", [*model, *TIED_APART])
-    runs = _resumed(pool, folder, "1,1", [*model, *TIED_APART, *flags(OTHER), *given])
+    runs = _resumed(scripts, folder, "1,1", [*model, *TIED_APART, *flags(OTHER), *given])
     assert_refused(runs, "this run has max_lr 0.001, in the checkpoint 0.003; ", "give those, load only the weights")
 
 
@@ -154,7 +146,7 @@ def test_a_uniform_list_that_megatron_cannot_resume_ends_in_one_line(
         pytest.param("2,1", [*RESHARDABLE, *TIED_APART], id="whole", marks=pytest.mark.full),
     ],
 )
-def test_whose_rates_count_is_said(pool: Pool, saved_runs: SavedRuns, target: str, model: list[str]) -> None:
+def test_whose_rates_count_is_said(scripts: Scripts, saved_runs: SavedRuns, target: str, model: list[str]) -> None:
     """With neither flag a line names both; with the checkpoint's rates the run goes on as it would have."""
     folder, whole = saved_runs("1,2", model)
     other = [*model, *flags({name: OTHER[name] for name in ("lr", "min_lr")})]
@@ -164,8 +156,8 @@ def test_whose_rates_count_is_said(pool: Pool, saved_runs: SavedRuns, target: st
             f"give {OVERRIDE} to train",
             f"or {STORED} to keep the checkpoint's",
         )
-        assert_refused(_resumed(pool, folder, target, other), *lines)
-    runs = succeeded(_resumed(pool, folder, target, [*other, STORED]))
+        assert_refused(_resumed(scripts, folder, target, other), *lines)
+    runs = succeeded(_resumed(scripts, folder, target, [*other, STORED]))
     assert_same_training(runs, whole, first=2, tolerance=resume_tolerance())
 
 
@@ -181,19 +173,23 @@ def test_whose_rates_count_is_said(pool: Pool, saved_runs: SavedRuns, target: st
         ),
     ],
 )
-def test_rates_of_their_own_come_with_a_resume(pool: Pool, saved_runs: SavedRuns, model: list[str], ends: str) -> None:
+def test_rates_of_their_own_come_with_a_resume(
+    scripts: Scripts, saved_runs: SavedRuns, model: list[str], ends: str
+) -> None:
     """The embedding and the output layer get their own, or lose them: other groups of parameters hold them."""
     model = [*model, *TIED_APART]
     folder, _ = saved_runs("1,2", model)
     apart = [*model, *flags({**OTHER, **OTHER_DECOUPLED})]
-    runs = _resumed(pool, folder, "1,2", [*apart, OVERRIDE])
+    runs = _resumed(scripts, folder, "1,2", [*apart, OVERRIDE])
     if ends:
         return assert_refused(runs, ends)
     alike = ["--decoupled-lr", "3e-3", "--decoupled-min-lr", "3e-4"]
-    wanted = train(pool, "1,1", [*model, *alike, *BATCH], hooks=["set_rates"])
+    wanted = scripts.train("1,1", [*model, *alike, *BATCH], hooks=["set_rates"])
     assert_same_training(succeeded(runs), wanted, first=2, tolerance=resume_tolerance())
     folder, _ = saved_runs("1,2", [*model, *alike])
     same = flags({"decoupled_lr": OTHER["lr"], "decoupled_min_lr": OTHER["min_lr"]})
     for target in ("1,2", "2,1"):
-        lost, kept = (_resumed(pool, folder, target, [*model, *flags(OTHER), OVERRIDE, *more]) for more in ([], same))
+        lost, kept = (
+            _resumed(scripts, folder, target, [*model, *flags(OTHER), OVERRIDE, *more]) for more in ([], same)
+        )
         assert_same_training(succeeded(lost), succeeded(kept), tolerance=resume_tolerance())

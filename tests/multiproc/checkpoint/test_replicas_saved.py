@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiproc.cases.script_cases import ScriptRun, arguments, assert_same_training, launch, succeeded
+from tests.multiproc.cases.script_cases import ScriptRun, Scripts, arguments, assert_same_training
 from tests.support.hosts import (
     background_flags,
     exact_resume_tolerance,
@@ -15,7 +15,6 @@ from tests.support.hosts import (
     resharding_flags,
     resume_tolerance,
 )
-from tests.support.pool import Pool
 
 pytestmark = pytest.mark.needs("scripts_here")
 
@@ -30,17 +29,11 @@ TRACKER = "latest_checkpointed_iteration.txt"
 CONSTANT = ["--ckpt-assume-constant-structure"]
 
 
-@pytest.fixture(scope="module")
-def pool(script_pool: Pool) -> Pool:
-    """Workers for scripts."""
-    return script_pool
-
-
-def train(pool: Pool, sizes: str, dp_sizes: str, extra: Sequence[str] = ()) -> list[ScriptRun]:
+def train(scripts: Scripts, sizes: str, dp_sizes: str, extra: Sequence[str] = ()) -> list[ScriptRun]:
     """Run the example with both lists and a global batch of 16; a failure of any rank is the test's."""
     num_ranks = sum(int(tp) * int(dp) for tp, dp in zip(sizes.split(","), dp_sizes.split(","), strict=True))
     command = arguments(sizes, dp=2, extra=["--vtp-dp-list", dp_sizes, *extra])
-    return succeeded(launch(pool, num_ranks, {"arguments": command, "timeout_s": 120.0}))
+    return scripts.finish(num_ranks, {"arguments": command, "timeout_s": 120.0})
 
 
 @pytest.mark.needs("worker_on_cpus", cases=("background",))
@@ -67,7 +60,7 @@ def train(pool: Pool, sizes: str, dp_sizes: str, extra: Sequence[str] = ()) -> l
     ],
 )
 def test_saves_and_loads_with_shared_work(
-    pool: Pool, tmp_path: Path, sizes: str, dp_sizes: str, extra: list[str]
+    scripts: Scripts, tmp_path: Path, sizes: str, dp_sizes: str, extra: list[str]
 ) -> None:
     """Replicas share the work of loads and keep what a first save has worked out; all is as without these options.
 
@@ -76,20 +69,20 @@ def test_saves_and_loads_with_shared_work(
     # A few steps further 0.12 is 2.2e-5 off.
     tolerance = 2 * exact_resume_tolerance()
     first, second = tmp_path / "first", tmp_path / "second"
-    whole = train(pool, sizes, dp_sizes, [*extra, *CONSTANT, "--save", str(first), "--save-interval", "1"])
+    whole = train(scripts, sizes, dp_sizes, [*extra, *CONSTANT, "--save", str(first), "--save-interval", "1"])
     for step in (1, 3):
         (first / TRACKER).write_text(str(step))
-        runs = train(pool, sizes, dp_sizes, [*extra, *PARALLEL_LOAD, "--load", str(first)])
+        runs = train(scripts, sizes, dp_sizes, [*extra, *PARALLEL_LOAD, "--load", str(first)])
         assert_same_training(runs, whole, first=step, tolerance=tolerance)
     (first / TRACKER).write_text("2")
     saving = ["--load", str(first), "--save", str(second), "--save-interval", "1"]
-    runs = train(pool, sizes, dp_sizes, [*extra, *PARALLEL_LOAD, *CONSTANT, *saving])
+    runs = train(scripts, sizes, dp_sizes, [*extra, *PARALLEL_LOAD, *CONSTANT, *saving])
     assert_same_training(runs, whole, first=2, tolerance=tolerance)
     (second / TRACKER).write_text("3")
-    runs = train(pool, sizes, dp_sizes, [*extra, "--load", str(second)])
+    runs = train(scripts, sizes, dp_sizes, [*extra, "--load", str(second)])
     assert_same_training(runs, whole, first=3, tolerance=tolerance)
     # Experts with groups of their own load only where they have some.
     other = ("2,1", ["--vtp-ep-list", "2,1"]) if "--vtp-ep-list" in extra else ("1,1", [])
     into = [*extra, *other[1], *resharding_flags(), *PARALLEL_LOAD, "--load", str(second)]
-    runs = train(pool, "1,1", other[0], into)
+    runs = train(scripts, "1,1", other[0], into)
     assert_same_training(runs, whole, first=3, tolerance=max(tolerance, resume_tolerance()))

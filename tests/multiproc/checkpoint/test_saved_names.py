@@ -9,10 +9,9 @@ from pathlib import Path, PurePosixPath
 import pytest
 from torch.distributed.checkpoint.metadata import StorageMeta
 
-from tests.multiproc.cases.script_cases import arguments, assert_refused, assert_same_training, launch, train
+from tests.multiproc.cases.script_cases import Scripts, arguments, assert_refused, assert_same_training
 from tests.support.checkpoints import by_name, make_model, run_action
 from tests.support.hosts import background_flags, reshardable_flags, resharding_flags, resume_tolerance
-from tests.support.pool import Pool
 from vtp_plugin.checkpoint.format import index
 from vtp_plugin.checkpoint.format.resolver import TRACKER
 from vtp_plugin.checkpoint.format.safe_pickle import load_safely
@@ -42,12 +41,6 @@ SAVING: dict[str, tuple[str, ...]] = {
 FIRST = [("bucket", "constant")]
 
 
-@pytest.fixture(scope="module")
-def pool(script_pool: Pool) -> Pool:
-    """Workers for scripts."""
-    return script_pool
-
-
 def names_of(checkpoint: Path) -> set[tuple[str, str]]:
     """Return what an index names."""
     found: set[tuple[str, str]] = set()
@@ -72,11 +65,11 @@ def names_of(checkpoint: Path) -> set[tuple[str, str]]:
     ],
 )
 def test_what_a_run_saves_is_read(
-    pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str, saving: str
+    scripts: Scripts, tmp_path: Path, capsys: pytest.CaptureFixture[str], form: str, saving: str
 ) -> None:
     """Four saves, since the second and the third may be made of what the ones before have kept."""
     model, runs = FORMS[form], tmp_path / "runs"
-    whole = train(pool, "1,2", [*model, *SAVING[saving], "--save", str(runs), "--save-interval", "1"])
+    whole = scripts.train("1,2", [*model, *SAVING[saving], "--save", str(runs), "--save-interval", "1"])
     for step in range(1, 5):
         checkpoint = runs / f"iter_{step:07d}"
         assert {name for name in names_of(checkpoint) if not index._is_allowed(*name)} == set()
@@ -85,7 +78,7 @@ def test_what_a_run_saves_is_read(
     for step in (2, 3):
         (runs / TRACKER).write_text(str(step))
         loading = [*model, *resharding_flags(), "--load", str(runs)]
-        assert_same_training(train(pool, "2,1", loading), whole, first=step, tolerance=resume_tolerance())
+        assert_same_training(scripts.train("2,1", loading), whole, first=step, tolerance=resume_tolerance())
         again = tmp_path / f"again{step}"
         assert run_action(capsys, "reshard", "--from", runs, "--to", again)[0] == 0
         assert run_action(capsys, "diff", runs, again)[0] == 0
@@ -94,18 +87,18 @@ def test_what_a_run_saves_is_read(
 
 @pytest.mark.needs("worker_on_cpus", cases=("background",))
 @pytest.mark.parametrize("saving", ["none", pytest.param("background", marks=pytest.mark.full)])
-def test_a_run_ends_at_the_save_that_nobody_could_read(pool: Pool, tmp_path: Path, saving: str) -> None:
+def test_a_run_ends_at_the_save_that_nobody_could_read(scripts: Scripts, tmp_path: Path, saving: str) -> None:
     """The checkpoint before stays the newest; in the format that the line names the run goes on."""
     saves = ["--save", str(tmp_path / "runs"), "--save-interval", "1", *SAVING[saving]]
     command = {"arguments": arguments("1,2", extra=[*DISTRIBUTED, *saves]), "hooks": ["name_a_date"]}
     words = "iter_0000002 cannot be read again: ", "names datetime.date", "save with --ckpt-format torch"
-    assert_refused(launch(pool, 3, command), *words)
+    assert_refused(scripts.launch(3, command), *words)
     assert (tmp_path / "runs" / TRACKER).read_text() == "1"
     assert [path.name for path in tmp_path.glob("runs/iter_*")] == ["iter_0000001"]
     way_out = ["--save", str(tmp_path / "other"), "--save-interval", "1", "--ckpt-format", "torch"]
-    whole = train(pool, "1,2", [*DISTRIBUTED, *way_out], hooks=["name_a_date"])
+    whole = scripts.train("1,2", [*DISTRIBUTED, *way_out], hooks=["name_a_date"])
     (tmp_path / "other" / TRACKER).write_text("2")
-    runs = train(pool, "1,2", [*DISTRIBUTED, "--load", str(tmp_path / "other"), *way_out[-2:]])
+    runs = scripts.train("1,2", [*DISTRIBUTED, "--load", str(tmp_path / "other"), *way_out[-2:]])
     assert_same_training(runs, whole, first=2, tolerance=resume_tolerance())
 
 

@@ -13,14 +13,12 @@ from tests.multiproc.cases.optimizer_state import assert_same_state
 from tests.multiproc.cases.saved_runs import train_stock
 from tests.multiproc.cases.script_cases import (
     ScriptRun,
+    Scripts,
     arguments,
     assert_refused,
     assert_same_training,
-    launch,
     num_ranks,
-    train,
 )
-from tests.support.pool import Pool
 
 pytestmark = [pytest.mark.needs("scripts_here"), pytest.mark.needs("our_example")]
 DISTRIBUTED = ["--use-distributed-optimizer", "--global-batch-size", "16", "--train-iters", "7"]
@@ -38,13 +36,7 @@ Stock = Callable[..., tuple[Path, list[ScriptRun]]]
 
 
 @pytest.fixture(scope="module")
-def pool(script_pool: Pool) -> Pool:
-    """Workers for scripts."""
-    return script_pool
-
-
-@pytest.fixture(scope="module")
-def stock(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Stock:
+def stock(scripts: Scripts, tmp_path_factory: pytest.TempPathFactory) -> Stock:
     """Runs of stock Megatron of seven steps, that save after the second one; each is made once."""
     known: dict[tuple[object, ...], tuple[Path, list[ScriptRun]]] = {}
 
@@ -54,7 +46,7 @@ def stock(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Stock:
             folder = tmp_path_factory.mktemp("stock")
             sizes = ",".join([str(tp)] * pp)
             saving = [*DISTRIBUTED, *extra, "--save", str(folder), "--save-interval", "2"]
-            runs = train_stock(pool, sizes, saving, dp=dp, hooks=["dump_optimizer"])
+            runs = train_stock(scripts, sizes, saving, dp=dp, hooks=["dump_optimizer"])
             (folder / "latest_checkpointed_iteration.txt").write_text("2")
             assert not (folder / "iter_0000002" / "vtp_optimizer_map.json").exists()
             known[key] = folder, runs
@@ -112,11 +104,11 @@ def _case(name: str, *, is_full: bool = True, **values: Any) -> Any:
         _case("experts-to-1,2", tp=2, target="1,2", model=EXPERTS),
     ],
 )
-def test_what_stock_megatron_saved_goes_on(pool: Pool, stock: Stock, case: FromStock) -> None:
+def test_what_stock_megatron_saved_goes_on(scripts: Scripts, stock: Stock, case: FromStock) -> None:
     """Masters, moments and steps are those of the writer bit by bit, and the next five steps are those that it took."""
     folder, whole = stock(case.tp, case.pp, case.dp, [*case.model, *case.wrote])
     loading = [*DISTRIBUTED, *case.model, *case.reads, "--load", str(folder)]
-    runs = train(pool, case.target, loading, dp=case.target_dp, hooks=["dump_optimizer"])
+    runs = scripts.train(case.target, loading, dp=case.target_dp, hooks=["dump_optimizer"])
     assert "successfully loaded checkpoint" in runs[0].output
     assert [len(run.steps) for run in runs] == [5] * len(runs)
     assert_same_state(runs, whole)
@@ -124,14 +116,14 @@ def test_what_stock_megatron_saved_goes_on(pool: Pool, stock: Stock, case: FromS
     assert_same_training(runs, whole, first=2, tolerance=tolerance)
 
 
-def test_another_model_is_refused(pool: Pool, stock: Stock) -> None:
+def test_another_model_is_refused(scripts: Scripts, stock: Stock) -> None:
     folder, _ = stock(1, 1, 1)
     _assert_refused(
-        pool, folder, ["--ffn-hidden-size", "384"], "the optimizer's ", "another model", "start with its options"
+        scripts, folder, ["--ffn-hidden-size", "384"], "the optimizer's ", "another model", "start with its options"
     )
 
 
-def _assert_refused(pool: Pool, folder: Path, extra: Sequence[str], *words: str) -> None:
+def _assert_refused(scripts: Scripts, folder: Path, extra: Sequence[str], *words: str) -> None:
     """Check that all ranks of a list end with one line."""
     command = arguments("1,2", extra=[*DISTRIBUTED, "--load", str(folder), *extra])
-    assert_refused(launch(pool, num_ranks("1,2"), {"arguments": command}), f"{folder}/iter_0000002", *words)
+    assert_refused(scripts.launch(num_ranks("1,2"), {"arguments": command}), f"{folder}/iter_0000002", *words)

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.cases.script_cases import arguments, assert_refused, assert_same_training, launch, succeeded, train
-from tests.support.pool import Pool
+from tests.multiproc.cases.script_cases import Scripts, arguments, assert_refused, assert_same_training
 
 pytestmark = pytest.mark.needs("scripts_here")
 
@@ -20,20 +19,14 @@ LATEST, TRACKER = "iter_0000004", "latest_checkpointed_iteration.txt"
 
 
 @pytest.fixture(scope="module")
-def pool(script_pool: Pool) -> Pool:
-    """Workers for scripts."""
-    return script_pool
-
-
-@pytest.fixture(scope="module")
-def written(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def written(scripts: Scripts, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Folders with checkpoints of steps 2 and 4; each is made once."""
     known: dict[tuple[str, ...], Path] = {}
 
     def write(*extra: str) -> Path:
         if extra not in known:
             folder = tmp_path_factory.mktemp("whole")
-            train(pool, "1,2", [*extra, "--save", str(folder), "--save-interval", "2"])
+            scripts.train("1,2", [*extra, "--save", str(folder), "--save-interval", "2"])
             known[extra] = folder
         return known[extra]
 
@@ -79,7 +72,7 @@ def _case(name: str, file: str, spoil: Callable[[Path], Any], *words: str, full:
     ],
 )
 def test_a_broken_file_is_named(
-    pool: Pool,
+    scripts: Scripts,
     written: Callable[..., Path],
     tmp_path: Path,
     pattern: str,
@@ -90,7 +83,7 @@ def test_a_broken_file_is_named(
     if pattern.endswith("common.pt") and not (folder / pattern).exists():
         pytest.skip("this Megatron writes no common.pt")
     spoil(folder / pattern)
-    runs = launch(pool, 3, {"arguments": arguments("1,2", extra=["--load", str(folder)])})
+    runs = scripts.launch(3, {"arguments": arguments("1,2", extra=["--load", str(folder)])})
     assert_refused(runs, str(folder / pattern), *words)
 
 
@@ -105,23 +98,28 @@ def test_a_broken_file_is_named(
     ],
 )
 def test_a_broken_file_of_one_rank_is_named(
-    pool: Pool, written: Callable[..., Path], tmp_path: Path, file: str, spoil: Callable[[Path], Any], words: list[str]
+    scripts: Scripts,
+    written: Callable[..., Path],
+    tmp_path: Path,
+    file: str,
+    spoil: Callable[[Path], Any],
+    words: list[str],
 ) -> None:
     """In the old format each rank has a file."""
     folder = Path(shutil.copytree(written(*LEGACY), tmp_path / "copy"))
     spoil(folder / LATEST / file)
-    runs = launch(pool, 3, {"arguments": arguments("1,2", extra=[*LEGACY, "--load", str(folder)])})
+    runs = scripts.launch(3, {"arguments": arguments("1,2", extra=[*LEGACY, "--load", str(folder)])})
     assert_refused(runs, str(folder / LATEST / file), *words)
 
 
 @pytest.mark.full
-def test_an_older_checkpoint_is_loaded_instead(pool: Pool, written: Callable[..., Path], tmp_path: Path) -> None:
+def test_an_older_checkpoint_is_loaded_instead(scripts: Scripts, written: Callable[..., Path], tmp_path: Path) -> None:
     """What the line recommends works; and a folder without any checkpoint is where a run begins."""
     folder = Path(shutil.copytree(written(), tmp_path / "copy"))
     _cut(folder / LATEST / "__0_0.distcp")
-    whole = train(pool, "1,2")
-    older = train(pool, "1,2", ["--load", str(folder), "--ckpt-step", "2"])
+    whole = scripts.train("1,2")
+    older = scripts.train("1,2", ["--load", str(folder), "--ckpt-step", "2"])
     assert_same_training(older, whole, first=2)
     fresh = ["--load", str(tmp_path / "none"), "--save", str(tmp_path / "none"), "--save-interval", "4"]
-    runs = succeeded(launch(pool, 3, {"arguments": arguments("1,2", extra=fresh)}))
+    runs = scripts.finish(3, {"arguments": arguments("1,2", extra=fresh)})
     assert_same_training(runs, whole)

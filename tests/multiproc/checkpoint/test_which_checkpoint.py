@@ -14,16 +14,14 @@ import pytest
 
 from tests.multiproc.cases.script_cases import (
     ScriptRun,
+    Scripts,
     arguments,
     assert_refused,
-    launch,
     losses,
     num_ranks,
     succeeded,
-    train,
 )
 from tests.support.lines import error_line
-from tests.support.pool import Pool
 from vtp_plugin.checkpoint.format.resolver import TRACKER
 
 pytestmark = pytest.mark.needs("scripts_here")
@@ -34,20 +32,14 @@ Written = Callable[[], tuple[Path, list[float]]]
 
 
 @pytest.fixture(scope="module")
-def pool(script_pool: Pool) -> Pool:
-    """Workers for scripts."""
-    return script_pool
-
-
-@pytest.fixture(scope="module")
-def written(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Written:
+def written(scripts: Scripts, tmp_path_factory: pytest.TempPathFactory) -> Written:
     """A folder with persistent checkpoints of steps 1, 2 and 3, made once, and the losses of the run."""
     known: list[tuple[Path, list[float]]] = []
 
     def write() -> tuple[Path, list[float]]:
         if not known:
             folder = tmp_path_factory.mktemp("written")
-            runs = train(pool, "1,2", [*OFTEN, "--save", str(folder), "--save-interval", "1"])
+            runs = scripts.train("1,2", [*OFTEN, "--save", str(folder), "--save-interval", "1"])
             known.append((folder, losses(runs)))
         return known[0]
 
@@ -75,40 +67,40 @@ def _damage(checkpoint: Path, is_deep: bool) -> None:
     file.write_bytes(data)
 
 
-def _load(pool: Pool, folder: Path, *words: str, sizes: str = "1,2") -> list[ScriptRun]:
+def _load(scripts: Scripts, folder: Path, *words: str, sizes: str = "1,2") -> list[ScriptRun]:
     extra = [*OFTEN, "--load", str(folder), *words]
-    return launch(pool, num_ranks(sizes), {"arguments": arguments(sizes, extra=extra)})
+    return scripts.launch(num_ranks(sizes), {"arguments": arguments(sizes, extra=extra)})
 
 
-def test_the_newest_intact_one_of_both_folders_is_loaded(pool: Pool, written: Written, tmp_path: Path) -> None:
+def test_the_newest_intact_one_of_both_folders_is_loaded(scripts: Scripts, written: Written, tmp_path: Path) -> None:
     """At 5eccb133 the run ended: it looked into ``--load`` alone."""
     source, whole = written()
     folder = _lay(source, tmp_path / "runs", [2], [1, 3])
     _damage(folder / "non_persistent" / "iter_0000003", is_deep=True)
-    runs = succeeded(_load(pool, folder, "--vtp-load-newest-valid"))
+    runs = succeeded(_load(scripts, folder, "--vtp-load-newest-valid"))
     said = " ".join(runs[0].output.replace("[vtp rank 0]", "").split())
     assert f"skipped: {folder}/non_persistent/iter_0000003/" in said
     assert f"loads {folder}/iter_0000002, the newest intact checkpoint" in said
     assert losses(runs) == whole[2:]
 
 
-def test_a_step_that_a_newer_one_overrules_is_refused(pool: Pool, written: Written, tmp_path: Path) -> None:
+def test_a_step_that_a_newer_one_overrules_is_refused(scripts: Scripts, written: Written, tmp_path: Path) -> None:
     """Megatron loads the newer one without a word. What the line says is done."""
     source, whole = written()
     folder = _lay(source, tmp_path / "runs", [2], [3])
     newest = folder / "non_persistent"
     line = f"--ckpt-step 2; Megatron loads {newest}/iter_0000003 in its place, which is newer and not persistent; "
-    assert_refused(_load(pool, folder, "--ckpt-step", "2"), f"{line}move {newest} away")
+    assert_refused(_load(scripts, folder, "--ckpt-step", "2"), f"{line}move {newest} away")
     newest.rename(tmp_path / "away")
-    assert losses(succeeded(_load(pool, folder, "--ckpt-step", "2"))) == whole[2:]
+    assert losses(succeeded(_load(scripts, folder, "--ckpt-step", "2"))) == whole[2:]
 
 
 @pytest.mark.full
-def test_a_uniform_list_warns_that_a_step_is_overruled(pool: Pool, written: Written, tmp_path: Path) -> None:
+def test_a_uniform_list_warns_that_a_step_is_overruled(scripts: Scripts, written: Written, tmp_path: Path) -> None:
     """There Megatron's own behaviour stays."""
     source, _ = written()
     folder = _lay(source, tmp_path / "runs", [2], [3])
-    runs = succeeded(_load(pool, folder, "--ckpt-step", "2", "--no-load-optim", "--no-load-rng", sizes="1,1"))
+    runs = succeeded(_load(scripts, folder, "--ckpt-step", "2", "--no-load-optim", "--no-load-rng", sizes="1,1"))
     said = " ".join(runs[0].output.replace("[vtp rank 0]", "").split())
     assert f"Megatron loads {folder}/non_persistent/iter_0000003 in its place" in said
     assert [len(run.steps) for run in runs] == [1, 1]
@@ -129,7 +121,7 @@ def test_a_uniform_list_warns_that_a_step_is_overruled(pool: Pool, written: Writ
     ids=str,
 )
 def test_ways_out_are_gone_until_a_run_trains(
-    pool: Pool,
+    scripts: Scripts,
     written: Written,
     tmp_path: Path,
     persistent: list[int],
@@ -144,7 +136,7 @@ def test_ways_out_are_gone_until_a_run_trains(
     _damage(folder / damaged, is_deep)
     flags = list(words)
     for _ in range(4):
-        runs = _load(pool, folder, *flags)
+        runs = _load(scripts, folder, *flags)
         if all(run.exit_code == 0 for run in runs):
             break
         line = next(found for run in runs if (found := error_line(run.output)) and "; " in found)
@@ -171,12 +163,12 @@ def _follow(line: str, flags: list[str]) -> list[str]:
 @pytest.mark.full
 @pytest.mark.parametrize("flag", ["--vtp-load-newest-valid", ""])
 def test_what_a_run_has_saved_comes_before_what_it_began_with(
-    pool: Pool, written: Written, tmp_path: Path, flag: str
+    scripts: Scripts, written: Written, tmp_path: Path, flag: str
 ) -> None:
     """A run that begins with other weights, and is stopped before its first persistent checkpoint."""
     source, whole = written()
     folder, pretrained = _lay(source, tmp_path / "runs", [], [2]), _lay(source, tmp_path / "pretrained", [3], [])
-    runs = succeeded(_load(pool, folder, "--pretrained-checkpoint", str(pretrained), *flag.split()))
+    runs = succeeded(_load(scripts, folder, "--pretrained-checkpoint", str(pretrained), *flag.split()))
     if flag:
         assert losses(runs) == whole[2:]
         return
@@ -185,11 +177,11 @@ def test_what_a_run_has_saved_comes_before_what_it_began_with(
 
 
 @pytest.mark.full
-def test_options_are_taken_from_the_one_that_is_chosen(pool: Pool, written: Written, tmp_path: Path) -> None:
+def test_options_are_taken_from_the_one_that_is_chosen(scripts: Scripts, written: Written, tmp_path: Path) -> None:
     """With --use-checkpoint-args a checkpoint is read before there are groups."""
     source, whole = written()
     folder = _lay(source, tmp_path / "runs", [2], [3])
     for file in (folder / "non_persistent" / "iter_0000003").glob("*.distcp"):
         file.unlink()
-    runs = succeeded(_load(pool, folder, "--vtp-load-newest-valid", "--use-checkpoint-args"))
+    runs = succeeded(_load(scripts, folder, "--vtp-load-newest-valid", "--use-checkpoint-args"))
     assert losses(runs) == whole[2:]

@@ -15,11 +15,10 @@ import pytest
 
 from tests.multiproc.cases.optimizer_state import assert_same_state
 from tests.multiproc.cases.saved_runs import SavedRuns, resume
-from tests.multiproc.cases.script_cases import assert_same_training
+from tests.multiproc.cases.script_cases import Scripts, assert_same_training
 from tests.multiproc.cases.stored_state import assert_stored_as_held
 from tests.support.checkpoints import as_older
 from tests.support.hosts import host_name, reshardable_flags
-from tests.support.pool import Pool
 from vtp_plugin.checkpoint.format.checkpoint_files import find_checkpoint
 from vtp_plugin.checkpoint.format.contents import Contents
 from vtp_plugin.checkpoint.format.resolver import BY_BLOCK, BY_BUCKET, BY_BUCKET_OLDER, BY_RANK, IN_MODEL_SPACE, PLAIN
@@ -38,12 +37,6 @@ EXPERTS = (
 OWN_EXPERTS = ("--expert-model-parallel-size", "2", "--expert-tensor-parallel-size", "1")
 OLDER = os.environ.get("VTP_OLDER_CHECKPOINTS", "")
 BUCKETED = ("--overlap-grad-reduce", "--ddp-bucket-size", "20000")
-
-
-@pytest.fixture(scope="module")
-def pool(script_pool: Pool) -> Pool:
-    """Workers for scripts."""
-    return script_pool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +138,7 @@ _OF_LISTS = (BY_BUCKET_OLDER, BY_BLOCK) if host_name() == "0.12" else (BY_BUCKET
         _by_rank("2-bf16", source="2", wrote=BY_OBJECT, model=(*UNTIED, "--bf16", "--swiglu"), readers=("1", "!1,2")),
     ],
 )
-def test_uniform_megatron_goes_on(pool: Pool, saved_runs: SavedRuns, tmp_path: Path, case: WrittenAgain) -> None:
+def test_uniform_megatron_goes_on(scripts: Scripts, saved_runs: SavedRuns, tmp_path: Path, case: WrittenAgain) -> None:
     """Masters, moments and steps are those of the writer bit by bit, and the next steps are those that it took."""
     wrote = [*case.model, *case.wrote]
     folder, whole = saved_runs(case.source, wrote, dp=case.dp, is_stock=case.is_stock)
@@ -155,14 +148,14 @@ def test_uniform_megatron_goes_on(pool: Pool, saved_runs: SavedRuns, tmp_path: P
     assert Contents(find_checkpoint(target)).form == case.made
     flags = [*case.model, *case.reads, *(() if case.form == PLAIN else DISTRIBUTED)]
     for reader in case.readers:
-        runs = resume(pool, target, reader.strip("!"), flags, is_stock=not reader.startswith("!"))
+        runs = resume(scripts, target, reader.strip("!"), flags, is_stock=not reader.startswith("!"))
         assert_same_state(runs, whole)
         assert_same_training(runs, whole, first=2, tolerance=2e-2 if "--bf16" in case.model else 1e-5)
 
 
 @pytest.mark.full
 @pytest.mark.needs("forgotten_blocks")
-def test_blocks_of_older_megatrons_go_on(pool: Pool, saved_runs: SavedRuns, tmp_path: Path) -> None:
+def test_blocks_of_older_megatrons_go_on(scripts: Scripts, saved_runs: SavedRuns, tmp_path: Path) -> None:
     """Newer ones do not read them; what is written again is as what they wrote themselves."""
     flags = [*DISTRIBUTED, *UNTIED]
     folder, whole = saved_runs("2,2", [*flags, *reshardable_flags()], dp=2)
@@ -171,7 +164,7 @@ def test_blocks_of_older_megatrons_go_on(pool: Pool, saved_runs: SavedRuns, tmp_
     target = tmp_path / "again"
     main(["checkpoint", "reshard", "--from", str(older), "--to", str(target), "--form", IN_MODEL_SPACE])
     for sizes, is_stock in (("1,1", True), ("1,2", False)):
-        runs = resume(pool, target, sizes, flags, is_stock=is_stock)
+        runs = resume(scripts, target, sizes, flags, is_stock=is_stock)
         assert_same_state(runs, whole)
         assert_same_training(runs, whole, first=2)
 
@@ -180,7 +173,7 @@ def test_blocks_of_older_megatrons_go_on(pool: Pool, saved_runs: SavedRuns, tmp_
 @pytest.mark.needs("forgotten_blocks")
 @pytest.mark.skipif(not OLDER, reason="no folder in VTP_OLDER_CHECKPOINTS")
 @pytest.mark.parametrize("form", [BY_BLOCK, BY_BUCKET_OLDER, BY_RANK])
-def test_what_megatron_0_12_has_saved_goes_on(pool: Pool, tmp_path: Path, form: str) -> None:
+def test_what_megatron_0_12_has_saved_goes_on(scripts: Scripts, tmp_path: Path, form: str) -> None:
     """Masters, moments and steps bit by bit, in stock Megatron and in unequal stages."""
     saved = [Contents(find_checkpoint(path.parent)) for path in sorted(Path(OLDER).glob("written?/latest_*.txt"))]
     older = next(each for each in saved if each.form == form and not each.arguments["swiglu"])
@@ -188,5 +181,5 @@ def test_what_megatron_0_12_has_saved_goes_on(pool: Pool, tmp_path: Path, form: 
     main(["checkpoint", "reshard", "--from", str(older.folder), "--to", str(target), "--form", IN_MODEL_SPACE])
     for sizes, is_stock, multiple in (("1,1", True, 12), ("1,2", False, 6)):
         vocabulary = ["--vocab-size", "4127", "--make-vocab-size-divisible-by", str(multiple)]
-        runs = resume(pool, target, sizes, [*DISTRIBUTED, *UNTIED, *vocabulary], is_stock=is_stock)
+        runs = resume(scripts, target, sizes, [*DISTRIBUTED, *UNTIED, *vocabulary], is_stock=is_stock)
         assert_stored_as_held(older, runs)

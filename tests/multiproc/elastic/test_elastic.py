@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.multiproc.cases.script_cases import Scripts
 from tests.multiproc.faults.elastic import Cluster, undisturbed
 from tests.multiproc.faults.fault_log import read_log, require_losses, require_samples
 from tests.multiproc.faults.faulty_gpt import LOG
@@ -44,7 +45,7 @@ def require_same(pool: Pool, cluster: Cluster, first: str, num_replicas: int = 1
 @pytest.mark.full
 @pytest.mark.needs("scripts_here")
 @pytest.mark.parametrize("optimizer", ["plain", "distributed"])
-def test_a_card_then_an_agent_are_lost(script_pool: Pool, tmp_path: Path, optimizer: str) -> None:
+def test_a_card_then_an_agent_are_lost(scripts: Scripts, tmp_path: Path, optimizer: str) -> None:
     flags = [*FIT, "--vtp-stages", "1:2", "--vtp-data-parallel-size", "1", "--train-iters", str(NUM_STEPS)]
     # Megatron 0.12 has no place for a tied embedding in the distributed optimizer of so narrow a model.
     untied = ["--untie-embeddings-and-output-weights"] if optimizer == "distributed" else []
@@ -61,15 +62,13 @@ def test_a_card_then_an_agent_are_lost(script_pool: Pool, tmp_path: Path, optimi
         assert cluster.finish("a") == 0, cluster.tail()
         assert list(dict.fromkeys(step.sizes for step in cluster.steps())) == ["2,2", "2,1", "2"]
         require_same(
-            script_pool,
-            cluster,
-            shlex.join(["--vtp-size-list", "2,2", "--make-vocab-size-divisible-by", "768", *untied]),
+            scripts, cluster, shlex.join(["--vtp-size-list", "2,2", "--make-vocab-size-divisible-by", "768", *untied])
         )
 
 
 @pytest.mark.full
 @pytest.mark.needs("scripts_here")
-def test_three_do_not_divide(script_pool: Pool, tmp_path: Path) -> None:
+def test_three_do_not_divide(scripts: Scripts, tmp_path: Path) -> None:
     """12 heads in 4 groups and sequence parallelism: of eight cards seven are left, and all seven go on."""
     flags = [*FIT, "--vtp-stages", "2:3", "--vtp-data-parallel-size", "1", "--train-iters", str(NUM_STEPS)]
     with Cluster(tmp_path, [*flags, "--sequence-parallel"]) as cluster:
@@ -80,14 +79,14 @@ def test_three_do_not_divide(script_pool: Pool, tmp_path: Path) -> None:
         os.kill(cluster.rank("b", 2), signal.SIGKILL)
         assert cluster.finish("a") == cluster.finish("b") == 0, cluster.tail()
         assert list(dict.fromkeys(step.sizes for step in cluster.steps())) == ["4,4", "4,2,1"]
-        require_same(script_pool, cluster, "--vtp-size-list 4,4 --make-vocab-size-divisible-by 128 --sequence-parallel")
+        require_same(scripts, cluster, "--vtp-size-list 4,4 --make-vocab-size-divisible-by 128 --sequence-parallel")
         text = cluster.log("a").read_text() + cluster.log("b").read_text()
         assert re.search(r"b has 3 devices, but no stage can have tensor-parallel size 3: --num-query-groups 4", text)
 
 
 @pytest.mark.full
 @pytest.mark.needs("scripts_here")
-def test_a_kill_without_a_fault_gives_the_same_list(script_pool: Pool, tmp_path: Path) -> None:
+def test_a_kill_without_a_fault_gives_the_same_list(scripts: Scripts, tmp_path: Path) -> None:
     flags = [*FIT, "--vtp-stages", "1:2", "--vtp-data-parallel-size", "1", "--train-iters", str(NUM_STEPS)]
     with Cluster(tmp_path, flags, nodes="2") as cluster:
         cluster.start("a", 1)
@@ -98,7 +97,7 @@ def test_a_kill_without_a_fault_gives_the_same_list(script_pool: Pool, tmp_path:
         assert {step.sizes for step in cluster.steps()} == {"1,2"}
         assert len(cluster.steps()) > NUM_STEPS
         require_same(
-            script_pool,
+            scripts,
             cluster,
             "--vtp-size-list 1,2 --make-vocab-size-divisible-by 768 --decoder-first-pipeline-num-layers 1",
         )
@@ -116,7 +115,7 @@ def _orphans(folder: Path) -> list[int]:
 
 @pytest.mark.full
 @pytest.mark.needs("our_example")
-def test_an_agent_comes_back(script_pool: Pool, tmp_path: Path) -> None:
+def test_an_agent_comes_back(scripts: Scripts, tmp_path: Path) -> None:
     """Its ranks count their restarts from zero. Each sample counts once; no process and no file is left."""
     before = {*os.listdir("/dev/shm")}
     flags = [*FIT, "--vtp-stages", "1:2", "--vtp-data-parallel-size", "1", "--train-iters", str(NUM_STEPS)]
@@ -132,7 +131,7 @@ def test_an_agent_comes_back(script_pool: Pool, tmp_path: Path) -> None:
         cluster.start("b", 2)
         cluster.wait_for("2,2", 3, above=last)
         assert cluster.finish("a") == cluster.finish("b") == 0, cluster.tail()
-        require_same(script_pool, cluster, "--vtp-size-list 2,2 --make-vocab-size-divisible-by 768")
+        require_same(scripts, cluster, "--vtp-size-list 2,2 --make-vocab-size-divisible-by 768")
         text = cluster.log("a").read_text() + cluster.log("b").read_text()
         pattern = r"lost with TP sizes (\S+): (\d+) steps? and (\d+) samples are repeated"
         lost = sorted(re.findall(pattern, text))
@@ -164,7 +163,7 @@ def test_an_agent_comes_back(script_pool: Pool, tmp_path: Path) -> None:
     ids=["the stage shrinks in both", "one replica less"],
 )
 def test_replicas(
-    script_pool: Pool, tmp_path: Path, stages: str, number: list[str], lists: list[str], replicas: list[str], first: str
+    scripts: Scripts, tmp_path: Path, stages: str, number: list[str], lists: list[str], replicas: list[str], first: str
 ) -> None:
     """A card of one of two replicas is lost."""
     flags = [*FIT, "--vtp-stages", stages, *number, "--train-iters", str(NUM_STEPS)]
@@ -180,10 +179,7 @@ def test_replicas(
         found = re.findall(r"chosen: --vtp-size-list (\S+), layers \S+, (\d) replica", text)
         assert found == [*zip(lists, replicas, strict=True)]
         require_same(
-            script_pool,
-            cluster,
-            f"--vtp-size-list {lists[0]} --make-vocab-size-divisible-by 768 {first}",
-            num_replicas=2,
+            scripts, cluster, f"--vtp-size-list {lists[0]} --make-vocab-size-divisible-by 768 {first}", num_replicas=2
         )
 
 
@@ -213,7 +209,7 @@ def test_a_u_shape_loses_cloud_then_edge(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.needs("scripts_here")
 @pytest.mark.parametrize("is_looped", [False, True], ids=["restarts", "loop"])
-def test_static_torchrun(script_pool: Pool, tmp_path: Path, is_looped: bool) -> None:
+def test_static_torchrun(scripts: Scripts, tmp_path: Path, is_looped: bool) -> None:
     """It restarts its ranks; or a shell starts it again. Then a start that nothing can cure ends the loop."""
     flags = [*FIT, "--vtp-stages", "1:2", "--vtp-data-parallel-size", "1", "--train-iters", str(NUM_STEPS)]
     with Cluster(
@@ -225,7 +221,7 @@ def test_static_torchrun(script_pool: Pool, tmp_path: Path, is_looped: bool) -> 
         os.kill(cluster.rank("a", 0), signal.SIGKILL)
         assert cluster.finish("a") == 0, cluster.tail()
         assert list(dict.fromkeys(step.sizes for step in cluster.steps())) == ["2,1", "2"]
-        require_same(script_pool, cluster, FIRST_OF_THREE)
+        require_same(scripts, cluster, FIRST_OF_THREE)
         assert "the launcher ended" not in cluster.log("a").read_text()
         if is_looped:
             cluster.start("a", 3, "--global-batch-size", "9")
@@ -254,7 +250,7 @@ def test_too_few_cards_wait_for_a_machine(tmp_path: Path) -> None:
 @pytest.mark.full
 @pytest.mark.needs("our_example")
 @pytest.mark.skipif(bool(why_not()), reason=why_not() or "namespaces can be made")
-def test_a_cable_is_pulled(script_pool: Pool, tmp_path: Path) -> None:
+def test_a_cable_is_pulled(scripts: Scripts, tmp_path: Path) -> None:
     """Hosts of their own: one is cut off, the other goes on; plugged in and started again, it comes back."""
     flags = [*FIT, "--vtp-stages", "1:2", "--vtp-data-parallel-size", "1", "--train-iters", str(NUM_STEPS)]
     script = "tests/multiproc/faults/faulty_gpt.py"
@@ -270,7 +266,7 @@ def test_a_cable_is_pulled(script_pool: Pool, tmp_path: Path) -> None:
         cluster.start("b", 2)
         cluster.wait_for("2,2", 3, above=last)
         assert cluster.finish("a") == cluster.finish("b") == 0, cluster.tail()
-        require_same(script_pool, cluster, "--vtp-size-list 2,2 --make-vocab-size-divisible-by 768")
+        require_same(scripts, cluster, "--vtp-size-list 2,2 --make-vocab-size-divisible-by 768")
         require_samples(read_log(tmp_path / "faults.jsonl"))
 
 

@@ -10,11 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiproc.cases.script_cases import arguments, launch, losses, succeeded
+from tests.multiproc.cases.script_cases import Scripts, arguments, losses, succeeded
 from tests.multiproc.faults.kill_trial import FORMATS, NUM_RANKS, SIZES, Trial, judge, resume, run_trial, train
 from tests.multiproc.hooks.kill_hooks import MUTANTS
 from tests.support.lines import error_line
-from tests.support.pool import Pool
 from tests.unit.checkpoint.test_damage import DAMAGES
 from vtp_plugin.checkpoint.format.index import MANIFEST
 from vtp_plugin.checkpoint.format.resolver import TRACKER
@@ -24,20 +23,14 @@ Known = Callable[[str], tuple[Path, list[float]]]
 
 
 @pytest.fixture(scope="module")
-def pool(script_pool: Pool) -> Pool:
-    """Workers for scripts."""
-    return script_pool
-
-
-@pytest.fixture(scope="module")
-def known(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Known:
+def known(scripts: Scripts, tmp_path_factory: pytest.TempPathFactory) -> Known:
     """Folders of runs that nothing happened to, with their losses; each is made once."""
     made: dict[str, tuple[Path, list[float]]] = {}
 
     def make(form: str) -> tuple[Path, list[float]]:
         if form not in made:
             folder = tmp_path_factory.mktemp("known") / "saved"
-            made[form] = folder, losses(succeeded(train(pool, folder, form)))
+            made[form] = folder, losses(succeeded(train(scripts, folder, form)))
         return made[form]
 
     return make
@@ -57,28 +50,32 @@ FULL = pytest.mark.full
         pytest.param(Trial("torch", "half of the tracker"), id="torch-half-tracker", marks=FULL),
     ],
 )
-def test_a_killed_run_goes_on_from_a_whole_checkpoint(pool: Pool, known: Known, tmp_path: Path, trial: Trial) -> None:
+def test_a_killed_run_goes_on_from_a_whole_checkpoint(
+    scripts: Scripts, known: Known, tmp_path: Path, trial: Trial
+) -> None:
     reference, whole = known(trial.form)
-    assert [*run_trial(pool, tmp_path / "trial", trial, reference)] == []
-    assert [*resume(pool, tmp_path / "trial", trial, whole)] == []
+    assert [*run_trial(scripts, tmp_path / "trial", trial, reference)] == []
+    assert [*resume(scripts, tmp_path / "trial", trial, whole)] == []
 
 
 @pytest.mark.full
 @pytest.mark.needs("worker_on_cpus")
 @pytest.mark.parametrize("point", ["half a shard", "before manifest"])
-def test_a_run_that_saves_in_the_background_is_killed(pool: Pool, known: Known, tmp_path: Path, point: str) -> None:
+def test_a_run_that_saves_in_the_background_is_killed(
+    scripts: Scripts, known: Known, tmp_path: Path, point: str
+) -> None:
     reference, _ = known("background")
-    assert [*run_trial(pool, tmp_path / "trial", Trial("background", point, save=3), reference)] == []
+    assert [*run_trial(scripts, tmp_path / "trial", Trial("background", point, save=3), reference)] == []
 
 
 @pytest.mark.full
 @pytest.mark.needs("worker_on_cpus")
 def test_a_run_that_fails_while_it_saves_in_the_background_leaves_the_one_before(
-    pool: Pool, known: Known, tmp_path: Path
+    scripts: Scripts, known: Known, tmp_path: Path
 ) -> None:
     reference, _ = known("background")
     folder, trial = tmp_path / "trial", Trial("background", "half a shard", save=3)
-    runs = train(pool, folder, trial.form, (), trial, act="sleep 5", hooks=["fail_in_next_step"])
+    runs = train(scripts, folder, trial.form, (), trial, act="sleep 5", hooks=["fail_in_next_step"])
     assert all(run.exit_code not in (0, None) for run in runs)
     assert "the disk is on fire" in runs[1].output and folder.with_suffix(".log").exists()
     assert (folder / "iter_0000001").exists() and not (folder / "iter_0000003").exists()
@@ -91,10 +88,10 @@ CONTROLS = {"early tracker": Trial("", "half a shard", save=1), "skipped shard":
 @pytest.mark.full
 @pytest.mark.parametrize("form", ["torch_dist", pytest.param("background", marks=pytest.mark.needs("worker_on_cpus"))])
 @pytest.mark.parametrize("mutant", MUTANTS)
-def test_controls_are_found(pool: Pool, known: Known, tmp_path: Path, mutant: str, form: str) -> None:
+def test_controls_are_found(scripts: Scripts, known: Known, tmp_path: Path, mutant: str, form: str) -> None:
     """A tracker that moves too early, which a kill then leaves, and a shard that is not there."""
     trial = replace(CONTROLS[mutant], form=form, mutant=mutant)
-    problems = [*run_trial(pool, tmp_path / "trial", trial, known(form)[0])]
+    problems = [*run_trial(scripts, tmp_path / "trial", trial, known(form)[0])]
     assert any(word in problem for problem in problems for word in ("the tracker says", ".distcp is missing")), problems
 
 
@@ -114,7 +111,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.parametrize("form", ["torch_dist", "torch"])
 @pytest.mark.parametrize("trouble", ["full", "read-only"])
 def test_a_disk_that_fails_leaves_the_checkpoint_before(
-    pool: Pool, known: Known, small_disk: Path, form: str, trouble: str
+    scripts: Scripts, known: Known, small_disk: Path, form: str, trouble: str
 ) -> None:
     reference, whole = known(form)
     folder, trial = small_disk / "saved", Trial(form, "before a shard", rank=0)
@@ -123,7 +120,7 @@ def test_a_disk_that_fails_leaves_the_checkpoint_before(
         subprocess.run(grow, check=True)
     # Mounted once more: the first mount cannot be read-only while files are open.
     act = "" if trouble == "full" else f"mount --bind {small_disk} {small_disk}; mount -o remount,bind,ro {small_disk}"
-    runs = train(pool, folder, form, (), None if trouble == "full" else trial, act=act)
+    runs = train(scripts, folder, form, (), None if trouble == "full" else trial, act=act)
     assert all(run.exit_code not in (0, None) for run in runs)
     error = "the file system is full" if trouble == "full" else "the file system is read-only"
     assert any(f"cannot be written: {error}" in run.output for run in runs), runs[0].output[-3000:]
@@ -131,14 +128,14 @@ def test_a_disk_that_fails_leaves_the_checkpoint_before(
         subprocess.run(["umount", str(small_disk)], check=True)
     subprocess.run(grow, check=True)
     assert [*judge(folder, trial, reference)] == []
-    assert [*resume(pool, folder, trial, whole)] == []
+    assert [*resume(scripts, folder, trial, whole)] == []
 
 
 @pytest.mark.full
-def test_a_folder_that_vanishes_ends_the_run(pool: Pool, known: Known, tmp_path: Path) -> None:
+def test_a_folder_that_vanishes_ends_the_run(scripts: Scripts, known: Known, tmp_path: Path) -> None:
     reference, _ = known("torch_dist")
     folder, trial = tmp_path / "trial", Trial("torch_dist", "before metadata", rank=0)
-    runs = train(pool, folder, trial.form, (), trial, act=f"mv {folder} {tmp_path / 'gone'}")
+    runs = train(scripts, folder, trial.form, (), trial, act=f"mv {folder} {tmp_path / 'gone'}")
     assert all(run.exit_code not in (0, None) for run in runs)
     assert any("cannot be written: the folder is gone" in run.output for run in runs), runs[0].output[-3000:]
     assert [*judge(tmp_path / "gone", trial, reference)] == []
@@ -151,48 +148,50 @@ FILES = ["metadata.json", ".metadata", "__1_0.distcp", MANIFEST]
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", FILES)
 def test_damage_is_refused_by_name_or_passed_over(
-    pool: Pool, known: Known, tmp_path: Path, name: str, damage: str
+    scripts: Scripts, known: Known, tmp_path: Path, name: str, damage: str
 ) -> None:
-    _spoil_and_load(pool, known, tmp_path, "torch_dist", name, damage)
+    _spoil_and_load(scripts, known, tmp_path, "torch_dist", name, damage)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("damage", DAMAGES)
 @pytest.mark.parametrize("name", ["mp_rank_00_000/model_optim_rng.pt", "mp_rank_01_001/model_optim_rng.pt", MANIFEST])
 def test_damage_of_the_old_format_is_refused_by_name_or_passed_over(
-    pool: Pool, known: Known, tmp_path: Path, name: str, damage: str
+    scripts: Scripts, known: Known, tmp_path: Path, name: str, damage: str
 ) -> None:
-    _spoil_and_load(pool, known, tmp_path, "torch", name, damage)
+    _spoil_and_load(scripts, known, tmp_path, "torch", name, damage)
 
 
-def test_a_flipped_bit_is_refused_by_name_and_passed_over(pool: Pool, known: Known, tmp_path: Path) -> None:
-    _spoil_and_load(pool, known, tmp_path, "torch_dist", "__1_0.distcp", "bit")
+def test_a_flipped_bit_is_refused_by_name_and_passed_over(scripts: Scripts, known: Known, tmp_path: Path) -> None:
+    _spoil_and_load(scripts, known, tmp_path, "torch_dist", "__1_0.distcp", "bit")
 
 
-def _spoil_and_load(pool: Pool, known: Known, tmp_path: Path, form: str, name: str, damage: str) -> None:
+def _spoil_and_load(scripts: Scripts, known: Known, tmp_path: Path, form: str, name: str, damage: str) -> None:
     reference, whole = known(form)
     folder = Path(shutil.copytree(reference, tmp_path / "copy"))
     (folder / TRACKER).write_text("3")
     file = folder / "iter_0000003" / name
     DAMAGES[damage](file)
     words = arguments(SIZES, extra=[*FORMATS[form], "--load", str(folder)])
-    refused = launch(pool, NUM_RANKS, {"arguments": words})
+    refused = scripts.launch(NUM_RANKS, {"arguments": words})
     # A rank that reads a piece ends by itself, before the others have come to the end of their own.
     assert all(run.exit_code not in (0, None) and not run.steps for run in refused)
     assert all(str(file) in (error_line(run.output) or "") for run in refused), [run.output[-3000:] for run in refused]
-    runs = succeeded(launch(pool, NUM_RANKS, {"arguments": [*words, "--vtp-load-newest-valid"]}))
+    runs = scripts.finish(NUM_RANKS, {"arguments": [*words, "--vtp-load-newest-valid"]})
     assert f"skipped: {file}" in runs[0].output.replace("\n", " ").replace("[vtp rank 0]", "").replace("  ", " ")
     assert losses(runs) == whole[2:]
 
 
 @pytest.mark.full
-def test_without_a_manifest_a_checkpoint_loads_and_one_line_says_so(pool: Pool, known: Known, tmp_path: Path) -> None:
+def test_without_a_manifest_a_checkpoint_loads_and_one_line_says_so(
+    scripts: Scripts, known: Known, tmp_path: Path
+) -> None:
     """As an older version saved it: then the stored arguments know of none."""
     folder = tmp_path / "old"
     words = arguments(SIZES, extra=["--save", str(folder), "--save-interval", "2", "--vtp-log-level", "INFO"])
-    succeeded(pool.run(NUM_RANKS, "tests.multiproc.jobs.script_job:run_script", {
+    succeeded(scripts.run(NUM_RANKS, "tests.multiproc.jobs.script_job:run_script", {
         "arguments": words, "hooks": ["forget_the_manifest"]}, timeout_s=150.0))  # fmt: skip
     assert not any(folder.glob(f"*/{MANIFEST}"))
     (folder / TRACKER).write_text("2")
-    runs = succeeded(launch(pool, NUM_RANKS, {"arguments": arguments(SIZES, extra=["--load", str(folder)])}))
+    runs = scripts.finish(NUM_RANKS, {"arguments": arguments(SIZES, extra=["--load", str(folder)])})
     assert runs[0].output.count(MANIFEST) == 1 and losses(runs) == known("torch_dist")[1][2:]

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiproc.cases.script_cases import arguments, assert_refused, launch, losses, train
+from tests.multiproc.cases.script_cases import Scripts, arguments, assert_refused, losses
 from tests.support.hosts import PYTHON_PATH, ROOT, example_script
 from tests.support.lines import error_line
 from tests.support.pace import pace
-from tests.support.pool import ENVIRONMENT, Pool, free_port
+from tests.support.pool import ENVIRONMENT, free_port
 from vtp_plugin.checkpoint.format.resolver import TRACKER
 from vtp_plugin.checkpoint.save.saving import LOCK
 
@@ -48,16 +48,10 @@ def held(folder: Path) -> Iterator[int]:
         other.communicate()
 
 
-@pytest.fixture(scope="module")
-def pool(script_pool: Pool) -> Pool:
-    """Workers for scripts."""
-    return script_pool
-
-
-def refused(pool: Pool, sizes: str, extra: Sequence[str], *words: str, **options: object) -> None:
+def refused(scripts: Scripts, sizes: str, extra: Sequence[str], *words: str, **options: object) -> None:
     """All ranks end with one line, and none has trained."""
     kwargs = {"arguments": arguments(sizes, extra=[*extra, *OFTEN, *PATIENCE]), **options}
-    runs = launch(pool, sum(map(int, sizes.split(","))), kwargs)
+    runs = scripts.launch(sum(map(int, sizes.split(","))), kwargs)
     assert_refused(runs, *words)
     assert not any("initializing torch distributed" in run.output for run in runs), "refused too late"
     assert not any(run.steps for run in runs)
@@ -74,58 +68,60 @@ def refused(pool: Pool, sizes: str, extra: Sequence[str], *words: str, **options
         pytest.param("1", [], marks=pytest.mark.full),
     ],
 )
-def test_the_second_run_is_refused_on_all_ranks(pool: Pool, tmp_path: Path, sizes: str, extra: Sequence[str]) -> None:
+def test_the_second_run_is_refused_on_all_ranks(
+    scripts: Scripts, tmp_path: Path, sizes: str, extra: Sequence[str]
+) -> None:
     folder = tmp_path / "runs"
     with held(folder) as process:
         (folder / "partial_iter_0000002").mkdir()
         rule = f"--save {folder} belongs to another run, first (process {process} on "
         way_out = "; each would overwrite the other's checkpoints; give another folder, or end that run"
-        refused(pool, sizes, ["--save", str(folder), *extra], rule, way_out)
+        refused(scripts, sizes, ["--save", str(folder), *extra], rule, way_out)
         assert {path.name for path in folder.iterdir()} == {LOCK, "partial_iter_0000002"}
         assert json.loads((folder / LOCK).read_text())["process"] == process
 
 
-def test_what_saves_nothing_takes_no_folder(pool: Pool, tmp_path: Path) -> None:
+def test_what_saves_nothing_takes_no_folder(scripts: Scripts, tmp_path: Path) -> None:
     """A run that reads a folder which another one has, and the same once more while the first still lives."""
-    train(pool, "1,2", ["--save", str(tmp_path), *OFTEN, "--exit-interval", "2"])
+    scripts.train("1,2", ["--save", str(tmp_path), *OFTEN, "--exit-interval", "2"])
     assert (tmp_path / TRACKER).read_text() == "2"
     with held(tmp_path):
         before = (tmp_path / LOCK).read_bytes()
-        assert len(losses(train(pool, "1,2", ["--load", str(tmp_path), *PATIENCE]))) == 2
+        assert len(losses(scripts.train("1,2", ["--load", str(tmp_path), *PATIENCE]))) == 2
         skipped = ["--load", str(tmp_path), "--save", str(tmp_path), "--skip-train", "--eval-iters", "1"]
-        assert not any(run.steps for run in train(pool, "1,2", [*skipped, *OFTEN, *PATIENCE]))
+        assert not any(run.steps for run in scripts.train("1,2", [*skipped, *OFTEN, *PATIENCE]))
         assert (tmp_path / LOCK).read_bytes() == before
     assert not (tmp_path / "iter_0000004").exists()
 
 
 @pytest.mark.full
-def test_folders_of_their_own(pool: Pool, tmp_path: Path) -> None:
+def test_folders_of_their_own(scripts: Scripts, tmp_path: Path) -> None:
     """Every rank has a folder, as sites have: each is locked, and the one that another run has is named."""
     folders = [tmp_path / str(rank) for rank in range(3)]
     by_rank = {rank: ["--save", str(folder)] for rank, folder in enumerate(folders)}
-    train(pool, "1,2", [*LEGACY, *OFTEN, *PATIENCE], by_rank=by_rank)
+    scripts.train("1,2", [*LEGACY, *OFTEN, *PATIENCE], by_rank=by_rank)
     tokens = {json.loads((folder / LOCK).read_text())["token"] for folder in folders}
     assert len(tokens) == 1
     with held(folders[2]):
-        refused(pool, "1,2", LEGACY, f"rank 2: --save {folders[2]} belongs to another run", by_rank=by_rank)
+        refused(scripts, "1,2", LEGACY, f"rank 2: --save {folders[2]} belongs to another run", by_rank=by_rank)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("what", ["non-persistent", "converted"])
-def test_other_folders_of_checkpoints(pool: Pool, tmp_path: Path, what: str) -> None:
+def test_other_folders_of_checkpoints(scripts: Scripts, tmp_path: Path, what: str) -> None:
     saved, other = tmp_path / "saved", tmp_path / "other"
     flags = ["--non-persistent-ckpt-type", "global", "--non-persistent-save-interval", "2"]
     flags += ["--save", str(saved), "--non-persistent-global-ckpt-dir", str(other)]
     if what == "converted":
-        train(pool, "1,2", ["--save", str(saved), *OFTEN, "--exit-interval", "2"])
+        scripts.train("1,2", ["--save", str(saved), *OFTEN, "--exit-interval", "2"])
         flags = ["--load", str(saved), "--ckpt-convert-format", "torch", "--ckpt-convert-save", str(tmp_path)]
         other = tmp_path / "torch"
     with held(other):
-        refused(pool, "1,2", flags, f"{other} belongs to another run, first")
+        refused(scripts, "1,2", flags, f"{other} belongs to another run, first")
 
 
 @pytest.mark.parametrize("what", ["a link", "a pipe", "two names", "a file for a folder"])
-def test_the_lock_is_written_nowhere_else(pool: Pool, tmp_path: Path, what: str) -> None:
+def test_the_lock_is_written_nowhere_else(scripts: Scripts, tmp_path: Path, what: str) -> None:
     folder, victim = tmp_path / "runs", tmp_path / "victim"
     folder.mkdir()
     victim.write_text("a key")
@@ -140,11 +136,11 @@ def test_the_lock_is_written_nowhere_else(pool: Pool, tmp_path: Path, what: str)
     else:
         folder = victim
         words = f"--save {victim} cannot be written (File exists"
-    refused(pool, "1", ["--save", str(folder)], words)
+    refused(scripts, "1", ["--save", str(folder)], words)
     assert victim.read_text() == "a key"
     if folder != victim:
         (folder / LOCK).unlink()  # the way out
-        train(pool, "1", ["--save", str(folder), *OFTEN])
+        scripts.train("1", ["--save", str(folder), *OFTEN])
 
 
 def _start(folder: Path, num_steps: int, log: Path) -> subprocess.Popen[bytes]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.cases.script_cases import losses, train
+from tests.multiproc.cases.script_cases import Scripts, losses
 from tests.multiproc.jobs.probe_job import Tried
 from tests.ordering.check import check
 from tests.ordering.trace import parse_trace
@@ -87,28 +87,28 @@ WIDE = ["--seq-length", "600", "--max-position-embeddings", "600", "--train-iter
 
 
 @pytest.mark.full
-def test_a_script_tries_and_says_so(script_pool: Pool) -> None:
+def test_a_script_tries_and_says_so(scripts: Scripts) -> None:
     """300 KiB cross between the stages; whatever was faster, the losses are those of a run with a strategy by hand."""
-    runs = train(script_pool, "1,2", WIDE)
+    runs = scripts.train("1,2", WIDE)
     pattern = (
         r"boundary 0->1: (?:rank0|sliced) \(tried with (?:256|300) KiB: rank0 [\d.]+ ms, sliced [\d.]+ ms one way\)"
     )
     assert len(re.findall(pattern, runs[0].output)) == 1, runs[0].output
-    by_hand = train(script_pool, "1,2", [*WIDE, "--vtp-transport-threshold", "1MiB"])
+    by_hand = scripts.train("1,2", [*WIDE, "--vtp-transport-threshold", "1MiB"])
     assert "are fewer than 1048576, as --vtp-transport-threshold says" in " ".join(by_hand[0].output.split())
     assert "tried with" not in by_hand[0].output
     assert losses(runs) == losses(by_hand)
 
 
 @pytest.mark.full
-def test_a_script_tries_to_cut_between_equal_stages(script_pool: Pool) -> None:
+def test_a_script_tries_to_cut_between_equal_stages(scripts: Scripts) -> None:
     """Whatever was faster, the losses are those of ranks that send all they have to their partners."""
     extra = [*WIDE, "--vtp-force"]
-    runs = train(script_pool, "2,2", extra)
+    runs = scripts.train("2,2", extra)
     pattern = (
         r"boundary 0->1: (?:sliced|divided) \(tried with (?:256|300) KiB: sliced [\d.]+ ms, divided [\d.]+ ms one way\)"
     )
     assert len(re.findall(pattern, runs[0].output)) == 1, runs[0].output
-    whole = train(script_pool, "2,2", [*extra, "--vtp-transport", "sliced"])
+    whole = scripts.train("2,2", [*extra, "--vtp-transport", "sliced"])
     assert "tried with" not in whole[0].output
     assert losses(runs) == losses(whole)

@@ -11,17 +11,14 @@ import pytest
 
 from tests.multiproc.cases.script_cases import (
     ScriptRun,
+    Scripts,
     arguments,
     assert_refused,
     assert_same_training,
-    launch,
     num_ranks,
-    succeeded,
-    train,
 )
 from tests.support.hosts import logs_one_replica, reshardable_flags, resharding_flags, saves_distributed
 from tests.support.lines import warnings
-from tests.support.pool import Pool
 
 pytestmark = [pytest.mark.needs("experts"), pytest.mark.needs("scripts_here")]
 
@@ -74,28 +71,30 @@ class Start:
     losses: dict[str, list[float]]
 
 
-def begin(pool: Pool, folder: Path, *extra: str) -> Start:
+def begin(scripts: Scripts, folder: Path, *extra: str) -> Start:
     """Train the uniform run, with two replicas."""
     words = [word for word in EXPERTS if word != "--sequence-parallel"]
     words += ["--expert-model-parallel-size", "2", *STEPS, *extra]
     saved, events = folder / "saved", folder / "events"
-    train(pool, "1,1", [*words, "--save", str(saved), "--save-interval", "1", "--exit-interval", "1"], dp=2)
-    runs = train(pool, "1,1", [*words, "--load", str(saved), "--tensorboard-dir", str(events)], dp=2)
+    scripts.train("1,1", [*words, "--save", str(saved), "--save-interval", "1", "--exit-interval", "1"], dp=2)
+    runs = scripts.train("1,1", [*words, "--load", str(saved), "--tensorboard-dir", str(events)], dp=2)
     return Start(saved, runs, router_losses(runs, events))
 
 
 @pytest.fixture(scope="module")
-def start(script_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Start:
+def start(scripts: Scripts, tmp_path_factory: pytest.TempPathFactory) -> Start:
     """Begin once."""
-    return begin(script_pool, tmp_path_factory.mktemp("experts"), *RESHARDABLE)
+    return begin(scripts, tmp_path_factory.mktemp("experts"), *RESHARDABLE)
 
 
-def check_logs(pool: Pool, start: Start, tmp_path: Path, sizes: str, extra: Sequence[str], world_size: int) -> None:
+def check_logs(
+    scripts: Scripts, start: Start, tmp_path: Path, sizes: str, extra: Sequence[str], world_size: int
+) -> None:
     """Go on from the checkpoint: training and all logged losses are those of the uniform run."""
     events = tmp_path / "events"
     words = [*EXPERTS, *RESHARDABLE, *STEPS, *BATCH, *extra, *resharding_flags(), "--load", str(start.folder)]
     command = arguments(sizes, extra=[*words, "--tensorboard-dir", str(events)])
-    runs = succeeded(launch(pool, world_size, {"arguments": command}))
+    runs = scripts.finish(world_size, {"arguments": command})
     assert_same_training(runs, start.runs)
     found = router_losses(runs, events)
     assert found.keys() == start.losses.keys()
@@ -119,10 +118,10 @@ def check_logs(pool: Pool, start: Start, tmp_path: Path, sizes: str, extra: Sequ
     ],
 )
 def test_logged_router_losses(
-    script_pool: Pool, start: Start, tmp_path: Path, sizes: str, extra: list[str], world_size: int
+    scripts: Scripts, start: Start, tmp_path: Path, sizes: str, extra: list[str], world_size: int
 ) -> None:
     """In a U, and with different numbers of replicas, too."""
-    check_logs(script_pool, start, tmp_path, sizes, extra, world_size)
+    check_logs(scripts, start, tmp_path, sizes, extra, world_size)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +139,7 @@ def test_logged_router_losses(
     ],
 )
 def test_the_norm_of_all_weights(
-    script_pool: Pool, start: Start, tmp_path: Path, sizes: str, extra: list[str], world_size: int
+    scripts: Scripts, start: Start, tmp_path: Path, sizes: str, extra: list[str], world_size: int
 ) -> None:
     """Each expert counts once, whichever ranks hold it.
 
@@ -150,9 +149,9 @@ def test_the_norm_of_all_weights(
     words += ["--use-distributed-optimizer"] if extra[-1] == "1,2" else []
     hooks = ["note_params_norms"]
     uniform = [word for word in words if word != "--sequence-parallel"]
-    wanted = train(script_pool, "1,1", [*uniform, "--expert-model-parallel-size", "2"], dp=2, hooks=hooks)
+    wanted = scripts.train("1,1", [*uniform, "--expert-model-parallel-size", "2"], dp=2, hooks=hooks)
     command = arguments(sizes, extra=[*words, *resharding_flags(), *extra])
-    runs = succeeded(launch(script_pool, world_size, {"arguments": command, "hooks": hooks}))
+    runs = scripts.finish(world_size, {"arguments": command, "hooks": hooks})
     assert_same_training(runs, wanted)
     for run in runs:
         assert run.facts["params_norms"] == pytest.approx(wanted[0].facts["params_norms"], rel=1e-6)
@@ -160,12 +159,12 @@ def test_the_norm_of_all_weights(
 
 @pytest.mark.full
 @pytest.mark.parametrize("pattern", ["([0]*2+[1]*2)", "([1]*2+[0]*2)"])
-def test_a_stage_without_experts_logs(script_pool: Pool, tmp_path: Path, pattern: str) -> None:
+def test_a_stage_without_experts_logs(scripts: Scripts, tmp_path: Path, pattern: str) -> None:
     """The first one, or the one that logs."""
     only_some = ["--moe-layer-freq", pattern]
-    start = begin(script_pool, tmp_path, *RESHARDABLE, *only_some)
+    start = begin(scripts, tmp_path, *RESHARDABLE, *only_some)
     assert sum(any(values) for name, values in start.losses.items() if name.startswith("moe/")) == 4
-    check_logs(script_pool, start, tmp_path / "unequal", "1,2", [*UNEQUAL, *only_some], 3)
+    check_logs(scripts, start, tmp_path / "unequal", "1,2", [*UNEQUAL, *only_some], 3)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +180,7 @@ def test_a_stage_without_experts_logs(script_pool: Pool, tmp_path: Path, pattern
     ],
 )
 def test_checkpoints_move_between_lists(
-    script_pool: Pool,
+    scripts: Scripts,
     start: Start,
     tmp_path: Path,
     sizes: str,
@@ -193,27 +192,27 @@ def test_checkpoints_move_between_lists(
     """An unequal run goes on from the uniform checkpoint; another list goes on from the unequal one's."""
     words = [*EXPERTS, *STEPS, *BATCH, *resharding_flags(), *(RESHARDABLE if saves_distributed() else ())]
     if not saves_distributed():
-        start = begin(script_pool, tmp_path / "start")
+        start = begin(scripts, tmp_path / "start")
     saving = ["--load", str(start.folder), "--save", str(tmp_path), "--save-interval", "1"]
-    assert_same_training(train(script_pool, sizes, [*words, *extra, *saving], dp=dp), start.runs)
+    assert_same_training(scripts.train(sizes, [*words, *extra, *saving], dp=dp), start.runs)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
-    again = train(script_pool, other, [*words, *other_extra, "--load", str(tmp_path)])
+    again = scripts.train(other, [*words, *other_extra, "--load", str(tmp_path)])
     assert_same_training(again, start.runs, first=1)
 
 
 @pytest.mark.full
-def test_checkpoints_of_one_list(script_pool: Pool, tmp_path: Path) -> None:
+def test_checkpoints_of_one_list(scripts: Scripts, tmp_path: Path) -> None:
     """Megatron's usual format has the shards of the optimizer under the number of their group of ranks.
 
     Numbers of experts' copies differ between the stages, and so do those of the groups.
     """
     words = [*EXPERTS, *DISTRIBUTED, *STEPS, *SEVERAL_COPIES]
     saving = ["--save", str(tmp_path), "--save-interval", "2"]
-    whole = train(script_pool, "1,2", [*words, *saving], dp=2)
+    whole = scripts.train("1,2", [*words, *saving], dp=2)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
-    again = train(script_pool, "1,2", [*words, "--load", str(tmp_path)], dp=2)
+    again = scripts.train("1,2", [*words, "--load", str(tmp_path)], dp=2)
     assert_same_training(again, whole, first=2)
-    anew = train(script_pool, "1,2", [*words, "--load", str(tmp_path), "--no-load-optim"], dp=2)
+    anew = scripts.train("1,2", [*words, "--load", str(tmp_path), "--no-load-optim"], dp=2)
     with pytest.raises(AssertionError):
         assert_same_training(anew, whole, first=2)
 
@@ -229,18 +228,18 @@ def test_checkpoints_of_one_list(script_pool: Pool, tmp_path: Path) -> None:
     ],
 )
 def test_an_optimizer_without_experts_of_its_own_is_refused(
-    script_pool: Pool, tmp_path: Path, saved: Sequence[str], loaded: Sequence[str], optimizer: Sequence[str]
+    scripts: Scripts, tmp_path: Path, saved: Sequence[str], loaded: Sequence[str], optimizer: Sequence[str]
 ) -> None:
     """Megatron gives experts an optimizer of their own in some layouts only, and one cannot load the other."""
     words = [*EXPERTS, *BATCH, "--train-iters", "2", *(optimizer if saves_distributed() else ())]
     saving = ["--save", str(tmp_path), "--save-interval", "1", "--exit-interval", "1"]
-    train(script_pool, "1,2", [*words, *saved, *saving])
+    scripts.train("1,2", [*words, *saved, *saving])
     command = arguments("1,2", extra=[*words, *loaded, "--load", str(tmp_path)])
     own, common = "--vtp-size-list 1,2 --vtp-ep-list 1,2 --vtp-etp-list 1,1", "--vtp-size-list 1,2"
     saver, loader = (own, common) if saved else (common, own)
     texts = (f"saved by {saver}, this run has {loader}",)
-    assert_refused(launch(script_pool, num_ranks("1,2"), {"arguments": command}), *texts, "--no-load-optim")
-    train(script_pool, "1,2", [*words, *loaded, *resharding_flags(), "--load", str(tmp_path), "--no-load-optim"])
+    assert_refused(scripts.launch(num_ranks("1,2"), {"arguments": command}), *texts, "--no-load-optim")
+    scripts.train("1,2", [*words, *loaded, *resharding_flags(), "--load", str(tmp_path), "--no-load-optim"])
 
 
 @pytest.mark.needs("forced_balance", cases=("forced",))
@@ -254,13 +253,13 @@ def test_an_optimizer_without_experts_of_its_own_is_refused(
         pytest.param("--moe-router-force-biased 1.0", id="biased", marks=pytest.mark.full),
     ],
 )
-def test_noise_of_the_routers(script_pool: Pool, start: Start, option: str) -> None:
+def test_noise_of_the_routers(scripts: Scripts, start: Start, option: str) -> None:
     """What each rank decides for the tokens that it routes: a run says so, repeats itself, and repeats no other."""
     words = [*EXPERTS, *RESHARDABLE, *STEPS, *BATCH, *resharding_flags(), "--load", str(start.folder), *option.split()]
-    first, second = (train(script_pool, "1,2", [*words, *UNEQUAL]) for _ in range(2))
+    first, second = (scripts.train("1,2", [*words, *UNEQUAL]) for _ in range(2))
     assert_same_training(first, second, tolerance=0.0)
     equal = [word for word in words if word != "--sequence-parallel"]
-    uniform = train(script_pool, "1,1", [*equal, "--expert-model-parallel-size", "2"], dp=2)
+    uniform = scripts.train("1,1", [*equal, "--expert-model-parallel-size", "2"], dp=2)
     for other in (uniform, start.runs):
         with pytest.raises(AssertionError, match="of step"):
             assert_same_training(first, other)
@@ -272,13 +271,13 @@ def test_noise_of_the_routers(script_pool: Pool, start: Start, option: str) -> N
 
 @pytest.mark.full
 @pytest.mark.needs("biased_balance")
-def test_ranks_share_the_bias_of_biased_routers(script_pool: Pool, start: Start) -> None:
+def test_ranks_share_the_bias_of_biased_routers(scripts: Scripts, start: Start) -> None:
     """Without the random logits beside it such a run is the uniform one. Below 0 the bias of a layer is drawn once."""
     words = [*EXPERTS, *RESHARDABLE, *STEPS, *BATCH, *resharding_flags(), "--load", str(start.folder)]
     words += ["--moe-router-force-biased", "-1.0"]
-    runs = train(script_pool, "1,2", [*words, *UNEQUAL], hooks=["keep_logits"])
+    runs = scripts.train("1,2", [*words, *UNEQUAL], hooks=["keep_logits"])
     equal = [word for word in words if word != "--sequence-parallel"]
-    uniform = train(script_pool, "1,1", [*equal, "--expert-model-parallel-size", "2"], dp=2, hooks=["keep_logits"])
+    uniform = scripts.train("1,1", [*equal, "--expert-model-parallel-size", "2"], dp=2, hooks=["keep_logits"])
     assert_same_training(runs, uniform)
     with pytest.raises(AssertionError, match="of step"):
         assert_same_training(runs, start.runs)
@@ -296,8 +295,8 @@ def test_ranks_share_the_bias_of_biased_routers(script_pool: Pool, start: Start)
     ],
     ids=lambda value: value[0] if isinstance(value, tuple) else str(value),
 )
-def test_experts_that_do_not_fit_are_refused(script_pool: Pool, flags: tuple[str, ...], words: tuple[str, ...]) -> None:
+def test_experts_that_do_not_fit_are_refused(scripts: Scripts, flags: tuple[str, ...], words: tuple[str, ...]) -> None:
     extra = [*EXPERTS, *flags]
     if flags[0] == "--no-sequence-parallel":
         extra = [word for word in EXPERTS if word != "--sequence-parallel"]
-    assert_refused(launch(script_pool, num_ranks("1,2"), {"arguments": arguments("1,2", extra=extra)}), *words)
+    assert_refused(scripts.launch(num_ranks("1,2"), {"arguments": arguments("1,2", extra=extra)}), *words)

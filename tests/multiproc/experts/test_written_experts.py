@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.multiproc.cases.saved_runs import SavedRuns, resume, train_stock
-from tests.multiproc.cases.script_cases import assert_same_training, losses
+from tests.multiproc.cases.script_cases import Scripts, assert_same_training, losses
 from tests.multiproc.checkpoint.test_written_again import DISTRIBUTED, EXPERTS
 from tests.support.checkpoints import run_action
 from tests.support.hosts import reshardable_flags, resume_tolerance
-from tests.support.pool import Pool
 
 pytestmark = [pytest.mark.needs("scripts_here"), pytest.mark.needs("experts_of_other_sizes")]
 FORMS = {"bucket": DISTRIBUTED, "plain": (), "parameter": (*DISTRIBUTED, *reshardable_flags())}
@@ -30,12 +29,6 @@ READERS = {
 FIRST = [("bucket", "apart", "apart-ep2-tp2"), ("bucket", "apart", "together-tp1")]
 
 
-@pytest.fixture(scope="module")
-def pool(script_pool: Pool) -> Pool:
-    """Workers for scripts."""
-    return script_pool
-
-
 @pytest.mark.parametrize(
     ("form", "source", "reader"),
     [
@@ -44,7 +37,7 @@ def pool(script_pool: Pool) -> Pool:
     ],
 )
 def test_stock_megatron_goes_on_where_it_is_said(
-    pool: Pool,
+    scripts: Scripts,
     saved_runs: SavedRuns,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -63,13 +56,13 @@ def test_stock_megatron_goes_on_where_it_is_said(
     sizes, dp, flags = READERS[reader]
     own = [*EXPERTS, *(() if form == "plain" else DISTRIBUTED), *flags]
     if reader.startswith(source):
-        runs = resume(pool, tmp_path / "again", sizes, own, dp=dp, is_stock=True)
+        runs = resume(scripts, tmp_path / "again", sizes, own, dp=dp, is_stock=True)
         assert_same_training(runs, whole, first=2, tolerance=resume_tolerance())
         return
     assert said.endswith("; load only the weights elsewhere, with --no-load-optim")
     loading = [*own, "--load", str(tmp_path / "again"), "--global-batch-size", "16"]
     with pytest.raises(AssertionError, match="'optimizer'|Expected 2 entries|Could not find parameter group"):
-        train_stock(pool, sizes, loading, dp=dp)
-    runs = train_stock(pool, sizes, [*loading, "--no-load-optim"], dp=dp)
+        train_stock(scripts, sizes, loading, dp=dp)
+    runs = train_stock(scripts, sizes, [*loading, "--no-load-optim"], dp=dp)
     first, wanted = losses(runs)[0], losses(whole)[2]
     assert abs(first - wanted) <= resume_tolerance() * wanted

@@ -10,9 +10,9 @@ import pytest
 
 from tests.device.certify import LAYOUTS, Outcome, table
 from tests.device.test_options import MODEL
-from tests.multiproc.cases.script_cases import launch, succeeded
+from tests.multiproc.cases.script_cases import Scripts
 from tests.support.hosts import ROOT
-from tests.support.pool import Pool, free_port
+from tests.support.pool import free_port
 
 
 def certify(*words: str) -> tuple[int, str]:
@@ -64,8 +64,8 @@ def test_a_wrong_loss_is_wrong() -> None:
 
 
 @pytest.mark.needs("our_example")
-def test_flags_of_the_options_for_devices_train(script_pool: Pool) -> None:
+def test_flags_of_the_options_for_devices_train(scripts: Scripts) -> None:
     """All but Transformer Engine's layers."""
     local = ["--transformer-impl", "local", "--no-persist-layer-norm", "--no-masked-softmax-fusion"]
     words = [*MODEL.split(), *local, "--vtp-device", "cpu", "--vtp-size-list", "1,2", "--train-iters", "1"]
-    assert len(succeeded(launch(script_pool, 3, {"arguments": words}))[-1].steps) == 1
+    assert len(scripts.finish(3, {"arguments": words})[-1].steps) == 1

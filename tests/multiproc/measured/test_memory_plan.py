@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from tests.multiproc.cases.presets import LAYOUTS, PRESETS, command
-from tests.multiproc.cases.script_cases import arguments, launch, succeeded, train
-from tests.support.pool import Pool
+from tests.multiproc.cases.script_cases import Scripts, arguments
 from vtp_plugin.cli import main
 
 pytestmark = pytest.mark.needs("measured_memory")
@@ -109,7 +108,7 @@ CASES = [
 
 @pytest.mark.parametrize(("sizes", "extra", "dp"), CASES)
 def test_plan_counts_every_byte(
-    script_pool: Pool, capsys: pytest.CaptureFixture[str], sizes: str, extra: Sequence[str], dp: int
+    scripts: Scripts, capsys: pytest.CaptureFixture[str], sizes: str, extra: Sequence[str], dp: int
 ) -> None:
     # The plan counts no masks of the data set, which layers that are computed again keep.
     extra = [*extra, "--no-create-attention-mask-in-dataloader"]
@@ -119,7 +118,7 @@ def test_plan_counts_every_byte(
     hooks = ["note_memory", "note_activations"]
     hooks += ["latent_attention"] if "--multi-latent-attention" in extra else []
     hooks += ["balanced_routers"] if "--num-experts" in extra else []
-    runs = train(script_pool, sizes, [*extra, *ONE_STEP], dp=dp, hooks=hooks)
+    runs = scripts.train(sizes, [*extra, *ONE_STEP], dp=dp, hooks=hooks)
     held = [run.facts["memory"] for run in runs]
     assert len(planned) == len(held) > 1
     for rank, (wanted, found) in enumerate(zip(held, planned, strict=True)):
@@ -165,7 +164,12 @@ KEPT_CASES = [
 
 
 def check_kept(
-    pool: Pool, capsys: pytest.CaptureFixture[str], sizes: str, extra: Sequence[str], dp: int, hooks: Sequence[str]
+    scripts: Scripts,
+    capsys: pytest.CaptureFixture[str],
+    sizes: str,
+    extra: Sequence[str],
+    dp: int,
+    hooks: Sequence[str],
 ) -> None:
     """Compare, after every compute of a step, what waits with the plan; and the most that is kept at a time."""
     is_split = "--vtp-split-backward" in extra
@@ -177,7 +181,7 @@ def check_kept(
     hooks = [*hooks, "note_waiting", *([] if is_split else ["note_activations"])]
     hooks += ["latent_attention"] if "--multi-latent-attention" in extra else []
     hooks += ["balanced_routers"] if "--num-experts" in extra else []
-    runs = train(pool, sizes, [*extra, *ONE_STEP], dp=dp, hooks=hooks)
+    runs = scripts.train(sizes, [*extra, *ONE_STEP], dp=dp, hooks=hooks)
     moments = [run.facts["kept"] for run in runs]
     assert len(planned) == len(runs) > 1
     assert any(len(waiting) > 1 for rank in moments for _, waiting, _ in rank) is is_split
@@ -197,31 +201,31 @@ def check_kept(
 
 @pytest.mark.parametrize(("sizes", "extra", "dp"), SPLIT_CASES)
 def test_plan_counts_every_byte_that_waits(
-    script_pool: Pool, capsys: pytest.CaptureFixture[str], sizes: str, extra: Sequence[str], dp: int
+    scripts: Scripts, capsys: pytest.CaptureFixture[str], sizes: str, extra: Sequence[str], dp: int
 ) -> None:
-    check_kept(script_pool, capsys, sizes, [*extra, *SPLIT], dp, [])
+    check_kept(scripts, capsys, sizes, [*extra, *SPLIT], dp, [])
 
 
 @pytest.mark.parametrize(("sizes", "extra", "dp"), KEPT_CASES)
 def test_plan_counts_every_byte_of_several_chunks(
-    script_pool: Pool, capsys: pytest.CaptureFixture[str], sizes: str, extra: Sequence[str], dp: int
+    scripts: Scripts, capsys: pytest.CaptureFixture[str], sizes: str, extra: Sequence[str], dp: int
 ) -> None:
-    check_kept(script_pool, capsys, sizes, extra, dp, [])
+    check_kept(scripts, capsys, sizes, extra, dp, [])
 
 
-def test_one_tensor_more_is_found(script_pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_tensor_more_is_found(scripts: Scripts, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(AssertionError, match="rank 1"):
-        check_kept(script_pool, capsys, "1,2", SPLIT, 1, ["keep_one_more"])
+        check_kept(scripts, capsys, "1,2", SPLIT, 1, ["keep_one_more"])
 
 
 def test_a_stage_with_fewer_replicas_keeps_the_samples_of_several(
-    script_pool: Pool, capsys: pytest.CaptureFixture[str]
+    scripts: Scripts, capsys: pytest.CaptureFixture[str]
 ) -> None:
     extra = ["--vtp-dp-list", "1,2", "--vtp-dp-mode", "split", *DEEP, *ONE_STEP]
     words = arguments("1,1", extra=[*extra, "--no-create-attention-mask-in-dataloader"])
     main(["plan", "--json", *words])
     planned = json.loads(capsys.readouterr().out)["memory"]
-    runs = succeeded(launch(script_pool, 3, {"arguments": words, "hooks": ["note_activations", "note_waiting"]}))
+    runs = scripts.finish(3, {"arguments": words, "hooks": ["note_activations", "note_waiting"]})
     for rank, (found, run) in enumerate(zip(planned, runs, strict=True)):
         assert [found["activation_bytes"]] == pytest.approx(run.facts["activations"], rel=0.02), f"rank {rank}"
         assert found["in_flight"] == max(len(kept) for kept, _, _ in run.facts["kept"]), f"rank {rank}"

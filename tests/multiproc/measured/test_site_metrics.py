@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.multiproc.cases.script_cases import train
-from tests.support.pool import Pool
+from tests.multiproc.cases.script_cases import Scripts
 from vtp_plugin.cli import main
 from vtp_plugin.plan.boundary.channel_spec import pipeline_boundaries
 from vtp_plugin.plan.boundary.strategies.known_strategies import TransportRules
@@ -44,7 +43,7 @@ def planned_bytes() -> dict[str, int]:
 
 
 def test_bytes_are_those_of_the_plan_and_a_slow_link_is_exposed(
-    script_pool: Pool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    scripts: Scripts, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     planned = planned_bytes()
     # Four tensors cross for each microbatch: two activations and two gradients, each way one of both.
@@ -54,7 +53,7 @@ def test_bytes_are_those_of_the_plan_and_a_slow_link_is_exposed(
         folder = tmp_path / name
         told = ["--vtp-timing", "--tensorboard-dir", str(folder), "--vtp-trace", str(folder / "trace")]
         told += ["--vtp-trace-steps", "2-4"]
-        runs = train(script_pool, "1,2", [*U_SHAPE, *COSTS, *told], hooks=hooks)
+        runs = scripts.train("1,2", [*U_SHAPE, *COSTS, *told], hooks=hooks)
         for run, rank in zip(runs[:2], "01", strict=True):
             lines = [line for line in LINE.findall(run.output) if line[0] == rank]
             assert [line[1] for line in lines] == ["cloud", "edge"] * 4, "each site's first rank, at every step"
@@ -88,10 +87,10 @@ def test_bytes_are_those_of_the_plan_and_a_slow_link_is_exposed(
     assert seen["slow"]["on_way"] > seen["fast"]["on_way"] + 1e3 * LINK_DELAY_S, seen
 
 
-def test_a_plain_pipeline_counts_all_that_its_audit_has(script_pool: Pool, tmp_path: Path) -> None:
+def test_a_plain_pipeline_counts_all_that_its_audit_has(scripts: Scripts, tmp_path: Path) -> None:
     """The tied embedding as well, which crosses after the last backward."""
     told = ["--vtp-timing", "--vtp-audit", str(tmp_path / "audit.jsonl")]
-    runs = train(script_pool, "1,2", ["--vtp-sites", "edge,cloud", *told])
+    runs = scripts.train("1,2", ["--vtp-sites", "edge,cloud", *told])
     found = {site: (sent, received) for _, site, sent, received, _ in LINE.findall(runs[0].output)[-2:]}
     rows = [json.loads(line) for line in (tmp_path / "audit.rank0.jsonl").read_text().splitlines()]
     # Before the first step links are warmed up, and the copies of the embedding get one value.
@@ -105,8 +104,8 @@ def test_a_plain_pipeline_counts_all_that_its_audit_has(script_pool: Pool, tmp_p
     assert found["cloud"] == found["edge"][::-1]
 
 
-def test_one_site_says_nothing_of_sites(script_pool: Pool, tmp_path: Path) -> None:
-    runs = train(script_pool, "1,2", ["--vtp-timing", "--vtp-trace", str(tmp_path)])
+def test_one_site_says_nothing_of_sites(scripts: Scripts, tmp_path: Path) -> None:
+    runs = scripts.train("1,2", ["--vtp-timing", "--vtp-trace", str(tmp_path)])
     assert "time of the step of iteration 4" in runs[0].output and "between sites" not in runs[0].output
     for rank in range(3):
         text = (tmp_path / f"rank{rank}.jsonl").read_text()

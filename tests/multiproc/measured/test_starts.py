@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.multiproc.cases.core_cases import Case, Runs, assemble, assert_close
-from tests.multiproc.cases.script_cases import assert_same_training, train
+from tests.multiproc.cases.script_cases import Scripts, assert_same_training
 from tests.multiproc.cases.u_shape_cases import Saved, sequential
 from tests.multiproc.jobs.start_job import Left
 from tests.support.hosts import fitted, host_name
@@ -126,9 +126,9 @@ def test_a_later_start_refuses_what_the_first_refuses(pool: Pool, runs: Runs) ->
 
 
 @pytest.mark.needs("scripts_here")
-def test_a_script_that_starts_again_keeps_to_its_arguments(script_pool: Pool) -> None:
-    runs = train(script_pool, "1,2", hooks=["start_again"])
-    assert_same_training(runs, train(script_pool, "1,1"))
+def test_a_script_that_starts_again_keeps_to_its_arguments(scripts: Scripts) -> None:
+    runs = scripts.train("1,2", hooks=["start_again"])
+    assert_same_training(runs, scripts.train("1,1"))
     for run in runs:
         values = ("context_parallel_size=2", "pipeline_model_parallel_size=5", "order=tp-cp-ep-pp-dp")
         assert all(

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.multiproc.cases.script_cases import arguments, assert_refused, launch, losses, num_ranks, train
-from tests.support.pool import Pool
+from tests.multiproc.cases.script_cases import Scripts, arguments, assert_refused, losses, num_ranks
 from vtp_plugin.plan.schedule.order.actions import parse_action
 from vtp_plugin.trace.compare_steps import differences, explained, join_files, slower_by_itself
 from vtp_plugin.trace.stretches import COMPUTES, Cause, RankFile, read_files
@@ -57,20 +56,20 @@ def _check(
 
 
 @pytest.mark.parametrize("schedule", ["stock", pytest.param("planned", marks=pytest.mark.full), "split"])
-def test_what_each_rank_did_is_written(script_pool: Pool, tmp_path: Path, schedule: str) -> None:
+def test_what_each_rank_did_is_written(scripts: Scripts, tmp_path: Path, schedule: str) -> None:
     """With Megatron's schedules and with planned ones; the run computes what it computes without a trace."""
     is_split = schedule == "split"
     extra = ["--vtp-schedule", "planned", "--vtp-split-backward"] if is_split else ["--vtp-schedule", schedule]
-    runs = train(script_pool, "1,2", [*extra, "--vtp-trace", str(tmp_path / "a"), "--vtp-trace-steps", "2-3"])
+    runs = scripts.train("1,2", [*extra, "--vtp-trace", str(tmp_path / "a"), "--vtp-trace-steps", "2-3"])
     files = read_files(tmp_path / "a")
     _check(files, num_chunks=(1, 1), has_actions=schedule != "stock", loss_stage=1, is_split=is_split)
-    assert losses(runs) == losses(train(script_pool, "1,2", extra))
+    assert losses(runs) == losses(scripts.train("1,2", extra))
 
 
-def test_a_u_is_traced_to_its_end(script_pool: Pool, tmp_path: Path) -> None:
+def test_a_u_is_traced_to_its_end(scripts: Scripts, tmp_path: Path) -> None:
     """Its last step is the run's last, whose end nobody tells."""
     extra = ["--layerwise-disaggregated-training", "--num-layer-list", "1,2,1", "--train-iters", "3"]
-    train(script_pool, "1,1", [*extra, "--vtp-trace", str(tmp_path)])
+    scripts.train("1,1", [*extra, "--vtp-trace", str(tmp_path)])
     files = read_files(tmp_path)
     assert [len(file.clocks) for file in files] == [1, 1]
     for file in files:
@@ -78,11 +77,11 @@ def test_a_u_is_traced_to_its_end(script_pool: Pool, tmp_path: Path) -> None:
     _check(files, num_chunks=(2, 1), has_actions=True, loss_stage=0)
 
 
-def test_two_planted_delays_are_named(script_pool: Pool, tmp_path: Path) -> None:
+def test_two_planted_delays_are_named(scripts: Scripts, tmp_path: Path) -> None:
     """In a U that has measured its costs before: forwards of the cloud, and what the edge packs, take longer."""
     extra = ["--layerwise-disaggregated-training", "--num-layer-list", "1,2,1", "--vtp-replan-share", "inf"]
     extra += ["--log-interval", "100", "--train-iters", "12", "--vtp-trace", str(tmp_path), "--vtp-trace-steps", "8-11"]
-    train(script_pool, "1,1", extra, hooks=["plant_delays"])
+    scripts.train("1,1", extra, hooks=["plant_delays"])
     steps = join_files(read_files(tmp_path))
     assert [step.number for step in steps] == [8, 9, 10, 11] and not steps[0].are_measured
     assert min(explained(steps).values()) > 0.95, explained(steps)
@@ -97,14 +96,14 @@ def test_two_planted_delays_are_named(script_pool: Pool, tmp_path: Path) -> None
 
 @pytest.mark.full
 @pytest.mark.parametrize("slow", [1, 3])
-def test_timing_names_the_slow_rank(script_pool: Pool, tmp_path: Path, slow: int) -> None:
+def test_timing_names_the_slow_rank(scripts: Scripts, tmp_path: Path, slow: int) -> None:
     """To the log, TensorBoard and W&B; the run computes what it computes without it.
 
     Its peer is not named for its wait where the loss is summed over replicas in each microbatch, as on 0.12.
     """
     extra = ["--vtp-force", "--log-interval", "2"]
     told = ["--vtp-timing", "--tensorboard-dir", str(tmp_path)]
-    runs = train(script_pool, "1,1", [*extra, *told], dp=2, hooks=[f"slow_rank_{slow}"])
+    runs = scripts.train("1,1", [*extra, *told], dp=2, hooks=[f"slow_rank_{slow}"])
     output = runs[0].output
     lines = re.findall(r"stage (\d): compute ([\d.]+) ms \(most: ([\d.]+), rank (\d)\), exposed communication", output)
     assert [line[0] for line in lines] == ["0", "1"] * 2
@@ -122,7 +121,7 @@ def test_timing_names_the_slow_rank(script_pool: Pool, tmp_path: Path, slow: int
     assert [one.step for one in bubble] == [2, 4] and all(one.value > 0 for one in bubble)
     logged = [(iteration, values) for iteration, values in runs[3].facts["wandb"] if tags[0] in values]
     assert [iteration for iteration, _ in logged] == [2, 4] and logged[0][1].keys() == {*tags}
-    assert losses(runs) == losses(train(script_pool, "1,1", extra, dp=2))
+    assert losses(runs) == losses(scripts.train("1,1", extra, dp=2))
 
 
 @pytest.mark.parametrize(
@@ -132,7 +131,7 @@ def test_timing_names_the_slow_rank(script_pool: Pool, tmp_path: Path, slow: int
         pytest.param("1,2", "file/trace", ["--vtp-trace", "Not a directory"], marks=pytest.mark.full),
     ],
 )
-def test_refused(script_pool: Pool, tmp_path: Path, sizes: str, folder: str, words: list[str]) -> None:
+def test_refused(scripts: Scripts, tmp_path: Path, sizes: str, folder: str, words: list[str]) -> None:
     (tmp_path / "file").write_text("")
     extra = ["--vtp-trace", str(tmp_path / folder)]
-    assert_refused(launch(script_pool, num_ranks(sizes), {"arguments": arguments(sizes, extra=extra)}), *words)
+    assert_refused(scripts.launch(num_ranks(sizes), {"arguments": arguments(sizes, extra=extra)}), *words)

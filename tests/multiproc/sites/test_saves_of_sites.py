@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiproc.cases.script_cases import assert_same_training, train
+from tests.multiproc.cases.script_cases import Scripts, assert_same_training
 from tests.support.hosts import host_name
-from tests.support.pool import Pool
 
 pytestmark = pytest.mark.needs("scripts_here")
 
@@ -21,12 +20,6 @@ SHARDED = ["--use-distributed-optimizer", "--ckpt-fully-parallel-load", "--untie
 BACKGROUND = ["--async-save"]
 
 
-@pytest.fixture(scope="module")
-def pool(script_pool: Pool) -> Pool:
-    """Workers for scripts."""
-    return script_pool
-
-
 @pytest.mark.parametrize(
     ("options", "dp"),
     [
@@ -35,21 +28,21 @@ def pool(script_pool: Pool) -> Pool:
         pytest.param(BACKGROUND, 1, id="background", marks=pytest.mark.full),
     ],
 )
-def test_a_shared_checkpoint_names_nothing(pool: Pool, tmp_path: Path, options: Sequence[str], dp: int) -> None:
+def test_a_shared_checkpoint_names_nothing(scripts: Scripts, tmp_path: Path, options: Sequence[str], dp: int) -> None:
     """Saved by two sites whose arguments differ, and loaded by them, in this layout and in another one."""
     folder = str(tmp_path / "saved")
     command = [*EVALUATION, *U_SHAPE, *options, "--ckpt-format", "torch_dist"]
     own = {0: ["--tensorboard-dir", str(tmp_path / "tensorboard")]}
-    runs = train(pool, "1,2", [*command, "--save", folder, "--save-interval", "2"], dp=dp, by_rank=own)
+    runs = scripts.train("1,2", [*command, "--save", folder, "--save-interval", "2"], dp=dp, by_rank=own)
     for sizes, flags in (("1,2", []), ("1,1", ELSEWHERE)):
         Path(folder, "latest_checkpointed_iteration.txt").write_text("2")
-        again = train(pool, sizes, [*command, *flags, "--load", folder], dp=dp, by_rank=own)
+        again = scripts.train(sizes, [*command, *flags, "--load", folder], dp=dp, by_rank=own)
         assert_same_training(again, runs, first=2)
 
 
-def test_files_of_each_rank_name_nothing(pool: Pool, tmp_path: Path) -> None:
+def test_files_of_each_rank_name_nothing(scripts: Scripts, tmp_path: Path) -> None:
     """Timers of all ranks, and a file of each rank in a folder of each site."""
     folders = {rank: ["--save", str(tmp_path / site)] for rank, site in enumerate(("edge", "cloud", "cloud"))}
     extra = [*EVALUATION, *U_SHAPE, "--ckpt-format", "torch", "--save-interval", "2", "--timing-log-level", "2"]
-    train(pool, "1,2", [*extra, "--timing-log-option", "all", "--vtp-timing"], by_rank=folders)
+    scripts.train("1,2", [*extra, "--timing-log-option", "all", "--vtp-timing"], by_rank=folders)
     assert [len([*(tmp_path / site).glob("iter_0000004/mp_rank_*")]) for site in ("edge", "cloud")] == [1, 2]

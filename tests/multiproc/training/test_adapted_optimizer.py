@@ -8,9 +8,8 @@ import pytest
 
 from tests.multiproc.cases.optimizer_state import assert_same_state
 from tests.multiproc.cases.saved_runs import SavedRuns, resume
-from tests.multiproc.cases.script_cases import ScriptRun, assert_same_training
+from tests.multiproc.cases.script_cases import ScriptRun, Scripts, assert_same_training
 from tests.support.hosts import reshardable_flags
-from tests.support.pool import Pool
 from vtp_plugin.cli import main
 
 pytestmark = [pytest.mark.needs("scripts_here")]
@@ -20,12 +19,6 @@ UNTIED = ["--untie-embeddings-and-output-weights"]
 HOOKS = ["add_adapters"]
 NUM_ADAPTERS = 4 * 4 * 2
 """Layers, linear ones in each, halves of each adapter."""
-
-
-@pytest.fixture(scope="module")
-def pool(script_pool: Pool) -> Pool:
-    """Workers for scripts."""
-    return script_pool
 
 
 def assert_goes_on(runs: list[ScriptRun], whole: list[ScriptRun]) -> None:
@@ -47,18 +40,18 @@ def assert_goes_on(runs: list[ScriptRun], whole: list[ScriptRun]) -> None:
     ],
 )
 def test_adapters_go_on_in_another_list(
-    pool: Pool, saved_runs: SavedRuns, source: str, extra: list[str], dp: int
+    scripts: Scripts, saved_runs: SavedRuns, source: str, extra: list[str], dp: int
 ) -> None:
     flags = [*UNTIED, *extra]
     folder, whole = saved_runs(source, flags, dp=dp, hooks=HOOKS)
-    assert_goes_on(resume(pool, folder, "2,1", flags, hooks=HOOKS), whole)
+    assert_goes_on(resume(scripts, folder, "2,1", flags, hooks=HOOKS), whole)
 
 
 @pytest.mark.full
 def test_uniform_megatron_goes_on_with_adapters_that_were_written_again(
-    pool: Pool, saved_runs: SavedRuns, tmp_path: Path
+    scripts: Scripts, saved_runs: SavedRuns, tmp_path: Path
 ) -> None:
     flags = [*UNTIED, *DISTRIBUTED]
     folder, whole = saved_runs("1,2", flags, dp=2, hooks=HOOKS)
     main(["checkpoint", "reshard", "--from", str(folder), "--to", str(tmp_path)])
-    assert_goes_on(resume(pool, tmp_path, "1,1", flags, hooks=HOOKS, is_stock=True), whole)
+    assert_goes_on(resume(scripts, tmp_path, "1,1", flags, hooks=HOOKS, is_stock=True), whole)

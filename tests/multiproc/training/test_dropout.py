@@ -8,9 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.multiproc.cases.script_cases import ScriptRun, arguments, assert_same_training, launch, num_ranks, succeeded
+from tests.multiproc.cases.script_cases import ScriptRun, Scripts, arguments, assert_same_training, num_ranks
 from tests.support.hosts import exact_resume_tolerance
-from tests.support.pool import Pool
 
 pytestmark = pytest.mark.needs("scripts_here")
 
@@ -20,13 +19,7 @@ RECOMPUTED = ["--recompute-granularity", "full", "--recompute-method", "uniform"
 U_SHAPE = ["--layerwise-disaggregated-training", "--num-layer-list", "1,2,1"]
 
 
-@pytest.fixture(scope="module")
-def pool(script_pool: Pool) -> Pool:
-    """Workers for scripts."""
-    return script_pool
-
-
-def train(pool: Pool, sizes: str, extra: Sequence[str], dp: int | Sequence[int] = 1) -> list[ScriptRun]:
+def train(scripts: Scripts, sizes: str, extra: Sequence[str], dp: int | Sequence[int] = 1) -> list[ScriptRun]:
     """Run the example with dropout, on replicas for each stage where there are several numbers."""
     each = [int(size) for size in sizes.split(",")]
     if isinstance(dp, int):
@@ -35,7 +28,7 @@ def train(pool: Pool, sizes: str, extra: Sequence[str], dp: int | Sequence[int] 
         world_size = sum(tp * replicas for tp, replicas in zip(each, dp, strict=True))
         extra = ["--vtp-dp-list", ",".join(map(str, dp)), *extra]
     words = arguments(sizes, dp=2 if world_size > sum(each) else 1, extra=[*DROPOUT, *extra])
-    return succeeded(launch(pool, world_size, {"arguments": words, "hooks": ["note_whole_weights"]}))
+    return scripts.finish(world_size, {"arguments": words, "hooks": ["note_whole_weights"]})
 
 
 def assert_equal_on_all_ranks(runs: Sequence[ScriptRun]) -> None:
@@ -62,14 +55,16 @@ def assert_equal_on_all_ranks(runs: Sequence[ScriptRun]) -> None:
         pytest.param("1,2", [], (1, 2), id="dp-list"),
     ],
 )
-def test_ranks_of_a_stage_drop_the_same(pool: Pool, sizes: str, extra: list[str], dp: int | tuple[int, ...]) -> None:
-    assert_equal_on_all_ranks(train(pool, sizes, extra, dp))
+def test_ranks_of_a_stage_drop_the_same(
+    scripts: Scripts, sizes: str, extra: list[str], dp: int | tuple[int, ...]
+) -> None:
+    assert_equal_on_all_ranks(train(scripts, sizes, extra, dp))
 
 
-def test_a_resumed_run_drops_as_the_whole_one(pool: Pool, tmp_path: Path) -> None:
+def test_a_resumed_run_drops_as_the_whole_one(scripts: Scripts, tmp_path: Path) -> None:
     """Its data loader is a new one, which moves the host's generator once more."""
-    whole = train(pool, "1,2", ["--save", str(tmp_path), "--save-interval", "2"])
+    whole = train(scripts, "1,2", ["--save", str(tmp_path), "--save-interval", "2"])
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
-    resumed = train(pool, "1,2", ["--load", str(tmp_path)])
+    resumed = train(scripts, "1,2", ["--load", str(tmp_path)])
     assert_equal_on_all_ranks(resumed)
     assert_same_training(resumed, whole, first=2, tolerance=exact_resume_tolerance())

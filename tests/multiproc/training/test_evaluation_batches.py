@@ -12,18 +12,9 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.cases.script_cases import (
-    arguments,
-    assert_same_training,
-    evaluations,
-    launch,
-    succeeded,
-    train,
-    uniform,
-)
+from tests.multiproc.cases.script_cases import Scripts, arguments, assert_same_training, evaluations, uniform
 from tests.support.hosts import ROOT, TREE
 from tests.support.lines import warnings
-from tests.support.pool import Pool
 
 pytestmark = [pytest.mark.needs("scripts_here"), pytest.mark.needs("own_evaluation_batch")]
 
@@ -32,12 +23,6 @@ NVIDIAS = str(Path(TREE) / "pretrain_gpt.py")
 LARGER = ["--eval-interval", "2", "--eval-iters", "2", "--eval-micro-batch-size", "4", "--eval-global-batch-size", "8"]
 SMALLER = ["--eval-interval", "2", "--eval-iters", "2", "--eval-micro-batch-size", "1", "--eval-global-batch-size", "4"]
 U_SHAPE = ["--layerwise-disaggregated-training", "--num-layer-list", "1,2,1"]
-
-
-@pytest.fixture(scope="module")
-def pool(script_pool: Pool) -> Pool:
-    """Workers for scripts."""
-    return script_pool
 
 
 def _case(
@@ -78,12 +63,12 @@ IN_SCRIPTS = pytest.mark.parametrize(
     ],
 )
 def test_batches_of_evaluation(
-    pool: Pool, script: str, sizes: str, batches: list[str], own: list[str], world: int, hooks: list[str]
+    scripts: Scripts, script: str, sizes: str, batches: list[str], own: list[str], world: int, hooks: list[str]
 ) -> None:
     batch = ["--global-batch-size", "16"]
     command = {"arguments": arguments(sizes, extra=[*batch, *batches, *own]), "script": script, "hooks": hooks}
-    runs = succeeded(launch(pool, world, command))
-    wanted = train(pool, uniform(sizes), [*batch, *batches], hooks=hooks)
+    runs = scripts.finish(world, command)
+    wanted = scripts.train(uniform(sizes), [*batch, *batches], hooks=hooks)
     assert_same_training(runs, wanted)
     assert len(evaluations(runs)) >= 2 and evaluations(runs) == pytest.approx(evaluations(wanted), rel=1e-5)
     assert not any(warnings(run.output) for run in runs)
@@ -91,21 +76,21 @@ def test_batches_of_evaluation(
 
 @pytest.mark.full
 @IN_SCRIPTS
-def test_batches_of_evaluation_on_an_edge(pool: Pool, tmp_path: Path, script: str) -> None:
+def test_batches_of_evaluation_on_an_edge(scripts: Scripts, tmp_path: Path, script: str) -> None:
     folder = str(tmp_path)
-    train(pool, "1", ["--save", folder, "--save-interval", "1", "--exit-interval", "1"])
+    scripts.train("1", ["--save", folder, "--save-interval", "1", "--exit-interval", "1"])
     words = ["--load", folder, "--finetune", *SMALLER]
-    runs = train(pool, "2,1", [*words, *U_SHAPE], script=script)
-    wanted = train(pool, "1", words)
+    runs = scripts.train("2,1", [*words, *U_SHAPE], script=script)
+    wanted = scripts.train("1", words)
     assert_same_training(runs, wanted)
     assert len(wanted[0].evaluations) >= 2
     assert runs[0].evaluations == pytest.approx(wanted[0].evaluations, rel=1e-5)
 
 
-def test_stock_ends_and_says_so_at_the_start(pool: Pool) -> None:
+def test_stock_ends_and_says_so_at_the_start(scripts: Scripts) -> None:
     """With a uniform list Megatron stays as it is."""
     command = {"arguments": arguments("2", extra=SMALLER), "script": SHARES_BY_ARGUMENTS, "timeout_s": 60.0}
-    ended = launch(pool, 2, command)
+    ended = scripts.launch(2, command)
     # In gloo, which ends the process, or in torch.
     assert any(run.exit_code for run in ended)
     assert any(re.search(r"iteration +2/", run.output) for run in ended) and not any(run.evaluations for run in ended)

@@ -12,27 +12,18 @@ import pytest
 from tests.multiproc.cases.script_cases import (
     GROWN,
     ScriptRun,
+    Scripts,
     arguments,
     assert_same_training,
     growing,
-    launch,
-    succeeded,
-    train,
     uniform,
 )
 from tests.support.hosts import resharding_flags
 from tests.support.lines import warnings
-from tests.support.pool import Pool
 
 pytestmark = pytest.mark.needs("scripts_here")
 
 U_SHAPE = ["--layerwise-disaggregated-training", "--num-layer-list", "1,2,1"]
-
-
-@pytest.fixture(scope="module")
-def pool(script_pool: Pool) -> Pool:
-    """Workers for scripts."""
-    return script_pool
 
 
 def batches(runs: Sequence[ScriptRun]) -> list[int]:
@@ -57,16 +48,16 @@ def _case(sizes: str, *own: str, world: int, dp: int = 1, name: str = "", full: 
         _case("2,1", *U_SHAPE, world=3, name="U-"),
     ],
 )
-def test_batches_that_grow(pool: Pool, tmp_path: Path, sizes: str, own: list[str], world: int, dp: int) -> None:
+def test_batches_that_grow(scripts: Scripts, tmp_path: Path, sizes: str, own: list[str], world: int, dp: int) -> None:
     reference, start = uniform(sizes), []
     if "--num-layer-list" in own:
         reference, start = "1", ["--load", str(tmp_path), "--finetune"]
-        train(pool, "1", ["--save", str(tmp_path), "--save-interval", "1", "--exit-interval", "1"])
+        scripts.train("1", ["--save", str(tmp_path), "--save-interval", "1", "--exit-interval", "1"])
         own = [*own, *resharding_flags()]
     command = growing(arguments(sizes, dp=dp, extra=[*start, *own]))
-    runs = succeeded(launch(pool, world, {"arguments": command}))
+    runs = scripts.finish(world, {"arguments": command})
     num_ranks = dp * len(reference.split(","))
-    wanted = succeeded(launch(pool, num_ranks, {"arguments": growing(arguments(reference, dp=dp, extra=start))}))
+    wanted = scripts.finish(num_ranks, {"arguments": growing(arguments(reference, dp=dp, extra=start))})
     assert batches(runs) == batches(wanted) == GROWN
     assert_same_training(runs, wanted)
 
@@ -75,11 +66,11 @@ def test_batches_that_grow(pool: Pool, tmp_path: Path, sizes: str, own: list[str
 @pytest.mark.parametrize(
     ("sizes", "own"), [("1,1", ["--vtp-dp-list", "1,2"]), pytest.param("1", [], marks=pytest.mark.full)]
 )
-def test_a_ramp_that_is_ignored(pool: Pool, sizes: str, own: list[str]) -> None:
+def test_a_ramp_that_is_ignored(scripts: Scripts, sizes: str, own: list[str]) -> None:
     """Megatron warns that it is old, and every step has the whole batch, also if stages could not share the ramp's."""
     ramp = ["--rampup-batch-size", "4", "2", "64", "--global-batch-size", "8"]
     world = 3 if own else 1
-    runs = succeeded(launch(pool, world, {"arguments": arguments(sizes, extra=[*ramp, *own])}))
+    runs = scripts.finish(world, {"arguments": arguments(sizes, extra=[*ramp, *own])})
     assert batches(runs) == [8] * 4
     (line,) = [line for run in runs for line in warnings(run.output)]
     assert line.startswith("--rampup-batch-size 4 2 64 with --vtp-size-list ") and "Megatron ignores it" in line

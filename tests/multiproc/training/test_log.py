@@ -7,7 +7,7 @@ import re
 import pytest
 
 import vtp_plugin
-from tests.multiproc.cases.script_cases import launch, succeeded, train
+from tests.multiproc.cases.script_cases import Scripts
 from tests.support.hosts import ROOT
 from tests.support.lines import warnings
 from tests.support.pool import Pool
@@ -26,9 +26,9 @@ def own_lines(output: str) -> list[str]:
     return [line for line in output.splitlines() if line.startswith("[vtp")]
 
 
-def test_each_site_of_a_u_sees_that_the_plugin_is_active_and_its_iterations(script_pool: Pool) -> None:
+def test_each_site_of_a_u_sees_that_the_plugin_is_active_and_its_iterations(scripts: Scripts) -> None:
     u_shape = ["--layerwise-disaggregated-training", "--num-layer-list", "1,1,2", "--vtp-sites", "edge,cloud"]
-    edge, leader, other = (run.output for run in train(script_pool, "1,2", u_shape))
+    edge, leader, other = (run.output for run in scripts.train("1,2", u_shape))
     found = ACTIVE.findall(edge + leader + other)
     assert [rank for rank, _ in found] == ["0", "1"], "one rank of each site says it once"
     assert "rank 0 writes the log" in edge and "lm loss" in edge
@@ -44,9 +44,9 @@ def test_each_site_of_a_u_sees_that_the_plugin_is_active_and_its_iterations(scri
     assert all(len(line) <= log.WIDTH for output in (edge, leader) for line in own_lines(output))
 
 
-def test_details_come_from_every_rank_and_warnings_leave_the_summary_out(script_pool: Pool) -> None:
+def test_details_come_from_every_rank_and_warnings_leave_the_summary_out(scripts: Scripts) -> None:
     for level, ranks in (("DEBUG", ["0", "1", "2"]), ("WARNING", [])):
-        outputs = [run.output for run in train(script_pool, "1,2", ["--vtp-log-level", level, "--train-iters", "1"])]
+        outputs = [run.output for run in scripts.train("1,2", ["--vtp-log-level", level, "--train-iters", "1"])]
         assert [rank for rank, _ in ACTIVE.findall("\n".join(outputs))] == ranks
         digests = DIGEST.findall("\n".join(outputs))
         assert len(digests) == len(ranks) and len(set(digests)) <= 1, "they agreed on one thing"
@@ -60,9 +60,9 @@ def test_megatron_core_alone_says_it_too(pool: Pool, options: dict[str, object],
 
 
 @pytest.mark.full
-def test_a_script_without_a_command_line_says_once_what_depends_on_the_sizes(script_pool: Pool) -> None:
+def test_a_script_without_a_command_line_says_once_what_depends_on_the_sizes(scripts: Scripts) -> None:
     command = {"script": str(ROOT / "examples" / "core_only.py"), "arguments": ["--sizes", "1,2", "--steps", "3"]}
-    runs = succeeded(launch(script_pool, 3, {**command, "how": "plain", "hooks": ["drop_hidden"]}))
+    runs = scripts.finish(3, {**command, "how": "plain", "hooks": ["drop_hidden"]})
     said = [warnings(run.output) for run in runs]
     assert [len(lines) for lines in said] == [1, 0, 0]
     assert said[0][0].startswith("--hidden-dropout 0.1 with --vtp-size-list 1,2; every rank draws masks")

@@ -16,17 +16,8 @@ from typing import Any
 import pytest
 
 from tests.multiproc.cases.logged import LOGGED, Logged, assert_same_log, num_small, read, rule_of
-from tests.multiproc.cases.script_cases import (
-    ScriptRun,
-    arguments,
-    assert_same_training,
-    launch,
-    num_ranks,
-    succeeded,
-    train,
-)
+from tests.multiproc.cases.script_cases import ScriptRun, Scripts, arguments, assert_same_training, num_ranks
 from tests.support.hosts import host_name, reshardable_flags, resharding_flags
-from tests.support.pool import Pool
 
 pytestmark = pytest.mark.needs("scripts_here")
 
@@ -63,7 +54,7 @@ Starts = Callable[..., Start]
 
 
 def go_on(
-    pool: Pool, folder: Path, start: Path, sizes: str, extra: Sequence[str], world_size: int, **options: Any
+    scripts: Scripts, folder: Path, start: Path, sizes: str, extra: Sequence[str], world_size: int, **options: Any
 ) -> Start:
     """Train three steps behind a checkpoint, with everything logged."""
     logging = (
@@ -75,12 +66,12 @@ def go_on(
     saving = ("--load", str(start), "--save", str(folder / "saved"), "--save-interval", "100")
     command = arguments(sizes, extra=[*extra, *logging, *saving])
     hooks = [*options.get("hooks", ()), "note_small_gradients"]
-    runs = succeeded(launch(pool, world_size, {"arguments": command, "hooks": hooks}))
+    runs = scripts.finish(world_size, {"arguments": command, "hooks": hooks})
     return Start(start, runs, read(runs, folder / "events", folder / "saved" / "progress.txt"))
 
 
 @pytest.fixture(scope="module")
-def starts(script_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Starts:
+def starts(scripts: Scripts, tmp_path_factory: pytest.TempPathFactory) -> Starts:
     """Begin once for each model and number of replicas."""
     known: dict[tuple[object, ...], Start] = {}
 
@@ -91,8 +82,8 @@ def starts(script_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Start
             folder = tmp_path_factory.mktemp("uniform")
             saving = ["--save", str(folder), "--save-interval", "1", "--exit-interval", "1"]
             batch = ("--global-batch-size", str(8 * dp))
-            train(script_pool, "1,1", [*model, *saving], dp=dp, **options)
-            known[key] = go_on(script_pool, folder / "on", folder, "1,1", [*model, *batch], 2 * dp, **options)
+            scripts.train("1,1", [*model, *saving], dp=dp, **options)
+            known[key] = go_on(scripts, folder / "on", folder, "1,1", [*model, *batch], 2 * dp, **options)
         return known[key]
 
     return begin
@@ -147,7 +138,7 @@ TWO = ("--expert-model-parallel-size", "2")
     ],
 )
 def test_numbers_are_those_of_the_uniform_run(
-    script_pool: Pool,
+    scripts: Scripts,
     starts: Starts,
     tmp_path: Path,
     model: tuple[str, ...],
@@ -160,19 +151,19 @@ def test_numbers_are_those_of_the_uniform_run(
     start = starts(model, dp, options.get("theirs", ()), hooks=hooks)
     extra = (*model, "--global-batch-size", str(8 * dp), *resharding_flags(), *extra)
     world_size = options.get("world", num_ranks(sizes, dp))
-    run = go_on(script_pool, tmp_path, start.folder, sizes, extra, world_size, hooks=[*hooks, *options.get("ours", [])])
+    run = go_on(scripts, tmp_path, start.folder, sizes, extra, world_size, hooks=[*hooks, *options.get("ours", [])])
     assert_same_training(run.runs, start.runs)
     assert_same_log(run.log, start.log)
     assert max(run.log.num_small, start.log.num_small) < 200, "a count of zeros shows nothing"
 
 
 @pytest.mark.full
-def test_timers_of_a_planned_order_wait_for_no_receive(script_pool: Pool) -> None:
+def test_timers_of_a_planned_order_wait_for_no_receive(scripts: Scripts) -> None:
     """A wait for the device is one for receives that were posted early, whose senders may wait for this rank."""
     timed = ["--timing-log-level", "2"]
     command = arguments("1,1", dp=2, extra=[*timed, "--vtp-dp-list", "1,2"])
-    planned = succeeded(launch(script_pool, 3, {"arguments": command, "hooks": ["note_device_waits"]}))
-    stock = train(script_pool, "1,2", timed, hooks=["note_device_waits"])
+    planned = scripts.finish(3, {"arguments": command, "hooks": ["note_device_waits"]})
+    stock = scripts.train("1,2", timed, hooks=["note_device_waits"])
     inside = {"forward-compute", "backward-compute"}
     assert all(run.facts["waits"] >= inside for run in stock), [run.facts for run in stock]
     assert not any(run.facts["waits"] & inside for run in planned), [run.facts for run in planned]
@@ -182,13 +173,13 @@ def test_timers_of_a_planned_order_wait_for_no_receive(script_pool: Pool) -> Non
 
 @pytest.mark.full
 @pytest.mark.parametrize("precision", [(), ("--fp16", "--initial-loss-scale", "1024")], ids=["fp32", "fp16"])
-def test_zeros_of_biases(script_pool: Pool, precision: tuple[str, ...]) -> None:
+def test_zeros_of_biases(scripts: Scripts, precision: tuple[str, ...]) -> None:
     """With biases or in half precision more are 0 by chance: those whose gradient is 0 within rounding."""
     extra = [*precision, "--log-num-zeros-in-grad"]
     counts: dict[str, list[float]] = {}
     small = 0
     for sizes in ("1,2", "2,1", "2,2", "1,1"):
-        runs = train(script_pool, sizes, extra, hooks=["note_small_gradients"])
+        runs = scripts.train(sizes, extra, hooks=["note_small_gradients"])
         counts[sizes] = [step.num_zeros for step in runs[0].steps if step.num_zeros is not None]
         small = max(small, num_small(runs))
     assert len(counts["1,1"]) == 4

@@ -11,17 +11,14 @@ import pytest
 from tests.multiproc.cases.conversations import write_conversations, write_tokenizer
 from tests.multiproc.cases.script_cases import (
     ScriptRun,
+    Scripts,
     arguments,
     assert_same_training,
     grad_norms,
-    launch,
     losses,
     num_ranks,
-    succeeded,
-    train,
     uniform,
 )
-from tests.support.pool import Pool
 
 pytestmark = pytest.mark.needs("fine_tuning")
 
@@ -34,15 +31,11 @@ U_SHAPE = ["--layerwise-disaggregated-training", "--num-layer-list"]
 LONGER = ["--seq-length", "13", "--max-position-embeddings", "13", "--train-iters", "7", "--save-interval", "2"]
 
 
-@pytest.fixture(scope="module")
-def pool(script_pool: Pool) -> Pool:
-    """Workers for scripts."""
-    return script_pool
-
-
-def train_packed(pool: Pool, sizes: str, extra: Sequence[str] = (), *, dp: int = 1, **options: Any) -> list[ScriptRun]:
+def train_packed(
+    scripts: Scripts, sizes: str, extra: Sequence[str] = (), *, dp: int = 1, **options: Any
+) -> list[ScriptRun]:
     hooks = ["packed_samples", "note_lengths"]
-    return train(pool, sizes, [*PACKED, *ONE_ROW, *extra], dp=dp, hooks=hooks, **options)
+    return scripts.train(sizes, [*PACKED, *ONE_ROW, *extra], dp=dp, hooks=hooks, **options)
 
 
 def assert_same_lengths(runs: Sequence[ScriptRun], reference: Sequence[ScriptRun]) -> None:
@@ -71,33 +64,33 @@ def assert_same_lengths(runs: Sequence[ScriptRun], reference: Sequence[ScriptRun
         pytest.param("1,2", ["--calculate-per-token-loss"], 2, id="1,2-dp-2", marks=FULL),
     ],
 )
-def test_documents_of_a_row(pool: Pool, sizes: str, extra: list[str], dp: int) -> None:
+def test_documents_of_a_row(scripts: Scripts, sizes: str, extra: list[str], dp: int) -> None:
     kept = [word for word in extra if word not in SHARDED]
-    reference = train_packed(pool, uniform(sizes), kept, dp=dp)
-    runs = train_packed(pool, sizes, extra, dp=dp)
+    reference = train_packed(scripts, uniform(sizes), kept, dp=dp)
+    runs = train_packed(scripts, sizes, extra, dp=dp)
     assert_same_training(runs, reference)
     assert_same_lengths(runs, reference)
     if sizes == "1,2" and dp == 1:
-        whole = train(pool, uniform(sizes), [*PACKED[1:], *ONE_ROW], hooks=["packed_samples"])
+        whole = scripts.train(uniform(sizes), [*PACKED[1:], *ONE_ROW], hooks=["packed_samples"])
         assert losses(whole) != pytest.approx(losses(reference), rel=1e-4), "the lengths change nothing"
 
 
 @pytest.mark.full
-def test_positions_start_anew(pool: Pool) -> None:
+def test_positions_start_anew(scripts: Scripts) -> None:
     """At the first token of a document; its tokens still see those before it."""
     anew = ["--reset-position-ids", "--eod-mask-loss"]
-    reference = train(pool, "1,1", anew, hooks=["packed_samples"])
-    assert_same_training(train(pool, "1,2", anew, hooks=["packed_samples"]), reference)
-    counted = train(pool, "1,1", anew[1:], hooks=["packed_samples"])
+    reference = scripts.train("1,1", anew, hooks=["packed_samples"])
+    assert_same_training(scripts.train("1,2", anew, hooks=["packed_samples"]), reference)
+    counted = scripts.train("1,1", anew[1:], hooks=["packed_samples"])
     assert losses(counted) != pytest.approx(losses(reference), rel=1e-4), "the positions change nothing"
 
 
 @pytest.mark.full
-def test_documents_with_different_numbers_of_replicas(pool: Pool) -> None:
+def test_documents_with_different_numbers_of_replicas(scripts: Scripts) -> None:
     batch = ["--global-batch-size", "16"]
     command = arguments("1,1", extra=[*PACKED, *ONE_ROW, *batch, "--vtp-dp-list", "1,2"])
-    runs = succeeded(launch(pool, 3, {"arguments": command, "hooks": ["packed_samples"]}))
-    assert_same_training(runs, train_packed(pool, "1,1", batch))
+    runs = scripts.finish(3, {"arguments": command, "hooks": ["packed_samples"]})
+    assert_same_training(runs, train_packed(scripts, "1,1", batch))
 
 
 @pytest.mark.parametrize(
@@ -110,26 +103,26 @@ def test_documents_with_different_numbers_of_replicas(pool: Pool) -> None:
     ],
 )
 def test_lengths_cross_to_the_cloud(
-    pool: Pool, tmp_path: Path, sizes: str, layers: str, extra: list[str], dp: int
+    scripts: Scripts, tmp_path: Path, sizes: str, layers: str, extra: list[str], dp: int
 ) -> None:
     """Five steps of a U, evaluations among them, from the checkpoint of a plain run, whose stages all read the data."""
     evaluating = ["--eval-interval", "2", "--eval-iters", "1"]
-    reference = train_packed(pool, "1,1", [*LONGER, *evaluating, "--save", str(tmp_path)], dp=dp)
+    reference = train_packed(scripts, "1,1", [*LONGER, *evaluating, "--save", str(tmp_path)], dp=dp)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
     shape = [*LONGER, *evaluating, *U_SHAPE, layers, *extra, "--load", str(tmp_path)]
-    runs = train_packed(pool, sizes, shape, dp=dp)
+    runs = train_packed(scripts, sizes, shape, dp=dp)
     assert_same_training(runs, reference, first=2)
     assert runs[0].evaluations == pytest.approx(reference[-1].evaluations[1:], rel=1e-5)
     assert_same_lengths(runs, reference)
 
 
-def test_lengths_cross_to_another_site(pool: Pool) -> None:
+def test_lengths_cross_to_another_site(scripts: Scripts) -> None:
     """The guards between sites change no digit; the cloud has no tokenizer."""
     shape = [*LONGER, "--eval-interval", "3", "--eval-iters", "1", *U_SHAPE, "1,2,1"]
-    reference = train_packed(pool, "1,1", shape)
+    reference = train_packed(scripts, "1,1", shape)
     sites = ["--vtp-sites", "edge,cloud", "--vtp-edge-seed", "shared", "--vtp-timing"]
     nothing = {1: ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "not-here"]}
-    runs = train_packed(pool, "1,1", [*shape, *sites], by_rank=nothing)
+    runs = train_packed(scripts, "1,1", [*shape, *sites], by_rank=nothing)
     for read in (losses, grad_norms):
         assert read(runs) == read(reference)
     assert runs[0].evaluations == reference[0].evaluations
@@ -149,18 +142,18 @@ def test_lengths_cross_to_another_site(pool: Pool) -> None:
     ],
 )
 def test_lengths_cross_to_other_numbers_of_replicas(
-    pool: Pool, tmp_path: Path, sizes: str, dp_list: str, layers: str
+    scripts: Scripts, tmp_path: Path, sizes: str, dp_list: str, layers: str
 ) -> None:
     """Of a row that a replica of the cloud has, it gets the lengths, and no other."""
     edge_dp, *_ = replicas = [int(number) for number in dp_list.split(",")]
     batch = [*LONGER, "--global-batch-size", "12"]
-    reference = train_packed(pool, "1,1", [*batch, "--save", str(tmp_path)], dp=edge_dp)
+    reference = train_packed(scripts, "1,1", [*batch, "--save", str(tmp_path)], dp=edge_dp)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
     shape = [*batch, *U_SHAPE, layers, "--vtp-dp-list", dp_list, "--load", str(tmp_path)]
     command = arguments(sizes, extra=[*PACKED, *ONE_ROW, *shape])
     world_size = sum(int(size) * number for size, number in zip(sizes.split(","), replicas, strict=True))
     hooks = ["packed_samples", "note_lengths"]
-    runs = succeeded(launch(pool, world_size, {"arguments": command, "hooks": hooks}))
+    runs = scripts.finish(world_size, {"arguments": command, "hooks": hooks})
     assert_same_training(runs, reference, first=2)
     assert_same_lengths(runs, reference)
 
@@ -176,7 +169,7 @@ def test_lengths_cross_to_other_numbers_of_replicas(
         pytest.param("1,2", [*U_SHAPE, "1,1,2", "--vtp-dp-list", "1,2"], id="U-1,2-dp-1,2", marks=FULL),
     ],
 )
-def test_conversations(pool: Pool, tmp_path: Path, sizes: str, extra: list[str]) -> None:
+def test_conversations(scripts: Scripts, tmp_path: Path, sizes: str, extra: list[str]) -> None:
     """Megatron's own data set for fine-tuning: several conversations in a row, and losses of the answers only.
 
     In the U, whose cloud has neither tokenizer nor conversations, from the second step of the plain run on.
@@ -193,7 +186,7 @@ def test_conversations(pool: Pool, tmp_path: Path, sizes: str, extra: list[str])
     def tune(sizes: str, extra: Sequence[str], by_rank: Mapping[int, Sequence[str]] | None = None) -> list[ScriptRun]:
         command = [word for word in arguments(sizes, extra=[*tuned, *extra]) if word != "--mock-data"]
         kwargs = {"arguments": command, "by_rank": by_rank, "hooks": ["packed_samples", "own_cache"]}
-        return succeeded(launch(pool, num_ranks(sizes) if by_rank is None else 1 + len(by_rank), kwargs))
+        return scripts.finish(num_ranks(sizes) if by_rank is None else 1 + len(by_rank), kwargs)
 
     if extra[:2] != U_SHAPE:
         reference = tune(uniform(sizes), extra[:2])

@@ -19,9 +19,8 @@ from tests.multiproc.cases.presets import (
     largest_difference,
     start,
 )
-from tests.multiproc.cases.script_cases import TOLERANCE, ScriptRun, arguments, launch, losses
+from tests.multiproc.cases.script_cases import TOLERANCE, ScriptRun, Scripts, arguments, losses
 from tests.support.hosts import ROOT, resume_tolerance
-from tests.support.pool import Pool
 
 DEFAULTS = {("qwen-3-moe", "1,2,2 U")}
 Start = Callable[[str], tuple[Path, list[ScriptRun]]]
@@ -35,17 +34,17 @@ def _cases() -> Iterator[object]:
 
 
 @pytest.fixture(scope="module")
-def started(script_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Start:
+def started(scripts: Scripts, tmp_path_factory: pytest.TempPathFactory) -> Start:
     """Uniform runs and their checkpoints; each is made once."""
     known: dict[str, tuple[Path, list[ScriptRun]]] = {}
 
     def find(name: str) -> tuple[Path, list[ScriptRun]]:
         if name not in known:
             folder = tmp_path_factory.mktemp("preset")
-            runs = start(script_pool, PRESETS[name], folder)
+            runs = start(scripts, PRESETS[name], folder)
             if resume_tolerance() > TOLERANCE:
                 # Megatron 0.12 itself is off: the uniform run goes on from its checkpoint, too.
-                runs = go_on(script_pool, PRESETS[name], UNIFORM, folder)
+                runs = go_on(scripts, PRESETS[name], UNIFORM, folder)
             known[name] = folder, runs
         return known[name]
 
@@ -57,25 +56,25 @@ def started(script_pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Star
 @pytest.mark.needs("presets_that_resume")
 @pytest.mark.needs("latent_attention", cases=("deepseek",))
 @pytest.mark.parametrize(("name", "layout"), list(_cases()))
-def test_preset(script_pool: Pool, started: Start, name: str, layout: str) -> None:
+def test_preset(scripts: Scripts, started: Start, name: str, layout: str) -> None:
     """Losses and gradient norms of five steps are those of the uniform run; where it does not fit, it is refused."""
     preset, place = PRESETS[name], LAYOUTS[layout]
     if layout in preset.not_run:
-        check_refused(script_pool, preset, place, preset.not_run[layout])
+        check_refused(scripts, preset, place, preset.not_run[layout])
         return
     folder, reference = started(name)
     assert losses(reference)[-1] < losses(reference)[0]
-    assert largest_difference(go_on(script_pool, preset, place, folder), reference) <= TOLERANCE
+    assert largest_difference(go_on(scripts, preset, place, folder), reference) <= TOLERANCE
 
 
 @pytest.mark.needs("latent_attention")
 @pytest.mark.full
-def test_latent_attention_needs_an_attention_of_the_tests(script_pool: Pool) -> None:
+def test_latent_attention_needs_an_attention_of_the_tests(scripts: Scripts) -> None:
     """Without the plugin, on one rank, Megatron's local layers do not take it."""
     words = arguments("1", extra=command(PRESETS["deepseek-v2"], Layout(sizes="1")))
     at = words.index("--vtp-device")
     del words[at : at + 4]
-    (run,) = launch(script_pool, 1, {"arguments": words, "how": "stock"})
+    (run,) = scripts.launch(1, {"arguments": words, "how": "stock"})
     assert run.exit_code == 1 and STOCK_ERROR in run.output
 
 

@@ -10,9 +10,9 @@ import pytest
 
 from tests.multiproc.cases.example_runs import start_sites
 from tests.multiproc.cases.recipe_cases import ALL, RECIPES, Recipe, started
-from tests.multiproc.cases.script_cases import ScriptRun, assert_same_training, launch, losses, succeeded
+from tests.multiproc.cases.script_cases import ScriptRun, Scripts, assert_same_training, losses
 from tests.rules.launcher_commands import environment
-from tests.support.pool import Pool, free_port
+from tests.support.pool import free_port
 from vtp_plugin.tune.fit.fit_layout import without
 
 pytestmark = [pytest.mark.needs("scripts_here"), pytest.mark.needs("our_example")]
@@ -29,13 +29,13 @@ def uniform(words: Sequence[str]) -> list[str]:
     return [*left, "--vtp-size-list", "1,1,1"]
 
 
-def trained(pool: Pool, by_rank: Sequence[Sequence[str]], extra: Sequence[str] = ()) -> list[ScriptRun]:
+def trained(scripts: Scripts, by_rank: Sequence[Sequence[str]], extra: Sequence[str] = ()) -> list[ScriptRun]:
     """Train with these words on every rank."""
-    return succeeded(launch(pool, len(by_rank), {"arguments": list(extra), "by_rank": dict(enumerate(by_rank))}))
+    return scripts.finish(len(by_rank), {"arguments": list(extra), "by_rank": dict(enumerate(by_rank))})
 
 
 @pytest.mark.parametrize("recipe", IN_SMALL.values(), ids=[*IN_SMALL])
-def test_in_small_it_trains_as_uniform_stages_do(recipe: Recipe, script_pool: Pool, tmp_path: Path) -> None:
+def test_in_small_it_trains_as_uniform_stages_do(recipe: Recipe, scripts: Scripts, tmp_path: Path) -> None:
     nodes = [started(recipe, node, tmp_path, SMALL="1") for node in range(len({*recipe.scripts}))]
     by_rank = [node.words for node in nodes for _ in range(node.num_processes)]
     equal = [uniform(by_rank[0])] * 3
@@ -43,11 +43,11 @@ def test_in_small_it_trains_as_uniform_stages_do(recipe: Recipe, script_pool: Po
     if {"--num-experts", "--layerwise-disaggregated-training"} & {*by_rank[0]}:
         # Experts, and layers of other stages, begin with other weights.
         folder = str(tmp_path / "start")
-        trained(script_pool, equal, ["--save", folder, "--save-interval", "1", "--exit-interval", "1"])
+        trained(scripts, equal, ["--save", folder, "--save-interval", "1", "--exit-interval", "1"])
         begin = ["--load", str(tmp_path / "empty"), "--pretrained-checkpoint", folder]
-    reference = trained(script_pool, equal, begin)
+    reference = trained(scripts, equal, begin)
     assert len(losses(reference)) == NUM_STEPS and losses(reference)[0] == pytest.approx(6.2, abs=0.5)
-    assert_same_training(trained(script_pool, by_rank, begin), reference)
+    assert_same_training(trained(scripts, by_rank, begin), reference)
 
 
 @pytest.mark.parametrize(

@@ -18,30 +18,22 @@ from tests.multiproc.cases.script_cases import (
     MODEL,
     VOCAB,
     ScriptRun,
+    Scripts,
     arguments,
     assert_same_training,
     evaluations,
     grad_norms,
-    launch,
     losses,
     num_ranks,
-    succeeded,
-    train,
     uniform,
 )
 from tests.support.hosts import PYTHON_PATH, ROOT, host_name, prints_first_step
-from tests.support.pool import ENVIRONMENT, Pool
+from tests.support.pool import ENVIRONMENT
 from vtp_plugin.patches.hosts import load_host
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.patches.registry import declared_at
 
 pytestmark = pytest.mark.needs("scripts_here")
-
-
-@pytest.fixture(scope="module")
-def pool(script_pool: Pool) -> Pool:
-    """Workers for scripts."""
-    return script_pool
 
 
 Reference = Callable[..., list[ScriptRun]]
@@ -61,14 +53,14 @@ SGD = ["--optimizer", "sgd", "--lr", "1e-1"]
 
 
 @pytest.fixture(scope="module")
-def reference(pool: Pool) -> Reference:
+def reference(scripts: Scripts) -> Reference:
     """Runs of uniform lists; each is made once."""
     known: dict[tuple[object, ...], list[ScriptRun]] = {}
 
     def find(sizes: str, extra: Sequence[str] = (), *, dp: int = 1, hooks: Sequence[str] = ()) -> list[ScriptRun]:
         key = (sizes, tuple(extra), dp, tuple(hooks))
         if key not in known:
-            known[key] = train(pool, sizes, extra, dp=dp, hooks=list(hooks))
+            known[key] = scripts.train(sizes, extra, dp=dp, hooks=list(hooks))
         return known[key]
 
     return find
@@ -110,9 +102,9 @@ def _case(name: str, sizes: str, extra: Sequence[str] = (), *, dp: int = 1, full
     ],
 )
 def test_equals_uniform_run(
-    pool: Pool, reference: Reference, sizes: str, extra: list[str], dp: int, options: dict[str, Any]
+    scripts: Scripts, reference: Reference, sizes: str, extra: list[str], dp: int, options: dict[str, Any]
 ) -> None:
-    runs = train(pool, sizes, extra, dp=dp, **options)
+    runs = scripts.train(sizes, extra, dp=dp, **options)
     wanted = reference(uniform(sizes), extra, dp=dp, **options)
     assert_same_training(runs, wanted)
     assert len(set(losses(runs))) == len(losses(runs)), "it trains nothing"
@@ -141,51 +133,51 @@ def test_equals_uniform_run(
     ],
 )
 def test_bf16_stays_near_the_uniform_run(
-    pool: Pool, reference: Reference, sizes: str, extra: list[str], dp: int
+    scripts: Scripts, reference: Reference, sizes: str, extra: list[str], dp: int
 ) -> None:
     # A small learning rate keeps the weights, and with them the gradients, comparable.
     extra = ["--bf16", "--lr", "1e-3", "--min-lr", "1e-3", *extra]
-    runs = train(pool, sizes, extra, dp=dp)
+    runs = scripts.train(sizes, extra, dp=dp)
     assert_same_training(runs, reference(uniform(sizes), extra, dp=dp), tolerance=1e-2)
     assert all("using torch.bfloat16" in run.output for run in runs[:1])
 
 
-def test_auto_takes_a_stage_per_node(pool: Pool, reference: Reference) -> None:
+def test_auto_takes_a_stage_per_node(scripts: Scripts, reference: Reference) -> None:
     command = arguments("1,2")
     command[command.index("--vtp-size-list") + 1] = "auto"
-    runs = succeeded(launch(pool, 3, {"arguments": command}, node_sizes=[1, 2]))
+    runs = scripts.finish(3, {"arguments": command}, node_sizes=[1, 2])
     assert_same_training(runs, reference("1,1"))
     assert re.search(r"^\[vtp rank 0\] +1 +2 +1 +1 +2 +1-2 +1$", runs[0].output, flags=re.MULTILINE), (
         "the list is not shown"
     )
 
 
-def test_auto_divides_by_replicas(pool: Pool) -> None:
+def test_auto_divides_by_replicas(scripts: Scripts) -> None:
     command = arguments("1,2", dp=2, extra=["--vtp-data-parallel-size", "2"])
     command[command.index("--vtp-size-list") + 1] = "auto"
-    runs = succeeded(launch(pool, 6, {"arguments": command}, node_sizes=[2, 4]))
+    runs = scripts.finish(6, {"arguments": command}, node_sizes=[2, 4])
     assert len(losses(runs)) == 4
     assert "6 ranks, TP sizes 1,2" in runs[0].output
 
 
 @pytest.mark.parametrize("sizes", ["2", *(pytest.param(sizes, marks=pytest.mark.full) for sizes in ("1,1", "2,2"))])
-def test_uniform_list_is_stock_megatron_bit_by_bit(pool: Pool, sizes: str) -> None:
-    forced = train(pool, sizes, ["--vtp-force"])
+def test_uniform_list_is_stock_megatron_bit_by_bit(scripts: Scripts, sizes: str) -> None:
+    forced = scripts.train(sizes, ["--vtp-force"])
     command = arguments(sizes)
     command = command[: command.index("--vtp-device")]
     command += ["--tensor-model-parallel-size", sizes[0], "--pipeline-model-parallel-size", str(len(sizes.split(",")))]
     # The multiple of the vocabulary is the same, as stock Megatron multiplies by its one size too.
-    stock = succeeded(launch(pool, num_ranks(sizes), {"arguments": command, "how": "stock"}))
+    stock = scripts.finish(num_ranks(sizes), {"arguments": command, "how": "stock"})
     assert losses(forced) == losses(stock)
     assert grad_norms(forced) == grad_norms(stock)
 
 
-def test_apply_without_a_list_leaves_megatron_alone(pool: Pool, reference: Reference) -> None:
+def test_apply_without_a_list_leaves_megatron_alone(scripts: Scripts, reference: Reference) -> None:
     command = arguments("1,1")
     position = command.index("--vtp-device")
     del command[position : position + 4]
     command += ["--pipeline-model-parallel-size", "2"]
-    runs = succeeded(launch(pool, 2, {"arguments": command, "how": "apply", "hooks": ["note_patches"]}))
+    runs = scripts.finish(2, {"arguments": command, "how": "apply", "hooks": ["note_patches"]})
     assert losses(runs) == losses(reference("1,1"))
     host, moments = load_host(host_name()), (Moment.COMMAND_LINE, Moment.PLATFORM, Moment.CPU)
     without_list = {record.id for moment in moments for record in declared_at(moment, host)}
@@ -196,8 +188,8 @@ def test_apply_without_a_list_leaves_megatron_alone(pool: Pool, reference: Refer
         assert run.facts["changed_after_revert"] == []
 
 
-def test_revert_restores_everything(pool: Pool) -> None:
-    runs = train(pool, "1,2", hooks=["note_patches"])
+def test_revert_restores_everything(scripts: Scripts) -> None:
+    runs = scripts.train("1,2", hooks=["note_patches"])
     for run in runs:
         assert run.facts["is_vtp_enabled"]
         assert {
@@ -225,11 +217,11 @@ def test_revert_restores_everything(pool: Pool) -> None:
         ),
     ],
 )
-def test_apply_in_the_script(pool: Pool, reference: Reference, kwargs: dict[str, Any], flags: list[str]) -> None:
+def test_apply_in_the_script(scripts: Scripts, reference: Reference, kwargs: dict[str, Any], flags: list[str]) -> None:
     command = arguments("1,2")
     position = command.index("--vtp-device")
     command[position : position + 4] = flags
-    runs = succeeded(launch(pool, 3, {"arguments": command, "how": "apply", "apply_kwargs": kwargs}))
+    runs = scripts.finish(3, {"arguments": command, "how": "apply", "apply_kwargs": kwargs})
     assert_same_training(runs, reference("1,1"))
 
 
@@ -284,15 +276,15 @@ def test_torchrun_end_to_end(tmp_path: Path, reference: Reference, form: str) ->
     assert printed == pytest.approx([first, second, *others], rel=1e-5)
 
 
-def test_vocabulary_hint_is_true(pool: Pool) -> None:
+def test_vocabulary_hint_is_true(scripts: Scripts) -> None:
     """The flag that start-up names gives the uniform run the same padded vocabulary."""
     command = [*MODEL, "--train-iters", "1", "--global-batch-size", "8", "--vtp-device", "cpu"]
     command += ["--vtp-log-level", "DEBUG", "--make-vocab-size-divisible-by", "7"]
-    runs = succeeded(launch(pool, 3, {"arguments": [*command, "--vtp-size-list", "1,2"]}))
+    runs = scripts.finish(3, {"arguments": [*command, "--vtp-size-list", "1,2"]})
     hint = re.search(r"--make-vocab-size-divisible-by (\d+)$", runs[0].output, flags=re.MULTILINE)
     assert hint is not None
     command[-1] = hint.group(1)
-    others = succeeded(launch(pool, 2, {"arguments": [*command, "--vtp-size-list", "1,1"]}))
+    others = scripts.finish(2, {"arguments": [*command, "--vtp-size-list", "1,1"]})
     padded = [re.findall(r"padded vocab .*new size: (\d+)", group[0].output) for group in (runs, others)]
     # One token more, the end of a document, then up to a multiple of 7 x 2.
     assert padded == [[str(math.ceil((VOCAB + 1) / 14) * 14)]] * 2

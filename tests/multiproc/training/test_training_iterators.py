@@ -8,17 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.multiproc.cases.script_cases import (
-    ScriptRun,
-    arguments,
-    assert_same_training,
-    launch,
-    losses,
-    succeeded,
-    train,
-)
+from tests.multiproc.cases.script_cases import ScriptRun, Scripts, arguments, assert_same_training, losses
 from tests.support.hosts import host_name
-from tests.support.pool import Pool
 
 pytestmark = pytest.mark.needs("scripts_here")
 
@@ -29,23 +20,17 @@ SKIPPED = ["--iterations-to-skip", "1" if host_name() == "0.12" else "2"]
 
 
 @pytest.fixture(scope="module")
-def pool(script_pool: Pool) -> Pool:
-    """Workers for scripts."""
-    return script_pool
-
-
-@pytest.fixture(scope="module")
-def start(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+def start(scripts: Scripts, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """Flags that begin with the weights of one process."""
     folder = str(tmp_path_factory.mktemp("start"))
-    train(pool, "1", [*LAYERS, "--save", folder, "--save-interval", "1", "--train-iters", "1"])
+    scripts.train("1", [*LAYERS, "--save", folder, "--save-interval", "1", "--train-iters", "1"])
     return [*LAYERS, "--load", folder, "--finetune"]
 
 
 @pytest.fixture(scope="module")
-def reference(pool: Pool, start: list[str]) -> list[ScriptRun]:
+def reference(scripts: Scripts, start: list[str]) -> list[ScriptRun]:
     """Stock Megatron on one process, without the second step."""
-    return train(pool, "1", [*start, *SKIPPED])
+    return scripts.train("1", [*start, *SKIPPED])
 
 
 def _case(name: str, sizes: str, num_ranks: int, *extra: str, full: bool = True) -> Any:
@@ -66,15 +51,15 @@ def _case(name: str, sizes: str, num_ranks: int, *extra: str, full: bool = True)
     ],
 )
 def test_a_step_is_skipped(
-    pool: Pool, start: list[str], reference: list[ScriptRun], sizes: str, num_ranks: int, extra: list[str]
+    scripts: Scripts, start: list[str], reference: list[ScriptRun], sizes: str, num_ranks: int, extra: list[str]
 ) -> None:
     """The samples of a step are read and not used, on all hosts and in all pipelines."""
     command = arguments(sizes, extra=[*start, *SKIPPED, *extra])
-    runs = succeeded(launch(pool, num_ranks, {"arguments": command}))
+    runs = scripts.finish(num_ranks, {"arguments": command})
     assert len(losses(runs)) == 3
     assert_same_training(runs, reference)
     with pytest.raises(AssertionError):
-        assert_same_training(runs, train(pool, "1", [*start, "--train-iters", "3"]))
+        assert_same_training(runs, scripts.train("1", [*start, "--train-iters", "3"]))
 
 
 @pytest.mark.full
@@ -83,9 +68,9 @@ def test_a_step_is_skipped(
     [("1,2", U_SHAPE), ("2,1", []), ("1,2", ["--num-virtual-stages-per-pipeline-rank", "3"])],
     ids=["u", "plain", "interleaved"],
 )
-def test_how_far_a_loader_has_read_is_stored(pool: Pool, tmp_path: Path, sizes: str, extra: list[str]) -> None:
+def test_how_far_a_loader_has_read_is_stored(scripts: Scripts, tmp_path: Path, sizes: str, extra: list[str]) -> None:
     """Four steps of four microbatches."""
     saving = ["--save", str(tmp_path), "--save-interval", "4", "--dataloader-type", "external"]
-    train(pool, sizes, [*LAYERS, *extra, *saving], hooks=["own_loader"])
+    scripts.train(sizes, [*LAYERS, *extra, *saving], hooks=["own_loader"])
     (file,) = (tmp_path / "loader").rglob("train_dataloader_dprank000.pt")
     assert torch.load(file, weights_only=True)["dataloader_state_dict"] == 16

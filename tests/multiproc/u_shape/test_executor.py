@@ -8,7 +8,7 @@ import pytest
 
 from tests.multiproc.boundaries.test_ordering import Recordings
 from tests.multiproc.cases.core_cases import OVERLAPPED, PER_TOKEN, Case, Runs, assert_identical, defaults_first
-from tests.multiproc.cases.script_cases import MODEL, assert_same_training, grad_norms, launch, losses, train
+from tests.multiproc.cases.script_cases import MODEL, Scripts, assert_same_training, grad_norms, losses
 from tests.multiproc.training.test_parity import check_parity, contextual, sharded
 from tests.ordering.check import check
 from tests.ordering.models import MODELS
@@ -116,31 +116,31 @@ def test_receives_are_posted_before_compute_and_no_send_blocks(recordings: Recor
 DETAILS = ["--vtp-log-level", "DEBUG"]
 
 
-def test_training_script(script_pool: Pool) -> None:
-    runs = train(script_pool, "1,2", ["--vtp-schedule", "planned"])
-    stock = train(script_pool, "1,2")
+def test_training_script(scripts: Scripts) -> None:
+    runs = scripts.train("1,2", ["--vtp-schedule", "planned"])
+    stock = scripts.train("1,2")
     assert "] planned 1F1B of 4 microbatches: up to 2,1 in flight on the stages" in runs[0].output
     assert (losses(runs), grad_norms(runs)) == (losses(stock), grad_norms(stock))
 
 
-def test_more_microbatches_in_flight_train_alike(script_pool: Pool) -> None:
-    runs = train(script_pool, "1,2", ["--vtp-schedule", "planned", "--vtp-in-flight", "4,1", *DETAILS])
-    stock = train(script_pool, "1,2")
+def test_more_microbatches_in_flight_train_alike(scripts: Scripts) -> None:
+    runs = scripts.train("1,2", ["--vtp-schedule", "planned", "--vtp-in-flight", "4,1", *DETAILS])
+    stock = scripts.train("1,2")
     assert ": 1f1b, microbatches: 4, lookahead: 8; kept activations by stage 4,1" in runs[0].output
     assert (losses(runs), grad_norms(runs)) == (losses(stock), grad_norms(stock))
 
 
 @pytest.mark.full
-def test_a_script_in_virtual_stages(script_pool: Pool) -> None:
+def test_a_script_in_virtual_stages(scripts: Scripts) -> None:
     """As `search --virtual-stages 2` prints it."""
     words = ["--num-virtual-stages-per-pipeline-rank", "2"]
-    runs = train(script_pool, "1,2", ["--vtp-schedule", "planned", *words, *DETAILS])
+    runs = scripts.train("1,2", ["--vtp-schedule", "planned", *words, *DETAILS])
     assert ": interleaved-1f1b, microbatches: 4, lookahead: 1" in runs[0].output
-    assert_same_training(runs, train(script_pool, "1,1", words))
+    assert_same_training(runs, scripts.train("1,1", words))
 
 
-def test_planned_schedule_without_stages_is_refused(script_pool: Pool) -> None:
+def test_planned_schedule_without_stages_is_refused(scripts: Scripts) -> None:
     command = [*MODEL, "--global-batch-size", "8", "--train-iters", "1", "--vtp-schedule", "planned"]
-    (run,) = launch(script_pool, 1, {"arguments": [*command, "--vtp-device", "cpu"]})
+    (run,) = scripts.launch(1, {"arguments": [*command, "--vtp-device", "cpu"]})
     assert run.exit_code not in (0, None)
     assert "planned schedules need stages: give --vtp-size-list, such as 1,1" in error_line(run.output)

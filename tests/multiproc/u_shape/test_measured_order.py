@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.multiproc.cases.core_cases import Runs, assemble, assert_close
-from tests.multiproc.cases.script_cases import arguments, assert_refused, grad_norms, launch, losses, num_ranks, train
+from tests.multiproc.cases.script_cases import Scripts, arguments, assert_refused, grad_norms, losses, num_ranks
 from tests.multiproc.cases.u_shape_cases import Saved, sequential, u_shaped
 from tests.multiproc.jobs.planned_job import Pass, Seen
 from tests.support.pace import pace
@@ -157,16 +157,16 @@ def test_losses_are_the_same_after_the_new_plan(runs: Runs, pool: Pool, saved: S
 U_SHAPE = ["--layerwise-disaggregated-training", "--num-layer-list", "1,2,1"]
 
 
-def test_flags_of_a_script(script_pool: Pool) -> None:
+def test_flags_of_a_script(scripts: Scripts) -> None:
     """What a run prints as measured is a flag that gives the same order at once, and the same numbers."""
     extra = [*U_SHAPE, "--vtp-in-flight", "3", "--vtp-replan-share", "inf", "--train-iters", "6"]
     extra += ["--vtp-log-level", "DEBUG"]
-    runs = train(script_pool, "1,1", extra)
+    runs = scripts.train("1,1", extra)
     (words,) = measured(runs[0].output)
     digests = re.findall(r"schedule (\w+): u-shape,", runs[0].output)
     assert len(digests) == 2
     assert runs[0].output.count("] planned a U of 4 microbatches: up to ") == 2
-    again = train(script_pool, "1,1", [*extra, "--vtp-costs", *words.split()])
+    again = scripts.train("1,1", [*extra, "--vtp-costs", *words.split()])
     assert re.findall(r"schedule (\w+): u-shape,", again[0].output) == digests[1:]
     for runs_of, num in ((runs, 2), (again, 5)):  # every interval, and that is one step here
         found = re.findall(r"predicted [\d.]+ ms, real [\d.]+ ms", runs_of[0].output)
@@ -187,5 +187,5 @@ def test_flags_of_a_script(script_pool: Pool) -> None:
         pytest.param([*U_SHAPE, "--vtp-costs", "forward_ms=1,2"], ["forward_ms has 2 entries"], marks=pytest.mark.full),
     ],
 )
-def test_refused(script_pool: Pool, extra: list[str], words: list[str]) -> None:
-    assert_refused(launch(script_pool, num_ranks("1,1"), {"arguments": arguments("1,1", extra=extra)}), *words)
+def test_refused(scripts: Scripts, extra: list[str], words: list[str]) -> None:
+    assert_refused(scripts.launch(num_ranks("1,1"), {"arguments": arguments("1,1", extra=extra)}), *words)

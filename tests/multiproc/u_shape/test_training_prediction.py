@@ -7,21 +7,14 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.cases.script_cases import assert_same_training, train, uniform
+from tests.multiproc.cases.script_cases import Scripts, assert_same_training, uniform
 from tests.support.hosts import is_older
-from tests.support.pool import Pool
 
 pytestmark = [pytest.mark.needs("layouts"), pytest.mark.needs("scripts_here")]
 
 PREDICTING = ["--mtp-num-layers", "1", "--mtp-loss-scaling-factor", "0.5", "--global-batch-size", "12"]
 PREDICTING += ["--position-embedding-type", "rope", "--no-rope-fusion", "--pipeline-model-parallel-layout"]
 UNTIED = ["--untie-embeddings-and-output-weights"]
-
-
-@pytest.fixture(scope="module")
-def pool(script_pool: Pool) -> Pool:
-    """Workers for scripts."""
-    return script_pool
 
 
 def _case(name: str, sizes: str, layout: str, *extra: str, full: bool = True) -> Any:
@@ -42,9 +35,9 @@ def _case(name: str, sizes: str, layout: str, *extra: str, full: bool = True) ->
         _case("sequence", "1,2,2", "Et|(t|)*3,m|L", "--sequence-parallel"),
     ],
 )
-def test_a_stage_that_predicts(pool: Pool, sizes: str, layout: str, extra: list[str]) -> None:
+def test_a_stage_that_predicts(scripts: Scripts, sizes: str, layout: str, extra: list[str]) -> None:
     hooks = ["own_predictions"] if is_older() else []
-    runs, wanted = (train(pool, s, [*PREDICTING, layout, *extra], hooks=hooks) for s in (sizes, uniform(sizes)))
+    runs, wanted = (scripts.train(s, [*PREDICTING, layout, *extra], hooks=hooks) for s in (sizes, uniform(sizes)))
     assert_same_training(runs, wanted)
     if is_older():
         return

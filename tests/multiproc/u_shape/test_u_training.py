@@ -9,18 +9,15 @@ import pytest
 
 from tests.multiproc.cases.script_cases import (
     ScriptRun,
+    Scripts,
     arguments,
     assert_refused,
     assert_same_training,
     grad_norms,
-    launch,
     losses,
     num_ranks,
-    succeeded,
-    train,
 )
 from tests.support.hosts import host_name
-from tests.support.pool import Pool
 
 pytestmark = pytest.mark.needs("scripts_here")
 
@@ -31,17 +28,11 @@ EVALUATION = ["--eval-interval", "1", "--eval-iters", "1", "--split", "80,10,10"
 
 
 @pytest.fixture(scope="module")
-def pool(script_pool: Pool) -> Pool:
-    """Workers for scripts."""
-    return script_pool
-
-
-@pytest.fixture(scope="module")
-def sequential(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[ScriptRun]]:
+def sequential(scripts: Scripts, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[ScriptRun]]:
     """Four steps of one process, the checkpoint of the second one kept."""
     folder = tmp_path_factory.mktemp("sequential")
     saving = ["--save", str(folder), "--save-interval", "2"]
-    runs = train(pool, "1", [*EVALUATION, *saving], hooks=["note_progress"])
+    runs = scripts.train("1", [*EVALUATION, *saving], hooks=["note_progress"])
     (folder / "latest_checkpointed_iteration.txt").write_text("2")
     return folder, runs
 
@@ -55,12 +46,12 @@ def sequential(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     ],
 )
 def test_continues_a_sequential_run_and_then_itself(
-    pool: Pool, sequential: tuple[Path, list[ScriptRun]], tmp_path: Path, sizes: str, layers: str
+    scripts: Scripts, sequential: tuple[Path, list[ScriptRun]], tmp_path: Path, sizes: str, layers: str
 ) -> None:
     folder, reference = sequential
     saving = ["--save", str(tmp_path), "--save-interval", "1", "--tensorboard-dir", str(tmp_path / "tensorboard")]
     command = [*EVALUATION, *U_SHAPE, layers, *ELSEWHERE, "--load", str(folder), *saving]
-    runs = train(pool, sizes, command, hooks=["note_progress"])
+    runs = scripts.train(sizes, command, hooks=["note_progress"])
     edge_size = int(sizes.split(",")[0])
     assert [run.steps[0].loss is not None for run in runs] == [rank < edge_size for rank in range(len(runs))]
     assert_same_training(runs, reference, first=2)
@@ -77,18 +68,18 @@ def test_continues_a_sequential_run_and_then_itself(
     assert b"lm loss" in events.read_bytes() and b"lm loss validation" in events.read_bytes()
 
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("3")
-    again = train(pool, sizes, [*EVALUATION, *U_SHAPE, layers, "--load", str(tmp_path)])
+    again = scripts.train(sizes, [*EVALUATION, *U_SHAPE, layers, "--load", str(tmp_path)])
     assert_same_training(again, reference, first=3)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("sizes", ["1,1,1,1", "1,2,1,2"])
-def test_four_stages(pool: Pool, tmp_path: Path, sizes: str) -> None:
+def test_four_stages(scripts: Scripts, tmp_path: Path, sizes: str) -> None:
     """Five layers on an edge and three cloud stages."""
     five = ["--num-layers", "5"]
-    reference = train(pool, "1", [*five, "--save", str(tmp_path), "--save-interval", "2"])
+    reference = scripts.train("1", [*five, "--save", str(tmp_path), "--save-interval", "2"])
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
-    runs = train(pool, sizes, [*five, *U_SHAPE, "1,1,1,1,1", *ELSEWHERE, "--load", str(tmp_path)])
+    runs = scripts.train(sizes, [*five, *U_SHAPE, "1,1,1,1,1", *ELSEWHERE, "--load", str(tmp_path)])
     assert_same_training(runs, reference, first=2)
 
 
@@ -105,7 +96,7 @@ OPTIMIZER = ["--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-
     ],
 )
 def test_sharded_sequences_and_optimizer(
-    pool: Pool,
+    scripts: Scripts,
     sequential: tuple[Path, list[ScriptRun]],
     tmp_path: Path,
     sizes: str,
@@ -116,42 +107,42 @@ def test_sharded_sequences_and_optimizer(
     """From the weights of the sequential run, against it; then on from a checkpoint of its own."""
     folder, _ = sequential
     weights = ["--load", str(folder), "--finetune"]
-    reference = train(pool, "1", weights, dp=dp)
+    reference = scripts.train("1", weights, dp=dp)
     command = [*U_SHAPE, layers, *options]
-    runs = train(pool, sizes, [*command, *weights, "--save", str(tmp_path), "--save-interval", "2"], dp=dp)
+    runs = scripts.train(sizes, [*command, *weights, "--save", str(tmp_path), "--save-interval", "2"], dp=dp)
     assert_same_training(runs, reference)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
-    again = train(pool, sizes, [*command, "--load", str(tmp_path)], dp=dp)
+    again = scripts.train(sizes, [*command, "--load", str(tmp_path)], dp=dp)
     assert_same_training(again, runs, first=2)
 
 
 @pytest.mark.needs("layouts")
-def test_layout_of_megatron_means_the_same(pool: Pool, sequential: tuple[Path, list[ScriptRun]]) -> None:
+def test_layout_of_megatron_means_the_same(scripts: Scripts, sequential: tuple[Path, list[ScriptRun]]) -> None:
     folder, reference = sequential
     extra = ["--layerwise-disaggregated-training", "--pipeline-model-parallel-layout", "Et|tt|tL"]
-    runs = train(pool, "1,1", [*EVALUATION, *extra, "--load", str(folder)])
+    runs = scripts.train("1,1", [*EVALUATION, *extra, "--load", str(folder)])
     assert_same_training(runs, reference, first=2)
 
 
-def test_sites_keep_their_parts_of_a_checkpoint(pool: Pool, tmp_path: Path) -> None:
+def test_sites_keep_their_parts_of_a_checkpoint(scripts: Scripts, tmp_path: Path) -> None:
     """Each site has a folder of its own and resumes from it, though only rank 0 writes Megatron's note about it."""
     folders = {rank: str(tmp_path / ("edge" if rank == 0 else "cloud")) for rank in range(3)}
     command = arguments("1,2", extra=[*U_SHAPE, "1,1,2", "--ckpt-format", "torch"])
     saving = {rank: ["--save", folder] for rank, folder in folders.items()}
     kwargs = {"arguments": [*command, "--save-interval", "2"], "by_rank": saving}
-    whole = succeeded(launch(pool, 3, kwargs))
+    whole = scripts.finish(3, kwargs)
     for folder in set(folders.values()):
         tracker = Path(folder) / "latest_checkpointed_iteration.txt"
         assert tracker.read_text() == "4"
         tracker.write_text("2")
     loading = {rank: ["--load", folder] for rank, folder in folders.items()}
-    runs = succeeded(launch(pool, 3, {"arguments": command, "by_rank": loading}))
+    runs = scripts.finish(3, {"arguments": command, "by_rank": loading})
     assert losses(runs) == losses(whole)[2:]
     assert grad_norms(runs) == grad_norms(whole)[2:]
 
 
-def _refuse(pool: Pool, extra: list[str], *words: str, sizes: str = "1,2", **kwargs: Any) -> None:
-    runs = launch(pool, num_ranks(sizes), {"arguments": arguments(sizes, extra=extra), **kwargs})
+def _refuse(scripts: Scripts, extra: list[str], *words: str, sizes: str = "1,2", **kwargs: Any) -> None:
+    runs = scripts.launch(num_ranks(sizes), {"arguments": arguments(sizes, extra=extra), **kwargs})
     assert_refused(runs, *words)
     assert not any("initializing torch distributed" in run.output for run in runs), "refused too late"
 
@@ -196,17 +187,17 @@ def _refuse(pool: Pool, extra: list[str], *words: str, sizes: str = "1,2", **kwa
         ),
     ],
 )
-def test_refused(pool: Pool, extra: list[str], words: list[str]) -> None:
-    _refuse(pool, [*U_SHAPE, *extra], *words)
+def test_refused(scripts: Scripts, extra: list[str], words: list[str]) -> None:
+    _refuse(scripts, [*U_SHAPE, *extra], *words)
 
 
-def test_layers_without_the_switch_are_refused(pool: Pool) -> None:
-    _refuse(pool, ["--num-layer-list", "1,1,2"], "--num-layer-list is for --layerwise-disaggregated-training")
+def test_layers_without_the_switch_are_refused(scripts: Scripts) -> None:
+    _refuse(scripts, ["--num-layer-list", "1,1,2"], "--num-layer-list is for --layerwise-disaggregated-training")
 
 
 @pytest.mark.full
-def test_edge_without_a_cloud_is_refused(pool: Pool) -> None:
-    _refuse(pool, [*U_SHAPE, "2,2"], "needs an edge and a cloud", sizes="2")
+def test_edge_without_a_cloud_is_refused(scripts: Scripts) -> None:
+    _refuse(scripts, [*U_SHAPE, "2,2"], "needs an edge and a cloud", sizes="2")
 
 
 @pytest.mark.needs("layouts")
@@ -218,29 +209,33 @@ def test_edge_without_a_cloud_is_refused(pool: Pool) -> None:
         pytest.param("Et|t|t|tL", ["4 parts"], marks=pytest.mark.full),
     ],
 )
-def test_layout_without_an_edge_is_refused(pool: Pool, layout: str, words: list[str]) -> None:
-    _refuse(pool, ["--layerwise-disaggregated-training", "--pipeline-model-parallel-layout", layout], *words)
+def test_layout_without_an_edge_is_refused(scripts: Scripts, layout: str, words: list[str]) -> None:
+    _refuse(scripts, ["--layerwise-disaggregated-training", "--pipeline-model-parallel-layout", layout], *words)
 
 
-def test_cloud_that_got_rank_0_is_refused(pool: Pool) -> None:
+def test_cloud_that_got_rank_0_is_refused(scripts: Scripts) -> None:
     """A launcher that orders the machines by name may put the cloud first."""
     sites = {0: ["--vtp-site", "cloud"], 1: ["--vtp-site", "cloud"], 2: ["--vtp-site", "edge"]}
     words = ["rank 0: stage 0 belongs to site edge, but its rank 0 runs on a machine of site cloud", "--node-rank"]
-    _refuse(pool, [*U_SHAPE, "1,1,2", "--vtp-sites", "edge,cloud"], *words, by_rank=sites)
+    _refuse(scripts, [*U_SHAPE, "1,1,2", "--vtp-sites", "edge,cloud"], *words, by_rank=sites)
 
 
-def test_tokenizer_that_fails_on_the_edge_ends_all_ranks(pool: Pool) -> None:
-    _refuse(pool, [*U_SHAPE, "1,1,2", "--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "not-here"], "rank 0: ")
+def test_tokenizer_that_fails_on_the_edge_ends_all_ranks(scripts: Scripts) -> None:
+    _refuse(
+        scripts, [*U_SHAPE, "1,1,2", "--tokenizer-type", "GPT2BPETokenizer", "--vocab-file", "not-here"], "rank 0: "
+    )
 
 
-def test_folders_that_are_not_shared_are_refused_where_one_checkpoint_is_written(pool: Pool, tmp_path: Path) -> None:
+def test_folders_that_are_not_shared_are_refused_where_one_checkpoint_is_written(
+    scripts: Scripts, tmp_path: Path
+) -> None:
     saving = {rank: ["--save", str(tmp_path / ("edge" if rank == 0 else "cloud"))] for rank in range(3)}
     words = [f"--save {tmp_path / 'cloud'} is not the folder of rank 0", "--ckpt-format torch"]
-    _refuse(pool, [*U_SHAPE, "1,1,2", "--save-interval", "2"], *words, by_rank=saving)
+    _refuse(scripts, [*U_SHAPE, "1,1,2", "--save-interval", "2"], *words, by_rank=saving)
 
 
 @pytest.mark.full
-def test_multi_token_prediction(pool: Pool, tmp_path: Path) -> None:
+def test_multi_token_prediction(scripts: Scripts, tmp_path: Path) -> None:
     """The edge predicts two tokens: it trains as a sequential run does, and its checkpoint is resumed."""
     predicting = [
         "--mtp-num-layers",
@@ -252,11 +247,11 @@ def test_multi_token_prediction(pool: Pool, tmp_path: Path) -> None:
         "0.5",
     ]
     predicting += ["--untie-embeddings-and-output-weights"]
-    reference = train(pool, "1", [*predicting, "--save", str(tmp_path), "--save-interval", "2"])
+    reference = scripts.train("1", [*predicting, "--save", str(tmp_path), "--save-interval", "2"])
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
     command = [*predicting, *U_SHAPE, "1,1,2", "--save-interval", "1"]
-    runs = train(pool, "1,2", [*command, "--load", str(tmp_path), "--save", str(tmp_path / "u")])
+    runs = scripts.train("1,2", [*command, "--load", str(tmp_path), "--save", str(tmp_path / "u")])
     assert_same_training(runs, reference, first=2)
     assert "mtp_1 loss" in runs[0].output
     (tmp_path / "u" / "latest_checkpointed_iteration.txt").write_text("3")
-    assert_same_training(train(pool, "1,2", [*command, "--load", str(tmp_path / "u")]), reference, first=3)
+    assert_same_training(scripts.train("1,2", [*command, "--load", str(tmp_path / "u")]), reference, first=3)

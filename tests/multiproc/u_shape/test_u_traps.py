@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.multiproc.cases.script_cases import arguments, assert_refused, assert_same_training, launch, num_ranks, train
+from tests.multiproc.cases.script_cases import Scripts, arguments, assert_refused, assert_same_training, num_ranks
 from tests.multiproc.cases.u_shape_cases import u_shaped
 from tests.support.hosts import host_name, resharding_flags
 from tests.support.pool import Pool
@@ -32,21 +32,21 @@ def test_what_the_executor_leaves_out_is_refused(pool: Pool) -> None:
             assert re.search(rf"config\.{name}( local)? with a planned schedule; .*; leave it out", line), line
 
 
-def refused(pool: Pool, *flags: str) -> None:
+def refused(scripts: Scripts, *flags: str) -> None:
     command = arguments("1,2", extra=[*U_SHAPE, *flags])
-    assert_refused(launch(pool, num_ranks("1,2"), {"arguments": command}), flags[0])
+    assert_refused(scripts.launch(num_ranks("1,2"), {"arguments": command}), flags[0])
 
 
-def test_masks_of_samples_are_refused(script_pool: Pool) -> None:
-    refused(script_pool, "--reset-attention-mask")
+def test_masks_of_samples_are_refused(scripts: Scripts) -> None:
+    refused(scripts, "--reset-attention-mask")
 
 
 @pytest.mark.needs("flags_after_0_12")
 @pytest.mark.full
-def test_several_packed_rows_are_refused(script_pool: Pool) -> None:
+def test_several_packed_rows_are_refused(scripts: Scripts) -> None:
     """The runs of the tests have two samples in a microbatch."""
     command = arguments("1,2", extra=[*U_SHAPE, "--sft"])
-    assert_refused(launch(script_pool, num_ranks("1,2"), {"arguments": command}), "--micro-batch-size 2 with --sft; ")
+    assert_refused(scripts.launch(num_ranks("1,2"), {"arguments": command}), "--micro-batch-size 2 with --sft; ")
 
 
 @pytest.mark.parametrize(
@@ -55,19 +55,19 @@ def test_several_packed_rows_are_refused(script_pool: Pool) -> None:
     ids=lambda flags: flags[0],
 )
 @pytest.mark.full
-def test_what_no_u_has_is_refused(script_pool: Pool, flags: tuple[str, ...]) -> None:
-    refused(script_pool, *flags)
+def test_what_no_u_has_is_refused(scripts: Scripts, flags: tuple[str, ...]) -> None:
+    refused(scripts, *flags)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("sizes", ["1,1", pytest.param("1,2", marks=pytest.mark.needs("experts"))])
-def test_experts(script_pool: Pool, tmp_path: Path, sizes: str) -> None:
+def test_experts(scripts: Scripts, tmp_path: Path, sizes: str) -> None:
     """Losses and gradients are those of one process, from its checkpoint."""
     # Megatron's local experts fail with fused activations and with biases.
     experts = ["--num-experts", "2", "--moe-router-topk", "2", "--no-bias-gelu-fusion", "--disable-bias-linear"]
     experts += ["--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "0.01"]
-    reference = train(script_pool, "1", [*experts, "--save", str(tmp_path), "--save-interval", "2"])
+    reference = scripts.train("1", [*experts, "--save", str(tmp_path), "--save-interval", "2"])
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("2")
     experts += ["--sequence-parallel", "--expert-tensor-parallel-size", "1"] if "2" in sizes else []
-    runs = train(script_pool, sizes, [*U_SHAPE, *experts, *resharding_flags(), "--load", str(tmp_path)])
+    runs = scripts.train(sizes, [*U_SHAPE, *experts, *resharding_flags(), "--load", str(tmp_path)])
     assert_same_training(runs, reference, first=2)
