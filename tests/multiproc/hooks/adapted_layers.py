@@ -13,6 +13,8 @@ from megatron.core.models.gpt import gpt_model
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
+from tests.multiproc.hooks.in_place import Facts, after
+
 TARGETS = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
 RANK = 16
 
@@ -59,13 +61,11 @@ class Adapted(torch.nn.Module):
         return found
 
 
-def add_adapters(facts: dict[str, Any]) -> None:
+def add_adapters(facts: Facts) -> None:
     """Give every model of the script adapters, and freeze the rest."""
-    del facts
-    original = gpt_model.GPTModel.__init__
 
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
+    @after(gpt_model.GPTModel, "__init__")
+    def adapt(_none: None, self: Any, *_args: Any, **_kwargs: Any) -> None:
         self.requires_grad_(False)
         for module in list(self.modules()):
             for name in TARGETS:
@@ -76,5 +76,3 @@ def add_adapters(facts: dict[str, Any]) -> None:
                 # Replicas and copies on other ranks of a stage are the same; the parts of a cut one are alike, too.
                 generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
                 parameter.data.copy_(torch.randn(parameter.shape, generator=generator) / RANK)
-
-    gpt_model.GPTModel.__init__ = init

@@ -6,7 +6,6 @@ Each attack is made by rank 1, the cloud's first, from inside a run that starts 
 from __future__ import annotations
 
 import builtins
-import functools
 import os
 import pickle
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from megatron.core.models.gpt import gpt_model
 from torch.distributed import distributed_c10d
 
 from tests.multiproc.cases.attacks import ATTACKER, ESCAPES, LONG_BYTES, MARKER
+from tests.multiproc.hooks.in_place import Facts, Hook, after, around, before
 from vtp_plugin.patches import activation
 from vtp_plugin.plan.boundary import message_kind
 from vtp_plugin.runtime.comm.plain_data import PlainData
@@ -27,10 +27,10 @@ from vtp_plugin.util import log
 from vtp_plugin.util import text as printable
 
 
-def _by_attacker(act: Callable[[], None]) -> Callable[[dict[str, Any]], None]:
+def _by_attacker(act: Callable[[], None]) -> Hook:
     """Let only the attacker's rank do something."""
 
-    def hook(facts: dict[str, Any]) -> None:
+    def hook(facts: Facts) -> None:
         if int(os.environ["RANK"]) == ATTACKER:
             act()
 
@@ -39,14 +39,7 @@ def _by_attacker(act: Callable[[], None]) -> Callable[[dict[str, Any]], None]:
 
 def _when_connected(install: Callable[[], None]) -> None:
     """Do something once the process groups exist, and before anything is sent over them."""
-    original = dist.init_process_group
-
-    @functools.wraps(original)
-    def init(*args: Any, **kwargs: Any) -> None:
-        original(*args, **kwargs)
-        install()
-
-    dist.init_process_group = init
+    after(dist, "init_process_group")(lambda *_args, **_kwargs: install())
 
 
 class _Calls:
@@ -99,24 +92,17 @@ def _send_escapes() -> None:
 
 
 def _lie_in_headers() -> None:
-    original = message_kind.HeaderCodec.encode
-
-    def encode(self: Any, whole: Any, dtype: str, position: str) -> tuple[int, ...]:
-        values = original(self, whole, dtype, position)
-        return (1 << 40, *values[1:])
-
-    message_kind.HeaderCodec.encode = encode
+    @around(message_kind.HeaderCodec, "encode")
+    def encode(original: Any, *args: Any) -> tuple[int, ...]:
+        return (1 << 40, *original(*args)[1:])
 
 
-def _vary_lengths(facts: dict[str, Any]) -> None:
+def vary_lengths(facts: Facts) -> None:
     """Let headers cross on all ranks, as where samples have lengths of their own."""
-    original = gpt_model.GPTModel.__init__
 
-    def build(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
+    @after(gpt_model.GPTModel, "__init__")
+    def vary(_none: None, self: Any, *_args: Any, **_kwargs: Any) -> None:
         self.config.variable_seq_lengths = True
-
-    gpt_model.GPTModel.__init__ = build
 
 
 def _raise_escapes() -> None:
@@ -128,38 +114,25 @@ def _raise_escapes() -> None:
     training.train_step = fail
 
 
-def _without_objects_guard(facts: dict[str, Any]) -> None:
+def without_objects_guard(facts: Facts) -> None:
     """Let torch unpickle what it gets on all ranks, and note the longest tensor that it makes for objects."""
     activation.close_objects = lambda session: None
-    original = torch.empty
     facts["longest"] = 0
 
-    @functools.wraps(original)
-    def empty(*size: Any, **options: Any) -> torch.Tensor:
+    @before(torch, "empty")
+    def note(*size: Any, **options: Any) -> None:
         if options.get("dtype") is torch.uint8 and size and isinstance(size[0], int):
             facts["longest"] = max(facts["longest"], size[0])
-        return original(*size, **options)
-
-    torch.empty = empty
 
 
-def _without_bounds_of_headers(facts: dict[str, Any]) -> None:
+def without_bounds_of_headers(facts: Facts) -> None:
     message_kind.Expected.require_bounded = lambda self, sent, num_elements: None
 
 
-def _without_plain_texts(facts: dict[str, Any]) -> None:
+def without_plain_texts(facts: Facts) -> None:
     printable.plain = log.plain = lambda text: text
 
 
-ATTACK_HOOKS: dict[str, Callable[[dict[str, Any]], Callable[[], None] | None]] = {
-    "call_system": _by_attacker(_call_system),
-    "call_eval": _by_attacker(_call_eval),
-    "announce_much": _by_attacker(_announce_much),
-    "send_escapes": _by_attacker(_send_escapes),
-    "lie_in_headers": _by_attacker(_lie_in_headers),
-    "vary_lengths": _vary_lengths,
-    "raise_escapes": _by_attacker(_raise_escapes),
-    "without_objects_guard": _without_objects_guard,
-    "without_bounds_of_headers": _without_bounds_of_headers,
-    "without_plain_texts": _without_plain_texts,
-}
+call_system, call_eval = _by_attacker(_call_system), _by_attacker(_call_eval)
+announce_much, send_escapes = _by_attacker(_announce_much), _by_attacker(_send_escapes)
+lie_in_headers, raise_escapes = _by_attacker(_lie_in_headers), _by_attacker(_raise_escapes)

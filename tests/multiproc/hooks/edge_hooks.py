@@ -14,6 +14,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.training import get_args
 from megatron.training.initialize import _set_random_seed
 
+from tests.multiproc.hooks.in_place import Facts, after
 from tests.multiproc.hooks.leak_watch import Outgoing, Watch
 from vtp_plugin.api import current_session
 
@@ -21,7 +22,7 @@ from vtp_plugin.api import current_session
 _STEPS, _NUM_MICROBATCHES, _NUM_WORDS = (0, 10), 2, 256
 
 
-def invert_edge(facts: dict[str, Any]) -> Callable[[], None]:
+def invert_edge(facts: Facts) -> Callable[[], None]:
     """Try to read tokens as the cloud can: by the first layers that ``--seed`` gives, from the activations it gets.
 
     Notes whether these are the edge's own layers, of how many tokens it is, and how many were read at each step.
@@ -29,15 +30,14 @@ def invert_edge(facts: dict[str, Any]) -> Callable[[], None]:
     facts["tokens_read"], facts["num_tokens"] = {}, {}
     made: list[tuple[Any, ...]] = []
     seen: list[tuple[torch.Tensor, ...]] = []
-    original_init, original_setup = GPTModel.__init__, training.setup_model_and_optimizer
 
-    def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        original_init(self, *args, **kwargs)
+    @after(GPTModel, "__init__")
+    def keep(_none: None, self: Any, *args: Any, **kwargs: Any) -> None:
         if self.pre_process:
             made.append((self, args, kwargs))
 
-    def setup(*args: Any, **kwargs: Any) -> Any:
-        result = original_setup(*args, **kwargs)
+    @after(training, "setup_model_and_optimizer")
+    def compare(*_args: Any, **_kwargs: Any) -> None:
         if made:
             chunk, of_chunk, by_name = made[0]
             seen_by_cloud = _drawn_from_the_seed(lambda: GPTModel(*of_chunk, **by_name))
@@ -45,20 +45,17 @@ def invert_edge(facts: dict[str, Any]) -> Callable[[], None]:
             pairs = zip(chunk.parameters(), seen_by_cloud.parameters(), strict=True)
             facts["are_of_the_seed"] = all(torch.equal(own, drawn) for own, drawn in pairs)
             chunk.register_forward_hook(note)
-        return result
 
     def note(_chunk: Any, args: tuple[Any, ...], output: torch.Tensor) -> None:
         seen.append(tuple(value.detach().clone() for value in (*args[:3], output)))
 
-    GPTModel.__init__, training.setup_model_and_optimizer = init, setup
-
-    def after() -> None:
+    def finish() -> None:
         for step in _STEPS if made else ():
             rows = seen[step * _NUM_MICROBATCHES : (step + 1) * _NUM_MICROBATCHES]
             facts["num_tokens"][step] = sum(row[0].numel() for row in rows)
             facts["tokens_read"][step] = sum(_num_read(made[0][1], *row) for row in rows)
 
-    return after
+    return finish
 
 
 def _drawn_from_the_seed(make: Callable[[], Any]) -> Any:
@@ -104,12 +101,11 @@ def _num_read(
     return num_right
 
 
-def note_edge(facts: dict[str, Any]) -> None:
+def note_edge(facts: Facts) -> None:
     """Note the start weights of this rank's chunks, with the dimension in which each is cut, and its random states."""
-    original = training.setup_model_and_optimizer
 
-    def noting(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
+    @after(training, "setup_model_and_optimizer")
+    def note(result: Any, *_args: Any, **_kwargs: Any) -> None:
         facts["weights"] = {
             f"{chunk} {name.removeprefix('module.')}": (
                 weight.detach().float().numpy().copy(),
@@ -122,12 +118,9 @@ def note_edge(facts: dict[str, Any]) -> None:
         facts["states"] = {name: bytes(state.tolist()) for name, state in tracker.get_states().items()}
         facts["states"]["device"] = bytes(torch.cuda.get_rng_state().tolist())
         facts["place"] = (parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_data_parallel_rank())
-        return result
-
-    training.setup_model_and_optimizer = noting
 
 
-def watch_key(facts: dict[str, Any]) -> Callable[[], None]:
+def watch_key(facts: Facts) -> Callable[[], None]:
     """Look for the edge's key in all that leaves this rank of the sizes 2,1; say whether the edge, the cloud got it."""
     edge = range(2 * int(os.environ["WORLD_SIZE"]) // 3)
     watches = [Watch(home=edge), Watch(home=[])]
@@ -135,7 +128,7 @@ def watch_key(facts: dict[str, Any]) -> Callable[[], None]:
     for watch in watches:
         watch.__enter__()
 
-    def after() -> None:
+    def finish() -> None:
         for watch in reversed(watches):
             watch.__exit__(None, None, None)
         session = current_session()
@@ -149,7 +142,7 @@ def watch_key(facts: dict[str, Any]) -> Callable[[], None]:
         }
         facts["edge_key"] = session.edge_seed.root
 
-    return after
+    return finish
 
 
 def _holds(item: Outgoing, key: bytes) -> bool:
@@ -161,10 +154,3 @@ def _holds(item: Outgoing, key: bytes) -> bool:
         memory += bytes(values.to(torch.uint8).flatten().tolist())
     parts = [key, key[:16], key[-16:]]
     return any(form in memory for part in parts for form in (part, part.hex().encode(), str([*part])[1:-1].encode()))
-
-
-EDGE_HOOKS: dict[str, Callable[[dict[str, Any]], Callable[[], None] | None]] = {
-    "invert_edge": invert_edge,
-    "note_edge": note_edge,
-    "watch_key": watch_key,
-}

@@ -14,14 +14,15 @@ import torch
 from megatron.core import parallel_state
 from megatron.training import get_args
 
+from tests.multiproc.hooks.in_place import Facts, around
 from tests.multiproc.hooks.optimizer_dump import _cut, _global_numbers, _whole_name
 
 
-def note_gradients(facts: dict[str, Any]) -> None:
+def note_gradients(facts: Facts) -> None:
     """Set all weights before the first step, and note gradients in it: summed over replicas, not yet clipped."""
-    original = training.train_step
 
-    def train_step(step: Any, data: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    @around(training, "train_step")
+    def train_step(original: Any, step: Any, data: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         if "gradients" in facts:
             return original(step, data, model, optimizer, *args, **kwargs)
         facts["gradients"] = []
@@ -39,8 +40,6 @@ def note_gradients(facts: dict[str, Any]) -> None:
             return original(step, data, model, optimizer, *args, **kwargs)
         finally:
             optimizer.step = real
-
-    training.train_step = train_step
 
 
 def _parts(model: list[Any]) -> Iterator[tuple[str, Any, dict[str, Any]]]:

@@ -10,34 +10,33 @@ from megatron.core.models.common.language_module.language_module import Language
 from megatron.core.models.gpt import GPTModel
 from megatron.training import get_args
 
+from tests.multiproc.hooks.in_place import Facts, around, before
+
 GRADIENT_STEP = 2
 """Its gradients are stored as weights; the step before changes nothing, those behind it go on from the old weights."""
 
 
-def note_logits(facts: dict[str, Any]) -> None:
+def note_logits(facts: Facts) -> None:
     """Note the tokens and the logits of every microbatch, where they are, as numpy has them."""
     facts |= {"tokens": [], "labels": [], "logits": []}
-    forward, compute_loss = GPTModel.forward, LanguageModule.compute_language_model_loss
 
-    def noted_forward(self: Any, input_ids: Any, *args: Any, **kwargs: Any) -> Any:
+    @before(GPTModel, "forward")
+    def note_tokens(self: Any, input_ids: Any, *_args: Any, **_kwargs: Any) -> None:
         if self.pre_process:  # in a U, the end gets the tokens as well
             facts["tokens"].append(input_ids.detach().clone().numpy())
-        return forward(self, input_ids, *args, **kwargs)
 
-    def noted_loss(self: Any, labels: Any, logits: Any) -> Any:
+    @before(LanguageModule, "compute_language_model_loss")
+    def note_labels(_self: Any, labels: Any, logits: Any) -> None:
         facts["labels"].append(labels.detach().clone().numpy())
         facts["logits"].append(logits.detach().float().transpose(0, 1).contiguous().clone().numpy())
-        return compute_loss(self, labels, logits)
-
-    GPTModel.forward, LanguageModule.compute_language_model_loss = noted_forward, noted_loss
 
 
-def store_gradients(facts: dict[str, Any]) -> None:
+def store_gradients(facts: Facts) -> None:
     """Put the gradients of a step in the place of the weights until the checkpoint after it is written."""
-    original = training.train_step
     kept: list[tuple[Any, Any]] = []
 
-    def train_step(step: Any, data: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    @around(training, "train_step")
+    def train_step(original: Any, step: Any, data: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         number = get_args().curr_iteration + 1
         for weight, value in kept:
             weight.data.copy_(value)
@@ -57,8 +56,6 @@ def store_gradients(facts: dict[str, Any]) -> None:
             return original(step, data, model, optimizer, *args, **kwargs)
         finally:
             optimizer.step = real
-
-    training.train_step = train_step
 
 
 def frequencies(size: int, factor: float) -> Any:

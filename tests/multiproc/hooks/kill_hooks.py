@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import FileSystemWriter
 
+from tests.multiproc.hooks.in_place import Facts, around, before
 from vtp_plugin.checkpoint.format.resolver import TRACKER
 from vtp_plugin.checkpoint.save import atomic_dir, saving
 from vtp_plugin.checkpoint.save.atomic_dir import PARTIAL, InParts
@@ -78,9 +79,8 @@ class _Killer:
             os.kill(os.getpid() if victim is None else int(self._file(victim).read_text()), signal.SIGKILL)
 
     def around(self, owner: Any, name: str, before: str = "", after: str = "", only: str = "") -> None:
-        original = getattr(owner, name)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
+        @around(owner, name)
+        def call(original: Any, *args: Any, **kwargs: Any) -> Any:
             is_meant = only in str(args[0]) if only else True
             if is_meant and before:
                 self.strike(before)
@@ -89,10 +89,8 @@ class _Killer:
                 self.strike(after)
             return result
 
-        setattr(owner, name, call)
 
-
-def kill_in_save(facts: dict[str, Any]) -> None:
+def kill_in_save(facts: Facts) -> None:
     """Do what the order says."""
     from vtp_plugin.patches.core.dist_checkpointing.strategies import filesystem_async as pieces
 
@@ -114,21 +112,19 @@ def kill_in_save(facts: dict[str, Any]) -> None:
         _be_wrong(killer.order["mutant"])
 
 
-def _fail_in_next_step(facts: dict[str, Any]) -> None:
+def fail_in_next_step(facts: Facts) -> None:
     """Fail on rank 1 in the step after the save that is struck, once it is struck."""
     from megatron.training import get_args, training
 
-    original, order = training.train_step, json.loads(os.environ[ORDER])
+    order = json.loads(os.environ[ORDER])
 
-    def failing(*args: Any, **kwargs: Any) -> Any:
+    @before(training, "train_step")
+    def fail(*_args: Any, **_kwargs: Any) -> None:
         if os.environ["RANK"] == "1" and get_args().curr_iteration == order["save"]:
             end_s = time.monotonic() + 60
             while not Path(order["log"]).exists() and time.monotonic() < end_s:
                 time.sleep(0.05)
             raise RuntimeError("the disk is on fire")
-        return original(*args, **kwargs)
-
-    training.train_step = failing
 
 
 def _iteration_of(folder: Path) -> int:
@@ -156,15 +152,13 @@ def _count(killer: _Killer, pieces: Any) -> None:
 
 def _know_which(killer: _Killer, owner: Any, name: str, folder_of: Callable[[Any], Path]) -> None:
     """Go by the folder where a save ends; in the background the next one may have begun by then."""
-    original = getattr(owner, name)
 
-    def call(self: Any, *args: Any) -> None:
-        before, killer.iteration = killer.iteration, _iteration_of(folder_of(self))
+    @around(owner, name)
+    def call(original: Any, self: Any, *args: Any) -> None:
+        kept, killer.iteration = killer.iteration, _iteration_of(folder_of(self))
         killer.published = killer.iteration if name == "publish" else killer.published
         original(self, *args)
-        killer.iteration = before
-
-    setattr(owner, name, call)
+        killer.iteration = kept
 
 
 def _watch_removal(killer: _Killer) -> None:
@@ -207,9 +201,9 @@ def _watch_pieces(killer: _Killer, pieces: Any) -> None:
 
 def _watch_files(killer: _Killer) -> None:
     """Points of the format that has a file for each rank."""
-    original = torch.save
 
-    def save(state: Any, file: Any, *args: Any, **kwargs: Any) -> None:
+    @around(torch, "save")
+    def save(original: Any, state: Any, file: Any, *args: Any, **kwargs: Any) -> None:
         if not isinstance(file, str | os.PathLike) or not re.search(f"{PARTIAL}.*/mp_rank_", str(file)):
             return original(state, file, *args, **kwargs)
         killer.strike("before a shard")
@@ -218,8 +212,6 @@ def _watch_files(killer: _Killer) -> None:
             os.truncate(file, os.path.getsize(file) // 2)
         killer.strike("half a shard")
         killer.strike("between shards")
-
-    torch.save = save
 
 
 def _be_wrong(mutant: str) -> None:
@@ -243,7 +235,7 @@ def _data(folder: Path) -> Iterator[Path]:
     yield from (*folder.glob("*.distcp"), *folder.glob("mp_rank_*/*.pt"))
 
 
-def _forget_the_manifest(facts: dict[str, Any]) -> None:
+def forget_the_manifest(facts: Facts) -> None:
     """Save as a version of the plugin that knew of none."""
     from vtp_plugin.patches.training import atomic_checkpoint as patch
 
@@ -252,10 +244,3 @@ def _forget_the_manifest(facts: dict[str, Any]) -> None:
         atomic_dir.put_in_place(partial, final)
 
     saving.finish_folder, patch.HAS_MANIFEST = finish, "unknown_then"
-
-
-KILL_HOOKS: dict[str, Callable[[dict[str, Any]], None]] = {
-    "kill_in_save": kill_in_save,
-    "fail_in_next_step": _fail_in_next_step,
-    "forget_the_manifest": _forget_the_manifest,
-}

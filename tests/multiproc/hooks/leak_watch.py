@@ -24,6 +24,8 @@ from megatron.core.datasets import gpt_dataset
 from megatron.core.models.gpt import gpt_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.multiproc.hooks.in_place import Facts, after, around, before
+
 # Ids of the samples; nothing else in these runs has values in this range.
 FIRST_ID, NUM_IDS = 4000, 1000
 SECRETS = ("tokens", "labels", "loss_mask", "position_ids")
@@ -202,7 +204,7 @@ def _encodings(row: tuple[float, ...]) -> Iterator[bytes]:
         yield separator.join(str(int(value)) for value in row).encode()
 
 
-def watch_edge(facts: dict[str, Any]) -> Callable[[], None]:
+def watch_edge(facts: Facts) -> Callable[[], None]:
     """Watch the whole run of the rank with the data; afterwards note what left, and what of the samples was in it."""
     samples = _give_samples_patterns()
     facts["num_samples"] = 0
@@ -210,7 +212,7 @@ def watch_edge(facts: dict[str, Any]) -> Callable[[], None]:
     watch.watch_stores()
     watch.__enter__()
 
-    def after() -> None:
+    def finish() -> None:
         watch.__exit__(None, None, None)
         if not samples:
             return
@@ -222,7 +224,7 @@ def watch_edge(facts: dict[str, Any]) -> Callable[[], None]:
         tensors = [item.values for item in watch.outgoing if isinstance(item.values, torch.Tensor)]
         facts["numbers"] = [float(values) for values in tensors if values.numel() == 1]
 
-    return after
+    return finish
 
 
 def _row(values: torch.Tensor | bytes) -> tuple[int, ...]:
@@ -233,9 +235,9 @@ def _row(values: torch.Tensor | bytes) -> tuple[int, ...]:
 def _give_samples_patterns() -> list[dict[str, torch.Tensor]]:
     """Give every sample a loss mask and positions of its own, and keep the samples that are read."""
     read: list[dict[str, torch.Tensor]] = []
-    original = gpt_dataset.GPTDataset.__getitem__
 
-    def __getitem__(self: Any, index: int | None) -> dict[str, torch.Tensor]:
+    @around(gpt_dataset.GPTDataset, "__getitem__")
+    def __getitem__(original: Any, self: Any, index: int | None) -> dict[str, torch.Tensor]:
         sample = dict(original(self, index))
         generator = torch.Generator().manual_seed(int(sample["tokens"].sum()))
         length = len(sample["tokens"])
@@ -245,25 +247,20 @@ def _give_samples_patterns() -> list[dict[str, torch.Tensor]]:
         _NEWEST[:] = [sample]
         return sample
 
-    gpt_dataset.GPTDataset.__getitem__ = __getitem__
     return read
 
 
 _NEWEST: list[dict[str, torch.Tensor]] = []
 
 
-def plant_leaks(facts: dict[str, Any]) -> None:
+def plant_leaks(facts: Facts) -> None:
     """Ship a sample from rank 0 to rank 1, or to all ranks, after the first step, in many ways."""
-    original = training.train_step
 
-    def leaking(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
+    @after(training, "train_step")
+    def leak(*_args: Any, **_kwargs: Any) -> None:
         if not facts.get("has_leaked"):
             facts["has_leaked"] = True
             _leak()
-        return result
-
-    training.train_step = leaking
 
 
 def _leak() -> None:
@@ -285,7 +282,7 @@ def _leak() -> None:
         dist.distributed_c10d._get_default_store().set("sample", str(sample["tokens"].tolist()))
 
 
-def record_posts(facts: dict[str, Any]) -> None:
+def record_posts(facts: Facts) -> None:
     """Note all that this process puts into stores, whether the run ends well or not."""
     watch = Watch(home=[])
     watch.watch_stores()
@@ -303,36 +300,24 @@ class _Texts:
         return list, ([post.decode(errors="replace") for post in posts],)
 
 
-def fail_in_data(facts: dict[str, Any]) -> None:
+def fail_in_data(facts: Facts) -> None:
     """Raise while a sample is read, with the sample in the text."""
-    original = gpt_dataset.GPTDataset.__getitem__
 
-    def __getitem__(self: Any, index: int | None) -> dict[str, torch.Tensor]:
-        sample = original(self, index)
+    @after(gpt_dataset.GPTDataset, "__getitem__")
+    def fail(sample: dict[str, torch.Tensor], self: Any, _index: int | None) -> None:
         raise ValueError(f"bad sample {sample['tokens'].tolist()} in {os.path.abspath(self.dataset.path_prefix)}")
 
-    gpt_dataset.GPTDataset.__getitem__ = __getitem__
 
-
-def fail_in_loss(facts: dict[str, Any]) -> None:
+def fail_in_loss(facts: Facts) -> None:
     """Raise where the loss is computed, with the labels in the text."""
-    original = gpt_model.GPTModel.forward
 
-    def forward(self: Any, *args: Any, labels: torch.Tensor | None = None, **kwargs: Any) -> Any:
+    @before(gpt_model.GPTModel, "forward")
+    def fail(self: Any, *_args: Any, labels: torch.Tensor | None = None, **_kwargs: Any) -> None:
         if labels is not None and self.post_process:
             raise FloatingPointError(f"no loss for {labels.flatten().tolist()}")
-        return original(self, *args, labels=labels, **kwargs)
-
-    gpt_model.GPTModel.forward = forward
 
 
-def interrupt(facts: dict[str, Any]) -> None:
+def interrupt(facts: Facts) -> None:
     """Send this process the signal of Ctrl-C in the middle of a step."""
-    original = gpt_dataset.GPTDataset.__getitem__
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets what it runs in the background ignore it
-
-    def __getitem__(self: Any, index: int | None) -> dict[str, torch.Tensor]:
-        os.kill(os.getpid(), signal.SIGINT)
-        return original(self, index)
-
-    gpt_dataset.GPTDataset.__getitem__ = __getitem__
+    before(gpt_dataset.GPTDataset, "__getitem__")(lambda _self, _index: os.kill(os.getpid(), signal.SIGINT))

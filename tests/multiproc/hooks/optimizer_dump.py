@@ -14,20 +14,18 @@ from megatron.core import parallel_state
 from megatron.training import get_args
 
 from tests.multiproc.cases.optimizer_state import Share
+from tests.multiproc.hooks.in_place import Facts, before
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
 
-def dump_optimizer(facts: dict[str, Any]) -> None:
+def dump_optimizer(facts: Facts) -> None:
     """Note the optimizer's state before the third step, after which step it was saved or loaded."""
-    original = training.train_step
 
-    def dumping_train_step(step: Any, data: Any, model: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+    @before(training, "train_step")
+    def dump(_step: Any, _data: Any, model: Any, optimizer: Any, *_args: Any, **_kwargs: Any) -> None:
         if get_args().curr_iteration == 2:
             facts["optimizer"] = list(_shares(model, optimizer))
-        return original(step, data, model, optimizer, *args, **kwargs)
-
-    training.train_step = dumping_train_step
 
 
 def _shares(model: list[Any], optimizer: Any) -> Iterator[Share]:

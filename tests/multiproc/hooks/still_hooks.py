@@ -11,6 +11,8 @@ from typing import Any
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies import torch as strategies
 
+from tests.multiproc.hooks.in_place import Facts, Hook, before
+
 SLOW = 1
 """The rank that does it."""
 
@@ -27,22 +29,13 @@ def _work() -> None:
         sum(range(10000))
 
 
-def _in_method(owner: Any, name: str, act: Callable[[], None]) -> Callable[[dict[str, Any]], None]:
-    def hook(facts: dict[str, Any]) -> None:
-        original = getattr(owner, name)
-
-        def method(*args: Any, **kwargs: Any) -> Any:
-            if os.environ["RANK"] == str(SLOW):
-                act()
-            return original(*args, **kwargs)
-
-        setattr(owner, name, method)
+def _in_method(owner: Any, name: str, act: Callable[[], None]) -> Hook:
+    def hook(facts: Facts) -> None:
+        before(owner, name)(lambda *_args, **_kwargs: act() if os.environ["RANK"] == str(SLOW) else None)
 
     return hook
 
 
-STILL_HOOKS = {
-    "sleep_in_load": _in_method(strategies.TorchDistLoadShardedStrategy, "load", _sleep),
-    "sleep_in_save": _in_method(filesystem_async.FileSystemWriterAsync, "prepare_write_data", _sleep),
-    "work_in_save": _in_method(filesystem_async.FileSystemWriterAsync, "prepare_write_data", _work),
-}
+sleep_in_load = _in_method(strategies.TorchDistLoadShardedStrategy, "load", _sleep)
+sleep_in_save = _in_method(filesystem_async.FileSystemWriterAsync, "prepare_write_data", _sleep)
+work_in_save = _in_method(filesystem_async.FileSystemWriterAsync, "prepare_write_data", _work)

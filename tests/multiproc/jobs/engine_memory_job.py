@@ -29,7 +29,7 @@ from megatron.training.arguments import (  # noqa: E402
     validate_args,
 )
 
-from tests.multiproc.hooks.held_activations import Held, balance_routers  # noqa: E402
+from tests.multiproc.hooks.held import Held, balanced_routers  # noqa: E402
 from tests.multiproc.jobs.core_job import cpu_only  # noqa: E402
 
 
@@ -37,7 +37,7 @@ def main() -> None:
     """Count all."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     torch.nn.functional.dropout = _dropout
-    balance_routers({})
+    balanced_routers({})
     with cpu_only():
         parallel_state.initialize_model_parallel()
         tensor_parallel.model_parallel_cuda_manual_seed(7)
