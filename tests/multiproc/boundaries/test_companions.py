@@ -13,7 +13,7 @@ from vtp_plugin.plan.schedule.order.actions import (
     u_placement,
 )
 
-JOB = "tests.multiproc.jobs.companion_job:run"
+JOB = "tests.multiproc.jobs.planned_job:run_companions"
 CASES = [
     pytest.param((1, 2, 1), plain_placement(3), 0, None, None, id="plain"),
     pytest.param((1, 2, 1), plain_placement(3), 0, frozenset({2}), None, id="over a stage that does not ask"),

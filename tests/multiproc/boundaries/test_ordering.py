@@ -59,7 +59,7 @@ class Recordings:
         key = case, gathers_by_messages
         if key not in self._kept:
             kwargs = {"case": case, "gathers_by_messages": gathers_by_messages}
-            results = self._pool.run(case.world_size, "tests.multiproc.jobs.ordering_job:record", kwargs)
+            results = self._pool.run(case.world_size, "tests.multiproc.jobs.variants:record", kwargs)
             self._kept[key] = [parse_trace(text) for text, _ in results], results[-1][1]
         return self._kept[key]
 
@@ -70,7 +70,7 @@ def recordings(pool: Pool) -> Recordings:
 
 
 def test_recorder_sees_every_operation_and_changes_none(pool: Pool) -> None:
-    results = pool.run(2, "tests.multiproc.jobs.ordering_job:record_every_operation")
+    results = pool.run(2, "tests.multiproc.jobs.variants:record_every_operation")
     traces = [parse_trace(text) for text, _ in results]
     # Both ranks send first on one group: gloo carries it out, and devices would not.
     assert [line.partition(" send to ")[0] for line in check(traces)] == [
@@ -107,7 +107,7 @@ def test_recorder_sees_every_operation_and_changes_none(pool: Pool) -> None:
 
 
 def test_recorder_reports_a_handle_that_nobody_waits_for(pool: Pool) -> None:
-    results = pool.run(2, "tests.multiproc.jobs.ordering_job:record_every_operation")
+    results = pool.run(2, "tests.multiproc.jobs.variants:record_every_operation")
     (problem,) = check([parse_trace(text) for _, text in results])
     assert problem.startswith("rank 0 #0 send to 1 of 16 B float32 in ") and problem.endswith(" is never waited for")
 

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from tests.multiproc.cases.script_cases import Scripts, losses
-from tests.multiproc.jobs.probe_job import Tried
+from tests.multiproc.jobs.transport_job import Tried
 from tests.ordering.check import check
 from tests.ordering.trace import parse_trace
 from tests.support.pool import Pool
 
 pytestmark = pytest.mark.needs("scripts_here")
 
-JOB = "tests.multiproc.jobs.probe_job:run"
+JOB = "tests.multiproc.jobs.transport_job:try_channels"
 FORWARD = "boundary 0->1, forward"
 
 

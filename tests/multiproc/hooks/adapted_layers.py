@@ -1,6 +1,6 @@
 """Adapters (LoRA) in a script's model: the base is frozen, and each linear layer gets two small ones beside it.
 
-Named and cut as PEFT's are (``tests/multiproc/jobs/adapters_job.py``), but they say how they are stored; PEFT's do not.
+Named and cut as PEFT's are (``tests/multiproc/jobs/split_job.py``), but they say how they are stored; PEFT's do not.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ from tests.group_queries.recorder import refusing_unknown_callers
 from tests.multiproc import hooks as known_hooks
 from tests.multiproc.cases.script_cases import EXAMPLE, ScriptRun, Step
 from tests.multiproc.hooks.in_place import Hook, after
-from tests.multiproc.jobs import start_job
+from tests.multiproc.jobs import variants
 from tests.support.devices import DEVICE
 from tests.support.pool import TIMEOUT_S
 from tests.support.pool_worker import _die_with
@@ -275,7 +275,7 @@ def _hooks() -> Iterator[tuple[str, Hook]]:
     """Yield the hooks in tests/multiproc/hooks, by their names: all functions that get the facts."""
     names = [one.name for one in pkgutil.iter_modules(known_hooks.__path__)]
     modules = [importlib.import_module(f"{known_hooks.__name__}.{name}") for name in names]
-    for module in (*modules, start_job):
+    for module in (*modules, variants):
         for name, hook in vars(module).items():
             if isinstance(hook, types.FunctionType) and next(iter(inspect.signature(hook).parameters), "") == "facts":
                 yield name, hook

@@ -112,7 +112,7 @@ def test_lengths_are_timed_one_by_one(tmp_path: Path) -> None:
 
 def test_links_are_timed_between_the_places_that_ranks_name(pool: Pool) -> None:
     places = [("a", "edge"), ("b", "cloud"), ("b", "cloud"), ("c", "cloud")]
-    told = pool.run(4, "tests.multiproc.jobs.profile_job:time_places", {"places": places})
+    told = pool.run(4, "tests.multiproc.jobs.transport_job:time_places", {"places": places})
     links = told[0]
     assert told[1:] == [None] * 3
     assert (list(links.inside), list(links.between), list(links.across)) == (["new"], ["new"], [("cloud", "edge")])
@@ -125,6 +125,6 @@ def test_links_are_timed_between_the_places_that_ranks_name(pool: Pool) -> None:
 def test_cards_that_share_a_wire_take_turns(is_shared: bool, at_once: int, pool: Pool, tmp_path: Path) -> None:
     """Two cards of a node send to two of another one."""
     asked = {"places": [("a", ""), ("a", ""), ("b", ""), ("b", "")], "lock": tmp_path / "lock", "is_shared": is_shared}
-    links = pool.run(4, "tests.multiproc.jobs.profile_job:time_a_wire", asked)[0]
+    links = pool.run(4, "tests.multiproc.jobs.transport_job:time_a_wire", asked)[0]
     assert (links.inside["new"].at_once, links.between["new"].at_once) == (None, at_once)
     assert 0.06 < links.between["new"].time_s(4 << 20) < 0.3

@@ -10,7 +10,7 @@ import pytest
 from tests.multiproc.cases.core_cases import Case, Runs, assemble, assert_close
 from tests.multiproc.cases.script_cases import Scripts, assert_same_training
 from tests.multiproc.cases.u_shape_cases import Saved, sequential
-from tests.multiproc.jobs.start_job import Left
+from tests.multiproc.jobs.variants import Left
 from tests.support.hosts import fitted, host_name
 from tests.support.pool import Pool
 
@@ -44,7 +44,7 @@ def _check(pool: Pool, runs: Runs, saved: Saved, parts: Sequence[Sequence[Case]]
     parts = [[fitted(case, host_name()) for case in part] for part in parts]
     parts = [[case.but(load=saved(case)) if case.model.layers else case for case in part] for part in parts]
     kwargs = {"parts": parts}
-    ranks = pool.run(parts[0][0].world_size, "tests.multiproc.jobs.start_job:train_in_turn", kwargs)
+    ranks = pool.run(parts[0][0].world_size, "tests.multiproc.jobs.variants:train_in_turn", kwargs)
     for number, part in enumerate(parts):
         for place, case in enumerate(part):
             if case.execution.plugin != "stock":
@@ -111,7 +111,7 @@ def test_a_later_start_refuses_what_the_first_refuses(pool: Pool, runs: Runs) ->
     said: list[list[str]] = []
     for has_started in (False, True):
         kwargs = {"case": case, "calls": WRONG, "has_started": has_started}
-        ranks = pool.run(case.world_size, "tests.multiproc.jobs.start_job:refusals", kwargs)
+        ranks = pool.run(case.world_size, "tests.multiproc.jobs.variants:refusals", kwargs)
         said += [lines for lines, _, _ in ranks]
         for _, _, (before, after) in ranks:
             # The first check of a process starts what watches the other ranks; the clocks of checks end a moment later.

@@ -18,7 +18,7 @@ from tests.multiproc.cases.core_cases import (
     defaults_first,
     oracle_of,
 )
-from tests.multiproc.jobs.adapters_job import TARGETS
+from tests.multiproc.jobs.split_job import TARGETS
 from tests.support.pool import Pool, PoolError
 
 
@@ -26,7 +26,7 @@ def test_layers_of_peft_cannot_be_built(pool: Pool) -> None:
     """Stock Megatron, one rank. When this fails, PEFT is mended: take the mends out of the job."""
     pytest.importorskip("peft", reason="it is about PEFT's layers")
     with pytest.raises(PoolError, match=r"KeyError: '(fan_in_fan_out|default)'|has no attribute 'get'"):
-        pool.run(1, "tests.multiproc.jobs.adapters_job:build_adapters")
+        pool.run(1, "tests.multiproc.jobs.split_job:build_adapters")
 
 
 # With PEFT of other versions, other things are broken.
@@ -40,7 +40,7 @@ def train(
     case = case.but(wants_weights=True)
     folders = {"load": str(load or ""), "save": str(save or "")}
     results = pool.run(
-        case.world_size, "tests.multiproc.jobs.adapters_job:train", {"case": case, "targets": targets, **folders}
+        case.world_size, "tests.multiproc.jobs.split_job:train_adapters", {"case": case, "targets": targets, **folders}
     )
     assert all(num_frozen > 0 for _, num_frozen in results)
     return assemble(case, [result for result, _ in results])
@@ -126,7 +126,7 @@ def test_layers_that_a_stage_or_no_stage_holds(pool: Pool) -> None:
     pattern = r".*\.(linear_qkv|output_layer)"
     asked = [["linear_qkv", "output_layer"], ["word_embeddings"], pattern]
     refused = [["linear_qk", "linear_qkv", "input_layernorm"], "linear_qkv", [], "linear_(qkv", "rank"]
-    ranks = pool.run(3, "tests.multiproc.jobs.adapters_job:ask", {"sizes": (1, 2), "targets": [*asked, *refused]})
+    ranks = pool.run(3, "tests.multiproc.jobs.split_job:ask", {"sizes": (1, 2), "targets": [*asked, *refused]})
     assert ranks[0][:3] == [[["linear_qkv"]], [["word_embeddings"]], [pattern]]
     assert ranks[1][:3] == ranks[2][:3] == [[["linear_qkv", "output_layer"]], [[]], [pattern]]
     assert ranks[0][3:] == ranks[1][3:] == ranks[2][3:]

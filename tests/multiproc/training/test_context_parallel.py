@@ -89,5 +89,5 @@ def test_a_loss_per_token_is_one_for_all_sizes(runs: Runs, cp_list: tuple[int, i
 def test_a_config_of_another_stage_is_refused(pool: Pool, sizes: dict[int, int], refusal: str) -> None:
     """By all ranks together, in the first step."""
     kwargs = {"case": mixed((1, 1), (1, 2)), "sizes": sizes}
-    lines = pool.run(3, "tests.multiproc.jobs.context_job:train_with", kwargs)
+    lines = pool.run(3, "tests.multiproc.jobs.variants:train_with", kwargs)
     assert all(refusal in line for line in lines), lines

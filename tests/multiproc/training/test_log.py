@@ -54,7 +54,7 @@ def test_details_come_from_every_rank_and_warnings_leave_the_summary_out(scripts
 
 @pytest.mark.parametrize(("options", "speakers"), [({}, [0]), ({"sites": ["edge", "cloud"]}, [0, 1])], ids=str)
 def test_megatron_core_alone_says_it_too(pool: Pool, options: dict[str, object], speakers: list[int]) -> None:
-    outputs: list[str] = pool.run(3, "tests.multiproc.jobs.log_job:start", {"sizes": (1, 2), **options})
+    outputs: list[str] = pool.run(3, "tests.multiproc.jobs.variants:start_and_listen", {"sizes": (1, 2), **options})
     assert [rank for rank, output in enumerate(outputs) if ACTIVE.search(output)] == speakers
     assert all(bool(own_lines(output)) == (rank in speakers) for rank, output in enumerate(outputs))
 

@@ -8,7 +8,7 @@ import torch
 from tests.multiproc.cases.core_cases import Case, Run, assemble, assert_close, assert_weights_close, oracle_of
 from tests.support.pool import Pool
 
-JOB = "tests.multiproc.jobs.packed_job:train"
+JOB = "tests.multiproc.jobs.variants:train_packed"
 
 
 def packed(*sizes: int, **fields: object) -> Case:
@@ -44,7 +44,7 @@ def test_parity(pool: Pool, case: Case) -> None:
 
 
 def test_samples_of_a_row_do_not_see_each_other(pool: Pool) -> None:
-    (results,) = pool.run(1, "tests.multiproc.jobs.packed_job:attend")
+    (results,) = pool.run(1, "tests.multiproc.jobs.variants:attend")
     torch.testing.assert_close(*results)
 
 

@@ -20,8 +20,7 @@ from tests.multiproc.cases.core_cases import (
     oracle_of,
 )
 from tests.multiproc.cases.u_shape_cases import Saved, check_u_shape, u_shaped
-from tests.multiproc.jobs.listener_job import SPLIT, WHOLE, Heard
-from tests.multiproc.jobs.split_job import SplitResult
+from tests.multiproc.jobs.split_job import SPLIT, WHOLE, Heard, SplitResult
 from tests.multiproc.training.test_parity import BF16_REL
 from tests.support.hosts import fitted, host_name
 from tests.support.pool import PoolError
@@ -139,7 +138,7 @@ def test_who_listens_to_a_layer_sees_and_changes_what_a_whole_backward_has(runs:
 
     def listen(case: Case, names: Iterable[str]) -> list[dict[str, Heard]]:
         arguments = {"case": fitted(case, host_name()), "names": [*names]}
-        return runs._pool.run(arguments["case"].world_size, "tests.multiproc.jobs.listener_job:listen", arguments)
+        return runs._pool.run(arguments["case"].world_size, "tests.multiproc.jobs.split_job:listen", arguments)
 
     whole, split = listen(case, [*SPLIT, *WHOLE]), listen(case.but(split_backward=True), [*SPLIT, *WHOLE])
     for rank, (ours, theirs) in enumerate(zip(split, whole, strict=True)):

@@ -11,7 +11,7 @@ import torch
 from tests.multiproc.cases.core_cases import Case
 from tests.support.pool import Pool
 
-JOB = "tests.multiproc.jobs.edge_seed_job:draw"
+JOB = "tests.multiproc.jobs.variants:draw"
 SITES = ("edge", "cloud")
 
 

@@ -28,7 +28,7 @@ from tests.ordering.models import MODELS
 from tests.ordering.trace import Kind
 from tests.support.pool import Pool
 
-JOBS = "tests.multiproc.jobs.u_shape_job"
+JOBS = "tests.multiproc.jobs.variants"
 MAX_WORLD = 8
 # Microbatches 1 to 8: fewer than stages, as many, and more.
 RAMPUP: dict[str, Any] = {"num_microbatches": 1, "rampup": True, "num_steps": 8}
@@ -164,7 +164,7 @@ def test_every_forward_has_its_own_microbatch_and_reads_it_only_then(pool: Pool)
 
 def test_start_leaves_torch_alone_and_makes_the_same_groups_on_every_rank(pool: Pool) -> None:
     case = u_shaped(1, 2, dp=2)
-    changed, groups = zip(*pool.run(case.world_size, f"{JOBS}:start", {"case": case}), strict=True)
+    changed, groups = zip(*pool.run(case.world_size, f"{JOBS}:start_a_u", {"case": case}), strict=True)
     assert set(changed) == {()}
     assert all(calls == groups[0] for calls in groups)
     channels = [name for name, _ in groups[0] if name.startswith("boundary ") and not name.endswith("finish")]

@@ -26,7 +26,7 @@ LEFT_OUT = {
 
 def test_what_the_executor_leaves_out_is_refused(pool: Pool) -> None:
     kwargs = {"case": u_shaped(1, 2), "options": LEFT_OUT}
-    for lines in pool.run(3, "tests.multiproc.jobs.u_shape_job:refused_steps", kwargs):
+    for lines in pool.run(3, "tests.multiproc.jobs.variants:refused_steps", kwargs):
         assert len(lines) == (2 if host_name() == "0.12" else len(LEFT_OUT))  # Megatron 0.12 has not the others
         for name, line in lines.items():
             assert re.search(rf"config\.{name}( local)? with a planned schedule; .*; leave it out", line), line
