@@ -445,13 +445,8 @@ _SEATS = {
     "chosen": {"sizes": [1, 1], "layers": [2, 2], "num_replicas": 1, "sites": [], "in_flight": [2]},
     "why": {"1": "hanging: no answer"},
     "last": {
-        "iteration": 7,
-        "samples": 56,
-        "at_s": 100.0,
-        "sizes": "1,1",
-        "is_end": False,
-        "later": "",
-        "num_later": 0,
+        **{"iteration": 7, "samples": 56, "at_s": 100.0, "sizes": "1,1"},
+        **{"is_end": False, "later": "", "num_later": 0},
     },
 }
 _ENDED = {"error": "too few", "kind": "ShortageError", "is_final": True}

@@ -14,20 +14,8 @@ _NUMBERS = [0, 1, -1, 2, 3, 7, 64, 255, 1 << 15, (1 << 31) - 1, -(1 << 31), 1 <<
 _NUMBERS += [-(1 << 63), (1 << 64) - 1, 1 << 200]
 _FLOATS = [0.5, -0.0, 1e-320, 1e-9, 1e15, 1.7e308, -1.7e308]
 _WORDS = [
-    "",
-    "0",
-    "-1",
-    "01",
-    "edge",
-    "yes",
-    "None",
-    "../x",
-    "/etc/passwd",
-    "C:\\x",
-    "a\nb",
-    "\x1b[2J",
-    "\x00",
-    "\u202e",
+    *("", "0", "-1", "01", "edge", "yes", "None"),
+    *("../x", "/etc/passwd", "C:\\x", "a\nb", "\x1b[2J", "\x00", "\u202e"),
 ]
 _WORDS += ["\ud800", "\x9b2J", "\r", "%s%n", "{0}", "$(true)", "__class__", "é" * 9, "𝔸", "\u2028", "1e999", "٣", "²"]
 
@@ -209,18 +197,9 @@ class Inputs:
         """Return a post as long as torch's store takes it, of a form that takes much memory or time to read."""
         begin, part, end = self.random.choice(
             [
-                (b"[", b"[],", b"0]"),
-                (b"[", b"{},", b"0]"),
-                (b"[", b"0,", b"0]"),
-                (b"[", b"", b""),
-                (b'{"a":', b"", b""),
-                (b'"', b"x", b'"'),
-                (b'"', b"\\u001b", b'"'),
-                (b'"', b"\\ud83d", b'"'),
-                (b"", b"7", b""),
-                (b"-1.", b"0", b"e9"),
-                (b"", b" ", b"7"),
-                (b"\xff", b"\xff", b""),
+                *((b"[", b"[],", b"0]"), (b"[", b"{},", b"0]"), (b"[", b"0,", b"0]"), (b"[", b"", b"")),
+                *((b'{"a":', b"", b""), (b'"', b"x", b'"'), (b'"', b"\\u001b", b'"'), (b'"', b"\\ud83d", b'"')),
+                *((b"", b"7", b""), (b"-1.", b"0", b"e9"), (b"", b" ", b"7"), (b"\xff", b"\xff", b"")),
             ]
         )
         return begin * 100_000 if not part else begin + part * (_LARGE_BYTES // len(part)) + end

@@ -62,12 +62,8 @@ def test_other_models_are_refused_by_name(other: SimpleNamespace, name: str) -> 
         ([[2, 0], [0, 0]], [[1, 3], [0, 0]], True, "the edge has the embedding"),
     ],
     ids=[
-        "vision behind text",
-        "vision on two stages",
-        "no head",
-        "an empty stage",
-        "embedding in the cloud",
-        "head in the cloud",
+        *("vision behind text", "vision on two stages", "no head"),
+        *("an empty stage", "embedding in the cloud", "head in the cloud"),
     ],
 )
 def test_layers_on_ranks_that_cannot_have_them_are_refused(

@@ -26,19 +26,11 @@ from vtp_plugin.platform.interface import Platform
 
 # The argument whose memory a collective reads, or fills, and whose size is the same on all members.
 _MEMORY_OF: Mapping[str, str] = {
-    "allreduce_": "tensors",
-    "allreduce_coalesced_": "tensors",
-    "broadcast_": "tensors",
-    "reduce_": "tensors",
-    "allgather_": "input_tensors",
-    "allgather_coalesced_": "input_list",
-    "_allgather_base_": "input_tensor",
-    "allgather_into_tensor_coalesced_": "inputs",
-    "gather_": "input_tensors",
-    "gather_into_tensor_": "input_tensor",
-    "reduce_scatter_": "input_tensors",
-    "_reduce_scatter_base_": "input_tensor",
-    "reduce_scatter_tensor_coalesced_": "inputs",
+    **{"allreduce_": "tensors", "allreduce_coalesced_": "tensors", "broadcast_": "tensors", "reduce_": "tensors"},
+    **{"allgather_": "input_tensors", "allgather_coalesced_": "input_list", "_allgather_base_": "input_tensor"},
+    **{"allgather_into_tensor_coalesced_": "inputs", "gather_": "input_tensors"},
+    **{"gather_into_tensor_": "input_tensor", "reduce_scatter_": "input_tensors"},
+    **{"_reduce_scatter_base_": "input_tensor", "reduce_scatter_tensor_coalesced_": "inputs"},
     "scatter_": "output_tensors",
 }
 # Members may give tensors of different sizes, or none.

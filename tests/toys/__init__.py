@@ -47,12 +47,8 @@ class Toy:
 
 
 HOUSE = (
-    "tests/house/test_docs.py",
-    "tests/house/test_docs_text.py",
-    "tests/house/test_house.py",
-    "tests/house/test_imports.py",
-    "tests/house/test_nothing_unused.py",
-    "tests/house/test_words.py",
+    *("tests/house/test_docs.py", "tests/house/test_docs_text.py", "tests/house/test_house.py"),
+    *("tests/house/test_imports.py", "tests/house/test_nothing_unused.py", "tests/house/test_words.py"),
     "tests/house/test_writes.py",
 )
 _SMALL = {"sizes": (1, 2), "num_steps": 1, "num_microbatches": 2}

@@ -120,18 +120,9 @@ _VISION = {
     "attention_mask_type": "general",
 }
 _PROJECTOR = {
-    "model_id": "lnmlp",
-    "num_layers": 1,
-    "gated_linear_unit": False,
-    "bias_activation_fusion": False,
-    "add_bias_linear": True,
-    "input_size": 32,
-    "hidden_size": 64,
-    "ffn_hidden_size": 128,
-    "activation_func": "gelu",
-    "freeze": False,
-    "layernorm_epsilon": 1e-06,
-    "normalization": "RMSNorm",
+    **{"model_id": "lnmlp", "num_layers": 1, "gated_linear_unit": False, "bias_activation_fusion": False},
+    **{"add_bias_linear": True, "input_size": 32, "hidden_size": 64, "ffn_hidden_size": 128},
+    **{"activation_func": "gelu", "freeze": False, "layernorm_epsilon": 1e-06, "normalization": "RMSNorm"},
 }
 _TEXT = {
     "model_id": "qwen2_5_lm",

@@ -35,27 +35,13 @@ WORDS = (
     ),
 )
 _READS = {
-    "use_fast_tokenizer": True,
-    "split_special_tokens": False,
-    "image_max_pixels": 262144,
-    "image_min_pixels": 0,
-    "video_max_pixels": 16384,
-    "video_min_pixels": 0,
-    "video_fps": 2.0,
-    "video_maxlen": 64,
+    **{"use_fast_tokenizer": True, "split_special_tokens": False, "image_max_pixels": 262144, "image_min_pixels": 0},
+    **{"video_max_pixels": 16384, "video_min_pixels": 0, "video_fps": 2.0, "video_maxlen": 64},
 }
 _COLUMNS = {
-    "system": None,
-    "images": "images",
-    "videos": None,
-    "messages": "messages",
-    "role_tag": "role",
-    "content_tag": "content",
-    "user_tag": "user",
-    "assistant_tag": "assistant",
-    "observation_tag": None,
-    "function_tag": None,
-    "system_tag": None,
+    **{"system": None, "images": "images", "videos": None, "messages": "messages"},
+    **{"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"},
+    **{"observation_tag": None, "function_tag": None, "system_tag": None},
 }
 
 

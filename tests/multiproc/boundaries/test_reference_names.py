@@ -15,12 +15,8 @@ from tests.support.pool import Pool
 SIZES = (2, 3)
 STAGES = [[0, 1], [2, 3, 4]]
 NO_STAGES = {
-    "is_vtp_enabled": False,
-    "get_vtp_size_list": None,
-    "get_vtp_stage_ranks": None,
-    "get_vtp_my_stage_idx": None,
-    "get_vtp_intra_stage_group": None,
-    "is_vtp_stage_rank0": True,
+    **{"is_vtp_enabled": False, "get_vtp_size_list": None, "get_vtp_stage_ranks": None},
+    **{"get_vtp_my_stage_idx": None, "get_vtp_intra_stage_group": None, "is_vtp_stage_rank0": True},
 }
 
 

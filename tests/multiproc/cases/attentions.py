@@ -82,12 +82,8 @@ ATTENTIONS = {
     "yarn": Attention(
         config=_SHARP,
         attributes={
-            "yarn_rotary_scaling_factor": 4.0,
-            "yarn_original_max_position_embeddings": 4,
-            "yarn_beta_fast": 32.0,
-            "yarn_beta_slow": 1.0,
-            "yarn_mscale": 1.0,
-            "yarn_mscale_all_dim": 0.0,
+            **{"yarn_rotary_scaling_factor": 4.0, "yarn_original_max_position_embeddings": 4, "yarn_beta_fast": 32.0},
+            **{"yarn_beta_slow": 1.0, "yarn_mscale": 1.0, "yarn_mscale_all_dim": 0.0},
             "yarn_correction_range_round_to_int": True,
         },
         model={"position_embedding_type": "yarn", "rotary_base": 100},

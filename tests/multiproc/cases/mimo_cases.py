@@ -76,13 +76,8 @@ class MimoCase:
         words += [
             name
             for name in (
-                "is_frozen",
-                "distributed_optimizer",
-                "overlap",
-                "is_stock",
-                "bf16",
-                "is_planned",
-                "has_fixed_shape",
+                *("is_frozen", "distributed_optimizer", "overlap", "is_stock"),
+                *("bf16", "is_planned", "has_fixed_shape"),
             )
             if getattr(self, name)
         ]

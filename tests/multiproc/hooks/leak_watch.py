@@ -32,26 +32,12 @@ SECRETS = ("tokens", "labels", "loss_mask", "position_ids")
 
 # The argument with what the calling rank contributes. Receives contribute nothing.
 _CONTRIBUTED: Mapping[str, str | None] = {
-    "send": "tensors",
-    "recv_": None,
-    "recv_any_source_": None,
-    "barrier": None,
-    "monitored_barrier_": None,
-    "allreduce_": "tensors",
-    "allreduce_coalesced_": "tensors",
-    "reduce_": "tensors",
-    "broadcast_": "tensors",
-    "allgather_": "input_tensors",
-    "_allgather_base_": "input_tensor",
-    "allgather_coalesced_": "input_list",
-    "allgather_into_tensor_coalesced_": "inputs",
-    "gather_": "input_tensors",
-    "scatter_": "input_tensors",
-    "reduce_scatter_": "input_tensors",
-    "_reduce_scatter_base_": "input_tensor",
-    "reduce_scatter_tensor_coalesced_": "inputs",
-    "alltoall_": "input_tensors",
-    "alltoall_base_": "input",
+    **{"send": "tensors", "recv_": None, "recv_any_source_": None, "barrier": None, "monitored_barrier_": None},
+    **{"allreduce_": "tensors", "allreduce_coalesced_": "tensors", "reduce_": "tensors", "broadcast_": "tensors"},
+    **{"allgather_": "input_tensors", "_allgather_base_": "input_tensor", "allgather_coalesced_": "input_list"},
+    **{"allgather_into_tensor_coalesced_": "inputs", "gather_": "input_tensors", "scatter_": "input_tensors"},
+    **{"reduce_scatter_": "input_tensors", "_reduce_scatter_base_": "input_tensor"},
+    **{"reduce_scatter_tensor_coalesced_": "inputs", "alltoall_": "input_tensors", "alltoall_base_": "input"},
 }
 
 

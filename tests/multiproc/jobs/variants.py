@@ -257,12 +257,8 @@ def refused_steps(case: Case, options: dict[str, Any]) -> dict[str, str]:
 
 
 _SIZES = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
+    *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
+    *("context_parallel_size", "expert_model_parallel_size", "expert_tensor_parallel_size"),
 )
 _OTHERS: tuple[dict[str, Any], ...] = (
     {"context_parallel_size": 2},

@@ -193,12 +193,8 @@ def test_revert_restores_everything(scripts: Scripts) -> None:
     for run in runs:
         assert run.facts["is_vtp_enabled"]
         assert {
-            "vtp-flags",
-            "argument-checks",
-            "parallel-state",
-            "finalize-model-grads",
-            "checkpoint-integrity",
-            "checkpoint-layout",
+            *("vtp-flags", "argument-checks", "parallel-state"),
+            *("finalize-model-grads", "checkpoint-integrity", "checkpoint-layout"),
         } <= set(run.facts["applied"])
         assert run.facts["num_replaced"] > len(run.facts["applied"])
         assert run.facts["changed_after_revert"] == []

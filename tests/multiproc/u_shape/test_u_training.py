@@ -238,13 +238,8 @@ def test_folders_that_are_not_shared_are_refused_where_one_checkpoint_is_written
 def test_multi_token_prediction(scripts: Scripts, tmp_path: Path) -> None:
     """The edge predicts two tokens: it trains as a sequential run does, and its checkpoint is resumed."""
     predicting = [
-        "--mtp-num-layers",
-        "1",
-        "--position-embedding-type",
-        "rope",
-        "--no-rope-fusion",
-        "--mtp-loss-scaling-factor",
-        "0.5",
+        *("--mtp-num-layers", "1", "--position-embedding-type", "rope"),
+        *("--no-rope-fusion", "--mtp-loss-scaling-factor", "0.5"),
     ]
     predicting += ["--untie-embeddings-and-output-weights"]
     reference = scripts.train("1", [*predicting, "--save", str(tmp_path), "--save-interval", "2"])
