@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import combinations
 from typing import Any
 
@@ -181,15 +181,15 @@ class RankResult:
     stage: int
     tp_rank: int
     dp_rank: int
-    losses: list[list[float]]
-    evaluations: list[list[float]]
-    grad_norms: list[float]
-    num_zeros: list[float]
-    successful: list[bool]
-    weights: dict[str, Part]
-    tied: list[torch.Tensor]
-    read: int
-    allocations: list[int]
+    losses: list[list[float]] = field(default_factory=list)
+    evaluations: list[list[float]] = field(default_factory=list)
+    grad_norms: list[float] = field(default_factory=list)
+    num_zeros: list[float] = field(default_factory=list)
+    successful: list[bool] = field(default_factory=list)
+    weights: dict[str, Part] = field(default_factory=dict)
+    tied: list[torch.Tensor] = field(default_factory=list)
+    read: int = 0
+    allocations: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True, kw_only=True)

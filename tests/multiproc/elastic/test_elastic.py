@@ -1,9 +1,10 @@
-"""A run loses cards and agents, goes on with those that are left, and computes what the run does that lost nothing."""
+"""A run loses cards and agents, goes on with those that are left, and computes what a run does that lost nothing."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import json
 import os
 import re
 import shlex
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from benchmarks.lost_cards import FIRST, draw, run_once
 from tests.multiproc.cases.script_cases import Scripts
 from tests.multiproc.faults.elastic import Cluster, undisturbed
 from tests.multiproc.faults.fault_log import read_log, require_losses, require_samples
@@ -289,3 +291,27 @@ def test_a_checkpoint_of_another_model_ends_every_start(tmp_path: Path) -> None:
         assert not re.search(rf"\[vtp rank 1\] {told}", said), text
         assert text.count("Traceback") == 1, text  # the agent's own, at its end
         assert (tmp_path / "ck" / MARKER).exists(), text
+
+
+# A rank is killed while it saves, and its card is bad from then on; then one fails in the optimizer, and all are back.
+SEED, NUM_FAULTS = 1, 2
+
+
+@pytest.mark.needs("our_example")
+def test_a_run_goes_on_after_faults(scripts: Scripts, tmp_path: Path) -> None:
+    """Each strikes in its phase; losses and samples are right, and no process and no file is left."""
+    faults = draw(SEED)[:NUM_FAULTS]
+    struck = tmp_path / "struck"
+    struck.mkdir()
+    losses = undisturbed(scripts, FIRST, 40)
+    run_once(SEED, struck, tmp_path / "results.jsonl", losses, NUM_FAULTS)
+    *trials, end = (json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines())
+    assert [trial["outcome"] for trial in trials] == ["went on"] * NUM_FAULTS
+    phases = ["start-up" if fault.phase == "restart" else fault.phase for fault in faults]
+    assert [trial["struck"] for trial in trials] == phases
+    assert end["run"]["steps"] >= 4
+    assert {name: end["run"][name] for name in ("problem", "orphans", "files")} == {
+        "problem": "",
+        "orphans": [],
+        "files": [],
+    }

@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.needs("experts"), pytest.mark.needs("scripts_here")]
 # Megatron's local experts fail with fused activations and with biases.
 EXPERTS = ["--num-experts", "6", "--moe-router-topk", "2", "--no-bias-gelu-fusion", "--disable-bias-linear"]
 EXPERTS += [
-    *("--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "0.01", "--moe-z-loss-coeff", "1e-3"),
+    *("--moe-router-load-balancing-type", "aux_loss", "--moe-aux-loss-coeff", "0.01", "--moe-z-loss-coeff", "1e-3")
 ]
 EXPERTS += ["--moe-token-dispatcher-type", "alltoall", "--moe-ffn-hidden-size", "96", "--sequence-parallel"]
 EXPERTS += ["--moe-per-layer-logging"]

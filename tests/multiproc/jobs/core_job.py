@@ -211,14 +211,8 @@ class Trainer:
             for parameter in chunk.parameters():
                 if hasattr(parameter, "main_param"):
                     del parameter.main_param
-        for name in (
-            "grad_scale_func",
-            "finalize_model_grads_func",
-            "no_sync_func",
-            "grad_sync_func",
-            "param_sync_func",
-        ):
-            setattr(self.config, name, None)
+        for name in ("grad_scale", "finalize_model_grads", "no_sync", "grad_sync", "param_sync"):
+            setattr(self.config, f"{name}_func", None)
         del self.optimizer
         experts.forget(self.model)
 
@@ -229,15 +223,6 @@ class Trainer:
             stage=parallel_state.get_pipeline_model_parallel_rank(),
             tp_rank=parallel_state.get_tensor_model_parallel_rank(),
             dp_rank=parallel_state.get_data_parallel_rank(),
-            losses=[],
-            evaluations=[],
-            grad_norms=[],
-            num_zeros=[],
-            successful=[],
-            weights={},
-            tied=[],
-            read=0,
-            allocations=[],
         )
         self._keep_tied(result)
         for step in range(case.data.num_steps):

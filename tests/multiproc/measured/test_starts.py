@@ -1,4 +1,4 @@
-"""Each start in one process has its own layout, and leaves no more than Megatron leaves."""
+"""Each start in one process has its own layout, leaves no more than Megatron, and finds names taken before."""
 
 from __future__ import annotations
 
@@ -135,3 +135,12 @@ def test_a_script_that_starts_again_keeps_to_its_arguments(scripts: Scripts) -> 
             f"({value}); Megatron's validated arguments say" in line
             for value, line in zip(values, run.facts["said"], strict=True)
         )
+
+
+@pytest.mark.parametrize("schedule", ["stock", "planned"])
+def test_names_taken_before_applying_give_the_right_gradients(pool: Pool, runs: Runs, schedule: str) -> None:
+    case = Case.of(sizes=(1, 2), tied=True, schedule=schedule)  # pyright: ignore[reportArgumentType]
+    run = assemble(case, pool.run(case.world_size, "tests.multiproc.jobs.variants:train_late", {"case": case}))
+    oracle = runs.oracle(case)
+    assert_close(run, oracle, rel=1e-5)
+    assert run.grad_norms == pytest.approx(oracle.grad_norms, rel=1e-5) and len(run.grad_norms) == 4
