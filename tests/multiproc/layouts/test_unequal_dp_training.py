@@ -48,6 +48,19 @@ def train(pool: Pool, sizes: str, dp_sizes: str, extra: Sequence[str] = (), **op
 NOTES = ["note_samples"]
 
 
+def assert_same_samples(runs: Sequence[ScriptRun], reference: Sequence[ScriptRun], *, num_samples: int) -> None:
+    """Check who reads what: in microbatches of two, one replica of stage 0 takes those of both of stage 1 in turn.
+
+    Of a tensor-parallel group one rank reads. The reference has two replicas of both stages, each with all its samples.
+    """
+    narrow, *ours = (samples for run in runs if (samples := run.facts["samples"]))
+    theirs = [run.facts["samples"] for run in reference]
+    assert theirs[:2] == theirs[2:] and len(theirs[0]) == num_samples
+    assert ours == theirs[2:]
+    pairs = [[samples[i : i + 2] for i in range(0, num_samples, 2)] for samples in ours]
+    assert narrow == [sample for both in zip(*pairs, strict=True) for pair in both for sample in pair]
+
+
 @pytest.mark.parametrize(
     ("sizes", "dp_sizes", "oracle", "extra"),
     [
@@ -72,25 +85,18 @@ def test_trains_as_the_uniform_run(
     assert evaluations(runs) == pytest.approx(evaluations(reference), rel=1e-5)
     consumed = [run.facts["consumed"] for run in (*runs, *reference)]
     assert consumed == [consumed[0]] * len(consumed) and min(consumed[0]) > 0
+    if "split" not in extra:
+        assert_same_samples(runs, reference, num_samples=4 * 8)
     assert "data-parallel sizes differ" in runs[0].output
     assert f"stage 0: data-parallel size {dp_sizes[0]} * micro batch size 2 * " in runs[0].output
 
 
-def samples_by_rank(runs: Sequence[ScriptRun]) -> list[list[int]]:
-    """Give the samples that every rank read, in order."""
-    return [run.facts["samples"] for run in runs]
-
-
-@pytest.mark.parametrize("mode", ["multiplex", pytest.param("split", marks=pytest.mark.full)])
-def test_samples_and_their_order(pool: Pool, mode: str) -> None:
-    """Microbatches of two samples: the narrow stage reads those of the wide one's replicas in turn."""
+@pytest.mark.full
+def test_samples_and_their_order(pool: Pool) -> None:
+    """Of split batches; of others they are compared where the training is."""
     steps = ["--train-iters", "2"]
-    narrow, *ours = samples_by_rank(train(pool, "1,1", "1,2", [*steps, "--vtp-dp-mode", mode], hooks=NOTES))
-    theirs = samples_by_rank(train(pool, "1,1", "2,2", steps, hooks=NOTES))
-    assert theirs[:2] == theirs[2:] and len(theirs[0]) == 16
-    assert ours == theirs[2:]
-    pairs = [[samples[i : i + 2] for i in range(0, 16, 2)] for samples in ours]
-    assert narrow == [sample for both in zip(*pairs, strict=True) for pair in both for sample in pair]
+    ours = train(pool, "1,1", "1,2", [*steps, "--vtp-dp-mode", "split"], hooks=NOTES)
+    assert_same_samples(ours, train(pool, "1,1", "2,2", steps, hooks=NOTES), num_samples=16)
 
 
 @pytest.mark.full
