@@ -73,7 +73,8 @@ class Written:
         """Return the folder of a list and flags."""
         if (sizes, flags) not in self._known:
             folder = self._factory.mktemp("written")
-            _train(self._pool, sizes, [*flags.split(), "--save", str(folder), "--save-interval", "2"])
+            saving = ["--save", str(folder), "--save-interval", "2"]
+            _train(self._pool, sizes, ["--exit-interval", "2", *flags.split(), *saving])
             (folder / "latest_checkpointed_iteration.txt").write_text("2")
             self._known[sizes, flags] = folder
         return self._known[sizes, flags]
@@ -147,7 +148,7 @@ def _resume(pool: Pool, written: Written, case: Resumed, source: str, target: st
         _case("no-save-rng", wrote="--no-save-rng", reads="--no-load-rng"),
         _case("finetune", reads="--finetune", num_steps=4),
         _case("pretrained", loads="--pretrained-checkpoint", num_steps=4),
-        _case("step", "--train-iters 6", reads="--ckpt-step 4"),
+        _case("step", "--train-iters 6", wrote="--exit-interval 4", reads="--ckpt-step 4"),
         _case("exit-interval", reads="--exit-interval 3", num_steps=1),
         _case("missing", reads="--exit-on-missing-checkpoint"),
         _case("evaluation", "--eval-interval 1 --eval-iters 2 --start-eval-at-iter 3"),
