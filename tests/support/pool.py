@@ -43,6 +43,7 @@ from tests.support.pool_worker import serve
 if TYPE_CHECKING:
     from torch.distributed import TCPStore
 
+Done = subprocess.CompletedProcess[str]
 PRELOAD = "tests.support.pool_preload"
 # Of every process of a test: one thread, gloo on the loopback device.
 ENVIRONMENT = {
@@ -222,6 +223,20 @@ def run_code(code: str, *, world_size: int = 1, env: Mapping[str, str] | None = 
     """Run code in processes that have imported torch and Megatron already, and that end with it; it may raise."""
     with Pool(max_workers=world_size) as own:
         own.run(world_size, "tests.support.pool_jobs:run_code", {"code": textwrap.dedent(code)}, env=env)
+
+
+def forked_python(*words: str, cwd: Path | str = ROOT, env: Mapping[str, str] | None = None) -> Done:
+    """Do what ``python WORDS`` does (a script, or ``-m MODULE``), in a process that has imported torch and Megatron.
+
+    Args:
+        words: of the command line.
+        cwd: the working directory.
+        env: all environment variables; by default those of this process.
+    """
+    kwargs = {"words": words, "cwd": str(cwd), "env": dict(os.environ if env is None else env)}
+    with Pool(max_workers=1) as own:
+        (ended,) = own.run(1, "tests.support.pool_jobs:be_python", kwargs)
+    return subprocess.CompletedProcess(words, *ended)
 
 
 def start_python(*words: str, timeout_s: float = 600.0, path: str = PYTHON_PATH) -> str:

@@ -13,7 +13,7 @@ import pytest
 from tests.multiproc.cases.script_cases import EXAMPLE, arguments
 from tests.support.hosts import PYTHON_PATH
 from tests.support.pace import pace
-from tests.support.pool import ENVIRONMENT, free_port
+from tests.support.pool import ENVIRONMENT, forked_python, free_port
 
 pytestmark = pytest.mark.needs("scripts_here")
 
@@ -39,20 +39,14 @@ CASES = {
 )
 def test_an_error_is_said_once(tmp_path: Path, case: str) -> None:
     extra, status, text = CASES[case]
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"),
-            *("-m", "vtp_plugin", "run", EXAMPLE, *arguments("1,2", extra=extra)),
-        ],
+    # The launcher is forked; its ranks are interpreters that it starts.
+    done = forked_python(
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"),
+        *("-m", "vtp_plugin", "run", EXAMPLE, *arguments("1,2", extra=extra)),
         cwd=tmp_path,
         env={**os.environ, **ENVIRONMENT, "PYTHONPATH": PYTHON_PATH},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=600,
-        check=False,
     )
-    output = done.stdout
+    output = done.stdout + done.stderr
     ours = [line for line in output.splitlines() if re.match(r"\[vtp|vtp_plugin:", line)]
     assert len(ours) == 1 and text in ours[0], output
     assert re.match(r"(?:\[vtp rank 0\]|vtp_plugin:) error: ", ours[0])
@@ -68,14 +62,11 @@ def test_a_run_without_sizes_says_so(tmp_path: Path) -> None:
     """Else nothing of the plugin would be printed, and a forgotten flag would go unseen."""
     script = tmp_path / "script.py"
     script.write_text("print('trained')")
-    command = [sys.executable, "-m", "vtp_plugin", "run", str(script)]
     environment = {**os.environ, **ENVIRONMENT, "PYTHONPATH": PYTHON_PATH}
     texts = {}
     for words in ((), ("--vtp-size-list", "1,2")):
-        done = subprocess.run(
-            [*command, *words], env=environment, capture_output=True, text=True, timeout=300, check=True
-        )
-        assert done.stdout == "trained\n"
+        done = forked_python("-m", "vtp_plugin", "run", str(script), *words, env=environment)
+        assert (done.returncode, done.stdout) == (0, "trained\n")
         texts[words] = done.stderr.count("no --vtp-size-list: Megatron runs as it is")
     assert list(texts.values()) == [1, 0]
 

@@ -17,6 +17,7 @@ import vtp_plugin
 from tests.rules.import_rules import ROOT
 from tests.support.hosts import PYTHON_PATH, host_name
 from tests.support.lines import error_line
+from tests.support.pool import Done, forked_python
 from vtp_plugin.cli import main, model_flags
 from vtp_plugin.cli.boundaries import format_bytes
 from vtp_plugin.cli.run_flags import known_flags
@@ -79,13 +80,17 @@ def error_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     return run
 
 
-def run_cli(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    # Without accelerators, so that --device cpu is allowed everywhere.
+def environment_of(**more: str) -> dict[str, str]:
+    """Give the variables of a command, without accelerators, so that --device cpu is allowed everywhere."""
     hidden = {"CUDA_VISIBLE_DEVICES": "", "ASCEND_RT_VISIBLE_DEVICES": ""}
+    return {**os.environ, **hidden, "PYTHONPATH": PYTHON_PATH, **more}
+
+
+def run_cli(*arguments: str, cwd: Path, **environment: str) -> Done:
     return subprocess.run(
         [sys.executable, "-m", "vtp_plugin", *arguments],
         cwd=cwd,
-        env={**os.environ, **hidden, "PYTHONPATH": PYTHON_PATH, **environment},
+        env=environment_of(**environment),
         timeout=600,
         check=False,
         capture_output=True,
@@ -93,8 +98,13 @@ def run_cli(*arguments: str, cwd: Path, **environment: str) -> subprocess.Comple
     )
 
 
-def process_output(*arguments: str, cwd: Path, **environment: str) -> str:
-    done = run_cli(*arguments, cwd=cwd, **environment)
+def forked_cli(*arguments: str, cwd: Path, **environment: str) -> Done:
+    """As run_cli, without the seconds that importing torch and Megatron takes."""
+    return forked_python("-m", "vtp_plugin", *arguments, cwd=cwd, env=environment_of(**environment))
+
+
+def process_output(*arguments: str, cwd: Path, start: Callable[..., Done] = run_cli, **environment: str) -> str:
+    done = start(*arguments, cwd=cwd, **environment)
     assert done.returncode == 0, (done.stdout, done.stderr)
     return done.stdout
 
@@ -859,7 +869,7 @@ def test_run_gives_the_script_its_arguments_and_its_neighbours(tmp_path: Path) -
 def test_run_shows_the_help_of_a_script_with_megatrons_parser(tmp_path: Path) -> None:
     """One of Megatron 0.19's help texts has a percent sign that argparse cannot format."""
     (tmp_path / "train.py").write_text("from megatron.training.arguments import parse_args\nparse_args()\n")
-    output = " ".join(process_output("run", "train.py", "--help", cwd=tmp_path).split())
+    output = " ".join(process_output("run", "train.py", "--help", cwd=tmp_path, start=forked_cli).split())
     assert "(e.g. 1.10 = 10%)" in output and "default 100%" in output and "100%%" not in output
     assert all(flag.name in output and group_title(flag) in output for flag in VTP_FLAGS)
     assert all(f"{name} ({key.unit})" in output for name, key in COST_KEYS.items())
@@ -871,7 +881,7 @@ def group_title(flag: Flag) -> str:
 
 def test_run_reports_the_error_of_a_script(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("from vtp_plugin.errors import ConfigError\nraise ConfigError('no such size')\n")
-    done = run_cli("run", "train.py", cwd=tmp_path)
+    done = forked_cli("run", "train.py", cwd=tmp_path)
     assert done.returncode == 1
     assert error_line(done.stderr).endswith("error: no such size") and "Traceback" not in done.stderr
 
@@ -879,7 +889,7 @@ def test_run_reports_the_error_of_a_script(tmp_path: Path) -> None:
 def test_doctor_tries_all_patches_and_gives_a_verdict(tmp_path: Path) -> None:
     """As inside a launcher, whose other ranks are not there: doctor must not wait for them."""
     launcher = {"RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "1"}
-    done = run_cli("doctor", "--device", "cpu", "--verbose", "--rendezvous", "127.0.0.1:1", cwd=tmp_path, **launcher)
+    done = forked_cli("doctor", "--device", "cpu", "--verbose", "--rendezvous", "127.0.0.1:1", cwd=tmp_path, **launcher)
     lines = done.stdout.splitlines()
     # Nothing listens there, which is the only problem.
     assert done.returncode == 1 and lines[-1] == "verdict: 1 problem, see above"
@@ -911,7 +921,7 @@ def test_doctor_tries_all_patches_and_gives_a_verdict(tmp_path: Path) -> None:
 
 def test_doctor_prints_three_lines_and_a_verdict(tmp_path: Path) -> None:
     """Warnings and problems, which are not there, would stand between them."""
-    lines = process_output("doctor", "--device", "cpu", cwd=tmp_path).splitlines()
+    lines = process_output("doctor", "--device", "cpu", cwd=tmp_path, start=forked_cli).splitlines()
     assert [line.partition(" ")[0] for line in lines] == ["vtp_plugin", "Megatron", "patches:", "verdict:"], lines
     assert lines[-1] == "verdict: fine"
 
@@ -975,11 +985,7 @@ print(kept, after is before, sys.excepthook is hook)
 @pytest.mark.needs("records_of_0_19")
 def test_doctor_leaves_nothing_behind_and_names_what_does_not_apply(tmp_path: Path) -> None:
     (tmp_path / "trouble.py").write_text(TROUBLE)
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": PYTHON_PATH}
-    command = [sys.executable, "trouble.py"]
-    done = subprocess.run(
-        command, cwd=tmp_path, env=environment, timeout=600, check=False, capture_output=True, text=True
-    )
+    done = forked_python("trouble.py", cwd=tmp_path, env=environment_of())
     *_, state = done.stdout.splitlines()
     assert state == "1 True True", (done.stdout, done.stderr)
     problems = [line for line in done.stdout.splitlines() if line.startswith("problem: ")]

@@ -17,6 +17,7 @@ import pytest
 from tests.rules.import_rules import ROOT, sources
 from tests.support.checkpoints import by_name, make_model
 from tests.support.hosts import PYTHON_PATH
+from tests.support.pool import forked_python
 from vtp_plugin.cli import main
 from vtp_plugin.cli.terminal import TextTable, on_standard_output, progress, show
 
@@ -57,6 +58,8 @@ class Blocked:
 commands, is_hidden = json.loads(sys.argv[1]), sys.argv[2] == "hidden"
 if is_hidden:
     sys.meta_path.insert(0, Blocked())
+    for name in [name for name in sys.modules if name.partition(".")[0] == "rich"]:
+        del sys.modules[name]
 else:
     import rich
 from vtp_plugin.cli import main
@@ -104,24 +107,19 @@ def test_what_is_piped_is_the_same_without_rich(tmp_path: Path) -> None:
     """To the byte, whatever the environment says of colours; --json, too."""
     pytest.importorskip("rich")
     environment = {**os.environ, "PYTHONPATH": PYTHON_PATH, "FORCE_COLOR": "1", "TERM": "xterm-256color"}
-    said: list[tuple[bytes, bytes]] = []
+    script = tmp_path / "piped.py"
+    script.write_text(PIPED)
+    said: list[tuple[str, str]] = []
     for kind in ("shown", "hidden"):
         folder = tmp_path / kind / "work"
         folder.mkdir(parents=True)
         make_checkpoints(folder)
         words = json.dumps([command.split() for command in COMMANDS])
-        done = subprocess.run(
-            [sys.executable, "-c", PIPED, words, kind],
-            cwd=folder,
-            env=environment,
-            capture_output=True,
-            timeout=600,
-            check=False,
-        )
+        done = forked_python(str(script), words, kind, cwd=folder, env=environment)
         assert done.returncode == 0, done.stderr
         said.append((done.stdout, done.stderr))
     assert said[0] == said[1]
-    assert said[0][0].count(b"-" * 9) == len(COMMANDS) and b"\x1b" not in b"".join(said[0])
+    assert said[0][0].count("-" * 9) == len(COMMANDS) and "\x1b" not in "".join(said[0])
 
 
 def on_pty(*words: str, cwd: Path, **environment: str) -> str:
