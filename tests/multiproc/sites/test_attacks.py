@@ -110,6 +110,7 @@ def test_a_shared_checkpoint_names_nothing(scripts: Scripts, tmp_path: Path, opt
     command = [*EVALUATION, *U_SHAPE, *options, "--ckpt-format", "torch_dist"]
     own = {0: ["--tensorboard-dir", str(tmp_path / "tensorboard")]}
     runs = scripts.train("1,2", [*command, "--save", folder, "--save-interval", "2"], dp=dp, by_rank=own)
+    assert "boundary 0->1: rank0 (crosses from site edge to site cloud)" in runs[0].output
     for sizes, flags in (("1,2", []), ("1,1", ELSEWHERE)):
         Path(folder, "latest_checkpointed_iteration.txt").write_text("2")
         again = scripts.train(sizes, [*command, *flags, "--load", folder], dp=dp, by_rank=own)
