@@ -57,7 +57,7 @@ _CAPACITY = ("--num-experts", "4", "--moe-expert-capacity-factor", "1")
 SPELLINGS = {
     "--heterogeneous-layers-config-encoded-json without a path": ["--heterogeneous-layers-config-encoded-json", "{}"],
     "--fp16 with experts that have groups of their own": [
-        *("--fp16", "--num-experts", "4", "--expert-model-parallel-size", "2"),
+        *("--fp16", "--num-experts", "4", "--expert-model-parallel-size", "2")
     ],
     "--moe-router-enable-expert-bias": ["--moe-router-enable-expert-bias", "--num-experts", "4", "--bf16"],
     "--moe-token-drop-policy position": ["--moe-token-drop-policy", "position", *_CAPACITY],
@@ -259,14 +259,10 @@ def test_loss_scales_that_part_are_named(
 @pytest.mark.parametrize(
     ("given", "sizes", "is_named"),
     [
-        ({"multi_latent_attention": True, "transformer_impl": "local"}, {}, True),
-        ({"multi_latent_attention": True, "transformer_impl": "transformer_engine"}, {}, True),
-        ({"multi_latent_attention": True, "transformer_impl": "local", "sequence_parallel": True}, {}, True),
-        (
-            {"multi_latent_attention": True, "transformer_impl": "transformer_engine", "sequence_parallel": True},
-            {"device": "cuda"},
-            False,
-        ),
+        (LATENT, {}, True),
+        ({**LATENT, "transformer_impl": "transformer_engine"}, {}, True),
+        ({**LATENT, "sequence_parallel": True}, {}, True),
+        ({**LATENT, "transformer_impl": "transformer_engine", "sequence_parallel": True}, {"device": "cuda"}, False),
         ({"multi_latent_attention": True}, {"tp_sizes": (1, 1)}, False),
         ({"softmax_type": "learnable"}, {}, True),
         ({"softmax_type": "learnable"}, {"tp_sizes": (1, 1)}, False),
@@ -341,18 +337,10 @@ def test_what_only_an_older_megatron_has_is_refused_there(rule: OptionRule) -> N
 
 @pytest.mark.needs("flags_of_0_19")
 def test_line_names_the_value(parser: argparse.ArgumentParser) -> None:
-    args = parser.parse_args(
-        ["--num-distributed-optimizer-instances", "8", "--hierarchical-context-parallel-sizes", "2", "4", "--use-sharp"]
-    )
-    starts = [line.split(";")[0] for line in check_options(args, UNEQUAL)]
-    assert starts == [
-        f"{given} with --vtp-size-list 1,4"
-        for given in (
-            "--hierarchical-context-parallel-sizes 2 4",
-            "--num-distributed-optimizer-instances 8",
-            "--use-sharp",
-        )
-    ]
+    words = "--num-distributed-optimizer-instances 8 --hierarchical-context-parallel-sizes 2 4 --use-sharp"
+    lines = check_options(parser.parse_args(words.split()), UNEQUAL)
+    named = ("--hierarchical-context-parallel-sizes 2 4", "--num-distributed-optimizer-instances 8", "--use-sharp")
+    assert [line.split(";")[0] for line in lines] == [f"{given} with --vtp-size-list 1,4" for given in named]
 
 
 def test_transformer_engine_is_refused_on_cpu_only(defaults: argparse.Namespace) -> None:
@@ -428,14 +416,9 @@ def test_rows_are_complete_and_distinct() -> None:
     for rule in rules:
         text = rule.reason + rule.way_out
         assert rule.reason and not re.search(r"[;\n]", text) and not rule.reason.endswith("."), rule
-        if rule.verdict is Verdict.SUPPORTED:
-            assert re.fullmatch(r"tests/(\w+/)+test_\w+\.py::test_\w+|not run: .+", rule.evidence), rule
-            assert not rule.way_out
-        elif not rule.verdict.is_refusal:
-            form = r"tests/(\w+/)+test_\w+\.py::test_\w+|not run: .+"
-            assert re.fullmatch(form, rule.evidence) and rule.way_out, rule
-        else:
-            assert rule.way_out and not rule.evidence, rule
+        form = r"tests/(\w+/)+test_\w+\.py::test_\w+|not run: .+"
+        assert (re.fullmatch(form, rule.evidence) is None) == rule.verdict.is_refusal == (not rule.evidence), rule
+        assert bool(rule.way_out) == (rule.verdict is not Verdict.SUPPORTED), rule
 
 
 def test_printed_tables_hold_every_row() -> None:
@@ -462,15 +445,39 @@ def model(**sizes: object) -> SimpleNamespace:
     return SimpleNamespace(**{"hidden_size": 96, "ffn_hidden_size": 384, "num_attention_heads": 12, **sizes})
 
 
+GATED = {"ffn_hidden_size": None, "swiglu": True, "hidden_size": 100}
+EXPERTS = {"num_experts": 4, "moe_ffn_hidden_size": 30, "sequence_parallel": True}
+RANKS = {**LATENT, "q_lora_rank": 36, "kv_lora_rank": 20, "qk_pos_emb_head_dim": 4}
+UNPADDED = {"vocab_size": 257, "pad_vocab_size": False}
+
+
+@pytest.mark.parametrize(
+    ("tp_sizes", "sizes", "value", "stage", "shared"),
+    [
+        ((1, 8), {}, "--num-attention-heads 12", 1, "1, 2, 3, 4, 6, 12"),
+        ((3, 1), {"ffn_hidden_size": 100}, "--ffn-hidden-size 100", 0, "1, 2, 4"),
+        ((3, 1), GATED, "--ffn-hidden-size 256 (from --hidden-size 100)", 0, "1, 2, 4"),
+        ((4, 2), EXPERTS, "--moe-ffn-hidden-size 30", 0, "1, 2, 3, 6"),
+        ((4, 2), {"sequence_parallel": True, "seq_length": 50}, "--seq-length 50 with --sequence-parallel", 0, "1, 2"),
+        ((1, 3), {"padded_vocab_size": 256}, "--padded-vocab-size 256", 1, "1, 2, 4"),
+        ((1, 3), {**RANKS, "qk_pos_emb_head_dim": 5}, "--kv-lora-rank 20 + --qk-pos-emb-head-dim 5 = 25", 1, "1"),
+        ((2, 1), {**RANKS, "q_lora_rank": 35}, "--q-lora-rank 35", 0, "1"),
+        ((2, 3), {"hidden_size": 64, "mtp_num_layers": 1}, "--hidden-size 64 with --mtp-num-layers", 1, "1, 2, 4"),
+        ((1, 2), UNPADDED, "--vocab-size 257 with --no-pad-vocab-size", 1, "1"),
+    ],
+)
+def test_size_that_a_stage_cannot_cut(
+    tp_sizes: tuple[int, ...], sizes: dict[str, object], value: str, stage: int, shared: str
+) -> None:
+    line = f"{value}: stage {stage} has TP {tp_sizes[stage]}, which does not divide it"
+    assert f"{line}; TP sizes that divide this model: {shared}" in check_sizes(
+        model(**sizes), OptionContext(tp_sizes=tp_sizes)
+    )
+
+
 @pytest.mark.parametrize(
     ("tp_sizes", "sizes", "line"),
     [
-        (
-            (1, 8),
-            {},
-            "--num-attention-heads 12: stage 1 has TP 8, which does not divide it; TP sizes that divide this model: "
-            "1, 2, 3, 4, 6, 12",
-        ),
         (
             (2, 5, 2),
             {"num_attention_heads": 3, "ffn_hidden_size": 21},
@@ -483,62 +490,9 @@ def model(**sizes: object) -> SimpleNamespace:
             "--num-query-groups 3: stage 1 has TP 4, which is neither a divisor nor a multiple of it; TP sizes that "
             "divide this model: 1, 3, 6, 12",
         ),
-        (
-            (3, 1),
-            {"ffn_hidden_size": 100},
-            "--ffn-hidden-size 100: stage 0 has TP 3, which does not divide it; TP sizes that divide this model: "
-            "1, 2, 4",
-        ),
-        (
-            (3, 1),
-            {"ffn_hidden_size": None, "swiglu": True, "hidden_size": 100},
-            "--ffn-hidden-size 256 (from --hidden-size 100): stage 0 has TP 3, which does not divide it; TP sizes that "
-            "divide this model: 1, 2, 4",
-        ),
-        (
-            (4, 2),
-            {"num_experts": 4, "moe_ffn_hidden_size": 30, "sequence_parallel": True},
-            "--moe-ffn-hidden-size 30: stage 0 has TP 4, which does not divide it; TP sizes that divide this model: "
-            "1, 2, 3, 6",
-        ),
-        (
-            (4, 2),
-            {"sequence_parallel": True, "seq_length": 50},
-            "--seq-length 50 with --sequence-parallel: stage 0 has TP 4, which does not divide it; TP sizes that "
-            "divide this model: 1, 2",
-        ),
-        (
-            (1, 3),
-            {"padded_vocab_size": 256},
-            "--padded-vocab-size 256: stage 1 has TP 3, which does not divide it; TP sizes that divide this model: "
-            "1, 2, 4",
-        ),
-        (
-            (1, 3),
-            {**LATENT, "q_lora_rank": 36, "kv_lora_rank": 20, "qk_pos_emb_head_dim": 5},
-            "--kv-lora-rank 20 + --qk-pos-emb-head-dim 5 = 25: stage 1 has TP 3, which does not divide it; TP sizes "
-            "that divide this model: 1",
-        ),
-        (
-            (2, 1),
-            {**LATENT, "q_lora_rank": 35, "kv_lora_rank": 20, "qk_pos_emb_head_dim": 4},
-            "--q-lora-rank 35: stage 0 has TP 2, which does not divide it; TP sizes that divide this model: 1",
-        ),
-        (
-            (2, 3),
-            {"hidden_size": 64, "mtp_num_layers": 1},
-            "--hidden-size 64 with --mtp-num-layers: stage 1 has TP 3, which does not divide it; TP sizes that divide "
-            "this model: 1, 2, 4",
-        ),
-        (
-            (1, 2),
-            {"vocab_size": 257, "pad_vocab_size": False},
-            "--vocab-size 257 with --no-pad-vocab-size: stage 1 has TP 2, which does not divide it; TP sizes that "
-            "divide this model: 1",
-        ),
     ],
 )
-def test_size_that_a_stage_cannot_cut(tp_sizes: tuple[int, ...], sizes: dict[str, object], line: str) -> None:
+def test_sizes_that_a_stage_cannot_cut(tp_sizes: tuple[int, ...], sizes: dict[str, object], line: str) -> None:
     assert line in check_sizes(model(**sizes), OptionContext(tp_sizes=tp_sizes))
 
 
@@ -564,9 +518,8 @@ def test_experts_are_cut_by_sizes_of_their_own() -> None:
     sizes = model(num_experts=4, moe_ffn_hidden_size=30, sequence_parallel=True, seq_length=8)
     assert check_sizes(sizes, OptionContext(tp_sizes=(4, 2), etp_sizes=(1, 1), ep_sizes=(4, 2))) == ()
     (line,) = check_sizes(sizes, OptionContext(tp_sizes=(4, 2), etp_sizes=(1, 1), ep_sizes=(1, 3)))
-    assert line == (
-        "--num-experts 4: stage 1 has EP 3, which does not divide it; EP sizes that divide this model: 1, 2, 4"
-    )
+    said = "--num-experts 4: stage 1 has EP 3, which does not divide it; EP sizes that divide this model: 1, 2, 4"
+    assert line == said
     (line,) = check_sizes(model(num_experts=None), OptionContext(tp_sizes=(4, 2), ep_sizes=(1, 2)))
     assert "the model has no experts" in line
     (line,) = check_sizes(sizes, OptionContext(tp_sizes=(1, 1), dp_sizes=(1, 2), is_split=True))
@@ -583,9 +536,8 @@ def test_sequence_is_cut_by_context_parallelism_too() -> None:
 
 def test_sequence_is_checked_against_every_stages_context_parallelism() -> None:
     context = OptionContext(tp_sizes=(2, 1, 1), cp_sizes=(1, 2, 3))
-    assert check_sizes(model(seq_length=52), context) == (
-        "--seq-length 52: stage 2 has CP 3, so 6 must divide it; use 48 or 60",
-    )
+    (line,) = check_sizes(model(seq_length=52), context)
+    assert line == "--seq-length 52: stage 2 has CP 3, so 6 must divide it; use 48 or 60"
     assert check_sizes(model(seq_length=60), context) == ()
     assert not OptionContext(tp_sizes=(1, 1), cp_sizes=(1, 2)).is_uniform
 
@@ -675,16 +627,11 @@ def test_every_flag_is_declared_once_and_reaches_the_config() -> None:
     defaults = {flag.keyword: getattr(VtpConfig(), flag.field) for flag in VTP_FLAGS if flag.field is not None}
     signature = inspect.signature(vtp_plugin.apply)
     assert defaults == {name: parameter.default for name, parameter in signature.parameters.items()}
-    assert {flag.name for flag in VTP_FLAGS if flag.field is None} == {
-        "--vtp-forgive",
-        "--vtp-node",
-        "--vtp-on-loss",
-        "--vtp-site",
-    }
+    own = {flag.name for flag in VTP_FLAGS if flag.field is None}
+    assert own == {"--vtp-forgive", "--vtp-node", "--vtp-on-loss", "--vtp-site"}
     parser = add_vtp_arguments(argparse.ArgumentParser(add_help=False))
-    assert sorted(name for action in parser._actions for name in action.option_strings) == sorted(
-        flag.name for flag in VTP_FLAGS
-    )
+    names = sorted(name for action in parser._actions for name in action.option_strings)
+    assert names == sorted(flag.name for flag in VTP_FLAGS)
     assert read_flags(parser.parse_args([]), VtpConfig()) == VtpConfig(), "what is not given changes nothing"
 
 
@@ -720,37 +667,37 @@ def test_every_row_of_megatrons_flags_says_what_its_parser_does(parser: argparse
             assert str(theirs) == str([*flag.default] if flag.nargs else flag.default), flag.name
 
 
+MASKING = "dataloader_inter_document_masking"
+
+
 @pytest.mark.parametrize(
-    ("flag", "sizes", "context", "words"),
+    ("flag", "size", "sizes", "words"),
     [
-        ("sft", {"micro_batch_size": 2}, UNEQUAL, "--micro-batch-size 2 with --sft; "),
-        ("dataloader_inter_document_masking", {"micro_batch_size": 2}, OptionContext(tp_sizes=(4,)), ""),
-        ("dataloader_inter_document_masking", {"micro_batch_size": 1}, UNEQUAL, ""),
+        ("sft", 2, {"tp_sizes": (1, 4)}, "--micro-batch-size 2 with --sft; "),
+        (MASKING, 2, {"tp_sizes": (4,)}, ""),
+        (MASKING, 1, {"tp_sizes": (1, 4)}, ""),
         (
-            "dataloader_inter_document_masking",
-            {"micro_batch_size": 1},
-            OptionContext(tp_sizes=(1, 1), cp_sizes=(1, 2)),
+            MASKING,
+            1,
+            {"cp_sizes": (1, 2)},
             "--dataloader-inter-document-masking with --vtp-size-list 1,1 --vtp-cp-list 1,2; ",
         ),
-        ("sft", {}, OptionContext(tp_sizes=(1, 1), dp_sizes=(1, 2), is_split=True), "--sft with --vtp-dp-mode split; "),
-        ("sft", {}, OptionContext(tp_sizes=(1, 2), is_u_shaped=True, num_rings=1), ""),
+        ("sft", None, {"dp_sizes": (1, 2), "is_split": True}, "--sft with --vtp-dp-mode split; "),
+        ("sft", None, {"tp_sizes": (1, 2), "is_u_shaped": True}, ""),
         (
             "sft",
-            {},
-            OptionContext(tp_sizes=(1, 2), is_u_shaped=True, num_rings=2),
+            None,
+            {"tp_sizes": (1, 2), "is_u_shaped": True, "num_rings": 2},
             "--sft with --vtp-encoder-layer-list; ",
         ),
-        (
-            "sft",
-            {},
-            OptionContext(tp_sizes=(1, 1), cp_sizes=(2, 2), is_u_shaped=True, num_rings=1),
-            "--sft in a U-shape with context-parallel size 2; ",
-        ),
+        ("sft", None, {"cp_sizes": (2, 2), "is_u_shaped": True}, "--sft in a U-shape with context-parallel size 2; "),
     ],
 )
 def test_packed_samples_are_single_rows_with_one_cp_size(
-    flag: str, sizes: dict[str, int], context: OptionContext, words: str
+    flag: str, size: int | None, sizes: dict[str, Any], words: str
 ) -> None:
-    problems = check_packed(SimpleNamespace(**{flag: True}, **sizes), context)
+    batch: dict[str, Any] = {} if size is None else {"micro_batch_size": size}
+    context = OptionContext(**{"tp_sizes": (1, 1), "num_rings": 1, **sizes})
+    problems = check_packed(SimpleNamespace(**{flag: True}, **batch), context)
     assert [problem.startswith(words) for problem in problems] == [True] * bool(words)
-    assert not check_packed(SimpleNamespace(**sizes), context)
+    assert not check_packed(SimpleNamespace(**batch), context)
