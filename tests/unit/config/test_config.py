@@ -127,9 +127,14 @@ def test_cp_list() -> None:
             lambda: choose_cp_sizes((1, 2), 4, num_stages=2),
             "--context-parallel-size 4 contradicts --vtp-cp-list 1,2; .* the largest size of the list, 2",
         ),
+        (lambda: parse_dp_list("1,x"), "vtp_dp_list '1,x' has the entry 'x', .* one data-parallel size per"),
+        (lambda: VtpConfig(size_list=(1, 4), dp_list=(1,)), "vtp_dp_list 1 has 1 entries, .* one data-parallel size"),
+        (lambda: VtpConfig(size_list="auto", dp_list=(1, 2)), "vtp_dp_list 1,2 with vtp_size_list 'auto'"),
+        (lambda: VtpConfig(dp_list=(1, 2), data_parallel_size=2), "data-parallel size 2 and vtp_dp_list 1,2 say the"),
+        (lambda: VtpConfig(dp_mode="both"), "dp mode 'both' is unknown; use one of multiplex, split"),  # type: ignore[arg-type]
     ],
 )
-def test_bad_cp_list(make: Callable[[], object], message: str) -> None:
+def test_bad_lists(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         make()
 
@@ -140,21 +145,6 @@ def test_dp_list() -> None:
     assert config.has_unequal_dp and config.has_planned_schedule
     equal = VtpConfig(size_list=(1, 4), dp_list=(2, 2), dp_mode="split")
     assert not equal.has_unequal_dp and not equal.has_planned_schedule
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: parse_dp_list("1,x"), "vtp_dp_list '1,x' has the entry 'x', .* one data-parallel size per"),
-        (lambda: VtpConfig(size_list=(1, 4), dp_list=(1,)), "vtp_dp_list 1 has 1 entries, .* one data-parallel size"),
-        (lambda: VtpConfig(size_list="auto", dp_list=(1, 2)), "vtp_dp_list 1,2 with vtp_size_list 'auto'"),
-        (lambda: VtpConfig(dp_list=(1, 2), data_parallel_size=2), "data-parallel size 2 and vtp_dp_list 1,2 say the"),
-        (lambda: VtpConfig(dp_mode="both"), "dp mode 'both' is unknown; use one of multiplex, split"),  # type: ignore[arg-type]
-    ],
-)
-def test_bad_dp_list(make: Callable[[], object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        make()
 
 
 def test_a_threshold_is_for_auto() -> None:

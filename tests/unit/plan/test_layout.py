@@ -222,11 +222,8 @@ def test_stages_of_different_cp_and_dp_sizes() -> None:
     assert layout.replicas == ((0, 0), (0, 1), (1, 0), (1, 1))
     assert layout.pipeline_group(0) == (0, 1, 5)
     assert layout.pipeline_group(1, dp_rank=1, cp_rank=1) == (0, 4, 6)
-    assert (layout.pipeline_group_of(0), layout.pipeline_group_of(4), layout.pipeline_group_of(6)) == (
-        (0, 1, 5),
-        (0, 4, 5),
-        (0, 1, 6),
-    )
+    found = (layout.pipeline_group_of(0), layout.pipeline_group_of(4), layout.pipeline_group_of(6))
+    assert found == ((0, 1, 5), (0, 4, 5), (0, 1, 6))
     assert layout.model_ranks(1, 1) == (0, 3, 4, 6)
     generator = LayoutRankGenerator(layout)
     assert generator.get_ranks("dp") == [[0], [1, 3], [2, 4], [5], [6]]

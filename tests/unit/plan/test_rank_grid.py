@@ -23,11 +23,7 @@ class ProcessGroupGrid(RankGrid[dist.ProcessGroup]):
     """
 
     def __init__(
-        self,
-        shape: Sequence[int],
-        dim_names: Sequence[str],
-        rank_offset: int = 0,
-        backend: str | None = None,
+        self, shape: Sequence[int], dim_names: Sequence[str], rank_offset: int = 0, backend: str | None = None
     ) -> None:
         """Describe the grid in the initialised world.
 

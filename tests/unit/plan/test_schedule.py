@@ -11,13 +11,15 @@ import pytest
 
 from tests.expected import schedule_oracle as oracle
 from tests.expected.schedule_oracle import peak_posted
+from vtp_plugin.config import VtpConfig, read_keywords
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.plan.schedule.cost.costs import Costs, u_costs, uniform_costs
+from vtp_plugin.plan.schedule.cost.costs import Costs, parse_costs, u_costs, uniform_costs
 from vtp_plugin.plan.schedule.cost.simulator import choose_lookahead, simulate
 from vtp_plugin.plan.schedule.make.u_shape import (
     interleaved_one_f_one_b,
     one_f_one_b,
     plain_forward_only,
+    plan_u_shape,
     reference_u_shape,
 )
 from vtp_plugin.plan.schedule.order.actions import (
@@ -37,6 +39,10 @@ from vtp_plugin.plan.schedule.order.add_communication import lower
 from vtp_plugin.plan.schedule.proof.check_schedule import check
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "u_shape_reference.json").read_text())
+
+
+def chain(*num_replicas: int) -> Placement:
+    return plain_placement(len(num_replicas), num_replicas=num_replicas)
 
 
 @pytest.mark.parametrize("op", list(Op))
@@ -97,6 +103,33 @@ def test_placements(placement: Placement, stages: tuple[int, ...]) -> None:
         (lambda: replace(u_costs(3), forward=(1.0, 1.0, -1.0, 1.0)), "not negative"),
         (lambda: replace(u_costs(3), forward=(1.0, 1.0, float("nan"), 1.0)), "finite"),
         (lambda: replace(u_costs(3), bandwidth=(1.0, 0.0, 1.0)), "above 0"),
+        (lambda: plan_u_shape(1, 4, u_costs(2)), "at least one cloud stage"),
+        (lambda: plan_u_shape(2, 0, u_costs(2)), "at least 1"),
+        (lambda: plan_u_shape(2, 4, u_costs(2), limits=(3,)), "2 stages need 2 entries"),
+        (lambda: plan_u_shape(2, 4, u_costs(2), limits=(3, 0)), "no microbatch could ever start"),
+        (lambda: plan_u_shape(2, 4, u_costs(3)), "costs of 4 virtual stages"),
+        (lambda: reference_u_shape(1, 4), "at least one cloud stage"),
+        (lambda: u_placement(2, num_rings=0), "at least one"),
+        (lambda: plan_u_shape(2, 4, u_costs(2), num_rings=2), "a U of 2 stages and 2 rings has 5"),
+        (lambda: parse_costs(("forward_ms=1,2,3", "message_kib=1,2,3"), u_placement(2)), "message_kib has 3 entries"),
+        (lambda: VtpConfig(size_list=(1, 2), encoder_layer_list=(1, 2, 1)), "--vtp-encoder-layer-list is for"),
+        (lambda: read_keywords({"encoder_layer_list": "1,0,1"}), "--vtp-encoder-layer-list '1,0,1': every entry"),
+        (lambda: chain(2, 3), "2 replicas of stage 0 and 3 of stage 1 .* 3 mod 2 = 1"),
+        (lambda: chain(2, 6, 4), "6 replicas of stage 1 and 4 of stage 2 .* 6 mod 4 = 2"),
+        (lambda: u_placement(3, num_replicas=(2, 1, 3)), "3 replicas of stage 2 and 2 of stage 0 .* 3 mod 2 = 1"),
+        (lambda: plain_placement(2, num_replicas=(1, 2, 2)), "of 2 stages"),
+        (lambda: chain(1, 0), "at least 1"),
+        (lambda: one_f_one_b(chain(1, 2, 2), 7), "7 microbatches for 2 replicas of stage 1: 7 mod 2 = 1"),
+        (
+            lambda: one_f_one_b(2, 4, in_flight=(1, 3)),
+            "stage 1 would wait for 2 microbatches more .* at most 1 in flight",
+        ),
+        (lambda: one_f_one_b(chain(1, 3, 3), 9, in_flight=(3, 2, 1)), "stage 0 has at most 3 in flight"),
+        (lambda: one_f_one_b(2, 4, in_flight=(2,)), "each needs at least 1"),
+        (lambda: one_f_one_b(2, 4, in_flight=(2, 0)), "each needs at least 1"),
+        (lambda: plain_forward_only(chain(3, 1), 5), "5 mod 3 = 2"),
+        (lambda: plan_u_shape(2, 5, u_costs(2), num_replicas=(1, 2)), "5 mod 2 = 1"),
+        (lambda: plan_u_shape(2, 4, u_costs(2), num_replicas=(1, 2), limits=(1, 1)), r"\(1, 2\) replicas need 3"),
     ],
 )
 def test_bad_input_is_refused(make: Callable[[], object], words: str) -> None:
@@ -150,13 +183,6 @@ def test_fixed_orders_are_right_and_can_be_run(schedule: Schedule) -> None:
         # All these orders send and use microbatches in the same order, so the bound is strict.
         assert max(machine.most_open_at_compute) <= lookahead
         assert [a for a in lowered.orders[0] if a.op.is_compute] == list(schedule.orders[0])
-
-
-def test_peaks_of_one_f_one_b() -> None:
-    timeline = simulate(one_f_one_b(4, 8), uniform_costs(plain_placement(4)))
-    assert timeline.in_flight == timeline.activations == (4, 3, 2, 1)
-    assert timeline.makespan == 8 * 3 + 3 * 3
-    assert 1 - max(timeline.utilization) == pytest.approx(9 / 33)
 
 
 def test_sends_do_not_pile_up() -> None:

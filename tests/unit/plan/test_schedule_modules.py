@@ -15,14 +15,8 @@ def test_encoders_come_first_whatever_the_order_of_the_names() -> None:
     placed = place_modules(SIZES, {"sound": ["language"], "vision": ["language"], "language": []})
     assert placed.first_stages == {"vision": 0, "sound": 2, "language": 3}
     assert placed.placement.successors == (1, 3, 3, 4, 5)
-    assert [placed.inputs(stage) for stage in range(6)] == [
-        (),
-        ("vision",),
-        (),
-        ("vision", "sound"),
-        ("language",),
-        ("language",),
-    ]
+    found = [placed.inputs(stage) for stage in range(6)]
+    assert found == [(), ("vision",), (), ("vision", "sound"), ("language",), ("language",)]
     schedule, _ = make_schedule(ScheduleRequest(placement=placed.placement, num_microbatches=2))
     words = schedule.describe().splitlines()[3].split()
     assert {"3WAIT_RECV_F0:1", "3WAIT_RECV_F0:2", "3SEND_B1:1", "3SEND_B1:2"} <= set(words)

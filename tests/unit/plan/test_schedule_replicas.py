@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 import xml.etree.ElementTree as ET
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 
 from tests.expected import schedule_oracle as oracle
-from vtp_plugin.errors import ConfigError
+from tests.unit.plan.test_schedule import chain
 from vtp_plugin.plan.layout.pipeline_layout import ChannelId
 from vtp_plugin.plan.schedule.cost.costs import (
     Costs,
@@ -63,9 +62,9 @@ def test_every_worker_does_its_share_once_and_nothing_deadlocks(num_replicas: tu
     for rounds in (1, 3):
         num_microbatches = rounds * math.lcm(*num_replicas)
         if kind == "1f1b":
-            schedule = one_f_one_b(plain_placement(num_stages, num_replicas=num_replicas), num_microbatches)
+            schedule = one_f_one_b(chain(*num_replicas), num_microbatches)
         elif kind == "forward only":
-            schedule = plain_forward_only(plain_placement(num_stages, num_replicas=num_replicas), num_microbatches)
+            schedule = plain_forward_only(chain(*num_replicas), num_microbatches)
         else:
             costs = u_costs(num_stages, latency=1.0)
             schedule = u_plan(num_replicas, num_microbatches, costs, 2 if kind == "u with limit" else None)
@@ -89,7 +88,7 @@ def test_every_worker_does_its_share_once_and_nothing_deadlocks(num_replicas: tu
 def test_megatrons_warm_up_is_too_short_and_the_checker_says_so(num_replicas: tuple[int, ...]) -> None:
     """Stage s of P keeps P - s in flight there: too few on the narrow stage, whatever the wide stages do."""
     num_stages, num_microbatches = len(num_replicas), 4 * max(num_replicas)
-    ours = one_f_one_b(plain_placement(num_stages, num_replicas=num_replicas), num_microbatches)
+    ours = one_f_one_b(chain(*num_replicas), num_microbatches)
     orders: list[tuple[Action, ...]] = []
     for (stage, _), order in zip(oracle.workers(ours.placement), ours.orders, strict=True):
         forwards, backwards = ([a for a in order if a.op is op] for op in (Op.F, Op.B))
@@ -103,13 +102,10 @@ def test_megatrons_warm_up_is_too_short_and_the_checker_says_so(num_replicas: tu
 
 @pytest.mark.parametrize("num_replicas", LISTS, ids=str)
 def test_one_f_one_b_is_close_to_the_bound_where_stages_are_balanced(num_replicas: tuple[int, ...]) -> None:
-    placement = plain_placement(len(num_replicas), num_replicas=num_replicas)
+    placement = chain(*num_replicas)
     num_microbatches = 8 * math.lcm(*num_replicas)
-    schedule = one_f_one_b(plain_placement(len(num_replicas), num_replicas=num_replicas), num_microbatches)
-    limits = [
-        one_f_one_b_limits(plain_placement(len(num_replicas), num_replicas=num_replicas))[stage]
-        for stage, _ in oracle.workers(placement)
-    ]
+    schedule = one_f_one_b(placement, num_microbatches)
+    limits = [one_f_one_b_limits(chain(*num_replicas))[stage] for stage, _ in oracle.workers(placement)]
     bound = lower_bound(make_route(placement, balanced(placement)), num_microbatches, limits)
     assert bound <= simulate(schedule, balanced(placement)).makespan <= 1.02 * bound
 
@@ -126,11 +122,11 @@ def test_u_shape_reaches_the_bound_without_a_limit(num_replicas: tuple[int, ...]
 
 
 def test_more_in_flight_on_the_narrow_stage_hide_latency() -> None:
-    placement = plain_placement(3, num_replicas=(1, 4, 4))
+    placement = chain(1, 4, 4)
     costs = balanced(placement, latency=1.0)
     times = [
-        simulate(one_f_one_b(plain_placement(3, num_replicas=(1, 4, 4)), 32, in_flight=(edge, 2, 1)), costs).makespan
-        for edge in (one_f_one_b_limits(plain_placement(len((1, 4, 4)), num_replicas=(1, 4, 4)))[0], 12)
+        simulate(one_f_one_b(chain(1, 4, 4), 32, in_flight=(edge, 2, 1)), costs).makespan
+        for edge in (one_f_one_b_limits(chain(1, 4, 4))[0], 12)
     ]
     assert times[1] < 0.95 * times[0]
 
@@ -144,8 +140,8 @@ def test_need_counts_the_microbatches_of_one_worker() -> None:
 
 
 def test_replicas_of_equal_number_are_as_many_pipelines() -> None:
-    placement = plain_placement(3, num_replicas=(2, 2, 2))
-    wide = one_f_one_b(plain_placement(3, num_replicas=(2, 2, 2)), 12)
+    placement = chain(2, 2, 2)
+    wide = one_f_one_b(chain(2, 2, 2), 12)
     alone = one_f_one_b(3, 6)
     for worker, (stage, replica) in enumerate(oracle.workers(placement)):
         renumbered = [replace(action, microbatch=2 * action.microbatch + replica) for action in alone.orders[stage]]
@@ -158,13 +154,11 @@ def test_replicas_of_equal_number_are_as_many_pipelines() -> None:
 
 @pytest.mark.parametrize("num_replicas", LISTS, ids=str)
 def test_split_does_the_same_work_and_moves_the_same_bytes(num_replicas: tuple[int, ...]) -> None:
-    placement = plain_placement(len(num_replicas), num_replicas=num_replicas)
+    placement = chain(*num_replicas)
     num_links = placement.num_vstages - 1
     costs = replace(balanced(placement), message_bytes=(24,) * num_links, bandwidth=(8.0,) * num_links)
     num_microbatches = 4 * math.lcm(*num_replicas)
-    in_turn = simulate(
-        one_f_one_b(plain_placement(len(num_replicas), num_replicas=num_replicas), num_microbatches), costs
-    )
+    in_turn = simulate(one_f_one_b(chain(*num_replicas), num_microbatches), costs)
     split = split_costs(placement, costs)
     at_once = simulate(one_f_one_b(len(num_replicas), num_microbatches // math.lcm(*num_replicas)), split)
     for worker, (stage, _) in enumerate(oracle.workers(placement)):
@@ -178,19 +172,14 @@ def test_split_does_the_same_work_and_moves_the_same_bytes(num_replicas: tuple[i
 def test_pairs_of_workers_do_not_wait_for_each_others_messages() -> None:
     """Each message keeps its pair's link for 2; two replicas get theirs side by side."""
     costs = Costs(forward=(1.0, 1.0), backward=(0.0, 0.0), latency=(0.5,), bandwidth=(50.0,), message_bytes=(100,))
-    timeline = simulate(plain_forward_only(plain_placement(2, num_replicas=(1, 2)), 4), costs)
+    timeline = simulate(plain_forward_only(chain(1, 2), 4), costs)
     starts = {str(flight.action): (flight.sent, flight.start, flight.end) for flight in timeline.flights}
-    assert starts == {
-        "0SEND_F0": (1, 1, 3.5),
-        "0SEND_F1": (2, 2, 4.5),
-        "0SEND_F2": (3, 3, 5.5),
-        "0SEND_F3": (4, 4, 6.5),
-    }
+    assert starts == {f"0SEND_F{n}": (n + 1, n + 1, n + 3.5) for n in range(4)}
     assert [[span.start for span in row] for row in timeline.spans[1:]] == [[3.5, 5.5], [4.5, 6.5]]
 
 
 def test_texts_name_replicas_only_where_there_are_several() -> None:
-    schedule = one_f_one_b(plain_placement(2, num_replicas=(1, 2)), 4)
+    schedule = one_f_one_b(chain(1, 2), 4)
     assert schedule.describe().splitlines() == [
         "stage 0: 0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",
         "stage 1 replica 0: 1F0 1B0 1F2 1B2",
@@ -208,14 +197,12 @@ def test_texts_name_replicas_only_where_there_are_several() -> None:
 
 def test_digest_tells_replicas_apart() -> None:
     lists = [(1, 2, 2), (1, 1, 2), (2, 2, 2), (2, 1, 2), (1, 1, 1)]
-    assert len({one_f_one_b(plain_placement(3, num_replicas=num_replicas), 4).digest for num_replicas in lists}) == len(
-        lists
-    )
-    assert one_f_one_b(plain_placement(3, num_replicas=(1, 1, 1)), 4) == one_f_one_b(3, 4)
+    assert len({one_f_one_b(chain(*num_replicas), 4).digest for num_replicas in lists}) == len(lists)
+    assert one_f_one_b(chain(1, 1, 1), 4) == one_f_one_b(3, 4)
 
 
 def test_checker_names_the_replica() -> None:
-    schedule = lower(one_f_one_b(plain_placement(2, num_replicas=(1, 2)), 4))
+    schedule = lower(one_f_one_b(chain(1, 2), 4))
     swapped = replace(schedule, orders=(schedule.orders[0], schedule.orders[2], schedule.orders[1]))
     problems = check(swapped)
     assert "stage 1 replica 0: 1F1 does not belong there" in problems
@@ -231,7 +218,7 @@ def test_checker_names_the_replica() -> None:
 
 def test_receives_in_the_order_of_another_replica_are_found() -> None:
     """The first replica sends its gradient of 0 before that of 2; the other's gradient of 1 does not matter."""
-    schedule = lower(one_f_one_b(plain_placement(2, num_replicas=(1, 2)), 4), lookahead=4)
+    schedule = lower(one_f_one_b(chain(1, 2), 4), lookahead=4)
     order = list(schedule.orders[0])
     places = [order.index(action) for action in parse_actions("0RECV_B0 0RECV_B2")]
     assert places[1] < order.index(parse_actions("0WAIT_RECV_B0")[0])
@@ -251,35 +238,3 @@ def test_channels_come_in_one_order() -> None:
         f"boundary {pair}, {way}" for pair in ("0->1", "0->2", "1->0", "2->0") for way in ("forward", "backward")
     ]
     assert Placement(stages=(0, 1, 0, 1)) == interleaved_placement(2, 2)
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: plain_placement(2, num_replicas=(2, 3)), "2 replicas of stage 0 and 3 of stage 1 .* 3 mod 2 = 1"),
-        (lambda: plain_placement(3, num_replicas=(2, 6, 4)), "6 replicas of stage 1 and 4 of stage 2 .* 6 mod 4 = 2"),
-        (lambda: u_placement(3, num_replicas=(2, 1, 3)), "3 replicas of stage 2 and 2 of stage 0 .* 3 mod 2 = 1"),
-        (lambda: plain_placement(2, num_replicas=(1, 2, 2)), "of 2 stages"),
-        (lambda: plain_placement(2, num_replicas=(1, 0)), "at least 1"),
-        (
-            lambda: one_f_one_b(plain_placement(3, num_replicas=(1, 2, 2)), 7),
-            "7 microbatches for 2 replicas of stage 1: 7 mod 2 = 1",
-        ),
-        (
-            lambda: one_f_one_b(2, 4, in_flight=(1, 3)),
-            "stage 1 would wait for 2 microbatches more .* at most 1 in flight",
-        ),
-        (
-            lambda: one_f_one_b(plain_placement(3, num_replicas=(1, 3, 3)), 9, in_flight=(3, 2, 1)),
-            "stage 0 has at most 3 in flight",
-        ),
-        (lambda: one_f_one_b(2, 4, in_flight=(2,)), "each needs at least 1"),
-        (lambda: one_f_one_b(2, 4, in_flight=(2, 0)), "each needs at least 1"),
-        (lambda: plain_forward_only(plain_placement(2, num_replicas=(3, 1)), 5), "5 mod 3 = 2"),
-        (lambda: plan_u_shape(2, 5, u_costs(2), num_replicas=(1, 2)), "5 mod 2 = 1"),
-        (lambda: plan_u_shape(2, 4, u_costs(2), num_replicas=(1, 2), limits=(1, 1)), r"\(1, 2\) replicas need 3"),
-    ],
-)
-def test_bad_input_is_refused(make: Callable[[], object], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        make()

@@ -205,11 +205,7 @@ def test_what_is_simulated_knows_both_parts() -> None:
 
 @pytest.mark.parametrize("patience", [0.0, 0.5, 1.0])
 def test_forwards_and_gradients_of_inputs_keep_their_order(patience: float) -> None:
-    bases = [
-        one_f_one_b(3, 6),
-        interleaved_one_f_one_b(2, 2, 4),
-        plan_u_shape(3, 6, u_costs(3, latency=1.0)).schedule,
-    ]
+    bases = [one_f_one_b(3, 6), interleaved_one_f_one_b(2, 2, 4), plan_u_shape(3, 6, u_costs(3, latency=1.0)).schedule]
     for base in bases:
         kept = (base.num_microbatches,) * base.placement.num_workers
         costs = uniform_costs(base.placement, latency=0.4)

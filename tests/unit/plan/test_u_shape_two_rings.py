@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +11,6 @@ import pytest
 from tests.expected import schedule_oracle as oracle
 from tests.unit.plan.test_schedule_u_shape import all_schedules
 from vtp_plugin.cli.main import main
-from vtp_plugin.config import VtpConfig, read_keywords
-from vtp_plugin.errors import ConfigError
 from vtp_plugin.host.rules.checks.stage_layers import check_u_layers
 from vtp_plugin.plan.schedule.cost.costs import (
     combine_reports,
@@ -42,17 +39,6 @@ def test_small_plans_are_the_best_of_all() -> None:
             plan = plan_u_shape(2, 2, costs, num_rings=2, limits=(limit, limit))
             bound = lower_bound(make_route(u_placement(2, num_rings=2), costs), 2, (limit, limit))
             assert bound <= best == plan.makespan
-
-
-@pytest.mark.parametrize("num_stages", [2, 3, 4])
-def test_every_number_of_microbatches_works(num_stages: int) -> None:
-    costs = u_costs(num_stages, latency=1, num_rings=2)
-    for num_microbatches, forward_only in itertools.product((1, 2, 3, 7), (False, True)):
-        plan = plan_u_shape(num_stages, num_microbatches, costs, num_rings=2, forward_only=forward_only)
-        for schedule in (plan.schedule, lower(plan.schedule, lookahead=2)):
-            assert check(schedule, limits=plan.in_flight) == ()
-        oracle.Machine(lower(plan.schedule), seed=num_microbatches).run()
-        assert plan.lower_bound <= plan.makespan == oracle.makespan(plan.schedule, costs)
 
 
 @pytest.mark.parametrize("num_replicas", [(), (1, 2), (2, 1, 1)])
@@ -98,21 +84,6 @@ def test_messages_of_the_rings_have_their_own_sizes() -> None:
     ]
     combined = combine_reports(reports, placement)
     assert (combined.message_bytes, combined.bandwidth[3]) == ((1024, 1024, 4096, 4096), 4096.0)
-
-
-@pytest.mark.parametrize(
-    ("make", "words"),
-    [
-        (lambda: u_placement(2, num_rings=0), "at least one"),
-        (lambda: plan_u_shape(2, 4, u_costs(2), num_rings=2), "a U of 2 stages and 2 rings has 5"),
-        (lambda: parse_costs(("forward_ms=1,2,3", "message_kib=1,2,3"), u_placement(2)), "message_kib has 3 entries"),
-        (lambda: VtpConfig(size_list=(1, 2), encoder_layer_list=(1, 2, 1)), "--vtp-encoder-layer-list is for"),
-        (lambda: read_keywords({"encoder_layer_list": "1,0,1"}), "--vtp-encoder-layer-list '1,0,1': every entry"),
-    ],
-)
-def test_bad_input_is_refused(make: Callable[[], object], words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
-        make()
 
 
 def test_the_language_models_layers_are_given_by_list() -> None:
