@@ -7,14 +7,7 @@ import math
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from tests.property.test_boundary_properties import (
-    DOWNSTREAM,
-    SETTINGS,
-    Exchange,
-    deliver,
-    legal_step,
-    stage,
-)
+from tests.property.test_boundary_properties import DOWNSTREAM, SETTINGS, Exchange, deliver, legal_step, stage
 from tests.support.plans import reversed_plan
 from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan, egress_bytes, ingress_bytes
 from vtp_plugin.plan.boundary.check_boundary import check

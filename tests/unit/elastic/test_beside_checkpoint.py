@@ -89,10 +89,8 @@ class TestCards:
         assert leave_out(cards("", ""), tmp_path) == cards("", "")
         note_error(fault, environment)
         first, second = leave_out(cards("", ""), tmp_path)
-        assert (
-            first.why.startswith("excluded: it failed 2 times, the last time as CUDA error: an illegal")
-            and not second.why
-        )
+        assert first.why.startswith("excluded: it failed 2 times, the last time as CUDA error: an illegal")
+        assert not second.why
         assert [path.name for path in tmp_path.iterdir()] == ["vtp_cards.json"]
 
     def test_a_file_that_cannot_be_read_is_named(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -127,12 +125,7 @@ class TestMarker:
         ],
     )
     def test_only_for_that(
-        self,
-        tmp_path: Path,
-        monkeypatch: pytest.MonkeyPatch,
-        error: BaseException,
-        is_consequence: bool,
-        is_left: bool,
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException, is_consequence: bool, is_left: bool
     ) -> None:
         monkeypatch.setenv(RUN_FOLDER_VARIABLE, str(tmp_path))
         note_for_next_start(error, is_consequence)

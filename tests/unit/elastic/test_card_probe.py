@@ -64,27 +64,15 @@ def delay_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[float]:
 def test_the_clock_measures_the_card(delay_s: float) -> None:
     """Each is tried twice, as in two starts, all at once."""
     limit_s = delay_s / 2
+    starved = "untested: its test ended with {}, which says nothing of the device"
+    ecc = "CUDA error: uncorrectable ECC error encountered"
     expected = {
-        "slow interpreter": ("cpu", ""),
-        "slow import": ("cpu", ""),
-        "leaves a child": ("cpu", ""),
-        "broken import": (
-            "",
-            "untested: its test ended with 1 (ImportError: libtorch.so: cannot allocate memory), which says nothing of "
-            "the device",
-        ),
-        "killed": ("", "untested: its test ended with -9 (a banner of a library), which says nothing of the device"),
-        "memory is taken": (
-            "",
-            "untested: its test ended with 1 (RuntimeError: CUDA error: out of memory), which says nothing of the "
-            "device",
-        ),
-        "reports": (
-            "",
-            "erring: its test ended with 1 (RuntimeError: CUDA error: uncorrectable ECC error encountered)",
-        ),
-        "hangs": ("", f"hanging: no answer within {limit_s:g} s"),
-        "talks and hangs": ("", f"hanging: no answer within {limit_s:g} s"),
+        **dict.fromkeys(("slow interpreter", "slow import", "leaves a child"), ("cpu", "")),
+        "broken import": ("", starved.format("1 (ImportError: libtorch.so: cannot allocate memory)")),
+        "killed": ("", starved.format("-9 (a banner of a library)")),
+        "memory is taken": ("", starved.format("1 (RuntimeError: CUDA error: out of memory)")),
+        "reports": ("", f"erring: its test ended with 1 (RuntimeError: {ecc})"),
+        **dict.fromkeys(("hangs", "talks and hangs"), ("", f"hanging: no answer within {limit_s:g} s")),
     }
     with ThreadPoolExecutor(2 * len(expected)) as threads:
         names = [*expected, *expected]

@@ -165,9 +165,5 @@ def test_a_spare_rank_is_patient_until_the_run_shows_life(tmp_path: Path) -> Non
 def test_flags_are_replaced_in_both_spellings() -> None:
     words = ["--vtp-stages=1:2", "--lr", "1", "--vtp-size-list", "auto", "--bf16"]
     assert without(words, ["--vtp-stages", "--vtp-size-list"]) == ["--lr", "1", "--bf16"]
-    assert layer_flags((3, 2, 1), 0) == (
-        "--decoder-first-pipeline-num-layers",
-        "3",
-        "--decoder-last-pipeline-num-layers",
-        "1",
-    )
+    found = layer_flags((3, 2, 1), 0)
+    assert found == ("--decoder-first-pipeline-num-layers", "3", "--decoder-last-pipeline-num-layers", "1")

@@ -314,12 +314,7 @@ def all_refusals() -> dict[tuple[str, str], OptionRule]:
 
 
 def without_test(rows: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    tests = (
-        test_a_run_is_refused,
-        test_a_first_step_is_refused,
-        test_a_planned_step_is_refused,
-        test_a_family_refuses,
-    )
+    tests = (test_a_run_is_refused, test_a_first_step_is_refused, test_a_planned_step_is_refused, test_a_family_refuses)
     seen = {(rule.option, rule.verdict.value) for test in tests for rule in rules_of(test)}
     return sorted(set(rows) - seen)
 

@@ -76,10 +76,7 @@ def test_what_nobody_has_judged_is_named() -> None:
     """An option or a value that is new, and a verdict on what no Megatron has."""
     kind = Option(names=("--kind", "--sort"), choices=("a", "b"))
     group = Group(subject="", judgement=Judgement.SAME, entries=(Entry(option="--sort", words=("a",)),))
-    assert problems([kind, Option(names=("--new",))], [group], ()) == [
-        "--kind: no verdict for b",
-        "--new: no verdict",
-    ]
+    assert problems([kind, Option(names=("--new",))], [group], ()) == ["--kind: no verdict for b", "--new: no verdict"]
     assert problems([kind], [group], [("--kind", "b")]) == []
     assert problems([kind], [], [("--kind", "")]) == ["--kind: no verdict for a, b"]
     other = Group(

@@ -299,11 +299,7 @@ FAR = {"WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "1", "GLOO_SOCKET_IFNAME": "eth1"}
     ],
 )
 def test_the_way_between_sites_is_judged(
-    monkeypatch: pytest.MonkeyPatch,
-    interfaces: tuple[NetInterface, ...],
-    source: str,
-    problems: int,
-    warnings: int,
+    monkeypatch: pytest.MonkeyPatch, interfaces: tuple[NetInterface, ...], source: str, problems: int, warnings: int
 ) -> None:
     """A public address on no VPN is refused, a private one warned of."""
     master = "8.8.8.8" if source == "8.8.4.4" else "10.8.0.9"
@@ -332,11 +328,8 @@ def test_nothing_is_asked_on_one_machine() -> None:
 def test_backends_that_go_past_the_kernel_are_rejected() -> None:
     environment = {**FAR, "MASTER_ADDR": "10.8.0.9"}
     said = guard.check_device("npu", environment)
-    assert (
-        said
-        and "HCCL sends between two sites by the ports of the devices" in said
-        and "--vtp-link-is-protected" in said
-    )
+    assert said and "HCCL sends between two sites by the ports of the devices" in said
+    assert "--vtp-link-is-protected" in said
     assert guard.check_device("cuda", environment) is None
     assert guard.check_device("cpu", environment) is None
     for name, value in (("NCCL_IB_DISABLE", "0"), ("NCCL_NET_PLUGIN", "aws"), ("NCCL_NET", "IB")):

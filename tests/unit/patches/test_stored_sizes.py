@@ -18,11 +18,7 @@ STAGES = {"pipeline_model_parallel_size": 2}
         # Megatron's, with experts cut as the rest, and in another way.
         ({"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}, ((1, 1), (2, 2))),
         (
-            {
-                "tensor_model_parallel_size": 2,
-                "expert_tensor_parallel_size": 1,
-                "expert_model_parallel_size": 2,
-            },
+            {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1, "expert_model_parallel_size": 2},
             ((2, 2), (1, 1)),
         ),
         ({"tensor_model_parallel_size": 2}, ((1, 1), (2, 2))),

@@ -23,11 +23,7 @@ from vtp_plugin.patches.core.pipeline_parallel import schedules
     ],
 )
 def test_warns_of_crossed_shapes(
-    num_stages: int,
-    num_chunks: int,
-    options: dict[str, bool],
-    num_warnings: int,
-    monkeypatch: pytest.MonkeyPatch,
+    num_stages: int, num_chunks: int, options: dict[str, bool], num_warnings: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two steps; once is enough. An evaluation sends one way only."""
     said: list[str] = []

@@ -48,10 +48,8 @@ def test_what_is_inside_something_of_its_cause_is_part_of_it(monkeypatch: pytest
         threads = [threading.Thread(target=lambda: recorder.span(Cause.SEND).__enter__())]
         threads[0].start()
         threads[0].join()
-    assert [(one.cause, one.name, one.start, one.end) for one in noted] == [
-        (Cause.WAIT, "x", 1.0, 3.0),
-        (Cause.FORWARD, "1F0", 0.0, 3.0),
-    ]
+    found = [(one.cause, one.name, one.start, one.end) for one in noted]
+    assert found == [(Cause.WAIT, "x", 1.0, 3.0), (Cause.FORWARD, "1F0", 0.0, 3.0)]
     assert [one.cause for one in inner] == [Cause.WAIT] and not recorder.is_on
 
 

@@ -36,6 +36,12 @@ def named(steps: list[TracedStep]) -> list[tuple[int, Cause]]:
     return [(one.rank, one.cause) for one in slower_by_itself(steps, differences(steps))]
 
 
+def share(rank: int, worker: int, name: str, *noted: tuple[Cause, float, float], end_s: float = 10.0) -> TimeShare:
+    """Of a step that ends then, with what was noted of one message."""
+    stretches = tuple(Stretch(cause=cause, name=name, start_s=a, end_s=b) for cause, a, b in noted)
+    return TimeShare(rank=rank, worker=worker, start_s=0.0, end_s=end_s, stretches=stretches)
+
+
 def test_a_run_as_planned_differs_nowhere() -> None:
     schedule = schedule_of(U, U_COSTS)
     steps = join_files(files_of(schedule, U_COSTS, U_COSTS))
@@ -74,10 +80,8 @@ def test_two_planted_delays_are_named(apart_s: tuple[float, ...]) -> None:
     steps = join_files(files_of(schedule, U_COSTS, ran, apart_s=apart_s))
     found = differences(steps)
     own = slower_by_itself(steps, found)
-    assert [(one.rank, one.cause, one.where) for one in own][:2] == [
-        (1, Cause.FORWARD, ""),
-        (2, Cause.MESSAGE, "boundary 1->2, forward"),
-    ]
+    got = [(one.rank, one.cause, one.where) for one in own][:2]
+    assert got == [(1, Cause.FORWARD, ""), (2, Cause.MESSAGE, "boundary 1->2, forward")]
     assert own[0].more_s == pytest.approx(8 * 0.015) and own[1].more_s == pytest.approx(7 * 0.012)
     # The other direction of the same link, if anybody waited for it, and nothing else.
     assert all(one.where.startswith("boundary 1->2") for one in own[1:])
@@ -118,16 +122,11 @@ def test_what_all_ranks_do_adds_up(seed: int) -> None:
 def test_a_wait_counts_by_what_the_other_side_did() -> None:
     """One stage of two ranks waits for the other: the leader for the message, then both for each other."""
     name = "boundary 0->1, forward, microbatch 0"
-
-    def share(rank: int, worker: int, *stretches: tuple[Cause, float, float]) -> TimeShare:
-        noted = tuple(Stretch(cause=cause, name=name, start_s=a, end_s=b) for cause, a, b in stretches)
-        return TimeShare(rank=rank, worker=worker, start_s=0.0, end_s=10.0, stretches=noted)
-
     found = explain(
         [
-            share(0, 0, (Cause.SEND, 4.0, 4.5), (Cause.WAIT, 8.0, 9.0)),
-            share(1, 1, (Cause.WAIT, 1.0, 6.0), (Cause.FINISH, 6.0, 7.0)),
-            share(2, 1, (Cause.FINISH, 2.0, 7.0)),
+            share(0, 0, name, (Cause.SEND, 4.0, 4.5), (Cause.WAIT, 8.0, 9.0)),
+            share(1, 1, name, (Cause.WAIT, 1.0, 6.0), (Cause.FINISH, 6.0, 7.0)),
+            share(2, 1, name, (Cause.FINISH, 2.0, 7.0)),
         ]
     )
     seen = {rank: [(s.cause, s.length_s) for s in parts if s.cause is not Cause.OTHER] for rank, parts in found.items()}
@@ -142,19 +141,8 @@ def test_parts_of_a_message_come_from_one_rank_after_another() -> None:
     """Those who sent them wait, too, until they have left: to them nothing comes."""
     name = "boundary 0->1, replica dp 0 cp 0, forward, microbatch 0"
     times = {0: (Cause.SEND, 4.0, 4.5), 1: (Cause.SEND, 6.0, 6.5), 2: (Cause.WAIT, 1.0, 5.0)}
-    shares = [
-        TimeShare(
-            rank=rank,
-            worker=rank // 2,
-            start_s=0.0,
-            end_s=10.0,
-            stretches=tuple(
-                Stretch(cause=cause, name=name, start_s=a, end_s=b) for cause, a, b in (one, (Cause.WAIT, 9.0, 9.5))
-            ),
-        )
-        for rank, one in times.items()
-    ]
-    found = [(share.rank, wait.start_s, *sent) for share, wait, *sent in arrivals(shares)]
+    shares = [share(rank, rank // 2, name, one, (Cause.WAIT, 9.0, 9.5)) for rank, one in times.items()]
+    found = [(own.rank, wait.start_s, *sent) for own, wait, *sent in arrivals(shares)]
     assert found == [(2, 1.0, 0, 4.0), (2, 9.0, 1, 6.0)]
     assert [*crossings_of(shares)] == [(2, name, 1.0)]
     waits = [(one.cause, one.length_s) for one in explain(shares)[2] if one.cause is not Cause.OTHER]
@@ -180,23 +168,9 @@ def test_costs_are_taken_from_the_trace() -> None:
     assert steps[0].costs.backward == pytest.approx(ran.backward)
     assert max(abs(one.more_s) for one in differences(steps)) < 1e-9
     # The names of what crosses in a run say the boundary.
-    (latency,) = measured_costs(
-        plain_placement(2),
-        [
-            [
-                TimeShare(
-                    rank=rank,
-                    worker=rank,
-                    start_s=0.0,
-                    end_s=1.0,
-                    stretches=(
-                        Stretch(cause=cause, name="boundary 0->1, forward, microbatch 3", start_s=a, end_s=0.5),
-                    ),
-                )
-                for rank, cause, a in ((0, Cause.SEND, 0.48), (1, Cause.WAIT, 0.1))
-            ]
-        ],
-    ).latency
+    name, times = "boundary 0->1, forward, microbatch 3", ((0, Cause.SEND, 0.48), (1, Cause.WAIT, 0.1))
+    shares = [share(rank, rank, name, (cause, start_s, 0.5), end_s=1.0) for rank, cause, start_s in times]
+    (latency,) = measured_costs(plain_placement(2), [shares]).latency
     assert latency == pytest.approx(20.0)
 
 
@@ -268,15 +242,10 @@ def test_bad_input_is_one_line(
 
 def test_stages_are_summed_up_and_a_slow_rank_is_named() -> None:
     """Of two replicas of a stage one computes twice as long; the sums are the same after they were sent as text."""
-
-    def share(rank: int, *stretches: tuple[Cause, float, float]) -> TimeShare:
-        noted = tuple(Stretch(cause=cause, name="x", start_s=a, end_s=b) for cause, a, b in stretches)
-        return TimeShare(rank=rank, worker=min(rank, 1), start_s=0.0, end_s=10.0, stretches=noted)
-
     shares = [
-        share(0, (Cause.FORWARD, 0.0, 3.0), (Cause.PACK, 3.0, 3.5), (Cause.SEND, 3.5, 4.0)),
-        share(1, (Cause.WAIT, 0.0, 4.5), (Cause.FORWARD, 5.0, 6.0), (Cause.BACKWARD, 6.0, 7.0)),
-        share(2, (Cause.WAIT, 0.0, 4.0), (Cause.FORWARD, 5.0, 7.0), (Cause.BACKWARD, 7.0, 9.0)),
+        share(0, 0, "x", (Cause.FORWARD, 0.0, 3.0), (Cause.PACK, 3.0, 3.5), (Cause.SEND, 3.5, 4.0)),
+        share(1, 1, "x", (Cause.WAIT, 0.0, 4.5), (Cause.FORWARD, 5.0, 6.0), (Cause.BACKWARD, 6.0, 7.0)),
+        share(2, 1, "x", (Cause.WAIT, 0.0, 4.0), (Cause.FORWARD, 5.0, 7.0), (Cause.BACKWARD, 7.0, 9.0)),
     ]
     found = stage_times(shares, {0: 0, 1: 1, 2: 1})
     assert read_typed(StepSums, json.dumps(asdict(StepSums(stages=found)))) == StepSums(stages=found)

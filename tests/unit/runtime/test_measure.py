@@ -40,13 +40,7 @@ class Work:
         return torch.zeros(3, 1, 2)
 
     def backward(
-        self,
-        action: Action,
-        activation: Inputs,
-        output: torch.Tensor,
-        gradient: torch.Tensor | None,
-        *,
-        is_last: bool,
+        self, action: Action, activation: Inputs, output: torch.Tensor, gradient: torch.Tensor | None, *, is_last: bool
     ) -> torch.Tensor:
         self._spend(2 * (10 * (action.vstage + 1) + action.microbatch**2))
         return torch.zeros(3, 1, 2)
@@ -124,10 +118,8 @@ def test_a_device_is_timed_by_events_in_its_stream() -> None:
         clock_ms += ms
 
     platform: Any = SimpleNamespace(host_blocking_wait=False, module=lambda: SimpleNamespace(Event=Event))
-    assert compute_all(platform, Work(spend)) == {
-        "forward_ms": {"0": 11, "3": 41},
-        "backward_ms": {"0": 22, "3": 82},
-    }
+    found = compute_all(platform, Work(spend))
+    assert found == {"forward_ms": {"0": 11, "3": 41}, "backward_ms": {"0": 22, "3": 82}}
 
 
 def test_a_backward_counts_whole_and_its_gradients_of_weights_where_they_are_apart() -> None:
@@ -138,11 +130,8 @@ def test_a_backward_counts_whole_and_its_gradients_of_weights_where_they_are_apa
         for name, took in durations.items()
     ]
     watch: Any = SimpleNamespace(between_ms=lambda start, end: end - start)
-    assert report_computes(noted, watch) == {
-        "forward_ms": {"0": 3, "1": 2},
-        "backward_ms": {"0": 5 + 3, "1": 6},
-        "weights_ms": {"0": 3},
-    }
+    found = report_computes(noted, watch)
+    assert found == {"forward_ms": {"0": 3, "1": 2}, "backward_ms": {"0": 5 + 3, "1": 6}, "weights_ms": {"0": 3}}
 
 
 class Clock:

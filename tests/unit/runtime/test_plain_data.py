@@ -83,24 +83,8 @@ DATA = PlainData(
 VALUES: list[Any] = [
     None,
     [
-        True,
-        1,
-        127,
-        128,
-        -1,
-        -(1 << 200),
-        (1 << 263) - 1,
-        1.5,
-        float("inf"),
-        "text",
-        "text",
-        "Größe \U0001f600",
-        "x" * 65536,
-        b"\x00\x1b",
-        (),
-        {"a": [1]},
-        {1, 2},
-        frozenset({3}),
+        *(True, 1, 127, 128, -1, -(1 << 200), (1 << 263) - 1, 1.5, float("inf"), "text", "text", "Größe \U0001f600"),
+        *("x" * 65536, b"\x00\x1b", (), {"a": [1]}, {1, 2}, frozenset({3})),
     ],
     {("key", (0, 1)): (torch.Size([2, 3]), slice(None, 3))},
     [torch.float32, torch.bfloat16, torch.strided, torch.contiguous_format],
@@ -371,23 +355,8 @@ def _read(data: bytes, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, int, int]:
 
 SLACK = 1 << 16
 ATOMS: list[Any] = [
-    *(
-        None,
-        True,
-        0,
-        127,
-        -1,
-        1 << 62,
-        1 - (1 << 262),
-        0.5,
-        float("inf"),
-        b"",
-        bytes(99),
-        "",
-        "text",
-        "x" * 999,
-        "\U0001f600",
-    ),
+    *(None, True, 0, 127, -1, 1 << 62, 1 - (1 << 262), 0.5, float("inf"), b"", bytes(99), "", "text", "x" * 999),
+    "\U0001f600",
     *(torch.float32, torch.strided, torch.Size([2, 3]), Colour.BLUE, Caller("b", 1)),
 ]
 BUFFERS: list[Any] = [

@@ -41,20 +41,14 @@ class Recorded:
 
 
 def settle(
-    store: Recorded,
-    prepare: Mapping[int, Callable[[], Mapping[str, object]]],
-    redactions: Mapping[int, Redaction],
+    store: Recorded, prepare: Mapping[int, Callable[[], Mapping[str, object]]], redactions: Mapping[int, Redaction]
 ) -> list[BaseException | None]:
     """Run a check on three ranks; return what each raised."""
 
     def on_rank(rank: int) -> BaseException | None:
         try:
             agreement = Agreement(
-                store.clients[rank],
-                rank=rank,
-                world_size=3,
-                timeout_s=lambda: 60.0,
-                redaction=lambda: redactions[rank],
+                store.clients[rank], rank=rank, world_size=3, timeout_s=lambda: 60.0, redaction=lambda: redactions[rank]
             )
             agreement.settle("check", prepare[rank])
         except Exception as error:

@@ -46,22 +46,9 @@ MODEL = GPTModel(
 )
 SPARSE = replace(MODEL, experts=Experts(number=4, ffn=20, shared_ffn=0, layers=(False, True, True, False, True, True)))
 BATCH = Batch(
-    size=2,
-    length=16,
-    itemsize_bytes=2,
-    gradient_itemsize_bytes=4,
-    topk=2,
-    is_recomputed=False,
-    shares_update=False,
+    size=2, length=16, itemsize_bytes=2, gradient_itemsize_bytes=4, topk=2, is_recomputed=False, shares_update=False
 )
-SHEET = Card(
-    name="sheet",
-    memory_bytes=None,
-    flops_per_s=1e6,
-    memory_bytes_per_s=1e6,
-    price_per_hour=None,
-    times=(),
-)
+SHEET = Card(name="sheet", memory_bytes=None, flops_per_s=1e6, memory_bytes_per_s=1e6, price_per_hour=None, times=())
 
 
 def measured(*rows: tuple[int, int, float, float]) -> Card:

@@ -38,12 +38,7 @@ _OWN = {
 }
 # Texts that other ranks of the run have put into its store, and files that have readers of their own.
 _STORE = ("runtime/health/", "elastic/", "runtime/step/", "trace/sums.py", "training/global_vars.py")
-_MODELS = (
-    "checkpoint/hf/",
-    "checkpoint/tools/writer.py",
-    "checkpoint/tools/export_hf.py",
-    "checkpoint/save/saving.py",
-)
+_MODELS = ("checkpoint/hf/", "checkpoint/tools/writer.py", "checkpoint/tools/export_hf.py", "checkpoint/save/saving.py")
 _LOADERS = (
     *("pickle.load", "pickle.loads", "dill.load", "dill.loads", "joblib.load", "marshal.load", "marshal.loads"),
     *("yaml.load", "yaml.unsafe_load", "shelve.open", "torch.hub.load"),
