@@ -59,8 +59,8 @@ of them on the installed versions. Versions are those of megatron-core. *Was*: t
 A *write* is a name, or a dictionary, that patches assign to during a run. It must exist when the set is applied,
 `vtp_plugin.status()` says whether it is written, and `revert()` puts back what was there; Megatron's
 `destroy_model_parallel()` does so for those with `parallel-state`. Nothing else in Megatron or torch is written to
-(`tests/house/test_writes.py`), except `torch.cuda` on the CPU platform: `vtp_plugin/platform/cpu.py` and
-`cpu_tensors.py` map it onto the CPU, and `revert()` undoes that too.
+(`tests/house/test_writes.py`), except `torch.cuda` on the CPU platform: `vtp_plugin/platform/cpu.py` maps it onto the
+CPU, and `revert()` undoes that too.
 """
 
 

@@ -428,7 +428,7 @@ def _reported(name: str, take: Any, post: Any, text: Any, places: Sequence[str])
     def make_text(inputs: Inputs) -> bytes:
         return inputs.word(text) if isinstance(text, str) else inputs.post(text)
 
-    common = f"{_STEP}/measure.py:share_reports"
+    common = f"{_STEP}/step_times.py:share_reports"
     yield Entry(name=f"{name}: a report", places=[common], make=lambda one: one.post(post), take=_as(take, False))
     yield Entry(name=f"{name}: rank 0's text", places=[common, *places], make=make_text, take=_as(take, True))
 
@@ -896,22 +896,22 @@ ENTRIES: list[Entry] = [
     Entry(
         name="the board of the monitors",
         places=[
-            f"{_HEALTH}/board.py:Notices.of",
-            f"{_HEALTH}/board.py:Board.read",
-            f"{_HEALTH}/board.py:Board._change",
+            f"{_HEALTH}/store.py:Notices.of",
+            f"{_HEALTH}/store.py:Board.read",
+            f"{_HEALTH}/store.py:Board._change",
         ],
         make=lambda inputs: inputs.post(_NOTICES),
         take=_take_board,
     ),
     Entry(
         name="where ranks stand",
-        places=[f"{_HEALTH}/liveness_check.py:LivenessCheck._last_answer", f"{_HEALTH}/who_waits.py:load_standing"],
+        places=[f"{_HEALTH}/monitor.py:LivenessCheck._last_answer", f"{_HEALTH}/position.py:load_standing"],
         make=lambda inputs: inputs.word("1", "7", "") + b" " + inputs.post(_STANDING),
         take=_take_standings,
     ),
     Entry(
         name="who stands still in a save",
-        places=[f"{_HEALTH}/joint_work.py:Together._reason", f"{_HEALTH}/joint_work.py:Together._read"],
+        places=[f"{_HEALTH}/monitor.py:Together._reason", f"{_HEALTH}/monitor.py:Together._read"],
         make=lambda inputs: (
             inputs.random.choice([b"2", b"1000", b"-1", b"99999999", str(inputs.whole()).encode()]),
             inputs.counter(),
@@ -928,8 +928,8 @@ ENTRIES: list[Entry] = [
                 f"{_HEALTH}/monitor.py:Monitor.{name}"
                 for name in ("_watch_others", "_say_farewell", "_await_farewells")
             ),
-            *(f"{_HEALTH}/liveness_check.py:LivenessCheck.{name}" for name in ("answer", "absent")),
-            f"{_HEALTH}/joint_work.py:Together.beat",
+            *(f"{_HEALTH}/monitor.py:LivenessCheck.{name}" for name in ("answer", "absent")),
+            f"{_HEALTH}/monitor.py:Together.beat",
         ],
         make=_make_counters,
         take=_take_counters,
@@ -949,9 +949,9 @@ ENTRIES: list[Entry] = [
     Entry(
         name="attempts in the launcher's store",
         places=[
-            f"{_HEALTH}/attempt.py:agree_on_attempt",
-            f"{_HEALTH}/attempt.py:_Table.enter",
-            *(f"{_HEALTH}/attempt.py:_Table.{name}" for name in ("open", "_newest", "_take")),
+            f"{_HEALTH}/meeting_store.py:agree_on_attempt",
+            f"{_HEALTH}/meeting_store.py:_Table.enter",
+            *(f"{_HEALTH}/meeting_store.py:_Table.{name}" for name in ("open", "_newest", "_take")),
         ],
         make=_make_attempt,
         take=_take_attempt,
@@ -964,13 +964,13 @@ ENTRIES: list[Entry] = [
     ),
     Entry(
         name="how many ranks a node has",
-        places=[f"{_HEALTH}/nodes.py:gather_node_sizes"],
+        places=[f"{_HEALTH}/store.py:gather_node_sizes"],
         make=lambda inputs: inputs.post(2),
         take=_take_nodes,
     ),
     Entry(
         name="a reading of rank 0's clock",
-        places=[f"{_HEALTH}/clock.py:estimate_offset", f"{_HEALTH}/clock.py:_ask"],
+        places=[f"{_HEALTH}/store.py:estimate_offset", f"{_HEALTH}/store.py:_ask"],
         make=_pair(lambda inputs: inputs.post(12.5), _counter),
         take=_take_clock,
     ),
@@ -994,16 +994,16 @@ ENTRIES: list[Entry] = [
         _take_step_time,
         {"step_ms": {"0": 1.0}},
         [2.0, 3.0],
-        [f"{_STEP}/step_times.py:StepTimes.end", f"{_STEP}/measure.py:read_shared"],
+        [f"{_STEP}/step_times.py:StepTimes.end", f"{_STEP}/step_times.py:read_shared"],
     ),
     *_reported(
         "times of transports",
         _take_transports,
         {"0->1": {"rank0": 1.0, "sliced": 2.0}},
         {"0->1": {"rank0": 1.0, "sliced": 2.0}},
-        [f"{_STEP}/try_transports.py:try_strategies", f"{_STEP}/try_transports.py:_read_times"],
+        [f"{_STEP}/communicator.py:try_strategies", f"{_STEP}/communicator.py:_read_times"],
     ),
-    *_reported("sums of a step", _take_timing, _LINE, _SUMS, [f"{_STEP}/timing.py:Timing.report"]),
+    *_reported("sums of a step", _take_timing, _LINE, _SUMS, [f"{_STEP}/step_times.py:Timing.report"]),
     *_reported(
         "a checkpoint that is passed over",
         _take_problem,
@@ -1046,7 +1046,7 @@ ENTRIES: list[Entry] = [
     ),
     Entry(
         name="what a spare rank reads",
-        places=[f"{_ELASTIC}/spare_rank.py:SpareRank.{name}" for name in ("wait", "let_go", "leave")],
+        places=[f"{_ELASTIC}/join.py:SpareRank.{name}" for name in ("wait", "let_go", "leave")],
         make=_make_spare,
         take=_take_spare,
     ),
@@ -1054,7 +1054,7 @@ ENTRIES: list[Entry] = [
         name="files beside a checkpoint",
         places=[
             f"{_ELASTIC}/progress.py:read_last",
-            f"{_ELASTIC}/failed_starts.py:_read",
+            f"{_ELASTIC}/progress.py:_read_starts",
             f"{_ELASTIC}/failed_cards.py:_read",
             "vtp_plugin/checkpoint/save/saving.py:_holder",
         ],
@@ -1075,7 +1075,7 @@ ENTRIES: list[Entry] = [
     ),
     Entry(
         name="lengths of packed samples",
-        places=[f"{_STEP}/packed_rows.py:packed_rows"],
+        places=[f"{_STEP}/companion_tensors.py:packed_rows"],
         make=lambda inputs: inputs.wholes(9, [0, 2, 5, 8, 8, 8, 8, 8, 8]),
         take=_take_lengths,
     ),
@@ -1108,14 +1108,14 @@ ENTRIES: list[Entry] = [
         name="what answers where doctor looks for a store",
         places=[
             *(f"{_HEALTH}/meeting_store.py:{name}" for name in ("test_rendezvous", "_ask_store.ask")),
-            f"{_HEALTH}/store_server.py:attach",
+            f"{_HEALTH}/meeting_store.py:attach",
         ],
         make=_make_answers,
         take=_take_doctor,
     ),
     Entry(
         name="what answers where a rank looks for a store",
-        places=[f"{_HEALTH}/meeting_store.py:_is_reachable", f"{_HEALTH}/store_server.py:attach"],
+        places=[f"{_HEALTH}/meeting_store.py:_is_reachable", f"{_HEALTH}/meeting_store.py:attach"],
         make=_make_answers,
         take=_take_start,
         may_exit=True,  # a store that is stopped is left so, with a line

@@ -102,7 +102,7 @@ def test_several_files_and_pieces(
     source, back = tmp_path / "source", tmp_path / "back"
     make(KINDS["qwen-3-moe"], source, max_shard="100KB", **SMALL)
     assert len([*source.glob("*.safetensors")]) > 1
-    for module in ("tools.writer", "load.elements"):
+    for module in ("tools.writer", "load.stored_optimizer"):
         monkeypatch.setattr(f"vtp_plugin.checkpoint.{module}.SLAB_BYTES", 1000)
     monkeypatch.setattr("vtp_plugin.checkpoint.tools.writer.plan_files.__defaults__", (90_000,))
     imported(source, tmp_path / "checkpoint", capsys)

@@ -261,7 +261,7 @@ def test_pieces_that_are_not_whole_are_written_again(run: Run, tmp_path: Path) -
 def test_files_and_pieces_are_small(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     a = by_bucket(tmp_path / "a", make_model(), ranks=4)
     monkeypatch.setattr("vtp_plugin.checkpoint.tools.writer._FILE_BYTES", 20000)
-    for module in ("tools.writer", "load.elements"):
+    for module in ("tools.writer", "load.stored_optimizer"):
         monkeypatch.setattr(f"vtp_plugin.checkpoint.{module}.SLAB_BYTES", 20)
     assert run("reshard", "--from", a, "--to", tmp_path / "b")[0] == 0
     b = Contents(tmp_path / "b" / "iter_0000003")

@@ -19,26 +19,15 @@ _CHECKPOINT = "vtp_plugin/checkpoint"
 FILES = (
     *(
         f"{_CHECKPOINT}/format/{name}.py"
-        for name in (
-            "archive",
-            "check_map",
-            "checkpoint_files",
-            "contents",
-            "index",
-            "manifest",
-            "map_file",
-            "overruled_step",
-            "resolver",
-        )
+        for name in ["checkpoint_files", "contents", "index", "infer_map", "resolver", "safe_pickle", "shard_map"]
     ),
-    f"{_CHECKPOINT}/format/safe_pickle.py",
-    *(f"{_CHECKPOINT}/save/{name}.py" for name in ("atomic_dir", "newest", "piece_checks", "saving")),
-    *(f"{_CHECKPOINT}/load/{name}.py" for name in ("masters", "pair_groups")),
+    *(f"{_CHECKPOINT}/save/{name}.py" for name in ("atomic_dir", "saving")),
+    f"{_CHECKPOINT}/load/stored_optimizer.py",
     "patches/core/optimizer/distrib_optimizer.py",
-    *(f"{_CHECKPOINT}/tools/{name}.py" for name in ("reshard", "reshardable", "writer")),
+    *(f"{_CHECKPOINT}/tools/{name}.py" for name in ("reshard", "verify", "writer")),
     *(
         f"patches/training/{name}.py"
-        for name in ("atomic_checkpoint", "checkpointing", "choose_checkpoint", "loadable", "padding")
+        for name in ("atomic_checkpoint", "checkpointing", "choose_checkpoint", "vocab_utils")
     ),
 )
 _RUNS, _MOVED = "multiproc/checkpoint/test_way_outs.py", "multiproc/checkpoint/test_moved_optimizer.py"
@@ -55,9 +44,27 @@ OTHER_FILES = (
     ),
     "make the whole folder readable for every rank",
 )
+_FOLDER, _VERIFIED = "multiproc/elastic/test_one_run_a_folder.py", "unit/checkpoint/test_show_and_verify.py"
 _RATES = "multiproc/checkpoint/test_other_rates.py"
 # Words of a line, and the tests that do what it says.
 DONE: dict[str, tuple[str, ...]] = {
+    "to make one: (umask 077": ("unit/checkpoint/test_edge_key_file.py::test_what_is_no_key",),
+    "so others can read the key of the edge's layers": ("unit/checkpoint/test_edge_key_file.py::test_what_is_no_key",),
+    "belongs to another run; each would overwrite": (f"{_FOLDER}::test_the_second_run_is_refused_on_all_ranks",),
+    "is no plain file of one name": (f"{_FOLDER}::test_the_lock_is_written_nowhere_else",),
+    "is a link; a run writes its name there": (f"{_FOLDER}::test_the_lock_is_written_nowhere_else",),
+    "who saves there writes its name": (f"{_FOLDER}::test_the_lock_is_written_nowhere_else",),
+    "each element must be stored once": (f"{_VERIFIED}::test_what_is_broken_is_named",),
+    "has a part at {}; none may lie outside": (f"{_VERIFIED}::test_what_is_broken_is_named",),
+    "is stored in {} of {} elements": (f"{_VERIFIED}::test_what_is_broken_is_named",),
+    "tensors are read from these; download them": ("unit/checkpoint/test_hf_ways_out.py::test_the_way_out_works",),
+    "quantised ones are not read": ("unit/checkpoint/test_hf_ways_out.py::test_the_way_out_works",),
+    "nothing half-written is left": (
+        "unit/checkpoint/test_hf_bad_input.py::test_what_was_stopped_is_one_line_and_leaves_nothing",
+    ),
+    "that needs the package safetensors": (
+        "unit/cli/test_missing_packages.py::test_a_missing_package_is_one_line_and_exit_code_2",
+    ),
     "the map does not belong to this checkpoint": (f"{_RUNS}::test_weights_load_without_the_map",),
     "and this vtp_plugin reads version {}; use the one that wrote it, or load": (
         f"{_RUNS}::test_weights_load_without_the_map",
@@ -139,6 +146,9 @@ DONE: dict[str, tuple[str, ...]] = {
 }
 # Those that nobody can try here, and why.
 NOT_RUN = {
+    "cannot be locked ({}); nobody notices a second run": "a warning, on a file system without locks",
+    "has none; use a newer torch": "every torch that is supported has them",
+    "use the same --optimizer, or load only the weights": "Megatron on CPUs has one optimizer with state of its own",
     "has the format {}; stages of different sizes load": "zarr of 0.12, whose package is not here",
     "--use-precision-aware-optimizer is given": "it needs Transformer Engine",
     "is compressed; these tools read tensors as they are": "Megatron writes none",
@@ -164,9 +174,10 @@ def _lines(file: str) -> Iterator[str]:
     passed = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     passed |= {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
     passed |= {
-        id(node.value)
+        id(part)
         for node in ast.walk(tree)
-        if isinstance(node, ast.keyword) and node.arg in ("why", "remove_when")
+        if isinstance(node, ast.keyword) and node.arg in ("why", "remove_when", "unneeded")
+        for part in ast.walk(node.value)
     }
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant | ast.JoinedStr) and id(node) not in passed and "; " in (text := _text(node)):

@@ -52,9 +52,9 @@ from vtp_plugin.runtime.health import failure_hook
 fork = multiprocessing.get_context("fork")
 count = fork.JoinableQueue()
 count.put(0)
-child_watch._POLL_S = 0.1
+failure_hook._POLL_S = 0.1
 kill = lambda: os.kill(os.getpid(), signal.SIGKILL)
-with child_watch.ending_with_writers(os.getpid() if sys.argv[1] == "rank" else 0):
+with failure_hook.ending_with_writers(os.getpid() if sys.argv[1] == "rank" else 0):
     fork.Process(target=lambda: None).start()
     fork.Process(target=kill).start()
     count.join()

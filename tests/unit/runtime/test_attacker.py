@@ -27,11 +27,11 @@ _OBJECTS = "the objects are read by the entry `an object`"
 _PORT = "tests/attacker/at_the_port.py"
 NOT_PLAYED: Mapping[str, str] = {
     **{
-        f"{_HEALTH}/store_posts.py:{name}": _READERS
+        f"{_HEALTH}/store.py:{name}": _READERS
         for name in ("parse_post", "read_post", "read_number", "read_text", "read_word", "require_word")
     },
-    f"{_HEALTH}/attempt.py:_Table.open.missing": _PRESENCE,
-    f"{_HEALTH}/attempt.py:_Table.enter.is_whole": _PRESENCE,
+    f"{_HEALTH}/meeting_store.py:_Table.open.missing": _PRESENCE,
+    f"{_HEALTH}/meeting_store.py:_Table.enter.is_whole": _PRESENCE,
     f"{_HEALTH}/startup.py:_Check._post_missing": _PRESENCE,
     f"{_HEALTH}/startup.py:_Check._await_post.is_there": _PRESENCE,
     "vtp_plugin/elastic/cards.py:_cards.missing": _PRESENCE,
@@ -50,7 +50,7 @@ NOT_PLAYED: Mapping[str, str] = {
     "patches/core/dist_checkpointing/serialization.py:_is_by_bucket": "this rank's own state",
     "patches/core/dist_checkpointing/strategies/fully_parallel.py:_load": _OBJECTS,
     "patches/hosts/core_0_12.py:_same_groups": _OBJECTS,
-    f"{_HEALTH}/store_server.py:_open_server": _PORT,
+    f"{_HEALTH}/meeting_store.py:_open_server": _PORT,
 }
 """Places without an entry of their own, and why."""
 

@@ -160,7 +160,5 @@ def test_every_part_of_the_store_is_a_topic() -> None:
     for path in [*(root / "vtp_plugin").glob("**/*.py"), *(root / "patches").glob("**/*.py")]:
         if path.name not in allowed:
             assert "PrefixStore(" not in path.read_text(), path
-            assert not re.search(r"\b(ranks\.)?store\.set\(", path.read_text()) or path.name == "liveness_check.py", (
-                path
-            )
+            assert not re.search(r"\b(ranks\.)?store\.set\(", path.read_text()) or path.name == "monitor.py", path
     assert all(topic.sentence.endswith(".") for topic in Topic)

@@ -35,7 +35,7 @@ They only talk to the store, over a connection of their own.
 
 To end is to write one line, with the boundary, direction, microbatch and waiting time, and to exit with an error.
 Budget, as shares of the timeout: silence of a neighbour 0.6, of the store 0.65, stillness of all ranks in a load or a
-save 0.7 (``joint_work.py``), a wait of this rank 0.8; to inform the others and to end takes about 0.1 more. The clock
+save 0.7 (:class:`Together`), a wait of this rank 0.8; to inform the others and to end takes about 0.1 more. The clock
 stands still while this process does, so a suspended or overloaded machine accuses nobody. All threads are there from
 the beginning: without memory a process could not start one.
 """
