@@ -20,7 +20,8 @@ from vtp_plugin.config.resolve import read_flags
 from vtp_plugin.elastic.cards import RankCard, try_card
 from vtp_plugin.elastic.coordinator import Coordinator
 from vtp_plugin.elastic.join import Membership, join_run
-from vtp_plugin.elastic.progress import RUN_FOLDER_VARIABLE, end_orphans, name_start
+from vtp_plugin.elastic.orphans import end_orphans
+from vtp_plugin.elastic.progress import RUN_FOLDER_VARIABLE, name_start
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.host.versions import capability, find_host
 from vtp_plugin.runtime.health.redaction import Redaction
