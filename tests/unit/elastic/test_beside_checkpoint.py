@@ -342,7 +342,7 @@ def test_only_a_script_that_ends_well_has_lost_nothing(tmp_path: Path) -> None:
 LEAVE = """
 import subprocess, sys, time
 from vtp_plugin.checkpoint.save.saving import Savings
-from vtp_plugin.elastic.progress import end_orphans
+from vtp_plugin.elastic.orphans import end_orphans
 assert end_orphans()
 savings = Savings()
 savings.scratch("tracker").write_text("4")

@@ -102,7 +102,7 @@ def test_records_lie_where_the_family_has_them(name: str) -> None:
             "padded-vocabulary",
             {"0.12": "training.tokenizer.tokenizer", "0.17": "core.tokenizers.utils.build_tokenizer"},
         ),
-        ("router-loss-log", {"0.17": "core.transformer.moe.moe_utils", "0.18": "core.transformer.moe.moe_utils"}),
+        ("router-loss-log", {"0.17": "core.transformer.moe.moe_utils", "0.18": "core.transformer.moe.moe_logging"}),
         ("batch-on-edge", {"0.12": None, "0.16": "training.utils", "0.17": "training.utils", "0.18": "core.utils"}),
         ("last-rank", {"0.16": "training.utils", "0.18": "training.utils.common_utils"}),
         ("last-stage", {"0.12": None, "0.16": "core.pipeline_parallel.utils"}),
