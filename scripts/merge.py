@@ -53,6 +53,8 @@ def joined(new: str, doc: str, parts: Sequence[Part]) -> tuple[str, list[str]]:
     bodies: list[str] = []
     problems: list[str] = []
     for part in in_order(parts, new):
+        if any(isinstance(node, ast.If) and "__main__" in ast.unparse(node.test) for node in part.tree.body):
+            problems.append(f"{part.name} runs as a script, perhaps where nothing of the others can be imported")
         lines = part.text.splitlines(keepends=True)
         body = [*lines]
         for node in part.tree.body:

@@ -1,4 +1,4 @@
-"""How far a run came: its stops, the starts that failed, and what it left.
+"""How far a run came: its last step, what stopped it, and the starts that failed.
 
 Starts that end in the same way before a first step: after a few of them no later start is tried.
 
