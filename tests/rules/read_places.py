@@ -13,13 +13,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 _FOLDERS = ("vtp_plugin", "patches")
-# Functions that read what others have written, by the end of their module's name.
+_POSTS = {"read_post", "read_number", "read_text", "read_word", "require_word", "parse_post", "shown"}
+# Functions that read what others have written, by their module.
 _READERS = {
-    "store_posts": {"read_post", "read_number", "read_text", "read_word", "require_word", "parse_post", "shown"},
-    "store": {"count", "open_round", "name_run"},
-    "measure": {"read_shared", "share_reports"},
-    "who_waits": {"load_standing"},
-    "typed_json": {"read_typed"},
+    "vtp_plugin.runtime.health.store": _POSTS | {"count", "open_round", "name_run"},
+    "vtp_plugin.runtime.step.step_times": {"read_shared", "share_reports"},
+    "vtp_plugin.runtime.health.position": {"load_standing"},
+    "vtp_plugin.util.typed_json": {"read_typed"},
 }
 _SHARES = {"share_reports", "_share_reports", "_share_lines", "share_lines"}
 _OF_STORES = {"compare_set", "multi_get", "list_keys", "get_num_keys", "num_keys", "queue_pop"}
@@ -36,7 +36,14 @@ def find_places(root: Path = ROOT) -> dict[str, list[str]]:
 
     Args:
         root: folder of the repository.
+
+    Raises:
+        LookupError: a reader is no longer where this file says, so that nobody would look for it.
     """
+    for module, names in _READERS.items():
+        defined = ast.walk(ast.parse((root / module.replace(".", "/")).with_suffix(".py").read_text()))
+        if gone := names - {node.name for node in defined if isinstance(node, ast.FunctionDef)}:
+            raise LookupError(f"{module} defines no {', '.join(sorted(gone))}; see _READERS")
     found: dict[str, list[str]] = {}
     for folder in _FOLDERS:
         for path in sorted((root / folder).rglob("*.py")):
@@ -63,13 +70,13 @@ def places_in(source: str, name: str = "") -> Iterator[tuple[str, str]]:
         for node in ast.walk(tree)
         if isinstance(node, ast.ImportFrom) and node.module
         for alias in node.names
-        if alias.name in _READERS.get(node.module.rpartition(".")[2], ())
+        if alias.name in _READERS.get(node.module, ())
     }
     yield from _calls(tree, "", readers | _own_readers(name), has_files=name.startswith(_FILES_IN))
 
 
 def _own_readers(name: str) -> set[str]:
-    return _READERS.get(Path(name).stem, set()) if name.startswith("vtp_plugin/") else set()
+    return _READERS.get(name.removesuffix(".py").replace("/", "."), set())
 
 
 def _calls(node: ast.AST, place: str, readers: set[str], *, has_files: bool) -> Iterator[tuple[str, str]]:
