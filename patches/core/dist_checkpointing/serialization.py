@@ -197,10 +197,20 @@ def _class(name: str, file: Path | BytesIO) -> Any:
         return None
     if issubclass(found, enum.Enum):
         return found
-    if module.partition(".")[0] not in _PACKAGES or _acts(found):
+    if module.partition(".")[0] not in _PACKAGES:
+        return None
+    if _is_named_tuple(found):
+        return found
+    if _acts(found):
         return None
     # Only what its class would check is called for it.
     return found if dataclasses.is_dataclass(found) or not _is_called(name, file) else None
+
+
+def _is_named_tuple(kind: type) -> bool:
+    """Tell whether a class is a named tuple as Python writes it, which only keeps what it is given."""
+    is_made = kind.__bases__ == (tuple,) and kind.__new__.__module__ == f"namedtuple_{kind.__name__}"
+    return is_made and not hasattr(kind, "__setstate__") and not hasattr(kind, "__del__")
 
 
 def _acts(kind: type) -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from megatron.core import rerun_state_machine
 
 from tests.support.checkpoints import by_name, make_model
 from tests.support.hostile_files import NAME, Hostile
@@ -109,6 +110,13 @@ def test_what_a_script_trusts_is_loaded(tmp_path: Path) -> None:
         assert isinstance(load(tmp_path / "a.pt"), Own)
 
 
+def test_named_tuples_of_megatron_are_loaded(tmp_path: Path) -> None:
+    """Its machine that runs a step again stores them."""
+    call = rerun_state_machine.Call(rerun_state_machine.Caller("loss", 0), 1)
+    torch.save({call: 2}, tmp_path / "a.pt")
+    assert load(tmp_path / "a.pt") == {call: 2} == load(io.BytesIO((tmp_path / "a.pt").read_bytes()))
+
+
 @pytest.fixture
 def mindspeed(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
     """A module of a package whose classes may keep values."""
@@ -126,7 +134,14 @@ def mindspeed(monkeypatch: pytest.MonkeyPatch) -> Iterator[types.ModuleType]:
     class Record:
         a: int = 0
 
-    for kind in (Config, Filled, Record):
+    class Pair(tuple[str, ...]):
+        __slots__ = ()
+
+        def __new__(cls, path: str) -> Any:
+            os.mkdir(path)
+            return super().__new__(cls, (path,))
+
+    for kind in (Config, Filled, Record, Pair):
         kind.__module__, kind.__qualname__ = module.__name__, kind.__name__
         setattr(module, kind.__name__, kind)
     monkeypatch.setitem(sys.modules, "mindspeed_mm", types.ModuleType("mindspeed_mm"))
@@ -157,7 +172,8 @@ def test_objects_that_do_something(tmp_path: Path, mindspeed: Any) -> None:
     """A constructor that is called, or a method that takes the state."""
     filled = object.__new__(mindspeed.Filled)
     filled.path = str(tmp_path / "marker")
-    for number, value in enumerate((Calling(mindspeed.Config, str(tmp_path / "marker")), filled)):
+    called = [Calling(kind, str(tmp_path / "marker")) for kind in (mindspeed.Config, mindspeed.Pair)]
+    for number, value in enumerate([*called, filled]):
         torch.save(value, tmp_path / f"{number}.pt")
         with pytest.raises(UntrustedError, match=r"names mindspeed_mm\.stored\."):
             load(tmp_path / f"{number}.pt")
