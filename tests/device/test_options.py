@@ -30,7 +30,8 @@ MODEL = """
     --make-vocab-size-divisible-by 64 --bf16 --attention-dropout 0 --hidden-dropout 0 --use-cpu-initialization
     --transformer-impl transformer_engine --no-gradient-accumulation-fusion --use-distributed-optimizer
 """
-_FUSED = "fused"  # stands for what MODEL switches off
+_FUSED, _WHOLE = "fused", "whole"
+_LEFT_OUT = {_FUSED: "--no-gradient-accumulation-fusion", _WHOLE: "--use-distributed-optimizer"}  # of MODEL
 _ALL_BF16 = """configs:
   plain: {transformer_engine_config_type: "TEQuantizationParams", training_recipe: {}}
 matchers:
@@ -52,7 +53,7 @@ def _needs(package: str) -> pytest.MarkDecorator:
     [
         ["--transformer-impl", "transformer_engine"],
         # So low that every step clips.
-        ["--qk-clip", "--qk-clip-threshold", "0.001"],
+        ["--qk-clip", "--qk-clip-threshold", "0.001", _WHOLE],
         ["--log-max-attention-logit"],
         ["--fine-grained-activation-offloading", "--offload-modules", "core_attn"],
         ["--moe-grouped-gemm", "--num-experts", "4", "--disable-bias-linear", "--sequence-parallel"],
@@ -115,9 +116,10 @@ def _losses(sizes: str, flags: list[str], launcher: Sequence[str] = ()) -> list[
     launcher = launcher or [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     shared, variables = sharing(num_ranks, num_devices("cuda"))
     command = [*launcher, f"--nproc-per-node={num_ranks}", *shared]
-    model = MODEL.replace("--no-gradient-accumulation-fusion", "") if _FUSED in flags else MODEL
-    command += ["-m", "vtp_plugin", "run", example_script(), "--vtp-size-list", sizes, *model.split()]
-    command += [flag for flag in flags if flag != _FUSED]
+    left_out = {_LEFT_OUT[flag] for flag in flags if flag in _LEFT_OUT}
+    model = [flag for flag in MODEL.split() if flag not in left_out]
+    command += ["-m", "vtp_plugin", "run", example_script(), "--vtp-size-list", sizes, *model]
+    command += [flag for flag in flags if flag not in _LEFT_OUT]
     environment = {
         **os.environ,
         **variables,

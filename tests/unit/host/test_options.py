@@ -59,6 +59,7 @@ SPELLINGS = {
     "--fp16 with experts that have groups of their own": [
         *("--fp16", "--num-experts", "4", "--expert-model-parallel-size", "2")
     ],
+    "--qk-clip with --use-distributed-optimizer": ["--qk-clip", "--use-distributed-optimizer"],
     "--moe-router-enable-expert-bias": ["--moe-router-enable-expert-bias", "--num-experts", "4", "--bf16"],
     "--moe-token-drop-policy position": ["--moe-token-drop-policy", "position", *_CAPACITY],
     "--moe-pad-expert-input-to-capacity": ["--moe-pad-expert-input-to-capacity", *_CAPACITY],

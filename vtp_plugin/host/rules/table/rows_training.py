@@ -18,6 +18,7 @@ from vtp_plugin.host.rules.rule import (
     given,
     off,
     on,
+    only,
     refused,
     refused_unequal,
     refused_unequal_dp,
@@ -270,6 +271,16 @@ TRAINING_RULES: tuple[OptionRule, ...] = (
         "clip_qk takes the maximum of a layer's heads over the replicas of its stage",
         f"not run: needs CUDA and Transformer Engine 2.9, {DEVICE} does it",
         "--qk-clip",
+    ),
+    *refused_unequal(
+        "clip_qk cuts a whole master weight into heads, and the distributed optimizer keeps a flat part of it, so "
+        'Megatron itself ends with "The size of tensor a must match the size of tensor b", on equal stages, too',
+        only(
+            "--qk-clip with --use-distributed-optimizer",
+            lambda args, _context: getattr(args, "use_distributed_optimizer", False),
+            on,
+        ),
+        way_out="leave one of them out",
     ),
     *supported(
         "the plugin sends the token count from the last stage to every rank of every stage",
