@@ -17,7 +17,7 @@ from benchmarks.ranks import TIMEOUT_S, Stages
 from vtp_plugin.plan.boundary.channel_spec import ChannelSpec
 from vtp_plugin.plan.boundary.endpoint import Endpoint, Shape, local_slices
 from vtp_plugin.platform.cpu import CpuPlatform
-from vtp_plugin.runtime.comm.channel import Channel, ChannelLink
+from vtp_plugin.runtime.comm.channel import BoundChannel, Channel
 from vtp_plugin.runtime.comm.collectives import TensorFormat, open_group
 from vtp_plugin.runtime.step.communicator import open_channels
 
@@ -57,9 +57,9 @@ class PlannedExchange:
 
     def __call__(self, tensor: torch.Tensor | None, shape: Shape) -> torch.Tensor | None:
         if tensor is not None:
-            ChannelLink(self._channel, self._form).send(tensor).wait()
+            BoundChannel(self._channel, self._form).send(tensor).wait()
             return None
-        return ChannelLink(self._channel, self._form, self._channel.local_shape(shape, self._form)).post().take()
+        return BoundChannel(self._channel, self._form, self._channel.local_shape(shape, self._form)).post().take()
 
 
 class SerialSlices:

@@ -30,12 +30,12 @@ from vtp_plugin.plan.layout.replica_map import DpMode, ReplicaMap
 from vtp_plugin.plan.schedule.cost.costs import Costs, split_costs
 from vtp_plugin.plan.schedule.order.actions import Action, Op, Schedule
 from vtp_plugin.platform.cpu import CpuPlatform
-from vtp_plugin.runtime.comm.channel import Channel, ChannelLink
+from vtp_plugin.runtime.comm.channel import BoundChannel, Channel
 from vtp_plugin.runtime.comm.collectives import TensorFormat
 from vtp_plugin.runtime.step.communicator import open_channels, own_channels
 from vtp_plugin.runtime.step.executor import Executor
-from vtp_plugin.runtime.step.links import LinkForm, LinkId, bind_links
-from vtp_plugin.runtime.step.step_times import measure_links
+from vtp_plugin.runtime.step.stage_channels import CrossingId, OutputForm, bind_channels
+from vtp_plugin.runtime.step.step_times import measure_channels
 
 _FORM = TensorFormat(dtype=torch.float32)
 
@@ -245,7 +245,7 @@ def _rank_main(rank: int, job: Job, link: WanLink | None, address: str, clock: C
             shapes = job.local_shapes(name, stage)
             outputs = {vstage: shapes[vstage] for vstage in schedule.placement.vstages(stage)}
             # This also warms the connections up: whole tensors, five times each way.
-            links = measure_links(_links(schedule, channels[mode], shapes), outputs, platform)
+            links = measure_channels(_links(schedule, channels[mode], shapes), outputs, platform)
     writer.send((*_run_steps(job, rank, channels, clock), links))
     dist.barrier()
     dist.destroy_process_group()
@@ -276,9 +276,9 @@ def _run_steps(
 
 def _links(
     schedule: Schedule, channels: Mapping[ChannelId, Channel], shapes: Sequence[tuple[int, ...]]
-) -> dict[LinkId, ChannelLink]:
-    link_forms = [LinkForm(form=_FORM, shape=shape) for shape in shapes[: schedule.placement.num_vstages - 1]]
-    return bind_links(schedule.placement, channels, link_forms)
+) -> dict[CrossingId, BoundChannel]:
+    link_forms = [OutputForm(form=_FORM, shape=shape) for shape in shapes[: schedule.placement.num_vstages - 1]]
+    return bind_channels(schedule.placement, channels, link_forms)
 
 
 def _open_channels(job: Job, name: str, platform: CpuPlatform) -> dict[ChannelId, Channel]:

@@ -27,11 +27,18 @@ from vtp_plugin.plan.layout.stage_grid import StageRanks
 from vtp_plugin.plan.schedule.make.u_shape import by_stage, check_in_flight
 from vtp_plugin.plan.schedule.order.actions import ModulePlacement, place_modules
 from vtp_plugin.runtime.bridges.separate import Bridge
-from vtp_plugin.runtime.comm.channel import ChannelLink
+from vtp_plugin.runtime.comm.channel import BoundChannel
 from vtp_plugin.runtime.comm.collectives import ModelGroup, TensorFormat, close_groups, settle
 from vtp_plugin.runtime.health.redaction import Redaction
-from vtp_plugin.runtime.step.links import ActivationLink, GradientLink, LinkId, ModuleLink, SplitSizes, StageLink
 from vtp_plugin.runtime.step.schedule_runner import ScheduleRunner
+from vtp_plugin.runtime.step.stage_channels import (
+    ActivationChannel,
+    CrossingId,
+    GradientChannel,
+    ModuleChannel,
+    SplitSizes,
+    StageChannel,
+)
 from vtp_plugin.session.ranks import state_request
 from vtp_plugin.session.session import Pipeline, Session
 
@@ -295,13 +302,13 @@ class JoinedModules:
 
     Attributes:
         runner: runs the planned steps.
-        links: links of this rank.
+        channels: channels of this rank.
         name: name of this rank's module.
         inputs: names of the modules whose outputs this rank's stage takes, in the order of the placement.
     """
 
     runner: ScheduleRunner
-    links: Mapping[LinkId, StageLink]
+    channels: Mapping[CrossingId, StageChannel]
     name: str
     inputs: tuple[str, ...]
 
@@ -372,7 +379,7 @@ def plan_modules(
 
 
 def join_modules(session: Session, placed: ModulePlacement, joints: Joints) -> JoinedModules:
-    """Make this rank's links and the runner of the joint steps.
+    """Make this rank's channels and the runner of the joint steps.
 
     Args:
         session: the applied plugin.
@@ -385,15 +392,15 @@ def join_modules(session: Session, placed: ModulePlacement, joints: Joints) -> J
     runner = ScheduleRunner(placed.placement, stage, session.ranks, session.choose_platform(), options)
     return JoinedModules(
         runner=runner,
-        links=_links(placed, joints, stage),
+        channels=_channels(placed, joints, stage),
         name=joints.name,
         inputs=placed.inputs(stage),
     )
 
 
-def _links(placed: ModulePlacement, joints: Joints, stage: int) -> dict[LinkId, StageLink]:
-    """Return this rank's links: channels inside its module, bridges to other modules."""
-    links: dict[LinkId, StageLink] = {}
+def _channels(placed: ModulePlacement, joints: Joints, stage: int) -> dict[CrossingId, StageChannel]:
+    """Return this rank's channels: those inside its module, and bridges to others."""
+    channels: dict[CrossingId, StageChannel] = {}
     communicator = None if joints.pipeline is None else joints.pipeline.communicator
     for way, ends, direction in (
         ("recv_prev", (stage - 1, stage), Direction.FORWARD),
@@ -402,18 +409,18 @@ def _links(placed: ModulePlacement, joints: Joints, stage: int) -> dict[LinkId, 
         ("recv_next", (stage, stage + 1), Direction.BACKWARD),
     ):
         if communicator is not None and joints.form is not None and communicator.reaches(way):
-            link = ModuleLink(ChannelLink(communicator.channel(way), joints.form))
-            links[ChannelId.between(*ends, direction), ends[0]] = link
+            channel = ModuleChannel(BoundChannel(communicator.channel(way), joints.form))
+            channels[ChannelId.between(*ends, direction), ends[0]] = channel
     by_source = {placed.module_of(before): before for before in placed.placement.predecessors(stage)}
     for source, bridge in joints.before.items():
-        links.update(_bridge_links(bridge, (by_source[source], stage), joints.split_sizes))
+        channels.update(_bridge_channels(bridge, (by_source[source], stage), joints.split_sizes))
     for bridge in joints.after:
-        links.update(_bridge_links(bridge, (stage, placed.placement.successors[stage]), joints.split_sizes))
-    return links
+        channels.update(_bridge_channels(bridge, (stage, placed.placement.successors[stage]), joints.split_sizes))
+    return channels
 
 
-def _bridge_links(bridge: Bridge, ends: tuple[int, int], split_sizes: SplitSizes) -> dict[LinkId, StageLink]:
+def _bridge_channels(bridge: Bridge, ends: tuple[int, int], split_sizes: SplitSizes) -> dict[CrossingId, StageChannel]:
     return {
-        (ChannelId.between(*ends, Direction.FORWARD), ends[0]): ActivationLink(bridge, split_sizes),
-        (ChannelId.between(*ends, Direction.BACKWARD), ends[0]): GradientLink(bridge, split_sizes),
+        (ChannelId.between(*ends, Direction.FORWARD), ends[0]): ActivationChannel(bridge, split_sizes),
+        (ChannelId.between(*ends, Direction.BACKWARD), ends[0]): GradientChannel(bridge, split_sizes),
     }

@@ -74,7 +74,7 @@ def _run_step(session: Session, original: Callable[..., Any], **arguments: Any) 
 
 
 def _join(session: Session, communicator: Any, config: Any) -> JoinedModules:
-    """Plan who sends to whom, compare it over all ranks, and join the links of this one.
+    """Plan who sends to whom, compare it over all ranks, and join the channels of this one.
 
     Raises:
         ConfigError: there is no order for such modules, or a configuration asks for what does not work.
@@ -123,7 +123,7 @@ class ModulesBackend:
         """
         return StepPlan(
             schedule=self.runner.schedule(call.num_microbatches, forward_only=call.forward_only, group_size=None),
-            links=self.modules.links,
+            channels=self.modules.channels,
             passes=_ModulePasses(modules=self.modules, config=call.config, groups=call.pg_collection),
             finalize_options={"pg_collection": call.pg_collection, "force_all_reduce": call.force_all_reduce},
         )

@@ -17,8 +17,8 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from vtp_plugin.plan.schedule.order.actions import Action, Op, Schedule
 from vtp_plugin.runtime.step.executor import Inputs
-from vtp_plugin.runtime.step.links import LinkId, StageLink
 from vtp_plugin.runtime.step.schedule_runner import ScheduleRunner
+from vtp_plugin.runtime.step.stage_channels import CrossingId, StageChannel
 from vtp_plugin.runtime.step.weight_gradients import GradSync, WeightGradients
 
 
@@ -93,13 +93,13 @@ class StepPlan:
 
     Attributes:
         schedule: the orders of all workers.
-        links: links of this rank.
+        channels: channels of this rank.
         passes: a forward and a backward by Megatron's functions.
         finalize_options: keywords of ``finalize_model_grads_func``, besides chunks and number of tokens.
     """
 
     schedule: Schedule
-    links: Mapping[LinkId, StageLink]
+    channels: Mapping[CrossingId, StageChannel]
     passes: StepPasses
     finalize_options: Mapping[str, Any]
 
@@ -229,7 +229,7 @@ def run_step(backend: StepBackend, **arguments: Any) -> list[Any]:
         runner.settle_whole(partial(linear_layers, chunks))
     with _timed(config):
         with compute.sync.step():
-            runner.run(plan.schedule, plan.links, compute)
+            runner.run(plan.schedule, plan.channels, compute)
         if config.finalize_model_grads_func is not None and not call.forward_only:
             num_tokens = compute.num_tokens if config.calculate_per_token_loss else None
             config.finalize_model_grads_func(chunks, num_tokens, **plan.finalize_options)

@@ -28,8 +28,8 @@ from vtp_plugin.runtime.comm.collectives import TensorFormat
 from vtp_plugin.runtime.comm.work import Recorder
 from vtp_plugin.runtime.step.companion_tensors import checked
 from vtp_plugin.runtime.step.executor import Inputs
-from vtp_plugin.runtime.step.links import LinkForm, bind_links
 from vtp_plugin.runtime.step.schedule_runner import ScheduleRunner
+from vtp_plugin.runtime.step.stage_channels import OutputForm, bind_channels
 from vtp_plugin.session import Pipeline, Session
 from vtp_plugin.trace.stretches import Cause, Plan
 from vtp_plugin.util import log
@@ -278,10 +278,10 @@ class PipelineBackend:
         if self.session.start.tracing is not None and not call.forward_only:
             costs = self.runner.costs
             self.session.start.tracing.note_plan((schedule, costs), lambda: Plan(schedule=schedule, costs=costs))
-        link_forms = _link_forms(host, groups, call, forms, schedule.placement)
+        output_forms = _output_forms(host, groups, call, forms, schedule.placement)
         return StepPlan(
             schedule=schedule,
-            links=bind_links(schedule.placement, pipeline.channels, link_forms),
+            channels=bind_channels(schedule.placement, pipeline.channels, output_forms),
             passes=_ChunkPasses(host=host, chunks=chunks, config=config),
             finalize_options=host.finalize_options(groups, call.force_all_reduce),
         )
@@ -311,22 +311,22 @@ def _problems_of_chunks(chunks: list[Any]) -> Iterator[str]:
                 )
 
 
-def _link_forms(
+def _output_forms(
     host: MegatronHost,
     groups: Any,
     call: StepCall,
     forms: Sequence[TensorFormat],
     placement: Placement,
-) -> list[LinkForm]:
+) -> list[OutputForm]:
     """Say what crosses, by the virtual stage whose output it is.
 
     Of two rings, the first carries the encoder's ``seq_length`` rows, the second the ``decoder_seq_length``, if it is
     given, as in Megatron's models of two stacks.
     """
-    by_ring: list[LinkForm] = []
+    by_ring: list[OutputForm] = []
     for ring, form in enumerate(forms):
         own = call.sizes if ring == len(forms) - 1 else {**call.sizes, "decoder_seq_length": None}
         chunk = call.chunks[ring]
         shape = host.tensor_shape(groups=groups, config=get_model_config(chunk), model=chunk, **own)
-        by_ring.append(LinkForm(form=form, shape=shape))
+        by_ring.append(OutputForm(form=form, shape=shape))
     return [by_ring[min(placement.chunk(v), len(forms) - 1)] for v in range(placement.num_vstages - 1)]

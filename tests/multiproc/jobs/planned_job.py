@@ -32,8 +32,8 @@ from vtp_plugin.runtime.comm.collectives import TensorFormat
 from vtp_plugin.runtime.health.startup import Agreement
 from vtp_plugin.runtime.step.communicator import open_channels, own_channels
 from vtp_plugin.runtime.step.companion_tensors import Companion, join_companions
-from vtp_plugin.runtime.step.links import LinkForm, bind_links
 from vtp_plugin.runtime.step.schedule_runner import ScheduleRunner
+from vtp_plugin.runtime.step.stage_channels import OutputForm, bind_channels
 from vtp_plugin.runtime.step.step_times import Report, share_reports
 
 SHAPE = (6, 1, 4)
@@ -167,9 +167,9 @@ def run(
         numbers = Numbers(placement.num_vstages, [one.factor * duration for duration in forward_ms])
         with _logged() as printed:
             schedule = pipeline.schedule(one.num_microbatches, forward_only=one.forward_only, group_size=None)
-            link_form = LinkForm(form=form, shape=() if varying else SHAPE)
-            links = bind_links(placement, channels, [link_form] * (placement.num_vstages - 1))
-            pipeline.run(schedule, links, numbers)
+            output_form = OutputForm(form=form, shape=() if varying else SHAPE)
+            bound = bind_channels(placement, channels, [output_form] * (placement.num_vstages - 1))
+            pipeline.run(schedule, bound, numbers)
         own = placement.vstages(stage)
         seen.digests.append(schedule.digest)
         seen.printed.append(printed.getvalue())
@@ -312,7 +312,7 @@ def run_companions(
     worker = placement.worker(own.stage, own.dp_rank)
     joined = join_companions(placement, worker, channels, companions(src, dst, varies=varies), platform)
     runner = ScheduleRunner(placement, worker, World(), platform, ScheduleOptions(), joined)
-    form = LinkForm(form=TensorFormat(dtype=torch.float32, has_variable_shapes=varies), shape=SHAPE)
+    form = OutputForm(form=TensorFormat(dtype=torch.float32, has_variable_shapes=varies), shape=SHAPE)
     seen: list[list[Noted]] = []
     for forward_only in (False, True):
         own_microbatches = placement.microbatches(worker, num_microbatches)
@@ -324,6 +324,6 @@ def run_companions(
             num_microbatches // dp_sizes[own.stage], forward_only=forward_only, group_size=layout.num_stages
         )
         reading = Reading(placement, runner.iterators(given), varies=varies)
-        runner.run(schedule, bind_links(placement, channels, [form] * (placement.num_vstages - 1)), reading)
+        runner.run(schedule, bind_channels(placement, channels, [form] * (placement.num_vstages - 1)), reading)
         seen.append(reading.noted)
     return worker, seen

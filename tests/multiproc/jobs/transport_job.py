@@ -27,7 +27,7 @@ from vtp_plugin.plan.layout.pipeline_layout import Direction, PipelineLayout
 from vtp_plugin.platform import detect
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.platform.interface import Platform
-from vtp_plugin.runtime.comm.channel import Channel, ChannelLink
+from vtp_plugin.runtime.comm.channel import BoundChannel, Channel
 from vtp_plugin.runtime.comm.collectives import TensorFormat, settle
 from vtp_plugin.runtime.comm.ping import time_links
 from vtp_plugin.runtime.step.communicator import open_channels, own_channels, try_strategies
@@ -117,11 +117,11 @@ def _exchange(channel: Channel, move: Move, rank: int) -> list[str]:
         parts = [part_of(whole, LocalBoxes(rank=rank, boxes=plan.src.boxes_of(rank))) for whole in wholes]
         if move.is_transposed:
             parts = [part.transpose(0, 2).contiguous().transpose(0, 2) for part in parts]
-        for work in [ChannelLink(channel, form).send(part) for part in parts]:
+        for work in [BoundChannel(channel, form).send(part) for part in parts]:
             work.wait()
             work.wait()
         return []
-    link = ChannelLink(channel, form, channel.local_shape(move.shape, form))
+    link = BoundChannel(channel, form, channel.local_shape(move.shape, form))
     works = [link.post() for _ in wholes]
     received = [work.tensor for work in works]
     if move.num_microbatches > 1:
@@ -162,12 +162,12 @@ def varying(one: Move, shapes: Sequence[Shape]) -> list[Shape]:
     plans = [spec.plan(shape, src_sharded=one.src_sharded, dst_sharded=one.dst_sharded) for shape in shapes]
     if rank in spec.src.ranks:
         held = [LocalBoxes(rank=rank, boxes=plan.src.boxes_of(rank)) for plan in plans]
-        link = ChannelLink(channel, form)
+        link = BoundChannel(channel, form)
         works = [link.send(part_of(whole, holding)) for whole, holding in zip(wholes, held, strict=True)]
         for work in works:
             work.wait()
         return []
-    received = [work.take() for work in [ChannelLink(channel, form).post() for _ in shapes]]
+    received = [work.take() for work in [BoundChannel(channel, form).post() for _ in shapes]]
     held = [LocalBoxes(rank=rank, boxes=plan.dst.boxes_of(rank)) for plan in plans]
     return [
         tuple(tensor.shape) if torch.equal(tensor.detach(), part_of(whole, holding)) else ()
@@ -188,7 +188,7 @@ def wrong_headers(sent: Sequence[tuple[Shape, str]], width: int, most_tokens: in
             is_fit = (shape[-1], dtype) == (width, "float32") and 0 < min(shape) <= math.prod(shape[:-1]) <= most_tokens
             form = TensorFormat(dtype=getattr(torch, dtype), has_variable_shapes=True)
             if rank == 0 and is_fit:
-                ChannelLink(channel, form).send(torch.zeros(shape)).wait()
+                BoundChannel(channel, form).send(torch.zeros(shape)).wait()
             elif rank == 0:
                 channel.headers.send(shape, form, "").wait()
             elif len(shape) == 3:
@@ -196,7 +196,7 @@ def wrong_headers(sent: Sequence[tuple[Shape, str]], width: int, most_tokens: in
                 wanted = TensorFormat(dtype=torch.float32, has_variable_shapes=True, width=width)
                 # Of a shape beyond all memory the arguments need not say anything.
                 bounded = dataclasses.replace(wanted, most_tokens=most_tokens if max(shape) < 1 << 20 else None)
-                ChannelLink(fresh, bounded).post().take()
+                BoundChannel(fresh, bounded).post().take()
             said.append("")
         except ConfigError as error:
             said.append(str(error))
@@ -217,7 +217,7 @@ def headers_of_replicas(shapes: Sequence[Shape]) -> str:
         channel.headers.send(whole, form, "").wait()
         return ""
     try:
-        return f"posted {tuple(ChannelLink(channel, form).post().tensor.shape)}"
+        return f"posted {tuple(BoundChannel(channel, form).post().tensor.shape)}"
     except ConfigError as error:
         return str(error)
 
@@ -304,9 +304,9 @@ def _use(channel: Channel, rank: int, *, is_sharded: bool) -> list[str]:
     whole = torch.arange(72.0).reshape(shape)
     if rank in plan.src.ranks:
         part = part_of(whole, LocalBoxes(rank=rank, boxes=plan.src.boxes_of(rank)))
-        ChannelLink(channel, form).send(part).wait()
+        BoundChannel(channel, form).send(part).wait()
         return []
-    tensor = ChannelLink(channel, form, channel.local_shape(shape, form)).post().take()
+    tensor = BoundChannel(channel, form, channel.local_shape(shape, form)).post().take()
     wanted = part_of(whole, LocalBoxes(rank=rank, boxes=plan.dst.boxes_of(rank)))
     return [] if torch.equal(tensor.detach(), wanted) else [f"{channel.spec.name}: wrong tensor on rank {rank}"]
 

@@ -43,7 +43,7 @@ from vtp_plugin.runtime.comm.collectives import StageCollectives
 from vtp_plugin.runtime.comm.collectives import TensorFormat
 from vtp_plugin.runtime.step.communicator import PipelineCommunicator, open_channels
 from vtp_plugin.runtime.step.executor import Executor
-from vtp_plugin.runtime.comm.channel import ChannelLink
+from vtp_plugin.runtime.comm.channel import BoundChannel
 from vtp_plugin.runtime.comm.work import Recorder
 from vtp_plugin.runtime.comm.work import TimedWaits
 from vtp_plugin.plan.schedule.cost.costs import uniform_costs

@@ -24,7 +24,7 @@ from vtp_plugin.plan.schedule.order.actions import Action, Schedule, parse_actio
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.runtime.comm.work import Noted, Recorder, Stopwatch
 from vtp_plugin.runtime.step.executor import Executor, Inputs
-from vtp_plugin.runtime.step.links import LinkId
+from vtp_plugin.runtime.step.stage_channels import CrossingId
 from vtp_plugin.runtime.step.step_times import Report, StepTimes, report_computes, share_reports
 from vtp_plugin.trace.stretches import Cause
 
@@ -70,7 +70,7 @@ class Neighbour:
 
 def compute_all(platform: Any, work: Work) -> Report:
     """Three microbatches on the two virtual stages of an edge: the median is the one in the middle."""
-    recorder, links = Recorder(platform), defaultdict[LinkId, Neighbour](Neighbour)
+    recorder, links = Recorder(platform), defaultdict[CrossingId, Neighbour](Neighbour)
 
     def execute(*, forward_only: bool) -> Executor:
         request = ScheduleRequest(placement=u_placement(3), num_microbatches=3, forward_only=forward_only)

@@ -18,9 +18,9 @@ from vtp_plugin.plan.boundary.check_boundary import require_valid
 from vtp_plugin.plan.boundary.message_kind import Whole
 from vtp_plugin.platform.interface import Platform
 from vtp_plugin.runtime.bridges.colocated import BatchAxes
-from vtp_plugin.runtime.comm.channel import Channel, ChannelLink
+from vtp_plugin.runtime.comm.channel import BoundChannel, Channel, RecvWork
 from vtp_plugin.runtime.comm.collectives import TensorFormat, open_group
-from vtp_plugin.runtime.comm.transfers import Audit, ChannelGroups, RecvWork
+from vtp_plugin.runtime.comm.transfers import Audit, ChannelGroups
 from vtp_plugin.runtime.comm.work import OpenSends, SendWork
 from vtp_plugin.runtime.health.monitor import Monitor
 
@@ -161,7 +161,7 @@ class Bridge:
         known = replace(self._form, has_variable_shapes=False)
         # Headers cross where only the sender knows the batch.
         self._with_header, self._without_header = (
-            {channel: ChannelLink(channel, form) for channel in (forward, backward)} for form in (self._form, known)
+            {channel: BoundChannel(channel, form) for channel in (forward, backward)} for form in (self._form, known)
         )
         self.fixed_shape = fixed_shape
         self._opens = OpenSends()
@@ -222,7 +222,7 @@ class Bridge:
     def post_forward(self) -> None:
         """Post the receive of the next activation, before the compute that hides it."""
         self._settle(dict)
-        self._posted.append(self._link(self._forward, self._fixed).post(self._fixed))
+        self._posted.append(self._bound(self._forward, self._fixed).post(self._fixed))
 
     def recv_forward(self) -> torch.Tensor:
         """Return the next activation, a fresh leaf: this rank's part, with the module's axes."""
@@ -245,7 +245,7 @@ class Bridge:
             return SendWork((), (), lambda _works: None)
         known = self._batches.popleft() if self._batches else None
         batch = self._checked(self._backward, grad, sizes, known)
-        return self._send(self._link(self._backward, known), grad, batch)
+        return self._send(self._bound(self._backward, known), grad, batch)
 
     def expect_backward(self) -> ExpectedGradient:
         """Post the receive of the next gradient as soon as its shape is known: that of its activation, once sent."""
@@ -295,7 +295,7 @@ class Bridge:
             self._expected.popleft().work = self._post_backward(self._batches.popleft())
 
     def _post_backward(self, known: Whole | None) -> RecvWork:
-        return self._link(self._backward, known).post(known)
+        return self._bound(self._backward, known).post(known)
 
     def _note(self, batch: Whole, sent: SendWork | None = None) -> None:
         """Note a batch whose gradient will come back; in evaluation, which has no gradients, none does."""
@@ -310,16 +310,16 @@ class Bridge:
             self._zeros.append(zero.expand(tensor.shape) if tensor.requires_grad else None)
 
     def _send_forward(self, tensor: torch.Tensor, batch: Whole) -> SendWork:
-        work = self._send(self._link(self._forward, self._fixed), tensor, batch)
+        work = self._send(self._bound(self._forward, self._fixed), tensor, batch)
         self._note(batch, work)
         self._note_zeros(tensor)
         return work
 
-    def _link(self, channel: Channel, known: Whole | None) -> ChannelLink:
+    def _bound(self, channel: Channel, known: Whole | None) -> BoundChannel:
         return (self._with_header if known is None else self._without_header)[channel]
 
-    def _send(self, link: ChannelLink, tensor: torch.Tensor, batch: Whole) -> SendWork:
-        return self._opens.add(link.send(self._axes.to_plan(tensor), batch))
+    def _send(self, bound: BoundChannel, tensor: torch.Tensor, batch: Whole) -> SendWork:
+        return self._opens.add(bound.send(self._axes.to_plan(tensor), batch))
 
     def _checked(
         self, channel: Channel, tensor: torch.Tensor, sizes: Sequence[int] | None, known: Whole | None

@@ -2,7 +2,7 @@
 
 Words:
     form: type of a tensor that crosses, and how ranks hold it (``TensorFormat``).
-    link: a channel and the form of the tensors that cross it; all that crosses is sent over one (``ChannelLink``).
+    bound channel: a channel and the form of its tensors; all that crosses is sent over one (``BoundChannel``).
     transmission: how tensors of one shape cross, as this rank sees it: compiled once, used for all (``Transmission``).
     pending: a receive that is posted: the memory it fills, and the finish that completes it (``PendingRecv``).
     take: wait for a tensor, run its plan's finish, and return it; once for each receive.

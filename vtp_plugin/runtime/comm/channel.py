@@ -2,7 +2,7 @@
 
 A channel: one direction between two endpoints. Tensors come out in the order in which they went in.
 
-A link (:mod:`vtp_plugin.runtime.comm.channel`) sends and receives over it. The channel has what its links share: whose
+:class:`BoundChannel` knows the form of its tensors, and sends and receives. The channel has what all forms share: whose
 connections are used, how a tensor of some shape crosses, the receives under way, and how many tensors have crossed.
 
 Each channel has a process group that carries point-to-point messages only (docs/development/internals.md, contract 3).
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections import deque
 from collections.abc import Sequence
 
 import torch
@@ -27,12 +28,12 @@ from vtp_plugin.plan.boundary.endpoint import Endpoint, Shape
 from vtp_plugin.plan.boundary.message_kind import HeaderCodec, MessageKind, Whole
 from vtp_plugin.platform.interface import Platform
 from vtp_plugin.runtime.comm.collectives import TensorFormat, close_groups
-from vtp_plugin.runtime.comm.transfers import Audit, ChannelGroups, Headers, Receives, RecvWork, Transfers, Transmission
-from vtp_plugin.runtime.comm.work import Recorder, SendWork, TimedWaits, ranks_text
+from vtp_plugin.runtime.comm.transfers import Audit, ChannelGroups, Headers, Transfers, Transmission
+from vtp_plugin.runtime.comm.work import PendingRecv, Recorder, SendWork, TimedWaits, ranks_text
 from vtp_plugin.runtime.health.monitor import Monitor
 
 
-class ChannelLink:
+class BoundChannel:
     """Tensors of one form over a channel; with variable shapes a header goes before each.
 
     Attributes:
@@ -61,7 +62,7 @@ class ChannelLink:
         """Post the receive of the next tensor that the other endpoint sends, or of its header.
 
         Args:
-            whole: description of the whole tensor, where it is neither the link's nor in a header.
+            whole: description of the whole tensor, where it is neither the channel's nor in a header.
 
         Raises:
             ConfigError: the shape of the tensor is not known.
@@ -97,6 +98,128 @@ class ChannelLink:
         return self.channel.transmission(whole, self.form)
 
 
+class RecvWork:
+    """A receive under way, whether its header has come or not.
+
+    Every tensor-parallel rank of the receiving stage has one, even a rank that receives nothing itself, and waits for
+    it at the same program point.
+
+    Args:
+        channel: channel that the tensor comes over.
+        form: type and layout of the tensor.
+        transmission: how the tensor crosses; None until its header is read.
+        position: boundary, direction and number, for error messages.
+
+    Attributes:
+        pending: what is posted; None before that, and once it was waited for.
+        is_done: whether the tensor was waited for.
+    """
+
+    def __init__(self, channel: Channel, form: TensorFormat, transmission: Transmission | None, position: str) -> None:
+        self.form = form
+        self.transmission = transmission
+        self.position = position
+        self.pending: PendingRecv | None = None
+        self.is_done = False
+        self._channel = channel
+        self._tensor: torch.Tensor | None = None
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The tensor, to be read before :meth:`wait` fills it; with variable shapes this waits for its header."""
+        self._channel.receives.read_headers(self)
+        if self._tensor is None:
+            raise PlanError(f"{self.position}: the tensor was handed out already; read it before wait(), or use take()")
+        return self._tensor
+
+    def wait(self) -> None:
+        """Return when the tensor holds the local part of what was sent; idempotent.
+
+        What was sent before it on the same channel is waited for first.
+
+        Raises:
+            PeerError: the connection to the sender, or to a member of this rank's stage, broke.
+            ConfigError: a header does not fit what this rank expects.
+        """
+        self._channel.receives.finish(self)
+        # Megatron keeps handles longer than tensors: the memory must become free as soon as nobody else needs it.
+        self._tensor = None
+
+    def take(self) -> torch.Tensor:
+        """Wait, and return the tensor: a fresh leaf. May be called once, and not after :meth:`wait`."""
+        tensor = self.tensor
+        self.wait()
+        return tensor
+
+    def post(self, transmission: Transmission) -> None:
+        """Post the receive of the tensor; called once, when it is known how it crosses."""
+        self.pending = self._channel.transfers.receive(transmission, self.position)
+        self._tensor = self.pending.tensor.requires_grad_(self.form.requires_grad)
+
+    def post_header(self) -> PendingRecv:
+        """Post the receive of the header."""
+        return self._channel.headers.post(self.position)
+
+    def read_header(self, header: PendingRecv) -> None:
+        """Wait for the header, which says how the tensor crosses.
+
+        Raises:
+            ConfigError: this rank expects another tensor.
+        """
+        whole = self._channel.headers.read(header.wait(), self.form, self.position)
+        self.transmission = self._channel.transmission(whole, self.form)
+
+
+class Receives:
+    """The receives of one channel, and of those beside it over the same groups, the oldest first.
+
+    What comes over one connection is posted in the order in which it was sent. With variable shapes one header is under
+    way at a time: when it has come, its tensor is posted, and right behind it what follows, so that both endpoints use
+    the connection in one order. Finishes inside the stage run in the order of posting.
+    """
+
+    def __init__(self) -> None:
+        self._waiting: deque[RecvWork] = deque()
+        self._unposted: deque[RecvWork] = deque()
+        self._header: PendingRecv | None = None
+
+    def add(self, receive: RecvWork) -> None:
+        """Post a receive, or its header if none is under way."""
+        self._waiting.append(receive)
+        self._unposted.append(receive)
+        self._post()
+
+    def read_headers(self, receive: RecvWork) -> None:
+        """Read headers until a receive is posted, and post what follows each."""
+        while receive.pending is None and not receive.is_done:
+            header, self._header = self._header, None
+            if header is None:
+                raise PlanError(f"{receive.position}: no header is under way")
+            self._unposted[0].read_header(header)
+            self._post()
+
+    def finish(self, receive: RecvWork) -> None:
+        """Wait for tensors, the oldest first, until a receive is done."""
+        while not receive.is_done:
+            oldest = self._waiting[0]
+            self.read_headers(oldest)
+            self._waiting.popleft()
+            pending, oldest.pending, oldest.is_done = oldest.pending, None, True
+            assert pending is not None
+            pending.wait()
+
+    def _post(self) -> None:
+        """Post what is not posted, up to the first tensor whose shape is not known: of that one the header."""
+        while self._unposted:
+            receive = self._unposted[0]
+            if receive.transmission is None:
+                if self._header is None:
+                    self._header = receive.post_header()
+                return
+            self._unposted.popleft()
+            receive.post(receive.transmission)
+
+
 # Where lengths vary, a run meets so many shapes that it must not keep all their plans.
 NUM_PLANS = 256
 
@@ -120,7 +243,7 @@ class Channel:
         transfers: posts this rank's messages.
         transmission: gives how a tensor crosses, by the description of the whole and its form; made once for each.
         headers: what crosses before tensors of variable shapes.
-        receives: the receives under way.
+        receives: the receives under way, also those of a channel beside it.
     """
 
     def __init__(
@@ -173,9 +296,7 @@ class Channel:
 
         self.transmission = transmission
         self.headers = Headers(spec, rank, peer, self.transfers, platform, is_coalesced=is_coalesced)
-        self.receives = Receives(
-            self.transfers, self.transmission, self.headers, beside=None if beside is None else beside.receives
-        )
+        self.receives = Receives() if beside is None else beside.receives
         self._num_sent = self._num_received = 0
 
     def start_step(self) -> None:
@@ -186,7 +307,9 @@ class Channel:
         """Post the receive of the next tensor, or of its header where it is not known how the tensor crosses."""
         position = self._position(self._num_received)
         self._num_received += 1
-        return self.receives.add(form, known, position)
+        receive = RecvWork(self, form, known, position)
+        self.receives.add(receive)
+        return receive
 
     def send(self, tensor: torch.Tensor, form: TensorFormat, known: Transmission) -> SendWork:
         """Send the next tensor, with variable shapes behind its header."""

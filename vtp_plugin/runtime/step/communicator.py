@@ -24,9 +24,9 @@ from vtp_plugin.plan.boundary.message_kind import MessageKind
 from vtp_plugin.plan.boundary.strategies.known_strategies import clearly_fastest
 from vtp_plugin.plan.layout.pipeline_layout import ChannelId, Direction
 from vtp_plugin.platform.interface import Platform
-from vtp_plugin.runtime.comm.channel import NUM_PLANS, Channel, ChannelLink
+from vtp_plugin.runtime.comm.channel import NUM_PLANS, BoundChannel, Channel, RecvWork
 from vtp_plugin.runtime.comm.collectives import TensorFormat, open_group
-from vtp_plugin.runtime.comm.transfers import Audit, ChannelGroups, RecvWork
+from vtp_plugin.runtime.comm.transfers import Audit, ChannelGroups
 from vtp_plugin.runtime.comm.work import OpenSends, Recorder, SendWork
 from vtp_plugin.runtime.health.monitor import Monitor
 from vtp_plugin.runtime.health.store import PostError, Topic
@@ -174,12 +174,12 @@ def _round_trips(
     is_asking = dist.get_rank() in spec.src.ranks
     strategies = (*spec.rivals, spec.strategy)
     times_ms: dict[str, list[float]] = {name: [] for name in strategies}
-    tried: dict[str, list[ChannelLink]] = {}
+    tried: dict[str, list[BoundChannel]] = {}
     for name in strategies:
         channels = [channel.crossed_by(name, unit="probe", kind=MessageKind.PROBE) for channel in (there, back)]
         for channel in channels:
             require_valid(channel.spec.plan(whole, src_sharded=is_sharded, dst_sharded=is_sharded))
-        tried[name] = [ChannelLink(channel, form, zeros.shape) for channel in channels]
+        tried[name] = [BoundChannel(channel, form, zeros.shape) for channel in channels]
     for _ in range(_NUM_ROUNDS):
         for name, (outgoing, incoming) in tried.items():
             if is_asking:
@@ -272,7 +272,9 @@ class PipelineCommunicator:
         # of their issue, over all communicators, then finds its peer at the same one; receives first would deadlock it.
         self._channels = dict(sorted(channels.items(), key=lambda pair: pair[1].order))
         # A function, not a method: a reference cycle would keep groups of closed channels until the next collection.
-        self._link = functools.lru_cache(NUM_PLANS)(lambda name, form, shape: ChannelLink(channels[name], form, shape))
+        self._bound = functools.lru_cache(NUM_PLANS)(
+            lambda name, form, shape: BoundChannel(channels[name], form, shape)
+        )
         self._open_sends = OpenSends()
 
     def reaches(self, name: str) -> bool:
@@ -333,11 +335,11 @@ class PipelineCommunicator:
                 continue
             tensor = tensors.get(name)
             local = shape if tensor is None else tensor.shape
-            link = self._link(name, form, None if form.has_variable_shapes or local is None else tuple(local))
+            bound = self._bound(name, form, None if form.has_variable_shapes or local is None else tuple(local))
             if tensor is not None:
-                posted[name] = self._open_sends.add(link.send(tensor))
+                posted[name] = self._open_sends.add(bound.send(tensor))
             else:
-                posted[name] = received[name] = link.post()
+                posted[name] = received[name] = bound.post()
         # One order on all ranks of a stage: a collective completes each receive, that of a header included.
         names = [name for name in _WAIT_ORDER if name in posted]
         arriving = {name: received[name].tensor for name in names if name in received}

@@ -3,7 +3,7 @@
 Companions: tensors of a batch that later stages need beside the activation.
 
 Attention has to know where the samples of a packed row end, or where the tokens of a picture stand. In a U-shaped
-pipeline only the edge has data, so these cross before the activation of their microbatch, over the same links, into
+pipeline only the edge has data, so these cross before the activation of their microbatch, over the same channels, into
 every stage of the cloud. There the script's forward step finds them in its iterator.
 
 A :class:`Companion` declares what crosses: kind, type, shape, the stage that reads it, and the stages that want it.
@@ -25,11 +25,10 @@ from vtp_plugin.plan.boundary.message_kind import MessageKind
 from vtp_plugin.plan.layout.pipeline_layout import ChannelId, Direction
 from vtp_plugin.plan.schedule.order.actions import Action, Op, Placement, carriers, channel_of, num_rings
 from vtp_plugin.platform.interface import Platform
-from vtp_plugin.runtime.comm.channel import Channel, ChannelLink
+from vtp_plugin.runtime.comm.channel import BoundChannel, Channel, RecvWork
 from vtp_plugin.runtime.comm.collectives import TensorFormat
-from vtp_plugin.runtime.comm.transfers import RecvWork
 from vtp_plugin.runtime.comm.work import SendWork
-from vtp_plugin.runtime.step.links import vstages_over
+from vtp_plugin.runtime.step.stage_channels import vstages_over
 
 
 class Reader:
@@ -331,21 +330,21 @@ class _Crossing:
             for name, channel in channels.items()
             if name.direction is Direction.FORWARD and self._carriers.intersection(vstages_over(placement, name))
         }
-        self._links: dict[ChannelId, ChannelLink] = {}
+        self._bound: dict[ChannelId, BoundChannel] = {}
         self._posted: dict[Action, RecvWork] = {}
         self._held: dict[tuple[int, int], torch.Tensor] = {}
 
     def start_step(self, *, is_batched: bool) -> None:
         form = self._companion.form(is_batched=is_batched)
         shape = self._companion.least_shape
-        self._links = {name: ChannelLink(channel, form, shape) for name, channel in self._channels.items()}
-        for link in self._links.values():
-            link.start_step()
+        self._bound = {name: BoundChannel(channel, form, shape) for name, channel in self._channels.items()}
+        for bound in self._bound.values():
+            bound.start_step()
         self._held.clear()
 
     def post(self, receive: Action) -> None:
         if receive.op is Op.RECV_F and receive.vstage - 1 in self._carriers:
-            self._posted[receive] = self._links[channel_of(self._placement, receive)].post()
+            self._posted[receive] = self._bound[channel_of(self._placement, receive)].post()
 
     def take(self, receive: Action) -> None:
         posted = self._posted.pop(receive, None)
@@ -385,14 +384,14 @@ class _Crossing:
         """
         if send.op is not Op.SEND_F or send.vstage not in self._carriers:
             return
-        link = self._links[channel_of(self._placement, send)]
+        bound = self._bound[channel_of(self._placement, send)]
         held = self._held.pop((send.vstage, send.microbatch), None)
         if held is None:
-            if link.channel.sends_from_here:
+            if bound.channel.sends_from_here:
                 unit, says = self._companion.unit, self._companion.says
                 raise ConfigError(
                     f"{send}: the script's forward step has read no {unit}, so later stages would not know {says}; "
                     f"read one {unit} in every forward of stage {self._companion.src}"
                 )
             held = torch.zeros(self._companion.least_shape, dtype=self._companion.dtype, device=self._platform.device())
-        yield link.send(held)
+        yield bound.send(held)

@@ -1,4 +1,4 @@
-"""The executor: carries out one rank's lowered actions. It computes by injected functions and sends over links.
+"""The executor: carries out one rank's lowered actions. It computes by injected functions and sends over channels.
 
 One host thread issues everything, in the order of the list. Only waits block: for receives and, at the end of a step,
 for sends. :mod:`vtp_plugin.plan.schedule.order.add_communication` says where these waits stand and why.
@@ -21,14 +21,14 @@ from vtp_plugin.plan.schedule.order.actions import (
     Placement,
     Schedule,
     channel_of,
-    link_of,
+    crossing_output,
     receives_for,
     sends_after,
     started_by,
 )
 from vtp_plugin.runtime.comm.work import Recorder
 from vtp_plugin.runtime.step.companion_tensors import Companions
-from vtp_plugin.runtime.step.links import LinkId, Receive, Send, SendsInARow, StageLink
+from vtp_plugin.runtime.step.stage_channels import CrossingId, Receive, Send, SendsInARow, StageChannel
 from vtp_plugin.trace.stretches import Cause
 
 Inputs = torch.Tensor | tuple[torch.Tensor | None, ...] | None
@@ -76,7 +76,7 @@ class Executor:
     Args:
         schedule: lowered schedule, in which every virtual stage's result crosses to another stage.
         worker: number of this rank's replica in the schedule; without replicas that is the stage.
-        links: links of this rank.
+        channels: channels of this rank.
         compute: computes the forwards and backwards of this stage.
         companions: tensors that cross with activations.
         recorder: notes how long the forwards and backwards of a training step take; None notes nothing.
@@ -89,7 +89,7 @@ class Executor:
         self,
         schedule: Schedule,
         worker: int,
-        links: Mapping[LinkId, StageLink],
+        channels: Mapping[CrossingId, StageChannel],
         compute: Compute,
         companions: Companions | None = None,
         recorder: Recorder | None = None,
@@ -100,7 +100,7 @@ class Executor:
         self._schedule = schedule
         self._placement: Placement = placement
         self._actions = schedule.orders[worker]
-        self._links = links
+        self._channels = channels
         self._compute = compute
         self._companions = companions or Companions()
         self._recorder = None if schedule.forward_only else recorder
@@ -148,12 +148,12 @@ class Executor:
         stage = self._placement.label(self._placement.worker_of(action.vstage, action.microbatch))
         return f"{action}, a {kind} of microbatch {action.microbatch} on {stage}"
 
-    def _link(self, action: Action) -> StageLink:
-        return self._links[channel_of(self._placement, action), link_of(self._placement, action)]
+    def _channel(self, action: Action) -> StageChannel:
+        return self._channels[channel_of(self._placement, action), crossing_output(self._placement, action)]
 
     def _post_receive(self, action: Action) -> None:
         self._companions.post(action)
-        self._posted[action] = self._link(action).post()
+        self._posted[action] = self._channel(action).post()
 
     def _wait_for_receive(self, action: Action) -> None:
         receive = started_by(action)
@@ -163,7 +163,7 @@ class Executor:
     def _send(self, action: Action) -> None:
         tensor = self._results.pop(action)
         before = self._companions.send(action)
-        work = self._link(action).send(tensor)
+        work = self._channel(action).send(tensor)
         self._sends[action] = SendsInARow(*before, work) if before else work
         if action.op is Op.SEND_F and self._has_backward(action.vstage):
             self._compute.release(tensor)

@@ -16,13 +16,20 @@ from vtp_plugin.plan.schedule.cost.costs import combine_reports, format_costs, p
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule, summarise
 from vtp_plugin.plan.schedule.order.actions import Placement, Schedule, num_rings
 from vtp_plugin.platform.interface import Platform
-from vtp_plugin.runtime.comm.channel import ChannelLink
+from vtp_plugin.runtime.comm.channel import BoundChannel
 from vtp_plugin.runtime.comm.work import Noted, Recorder
 from vtp_plugin.runtime.health.store import PostError, Topic
 from vtp_plugin.runtime.step.companion_tensors import Companions
 from vtp_plugin.runtime.step.executor import Compute, Executor
-from vtp_plugin.runtime.step.links import LinkId, StageLink
-from vtp_plugin.runtime.step.step_times import MOST_REPLANS, Report, StepTime, StepTimes, measure_links, report_computes
+from vtp_plugin.runtime.step.stage_channels import CrossingId, StageChannel
+from vtp_plugin.runtime.step.step_times import (
+    MOST_REPLANS,
+    Report,
+    StepTime,
+    StepTimes,
+    measure_channels,
+    report_computes,
+)
 from vtp_plugin.runtime.step.weight_gradients import WeightGradients
 from vtp_plugin.trace.stretches import Cause
 from vtp_plugin.util import log
@@ -51,11 +58,11 @@ class Ranks(Protocol):
 class ScheduleRunner:
     """Makes the schedule of each kind of step once, and runs steps over this rank's channels.
 
-    The order of a U-shape depends on durations and links, and so does any order with split backwards. If the user does
-    not state these costs, the run measures them. The first steps run in an order made for assumed costs. Training steps
-    2 to 4 are timed, and the links are tried after them. All ranks then combine their figures (medians over the steps)
-    into one set of costs, and later steps are planned for these, once for each number of microbatches. A new order does
-    not change what is computed: every chunk keeps the order of its backwards.
+    The order of a U-shape depends on durations and transfers, and so does any order with split backwards. If the user
+    does not state these costs, the run measures them. The first steps run in an order made for assumed costs. Training
+    steps 2 to 4 are timed, and transfers are tried after them. All ranks then combine their figures (medians over the
+    steps) into one set of costs, and later steps are planned for these, once for each number of microbatches. A new
+    order does not change what is computed: every chunk keeps the order of its backwards.
 
     From then on the time of the steps is compared with the time that the schedule promises. If they are too far apart,
     measured costs are measured again and the order is replanned, a few times at most; for stated costs there is a
@@ -222,13 +229,13 @@ class ScheduleRunner:
         """
         return self._companions.iterators(given if isinstance(given, list) else [given])
 
-    def run(self, schedule: Schedule, links: Mapping[LinkId, StageLink], compute: Compute) -> None:
+    def run(self, schedule: Schedule, channels: Mapping[CrossingId, StageChannel], compute: Compute) -> None:
         """Run one step; the arguments are those of :class:`~vtp_plugin.runtime.step.executor.Executor`."""
-        for link in links.values():
-            link.start_step()
-        known = {name: link for name, link in links.items() if isinstance(link, ChannelLink)}
-        self._companions.start_step(is_batched=any(link.form.is_batched for link in known.values()))
-        executor = Executor(schedule, self._worker, links, compute, self._companions, self._recorder)
+        for channel in channels.values():
+            channel.start_step()
+        known = {name: channel for name, channel in channels.items() if isinstance(channel, BoundChannel)}
+        self._companions.start_step(is_batched=any(channel.form.is_batched for channel in known.values()))
+        executor = Executor(schedule, self._worker, channels, compute, self._companions, self._recorder)
         if schedule.forward_only:
             with self._ranks.computing(executor.name_compute):
                 executor.run()
@@ -247,7 +254,7 @@ class ScheduleRunner:
             if self._num_left == 0:
                 computes = report_computes(self._noted, self._recorder.watch)
                 with self._recorder.span(Cause.PLAN):
-                    self._report = {**computes, **measure_links(known, executor.shapes, self._platform)}
+                    self._report = {**computes, **measure_channels(known, executor.shapes, self._platform)}
                 self._noted = []
         if time is not None:
             self._compare(time)

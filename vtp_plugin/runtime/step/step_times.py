@@ -23,12 +23,12 @@ from vtp_plugin.plan.schedule.cost.costs import Costs
 from vtp_plugin.plan.schedule.cost.simulator import simulate
 from vtp_plugin.plan.schedule.order.actions import Action, Op, Schedule
 from vtp_plugin.platform.interface import Platform
-from vtp_plugin.runtime.comm.channel import ChannelLink
+from vtp_plugin.runtime.comm.channel import BoundChannel
 from vtp_plugin.runtime.comm.work import Noted, Recorder, Stopwatch, num_resent
 from vtp_plugin.runtime.health.redaction import LineFile
 from vtp_plugin.runtime.health.store import ClockOffset, PostError, Topic, open_round, parse_post, part_of, read_post
 from vtp_plugin.runtime.health.waiting import STORE_KEEPER, until_store_ends
-from vtp_plugin.runtime.step.links import LinkId
+from vtp_plugin.runtime.step.stage_channels import CrossingId
 from vtp_plugin.trace.explain import on_one_clock
 from vtp_plugin.trace.stretches import (
     Cause,
@@ -420,31 +420,31 @@ def report_computes(noted: Sequence[Noted], watch: Stopwatch) -> Report:
     return report
 
 
-def measure_links(
-    links: Mapping[LinkId, ChannelLink], outputs: Mapping[int, tuple[int, ...]], platform: Platform
+def measure_channels(
+    channels: Mapping[CrossingId, BoundChannel], outputs: Mapping[int, tuple[int, ...]], platform: Platform
 ) -> Report:
-    """Send messages back and forth on every link of this rank; a collective call, while nothing else is under way.
+    """Send messages back and forth on every channel of this rank; a collective call, while nothing else is under way.
 
-    The links take turns, in one order on all ranks. The upstream rank sends a small tensor and gets one back, a few
+    They take turns, in one order on all ranks. The upstream rank sends a small tensor and gets one back, a few
     times; then it does the same with a tensor of the run's size (in a U with two rings, of each ring's). Each crosses
     as in the run, with the collectives inside the stages. The fastest small round trip is twice the latency. The
     additional time of a large one is twice the transfer time: both directions are assumed to be equally fast.
 
     Args:
-        links: links of this rank.
+        channels: channels of this rank.
         outputs: local shape of an output, by virtual stage of this rank.
         platform: where the tensors are.
 
     Returns:
-        Latency, transfer time and message size of each link on which this rank is upstream.
+        Latency, transfer time and message size of each channel on which this rank is upstream.
     """
     report: Report = {"latency_ms": {}, "transfer_ms": {}, "message_bytes": {}}
-    for name in sorted({name for name, _ in links if name.direction is Direction.FORWARD}):
-        vstages = sorted(vstage for one, vstage in links if one == name)
+    for name in sorted({name for name, _ in channels if name.direction is Direction.FORWARD}):
+        vstages = sorted(vstage for one, vstage in channels if one == name)
         # No headers: they would add the same time to both sizes.
-        small = [_small(links[one, vstages[0]]) for one in (name, name.opposite)]
+        small = [_small(channels[one, vstages[0]]) for one in (name, name.opposite)]
         if dist.get_rank() not in small[0].channel.spec.src.ranks:
-            for there, back in (small, *((links[name, v], links[name.opposite, v]) for v in vstages)):
+            for there, back in (small, *((channels[name, v], channels[name.opposite, v]) for v in vstages)):
                 for _ in range(_NUM_PINGS):
                     answer(there, back)
             continue
@@ -452,7 +452,7 @@ def measure_links(
         small_tensor = torch.zeros(small[0].shape or (), dtype=small[0].form.dtype, device=device)
         small_ms = min(ask_ms(small[0], small[1], small_tensor, platform) for _ in range(_NUM_PINGS))
         for vstage in vstages:
-            there, back = links[name, vstage], links[name.opposite, vstage]
+            there, back = channels[name, vstage], channels[name.opposite, vstage]
             tensor = torch.zeros(outputs[vstage], dtype=there.form.dtype, device=device)
             tensor_ms = min(ask_ms(there, back, tensor, platform) for _ in range(_NUM_PINGS))
             whole = there.channel.whole_shape(tensor.shape, there.form)
@@ -462,13 +462,13 @@ def measure_links(
     return report
 
 
-def _small(link: ChannelLink) -> ChannelLink:
-    """Bind the channel of a link to a small tensor that divides evenly."""
-    channel, form = link.channel, dataclasses.replace(link.form, has_variable_shapes=False)
-    return ChannelLink(channel, form, channel.local_shape(channel.spec.probe.src.shape, form))
+def _small(bound: BoundChannel) -> BoundChannel:
+    """Bind a channel to a small tensor that divides evenly."""
+    channel, form = bound.channel, dataclasses.replace(bound.form, has_variable_shapes=False)
+    return BoundChannel(channel, form, channel.local_shape(channel.spec.probe.src.shape, form))
 
 
-def ask_ms(there: ChannelLink, back: ChannelLink, tensor: torch.Tensor, platform: Platform) -> float:
+def ask_ms(there: BoundChannel, back: BoundChannel, tensor: torch.Tensor, platform: Platform) -> float:
     """Send a tensor, get one back, and return the round trip in ms; the other stage calls :func:`answer`."""
     start = time.perf_counter()
     sent = there.send(tensor)
@@ -479,7 +479,7 @@ def ask_ms(there: ChannelLink, back: ChannelLink, tensor: torch.Tensor, platform
     return 1e3 * (time.perf_counter() - start)
 
 
-def answer(there: ChannelLink, back: ChannelLink) -> None:
+def answer(there: BoundChannel, back: BoundChannel) -> None:
     """Send back the tensor that the asking stage sends."""
     back.send(there.post().take()).wait()
 

@@ -25,9 +25,8 @@ import torch.distributed as dist
 
 from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
-from vtp_plugin.runtime.comm.channel import Channel, ChannelLink
+from vtp_plugin.runtime.comm.channel import BoundChannel, Channel, RecvWork
 from vtp_plugin.runtime.comm.collectives import TensorFormat
-from vtp_plugin.runtime.comm.transfers import RecvWork
 from vtp_plugin.runtime.comm.work import SendWork
 
 Hook = Callable[..., Any]
@@ -166,10 +165,10 @@ class TiedWeight:
     def copy_from_first(self, weight: torch.Tensor, stages: Collection[int]) -> None:
         """Give the other stages the first stage's values, in place; called once by all ranks of ``stages``."""
         if self.is_first:
-            for send in [_link(channel, weight).send(weight) for stage, channel in self.outgoing if stage in stages]:
+            for send in [_bound(channel, weight).send(weight) for stage, channel in self.outgoing if stage in stages]:
                 send.wait()
         else:
-            weight.copy_(_link(self.incoming[0], weight).post().take())
+            weight.copy_(_bound(self.incoming[0], weight).post().take())
 
     def sum_gradients(self, gradient: torch.Tensor, stages: Collection[int]) -> None:
         """Add the other stages' gradients, in place; called once a step by all ranks of ``stages``.
@@ -183,11 +182,11 @@ class TiedWeight:
         receives: dict[Channel, RecvWork] = {}
         sends: list[SendWork] = []
         for channel in sorted((*outgoing, *incoming), key=lambda channel: channel.order):
-            link = _link(channel, gradient)
+            bound = _bound(channel, gradient)
             if channel in incoming:
-                receives[channel] = link.post()
+                receives[channel] = bound.post()
             else:
-                sends.append(link.send(gradient))
+                sends.append(bound.send(gradient))
         received = [receives[channel].take() for channel in incoming]
         for send in sends:
             send.wait()  # the sends read the gradient's memory
@@ -201,10 +200,10 @@ class TiedWeight:
                 gradient.add_(part)
 
 
-def _link(channel: Channel, weight: torch.Tensor) -> ChannelLink:
+def _bound(channel: Channel, weight: torch.Tensor) -> BoundChannel:
     """Bind a channel to a weight `[V, H]` of which each rank holds a slice of rows: V divides by all sizes."""
     form = TensorFormat(dtype=weight.dtype, src_sharded=True, dst_sharded=True, requires_grad=False)
-    return ChannelLink(channel, form, weight.shape)
+    return BoundChannel(channel, form, weight.shape)
 
 
 def join_tied_weight(channels: Sequence[Channel], layout: PipelineLayout) -> TiedWeight:

@@ -23,8 +23,8 @@ from vtp_plugin.plan.schedule.order.actions import (
     Schedule,
     advance_orders,
     channel_of,
+    crossing_output,
     joint_with,
-    link_of,
     peer_of,
     started_by,
 )
@@ -218,7 +218,7 @@ class _Line:
             queue.posted.append(now)
         while queue.sent and queue.posted:
             send, sent = queue.sent.popleft()
-            link = link_of(placement, send)
+            link = crossing_output(placement, send)
             arrival = self.add(_Event(sent, queue.posted.popleft(), link=link, channel=queue.number))
             self.messages.append((send, channel, arrival))
             self.arrivals[send] = self.arrivals[peer_of(placement, send)] = arrival
@@ -336,7 +336,7 @@ def timeline_of(compiled: CompiledSchedule, costs: Costs, *, mode: Mode) -> Time
     flights.sort(key=lambda flight: (flight.sent, flight.channel))
     sizes: dict[ChannelId, int] = defaultdict(int)
     for flight in flights:
-        sizes[flight.channel] += costs.message_bytes[link_of(placement, flight.action)]
+        sizes[flight.channel] += costs.message_bytes[crossing_output(placement, flight.action)]
     return Timeline(
         placement=placement,
         spans=tuple(spans),

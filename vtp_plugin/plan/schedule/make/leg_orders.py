@@ -33,9 +33,9 @@ from vtp_plugin.plan.schedule.order.actions import (
     Schedule,
     advance,
     channel_of,
+    crossing_output,
     inputs_of,
     joint_with,
-    link_of,
     peer_of,
     receives_for,
     sends_after,
@@ -447,7 +447,7 @@ class _Walk:
         end = self.note(now, number, action)
         self.ends[action.whole] = end
         for send in sends_after(self.placement, action):
-            link, channel = link_of(self.placement, send), channel_of(self.placement, send)
+            link, channel = crossing_output(self.placement, send), channel_of(self.placement, send)
             begin = max(end, self.channel_free_at.get(channel, 0.0))
             self.channel_free_at[channel] = left = begin + self.costs.transfer_time(link)
             receive = peer_of(self.placement, send)

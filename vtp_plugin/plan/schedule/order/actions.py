@@ -501,7 +501,7 @@ def channel_of(placement: Placement, action: Action) -> ChannelId:
     >>> [str(channel_of(u_placement(3), parse_action(text))) for text in ("3RECV_F0", "2RECV_B0")]
     ['boundary 2->0, forward', 'boundary 2->0, backward']
     """
-    upstream = link_of(placement, action)
+    upstream = crossing_output(placement, action)
     return ChannelId.between(
         placement.worker_of(upstream, action.microbatch),
         placement.worker_of(placement.successors[upstream], action.microbatch),
@@ -517,7 +517,7 @@ def by_channel(placement: Placement, actions: Iterable[Action]) -> dict[ChannelI
     return groups
 
 
-def link_of(placement: Placement, action: Action) -> int:
+def crossing_output(placement: Placement, action: Action) -> int:
     """Return v if a message passes between the virtual stage v and its successor.
 
     Args:
@@ -604,7 +604,7 @@ def peer_of(placement: Placement, action: Action) -> Action:
     >>> [str(peer_of(plain_placement(3), parse_action(text))) for text in ("1SEND_F3", "2RECV_F3", "1SEND_B3")]
     ['2RECV_F3', '1SEND_F3', '0RECV_B3']
     """
-    link, op = link_of(placement, action), _PEERS[action.op]
+    link, op = crossing_output(placement, action), _PEERS[action.op]
     if action.vstage != link:
         return Action(op=op, vstage=link, microbatch=action.microbatch)
     after = placement.successors[link]

@@ -11,13 +11,12 @@ import torch
 from vtp_plugin.plan.layout.pipeline_layout import ChannelId
 from vtp_plugin.plan.schedule.order.actions import Placement
 from vtp_plugin.runtime.bridges.separate import Bridge
-from vtp_plugin.runtime.comm.channel import Channel, ChannelLink
+from vtp_plugin.runtime.comm.channel import BoundChannel, Channel, RecvWork
 from vtp_plugin.runtime.comm.collectives import TensorFormat
-from vtp_plugin.runtime.comm.transfers import RecvWork
 from vtp_plugin.runtime.comm.work import SendWork
 
 SplitSizes = Callable[[torch.Tensor], "Sequence[int] | None"]
-LinkId = tuple[ChannelId, int]
+CrossingId = tuple[ChannelId, int]
 """The channel, and the virtual stage whose output or its gradient crosses: in a U of two rings two share a channel."""
 
 
@@ -49,7 +48,7 @@ class SendsInARow:
             send.wait()
 
 
-class StageLink(Protocol):
+class StageChannel(Protocol):
     """One direction between two virtual stages."""
 
     def start_step(self) -> None:
@@ -66,7 +65,7 @@ class StageLink(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LinkForm:
+class OutputForm:
     """Form of the tensors between a virtual stage and the next one; the gradients that come back have the same.
 
     Attributes:
@@ -78,18 +77,18 @@ class LinkForm:
     shape: Sequence[int]
 
 
-def bind_links(
-    placement: Placement, channels: Mapping[ChannelId, Channel], link_forms: Sequence[LinkForm]
-) -> dict[LinkId, ChannelLink]:
-    """Return this rank's links, each channel bound to the form of its tensors.
+def bind_channels(
+    placement: Placement, channels: Mapping[ChannelId, Channel], output_forms: Sequence[OutputForm]
+) -> dict[CrossingId, BoundChannel]:
+    """Return this rank's channels, each bound to the form of its tensors.
 
     Args:
         placement: which stage holds which virtual stage.
         channels: channels of this rank by their identity.
-        link_forms: forms of the tensors, by the virtual stage whose output they are.
+        output_forms: forms of the tensors, by the virtual stage whose output they are.
     """
     return {
-        (name, vstage): ChannelLink(channel, link_forms[vstage].form, link_forms[vstage].shape)
+        (name, vstage): BoundChannel(channel, output_forms[vstage].form, output_forms[vstage].shape)
         for name, channel in channels.items()
         for vstage in vstages_over(placement, name)
     }
@@ -101,27 +100,27 @@ def vstages_over(placement: Placement, name: ChannelId) -> list[int]:
     return [v for v in range(placement.num_vstages - 1) if placement.stages[v : v + 2] == ends]
 
 
-class ModuleLink:
+class ModuleChannel:
     """One direction between two stages of a module, whose tensors have two or three dimensions, with headers.
 
     Args:
-        link: link over the channel between the stages.
+        channel: channel between the stages.
     """
 
-    def __init__(self, link: ChannelLink) -> None:
-        self._link = link
+    def __init__(self, channel: BoundChannel) -> None:
+        self._channel = channel
 
     def start_step(self) -> None:
         """Count microbatches from 0 again."""
-        self._link.start_step()
+        self._channel.start_step()
 
     def post(self) -> Receive:
         """Post the receive of the next tensor, whose shape comes with it."""
-        return _Unsqueezed(self._link.post())
+        return _Unsqueezed(self._channel.post())
 
     def send(self, tensor: torch.Tensor) -> SendWork:
         """Send a tensor; Megatron gives one of two dimensions a last one of length 1."""
-        return self._link.send(tensor.unsqueeze(-1) if tensor.dim() == 2 else tensor)
+        return self._channel.send(tensor.unsqueeze(-1) if tensor.dim() == 2 else tensor)
 
 
 class _Unsqueezed:
@@ -135,7 +134,7 @@ class _Unsqueezed:
         return tensor.detach().squeeze(-1).requires_grad_(tensor.requires_grad)
 
 
-class _BridgeLink:
+class _BridgeChannel:
     """One direction of a bridge.
 
     Args:
@@ -151,7 +150,7 @@ class _BridgeLink:
         """Do nothing: a bridge counts its microbatches over all steps."""
 
 
-class ActivationLink(_BridgeLink):
+class ActivationChannel(_BridgeChannel):
     """Activations over a bridge."""
 
     def post(self) -> Receive:
@@ -164,7 +163,7 @@ class ActivationLink(_BridgeLink):
         return self._bridge.send_forward(tensor, self._split_sizes(tensor))
 
 
-class GradientLink(_BridgeLink):
+class GradientChannel(_BridgeChannel):
     """Gradients over a bridge."""
 
     def post(self) -> Receive:
