@@ -2,7 +2,7 @@
 
 A channel: one direction between two endpoints. Tensors come out in the order in which they went in.
 
-:class:`BoundChannel` knows the form of its tensors, and sends and receives. The channel has what all forms share: whose
+A bound channel knows the form of its tensors, and sends and receives them. The channel has what all forms share: whose
 connections are used, how a tensor of some shape crosses, the receives under way, and how many tensors have crossed.
 
 Each channel has a process group that carries point-to-point messages only (docs/development/internals.md, contract 3).

@@ -49,7 +49,7 @@ class SendsInARow:
 
 
 class StageChannel(Protocol):
-    """One direction between two virtual stages."""
+    """A stage channel: one direction between two virtual stages."""
 
     def start_step(self) -> None:
         """Count microbatches from 0 again."""
