@@ -19,7 +19,7 @@ PYTEST := OMP_NUM_THREADS=1 VTP_TEST_TIMES=$(TIMES) $(BIN)/python -m pytest $(TE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help env smoke check test test-changed test-unit test-full test-busy test-lanes test-mm test-site slowest coverage site demo clean
+.PHONY: help env smoke lint check test test-changed test-unit test-full test-busy test-lanes test-mm test-site slowest coverage site demo clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -37,10 +37,12 @@ smoke: $(STAMP) ## run this first, under a minute: ruff, import rules, examples,
 	if [ -x $(BIN)/ruff ]; then $(BIN)/ruff check -q . && $(BIN)/ruff format -q --check .; fi
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 0 -m smoke --durations=3 $(SMOKE)
 
-check: $(STAMP) ## what needs no run: ruff (lint and format), pyright, and rules of sources, words and documents
+lint: $(STAMP) ## ruff (lint and format) and pyright
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright
+
+check: lint ## what needs no run: `make lint`, and rules of sources, words and documents, which `make test` runs, too
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m "not full" tests/house
 
 test: $(STAMP) ## the tests that every change runs (about 35 minutes on 2 idle cores); with HOST=0.12, those that this Megatron can run
