@@ -80,7 +80,7 @@ class Compute:
         return self.output
 
 
-known = ChannelLink(channel, replace(form, has_variable_shapes=False), (4, 1, 2))
+known = BoundChannel(channel, replace(form, has_variable_shapes=False), (4, 1, 2))
 fixed = {(ChannelId.between(0, 1, Direction.FORWARD), 0): known}
 long = Compute(torch.zeros(5, 1, 2))
 
@@ -104,7 +104,7 @@ CASES = {
         (4, 3, 1), is_sharded=False
     ),
     "a rank outside the world": lambda: PipelineLayout.from_sizes((1, 2), world_size=3).coord(3),
-    "a tensor of another shape": lambda: ChannelLink(channel, form).send(torch.zeros(3, 2)),
+    "a tensor of another shape": lambda: BoundChannel(channel, form).send(torch.zeros(3, 2)),
     "a neighbour that is not there": lambda: PipelineCommunicator({}).exchange(
         form, recv_prev=True, shape=(1,), wait=True
     ),
