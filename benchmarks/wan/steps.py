@@ -245,7 +245,7 @@ def _rank_main(rank: int, job: Job, link: WanLink | None, address: str, clock: C
             shapes = job.local_shapes(name, stage)
             outputs = {vstage: shapes[vstage] for vstage in schedule.placement.vstages(stage)}
             # This also warms the connections up: whole tensors, five times each way.
-            links = measure_channels(_links(schedule, channels[mode], shapes), outputs, platform)
+            links = measure_channels(_bound(schedule, channels[mode], shapes), outputs, platform)
     writer.send((*_run_steps(job, rank, channels, clock), links))
     dist.barrier()
     dist.destroy_process_group()
@@ -264,7 +264,7 @@ def _run_steps(
             replicas, shapes = job.replicas(name), job.local_shapes(name, coord.stage)
             worker = replicas.worker(coord.stage, coord.dp_rank)
             sleeper = Sleeper(job.costs_of(name), shapes)
-            own_links = _links(schedule, channels[replicas.mode], shapes)
+            own_links = _bound(schedule, channels[replicas.mode], shapes)
             executor = Executor(schedule, worker, own_links, sleeper)
             step_s = clock.time(rank, executor.run)
             peaks[name] = sleeper.peaks
@@ -274,11 +274,11 @@ def _run_steps(
     return steps_s, busy_s, peaks
 
 
-def _links(
+def _bound(
     schedule: Schedule, channels: Mapping[ChannelId, Channel], shapes: Sequence[tuple[int, ...]]
 ) -> dict[CrossingId, BoundChannel]:
-    link_forms = [OutputForm(form=_FORM, shape=shape) for shape in shapes[: schedule.placement.num_vstages - 1]]
-    return bind_channels(schedule.placement, channels, link_forms)
+    output_forms = [OutputForm(form=_FORM, shape=shape) for shape in shapes[: schedule.placement.num_vstages - 1]]
+    return bind_channels(schedule.placement, channels, output_forms)
 
 
 def _open_channels(job: Job, name: str, platform: CpuPlatform) -> dict[ChannelId, Channel]:

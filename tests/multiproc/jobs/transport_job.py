@@ -121,8 +121,8 @@ def _exchange(channel: Channel, move: Move, rank: int) -> list[str]:
             work.wait()
             work.wait()
         return []
-    link = BoundChannel(channel, form, channel.local_shape(move.shape, form))
-    works = [link.post() for _ in wholes]
+    bound = BoundChannel(channel, form, channel.local_shape(move.shape, form))
+    works = [bound.post() for _ in wholes]
     received = [work.tensor for work in works]
     if move.num_microbatches > 1:
         works[-1].wait()  # those before it are waited for first, on all ranks alike
@@ -162,8 +162,8 @@ def varying(one: Move, shapes: Sequence[Shape]) -> list[Shape]:
     plans = [spec.plan(shape, src_sharded=one.src_sharded, dst_sharded=one.dst_sharded) for shape in shapes]
     if rank in spec.src.ranks:
         held = [LocalBoxes(rank=rank, boxes=plan.src.boxes_of(rank)) for plan in plans]
-        link = BoundChannel(channel, form)
-        works = [link.send(part_of(whole, holding)) for whole, holding in zip(wholes, held, strict=True)]
+        bound = BoundChannel(channel, form)
+        works = [bound.send(part_of(whole, holding)) for whole, holding in zip(wholes, held, strict=True)]
         for work in works:
             work.wait()
         return []

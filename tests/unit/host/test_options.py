@@ -59,7 +59,7 @@ SPELLINGS = {
     "--fp16 with experts that have groups of their own": [
         *("--fp16", "--num-experts", "4", "--expert-model-parallel-size", "2")
     ],
-    "--qk-clip with --use-distributed-optimizer": ["--qk-clip", "--use-distributed-optimizer"],
+    "--qk-clip with --use-distributed-optimizer": ["--qk-clip", "--use-distributed-optimizer", "--bf16"],
     "--moe-router-enable-expert-bias": ["--moe-router-enable-expert-bias", "--num-experts", "4", "--bf16"],
     "--moe-token-drop-policy position": ["--moe-token-drop-policy", "position", *_CAPACITY],
     "--moe-pad-expert-input-to-capacity": ["--moe-pad-expert-input-to-capacity", *_CAPACITY],
@@ -318,6 +318,13 @@ def test_every_attribute_that_is_read_exists_in_the_parser(defaults: argparse.Na
     recorder.names.update(rule.attribute for rule in RULES)
     assert len(recorder.names) > 100
     assert sorted(name for name in recorder.names if not hasattr(defaults, name)) == []
+
+
+def test_only_flat_master_weights_are_too_little_for_qk_clip() -> None:
+    """In fp32 a weight is its own master weight, and whole on every rank."""
+    for bf16, is_flat, problems in ((True, True, 1), (False, True, 0), (True, False, 0)):
+        args = SimpleNamespace(qk_clip=True, bf16=bf16, fp16=False, use_distributed_optimizer=is_flat)
+        assert len(check_options(args, UNEQUAL)) == problems
 
 
 def test_older_megatron_without_the_attributes_is_not_refused() -> None:

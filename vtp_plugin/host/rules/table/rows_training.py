@@ -31,6 +31,12 @@ from vtp_plugin.host.versions import capability
 _DATA = "tests/multiproc/training/test_parity.py::test_only_leaders_of_first_and_last_stage_read_data"
 
 
+def _has_flat_master_weights(args: object, _context: OptionContext) -> bool:
+    """Tell whether weights have master weights beside them (in fp32 they are their own), and a rank a flat part."""
+    has_master_weights = getattr(args, "bf16", False) or getattr(args, "fp16", False)
+    return has_master_weights and getattr(args, "use_distributed_optimizer", False)
+
+
 DATA_RULES: tuple[OptionRule, ...] = (
     *supported(
         "only tensor-parallel rank 0 of the first and the last stage reads", _DATA, "--dataloader-type external"
@@ -273,13 +279,9 @@ TRAINING_RULES: tuple[OptionRule, ...] = (
         "--qk-clip",
     ),
     *refused_unequal(
-        "clip_qk cuts a whole master weight into heads, and the distributed optimizer keeps a flat part of it, so "
+        "clip_qk cuts a whole master weight into heads, and with --bf16 or --fp16 that optimizer keeps a flat part, so "
         'Megatron itself ends with "The size of tensor a must match the size of tensor b", on equal stages, too',
-        only(
-            "--qk-clip with --use-distributed-optimizer",
-            lambda args, _context: getattr(args, "use_distributed_optimizer", False),
-            on,
-        ),
+        only("--qk-clip with --use-distributed-optimizer", _has_flat_master_weights, on),
         way_out="leave one of them out",
     ),
     *supported(
