@@ -67,13 +67,12 @@ def _refuse_yaml(session: Session) -> None:
     """
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--yaml-cfg")
-    parser.add_argument("--vtp-size-list", default=session.config.size_list)
     try:
         given, _ = parser.parse_known_args()
     except argparse.ArgumentError:
         # Megatron's parser says what is wrong.
         return
-    if given.yaml_cfg is not None and given.vtp_size_list is not None:
+    if given.yaml_cfg is not None and _names_stages(session):
         (rule,) = [rule for rule in RULES if rule.attribute == "yaml_cfg"]
         session.watch_failures()
         raise ConfigError(f"--yaml-cfg {given.yaml_cfg} with --vtp-size-list; {rule.reason}; {rule.way_out}")

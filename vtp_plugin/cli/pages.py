@@ -477,7 +477,7 @@ def page_of_plan(
     """
     return ReportPage(
         command="plan",
-        title=option_context(flags.config, flags.layout).size_list,
+        title=option_context(flags.config, flags.layout).layout_text,
         argv=quoted(options.argv),
         notes=tuple(lines),
         nodes=page_nodes(launch.nodes, flags.layout, flags.sites, launch),

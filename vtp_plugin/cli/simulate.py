@@ -174,7 +174,7 @@ def _of_pipeline(options: argparse.Namespace) -> _Simulation:
         flags=flags,
         request=request,
         costs=costs,
-        title=option_context(flags.config, flags.layout).size_list,
+        title=option_context(flags.config, flags.layout).layout_text,
         why=why,
         least=least,
         unit=unit,

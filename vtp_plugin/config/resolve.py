@@ -529,7 +529,7 @@ def option_context(config: VtpConfig, layout: PipelineLayout, *, device: str = "
 
     >>> layout = PipelineLayout.from_sizes((1, 2), world_size=3)
     >>> context = option_context(VtpConfig(size_list=(1, 2), force=True), layout)
-    >>> context.size_list, context.forced, context.is_planned
+    >>> context.layout_text, context.forced, context.is_planned
     ('--vtp-size-list 1,2', True, False)
     """
     return OptionContext(

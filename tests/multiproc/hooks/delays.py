@@ -47,9 +47,9 @@ def plant_delays(facts: Facts) -> None:
 def slow_link(facts: Facts) -> None:
     """Let each tensor of a step take longer on its way: its messages leave a while after they were sent."""
 
-    @before(transfers.Transfers, "_post")
-    def wait(_self: Any, messages: Any, transmission: Any) -> None:
-        if transmission.kind in LATE_KINDS and any(operation is transfers.dist.isend for operation, *_ in messages):
+    @before(transfers.Transfers, "post")
+    def wait(_self: Any, messages: Any, kind: Any, **_options: Any) -> None:
+        if kind in LATE_KINDS and any(operation is transfers.dist.isend for operation, *_ in messages):
             time.sleep(LINK_DELAY_S)
 
 

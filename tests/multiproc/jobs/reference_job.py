@@ -121,11 +121,11 @@ def _made_by_hand() -> bool:
 def _messages() -> Iterator[list[tuple[str, int]]]:
     """Note the messages between stages, as ``(operation, peer)``, that this rank posts meanwhile."""
     noted: list[tuple[str, int]] = []
-    post = Transfers._post
+    post = Transfers.post
 
-    def noting(self: Transfers, messages: Any, transmission: Any) -> Any:
+    def noting(self: Transfers, messages: Any, kind: Any, **options: Any) -> Any:
         noted.extend((operation.__name__, peer) for operation, _, peer in messages)
-        return post(self, messages, transmission)
+        return post(self, messages, kind, **options)
 
-    with mock.patch.object(Transfers, "_post", noting):
+    with mock.patch.object(Transfers, "post", noting):
         yield noted

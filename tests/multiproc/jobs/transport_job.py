@@ -190,7 +190,7 @@ def wrong_headers(sent: Sequence[tuple[Shape, str]], width: int, most_tokens: in
             if rank == 0 and is_fit:
                 BoundChannel(channel, form).send(torch.zeros(shape)).wait()
             elif rank == 0:
-                channel.headers.send(shape, form, "").wait()
+                channel.headers.announce(shape, form, "").wait()
             elif len(shape) == 3:
                 fresh = channel.crossed_by(channel.spec.strategy)
                 wanted = TensorFormat(dtype=torch.float32, has_variable_shapes=True, width=width)
@@ -214,7 +214,7 @@ def headers_of_replicas(shapes: Sequence[Shape]) -> str:
     form = TensorFormat(dtype=torch.float32, has_variable_shapes=True)
     if rank < 2:
         whole = channel.whole_shape(shapes[rank], form)
-        channel.headers.send(whole, form, "").wait()
+        channel.headers.announce(whole, form, "").wait()
         return ""
     try:
         return f"posted {tuple(BoundChannel(channel, form).post().tensor.shape)}"

@@ -206,7 +206,8 @@ EVENTS = (
     waits = TimedWaits(platform=Host("stub"), monitor=monitor, recorder=Recorder(Host("stub")))
     sent, received = torch.full((3,), float(rank)), torch.empty(3)
     works = [Work(dist.irecv(received, 1 - rank), "received"), Work(dist.isend(sent, 1 - rank), "sent")]
-    waits.wait_for(works, "boundary 0->1, forward, microbatch 0", "rank 1")
+    with waits.timed("boundary 0->1, forward, microbatch 0", "rank 1"):
+        for work in works: work.wait()
     # The event lies behind both messages on the stream: when it has passed, they have.
     assert log == ["received", "sent", "event recorded"], log
     assert received.tolist() == [1.0 - rank] * 3

@@ -108,7 +108,7 @@ CASES = {
     "a neighbour that is not there": lambda: PipelineCommunicator({}).exchange(
         form, recv_prev=True, shape=(1,), wait=True
     ),
-    "a stage without a group": lambda: stage._run("broadcast", (0, 1), "boundary", lambda: None),
+    "a stage without a group": lambda: stage._timed("broadcast", (0, 1), "boundary"),
     "a forward without an output": lambda: Executor(lower(plain_forward_only(2, 1)), 0, {}, Compute()).run(),
     "an output of another length": lambda: Executor(lower(plain_forward_only(2, 1)), 0, fixed, long).run(),
 }

@@ -42,7 +42,7 @@ NOT_PLAYED: Mapping[str, str] = {
     "vtp_plugin/session/ranks.py:AllRanks.share_reports": "hands on; each report has an entry",
     "patches/training/checkpointing.py:lock_folders.lock": "`the name of the run`",
     "vtp_plugin/runtime/comm/collectives.py:_Swapping.__init__": _NUMBERS,
-    "vtp_plugin/runtime/comm/transfers.py:Transfers._allocate": _NUMBERS,
+    "vtp_plugin/runtime/comm/transfers.py:Transmission._allocate": _NUMBERS,
     "vtp_plugin/runtime/comm/transfers.py:Transfers.warm_up": _NUMBERS,
     "vtp_plugin/runtime/comm/ping.py:_one_way_s.go_and_return": _NUMBERS,
     "vtp_plugin/runtime/comm/ping.py:_gather_all": "a benchmark of one owner's cluster",

@@ -81,12 +81,12 @@ class OptionContext:
         return len(set(self.dp_sizes)) > 1
 
     @property
-    def size_list(self) -> str:
+    def layout_text(self) -> str:
         """The lists of sizes as flags; those of equal cp, dp or ep sizes are left out.
 
-        >>> OptionContext(tp_sizes=(1, 4, 4)).size_list
+        >>> OptionContext(tp_sizes=(1, 4, 4)).layout_text
         '--vtp-size-list 1,4,4'
-        >>> OptionContext(tp_sizes=(1, 1), cp_sizes=(1, 2)).size_list
+        >>> OptionContext(tp_sizes=(1, 1), cp_sizes=(1, 2)).layout_text
         '--vtp-size-list 1,1 --vtp-cp-list 1,2'
         """
         lists = [("--vtp-size-list", self.tp_sizes)]
@@ -220,7 +220,7 @@ class OptionRule:
             return "--layerwise-disaggregated-training"
         if self.verdict is Verdict.REFUSED_SPLIT:
             return "--vtp-split-backward"
-        return "a planned schedule" if self.verdict is Verdict.REFUSED_PLANNED else context.size_list
+        return "a planned schedule" if self.verdict is Verdict.REFUSED_PLANNED else context.layout_text
 
 
 def on(value: object) -> bool:

@@ -103,7 +103,7 @@ class ColocatedBridge:
         waits = TimedWaits(platform, monitor, Recorder(platform))
         # All ranks tell what they have, which opens the backend's communicator of the whole group.
         groups = ChannelGroups(messages=group, stage=None)
-        self._transfers, self._statements = (Transfers(spec.name, groups, platform, waits, audit) for _ in range(2))
+        self._transfers, statements = (Transfers(spec.name, groups, platform, waits, audit) for _ in range(2))
         self._rank = dist.get_rank()
         self._members = tuple(dist.get_process_group_ranks(group))
         # One row from each rank, for all.
@@ -112,7 +112,7 @@ class ColocatedBridge:
         said_plan = plan_in_place(sharded(shape, self._members, dim=0), replicated(shape, self._members))
         require_valid(said_plan)
         said = compile_plan(said_plan, self._rank)
-        self._said = self._transmission(said, torch.int64, MessageKind.BRIDGE_HEADER)
+        self._said = self._transmission(statements, said, torch.int64, MessageKind.BRIDGE_HEADER)
         self._has_fixed_shape = has_fixed_shape
         # What this rank said in the first call, and what followed; only with fixed shapes.
         self._first: tuple[list[int], tuple[Shape, Widths]] | None = None
@@ -162,7 +162,7 @@ class ColocatedBridge:
                 )
             return self._first[1]
         said = torch.tensor([own], dtype=torch.int64, device=self._device)
-        all_said = self._statements.exchange(said, self._said, spec.name)
+        all_said = self._said.exchange(said, spec.name)
         lines = dict(zip(self._members, all_said.tolist(), strict=True))
         if wrong := [rank for rank, line in lines.items() if line[0] == _PROBLEM]:
             raise ConfigError(problem or f"{spec.name}: the tensor of {ranks_text(wrong)} cannot cross; see there")
@@ -199,10 +199,14 @@ class ColocatedBridge:
 
     def _move(self, plan: CompiledPlan, tensor: torch.Tensor, kind: MessageKind) -> torch.Tensor:
         """Carry out a plan in one exchange; ranks outside its source send nothing."""
-        return self._transfers.exchange(tensor, self._transmission(plan, tensor.dtype, kind), self._spec.name)
+        transmission = self._transmission(self._transfers, plan, tensor.dtype, kind)
+        return transmission.exchange(tensor, self._spec.name)
 
-    def _transmission(self, plan: CompiledPlan, dtype: torch.dtype, kind: MessageKind) -> Transmission:
+    def _transmission(
+        self, transfers: Transfers, plan: CompiledPlan, dtype: torch.dtype, kind: MessageKind
+    ) -> Transmission:
         return Transmission(
+            transfers=transfers,
             whole=plan.whole,
             plan=plan,
             dtype=dtype,

@@ -6,7 +6,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass, replace
 
 import torch
@@ -242,7 +242,7 @@ class Bridge:
     def send_backward(self, grad: torch.Tensor, sizes: Sequence[int] | None = None) -> SendWork:
         """Send the gradient of the oldest activation that has none yet; otherwise like :meth:`send_forward`."""
         if not self._has_gradient:
-            return SendWork((), (), lambda _works: None)
+            return SendWork((), (), nullcontext)
         known = self._batches.popleft() if self._batches else None
         batch = self._checked(self._backward, grad, sizes, known)
         return self._send(self._bound(self._backward, known), grad, batch)

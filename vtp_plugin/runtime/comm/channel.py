@@ -153,12 +153,12 @@ class RecvWork:
 
     def post(self, transmission: Transmission) -> None:
         """Post the receive of the tensor; called once, when it is known how it crosses."""
-        self.pending = self._channel.transfers.receive(transmission, self.position)
+        self.pending = transmission.post_receives(self.position)
         self._tensor = self.pending.tensor.requires_grad_(self.form.requires_grad)
 
     def post_header(self) -> PendingRecv:
         """Post the receive of the header."""
-        return self._channel.headers.post(self.position)
+        return self._channel.headers.expect(self.position)
 
     def read_header(self, header: PendingRecv) -> None:
         """Wait for the header, which says how the tensor crosses.
@@ -240,7 +240,7 @@ class Channel:
         beside: another channel over the same groups; receives of both are posted in one order.
 
     Attributes:
-        transfers: posts this rank's messages.
+        transfers: what all its messages share.
         transmission: gives how a tensor crosses, by the description of the whole and its form; made once for each.
         headers: what crosses before tensors of variable shapes.
         receives: the receives under way, also those of a channel beside it.
@@ -269,7 +269,8 @@ class Channel:
         self._recorder = recorder or Recorder(platform)
         rank = dist.get_rank()
         self._is_src = rank in spec.src.ranks
-        self.transfers = Transfers(spec.name, groups, platform, TimedWaits(platform, monitor, self._recorder), audit)
+        waits = TimedWaits(platform, monitor, self._recorder)
+        self.transfers = transfers = Transfers(spec.name, groups, platform, waits, audit)
         probe = spec.probe
         if self._is_src:
             others = {one.dst for one in probe.sends_of(rank)}
@@ -286,6 +287,7 @@ class Channel:
             plan = plan_of(shape, src_sharded=form.src_sharded, dst_sharded=form.dst_sharded)
             itemsize_bytes = form.dtype.itemsize if platform.gathers_by_messages else None
             return Transmission(
+                transfers=transfers,
                 whole=whole,
                 plan=compile_plan(plan, rank, itemsize_bytes=itemsize_bytes, widths=widths),
                 dtype=form.dtype,
@@ -297,6 +299,7 @@ class Channel:
         self.transmission = transmission
         self.headers = Headers(spec, rank, peer, self.transfers, platform, is_coalesced=is_coalesced)
         self.receives = Receives() if beside is None else beside.receives
+        self._counted = f"{spec.name}, {spec.unit}"
         self._num_sent = self._num_received = 0
 
     def start_step(self) -> None:
@@ -305,22 +308,18 @@ class Channel:
 
     def post(self, form: TensorFormat, known: Transmission | None) -> RecvWork:
         """Post the receive of the next tensor, or of its header where it is not known how the tensor crosses."""
-        position = self._position(self._num_received)
+        receive = RecvWork(self, form, known, f"{self._counted} {self._num_received}")
         self._num_received += 1
-        receive = RecvWork(self, form, known, position)
         self.receives.add(receive)
         return receive
 
     def send(self, tensor: torch.Tensor, form: TensorFormat, known: Transmission) -> SendWork:
         """Send the next tensor, with variable shapes behind its header."""
-        position = self._position(self._num_sent)
-        header = self.headers.send(known.whole, form, position) if form.has_variable_shapes else None
+        position = f"{self._counted} {self._num_sent}"
+        header = self.headers.announce(known.whole, form, position) if form.has_variable_shapes else None
         self._num_sent += 1
-        work = self.transfers.send(tensor, known, position)
+        work = known.post_sends(tensor, position)
         return work if header is None else header.joined_with(work)
-
-    def _position(self, number: int) -> str:
-        return f"{self.spec.name}, {self.spec.unit} {number}"
 
     @property
     def sends_from_here(self) -> bool:

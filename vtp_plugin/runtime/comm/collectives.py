@@ -6,6 +6,7 @@ import functools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -20,7 +21,7 @@ from vtp_plugin.plan.boundary.endpoint import even_cuts
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.plan.layout.replica_map import RankShare
 from vtp_plugin.platform.interface import Platform
-from vtp_plugin.runtime.comm.work import Finish, TimedWaits, ranks_text
+from vtp_plugin.runtime.comm.work import Finish, Timed, TimedWaits, ranks_text
 from vtp_plugin.trace.stretches import Cause
 
 
@@ -257,7 +258,8 @@ class StageCollectives:
             whole = self.memory.empty(start.joint, tensor.dtype)
             parts = [whole[part] for (part,) in start.parts]
         part = tensor.contiguous()
-        self._run("gather", ranks, position, lambda: dist.gather(part, parts, root, self.stage_group), Cause.PACK)
+        with self._timed("gather", ranks, position, Cause.PACK):
+            dist.gather(part, parts, root, self.stage_group)
         return whole
 
     def _sum(self, start: CompiledCollective, tensor: torch.Tensor, position: str) -> torch.Tensor:
@@ -298,13 +300,8 @@ class StageCollectives:
         splits = [len(one) * size_bytes for one in given]
         incoming = arrived.view(torch.uint8)
         bytes_taken = [number * size_bytes for number in taken]
-        self._run(
-            "sum",
-            ranks,
-            position,
-            lambda: dist.all_to_all_single(incoming, outgoing, bytes_taken, splits, self.stage_group),
-            Cause.PACK,
-        )
+        with self._timed("sum", ranks, position, Cause.PACK):
+            dist.all_to_all_single(incoming, outgoing, bytes_taken, splits, self.stage_group)
 
     def post_finish(
         self, finish: CompiledCollective, received: torch.Tensor, tensor: torch.Tensor, position: str
@@ -318,37 +315,31 @@ class StageCollectives:
             position: boundary, direction and number, for error messages.
         """
         if finish.swaps is not None and self.pieces_group is not None:
-            timed = functools.partial(self._run, finish.kind, finish.ranks, position)
+            timed = functools.partial(self._timed, finish.kind, finish.ranks, position)
             return _Swapping(self.name, finish.swaps, tensor, self.pieces_group, timed, self._open_finishes)
         return _AtEnd(functools.partial(self._finish, finish, received, tensor, position))
 
     def _finish(self, finish: CompiledCollective, received: torch.Tensor, tensor: torch.Tensor, position: str) -> None:
         """Run a collective of the backend; the arguments are those of :meth:`post_finish`."""
         kind, ranks, root, group = finish.kind, finish.ranks, finish.ranks[0], self.stage_group
-        if kind is CollectiveKind.BROADCAST:
-            self._run(kind, ranks, position, lambda: dist.broadcast(tensor, root, group))
-        elif kind is CollectiveKind.SCATTER:
-            parts = [received[part] for (part,) in finish.parts] or None
-            self._run(kind, ranks, position, lambda: dist.scatter(tensor, parts, root, group))
-        elif kind is CollectiveKind.ALL_GATHER:
-            index = ranks.index(self.rank)
-            self._run(kind, ranks, position, lambda: _all_gather_rows(tensor, index, len(ranks), group))
-        else:
-            raise PlanError(f"{position}: finish {kind}: it completes nothing")
+        with self._timed(kind, ranks, position):
+            if kind is CollectiveKind.BROADCAST:
+                dist.broadcast(tensor, root, group)
+            elif kind is CollectiveKind.SCATTER:
+                dist.scatter(tensor, [received[part] for (part,) in finish.parts] or None, root, group)
+            elif kind is CollectiveKind.ALL_GATHER:
+                _all_gather_rows(tensor, ranks.index(self.rank), len(ranks), group)
+            else:
+                raise PlanError(f"{position}: finish {kind}: it completes nothing")
 
-    def _run(
-        self,
-        kind: str,
-        ranks: Sequence[int],
-        position: str,
-        run: Callable[[], object],
-        cause: Cause = Cause.FINISH,
-    ) -> None:
-        """Run a collective and time it; the time of a start counts as packing."""
+    def _timed(
+        self, kind: str, ranks: Sequence[int], position: str, cause: Cause = Cause.FINISH
+    ) -> AbstractContextManager[None]:
+        """Time a collective; the time of a start counts as packing."""
         if self.stage_group is None:
             raise PlanError(f"{position}: {kind} among {ranks_text(ranks)}, but this stage has no group")
         peer = f"the members {ranks_text(ranks)} of this stage"
-        self.waits.run(run, position, peer, f"{kind} among {peer}", cause)
+        return self.waits.timed(position, peer, f"{kind} among {peer}", cause)
 
 
 @dataclass(frozen=True, slots=True)
@@ -373,7 +364,7 @@ class _Swapping:
         swaps: CompiledSwaps,
         tensor: torch.Tensor,
         group: dist.ProcessGroup,
-        timed: Callable[[Callable[[], object]], None],
+        timed: Timed,
         open_finishes: deque[torch.Tensor],
     ) -> None:
         """Post the receives: each rank's portions in the order in which that rank gets them."""
@@ -389,26 +380,23 @@ class _Swapping:
         self._begin()
         while self._left and self._left[0].num_arrived <= num_arrived:
             swap = self._left.popleft()
-            self._timed(functools.partial(self._send, self._tensor[swap.start : swap.stop]))
+            piece = self._tensor[swap.start : swap.stop]
+            with self._timed():
+                self._works += [dist.isend(piece, rank, self._group) for rank in self._receivers]
 
     def complete(self) -> None:
         """Wait until every rank has the whole tensor."""
         self._begin()
-        self._timed(self._wait)
+        with self._timed():
+            for work in self._works:
+                assert work is not None
+                work.wait()
 
     def _begin(self) -> None:
         # Messages carry no tags: a channel's finishes must run in the order in which their receives were posted.
         if not self._has_begun and self._open.popleft() is not self._tensor:
             raise PlanError(f"{self._name}: receives are waited for out of order")
         self._has_begun = True
-
-    def _send(self, piece: torch.Tensor) -> None:
-        self._works += [dist.isend(piece, rank, self._group) for rank in self._receivers]
-
-    def _wait(self) -> None:
-        for work in self._works:
-            assert work is not None
-            work.wait()
 
 
 def _all_gather_rows(tensor: torch.Tensor, index: int, num_ranks: int, group: dist.ProcessGroup | None) -> None:

@@ -13,6 +13,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,10 @@ import torch.distributed as dist
 from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan, CompiledMessage, CompiledPlan, compile_plan
 from vtp_plugin.plan.boundary.channel_spec import ChannelSpec
-from vtp_plugin.plan.boundary.endpoint import Shape
 from vtp_plugin.plan.boundary.message_kind import MESSAGE_FORMS, Bound, Expected, MessageKind, Whole
 from vtp_plugin.platform.interface import Platform
 from vtp_plugin.runtime.comm.collectives import HostMemory, StageCollectives, TensorFormat
-from vtp_plugin.runtime.comm.work import PendingRecv, SendWork, TimedWaits, WaitFor, ranks_text
+from vtp_plugin.runtime.comm.work import PendingRecv, SendWork, TimedWaits, ranks_text
 from vtp_plugin.runtime.health.redaction import LineFile
 from vtp_plugin.trace.stretches import Cause
 
@@ -46,7 +46,6 @@ class Headers:
     def __init__(
         self, spec: ChannelSpec, rank: int, peer: str, transfers: Transfers, platform: Platform, *, is_coalesced: bool
     ) -> None:
-        self._transfers = transfers
         self._platform = platform
         self._peer = peer
         self._num_ranks = len((spec.src if rank in spec.src.ranks else spec.dst).ranks)
@@ -54,6 +53,7 @@ class Headers:
         plan = spec.plan_header(self._codec.length)
         self._shape = plan.src.holdings[0].local_shape
         self._transmission = Transmission(
+            transfers=transfers,
             whole=plan.src.shape,
             plan=compile_plan(plan, rank),
             dtype=torch.int64,
@@ -62,15 +62,15 @@ class Headers:
             is_batched=is_coalesced,
         )
 
-    def send(self, whole: Whole, form: TensorFormat, position: str) -> SendWork:
+    def announce(self, whole: Whole, form: TensorFormat, position: str) -> SendWork:
         """Send shape and type of the tensor that follows: an int64 tensor, never a pickled object."""
         values = self._codec.encode(whole, str(form.dtype), position)
         header = torch.tensor(values, dtype=torch.int64, device=self._platform.device())
-        return self._transfers.send(header.reshape(self._shape), self._transmission, position)
+        return self._transmission.post_sends(header.reshape(self._shape), position)
 
-    def post(self, position: str) -> PendingRecv:
+    def expect(self, position: str) -> PendingRecv:
         """Post the receive of a header."""
-        return self._transfers.receive(self._transmission, position)
+        return self._transmission.post_receives(position)
 
     def read(self, header: torch.Tensor, form: TensorFormat, position: str) -> Whole:
         """Return the description of the tensor that a header announces.
@@ -204,33 +204,12 @@ class ChannelGroups:
     pieces: dist.ProcessGroup | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Transmission:
-    """How tensors of one shape and type cross, as this rank sees it; made once, and used for all of them.
-
-    Attributes:
-        whole: description of the whole tensor.
-        plan: this rank's part of the plan.
-        dtype: type of the tensors.
-        kind: kind of their messages.
-        peer: name of the ranks that are waited for, for error messages.
-        is_batched: whether the messages of a tensor are coalesced into one call of the backend.
-    """
-
-    whole: Whole
-    plan: CompiledPlan
-    dtype: torch.dtype
-    kind: MessageKind
-    peer: str
-    is_batched: bool = False
-
-
 _Message = tuple[Callable[..., Any], torch.Tensor, int]
 """What the backend does, the memory, and the other rank."""
 
 
 class Transfers:
-    """Posts the messages of one channel's plans.
+    """What all messages of a channel share: groups, memory, waits, and the record of what has left.
 
     Args:
         name: name of the channel, for error messages.
@@ -238,124 +217,44 @@ class Transfers:
         platform: says on which device tensors are and how to wait.
         waits: times the waits.
         audit: records every message; None without ``--vtp-audit``.
+
+    Attributes:
+        memory: allocates what messages fill.
+        stage: collectives inside this rank's stage.
     """
 
     def __init__(
         self, name: str, groups: ChannelGroups, platform: Platform, waits: TimedWaits, audit: Audit | None
     ) -> None:
-        self._name = name
+        self.name = name
+        self.waits = waits
+        self.rank = dist.get_rank()
+        self.memory = HostMemory(platform)
+        self.stage = StageCollectives(name, groups.stage, groups.pieces, waits, self.memory)
         self._group = groups.messages
         self._platform = platform
-        self._waits = waits
         self._audit = audit
-        self._rank = dist.get_rank()
-        self.memory = HostMemory(platform)
-        self._stage = StageCollectives(name, groups.stage, groups.pieces, waits, self.memory)
 
-    def send(self, tensor: torch.Tensor, transmission: Transmission, position: str) -> SendWork:
-        """Post the transfers of this rank, after the plan's start inside the stage.
-
-        Args:
-            tensor: this rank's part. A contiguous alias is sent, so the caller may replace the tensor's ``data``.
-            transmission: how the tensor crosses.
-            position: boundary, direction and number, for error messages.
+    def post(self, messages: Sequence[_Message], kind: MessageKind, *, is_batched: bool) -> list[dist.Work]:
+        """Give messages to the backend. Nothing else does, so what may leave a stage is checked here.
 
         Raises:
-            ConfigError: the tensor does not have the form of its kind of message, or the type or shape that the
-                receiver expects. (A mismatch in size would end the receiving process inside gloo.)
+            ConfigError: a tensor does not have the form of its kind of message.
             PlanError: this rank is not in the group of the channel.
         """
-        recorder = self._waits.recorder
-        with recorder.span(Cause.PACK, position):
-            messages = self._outgoing(tensor, transmission, position)
-        with recorder.span(Cause.SEND, position):
-            works = self._post(messages, transmission)
-        return SendWork(works, [piece for _, piece, _ in messages], self._wait_for(transmission, position))
-
-    def receive(self, transmission: Transmission, position: str) -> PendingRecv:
-        """Post the receives of this rank into fresh memory."""
-        with self._waits.recorder.span(Cause.POST, position):
-            incoming = self._allocate(transmission, position)
-            works = self._post(incoming.messages, transmission)
-            return self._pending(incoming, works, transmission, position)
-
-    def exchange(self, tensor: torch.Tensor, transmission: Transmission, position: str) -> torch.Tensor:
-        """Carry out a plan among ranks that may all send and receive; all messages are posted at once.
-
-        Args:
-            tensor: this rank's part; not used if the rank sends nothing.
-            transmission: how the tensor crosses, without a start or a finish.
-            position: name of the exchange, for error messages.
-
-        Returns:
-            This rank's part of what arrives.
-        """
-        plan = transmission.plan
-        incoming = self._allocate(transmission, position)
-        has_own = plan.sends or plan.kept
-        messages = incoming.messages + (self._outgoing(tensor, transmission, position) if has_own else [])
-        pending = self._pending(incoming, self._post(messages, transmission), transmission, position)
-        for before, after in plan.kept:
-            pending.tensor[after] = tensor[before]
-        return pending.wait()
-
-    def _outgoing(self, tensor: torch.Tensor, transmission: Transmission, position: str) -> list[_Message]:
-        """Check a tensor, run the plan's start, and pack the messages that leave this rank."""
-        plan = transmission.plan
-        if tensor.dtype != transmission.dtype:
-            raise ConfigError(
-                f"{position}: the tensor to send is {tensor.dtype}, the receiver expects {transmission.dtype}; set the "
-                "configuration's pipeline_dtype to the type of the stage's output"
-            )
-        if tensor.shape != plan.held:
-            raise ConfigError(
-                f"{position}: the tensor to send has the shape {tuple(tensor.shape)}, the receiver expects this rank's "
-                f"part of {plan.whole}, which is {plan.held}; return activations [S, B, H] of one shape from all ranks "
-                "of the stage, or set variable_seq_lengths"
-            )
-        local = tensor.detach()
-        if plan.start is not None:
-            local = self._stage.start(plan.start, local, position)
-        return [(dist.isend, _packed(_pieces(local, one, plan)), one.peer) for one in plan.sends]
-
-    def _allocate(self, transmission: Transmission, position: str) -> _Incoming:
-        """Allocate memory for what arrives at this rank."""
-        plan, dtype = transmission.plan, transmission.dtype
-        if plan.wanted is None:
-            raise PlanError(f"{position}: rank {self._rank} gets nothing of it")
-        tensor = self._allocated(plan.wanted, dtype, plan.memory_order)
-        joint = None if plan.finish is None else plan.finish.joint
-        # An alias: the tensor itself may require a gradient when its memory is filled.
-        memory = tensor.detach() if joint is None else self.memory.empty(joint, dtype)
-        messages: list[_Message] = []
-        copies: list[Sequence[tuple[torch.Tensor, torch.Tensor]]] = []
-        for one in plan.receives:
-            targets = _pieces(memory, one, plan)
-            if one.buffer is None:
-                messages.append((dist.irecv, targets[0], one.peer))
-                copies.append(())
-                continue
-            buffer = self.memory.empty(one.buffer, dtype)
-            messages.append((dist.irecv, buffer, one.peer))
-            copies.append([*zip(targets, buffer.split(one.lengths), strict=True)])
-        return _Incoming(tensor, memory, messages, copies)
-
-    def _pending(
-        self, incoming: _Incoming, works: Sequence[dist.Work], transmission: Transmission, position: str
-    ) -> PendingRecv:
-        """Return the receive of messages that are posted, with the finish inside the stage."""
-        tensor, finish = incoming.tensor, None
-        if transmission.plan.finish is not None:
-            finish = self._stage.post_finish(transmission.plan.finish, incoming.memory, tensor.detach(), position)
-        wait_for = self._wait_for(transmission, position)
-        return PendingRecv(tensor=tensor, works=works, copies=incoming.copies, finish=finish, wait_for=wait_for)
-
-    def _allocated(self, shape: Shape, dtype: torch.dtype, order: tuple[int, ...] | None) -> torch.Tensor:
-        """Return an uninitialised tensor with the dimensions in the plan's order."""
-        if order is None:
-            return self.memory.empty(shape, dtype)
-        memory = self.memory.empty(tuple(shape[dim] for dim in order), dtype)
-        return memory.permute([order.index(dim) for dim in range(len(order))])
+        if not messages:
+            return []
+        if self._group is None:
+            raise PlanError(f"{self.name}: rank {self.rank} has transfers but is not in the channel's group")
+        for operation, tensor, peer in messages:
+            require_allowed(kind, tensor)
+            if self._audit is not None:
+                self._audit.note("sent" if operation is dist.isend else "received", kind, tensor, peer, self.name)
+        if self.waits.recorder.counts_traffic:
+            self.waits.recorder.add_bytes(tensor for _, tensor, _ in messages)
+        if is_batched:
+            return dist.batch_isend_irecv([dist.P2POp(*message, self._group) for message in messages])
+        return [operation(tensor, peer, group=self._group) for operation, tensor, peer in messages]
 
     def warm_up(self, plan: BoundaryPlan, *, is_batched: bool = False) -> None:
         """Send one element along every transfer of a plan, one after another in the plan's order.
@@ -375,58 +274,139 @@ class Transfers:
                 (dist.isend, transfer.src, transfer.dst),
                 (dist.irecv, transfer.dst, transfer.src),
             )
-            if self._rank == end
+            if self.rank == end
         ]
-        compiled = compile_plan(plan, self._rank)
         for operation, peer in ends[:1] if is_batched else ends:
             peers = [peer for _, peer in ends] if is_batched else [peer]
-            transmission = Transmission(
-                whole=compiled.whole,
-                plan=compiled,
-                dtype=element.dtype,
-                kind=MessageKind.WARM_UP,
-                peer=ranks_text(peers),
-                is_batched=is_batched,
-            )
             # Each of several messages under way needs memory of its own.
             messages = [(operation, element.clone(), one) for one in peers]
-            self._wait_for(transmission, f"{self._name}, warm-up")(self._post(messages, transmission))
-
-    def _wait_for(self, transmission: Transmission, position: str) -> WaitFor:
-        return functools.partial(self._waits.wait_for, position=position, peer=transmission.peer)
-
-    def _post(self, messages: Sequence[_Message], transmission: Transmission) -> list[dist.Work]:
-        """Give messages to the backend. Nothing else does, so what may leave a stage is checked here."""
-        if not messages:
-            return []
-        if self._group is None:
-            raise PlanError(f"{self._name}: rank {self._rank} has transfers but is not in the channel's group")
-        for operation, tensor, peer in messages:
-            require_allowed(transmission.kind, tensor)
-            if self._audit is not None:
-                way = "sent" if operation is dist.isend else "received"
-                self._audit.note(way, transmission.kind, tensor, peer, self._name)
-        self._waits.recorder.add_bytes(tensor for _, tensor, _ in messages)
-        if transmission.is_batched:
-            return dist.batch_isend_irecv([dist.P2POp(*message, self._group) for message in messages])
-        return [operation(tensor, peer, group=self._group) for operation, tensor, peer in messages]
+            works = self.post(messages, MessageKind.WARM_UP, is_batched=is_batched)
+            with self.waits.timed(f"{self.name}, warm-up", ranks_text(peers)):
+                for work in works:
+                    work.wait()
 
 
-@dataclass(slots=True)
-class _Incoming:
-    """Memory for what arrives.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Transmission:
+    """How tensors of one shape and type cross, as this rank sees it; made once, and lets all of them cross.
+
+    A compiled plan knows neither the type of its tensors nor a channel.
 
     Attributes:
-        tensor: this rank's part.
-        memory: what the messages fill: the same memory, but on the root of a scatter.
-        messages: messages to receive.
-        copies: pairs of a part of the memory and the dense buffer that it is copied from, a list for each message.
+        transfers: what all messages of the channel share.
+        whole: description of the whole tensor.
+        plan: this rank's part of the plan.
+        dtype: type of the tensors.
+        kind: kind of their messages.
+        peer: name of the ranks that are waited for, for error messages.
+        is_batched: whether the messages of a tensor are coalesced into one call of the backend.
     """
 
-    tensor: torch.Tensor
-    memory: torch.Tensor
-    messages: list[_Message]
-    copies: list[Sequence[tuple[torch.Tensor, torch.Tensor]]]
+    transfers: Transfers
+    whole: Whole
+    plan: CompiledPlan
+    dtype: torch.dtype
+    kind: MessageKind
+    peer: str
+    is_batched: bool = False
+
+    def post_sends(self, tensor: torch.Tensor, position: str) -> SendWork:
+        """Post the messages of this rank, after the plan's start inside the stage.
+
+        Args:
+            tensor: this rank's part. A contiguous alias is sent, so the caller may replace the tensor's ``data``.
+            position: boundary, direction and number, for error messages.
+
+        Raises:
+            ConfigError: the tensor does not have the form of its kind of message, or the type or shape that the
+                receiver expects. (A mismatch in size would end the receiving process inside gloo.)
+            PlanError: this rank is not in the group of the channel.
+        """
+        waits = self.transfers.waits
+        with waits.recorder.span(Cause.PACK, position):
+            messages = self._outgoing(tensor, position)
+        with waits.recorder.span(Cause.SEND, position):
+            works = self.transfers.post(messages, self.kind, is_batched=self.is_batched)
+        return SendWork(works, [piece for _, piece, _ in messages], partial(waits.timed, position, self.peer))
+
+    def post_receives(self, position: str) -> PendingRecv:
+        """Post the receives of this rank into fresh memory."""
+        waits, finish, finisher = self.transfers.waits, None, self.plan.finish
+        with waits.recorder.span(Cause.POST, position):
+            tensor, memory, messages, copies = self._allocate(position)
+            works = self.transfers.post(messages, self.kind, is_batched=self.is_batched)
+            if finisher is not None:
+                finish = self.transfers.stage.post_finish(finisher, memory, tensor.detach(), position)
+        timed = partial(waits.timed, position, self.peer)
+        return PendingRecv(tensor=tensor, works=works, copies=copies, finish=finish, timed=timed)
+
+    def exchange(self, tensor: torch.Tensor, position: str) -> torch.Tensor:
+        """Carry out a plan among ranks that may all send and receive; all messages are posted at once.
+
+        Args:
+            tensor: this rank's part; not used if the rank sends nothing. The plan has neither a start nor a finish.
+            position: name of the exchange, for error messages.
+
+        Returns:
+            This rank's part of what arrives.
+        """
+        arriving, _, messages, copies = self._allocate(position)
+        if self.plan.sends or self.plan.kept:
+            messages += self._outgoing(tensor, position)
+        works = self.transfers.post(messages, self.kind, is_batched=self.is_batched)
+        for before, after in self.plan.kept:
+            arriving[after] = tensor[before]
+        timed = partial(self.transfers.waits.timed, position, self.peer)
+        return PendingRecv(tensor=arriving, works=works, copies=copies, finish=None, timed=timed).wait()
+
+    def _outgoing(self, tensor: torch.Tensor, position: str) -> list[_Message]:
+        """Check a tensor, run the plan's start, and pack the messages that leave this rank."""
+        plan = self.plan
+        if tensor.dtype != self.dtype:
+            raise ConfigError(
+                f"{position}: the tensor to send is {tensor.dtype}, the receiver expects {self.dtype}; set the "
+                "configuration's pipeline_dtype to the type of the stage's output"
+            )
+        if tensor.shape != plan.held:
+            raise ConfigError(
+                f"{position}: the tensor to send has the shape {tuple(tensor.shape)}, the receiver expects this rank's "
+                f"part of {plan.whole}, which is {plan.held}; return activations [S, B, H] of one shape from all ranks "
+                "of the stage, or set variable_seq_lengths"
+            )
+        local = tensor.detach()
+        if plan.start is not None:
+            local = self.transfers.stage.start(plan.start, local, position)
+        return [(dist.isend, _packed(_pieces(local, one, plan)), one.peer) for one in plan.sends]
+
+    def _allocate(
+        self, position: str
+    ) -> tuple[torch.Tensor, torch.Tensor, list[_Message], list[Sequence[tuple[torch.Tensor, torch.Tensor]]]]:
+        """Allocate memory for what arrives at this rank.
+
+        Returns:
+            This rank's part; what the messages fill, which is the same memory, but on the root of a scatter; the
+            messages to receive; and for each pairs of a part of the memory and the dense buffer it is copied from.
+        """
+        plan, dtype, empty = self.plan, self.dtype, self.transfers.memory.empty
+        if plan.wanted is None:
+            raise PlanError(f"{position}: rank {self.transfers.rank} gets nothing of it")
+        order = plan.memory_order
+        if order is None:
+            tensor = empty(plan.wanted, dtype)
+        else:
+            dense = empty(tuple(plan.wanted[dim] for dim in order), dtype)
+            tensor = dense.permute([order.index(dim) for dim in range(len(order))])
+        joint = None if plan.finish is None else plan.finish.joint
+        # An alias: the tensor itself may require a gradient when its memory is filled.
+        memory = tensor.detach() if joint is None else empty(joint, dtype)
+        messages: list[_Message] = []
+        copies: list[Sequence[tuple[torch.Tensor, torch.Tensor]]] = []
+        for one in plan.receives:
+            targets = _pieces(memory, one, plan)
+            buffer = targets[0] if one.buffer is None else empty(one.buffer, dtype)
+            messages.append((dist.irecv, buffer, one.peer))
+            copies.append(() if one.buffer is None else [*zip(targets, buffer.split(one.lengths), strict=True)])
+        return tensor, memory, messages, copies
 
 
 def _packed(pieces: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -164,7 +164,7 @@ class Recorder:
 
     def span(self, cause: Cause, name: object = "") -> AbstractContextManager[object]:
         """Note the time of a ``with`` block; of nested spans of one cause only the outer one counts."""
-        if not self._is_heard or any(one.cause is cause for one in self._open[-1:]):
+        if not self._listeners or not self._is_heard or any(one.cause is cause for one in self._open[-1:]):
             return _NOTHING
         return self._noting(cause, name)
 
@@ -224,6 +224,10 @@ class _Open:
 _NOTHING = contextlib.nullcontext()
 
 
+Timed = Callable[[], AbstractContextManager[None]]
+"""Makes a ``with`` block whose time is kept."""
+
+
 class Finish(Protocol):
     """The finish of a plan under way: what the ranks of a stage do together with what they have received."""
 
@@ -234,9 +238,6 @@ class Finish(Protocol):
     def complete(self) -> None:
         """Return when the tensor is complete."""
         ...
-
-
-WaitFor = Callable[[Sequence[dist.Work]], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,16 +254,14 @@ class TimedWaits:
     monitor: Monitor | None
     recorder: Recorder
 
-    def run(
-        self, wait_for_others: Callable[[], object], position: str, peer: str, what: str, cause: Cause = Cause.WAIT
-    ) -> None:
-        """Call what waits for other ranks, and keep its time.
+    @contextlib.contextmanager
+    def timed(self, position: str, peer: str, what: str = "", cause: Cause = Cause.WAIT) -> Iterator[None]:
+        """Keep the time of a ``with`` block that waits for other ranks.
 
         Args:
-            wait_for_others: what waits.
             position: boundary, direction and microbatch.
             peer: name of the ranks that are waited for.
-            what: name of what is broken if the backend fails.
+            what: name of what is broken if the backend fails; by default the connection to the peer.
             cause: what this rank's time goes to, for the recorder.
 
         Raises:
@@ -271,8 +270,9 @@ class TimedWaits:
         wait = self.monitor.position.begin(position, peer) if self.monitor is not None else None
         try:
             with self.recorder.span(cause, position):
-                wait_for_others()
+                yield
         except RuntimeError as error:
+            what = what or f"connection to {peer}"
             raise PeerError(
                 f"{position}: {what} broke ({first_line(str(error))})", shared=f"{position}: {what} broke"
             ) from error
@@ -285,26 +285,22 @@ class TimedWaits:
             wait.event = event = self.platform.module().Event()
             event.record()
 
-    def wait_for(self, works: Sequence[dist.Work], position: str, peer: str) -> None:
-        """Wait for the backend's handles; arguments and error are those of :meth:`run`."""
-
-        def wait() -> None:
-            for work in works:
-                work.wait()
-
-        self.run(wait, position, peer, f"connection to {peer}")
-
 
 class SendWork:
     """A send under way: keeps the tensor and the backend's handles until it is waited for.
 
     ``wait`` is idempotent: a second wait on gloo's own handle would block until the timeout.
+
+    Args:
+        works: the backend's handles.
+        tensors: what is being sent.
+        timed: keeps the time of a wait for the receiver.
     """
 
-    def __init__(self, works: Sequence[dist.Work], tensors: Sequence[torch.Tensor], wait_for: WaitFor) -> None:
+    def __init__(self, works: Sequence[dist.Work], tensors: Sequence[torch.Tensor], timed: Timed) -> None:
         self._works = list(works)
         self._tensors = list(tensors)
-        self._wait_for = wait_for
+        self._timed = timed
 
     @property
     def is_done(self) -> bool:
@@ -323,7 +319,7 @@ class SendWork:
 
     def joined_with(self, later: SendWork) -> SendWork:
         """Return one handle for this send and a later one."""
-        return SendWork(self._works + later._works, self._tensors + later._tensors, self._wait_for)
+        return SendWork(self._works + later._works, self._tensors + later._tensors, self._timed)
 
     def wait(self) -> None:
         """Return when the tensor may be reused: at once for the host on device backends.
@@ -333,7 +329,9 @@ class SendWork:
         """
         works, self._works = self._works, []
         if works:
-            self._wait_for(works)
+            with self._timed():
+                for work in works:
+                    work.wait()
         self._tensors = []
 
 
@@ -379,14 +377,14 @@ class PendingRecv:
         works: the backend's handles of this rank's receives: one for each message, or one for all that were coalesced.
         copies: pairs of a part of the tensor and the dense buffer that it is copied from, a list for each message.
         finish: the collective inside the stage; None if there is none.
-        wait_for: waits for the handles and keeps the time.
+        timed: keeps the time of a wait for the sender.
     """
 
     tensor: torch.Tensor
     works: Sequence[dist.Work]
     copies: Sequence[Sequence[tuple[torch.Tensor, torch.Tensor]]]
     finish: Finish | None
-    wait_for: WaitFor
+    timed: Timed
 
     def wait(self) -> torch.Tensor:
         """Return the tensor when it holds the local part of what was sent; called once.
@@ -394,23 +392,20 @@ class PendingRecv:
         Raises:
             PeerError: the connection to the sender, or to a member of this rank's stage, broke.
         """
-        if len(self.works) == len(self.copies):
-            for number, work in enumerate(self.works):
-                self._await((work,), number, number + 1)
-        else:
-            self._await(self.works, 0, len(self.copies))
+        is_each = len(self.works) == len(self.copies)
+        for number, works in enumerate([(work,) for work in self.works] if is_each else [self.works]):
+            with self.timed():
+                for work in works:
+                    work.wait()
+            num_arrived = number + 1 if is_each else len(self.copies)
+            for copies in self.copies[number:num_arrived]:
+                for target, piece in copies:
+                    target.copy_(piece)
+            if self.finish is not None:
+                self.finish.advance(num_arrived)
         if self.finish is not None:
             self.finish.complete()
         return self.tensor
-
-    def _await(self, works: Sequence[dist.Work], first: int, stop: int) -> None:
-        """Wait for the messages `first:stop`, and put them where they belong."""
-        self.wait_for(works)
-        for copies in self.copies[first:stop]:
-            for target, piece in copies:
-                target.copy_(piece)
-        if self.finish is not None:
-            self.finish.advance(stop)
 
 
 def ranks_text(ranks: Iterable[int]) -> str:

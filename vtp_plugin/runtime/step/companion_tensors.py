@@ -270,9 +270,9 @@ class Companions:
             crossing.leave(self._now)
         self._now = forward.vstage, forward.microbatch
 
-    def send(self, send: Action) -> list[SendWork]:
+    def send_before(self, send: Action) -> list[SendWork]:
         """Send the companions of an activation, before the activation itself."""
-        return [work for crossing in self._crossings for work in crossing.send(send)]
+        return [work for crossing in self._crossings for work in crossing.send_before(send)]
 
     def _read(self, batches: Iterator[Any] | None) -> Any:
         """Read the batch of the forward that runs: this stage's own, with the companions that have come."""
@@ -376,7 +376,7 @@ class _Crossing:
         if forward[0] not in self._carriers:
             self._held.pop(forward, None)
 
-    def send(self, send: Action) -> Iterator[SendWork]:
+    def send_before(self, send: Action) -> Iterator[SendWork]:
         """Send the companion of an activation, if it has one.
 
         Raises:

@@ -162,7 +162,7 @@ class Executor:
 
     def _send(self, action: Action) -> None:
         tensor = self._results.pop(action)
-        before = self._companions.send(action)
+        before = self._companions.send_before(action)
         work = self._channel(action).send(tensor)
         self._sends[action] = SendsInARow(*before, work) if before else work
         if action.op is Op.SEND_F and self._has_backward(action.vstage):

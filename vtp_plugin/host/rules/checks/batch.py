@@ -181,7 +181,7 @@ def _problems(args: object, context: OptionContext, flag: str) -> Iterator[str]:
         )
     if context.has_unequal_cp:
         yield (
-            f"{flag} with {context.size_list}; samples are padded for the context-parallel size, so stages of "
+            f"{flag} with {context.layout_text}; samples are padded for the context-parallel size, so stages of "
             "different ones would read different rows; give every stage one size with --context-parallel-size"
         )
     if context.is_split:
