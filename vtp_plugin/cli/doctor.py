@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING
 
 import vtp_plugin
 from vtp_plugin.api import choose_device
+from vtp_plugin.cli.common import print_json
 from vtp_plugin.cli.link_actions import report_listeners
-from vtp_plugin.cli.parser import print_json
 from vtp_plugin.cli.terminal import progress
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import VtpError

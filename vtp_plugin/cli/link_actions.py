@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from vtp_plugin.cli.parser import Parser, print_json
+from vtp_plugin.cli.common import Parser, print_json
 from vtp_plugin.cli.terminal import TextTable, show
 from vtp_plugin.errors import ConfigError, VtpError
 from vtp_plugin.host.versions import find_torch

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import vtp_plugin
 from vtp_plugin.cli.boundaries import BoundaryView, PlansView, explain, format_bytes, view_boundaries
 from vtp_plugin.cli.bridges import BridgeView, Module, bridge_picture
-from vtp_plugin.cli.parser import write_file
+from vtp_plugin.cli.common import write_file
 from vtp_plugin.cli.run_flags import Run
 from vtp_plugin.cli.search_request import CARD_MEMORY, SearchRequest
 from vtp_plugin.cli.terminal import TextTable

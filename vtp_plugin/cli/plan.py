@@ -18,9 +18,9 @@ from vtp_plugin.cli.bridges import (
     read_modules,
     view_bridges,
 )
+from vtp_plugin.cli.common import PAGE, OneFile, Parser, check_ending, print_json, read_sizes, write_file
 from vtp_plugin.cli.launch_text import add_slurm_flag, launch_lines, launch_of_run
 from vtp_plugin.cli.pages import memory_as_json, memory_lines, page_of_bridges, page_of_plan, write_page
-from vtp_plugin.cli.parser import PAGE, OneFile, Parser, check_ending, print_json, read_sizes, write_file
 from vtp_plugin.cli.run_flags import Run, add_run_flags, read_run
 from vtp_plugin.cli.search_request import Fitted
 from vtp_plugin.config.flag import format_value

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vtp_plugin.cli import model_flags
-from vtp_plugin.cli.parser import Parser, is_page, with_values
+from vtp_plugin.cli.common import Parser, is_page, with_values
 from vtp_plugin.cli.search_request import CARD_MEMORY, Fitted, add_have_flags, allowing_split, fit_to_cards
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.config.resolve import (

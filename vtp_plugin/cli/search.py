@@ -10,9 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from vtp_plugin.cli.boundaries import format_bytes
+from vtp_plugin.cli.common import PAGE, OneFile, Parser, check_ending, is_page, print_json, read_sizes, write_file
 from vtp_plugin.cli.launch_text import add_slurm_flag, launch_lines, launch_of_found
 from vtp_plugin.cli.pages import draw_found, page_of_search, write_page
-from vtp_plugin.cli.parser import PAGE, OneFile, Parser, check_ending, is_page, print_json, read_sizes, write_file
 from vtp_plugin.cli.run_flags import add_run_flags, check_unknown
 from vtp_plugin.cli.search_request import SearchRequest, read_request
 from vtp_plugin.cli.terminal import TextTable, progress, show

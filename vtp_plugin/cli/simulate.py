@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from vtp_plugin.cli.bridges import add_bridge_flag, read_modules
+from vtp_plugin.cli.common import PAGE, OneFile, Parser, check_ending, is_page, print_json, write_file
 from vtp_plugin.cli.pages import page_of_simulation, write_page
-from vtp_plugin.cli.parser import PAGE, OneFile, Parser, check_ending, is_page, print_json, write_file
 from vtp_plugin.cli.run_flags import Run, add_run_flags, read_run
 from vtp_plugin.cli.terminal import TextTable, show
 from vtp_plugin.config import VtpConfig

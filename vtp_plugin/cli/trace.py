@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
+from vtp_plugin.cli.common import PAGE, OneFile, check_ending, is_page, print_json, write_file
 from vtp_plugin.cli.pages import quoted, split_parts, write_page
-from vtp_plugin.cli.parser import PAGE, OneFile, check_ending, is_page, print_json, write_file
 from vtp_plugin.cli.terminal import TextTable, show
 from vtp_plugin.plan.schedule.cost.costs import format_costs
 from vtp_plugin.report.page.report_page import ReportPage
