@@ -8,12 +8,10 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from vtp_plugin.cli.common import Parser, print_json
-from vtp_plugin.cli.terminal import TextTable, show
+from vtp_plugin.cli.common import Parser, as_json, named, print_answer
 from vtp_plugin.errors import ConfigError, VtpError
 from vtp_plugin.host.versions import find_torch
 from vtp_plugin.link.enter import become, callers_variables, enter, start, user_of
@@ -29,6 +27,7 @@ from vtp_plugin.link.run_commands import (
 )
 from vtp_plugin.link.site_file import LinkCommand, LinkSite, plan_down, plan_show, plan_up, read_site, shown
 from vtp_plugin.plan.launch.launch_commands import PICKLE
+from vtp_plugin.report.page.report_page import TextTable
 from vtp_plugin.util.text import own_command
 
 
@@ -61,47 +60,38 @@ def run_rendezvous(options: argparse.Namespace) -> None:
 _HEADER = ("listens on", "process", "who can reach it")
 
 
-def report_listeners(file: str, *, is_json: bool) -> None:
+def report_listeners(options: argparse.Namespace) -> None:
     """Print all listeners, and leave with 1 if somebody outside can reach one of a run.
 
     Args:
-        file: a site's file, whose firewall counts; empty for none.
-        is_json: whether as one JSON object.
+        options: parsed arguments; ``link`` is a site's file, whose firewall counts, or empty for none.
 
     Raises:
         ConfigError: the system does not tell.
     """
-    site = read_site(Path(file)) if file else None
+    site = read_site(Path(options.link)) if options.link else None
     interfaces, (listeners, problem) = find_interfaces(), find_listeners()
     if interfaces is None or problem:
         raise ConfigError(f"listeners cannot be told: {problem or 'ip shows no interface'}; install iproute2")
     rows: list[dict[str, object]] = []
+    cells: list[tuple[str, ...]] = []
     problems: list[str] = []
     for listener in listeners:
         reach, is_outside = reach_of(listener, interfaces, site)
-        of_run = is_of_a_run(listener)
-        rows.append({**asdict(listener), "of_a_run": of_run, "reach": reach, "outside": is_outside})
+        of_run, port = is_of_a_run(listener), listener.port
+        rows.append(as_json(listener) | {"of_a_run": of_run, "reach": reach, "outside": is_outside})
+        cells.append((f"{listener.address} port {port}", listener.process or "(of another user)", reach))
         if of_run and is_outside:
             problems.append(
-                f"port {listener.port} of process {listener.pid} is open to {reach}; a run over several sites listens "
+                f"port {port} of process {listener.pid} is open to {reach}; a run over several sites listens "
                 "on its link alone; start it with `vtp link run` (docs/guides/link.md)"
             )
-    if is_json:
-        names = {each.name: {"kind": each.kind, "addresses": each.addresses} for each in interfaces}
-        print_json(
-            "doctor", {"interfaces": names, "listeners": rows, "problems": problems, "exit_code": bool(problems)}
-        )
-    else:
-        cells = [
-            (f"{row['address']} port {row['port']}", f"{row['process'] or '(of another user)'}", f"{row['reach']}")
-            for row in rows
-        ]
-        show([f"interfaces: {', '.join(map(str, interfaces))}"])
-        show([TextTable.aligned(_HEADER, cells)] if cells else ["nothing listens here"])
-        show(f"problem: {line}" for line in problems)
-        show(
-            [f"verdict: {len(problems)} listeners of runs can be reached from outside" if problems else "verdict: fine"]
-        )
+    names = {each.name: named(each, "kind", "addresses") for each in interfaces}
+    answer = {"interfaces": names, "listeners": rows, "problems": problems, "exit_code": bool(problems)}
+    table = TextTable.aligned(_HEADER, cells) if cells else "nothing listens here"
+    verdict = f"{len(problems)} listeners of runs can be reached from outside" if problems else "fine"
+    found = [table, *(f"problem: {line}" for line in problems), f"verdict: {verdict}"]
+    print_answer(options, answer, [f"interfaces: {', '.join(map(str, interfaces))}", *found])
     sys.exit(1 if problems else 0)
 
 

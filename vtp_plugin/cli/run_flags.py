@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vtp_plugin.cli import model_flags
-from vtp_plugin.cli.common import Parser, is_page, with_values
+from vtp_plugin.cli.common import Parser, add_json_flag, is_page, with_values
 from vtp_plugin.cli.search_request import CARD_MEMORY, Fitted, add_have_flags, allowing_split, fit_to_cards
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.config.resolve import (
@@ -149,9 +149,7 @@ def add_run_flags(parser: Parser, *, has_layout: bool = True) -> None:
     parser.shorten(
         [group for group in parser._action_groups if group not in before], MOST_USED if has_layout else _MODEL_USED
     )
-    parser.add_argument_group("Of the output").add_argument(
-        "--json", action="store_true", help="print one JSON object instead of text"
-    )
+    add_json_flag(parser.add_argument_group("Of the output"))
 
 
 def read_run(args: argparse.Namespace, *, takes_all_costs: bool = False) -> Run:
@@ -171,7 +169,7 @@ def read_run(args: argparse.Namespace, *, takes_all_costs: bool = False) -> Run:
     layout = _layout(args, config, config.size_list)
     replicas = replica_map(config, layout)
     _check(args, config, layout, replicas)
-    shape, itemsize_bytes = _tensor(args)
+    shape, itemsize_bytes = read_tensor(args)
     tensor_bytes = math.prod(shape) // max(layout.cp_sizes) * itemsize_bytes if shape else None
     if fitted is None:
         model_flags.check_layers(args, option_context(config, layout))
@@ -303,8 +301,12 @@ def _check(args: argparse.Namespace, config: VtpConfig, layout: PipelineLayout, 
     refuse(check_run(args, option_context(config, layout), replicas))
 
 
-def _tensor(args: argparse.Namespace) -> tuple[tuple[int, int, int] | None, int]:
-    """Return S, B and H of the tensors that cross, None if a flag is missing, and the bytes of one number."""
+def read_tensor(args: argparse.Namespace) -> tuple[tuple[int, int, int] | None, int]:
+    """Return S, B and H of the tensors that cross, None if a flag is missing, and the bytes of one number.
+
+    Raises:
+        ConfigError: a length is none.
+    """
     given = (args.seq_length, args.micro_batch_size, args.hidden_size)
     if any(number is not None and number < 1 for number in given):
         raise ConfigError("--seq-length, --micro-batch-size and --hidden-size must be at least 1")

@@ -15,11 +15,9 @@ _LEAST_LETTERS = 2  # of a forward: of a single one nobody can tell whether it i
 _CUT = " ~ "  # stands for the middle of a step that is too long for a line
 # Lengths in pixels.
 _ROW_HEIGHT, _BOX_HEIGHT = 40, 24
-_MARGIN, _LINE_HEIGHT = 20, 20
+_MARGIN = 20
 _PERCENT_WIDTH = 52  # at the right of a row
-_LETTER_WIDTH, _TITLE_LETTER_WIDTH = 6.6, 8.6  # on average over a line, at most; there is no font to measure with
 _DIGIT_WIDTH = 6  # of the number of a microbatch
-_SAMPLE_WIDTH = 20  # of a mark in the legend, with the gap behind it
 
 _STYLE = """\
 text.number { font-size: 10px; fill: #ffffff; text-anchor: middle; }
@@ -153,15 +151,15 @@ def draw_svg(timeline: Timeline, *, title: str, unit: str = "", width: int = 660
     """
     scale = width / timeline.makespan if timeline.makespan else 0.0
     labels = _labels(timeline)
-    left = _MARGIN + round(max(map(len, labels)) * _LETTER_WIDTH) + 8
+    left = _MARGIN + round(max(map(len, labels)) * svg.LETTER_WIDTH) + 8
     full_width = left + width + _PERCENT_WIDTH + _MARGIN // 2
     room = full_width - 2 * _MARGIN
-    head = [(line, "title") for line in textwrap.wrap(title, int(room / _TITLE_LETTER_WIDTH))]
-    head += [(line, "") for line in textwrap.wrap(summarize(timeline, unit=unit), int(room / _LETTER_WIDTH))]
-    legend, y = _legend(timeline, _MARGIN + len(head) * _LINE_HEIGHT, full_width - _MARGIN)
-    top = y + 14
+    head = [(line, "title") for line in textwrap.wrap(title, int(room / svg.TITLE_LETTER_WIDTH))]
+    head += [(line, "") for line in textwrap.wrap(summarize(timeline, unit=unit), int(room / svg.LETTER_WIDTH))]
+    legend, y = _legend(timeline, _MARGIN + len(head) * svg.LINE_HEIGHT - 2, full_width - _MARGIN)
+    top = y + 16
     bottom = top + len(labels) * _ROW_HEIGHT
-    body = [svg.text(_MARGIN, _MARGIN + 8 + i * _LINE_HEIGHT, line, kind) for i, (line, kind) in enumerate(head)]
+    body = [svg.text(_MARGIN, _MARGIN + 8 + i * svg.LINE_HEIGHT, line, kind) for i, (line, kind) in enumerate(head)]
     body += [*legend, *svg.ticks(timeline.makespan, scale, left, top - 6, bottom, unit)]
     for worker, (label, share) in enumerate(zip(labels, timeline.utilization, strict=True)):
         y = top + worker * _ROW_HEIGHT
@@ -256,15 +254,10 @@ def _legend(timeline: Timeline, y: int, right: int) -> tuple[list[str], int]:
     if timeline.flights:
         entries["message"] = _MESSAGE
     entries["row"] = "idle; at the right: share of the step that is computed"
-    x, lines = _MARGIN, []
-    for kind, text in entries.items():
-        entry_width = _SAMPLE_WIDTH + round(_LETTER_WIDTH * len(text)) + 14
-        if x > _MARGIN and x + entry_width > right:
-            x, y = _MARGIN, y + _LINE_HEIGHT
+
+    def mark(kind: str, x: int, y: int) -> str:
         if kind == "message":
-            lines.append(svg.element("line", kind="sample", x1=x, y1=y + 8, x2=x + 14, y2=y - 2))
-        else:
-            lines.append(svg.element("rect", kind=f"sample {kind}", x=x, y=y - 2, width=14, height=12, rx=2))
-        lines.append(svg.text(x + _SAMPLE_WIDTH, y + 8, text))
-        x += entry_width
-    return lines, y + _LINE_HEIGHT
+            return svg.element("line", kind="sample", x1=x, y1=y + 10, x2=x + 14, y2=y)
+        return svg.element("rect", kind=f"sample {kind}", x=x, y=y, width=14, height=12, rx=2)
+
+    return svg.legend(entries.items(), mark, _MARGIN, y, right)
