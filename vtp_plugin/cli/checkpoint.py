@@ -129,13 +129,7 @@ def _of_optimizer(facts: Mapping[str, Any]) -> Iterator[str]:
 _GUIDE = "docs/guides/hugging-face.md"
 
 
-def add_import(actions: Any, end: Callable[[Any, Callable[[argparse.Namespace], None]], None]) -> None:
-    """Declare ``import``.
-
-    Args:
-        actions: subparsers that the action is added to.
-        end: declares the flags that all actions have.
-    """
+def _add_import(actions: Any) -> None:
     parser = actions.add_parser(
         "import",
         help="make a checkpoint of a model as it is published on Hugging Face, or converted by MindSpeed-MM",
@@ -147,25 +141,15 @@ def add_import(actions: Any, end: Callable[[Any, Callable[[argparse.Namespace], 
         "that change nothing), entries (of MindSpeed-MM's --mm-model, by their paths; null for other models).",
     )
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--hf", type=Path, metavar="DIR", help="folder with config.json and *.safetensors")
-    source.add_argument(
-        "--mm",
-        type=Path,
-        nargs="+",
-        metavar="DIR",
-        help="folders that MindSpeed-MM's hf_to_mm_ldt has written: the edge's and the cloud's; or one of hf_to_mm",
-    )
-    parser.add_argument(
-        "--like", type=Path, metavar="DIR", help="with --mm: folder of the model that was converted, with config.json"
-    )
-    parser.add_argument(
-        "--to", dest="target", type=Path, required=True, metavar="DIR", help="folder for --load; it must be new"
-    )
-    end(parser, _import)
+    _add_folder(source, "--hf", "folder with config.json and *.safetensors")
+    converted = "folders that MindSpeed-MM's hf_to_mm_ldt has written: the edge's and the cloud's; or one of hf_to_mm"
+    _add_folder(source, "--mm", converted, nargs="+")
+    _add_folder(parser, "--like", "with --mm: folder of the model that was converted, with config.json")
+    _add_folder(parser, "--to", "folder for --load; it must be new", dest="target", required=True)
+    _end(parser, _import)
 
 
-def add_export(actions: Any, end: Callable[[Any, Callable[[argparse.Namespace], None]], None]) -> None:
-    """Declare ``export``; as :func:`add_import`."""
+def _add_export(actions: Any) -> None:
     parser = actions.add_parser(
         "export",
         help="make a model as it is published on Hugging Face of a checkpoint",
@@ -173,22 +157,11 @@ def add_export(actions: Any, end: Callable[[Any, Callable[[argparse.Namespace], 
         "was saved in.",
         epilog="Keys of --json: folder, family, num_bytes, num_files.",
     )
-    parser.add_argument(
-        "--from",
-        dest="source",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="folder of a checkpoint, or of several: the newest",
-    )
-    parser.add_argument("--hf", type=Path, required=True, metavar="DIR", help="folder to write to; it must be new")
-    parser.add_argument(
-        "--like",
-        type=Path,
-        metavar="DIR",
-        help="folder with config.json and the tokenizer; default: what an import has carried along",
-    )
-    end(parser, _export)
+    _add_folder(parser, "--from", "folder of a checkpoint, or of several: the newest", dest="source", required=True)
+    _add_folder(parser, "--hf", "folder to write to; it must be new", required=True)
+    carried = "folder with config.json and the tokenizer; default: what an import has carried along"
+    _add_folder(parser, "--like", carried)
+    _end(parser, _export)
 
 
 def _import(options: argparse.Namespace) -> None:
@@ -275,8 +248,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_verify(actions)
     _add_diff(actions)
     _add_reshard(actions)
-    add_import(actions, _end)
-    add_export(actions, _end)
+    _add_import(actions)
+    _add_export(actions)
 
 
 def _add_show(actions: Any) -> None:
@@ -287,7 +260,7 @@ def _add_show(actions: Any) -> None:
         epilog="Keys of --json: folder, iteration, format, num_files, num_bytes, form, has_map, experts, steps, sizes "
         "(of every stage), tensors (key, state, dtype, shape, num_pieces, num_bytes).",
     )
-    show.add_argument("folder", type=Path, metavar="DIR", help=_FOLDER)
+    _add_folder(show, "folder", _FOLDER)
     show.add_argument("--verbose", action="store_true", help="name every tensor, with type, shape, pieces and bytes")
     _end(show, _show)
 
@@ -302,7 +275,7 @@ def _add_verify(actions: Any) -> None:
         epilog="Exit code 0: all is intact; 1: something is damaged; 2: there is no manifest, and no index.\n"
         "Keys of --json: folder, problems.",
     )
-    verify.add_argument("folder", type=Path, metavar="DIR", help=_FOLDER)
+    _add_folder(verify, "folder", _FOLDER)
     _end(verify, _verify)
 
 
@@ -330,10 +303,8 @@ def _add_reshard(actions: Any) -> None:
         epilog="Keys of --json: folder, form, num_pieces, num_bytes, num_bytes_found (written by an earlier attempt), "
         "experts (which layouts load their optimizer; null without experts).",
     )
-    reshard.add_argument("--from", dest="source", type=Path, required=True, metavar="DIR", help=_FOLDER)
-    reshard.add_argument(
-        "--to", dest="target", type=Path, required=True, metavar="DIR", help="folder for --load; it must be new"
-    )
+    _add_folder(reshard, "--from", _FOLDER, dest="source", required=True)
+    _add_folder(reshard, "--to", "folder for --load; it must be new", dest="target", required=True)
     reshard.add_argument(
         "--form",
         choices=[IN_MODEL_SPACE, BY_BLOCK],
@@ -341,6 +312,10 @@ def _add_reshard(actions: Any) -> None:
         "by default that of the Megatron that wrote it",
     )
     _end(reshard, _reshard)
+
+
+def _add_folder(parser: Any, name: str, text: str, **more: Any) -> None:
+    parser.add_argument(name, type=Path, metavar="DIR", help=text, **more)
 
 
 def _end(parser: argparse.ArgumentParser, action: Callable[[argparse.Namespace], None]) -> None:

@@ -9,14 +9,19 @@ from collections.abc import Iterator, Sequence
 from itertools import chain, groupby
 from pathlib import Path
 
-from vtp_plugin.cli.boundaries import Views, explain, format_bytes, pattern_of, site_traffic, view_boundaries
-from vtp_plugin.cli.bridges import (
+from vtp_plugin.cli.boundaries import (
+    Views,
     add_bridge_flag,
     bridge_lines,
     bridge_picture,
     bridges_as_json,
+    explain,
+    format_bytes,
     page_of_bridges,
+    pattern_of,
     read_modules,
+    site_traffic,
+    view_boundaries,
     view_bridges,
 )
 from vtp_plugin.cli.common import (

@@ -133,9 +133,8 @@ def add_run_flags(parser: Parser, *, has_layout: bool = True) -> None:
     """
     before = [*parser._action_groups]
     add_vtp_arguments(parser)
-    group = parser.add_argument_group(
-        "Megatron's flags that matter here", "Others may be given too; they change nothing."
-    )
+    about = "Others may be given too; they change nothing."
+    group = parser.add_argument_group("Megatron's flags that matter here", about)
     for flag in RUN_FLAGS:
         flag.declare(group)
     group = parser.add_argument_group("Megatron's flags that say what a rank holds")
@@ -191,7 +190,7 @@ def read_run(args: argparse.Namespace, *, takes_all_costs: bool = False) -> Run:
         is_sharded=args.sequence_parallel,
         global_batch_size=args.global_batch_size,
         num_microbatches=_num_microbatches(args, replicas),
-        memory=_memory(args, config, layout, num_chunks, fitted, has_activations=not why_no_activations),
+        memory=_memory(args, config, layout, num_chunks, fitted),
         about_activations=why_no_activations or model_flags.about_activations(args),
         fitted=fitted,
     )
@@ -264,13 +263,7 @@ def _layout(args: argparse.Namespace, config: VtpConfig, sizes: tuple[int, ...])
 
 
 def _memory(
-    args: argparse.Namespace,
-    config: VtpConfig,
-    layout: PipelineLayout,
-    num_chunks: int,
-    fitted: Fitted | None,
-    *,
-    has_activations: bool,
+    args: argparse.Namespace, config: VtpConfig, layout: PipelineLayout, num_chunks: int, fitted: Fitted | None
 ) -> tuple[Footprint, ...] | str:
     is_u_shaped = config.layerwise_disaggregated
     if reason := model_flags.why_unknown(args, lacks_parts=is_u_shaped and config.num_layer_list is None):
@@ -279,10 +272,7 @@ def _memory(
         return "the sizes of the encoder are not among the flags"
     parts = config.num_layer_list if is_u_shaped else None
     layers = None if fitted is None or is_u_shaped else fitted.candidate.layers
-    replicas = replica_map(config, layout)
-    return model_flags.read_footprints(
-        args, layout, num_chunks, parts, layers, replicas, has_activations=has_activations
-    )
+    return model_flags.read_footprints(args, layout, num_chunks, parts, layers, replica_map(config, layout))
 
 
 def _check(args: argparse.Namespace, config: VtpConfig, layout: PipelineLayout, replicas: ReplicaMap) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from vtp_plugin.cli import model_flags
-from vtp_plugin.cli.common import with_values
+from vtp_plugin.cli.common import named, with_values
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.config.flag import parse_bytes, parse_cp_list, parse_ep_list, parse_etp_list
 from vtp_plugin.config.resolve import read_flags, transport_rules
@@ -86,10 +85,10 @@ def fit_to_cards(args: argparse.Namespace, config: VtpConfig) -> tuple[VtpConfig
     """
     if isinstance(config.size_list, tuple):
         raise ConfigError("--have and sizes in --vtp-size-list say the same thing twice; give one of them")
-    nodes = [dataclasses.replace(node, memory_bytes=args.card_memory) for node in read_have(args.have)]
+    nodes = [replace(node, memory_bytes=args.card_memory) for node in read_have(args.have)]
     sites = tuple(dict.fromkeys(node.site for node in nodes if node.site))
     if sites and config.sites is None:
-        config = dataclasses.replace(config, sites=sites)
+        config = replace(config, sites=sites)
     has_memory = args.card_memory is not None
     if has_memory and (reason := model_flags.why_unknown(args, lacks_parts=False)):
         raise ConfigError(f"{CARD_MEMORY}: the memory of a rank is {reason}" if "not known" in reason else reason)
@@ -102,7 +101,7 @@ def fit_to_cards(args: argparse.Namespace, config: VtpConfig) -> tuple[VtpConfig
     if config.split_backward:
         best = fit_split(nodes, constraints, best)
         reasons += (_about_split(best),)
-        config = dataclasses.replace(config, split_backward=best.order.is_split)
+        config = replace(config, split_backward=best.order.is_split)
     chosen = Chosen.of(best)
     is_forced = len({*chosen.sizes}) == 1 and not config.layerwise_disaggregated
     flags = fitted_flags(chosen, constraints, num_predicting=args.mtp_num_layers or 0, is_forced=is_forced)
@@ -120,16 +119,17 @@ def _about_split(best: Candidate) -> str:
 def _with_memory(args: argparse.Namespace, constraints: Constraints) -> Constraints:
     """Ask with what stages hold, with the activations of their microbatches in flight, if those are known."""
     layout = PipelineLayout.from_sizes((1,), world_size=constraints.cp, cp=constraints.cp)
-    has_activations = not model_flags.why_no_activations(args, layout)
-    memory = StageMemory(
-        read_padded_model(args, constraints),
-        model_flags.read_training(args, layout),
-        model_flags.read_microbatch(args) if has_activations else None,
-        cp=constraints.cp,
-        ep=constraints.ep,
-        etp=constraints.etp,
-    )
-    return dataclasses.replace(constraints, held_bytes=memory.held_bytes, counted_twice=memory.counted_twice)
+    microbatch = None if model_flags.why_no_activations(args, layout) else model_flags.read_microbatch(args)
+    model, training = read_padded_model(args, constraints), model_flags.read_training(args, layout)
+    memory = _stage_memory(constraints, model, training, microbatch)
+    return replace(constraints, held_bytes=memory.held_bytes, counted_twice=memory.counted_twice)
+
+
+def _stage_memory(
+    constraints: Constraints, model: GPTModel, training: Training, microbatch: Microbatch | None
+) -> StageMemory:
+    sizes = named(constraints, "cp", "ep", "etp")
+    return StageMemory(model, training, microbatch, **sizes)
 
 
 # Sizes that are one for all stages, by the name of the plugin's list.
@@ -399,14 +399,10 @@ def _batch_splits(
             topk=_topk(microbatch),
             is_recomputed=args.recompute_granularity == "full",
             shares_update=args.use_distributed_optimizer,
-            cp=constraints.cp,
-            ep=constraints.ep,
-            etp=constraints.etp,
+            **named(constraints, "cp", "ep", "etp"),
             is_gathered=microbatch.routing is not None and microbatch.routing.is_gathered,
         )
-        memory = StageMemory(
-            model, training, replace(microbatch, size=size), cp=constraints.cp, ep=constraints.ep, etp=constraints.etp
-        )
+        memory = _stage_memory(constraints, model, training, replace(microbatch, size=size))
         for replicas in all_replicas:
             tp_sizes = () if args.global_batch_size % (size * replicas) else constraints.sizes(largest, replicas)
             if not tp_sizes:

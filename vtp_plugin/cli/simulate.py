@@ -11,8 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from vtp_plugin.cli.boundaries import view_boundaries
-from vtp_plugin.cli.bridges import add_bridge_flag, bridges_title, read_modules
+from vtp_plugin.cli.boundaries import add_bridge_flag, bridges_title, read_modules, view_boundaries
 from vtp_plugin.cli.common import PAGE, Parser, add_output_flag, check_ending, named, print_answer, written
 from vtp_plugin.cli.pages import split_parts, with_run, write_output
 from vtp_plugin.cli.run_flags import Run, add_run_flags, read_run
