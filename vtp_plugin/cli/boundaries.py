@@ -274,14 +274,90 @@ def read_modules(args: argparse.Namespace) -> Sequence[Module]:
     return modules
 
 
-def view_bridges(args: argparse.Namespace, modules: Sequence[Module]) -> tuple[PlansView, ...]:
-    """Plan the bridges for the tensor of the flags, or for a small one.
+@dataclass(frozen=True, slots=True)
+class Bridges:
+    """Modules on grids of their own, and the bridges from all others to the last one.
 
-    Raises:
-        ConfigError: the batch cannot be cut for the modules.
+    Attributes:
+        modules: the modules, in the order of their ranks.
+        views: plans of the bridges, for the tensor of the flags, or for a small one.
     """
-    *sources, destination = modules
-    return tuple(_view_bridge(args, source, destination) for source in sources)
+
+    modules: Sequence[Module]
+    views: Sequence[PlansView]
+
+    @classmethod
+    def read(cls, args: argparse.Namespace) -> Bridges:
+        """Read the modules, and plan.
+
+        Raises:
+            ConfigError: see :func:`read_modules`; or the batch cannot be cut for the modules.
+        """
+        *sources, destination = modules = read_modules(args)
+        return cls(modules, [_view_bridge(args, source, destination) for source in sources])
+
+    @property
+    def world_size(self) -> int:
+        """Number of all ranks."""
+        return self.modules[-1].ranks.stop
+
+    def lines(self) -> Iterator[str]:
+        """Write the modules, and what crosses each bridge."""
+        rows = [
+            (one.name, *map(str, one.sizes), format_ranks(one.ranks), format_ranks(one.end.members))
+            for one in self.modules
+        ]
+        yield from TextTable.aligned(("module", *_DIMENSIONS, "ranks", "ranks at the bridge"), rows).lines
+        yield f"world size {self.world_size}"
+        if self.views[0].itemsize_bytes is None:
+            yield "What crosses: [S, B, H]; give --seq-length, --micro-batch-size and --hidden-size to see bytes."
+        for view in self.views:
+            num_units = view.forward.src.shape[1]
+            counted = f"the batch counts {num_units} unit{'s'[: num_units > 1]}"
+            if view.itemsize_bytes is not None:
+                each = math.prod(view.forward.src.shape) // num_units * view.unit_samples * view.itemsize_bytes
+                counted += f" of {view.unit_samples} sample{'s'[: view.unit_samples > 1]}, {format_bytes(each)} each"
+            yield f"bridge {view.name}: {counted}"
+            yield from (f"  {line}" for line in explain(view))
+
+    def as_json(self) -> dict[str, object]:
+        """Return what :meth:`lines` says, for JSON."""
+        return {
+            "world_size": self.world_size,
+            "modules": [
+                {"name": one.name, **dict(zip(_DIMENSIONS, one.sizes, strict=True))}
+                | {"ranks": [*one.ranks], "bridge_ranks": one.end.members}
+                for one in self.modules
+            ],
+            "bridges": [
+                {
+                    "src": source.name,
+                    "dst": self.modules[-1].name,
+                    "num_units": view.forward.src.shape[1],
+                    "unit_samples": None if view.itemsize_bytes is None else view.unit_samples,
+                    **view.directions(),
+                }
+                for source, view in zip(self.modules, self.views, strict=False)
+            ],
+        }
+
+    def picture(self) -> str:
+        """Draw the bridges."""
+        *sources, destination = ((str(one), one.end) for one in self.modules)
+        plans = [view.forward for view in self.views]
+        return draw_bridges(sources, destination, plans, title=f"Bridge {title_of(self.modules)}")
+
+    def page(self) -> ReportPage:
+        """Show modules on grids of their own, and the bridges between them."""
+        rows = [(one.name, *map(str, one.sizes), f"{one.ranks.start}-{one.ranks.stop - 1}") for one in self.modules]
+        return ReportPage(
+            title=title_of(self.modules),
+            table=TextTable.aligned(("module", *_DIMENSIONS, "ranks"), rows),
+            about_table="Modules",
+            picture=self.picture(),
+            crossing_header=("bridge", "messages", "for each microbatch"),
+            crossings=[((view.name, *crossing_cells(view)), [*explain(view)]) for view in self.views],
+        )
 
 
 def _view_bridge(args: argparse.Namespace, source: Module, destination: Module) -> PlansView:
@@ -308,67 +384,7 @@ def _view_bridge(args: argparse.Namespace, source: Module, destination: Module) 
     )
 
 
-def bridge_lines(modules: Sequence[Module], views: Sequence[PlansView]) -> Iterator[str]:
-    """Write the modules, and what crosses each bridge."""
-    rows = [(one.name, *map(str, one.sizes), format_ranks(one.ranks), format_ranks(one.end.members)) for one in modules]
-    yield from TextTable.aligned(("module", *_DIMENSIONS, "ranks", "ranks at the bridge"), rows).lines
-    yield f"world size {modules[-1].ranks.stop}"
-    if views[0].itemsize_bytes is None:
-        yield "What crosses: [S, B, H]; give --seq-length, --micro-batch-size and --hidden-size to see bytes."
-    for view in views:
-        num_units = view.forward.src.shape[1]
-        counted = f"the batch counts {num_units} unit{'s'[: num_units > 1]}"
-        if view.itemsize_bytes is not None:
-            each = math.prod(view.forward.src.shape) // num_units * view.unit_samples * view.itemsize_bytes
-            counted += f" of {view.unit_samples} sample{'s'[: view.unit_samples > 1]}, {format_bytes(each)} each"
-        yield f"bridge {view.name}: {counted}"
-        yield from (f"  {line}" for line in explain(view))
-
-
-def bridges_as_json(modules: Sequence[Module], views: Sequence[PlansView]) -> dict[str, object]:
-    """Return what :func:`bridge_lines` says, for JSON."""
-    return {
-        "world_size": modules[-1].ranks.stop,
-        "modules": [
-            {"name": one.name, **dict(zip(_DIMENSIONS, one.sizes, strict=True))}
-            | {"ranks": [*one.ranks], "bridge_ranks": one.end.members}
-            for one in modules
-        ],
-        "bridges": [
-            {
-                "src": source.name,
-                "dst": modules[-1].name,
-                "num_units": view.forward.src.shape[1],
-                "unit_samples": None if view.itemsize_bytes is None else view.unit_samples,
-                **view.directions(),
-            }
-            for source, view in zip(modules, views, strict=False)
-        ],
-    }
-
-
-def bridge_picture(modules: Sequence[Module], views: Sequence[PlansView]) -> str:
-    """Draw the bridges."""
-    *sources, destination = ((str(one), one.end) for one in modules)
-    return draw_bridges(
-        sources, destination, [view.forward for view in views], title=f"Bridge {bridges_title(modules)}"
-    )
-
-
-def bridges_title(modules: Sequence[Module]) -> str:
+def title_of(modules: Sequence[Module]) -> str:
     """Name the modules that send, and the one that they send to."""
     *sources, destination = (one.name for one in modules)
     return f"{' and '.join(sources)} -> {destination}"
-
-
-def page_of_bridges(modules: Sequence[Module], views: Sequence[PlansView]) -> ReportPage:
-    """Show modules on grids of their own, and the bridges between them."""
-    rows = [(one.name, *map(str, one.sizes), f"{one.ranks.start}-{one.ranks.stop - 1}") for one in modules]
-    return ReportPage(
-        title=bridges_title(modules),
-        table=TextTable.aligned(("module", *_DIMENSIONS, "ranks"), rows),
-        about_table="Modules",
-        picture=bridge_picture(modules, views),
-        crossing_header=("bridge", "messages", "for each microbatch"),
-        crossings=[((view.name, *crossing_cells(view)), [*explain(view)]) for view in views],
-    )

@@ -20,7 +20,6 @@ from vtp_plugin.cli.boundaries import Views, crossing_cells, explain, format_byt
 from vtp_plugin.cli.common import write_file
 from vtp_plugin.cli.run_flags import Run
 from vtp_plugin.cli.search_request import CARD_MEMORY
-from vtp_plugin.plan.launch.launch_commands import NodeRanks
 from vtp_plugin.plan.layout.layer_lists import Kept
 from vtp_plugin.plan.layout.pipeline_layout import format_ranks
 from vtp_plugin.plan.memory.footprint import Footprint
@@ -186,6 +185,7 @@ def render(page: ReportPage, argv: Sequence[str]) -> str:
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     text = environment.from_string(html).render(
         page=page,
+        about_nodes=(*(page.launch.warnings() if page.launch and page.launch.program else ()), *page.about_nodes),
         command=argv[0],
         line=f"{own_command()} {shlex.join(argv)}",
         style=Markup(style),
@@ -213,29 +213,19 @@ def split_parts(parts: Iterable[str | TextTable]) -> tuple[TextTable | None, Seq
     return (tables or [None])[-1], [part for part in found if isinstance(part, str) and part]
 
 
-def with_run(
-    page: ReportPage,
-    flags: Run,
-    views: Views,
-    nodes: Sequence[NodeRanks],
-    limit_bytes: int | None,
-    peaks: Sequence[Peaks],
-) -> ReportPage:
-    """Show on a page what is known of a run: its nodes, what crosses, and memory.
+def with_run(page: ReportPage, flags: Run, views: Views, limit_bytes: int | None, peaks: Sequence[Peaks]) -> ReportPage:
+    """Show on a page what is known of a run: its sites, what crosses, and memory.
 
     Args:
         page: the page, with what else it shows.
         flags: the run.
         views: its boundaries.
-        nodes: its nodes with their ranks.
         limit_bytes: memory of a device; None where it is not known.
         peaks: what a rank of each stage keeps at its fullest moments; empty where that is not known.
     """
     return replace(
         page,
-        layout=flags.layout,
         sites=flags.sites,
-        nodes=nodes,
         picture=picture_of(flags),
         crossing_header=("boundary", "how", "messages", "for each microbatch", "why"),
         crossings=[*_crossings(views)],

@@ -10,19 +10,14 @@ from itertools import chain, groupby
 from pathlib import Path
 
 from vtp_plugin.cli.boundaries import (
+    Bridges,
     Views,
     add_bridge_flag,
-    bridge_lines,
-    bridge_picture,
-    bridges_as_json,
     explain,
     format_bytes,
-    page_of_bridges,
     pattern_of,
-    read_modules,
     site_traffic,
     view_boundaries,
-    view_bridges,
 )
 from vtp_plugin.cli.common import (
     PAGE,
@@ -79,9 +74,9 @@ def run_draw(options: argparse.Namespace) -> None:
     check_ending(options.output, {".svg": "picture"})
     options = with_values(options, output=options.output or _own_file())
     if options.bridge is not None:
-        modules = read_modules(options)
-        picture = bridge_picture(modules, view_bridges(options, modules))
-        answer = {"num_modules": len(modules), "world_size": modules[-1].ranks.stop}
+        bridges = Bridges.read(options)
+        picture = bridges.picture()
+        answer = {"num_modules": len(bridges.modules), "world_size": bridges.world_size}
     else:
         flags = read_run(options)
         picture = picture_of(flags)
@@ -138,11 +133,9 @@ def run(options: argparse.Namespace) -> None:
     if options.bridge is not None:
         if options.nodes is not None or options.slurm:
             raise ConfigError("--nodes and --slurm are for one pipeline, not for --bridge; leave them out")
-        modules = read_modules(options)
-        bridges = view_bridges(options, modules)
-        write_output(options, {PAGE: lambda: page_of_bridges(modules, bridges)})
-        lines = chain(bridge_lines(modules, bridges), written(options))
-        print_answer(options, bridges_as_json(modules, bridges), lines)
+        bridges = Bridges.read(options)
+        write_output(options, {PAGE: bridges.page})
+        print_answer(options, bridges.as_json(), chain(bridges.lines(), written(options)))
         return
     flags = read_run(options)
     views = view_boundaries(flags)
@@ -158,11 +151,11 @@ def _page(options: argparse.Namespace, flags: Run, views: Views, launch: Launch,
     page = ReportPage(
         title=option_context(flags.config, flags.layout).size_list,
         notes=[*_about(flags), *_of_ranks(flags), *_traffic(flags, views)],
-        about_nodes=(*launch.warnings(), *note.splitlines()),
-        commands=dict(launch.commands()),
-        script="\n".join(launch.slurm_lines()) if options.slurm else "",
+        launch=launch,
+        about_nodes=note.splitlines(),
+        is_slurm=options.slurm,
     )
-    return with_run(page, flags, views, launch.nodes, options.card_memory, peaks_by_stage(flags))
+    return with_run(page, flags, views, options.card_memory, peaks_by_stage(flags))
 
 
 def _plan_lines(flags: Run, views: Views, most: int) -> list[str]:

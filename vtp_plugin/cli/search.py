@@ -32,10 +32,11 @@ from vtp_plugin.plan.boundary.strategies.known_strategies import TransportRules
 from vtp_plugin.plan.launch.launch_commands import Launch
 from vtp_plugin.plan.layout.pipeline_layout import format_ranks
 from vtp_plugin.plan.schedule.cost.simulator import timeline_of
-from vtp_plugin.plan.schedule.order.actions import Op, num_rings
+from vtp_plugin.plan.schedule.order.actions import num_rings
 from vtp_plugin.report.page.report_page import MemoryBar, MemorySection, ReportPage, TextTable
 from vtp_plugin.report.pictures.draw_pipeline import draw_pipeline
 from vtp_plugin.report.pictures.draw_rows import Box, Group, draw_rows
+from vtp_plugin.report.pictures.draw_timeline import pass_name
 from vtp_plugin.tune.cluster.read_cluster import read_cluster
 from vtp_plugin.tune.fit.fit_layout import Chosen, about_padding, fitted_flags, order_flags, stock_flags
 from vtp_plugin.tune.search.evaluate import Candidate
@@ -46,23 +47,12 @@ from vtp_plugin.tune.search.stage_cost import held_by
 from vtp_plugin.util.text import plain
 
 _LEAST_GAIN = 1.05
-_COLUMNS = (
-    *("", "TP sizes", "layers", "replicas", "microbatch size", "devices", "step", "tokens/s", "price per M tokens"),
-    "times from",
-)
-_STEP = _COLUMNS.index("step")
+_COLUMNS = ("", "TP sizes", "layers", "replicas", "microbatch size", "devices", "step")
+_COLUMNS_BEHIND = ("tokens/s", "price per M tokens", "times from")
 _TEXT = """\
 Every layout (TP sizes, replicas, layers of each stage) that the devices allow is bounded or simulated; nothing is
 started. Times of layers come from the cluster's file: measured by `profile`, fitted to that, or from data sheets. What
 a file holds: docs/guides/search.md."""
-_COLOURS = {
-    "forward": "#3f6ca8",
-    "backward": "#b4540a",
-    "weights": "#6b5a14",
-    "gradients": "#9a3f73",
-    "optimizer": "#6b4a9b",
-}
-_KINDS = {Op.F: "forward", Op.B: "backward", Op.I: "backward", Op.W: "weights"}
 # Once all stages are busy, every further microbatch looks like the one before.
 _MOST_MICROBATCHES = 16
 
@@ -153,13 +143,9 @@ def _lines(request: SearchRequest, result: SearchResult) -> Iterator[str | TextT
     if not result.is_complete:
         yield "the search ended before all layouts were bounded: there may be better ones; --limit-s gives it more time"
     named = _named(request, result)
+    of_split = ["whole backwards"] if request.problem.split_backward else []
     rows = [_row(request, name, candidate) for name, candidate in named]
-    columns = [*_COLUMNS]
-    if request.problem.split_backward:
-        columns.insert(_STEP + 1, "whole backwards")
-        for row, (_, candidate) in zip(rows, named, strict=True):
-            row.insert(_STEP + 1, f"{(candidate.whole or candidate).step_s:.4g} s")
-    yield TextTable.aligned(columns, rows, marked=0)
+    yield TextTable.aligned((*_COLUMNS, *of_split, *_COLUMNS_BEHIND), rows, marked=0)
     held = ", ".join(f"stage {stage} {format_bytes(held)}" for stage, held in enumerate(best.held_bytes))
     yield f"{request.about_memory}: {held}"
     yield f"bottleneck of 1: {_bottleneck(best)}"
@@ -223,6 +209,7 @@ def _row(request: SearchRequest, name: str, candidate: Candidate) -> list[str]:
         str(candidate.split.micro_batch_size),
         str(candidate.num_cards),
         f"{candidate.step_s:.4g} s",
+        *([f"{(candidate.whole or candidate).step_s:.4g} s"] if request.problem.split_backward else []),
         f"{_tokens_per_s(request, candidate):.4g}",
         "-" if price is None else f"{price:.3g}",
         candidate.source,
@@ -361,14 +348,11 @@ def _page(
         about_table="Layouts that were found",
         step=draw_found(result),
         about_step="A simulated step of the best layout, above the best of stock Megatron",
-        layout=launch.layout,
+        launch=launch,
         sites=sites,
-        nodes=launch.nodes,
-        about_nodes=[*launch.warnings()],
-        commands=dict(launch.commands()),
         picture=draw_pipeline(launch.layout, is_ring=is_ring, rules=rules, num_rings=rings),
         memory=MemorySection(bars=tuple(_bars(advised, launch)), notes=(request.about_memory,)),
-        script="\n".join(launch.slurm_lines()) if options.slurm else "",
+        is_slurm=options.slurm,
     )
 
 
@@ -393,7 +377,7 @@ def draw_found(result: SearchResult) -> str:
         counts = f"{split.num_replicas} replicas, {split.num_microbatches} microbatches"
         note = f"{counts}, step {candidate.step_s:.4g} s"
         groups.append(Group(name=f"{name}: {sizes}", note=note, rows=[*_boxes(candidate)]))
-    return draw_rows(groups, title=f"{title} of the layouts that search found", unit="s", colours=_COLOURS)
+    return draw_rows(groups, title=f"{title} of the layouts that search found", unit="s")
 
 
 def _boxes(candidate: Candidate) -> Iterator[tuple[str, list[Box]]]:
@@ -415,7 +399,7 @@ def _boxes(candidate: Candidate) -> Iterator[tuple[str, list[Box]]]:
     ]
     for stage, spans in enumerate(timeline.spans):
         boxes = [
-            Box(kind=_KINDS[span.action.op], start=span.start, end=span.end, text=str(span.action.microbatch))
+            Box(kind=pass_name(span.action), start=span.start, end=span.end, text=str(span.action.microbatch))
             for span in spans
         ]
         boxes += tail if number == candidate.split.num_microbatches else []

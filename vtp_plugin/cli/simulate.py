@@ -11,14 +11,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from vtp_plugin.cli.boundaries import add_bridge_flag, bridges_title, read_modules, view_boundaries
+from vtp_plugin.cli.boundaries import add_bridge_flag, read_modules, title_of, view_boundaries
 from vtp_plugin.cli.common import PAGE, Parser, add_output_flag, check_ending, named, print_answer, written
 from vtp_plugin.cli.pages import split_parts, with_run, write_output
 from vtp_plugin.cli.run_flags import Run, add_run_flags, read_run
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.config.resolve import option_context, read_flags
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.plan.launch.launch_commands import named_nodes, usual_nodes
+from vtp_plugin.plan.launch.launch_commands import Launch, named_nodes, usual_nodes
 from vtp_plugin.plan.layout.replica_map import ReplicaMap
 from vtp_plugin.plan.schedule.cost.costs import (
     Costs,
@@ -157,14 +157,13 @@ def _page(options: argparse.Namespace, step: _Simulation, parts: Sequence[str | 
     )
     if (flags := step.flags) is None:
         return page
+    nodes = usual_nodes(flags.layout, flags.sites)
+    about = ["the nodes are assumed; plan --nodes 8,6 takes their devices, and says what to start on each"]
     if flags.fitted is not None:
-        nodes, about = named_nodes(flags.fitted.candidate.node_names, flags.layout), ""
-    else:
-        nodes = usual_nodes(flags.layout, flags.sites)
-        about = "the nodes are assumed; plan --nodes 8,6 takes their devices, and says what to start on each"
+        nodes, about = named_nodes(flags.fitted.candidate.node_names, flags.layout), []
+    page = replace(page, launch=Launch(layout=flags.layout, nodes=nodes, program=()), about_nodes=about)
     peaks = [peaks_kept(step.schedule, stage) for stage in range(flags.layout.num_stages)]
-    page = replace(page, about_nodes=(about,) if about else ())
-    return with_run(page, flags, view_boundaries(flags), nodes, options.card_memory, peaks)
+    return with_run(page, flags, view_boundaries(flags), options.card_memory, peaks)
 
 
 def _of_pipeline(options: argparse.Namespace) -> _Simulation:
@@ -214,7 +213,7 @@ def _of_modules(options: argparse.Namespace) -> _Simulation:
         request=request,
         costs=uniform_costs(placed.placement) if stated is None else stated,
         are_given=stated is not None,
-        name=bridges_title(modules),
+        name=title_of(modules),
         why=f"order: 1F1B of all modules, whose first stages are {stages}; --vtp-in-flight lets encoders run ahead",
         least=None,
         about_number=about_number,

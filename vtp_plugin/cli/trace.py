@@ -36,25 +36,6 @@ from vtp_plugin.trace.stretches import COMPUTES, MEANINGS, Cause, RankFile, Stre
 from vtp_plugin.trace.sums import RankPlace, SiteTraffic, traffic_between
 
 _ENDINGS = {".json": "trace for Perfetto or Chrome", ".svg": "picture of the last step", PAGE: "page"}
-# What is drawn, with its colour; bubbles are left empty.
-_COLOURS: dict[str, str] = {
-    Cause.FORWARD: "#3f6ca8",
-    Cause.BACKWARD: "#b4540a",
-    Cause.WEIGHTS: "#6b5a14",
-    Cause.LOSS: "#8da7d6",
-    Cause.PACK: "#2f7d78",
-    Cause.POST: "#5aa39e",
-    Cause.SEND: "#1f5753",
-    Cause.MESSAGE: "#c9a227",
-    Cause.FINISH: "#8f7115",
-    Cause.GRADIENTS: "#9a3f73",
-    Cause.OPTIMIZER: "#6b4a9b",
-    Cause.LOG: "#5d6570",
-    Cause.PLAN: "#8a5a44",
-    Cause.SAVE: "#3d8b3d",
-    Cause.EVALUATE: "#6f8f3d",
-    Cause.TRACE: "#c0392b",
-}
 _NUM_SHOWN = 10
 _RUN, _PLAN = 0, 1
 _TEXT = """\
@@ -145,7 +126,7 @@ def _picture(files: Sequence[RankFile], step: TracedStep) -> str:
     sizes = Counter(file.owner.stage for file in files)
     title = f"step {step.number} on stages of {','.join(str(sizes[stage]) for stage in sorted(sizes))} ranks"
     groups = [Group(name="run", rows=ran), Group(name="plan", rows=planned)]
-    return draw_rows(groups, title=title, unit="ms", colours=_COLOURS)
+    return draw_rows(groups, title=title, unit="ms")
 
 
 def _label(file: RankFile) -> str:

@@ -14,6 +14,8 @@ from tests.support.made_traces import U_COSTS, U, files_of, schedule_of, slowed,
 from tests.support.report_pages import COMMANDS, HOSTILE, MODEL, run_quietly, write_page_of
 from vtp_plugin.cli import main, pages
 from vtp_plugin.cli.pages import render
+from vtp_plugin.plan.launch.launch_commands import Launch, NodeRanks
+from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.report.page.report_page import MemoryBar, MemorySection, ReportPage, TextTable
 
 GIB = 2**30
@@ -55,10 +57,11 @@ class Elements(HTMLParser):
 def test_a_plan_has_every_rank_on_its_node_and_in_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     page = page_of(monkeypatch, COMMANDS["plan"])
     assert page.title == "--vtp-size-list 4,8,8"
-    assert sorted(rank for node in page.nodes for rank in node.ranks) == [*range(40)]
-    assert [page.site_of(node) for node in page.nodes] == ["edge", "cloud", "cloud", "cloud", "cloud"]
+    assert page.launch is not None
+    assert sorted(rank for node in page.launch.nodes for rank in node.ranks) == [*range(40)]
+    assert [page.site_of(node) for node in page.launch.nodes] == ["edge", "cloud", "cloud", "cloud", "cloud"]
     commands = json.loads(run_quietly(*COMMANDS["plan"], "--json", "--output", "unwritten.html"))["launch"]["nodes"]
-    assert [[*page.commands[node]] for node in page.nodes] == [one["commands"] for one in commands]
+    assert [[*words] for _, words in page.launch.commands()] == [one["commands"] for one in commands]
     assert page.memory is not None and page.memory.has_limits
     assert {bar.limit_bytes for bar in page.memory.bars} == {80 * GIB}
     assert page.memory.kinds == ("weights", "gradients", "optimizer", "overhead", "activations")
@@ -67,8 +70,8 @@ def test_a_plan_has_every_rank_on_its_node_and_in_a_bar(monkeypatch: pytest.Monk
     assert [cells[0] for cells, _ in page.crossings] == ["0->1", "1->2"]
     cells, lines = page.crossings[0]
     assert cells[1:4] == ("rank0", "1", "32 MiB") and any("rank 0 -> rank 8" in line for line in lines)
-    assert page.stages is not None and len(page.stages.rows) == 3 and not page.step and page.script == ""
-    assert page_of(monkeypatch, [*COMMANDS["plan"], "--slurm"]).script.startswith("#!/bin/bash\n")
+    assert len(page.stages.rows) == 3 and not page.step and not page.is_slurm
+    assert page_of(monkeypatch, [*COMMANDS["plan"], "--slurm"]).is_slurm
 
 
 def test_a_fitted_layout_has_its_devices_and_its_microbatches_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,7 +81,7 @@ def test_a_fitted_layout_has_its_devices_and_its_microbatches_in_flight(monkeypa
     assert (
         "drawn are those of as many microbatches as a stage has in flight when it holds the most" in page.memory.notes
     )
-    assert [len(node.ranks) for node in page.nodes] == [8, 4]
+    assert page.launch is not None and [len(node.ranks) for node in page.launch.nodes] == [8, 4]
 
 
 def test_activations_are_those_of_the_microbatches_in_flight(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -92,7 +95,8 @@ def test_activations_are_those_of_the_microbatches_in_flight(monkeypatch: pytest
     assert [kept[stage] / told[rank]["activation_bytes"] for stage, rank in enumerate((0, 1, 5))] == [3, 2, 1]
     assert page.memory.bars == same.bars
     assert page.step.count("<rect") > 72 and "simulated step" in page.notes[0]
-    assert page.table is not None and page.table.marked == 1 and not page.commands and not page.script
+    assert page.table is not None and page.table.marked == 1
+    assert page.launch is not None and not page.launch.program
     assert "nodes are assumed" in page.about_nodes[0]
 
 
@@ -120,7 +124,8 @@ def test_a_search_has_the_best_layout_beside_stock(monkeypatch: pytest.MonkeyPat
     assert "stock" in names and "equal" in names
     assert ">best: " in page.step and ">stock: " in page.step
     assert page.memory is not None and all(bar.fits and bar.limit_bytes for bar in page.memory.bars)
-    assert all(page.commands[node][0].startswith("torchrun ") for node in page.nodes)
+    assert page.launch is not None
+    assert all(words[0].startswith("torchrun ") for _, words in page.launch.commands())
     assert any("takes" in note and "times as long" in note for note in page.notes)
 
 
@@ -160,7 +165,13 @@ def test_no_text_becomes_markup() -> None:
         table=TextTable(header=row, rows=[row], lines=[]),
         about_table=HOSTILE,
         memory=MemorySection(bars=(bar,)),
-        script=HOSTILE,
+        launch=Launch(
+            layout=PipelineLayout.from_sizes((1,), world_size=1),
+            nodes=(NodeRanks(name=row[1], ranks=(0,)),),
+            program=(HOSTILE,),
+        ),
+        sites=(HOSTILE,),
+        is_slurm=True,
     )
     found = Elements(render(page, [HOSTILE, HOSTILE])).found
     assert [tag for tag, _ in found if tag in ("script", "img")] == ["script"]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Container, Sequence
+from dataclasses import dataclass
 
-from vtp_plugin.plan.launch.launch_commands import NodeRanks
-from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout, format_ranks, size_names, size_texts
+from vtp_plugin.plan.launch.launch_commands import Launch, NodeRanks
+from vtp_plugin.plan.layout.pipeline_layout import format_ranks, size_names, size_texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,16 +121,14 @@ class ReportPage:
         about_table: heading of the table.
         step: picture of a step, an SVG document.
         about_step: heading of that picture.
-        layout: the layout whose nodes are shown.
+        launch: the layout on its nodes; without a program where it is not known what is to be started.
         sites: site of every stage; empty where there are none.
-        nodes: the nodes with their ranks.
-        about_nodes: what is to be said of them.
-        commands: what is to be started on each node, for a shell; empty where that is not known.
+        about_nodes: what else is to be said of the nodes.
         picture: picture of the pipeline, an SVG document.
         crossing_header: names of the columns of `crossings`.
         crossings: of each boundary, or several that are alike: its row in the table, and who sends what to whom.
         memory: memory of the ranks.
-        script: a batch script; empty if none was asked for.
+        is_slurm: whether a batch script is shown.
     """
 
     title: str
@@ -139,28 +137,25 @@ class ReportPage:
     about_table: str = ""
     step: str = ""
     about_step: str = ""
-    layout: PipelineLayout | None = None
+    launch: Launch | None = None
     sites: Sequence[str] = ()
-    nodes: Sequence[NodeRanks] = ()
     about_nodes: Sequence[str] = ()
-    commands: Mapping[NodeRanks, Sequence[str]] = field(default_factory=dict[NodeRanks, Sequence[str]])
     picture: str = ""
     crossing_header: Sequence[str] = ()
     crossings: Sequence[tuple[Sequence[str], Sequence[str]]] = ()
     memory: MemorySection | None = None
-    script: str = ""
+    is_slurm: bool = False
 
     def site_of(self, node: NodeRanks) -> str:
         """Name the site of a node's stages, or several; empty where there are none."""
-        assert self.layout is not None
-        return " and ".join(dict.fromkeys(self.sites[stage] for stage in node.stages(self.layout) if self.sites))
+        assert self.launch is not None
+        return " and ".join(dict.fromkeys(self.sites[stage] for stage in node.stages(self.launch.layout) if self.sites))
 
     @property
-    def stages(self) -> TextTable | None:
+    def stages(self) -> TextTable:
         """A row for each stage."""
-        layout, sites = self.layout, self.sites
-        if layout is None:
-            return None
+        assert self.launch is not None
+        layout, sites = self.launch.layout, self.sites
         rows = [
             (str(stage), *sites[stage : stage + 1], *size_texts(layout, stage), format_ranks(layout.stage_ranks(stage)))
             for stage in range(layout.num_stages)

@@ -19,26 +19,23 @@ _MARGIN = 20
 _PERCENT_WIDTH = 52  # at the right of a row
 _DIGIT_WIDTH = 6  # of the number of a microbatch
 
-_STYLE = """\
-text.number { font-size: 10px; fill: #ffffff; text-anchor: middle; }
-text.tick { text-anchor: middle; }
-rect.row { fill: #737b85; fill-opacity: 0.12; }
-rect.forward-first { fill: #3f6ca8; }
-rect.forward-later { fill: #2f7d78; }
-rect.backward-first { fill: #b4540a; }
-rect.backward-later { fill: #9a3f73; }
-rect.weights-first { fill: #6b5a14; }
-rect.weights-later { fill: #5f4b8b; }
-line.message, line.sample { stroke: $line; stroke-opacity: 0.8; }
-line.tick { stroke: $line; stroke-opacity: 0.4; }"""
+# Meaning and colour.
 _KINDS = {
-    "forward-first": "forward, first chunk",
-    "forward-later": "forward, later chunk",
-    "backward-first": "backward, first chunk",
-    "backward-later": "backward, later chunk",
-    "weights-first": "gradients of weights, first chunk",
-    "weights-later": "gradients of weights, later chunk",
+    "forward-first": ("forward, first chunk", "#3f6ca8"),
+    "forward-later": ("forward, later chunk", "#2f7d78"),
+    "backward-first": ("backward, first chunk", "#b4540a"),
+    "backward-later": ("backward, later chunk", "#9a3f73"),
+    "weights-first": ("gradients of weights, first chunk", "#6b5a14"),
+    "weights-later": ("gradients of weights, later chunk", "#5f4b8b"),
 }
+_RULES = "\n".join(f"rect.{kind} {{ fill: {colour}; }}" for kind, (_, colour) in _KINDS.items())
+_STYLE = f"""\
+text.number {{ font-size: 10px; fill: #ffffff; text-anchor: middle; }}
+text.tick {{ text-anchor: middle; }}
+rect.row {{ fill: #737b85; fill-opacity: 0.12; }}
+{_RULES}
+line.message, line.sample {{ stroke: $line; stroke-opacity: 0.8; }}
+line.tick {{ stroke: $line; stroke-opacity: 0.4; }}"""
 _FILLINGS = {"forward": "-", "backward": "=", "weights": "+"}
 _MESSAGE = "message on its way"
 _LEGEND = """\
@@ -190,7 +187,7 @@ def chrome_trace(timeline: Timeline, *, unit_s: float = 1.0) -> str:
         events += svg.name_row(0, worker, label)
         for span in spans:
             times = unit_s * span.start, unit_s * span.end
-            events.append(svg.box(0, worker, str(span.action), _pass_name(span.action), *times))
+            events.append(svg.box(0, worker, str(span.action), pass_name(span.action), *times))
     names = {channel: channel_label(timeline.placement, channel) for channel, _ in timeline.bytes_by_channel}
     for number, flight in enumerate(timeline.flights):
         times = unit_s * flight.start, unit_s * flight.end
@@ -207,10 +204,11 @@ def _cell(action: Action, length: int) -> str:
     name = str(action)
     if len(name) > length:
         name = name[-1]
-    return name.ljust(length, _FILLINGS[_pass_name(action)])[:length]
+    return name.ljust(length, _FILLINGS[pass_name(action)])[:length]
 
 
-def _pass_name(action: Action) -> str:
+def pass_name(action: Action) -> str:
+    """Name what a compute is: a forward, a backward or its first half, or the gradients of weights."""
     if action.op is Op.W:
         return "weights"
     return "backward" if action.op.is_backward else "forward"
@@ -222,7 +220,7 @@ def _is_split(timeline: Timeline) -> bool:
 
 def _kind(timeline: Timeline, span: Span) -> str:
     """Return the CSS class of a compute, a key of `_KINDS`."""
-    return f"{_pass_name(span.action)}-{'later' if timeline.placement.chunk(span.action.vstage) else 'first'}"
+    return f"{pass_name(span.action)}-{'later' if timeline.placement.chunk(span.action.vstage) else 'first'}"
 
 
 def _boxes(timeline: Timeline, worker: int, left: int, scale: float, top: int) -> Iterator[str]:
@@ -250,7 +248,7 @@ def _messages(timeline: Timeline, left: int, scale: float, top: int) -> Iterator
 def _legend(timeline: Timeline, y: int, right: int) -> tuple[list[str], int]:
     """Return the marks in the picture with their meanings, and the height below them."""
     used = {_kind(timeline, span) for spans in timeline.spans for span in spans}
-    entries = {kind: text for kind, text in _KINDS.items() if kind in used}
+    entries = {kind: text for kind, (text, _) in _KINDS.items() if kind in used}
     if timeline.flights:
         entries["message"] = _MESSAGE
     entries["row"] = "idle; at the right: share of the step that is computed"
