@@ -14,17 +14,9 @@ from typing import Any
 from vtp_plugin.cli.common import Parser, as_json, named, print_answer
 from vtp_plugin.errors import ConfigError, VtpError
 from vtp_plugin.host.versions import find_torch
+from vtp_plugin.link import run_commands
 from vtp_plugin.link.enter import become, callers_variables, enter, start, user_of
 from vtp_plugin.link.guard import find_interfaces, find_listeners, is_of_a_run, reach_of
-from vtp_plugin.link.run_commands import (
-    make_keys,
-    require_administrator,
-    require_answers,
-    require_private,
-    run_command,
-    run_down,
-    run_up,
-)
 from vtp_plugin.link.site_file import LinkCommand, LinkSite, plan_down, plan_show, plan_up, read_site, shown
 from vtp_plugin.plan.launch.launch_commands import PICKLE
 from vtp_plugin.report.page.report_page import TextTable
@@ -140,17 +132,16 @@ def _add(actions: Any, name: str, action: Callable[[LinkSite, argparse.Namespace
 
 
 def _keys(site: LinkSite, options: argparse.Namespace) -> None:
-    print("\n".join(make_keys(site, is_first=options.pre_shared)))
+    print("\n".join(run_commands.make_keys(site, is_first=options.pre_shared)))
 
 
 def _up(site: LinkSite, options: argparse.Namespace) -> None:
     commands = plan_up(site)
-    if _is_shown(commands, options):
+    if not _may_run(commands, options):
         return
-    require_administrator("up")
     for path in (site.private_key, site.pre_shared_key):
-        require_private(path, way_out="`vtp link keys` makes it, or says where it comes from")
-    run_up(commands)
+        run_commands.require_private(path, way_out="`vtp link keys` makes it, or says where it comes from")
+    run_commands.run_up(commands)
     print(
         f"the link of {site.name} is up: {site.address}, interface {site.interface}; "
         f"start a run: {_how_to_run(options)}"
@@ -159,20 +150,18 @@ def _up(site: LinkSite, options: argparse.Namespace) -> None:
 
 def _down(site: LinkSite, options: argparse.Namespace) -> None:
     commands = plan_down(site)
-    if _is_shown(commands, options):
+    if not _may_run(commands, options):
         return
-    require_administrator("down")
-    run_down(site, commands)
+    run_commands.run_down(site, commands)
     print(f"the link of {site.name} is down")
 
 
 def _show(site: LinkSite, options: argparse.Namespace) -> None:
     commands = plan_show(site)
-    if _is_shown(commands, options):
+    if not _may_run(commands, options):
         return
-    require_administrator("show")
     for command in commands:
-        printed, problem = run_command(command)
+        printed, problem = run_commands.run_command(command)
         if problem:
             raise ConfigError(f"the link of {site.name} is not up here ({problem}); `vtp link up` sets it up")
         print(printed, end="")
@@ -191,14 +180,17 @@ def _run(site: LinkSite, options: argparse.Namespace) -> None:
     enter(site)
     become(user)
     if options.wait > 0:
-        require_answers(site, options.wait)
+        run_commands.require_answers(site, options.wait)
     start(site, command, variables)
 
 
-def _is_shown(commands: tuple[LinkCommand, ...], options: argparse.Namespace) -> bool:
+def _may_run(commands: tuple[LinkCommand, ...], options: argparse.Namespace) -> bool:
+    """Show commands with ``--dry-run``; else let only an administrator run them."""
     if options.dry_run:
         print("\n".join(shown(commands)))
-    return bool(options.dry_run)
+    else:
+        run_commands.require_administrator(options.argv[1])
+    return not options.dry_run
 
 
 def _how_to_run(options: argparse.Namespace) -> str:

@@ -72,10 +72,10 @@ def memory_lines(flags: Run) -> Iterator[str]:
 
 def peaks_by_stage(flags: Run) -> tuple[Peaks, ...]:
     """Give what a rank of every stage keeps at its fullest moments; empty where the bytes are not known."""
-    is_split = flags.schedule_options.split_backward
-    if isinstance(flags.memory, str) or any(held.activation_bytes is None for held in flags.memory):
-        return ()
-    if is_split and any(held.waiting_bytes is None for held in flags.memory):
+    is_split, memory = flags.schedule_options.split_backward, flags.memory
+    if isinstance(memory, str) or any(
+        held.activation_bytes is None or (is_split and held.waiting_bytes is None) for held in memory
+    ):
         return ()
     request = ScheduleRequest(
         placement=flags.placement,

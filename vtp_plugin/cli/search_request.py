@@ -23,20 +23,8 @@ from vtp_plugin.plan.model.gpt_model import GPTModel
 from vtp_plugin.tune.cluster.machines import Cluster, Nodes
 from vtp_plugin.tune.cluster.read_cluster import StageMemory, check_origins, features, speed_of
 from vtp_plugin.tune.cluster.speed import Batch
+from vtp_plugin.tune.fit import fit_layout
 from vtp_plugin.tune.fit.constraints import Constraints
-from vtp_plugin.tune.fit.fit_layout import (
-    Chosen,
-    describe,
-    fit,
-    fit_split,
-    fitted_flags,
-    layer_rule,
-    order_flags,
-    read_constraints,
-    read_have,
-    vocabulary_multiple,
-    write_fitted,
-)
 from vtp_plugin.tune.search.evaluate import Candidate
 from vtp_plugin.tune.search.problem import BatchSplit, NodePool, SearchProblem
 
@@ -85,7 +73,7 @@ def fit_to_cards(args: argparse.Namespace, config: VtpConfig) -> tuple[VtpConfig
     """
     if isinstance(config.size_list, tuple):
         raise ConfigError("--have and sizes in --vtp-size-list say the same thing twice; give one of them")
-    nodes = [replace(node, memory_bytes=args.card_memory) for node in read_have(args.have)]
+    nodes = [replace(node, memory_bytes=args.card_memory) for node in fit_layout.read_have(args.have)]
     sites = tuple(dict.fromkeys(node.site for node in nodes if node.site))
     if sites and config.sites is None:
         config = replace(config, sites=sites)
@@ -93,20 +81,20 @@ def fit_to_cards(args: argparse.Namespace, config: VtpConfig) -> tuple[VtpConfig
     if has_memory and (reason := model_flags.why_unknown(args, lacks_parts=False)):
         raise ConfigError(f"{CARD_MEMORY}: the memory of a rank is {reason}" if "not known" in reason else reason)
 
-    constraints = read_constraints(args, config, config.stages or (1, max(2, 2 * len(nodes))))
+    constraints = fit_layout.read_constraints(args, config, config.stages or (1, max(2, 2 * len(nodes))))
     if has_memory:
         constraints = _with_memory(args, constraints)
-    layouts = fit(nodes, constraints)
-    best, reasons = layouts[0], describe(layouts, constraints)
+    layouts = fit_layout.fit(nodes, constraints)
+    best, reasons = layouts[0], fit_layout.describe(layouts, constraints)
     if config.split_backward:
-        best = fit_split(nodes, constraints, best)
+        best = fit_layout.fit_split(nodes, constraints, best)
         reasons += (_about_split(best),)
         config = replace(config, split_backward=best.order.is_split)
-    chosen = Chosen.of(best)
+    chosen = fit_layout.Chosen.of(best)
     is_forced = len({*chosen.sizes}) == 1 and not config.layerwise_disaggregated
-    flags = fitted_flags(chosen, constraints, num_predicting=args.mtp_num_layers or 0, is_forced=is_forced)
-    return write_fitted(config, chosen), Fitted(
-        candidate=best, reasons=reasons, flags=(*flags, *order_flags(best, constraints))
+    flags = fit_layout.fitted_flags(chosen, constraints, num_predicting=args.mtp_num_layers or 0, is_forced=is_forced)
+    return fit_layout.write_fitted(config, chosen), Fitted(
+        candidate=best, reasons=reasons, flags=(*flags, *fit_layout.order_flags(best, constraints))
     )
 
 
@@ -279,11 +267,11 @@ def read_any_list(args: argparse.Namespace, command: str) -> tuple[Constraints, 
         raise ConfigError(
             f"--vtp-stages {':'.join(map(str, config.stages or ()))} with sizes of {stages} stages; leave one out"
         )
-    constraints = read_constraints(
+    constraints = fit_layout.read_constraints(
         args,
         config,
         config.stages or (stages or 1, stages or args.num_layers or 1),
-        "any" if config.layerwise_disaggregated else layer_rule(_megatron()[0]),
+        "any" if config.layerwise_disaggregated else fit_layout.layer_rule(_megatron()[0]),
     )
     _check(args, command)
     return constraints, read_padded_model(args, constraints)
@@ -312,7 +300,7 @@ def read_padded_model(args: argparse.Namespace, constraints: Constraints) -> GPT
         constraints: what the layout must satisfy.
     """
     model = model_flags.read_model(args, PipelineLayout.from_sizes((1,), world_size=1))
-    if multiple := vocabulary_multiple((1,), constraints):
+    if multiple := fit_layout.vocabulary_multiple((1,), constraints):
         model = replace(model, vocab=-(-args.vocab_size // multiple) * multiple)
     return model
 
