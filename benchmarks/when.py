@@ -22,7 +22,7 @@ from typing import Any
 
 from benchmarks import svg
 from vtp_plugin.cli import search
-from vtp_plugin.cli.parser import Parser
+from vtp_plugin.cli.common import Parser
 from vtp_plugin.cli.search_request import SearchRequest, read_request
 from vtp_plugin.tune.cluster.machines import Table
 from vtp_plugin.tune.cluster.read_cluster import parse_cluster

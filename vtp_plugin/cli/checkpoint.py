@@ -11,8 +11,8 @@ import argparse
 import re
 import shlex
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from itertools import groupby
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from vtp_plugin.checkpoint.hf.hf_model import HFModel, free_flags, padding_flag,
 from vtp_plugin.checkpoint.save.atomic_dir import EDGE_KEY, read_kept_key, write_edge_key
 from vtp_plugin.checkpoint.tools.verify import Verification, form_for_any, loses_random_states, note_of_experts
 from vtp_plugin.cli.boundaries import format_bytes
-from vtp_plugin.cli.parser import Parser, print_json
+from vtp_plugin.cli.common import Parser, add_json_flag, print_answer
 from vtp_plugin.cli.terminal import progress
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.util.text import own_command, plain
@@ -55,7 +55,7 @@ def facts_of(contents: Contents) -> dict[str, Any]:
     index = contents.index
     files = {extent.file for _, extent in index.extents()}
     return {
-        "folder": str(contents.folder),
+        "folder": contents.folder,
         "iteration": contents.common.get("iteration"),
         "format": "torch_dist",
         "num_files": len(files),
@@ -129,13 +129,7 @@ def _of_optimizer(facts: Mapping[str, Any]) -> Iterator[str]:
 _GUIDE = "docs/guides/hugging-face.md"
 
 
-def add_import(actions: Any, end: Callable[[Any, Callable[[argparse.Namespace], None]], None]) -> None:
-    """Declare ``import``.
-
-    Args:
-        actions: subparsers that the action is added to.
-        end: declares the flags that all actions have.
-    """
+def _add_import(actions: Any) -> None:
     parser = actions.add_parser(
         "import",
         help="make a checkpoint of a model as it is published on Hugging Face, or converted by MindSpeed-MM",
@@ -147,25 +141,15 @@ def add_import(actions: Any, end: Callable[[Any, Callable[[argparse.Namespace], 
         "that change nothing), entries (of MindSpeed-MM's --mm-model, by their paths; null for other models).",
     )
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--hf", type=Path, metavar="DIR", help="folder with config.json and *.safetensors")
-    source.add_argument(
-        "--mm",
-        type=Path,
-        nargs="+",
-        metavar="DIR",
-        help="folders that MindSpeed-MM's hf_to_mm_ldt has written: the edge's and the cloud's; or one of hf_to_mm",
-    )
-    parser.add_argument(
-        "--like", type=Path, metavar="DIR", help="with --mm: folder of the model that was converted, with config.json"
-    )
-    parser.add_argument(
-        "--to", dest="target", type=Path, required=True, metavar="DIR", help="folder for --load; it must be new"
-    )
-    end(parser, _import)
+    _add_folder(source, "--hf", "folder with config.json and *.safetensors")
+    converted = "folders that MindSpeed-MM's hf_to_mm_ldt has written: the edge's and the cloud's; or one of hf_to_mm"
+    _add_folder(source, "--mm", converted, nargs="+")
+    _add_folder(parser, "--like", "with --mm: folder of the model that was converted, with config.json")
+    _add_folder(parser, "--to", "folder for --load; it must be new", dest="target", required=True)
+    _end(parser, _import)
 
 
-def add_export(actions: Any, end: Callable[[Any, Callable[[argparse.Namespace], None]], None]) -> None:
-    """Declare ``export``; as :func:`add_import`."""
+def _add_export(actions: Any) -> None:
     parser = actions.add_parser(
         "export",
         help="make a model as it is published on Hugging Face of a checkpoint",
@@ -173,22 +157,11 @@ def add_export(actions: Any, end: Callable[[Any, Callable[[argparse.Namespace], 
         "was saved in.",
         epilog="Keys of --json: folder, family, num_bytes, num_files.",
     )
-    parser.add_argument(
-        "--from",
-        dest="source",
-        type=Path,
-        required=True,
-        metavar="DIR",
-        help="folder of a checkpoint, or of several: the newest",
-    )
-    parser.add_argument("--hf", type=Path, required=True, metavar="DIR", help="folder to write to; it must be new")
-    parser.add_argument(
-        "--like",
-        type=Path,
-        metavar="DIR",
-        help="folder with config.json and the tokenizer; default: what an import has carried along",
-    )
-    end(parser, _export)
+    _add_folder(parser, "--from", "folder of a checkpoint, or of several: the newest", dest="source", required=True)
+    _add_folder(parser, "--hf", "folder to write to; it must be new", required=True)
+    carried = "folder with config.json and the tokenizer; default: what an import has carried along"
+    _add_folder(parser, "--like", carried)
+    _end(parser, _export)
 
 
 def _import(options: argparse.Namespace) -> None:
@@ -200,23 +173,20 @@ def _import(options: argparse.Namespace) -> None:
     if plan.passed:
         names = plain(", ".join(plan.passed))
         print(f"passed over in config.json, since they change nothing: {names}", file=sys.stderr)
-    model = plan.model
-    if options.json:
-        facts = {"folder": str(options.target), "family": model.family, "num_bytes": plan.num_bytes}
-        print_json("checkpoint import", {**facts, **_flags_of(model), "passed": [*plan.passed]})
-        return
-    wrote = f"wrote {options.target}: {format_bytes(plan.num_bytes)}; load it with --load"
-    told = _flags_of(model)
+    model, told = plan.model, _flags_of(plan.model)
+    quoted = shlex.quote(str(options.target))
+    wrote = f"wrote {options.target}: {format_bytes(plan.num_bytes)}; load it with --load {quoted}"
     if model.vision is not None:
-        print(f"{wrote} {shlex.quote(str(options.target))} {' '.join(told['flags'])}; --mm-model needs these entries:")
-        print("\n".join(f"{path} {value}" for path, value in told["entries"].items()))
-        return
-    print(f"{wrote} {shlex.quote(str(options.target))}, and with:")
-    print(" ".join(told["flags"]), " ".join(told["free_flags"]), sep="\n")  # whole lines, so that they can be pasted
-    print(
-        f"a tokenizer with fewer words: {told['vocab_flag']}; before Megatron 0.15, or where a stage's size does not "
-        f"divide that: {padding_flag(model.vocab, 1)}, divided by the tensor-parallel size and rounded up"
-    )
+        lines = [f"{wrote} {' '.join(told['flags'])}; --mm-model needs these entries:"]
+        lines += [f"{path} {value}" for path, value in told["entries"].items()]
+    else:
+        lines = [f"{wrote}, and with:", " ".join(told["flags"]), " ".join(told["free_flags"])]  # whole, to be pasted
+        lines.append(
+            f"a tokenizer with fewer words: {told['vocab_flag']}; before Megatron 0.15, or where a stage's size does "
+            f"not divide that: {padding_flag(model.vocab, 1)}, divided by the tensor-parallel size and rounded up"
+        )
+    facts = {"folder": options.target, "family": model.family, "num_bytes": plan.num_bytes}
+    print_answer(options, {**facts, **told, "passed": plan.passed}, lines)
 
 
 def _plan_import(options: argparse.Namespace) -> Import:
@@ -241,14 +211,8 @@ def _flags_of(model: HFModel) -> dict[str, Any]:
     if model.vision is None:
         flags, free = [each.text for each in settings(model) if each.is_given], [*free_flags(model)]
         return {"flags": flags, "free_flags": free, "vocab_flag": f"--padded-vocab-size {model.vocab}", "entries": None}
-    entries = {each.flag: each.value for each in settings(model)}
-    flags = ["--ckpt-format torch_dist"]
-    return {
-        "flags": flags,
-        "free_flags": [],
-        "vocab_flag": None,
-        "entries": {**entries, "text_decoder.vocab_size": model.vocab},
-    }
+    entries = {each.flag: each.value for each in settings(model)} | {"text_decoder.vocab_size": model.vocab}
+    return {"flags": ["--ckpt-format torch_dist"], "free_flags": [], "vocab_flag": None, "entries": entries}
 
 
 def _export(options: argparse.Namespace) -> None:
@@ -266,12 +230,11 @@ def _export(options: argparse.Namespace) -> None:
             "words the run's tokenizer had; if more, give with --like a folder whose config.json has their number",
             file=sys.stderr,
         )
-    if options.json:
-        facts = {"folder": str(options.hf), "family": plan.model.family, "num_bytes": plan.num_bytes}
-        print_json("checkpoint export", {**facts, "num_files": len(plan.files)})
-        return
-    count = "1 file" if len(plan.files) == 1 else f"{len(plan.files)} files"
-    print(f"wrote {options.hf}: {format_bytes(plan.num_bytes)} in {count}, as transformers loads it")
+    number = len(plan.files)
+    count = "1 file" if number == 1 else f"{number} files"
+    line = f"wrote {options.hf}: {format_bytes(plan.num_bytes)} in {count}, as transformers loads it"
+    facts = {"folder": options.hf, "family": plan.model.family, "num_bytes": plan.num_bytes, "num_files": number}
+    print_answer(options, facts, (line,))
 
 
 _MAX_NAMED = 5
@@ -285,8 +248,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_verify(actions)
     _add_diff(actions)
     _add_reshard(actions)
-    add_import(actions, _end)
-    add_export(actions, _end)
+    _add_import(actions)
+    _add_export(actions)
 
 
 def _add_show(actions: Any) -> None:
@@ -297,7 +260,7 @@ def _add_show(actions: Any) -> None:
         epilog="Keys of --json: folder, iteration, format, num_files, num_bytes, form, has_map, experts, steps, sizes "
         "(of every stage), tensors (key, state, dtype, shape, num_pieces, num_bytes).",
     )
-    show.add_argument("folder", type=Path, metavar="DIR", help=_FOLDER)
+    _add_folder(show, "folder", _FOLDER)
     show.add_argument("--verbose", action="store_true", help="name every tensor, with type, shape, pieces and bytes")
     _end(show, _show)
 
@@ -312,7 +275,7 @@ def _add_verify(actions: Any) -> None:
         epilog="Exit code 0: all is intact; 1: something is damaged; 2: there is no manifest, and no index.\n"
         "Keys of --json: folder, problems.",
     )
-    verify.add_argument("folder", type=Path, metavar="DIR", help=_FOLDER)
+    _add_folder(verify, "folder", _FOLDER)
     _end(verify, _verify)
 
 
@@ -340,10 +303,8 @@ def _add_reshard(actions: Any) -> None:
         epilog="Keys of --json: folder, form, num_pieces, num_bytes, num_bytes_found (written by an earlier attempt), "
         "experts (which layouts load their optimizer; null without experts).",
     )
-    reshard.add_argument("--from", dest="source", type=Path, required=True, metavar="DIR", help=_FOLDER)
-    reshard.add_argument(
-        "--to", dest="target", type=Path, required=True, metavar="DIR", help="folder for --load; it must be new"
-    )
+    _add_folder(reshard, "--from", _FOLDER, dest="source", required=True)
+    _add_folder(reshard, "--to", "folder for --load; it must be new", dest="target", required=True)
     reshard.add_argument(
         "--form",
         choices=[IN_MODEL_SPACE, BY_BLOCK],
@@ -353,9 +314,13 @@ def _add_reshard(actions: Any) -> None:
     _end(reshard, _reshard)
 
 
+def _add_folder(parser: Any, name: str, text: str, **more: Any) -> None:
+    parser.add_argument(name, type=Path, metavar="DIR", help=text, **more)
+
+
 def _end(parser: argparse.ArgumentParser, action: Callable[[argparse.Namespace], None]) -> None:
     """Declare what all actions have."""
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    add_json_flag(parser)
     parser.set_defaults(action=action)
 
 
@@ -368,10 +333,7 @@ def run(options: argparse.Namespace) -> None:
 
 def _show(options: argparse.Namespace) -> None:
     facts = facts_of(Contents(find_checkpoint(options.folder)))
-    if options.json:
-        print_json("checkpoint show", facts)
-    else:
-        print("\n".join(lines_of(facts, is_verbose=options.verbose)))
+    print_answer(options, facts, lines_of(facts, is_verbose=options.verbose))
 
 
 def _verify(options: argparse.Namespace) -> None:
@@ -382,11 +344,9 @@ def _verify(options: argparse.Namespace) -> None:
             problems.append(problem)
             if not options.json:
                 print(problem)
-    if options.json:
-        print_json("checkpoint verify", {"folder": str(work.folder), "problems": problems})
-    elif not problems:
-        how = "" if work.manifest is not None else f"; it has no {MANIFEST}, so sums of torch.save were compared"
-        print(f"{work.folder} is intact: {format_bytes(work.num_bytes)} were read{how}")
+    how = "" if work.manifest is not None else f"; it has no {MANIFEST}, so sums of torch.save were compared"
+    intact = f"{work.folder} is intact: {format_bytes(work.num_bytes)} were read{how}"
+    print_answer(options, {"folder": work.folder, "problems": problems}, () if problems else (intact,))
     sys.exit(1 if problems else 0)
 
 
@@ -405,12 +365,8 @@ def _diff(options: argparse.Namespace) -> None:
             on_compared(1)
     steps = [] if options.weights_only else [a.steps(), b.steps()]
     is_equal = all(each.is_equal for each in found) and (not steps or steps[0] == steps[1])
-    if options.json:
-        tensors = [{name: getattr(each, name) for name in each.__slots__} for each in found]
-        print_json("checkpoint diff", {"tensors": tensors, "steps": steps, "is_equal": is_equal})
-    else:
-        for line in (*_lines(found, sys.maxsize if options.verbose else _MAX_NAMED), *_steps(*steps)):
-            print(line)
+    lines = chain(_lines(found, sys.maxsize if options.verbose else _MAX_NAMED), _steps(steps))
+    print_answer(options, {"tensors": found, "steps": steps, "is_equal": is_equal}, lines)
     sys.exit(0 if is_equal else 1)
 
 
@@ -429,10 +385,10 @@ def _lines(found: list[ComparedTensor], most: int) -> Iterator[str]:
             yield f"  ... {len(other) - most} more; --verbose names all"
 
 
-def _steps(ours: list[float] | None = None, theirs: list[float] | None = None) -> Iterator[str]:
-    if ours is not None and theirs is not None and (ours or theirs):
-        texts = [", ".join(f"{step:g}" for step in steps) or "none" for steps in (ours, theirs)]
-        yield f"steps: {texts[0]}" + ("" if ours == theirs else f" in A, {texts[1]} in B")
+def _steps(steps: Sequence[Sequence[float]]) -> Iterator[str]:
+    if any(steps):
+        ours, theirs = (", ".join(f"{step:g}" for step in each) or "none" for each in steps)
+        yield f"steps: {ours}" + ("" if steps[0] == steps[1] else f" in A, {theirs} in B")
 
 
 def _reshard(options: argparse.Namespace) -> None:
@@ -459,19 +415,17 @@ def _reshard(options: argparse.Namespace) -> None:
             work.write(ending, on_written)
             if key is not None:
                 write_edge_key(options.target, key)
-    if options.json:
-        counts = {"num_pieces": len(work.pieces), "num_bytes": total, "num_bytes_found": found}
-        said = {"folder": str(target), "form": form, **counts, "experts": note_of_experts(contents)}
-        print_json("checkpoint reshard", said)
-        return
+    note = note_of_experts(contents)
+    counts = {"num_pieces": len(work.pieces), "num_bytes": total, "num_bytes_found": found}
     before = f", {format_bytes(found)} of it by an earlier attempt" if found else ""
-    print(f"wrote {target}: {format_bytes(total)}{before}; load it with --load {shlex.quote(str(options.target))}")
+    lines = [f"wrote {target}: {format_bytes(total)}{before}; load it with --load {shlex.quote(str(options.target))}"]
     if form == contents.form:
         held = "there is no optimizer" if form is None else f"the optimizer was {form} before, and is copied"
-        print(f"{held}: any layout loads that")
+        lines.append(f"{held}: any layout loads that")
     if key is not None:
-        print(f"{EDGE_KEY}, the key of the edge's layers, is copied, too; leave it out of what you give away")
-    if note := note_of_experts(contents):
-        print(note)
+        lines.append(f"{EDGE_KEY}, the key of the edge's layers, is copied, too; leave it out of what you give away")
+    if note:
+        lines.append(note)
     if loses_random_states(contents):
-        print("random states are left out: those of unequal stages have no place in another layout")
+        lines.append("random states are left out: those of unequal stages have no place in another layout")
+    print_answer(options, {"folder": target, "form": form, **counts, "experts": note}, lines)

@@ -13,13 +13,14 @@ import socket
 import sys
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 import vtp_plugin
 from vtp_plugin.api import choose_device
+from vtp_plugin.cli.common import add_json_flag, as_json, named, print_answer
 from vtp_plugin.cli.link_actions import report_listeners
-from vtp_plugin.cli.parser import print_json
 from vtp_plugin.cli.terminal import progress
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import VtpError
@@ -42,16 +43,11 @@ _LAUNCHER_VARIABLES = (
     "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
 )  # fmt: skip
 _NUM_TRIALS = 3  # of the network, of the device, of the patches
-_PATCH_KEYS = ("id", "state", "target", "skipped", "foreign_wrapper")
-_KEYS = (
-    "Keys of --json: `versions; host; mindspeed; platform; interfaces; listening; rendezvous; launchers (lines); "
-    "patches: id, state, target, skipped, foreign_wrapper; warnings; problems; exit_code`."
-)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
-    parser.epilog = "Exit code 0: all is well; 1: problems; 2: bad usage. " + _KEYS
+    parser.epilog = f"Exit code 0: all is well; 1: problems; 2: bad usage. {_Report.__doc__}"
     parser.add_argument("--device", "--vtp-device", default="auto", metavar="auto|cuda|npu|cpu", help="default: auto")
     parser.add_argument(
         "--verbose",
@@ -70,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="print only what listens here and who can reach it; FILE: the file of a site whose firewall counts. Exit "
         "code 1: somebody outside machine and link can reach a run. Keys of --json: interfaces, listeners, problems",
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    add_json_flag(parser)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -78,47 +74,41 @@ def run(options: argparse.Namespace) -> None:
     if options.unknown:
         raise VtpError(f"{options.unknown[0]} is unknown; see: {own_command()} doctor --help")
     if options.link is not None:
-        report_listeners(options.link, is_json=options.json)
+        report_listeners(options)
     device = VtpConfig(device=options.device).device
     report = _Report()
     with progress(_NUM_TRIALS, "doctor", is_bytes=False) as tell:
         report.look(device, options.rendezvous, tell)
-    if options.json:
-        print_json("doctor", report.as_json())
-    else:
-        print("\n".join(piece for line in report.lines(is_verbose=options.verbose) for piece in wrap(line)))
-    sys.exit(report.exit_code)
+    exit_code = 1 if report.problems else 0
+    patches = [named(one, "id", "state", "target", "skipped", "foreign_wrapper") for one in report.patches]
+    lines = (piece for line in report.lines(options) for piece in wrap(line))
+    print_answer(options, as_json(report) | {"patches": patches, "exit_code": exit_code}, lines)
+    sys.exit(exit_code)
 
 
+@dataclass(slots=True)
 class _Report:
-    """What ``doctor`` finds; :meth:`look` fills it."""
+    """Keys of --json: `versions; host; mindspeed; platform; interfaces; listening; rendezvous; launchers (lines);
+    patches: id, state, target, skipped, foreign_wrapper; warnings; problems; exit_code`.
+    """
 
-    def __init__(self) -> None:
-        self.versions: dict[str, str] = {}
-        self.host = ""
-        self.mindspeed = ""
-        self.platform = ""
-        self.interfaces: list[str] = []
-        self.listening: list[str] = []
-        self.rendezvous: list[str] = []
-        self.not_tested = ""
-        self.launchers: list[str] = []
-        self.patches: tuple[PatchStatus, ...] = ()
-        self.problems: list[str] = []
-        self.warnings: list[str] = []
-        self.is_complete = False
-
-    @property
-    def exit_code(self) -> int:
-        return 1 if self.problems else 0
+    versions: dict[str, str] = field(default_factory=dict[str, str])
+    host: str | None = None
+    mindspeed: str | None = None
+    platform: str | None = None
+    interfaces: list[str] = field(default_factory=list[str])
+    listening: list[str] = field(default_factory=list[str])
+    rendezvous: list[str] = field(default_factory=list[str])
+    launchers: list[str] = field(default_factory=list[str])
+    patches: tuple[PatchStatus, ...] = ()
+    warnings: list[str] = field(default_factory=list[str])
+    problems: list[str] = field(default_factory=list[str])
 
     def look(self, device: DeviceName, rendezvous: str | None, tell: Tell) -> None:
         """Find out everything; a missing package ends the search."""
         torch, megatron = find_torch(), find_megatron()
         if torch is None or megatron is None:
             self.problems += problems_of(torch, megatron)
-            if rendezvous is not None:
-                self.not_tested = f"rendezvous {rendezvous}: not tested; install what is missing first"
             return
         family = family_of(megatron.version)
         self.host = f"{family.name if family else 'unknown'} ({megatron.folder})"
@@ -126,7 +116,6 @@ class _Report:
         self.versions |= {"torch": torch.version, "megatron-core": megatron.version}
         self.versions |= {name: number for name in _OPTIONAL_PACKAGES if (number := _version(name))}
         self.versions["Python"] = sys.version.split()[0]
-        self.is_complete = True
         self.interfaces = list(_interfaces())
         try:
             self._try_network(rendezvous)
@@ -211,19 +200,20 @@ class _Report:
         changed = changed_targets(pins, installed, found)
         self.warnings = [f"megatron-core: {line}; look whether the patch still fits it" for line in changed]
 
-    def lines(self, *, is_verbose: bool) -> Iterator[str]:
+    def lines(self, options: argparse.Namespace) -> Iterator[str]:
         """Write the report as text; the verdict comes last."""
-        if not self.is_complete:
-            yield from (line for line in (self.not_tested,) if line)
+        if not self.versions:
+            if options.rendezvous is not None:
+                yield f"rendezvous {options.rendezvous}: not tested; install what is missing first"
             yield f"verdict: {' | '.join(self.problems)}"
             return
         yield ", ".join(f"{name} {number}" for name, number in self.versions.items())
-        yield f"Megatron {self.host}, device {self.platform.partition(' (')[0] or 'none'}"
+        yield f"Megatron {self.host}, device {(self.platform or 'none').partition(' (')[0]}"
         yield f"patches: {sum(patch.applied for patch in self.patches)} of {len(self.patches)} applied, then reverted"
         if self.rendezvous:
             yield "rendezvous"
             yield from (f"    {line}" for line in self.rendezvous)
-        if is_verbose:
+        if options.verbose:
             yield from self._details()
         yield from (f"warning: {warning}" for warning in self.warnings)
         yield from (f"problem: {problem}" for problem in self.problems)
@@ -245,23 +235,6 @@ class _Report:
         yield from (f"    {line}" for line in self.launchers)
         yield from format_status(self.patches).splitlines()
         yield from ("", "Megatron's options with stages of unequal size", "", *format_table().splitlines(), "")
-
-    def as_json(self) -> dict[str, object]:
-        """Return the output of ``--json``."""
-        return {
-            "versions": self.versions,
-            "host": self.host or None,
-            "mindspeed": self.mindspeed or None,
-            "platform": self.platform or None,
-            "interfaces": self.interfaces,
-            "listening": self.listening,
-            "rendezvous": self.rendezvous,
-            "launchers": self.launchers,
-            "patches": [{name: getattr(patch, name) for name in _PATCH_KEYS} for patch in self.patches],
-            "warnings": self.warnings,
-            "problems": self.problems,
-            "exit_code": self.exit_code,
-        }
 
 
 def _is_replaced(target: str) -> bool:

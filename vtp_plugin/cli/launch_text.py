@@ -107,11 +107,10 @@ def launch_lines(launch: Launch, note: str = "", *, is_slurm: bool) -> Iterator[
 
 
 def _usual_text(nodes: Sequence[NodeRanks]) -> str:
-    sizes = ",".join(str(len(node.ranks)) for node in nodes[:4])
-    if len(nodes) == 1:
-        return "one node was assumed; --nodes, such as --nodes 8,6, says how many devices each of yours has"
-    what = f"{len(nodes)} nodes" if len(nodes) > 4 else f"nodes of {sizes} devices"
-    return f"{what} were assumed; --nodes, such as --nodes 8,6, says how many devices each of yours has"
+    sizes = ",".join(str(len(node.ranks)) for node in nodes)
+    what = f"{len(nodes)} nodes were" if len(nodes) > 4 else f"nodes of {sizes} devices were"
+    what = "one node was" if len(nodes) == 1 else what
+    return f"{what} assumed; --nodes, such as --nodes 8,6, says how many devices each of yours has"
 
 
 def _helps_replica_major(launch: Launch) -> bool:

@@ -8,27 +8,18 @@ import os
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from vtp_plugin.cli.parser import Parser, print_json
-from vtp_plugin.cli.terminal import TextTable, show
+from vtp_plugin.cli.common import Parser, as_json, named, print_answer
 from vtp_plugin.errors import ConfigError, VtpError
 from vtp_plugin.host.versions import find_torch
+from vtp_plugin.link import run_commands
 from vtp_plugin.link.enter import become, callers_variables, enter, start, user_of
 from vtp_plugin.link.guard import find_interfaces, find_listeners, is_of_a_run, reach_of
-from vtp_plugin.link.run_commands import (
-    make_keys,
-    require_administrator,
-    require_answers,
-    require_private,
-    run_command,
-    run_down,
-    run_up,
-)
 from vtp_plugin.link.site_file import LinkCommand, LinkSite, plan_down, plan_show, plan_up, read_site, shown
 from vtp_plugin.plan.launch.launch_commands import PICKLE
+from vtp_plugin.report.page.report_page import TextTable
 from vtp_plugin.util.text import own_command
 
 
@@ -61,47 +52,38 @@ def run_rendezvous(options: argparse.Namespace) -> None:
 _HEADER = ("listens on", "process", "who can reach it")
 
 
-def report_listeners(file: str, *, is_json: bool) -> None:
+def report_listeners(options: argparse.Namespace) -> None:
     """Print all listeners, and leave with 1 if somebody outside can reach one of a run.
 
     Args:
-        file: a site's file, whose firewall counts; empty for none.
-        is_json: whether as one JSON object.
+        options: parsed arguments; ``link`` is a site's file, whose firewall counts, or empty for none.
 
     Raises:
         ConfigError: the system does not tell.
     """
-    site = read_site(Path(file)) if file else None
+    site = read_site(Path(options.link)) if options.link else None
     interfaces, (listeners, problem) = find_interfaces(), find_listeners()
     if interfaces is None or problem:
         raise ConfigError(f"listeners cannot be told: {problem or 'ip shows no interface'}; install iproute2")
     rows: list[dict[str, object]] = []
+    cells: list[tuple[str, ...]] = []
     problems: list[str] = []
     for listener in listeners:
         reach, is_outside = reach_of(listener, interfaces, site)
-        of_run = is_of_a_run(listener)
-        rows.append({**asdict(listener), "of_a_run": of_run, "reach": reach, "outside": is_outside})
+        of_run, port = is_of_a_run(listener), listener.port
+        rows.append(as_json(listener) | {"of_a_run": of_run, "reach": reach, "outside": is_outside})
+        cells.append((f"{listener.address} port {port}", listener.process or "(of another user)", reach))
         if of_run and is_outside:
             problems.append(
-                f"port {listener.port} of process {listener.pid} is open to {reach}; a run over several sites listens "
+                f"port {port} of process {listener.pid} is open to {reach}; a run over several sites listens "
                 "on its link alone; start it with `vtp link run` (docs/guides/link.md)"
             )
-    if is_json:
-        names = {each.name: {"kind": each.kind, "addresses": each.addresses} for each in interfaces}
-        print_json(
-            "doctor", {"interfaces": names, "listeners": rows, "problems": problems, "exit_code": bool(problems)}
-        )
-    else:
-        cells = [
-            (f"{row['address']} port {row['port']}", f"{row['process'] or '(of another user)'}", f"{row['reach']}")
-            for row in rows
-        ]
-        show([f"interfaces: {', '.join(map(str, interfaces))}"])
-        show([TextTable.aligned(_HEADER, cells)] if cells else ["nothing listens here"])
-        show(f"problem: {line}" for line in problems)
-        show(
-            [f"verdict: {len(problems)} listeners of runs can be reached from outside" if problems else "verdict: fine"]
-        )
+    names = {each.name: named(each, "kind", "addresses") for each in interfaces}
+    answer = {"interfaces": names, "listeners": rows, "problems": problems, "exit_code": bool(problems)}
+    table = TextTable.aligned(_HEADER, cells) if cells else "nothing listens here"
+    verdict = f"{len(problems)} listeners of runs can be reached from outside" if problems else "fine"
+    found = [table, *(f"problem: {line}" for line in problems), f"verdict: {verdict}"]
+    print_answer(options, answer, [f"interfaces: {', '.join(map(str, interfaces))}", *found])
     sys.exit(1 if problems else 0)
 
 
@@ -150,17 +132,16 @@ def _add(actions: Any, name: str, action: Callable[[LinkSite, argparse.Namespace
 
 
 def _keys(site: LinkSite, options: argparse.Namespace) -> None:
-    print("\n".join(make_keys(site, is_first=options.pre_shared)))
+    print("\n".join(run_commands.make_keys(site, is_first=options.pre_shared)))
 
 
 def _up(site: LinkSite, options: argparse.Namespace) -> None:
     commands = plan_up(site)
-    if _is_shown(commands, options):
+    if not _may_run(commands, options):
         return
-    require_administrator("up")
     for path in (site.private_key, site.pre_shared_key):
-        require_private(path, way_out="`vtp link keys` makes it, or says where it comes from")
-    run_up(commands)
+        run_commands.require_private(path, way_out="`vtp link keys` makes it, or says where it comes from")
+    run_commands.run_up(commands)
     print(
         f"the link of {site.name} is up: {site.address}, interface {site.interface}; "
         f"start a run: {_how_to_run(options)}"
@@ -169,20 +150,18 @@ def _up(site: LinkSite, options: argparse.Namespace) -> None:
 
 def _down(site: LinkSite, options: argparse.Namespace) -> None:
     commands = plan_down(site)
-    if _is_shown(commands, options):
+    if not _may_run(commands, options):
         return
-    require_administrator("down")
-    run_down(site, commands)
+    run_commands.run_down(site, commands)
     print(f"the link of {site.name} is down")
 
 
 def _show(site: LinkSite, options: argparse.Namespace) -> None:
     commands = plan_show(site)
-    if _is_shown(commands, options):
+    if not _may_run(commands, options):
         return
-    require_administrator("show")
     for command in commands:
-        printed, problem = run_command(command)
+        printed, problem = run_commands.run_command(command)
         if problem:
             raise ConfigError(f"the link of {site.name} is not up here ({problem}); `vtp link up` sets it up")
         print(printed, end="")
@@ -201,14 +180,17 @@ def _run(site: LinkSite, options: argparse.Namespace) -> None:
     enter(site)
     become(user)
     if options.wait > 0:
-        require_answers(site, options.wait)
+        run_commands.require_answers(site, options.wait)
     start(site, command, variables)
 
 
-def _is_shown(commands: tuple[LinkCommand, ...], options: argparse.Namespace) -> bool:
+def _may_run(commands: tuple[LinkCommand, ...], options: argparse.Namespace) -> bool:
+    """Show commands with ``--dry-run``; else let only an administrator run them."""
     if options.dry_run:
         print("\n".join(shown(commands)))
-    return bool(options.dry_run)
+    else:
+        run_commands.require_administrator(options.argv[1])
+    return not options.dry_run
 
 
 def _how_to_run(options: argparse.Namespace) -> str:

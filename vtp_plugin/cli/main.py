@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import vtp_plugin
 from vtp_plugin.cli import checkpoint, doctor, link_actions, plan, profile, run, search, simulate, trace
-from vtp_plugin.cli.parser import Parser, fail
+from vtp_plugin.cli.common import Parser, command_of, fail
 from vtp_plugin.cli.terminal import on_standard_output
 from vtp_plugin.errors import VtpError
 from vtp_plugin.host.versions import HOSTS
@@ -90,7 +90,7 @@ def _obey(argv: list[str]) -> None:
         if isinstance(error, VtpError):
             fail(str(error))
         if isinstance(error, ImportError):
-            fail(_missing(error, " ".join(argv[:2] if argv[0] == "checkpoint" else argv[:1])))
+            fail(_missing(error, command_of(argv)))
         if isinstance(error, OSError) and error.filename is not None:
             fail(
                 f"{error.filename} cannot be read or written: {error.strerror}; the command needs it; see to its access"

@@ -7,12 +7,12 @@ import ast
 from collections.abc import Sequence
 from typing import Literal
 
-from vtp_plugin.cli.parser import with_values
+from vtp_plugin.cli.common import with_values
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.host.rules.checks.divisibility import feed_forward_size
 from vtp_plugin.host.rules.checks.stage_layers import COUNTED_AS_LAYERS, ELSEWHERE, check_stage_layers
 from vtp_plugin.host.rules.rule import OptionContext
-from vtp_plugin.plan.layout.layer_lists import Chunk, plain_chunks, u_chunks
+from vtp_plugin.plan.layout.layer_lists import plain_chunks, u_chunks
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.plan.layout.replica_map import ReplicaMap
 from vtp_plugin.plan.memory.activation_rows import Microbatch, Recompute, Routing
@@ -43,8 +43,7 @@ OTHER_ACTIVATIONS = (
 
 def why_no_activations(args: argparse.Namespace, layout: PipelineLayout) -> str:
     """Say why the activations of a rank are not known; empty if they are."""
-    given = {word.partition("=")[0] for word in args.unknown}
-    odd = [flag for flag in OTHER_ACTIVATIONS if flag in given]
+    odd = [flag for flag in OTHER_ACTIVATIONS if flag in _unknown(args)]
     balanced_by, exchanges = args.moe_router_load_balancing_type, tuple(args.cp_comm_type)
     kind, is_local = args.position_embedding_type, args.transformer_impl == "local"
     modelled = {
@@ -89,11 +88,8 @@ def about_activations(args: argparse.Namespace) -> str:
 
 def read_microbatch(args: argparse.Namespace) -> Microbatch:
     """Give the microbatch that the flags describe."""
-    again, is_whole, has_rope = (
-        _again(args),
-        args.recompute_granularity == "full",
-        args.position_embedding_type == "rope",
-    )
+    again, is_whole = _again(args), args.recompute_granularity == "full"
+    has_rope = args.position_embedding_type == "rope"
     return Microbatch(
         length=args.seq_length,
         size=args.micro_batch_size,
@@ -155,11 +151,8 @@ def _routing(args: argparse.Namespace) -> Routing:
 # Weights, buffers or optimizer state are others with these.
 _NOT_MODELLED = (
     *("--account-for-embedding-in-pipeline-split", "--account-for-loss-in-pipeline-split", "--ddp-num-buckets"),
-    *(
-        "--ddp-pad-buckets-for-high-nccl-busbw",
-        "--experimental-attention-variant",
-        "--heterogeneous-layers-config-path",
-    ),
+    *("--ddp-pad-buckets-for-high-nccl-busbw", "--experimental-attention-variant"),
+    "--heterogeneous-layers-config-path",
     *("--heterogeneous-layers-config-encoded-json", "--hybrid-layer-pattern", "--hybrid-override-pattern"),
     *("--is-hybrid-model", "--moe-latent-size", "--moe-shared-expert-gate", "--mtp-standalone"),
     *("--mtp-use-repeated-layer", "--mtp-detach-heads", "--mtp-hybrid-override-pattern", "--no-pad-vocab-size"),
@@ -177,7 +170,11 @@ def why_unknown(args: argparse.Namespace, *, lacks_parts: bool) -> str:
         args: parsed arguments; ``unknown`` holds those that no flag declares.
         lacks_parts: whether the run is a U-shape whose parts' layers were not given.
     """
-    odd = _not_modelled(args)
+    given = _unknown(args)
+    if args.pipeline_model_parallel_layout:
+        given.add("--pipeline-model-parallel-layout")
+    # With these the model is another one than these flags say.
+    odd = [flag for flag in (*_NOT_MODELLED, "--pipeline-model-parallel-layout") if flag in given]
     if args.optimizer not in _NUM_MOMENTS:
         odd.append(f"--optimizer {args.optimizer}")
     if odd:
@@ -209,14 +206,6 @@ def check_layers(args: argparse.Namespace, context: OptionContext) -> None:
     unknown = {flag[2:].replace("-", "_") for flag in _unknown(args)}
     odd = {name: True for name in (*ELSEWHERE, *COUNTED_AS_LAYERS) if name in unknown}
     refuse(check_stage_layers(with_values(args, **odd), context))
-
-
-def _not_modelled(args: argparse.Namespace) -> list[str]:
-    """List the given flags with which the model is another one than these flags say."""
-    given = _unknown(args)
-    if args.pipeline_model_parallel_layout:
-        given.add("--pipeline-model-parallel-layout")
-    return [flag for flag in (*_NOT_MODELLED, "--pipeline-model-parallel-layout") if flag in given]
 
 
 def _unknown(args: argparse.Namespace) -> set[str]:
@@ -272,10 +261,8 @@ def read_footprints(
     u_layers: Sequence[int] | None,
     layers: Sequence[int] | None,
     replicas: ReplicaMap,
-    *,
-    has_activations: bool,
 ) -> tuple[Footprint, ...]:
-    """Give the memory of every rank.
+    """Give the memory of every rank, without activations where these are not known.
 
     Args:
         args: parsed arguments.
@@ -284,43 +271,21 @@ def read_footprints(
         u_layers: number of layers of every part of a U-shape; None without one.
         layers: number of layers of every stage, where they were fitted.
         replicas: the replicas of all stages.
-        has_activations: whether activations are known.
 
     Raises:
         ConfigError: the layers cannot be shared out.
     """
-    chunks = read_chunks(args, layout.num_stages, num_chunks, u_layers, layers)
+    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    if u_layers is not None:
+        chunks = u_chunks(u_layers)
+    else:
+        chunks = plain_chunks(args.num_layers, layout.num_stages, num_chunks, first=first, last=last, layers=layers)
     model, training = read_model(args, layout), read_training(args, layout)
-    if not has_activations:
+    if why_no_activations(args, layout):
         return footprints(model, training, layout, chunks)
     microbatch = read_microbatch(args)
     samples = [replicas.micro_batch(stage, microbatch.size) for stage in range(layout.num_stages)]
     return footprints(model, training, layout, chunks, microbatch, samples)
-
-
-def read_chunks(
-    args: argparse.Namespace,
-    num_stages: int,
-    num_chunks: int,
-    u_layers: Sequence[int] | None,
-    layers: Sequence[int] | None = None,
-) -> tuple[tuple[Chunk, ...], ...]:
-    """Give the model chunks of every stage.
-
-    Args:
-        args: parsed arguments.
-        num_stages: number of stages of the pipeline.
-        num_chunks: number of model chunks of every stage.
-        u_layers: number of layers of every part of a U-shape; None without one.
-        layers: number of layers of every stage, where they were fitted.
-
-    Raises:
-        ConfigError: the layers cannot be shared out.
-    """
-    if u_layers is not None:
-        return u_chunks(u_layers)
-    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
-    return plain_chunks(args.num_layers, num_stages, num_chunks, first=first, last=last, layers=layers)
 
 
 def expert_layers(text: str, num_layers: int) -> tuple[bool, ...]:

@@ -1,4 +1,4 @@
-"""Pages of commands: their sections, their pictures, their files."""
+"""What commands show of a run as tables and as a page: memory, what crosses, pictures; and how a page is written."""
 
 from __future__ import annotations
 
@@ -9,49 +9,28 @@ import math
 import shlex
 import sys
 import zlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from importlib.resources import files
 from itertools import groupby, islice
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import vtp_plugin
-from vtp_plugin.cli.boundaries import BoundaryView, PlansView, explain, format_bytes, view_boundaries
-from vtp_plugin.cli.bridges import BridgeView, Module, bridge_picture
-from vtp_plugin.cli.parser import write_file
+from vtp_plugin.cli.boundaries import Views, crossing_cells, explain, format_bytes, pattern_of
+from vtp_plugin.cli.common import write_file
 from vtp_plugin.cli.run_flags import Run
-from vtp_plugin.cli.search_request import CARD_MEMORY, SearchRequest
-from vtp_plugin.cli.terminal import TextTable
-from vtp_plugin.config.flag import format_value
-from vtp_plugin.config.resolve import option_context
-from vtp_plugin.plan.boundary.strategies.known_strategies import TransportRules
-from vtp_plugin.plan.launch.launch_commands import Launch, NodeRanks, named_nodes, usual_nodes
+from vtp_plugin.cli.search_request import CARD_MEMORY
 from vtp_plugin.plan.layout.layer_lists import Kept
-from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout, format_ranks, size_names, size_texts
+from vtp_plugin.plan.layout.pipeline_layout import format_ranks
 from vtp_plugin.plan.memory.footprint import Footprint
 from vtp_plugin.plan.schedule.cost.costs import u_costs
-from vtp_plugin.plan.schedule.cost.simulator import Timeline, timeline_of
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
 from vtp_plugin.plan.schedule.make.u_shape import choose_limits
-from vtp_plugin.plan.schedule.order.actions import Op, Schedule, num_rings
+from vtp_plugin.plan.schedule.order.actions import num_rings
 from vtp_plugin.plan.schedule.proof.check_schedule import peaks_kept
 from vtp_plugin.report import page as template
-from vtp_plugin.report.page.report_page import (
-    MemoryBar,
-    MemorySection,
-    PageNode,
-    PageTable,
-    RanksOfStage,
-    ReportPage,
-    TableRow,
-)
+from vtp_plugin.report.page.report_page import MemoryBar, MemorySection, ReportPage, TextTable
 from vtp_plugin.report.pictures.draw_pipeline import draw_pipeline
-from vtp_plugin.report.pictures.draw_rows import Box, Group, draw_rows
-from vtp_plugin.report.pictures.draw_timeline import draw_svg
-from vtp_plugin.tune.search.evaluate import Candidate
-from vtp_plugin.tune.search.find_best import SearchResult
-from vtp_plugin.tune.search.schedule_time import compiled_for
 from vtp_plugin.util.text import own_command
 
 if TYPE_CHECKING:
@@ -60,7 +39,7 @@ if TYPE_CHECKING:
 
 Peaks = tuple[Kept, ...]
 """The fullest moments of a rank of a stage: what it keeps of each of its chunks."""
-_HEADS = ("memory of a rank", "parameters", "weights", "gradients", "optimizer", "overhead", "activations")
+_PIECES = ("weights", "gradients", "optimizer", "overhead", "activations", "waiting for gradients of weights")
 _ABOUT_WAITING = "of one microbatch, from the gradient of its input to those of its weights"
 _NOT_WAITING = "not known but of Megatron's own layers (--transformer-impl local) without --moe-grouped-gemm"
 _ABOUT_CHUNKS = (
@@ -75,10 +54,8 @@ def memory_lines(flags: Run) -> Iterator[str]:
         return
     peaks, is_split = peaks_by_stage(flags), flags.schedule_options.split_backward
     of_a_step = ("in flight + waiting" if is_split else "in flight", "total") if peaks else ()
-    rows = [(*_HEADS, *(("waiting",) if is_split else ()), *of_a_step), *_rows(flags, flags.memory, peaks)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        yield "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])])
+    header = ("memory of a rank", "parameters", *_PIECES[:-1], *(("waiting",) if is_split else ()), *of_a_step)
+    yield from TextTable.aligned(header, [*_rows(flags, flags.memory, peaks)], right=range(1, len(header))).lines
     yield f"activations: {flags.about_activations}"
     if is_split:
         is_known = all(held.waiting_bytes is not None for held in flags.memory)
@@ -95,10 +72,10 @@ def memory_lines(flags: Run) -> Iterator[str]:
 
 def peaks_by_stage(flags: Run) -> tuple[Peaks, ...]:
     """Give what a rank of every stage keeps at its fullest moments; empty where the bytes are not known."""
-    is_split = flags.schedule_options.split_backward
-    if isinstance(flags.memory, str) or any(held.activation_bytes is None for held in flags.memory):
-        return ()
-    if is_split and any(held.waiting_bytes is None for held in flags.memory):
+    is_split, memory = flags.schedule_options.split_backward, flags.memory
+    if isinstance(memory, str) or any(
+        held.activation_bytes is None or (is_split and held.waiting_bytes is None) for held in memory
+    ):
         return ()
     request = ScheduleRequest(
         placement=flags.placement,
@@ -134,8 +111,7 @@ def _rows(flags: Run, memory: Sequence[Footprint], peaks: Sequence[Peaks]) -> It
     own = ([memory[rank] for rank in flags.layout.stage_ranks(stage)] for stage in stages)
     fullest = [max(ranks, key=lambda held: held.optimizer_bytes) for ranks in own]
     for (held, moments), alike in groupby(stages, key=lambda stage: (fullest[stage], peaks[stage] if peaks else None)):
-        sizes = (held.weight_bytes, held.gradient_bytes, held.optimizer_bytes, held.overhead_bytes)
-        row = [f"stage {format_ranks(alike)}", f"{held.num_parameters:,}", *map(format_bytes, sizes)]
+        row = [f"stage {format_ranks(alike)}", f"{held.num_parameters:,}", *map(format_bytes, _always(held))]
         kept = held.fullest(moments) if moments else ((0, 0),) * len(held.chunks)
         kinds: dict[tuple[str, ...], list[int]] = {}
         for chunk, (in_flight, waiting) in zip(held.chunks, kept, strict=True):
@@ -175,18 +151,28 @@ def memory_as_json(flags: Run) -> list[dict[str, object]] | str:
 _MOST_CHARACTERS = 200_000
 
 
-def write_page(path: Path, page: ReportPage) -> None:
-    """Write a page.
+def write_output(options: argparse.Namespace, by_ending: Mapping[str, Callable[[], str | ReportPage]]) -> None:
+    """Write the file of ``--output``, if one was asked for.
+
+    Args:
+        options: parsed arguments.
+        by_ending: makes what the file holds, by the ending of its name.
 
     Raises:
         ConfigError: it cannot be written.
     """
-    # Names of users may have any letters.
-    write_file(path, render(page).encode("ascii", "xmlcharrefreplace").decode())
+    if options.output is not None:
+        made = by_ending[options.output.suffix]()
+        write_file(options.output, made if isinstance(made, str) else render(made, options.argv))
 
 
-def render(page: ReportPage) -> str:
-    """Fill the template; every text is escaped but the pictures, which are markup of `vtp_plugin.report.pictures`."""
+def render(page: ReportPage, argv: Sequence[str]) -> str:
+    """Fill the template; every text is escaped but the pictures, which are markup of `vtp_plugin.report.pictures`.
+
+    Args:
+        page: the page.
+        argv: words of the command that writes it.
+    """
     from jinja2 import Environment, StrictUndefined
     from markupsafe import Markup
 
@@ -197,9 +183,17 @@ def render(page: ReportPage) -> str:
     environment.filters["picture"] = _picture
     # The browser runs this script and no other, whatever a name holds.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    return environment.from_string(html).render(
-        page=page, style=Markup(style), script=Markup(script), digest=digest, version=vtp_plugin.__version__
+    text = environment.from_string(html).render(
+        page=page,
+        about_nodes=(*(page.launch.warnings() if page.launch and page.launch.program else ()), *page.about_nodes),
+        command=argv[0],
+        line=f"{own_command()} {shlex.join(argv)}",
+        style=Markup(style),
+        script=Markup(script),
+        digest=digest,
+        version=vtp_plugin.__version__,
     )
+    return text.encode("ascii", "xmlcharrefreplace").decode()  # names of users may have any letters
 
 
 def _picture(svg: str) -> Markup:
@@ -212,84 +206,53 @@ def _picture(svg: str) -> Markup:
     return Markup(f'<template class="packed">{packed}</template><noscript>This picture needs JavaScript.</noscript>')
 
 
-CROSSING_HEADER = ("boundary", "how", "messages", "for each microbatch", "why")
-"""Columns of the table of what crosses."""
-
-
-def quoted(argv: Iterable[str]) -> str:
-    """Write the command line of this command."""
-    return f"{own_command()} {shlex.join(argv)}"
-
-
-def split_parts(parts: Iterable[str | TextTable]) -> tuple[PageTable | None, tuple[str, ...]]:
+def split_parts(parts: Iterable[str | TextTable]) -> tuple[TextTable | None, Sequence[str]]:
     """Take apart what a command prints: its table, and its lines."""
-    table, notes = None, list[str]()
-    for part in parts:
-        if isinstance(part, TextTable):
-            table = PageTable(header=part.header, rows=part.rows, marked=part.marked)
-        elif part:
-            notes.append(part)
-    return table, tuple(notes)
+    found = [*parts]
+    tables = [part for part in found if isinstance(part, TextTable)]
+    return (tables or [None])[-1], [part for part in found if isinstance(part, str) and part]
 
 
-def page_nodes(
-    nodes: Sequence[NodeRanks], layout: PipelineLayout, sites: Sequence[str], launch: Launch | None = None
-) -> tuple[PageNode, ...]:
-    """Put stages on nodes.
+def with_run(page: ReportPage, flags: Run, views: Views, limit_bytes: int | None, peaks: Sequence[Peaks]) -> ReportPage:
+    """Show on a page what is known of a run: its sites, what crosses, and memory.
 
     Args:
-        nodes: the nodes with their ranks.
-        layout: the pipeline layout.
-        sites: site of every stage; empty where there are none.
-        launch: the same nodes with what they start; None where that is not known.
+        page: the page, with what else it shows.
+        flags: the run.
+        views: its boundaries.
+        limit_bytes: memory of a device; None where it is not known.
+        peaks: what a rank of each stage keeps at its fullest moments; empty where that is not known.
     """
-    found = []
-    commands = {} if launch is None else dict(launch.commands())
-    for node in nodes:
-        stages = node.stages(layout)
-        ranks = {stage: tuple(rank for rank in node.ranks if layout.stage_of(rank) == stage) for stage in stages}
-        found.append(
-            PageNode(
-                name=node.name,
-                site=" and ".join(dict.fromkeys(sites[stage] for stage in stages)) if sites else "",
-                stages=tuple(RanksOfStage(stage=stage, ranks=ranks[stage]) for stage in stages),
-                command=" &\n".join(commands.get(node, ())),
-            )
-        )
-    return tuple(found)
+    return replace(
+        page,
+        sites=flags.sites,
+        picture=picture_of(flags),
+        crossing_header=("boundary", "how", "messages", "for each microbatch", "why"),
+        crossings=[*_crossings(views)],
+        memory=_memory_section(flags, limit_bytes, peaks),
+    )
 
 
-def stage_table(layout: PipelineLayout, sites: Sequence[str]) -> PageTable:
-    """Write a row for each stage; one that has a single stage says nothing that its node does not."""
-    header = ["stage", *(["site"] if sites else []), *size_names(layout), "ranks"]
-    rows = [
-        [str(stage), *([sites[stage]] if sites else []), *size_texts(layout, stage), format_ranks(ranks)]
-        for stage, ranks in ((stage, layout.stage_ranks(stage)) for stage in range(layout.num_stages))
-    ]
-    return PageTable(header=header, rows=rows)
+def picture_of(flags: Run) -> str:
+    """Draw the pipeline of a run."""
+    return draw_pipeline(
+        flags.layout,
+        is_ring=flags.is_ring,
+        rules=flags.rules,
+        dp_mode=flags.replicas.mode,
+        num_rings=flags.config.num_rings,
+    )
 
 
-def page_crossings(views: Sequence[BoundaryView]) -> tuple[TableRow, ...]:
+def _crossings(views: Views) -> Iterator[tuple[Sequence[str], Sequence[str]]]:
     """Explain the boundaries; neighbouring boundaries that are crossed alike are one."""
-    found = []
-    for _, group in groupby(views, key=lambda view: view.pattern):
-        first, *rest = group
-        name = f"{first.name} to {rest[-1].name} ({len(rest) + 1} alike)" if rest else first.name
-        cells = (str(first.boundary.strategy), *crossing_cells(first), first.reason)
-        found.append(TableRow(name=name, cells=cells, lines=tuple(explain(first))))
-    return tuple(found)
+    for _, group in groupby(views.items(), key=lambda item: pattern_of(*item)):
+        (boundary, view), *rest = group
+        name = f"{view.name} to {rest[-1][1].name} ({len(rest) + 1} alike)" if rest else view.name
+        yield (name, boundary.strategy, *crossing_cells(view), boundary.reason), [*explain(view)]
 
 
-def crossing_cells(view: PlansView) -> tuple[str, str]:
-    """Say how many messages cross forward, and how much they carry together."""
-    transfers = view.forward.transfers
-    if view.itemsize_bytes is None:
-        share = float(sum(map(view.share, transfers)))
-        return str(len(transfers)), f"{share:g} tensor{'' if share == 1 else 's'}"
-    return str(len(transfers)), format_bytes(sum(view.num_bytes(transfer) or 0 for transfer in transfers))
-
-
-def memory_section(flags: Run, limit_bytes: int | None, peaks: Sequence[Peaks]) -> MemorySection | None:
+def _memory_section(flags: Run, limit_bytes: int | None, peaks: Sequence[Peaks]) -> MemorySection | None:
     """Draw what every rank holds; None where it is not known.
 
     Args:
@@ -304,273 +267,19 @@ def memory_section(flags: Run, limit_bytes: int | None, peaks: Sequence[Peaks]) 
     notes.append(f"drawn are those of {number}")
     if limit_bytes is None:
         notes.append(f"{CARD_MEMORY} 80GiB or the like draws the memory of a device beside them")
-    return MemorySection(bars=tuple(_bars(flags.layout, flags.memory, limit_bytes, peaks)), notes=tuple(notes))
-
-
-def _bars(
-    layout: PipelineLayout,
-    memory: Sequence[Footprint],
-    limit_bytes: int | None,
-    peaks: Sequence[Peaks],
-) -> Iterator[MemoryBar]:
-    for stage in range(layout.num_stages):
-        alike: dict[tuple[tuple[str, int], ...], list[int]] = {}
-        for rank in layout.stage_ranks(stage):
-            held = memory[rank]
-            activations, waiting = held.kept_parts(
-                held.fullest(peaks[stage]) if peaks else ((1, 0),) * len(held.chunks)
-            )
-            pieces = (
-                ("weights", held.weight_bytes),
-                ("gradients", held.gradient_bytes),
-                ("optimizer", held.optimizer_bytes),
-                ("overhead", held.overhead_bytes),
-                ("activations", activations),
-                ("waiting for gradients of weights", waiting),
-            )
-            alike.setdefault(pieces, []).append(rank)
-        for pieces, ranks in alike.items():
+    bars: list[MemoryBar] = []
+    for stage in range(flags.layout.num_stages):
+        alike: dict[tuple[int, ...], list[int]] = {}
+        for rank in flags.layout.stage_ranks(stage):
+            held = flags.memory[rank]
+            kept = held.fullest(peaks[stage]) if peaks else ((1, 0),) * len(held.chunks)
+            alike.setdefault((*_always(held), *held.kept_parts(kept)), []).append(rank)
+        for sizes, ranks in alike.items():
             label = f"stage {stage}, rank{'s'[: len(ranks) > 1]} {format_ranks(ranks)}"
-            yield MemoryBar(label=label, pieces=pieces, limit_bytes=limit_bytes)
+            bars.append(MemoryBar(label=label, pieces=tuple(zip(_PIECES, sizes, strict=True)), limit_bytes=limit_bytes))
+    return MemorySection(bars=tuple(bars), notes=tuple(notes))
 
 
-_COLOURS = {
-    "forward": "#3f6ca8",
-    "backward": "#b4540a",
-    "weights": "#6b5a14",
-    "gradients": "#9a3f73",
-    "optimizer": "#6b4a9b",
-}
-_KINDS = {Op.F: "forward", Op.B: "backward", Op.I: "backward", Op.W: "weights"}
-# Once all stages are busy, every further microbatch looks like the one before.
-_MOST_MICROBATCHES = 16
-
-
-def draw_found(result: SearchResult) -> str:
-    """Draw the stages of both layouts over one axis of seconds, as SVG."""
-    named = [("best", result.best[0]), *([] if result.stock is None else [("stock", result.stock)])]
-    most = max(candidate.split.num_microbatches for _, candidate in named)
-    title = "One simulated step" if most <= _MOST_MICROBATCHES else f"The first {_MOST_MICROBATCHES} microbatches"
-    groups = [
-        Group(name=_name(name, candidate), note=_note(candidate), rows=[*_search_rows(candidate)])
-        for name, candidate in named
-    ]
-    return draw_rows(groups, title=f"{title} of the layouts that search found", unit="s", colours=_COLOURS)
-
-
-def _name(name: str, candidate: Candidate) -> str:
-    return f"{name}: --vtp-size-list {format_value(candidate.sizes)}, layers {format_value(candidate.layers)}"
-
-
-def _note(candidate: Candidate) -> str:
-    split = candidate.split
-    return f"{split.num_replicas} replicas, {split.num_microbatches} microbatches, step {candidate.step_s:.4g} s"
-
-
-def _search_rows(candidate: Candidate) -> Iterator[tuple[str, list[Box]]]:
-    number = min(_MOST_MICROBATCHES, candidate.split.num_microbatches)
-    order = candidate.order
-    compiled = compiled_for(
-        candidate.placement,
-        candidate.costs,
-        number,
-        is_planned=order.is_planned,
-        in_flight=order.in_flight,
-        is_split=order.is_split,
-    )
-    timeline = timeline_of(compiled, candidate.costs, mode="rendezvous")
-    names = candidate.node_names
-    for stage, spans in enumerate(timeline.spans):
-        boxes = [
-            Box(kind=_KINDS[span.action.op], start=span.start, end=span.end, text=str(span.action.microbatch))
-            for span in spans
-        ]
-        boxes += _tail(timeline, candidate) if number == candidate.split.num_microbatches else []
-        yield f"stage {stage} on {', '.join(dict.fromkeys(names[stage]))}", boxes
-
-
-def _tail(timeline: Timeline, candidate: Candidate) -> Iterator[Box]:
-    """Yield the boxes behind the last backward pass: gradients and optimizer."""
-    start = timeline.makespan
-    for kind, length_s in (("gradients", candidate.sums_s), ("optimizer", candidate.update_s)):
-        yield Box(kind=kind, start=start, end=start + length_s)
-        start += length_s
-
-
-def page_of_search(
-    options: argparse.Namespace,
-    request: SearchRequest,
-    result: SearchResult,
-    advised: Candidate,
-    parts: Iterable[str | TextTable],
-    launch: Launch,
-) -> ReportPage:
-    """Show what was found.
-
-    Args:
-        options: parsed arguments.
-        request: the request.
-        result: the layouts.
-        advised: the layout to start.
-        parts: what the command prints.
-        launch: what to start.
-    """
-    table, notes = split_parts(parts)
-    is_stock = advised is result.stock
-    sites = advised.sites if any(advised.sites) else ()
-    rules = TransportRules() if is_stock else replace(request.problem.rules, transport=advised.transport, sites=sites)
-    rings = num_rings(advised.placement)
-    return ReportPage(
-        command="search",
-        title=f"{'stock: ' if is_stock else ''}--vtp-size-list {format_value(advised.sizes)}",
-        argv=quoted(options.argv),
-        notes=notes,
-        table=table,
-        about_table="Layouts that were found",
-        step=draw_found(result),
-        about_step="A simulated step of the best layout, above the best of stock Megatron",
-        nodes=page_nodes(launch.nodes, launch.layout, sites, launch),
-        about_nodes=tuple(launch.warnings()),
-        stages=stage_table(launch.layout, sites),
-        picture=draw_pipeline(
-            launch.layout,
-            is_ring=not rings and advised.num_chunks > 1,
-            rules=rules,
-            num_rings=rings,
-        ),
-        memory=MemorySection(bars=tuple(_search_bars(advised, launch)), notes=(request.about_memory,)),
-        script="\n".join(launch.slurm_lines()) if options.slurm else "",
-    )
-
-
-def _search_bars(candidate: Candidate, launch: Launch) -> Iterator[MemoryBar]:
-    """Yield the fullest rank of every stage, beside the smallest of its devices."""
-    pools = candidate.split.pools
-    for stage, (held, stage_type) in enumerate(zip(candidate.held_bytes, candidate.stage_types, strict=True)):
-        known = [pools[pool].memory_bytes for pool in stage_type.pools]
-        limits = [limit for limit in known if limit is not None]
-        ranks = format_ranks(launch.layout.stage_ranks(stage))
-        yield MemoryBar(
-            label=f"stage {stage}, ranks {ranks}",
-            pieces=(("held by the fullest rank", held),),
-            limit_bytes=min(limits, default=None),
-        )
-
-
-def page_of_plan(
-    options: argparse.Namespace,
-    flags: Run,
-    views: Sequence[BoundaryView],
-    lines: Sequence[str],
-    launch: Launch,
-    note: str,
-) -> ReportPage:
-    """Show a layout: nodes, what crosses, memory, commands.
-
-    Args:
-        options: parsed arguments.
-        flags: the run.
-        views: its boundaries.
-        lines: what is to be said at the beginning.
-        launch: what to start.
-        note: what is to be said of that.
-    """
-    return ReportPage(
-        command="plan",
-        title=option_context(flags.config, flags.layout).layout_text,
-        argv=quoted(options.argv),
-        notes=tuple(lines),
-        nodes=page_nodes(launch.nodes, flags.layout, flags.sites, launch),
-        about_nodes=(*launch.warnings(), *note.splitlines()),
-        stages=stage_table(flags.layout, flags.sites),
-        picture=_pipeline(flags),
-        crossing_header=CROSSING_HEADER,
-        crossings=page_crossings(views),
-        memory=memory_section(flags, options.card_memory, peaks_by_stage(flags)),
-        script="\n".join(launch.slurm_lines()) if options.slurm else "",
-    )
-
-
-def page_of_bridges(
-    options: argparse.Namespace, modules: tuple[Module, ...], views: tuple[BridgeView, ...]
-) -> ReportPage:
-    """Show modules on grids of their own, and the bridges between them."""
-    rows = [(one.name, *map(str, one.sizes), f"{one.ranks.start}-{one.ranks.stop - 1}") for one in modules]
-    crossings = [
-        TableRow(
-            name=f"{view.source.name} -> {view.destination.name}",
-            cells=crossing_cells(view),
-            lines=tuple(explain(view)),
-        )
-        for view in views
-    ]
-    return ReportPage(
-        command="plan",
-        title=f"{' and '.join(view.source.name for view in views)} -> {modules[-1].name}",
-        argv=quoted(options.argv),
-        table=PageTable(header=("module", "tp", "cp", "pp", "dp", "ranks"), rows=rows),
-        about_table="Modules",
-        picture=bridge_picture(modules, views),
-        crossing_header=("bridge", "messages", "for each microbatch"),
-        crossings=tuple(crossings),
-    )
-
-
-def page_of_simulation(
-    options: argparse.Namespace,
-    flags: Run | None,
-    schedule: Schedule,
-    timeline: Timeline,
-    parts: Iterable[str | TextTable],
-    *,
-    title: str,
-    unit: str,
-) -> ReportPage:
-    """Show a simulated step, and the layout that runs it.
-
-    Args:
-        options: parsed arguments.
-        flags: the run; None for modules.
-        schedule: the order of the step.
-        timeline: the step.
-        parts: what the command prints.
-        title: heading of the step.
-        unit: unit of its times.
-    """
-    table, notes = split_parts(parts)
-    page = ReportPage(
-        command="simulate",
-        title=title,
-        argv=quoted(options.argv),
-        notes=notes,
-        table=table,
-        about_table="Stages in a step",
-        step=draw_svg(timeline, title=title, unit=unit),
-        about_step="A simulated step",
-    )
-    if flags is None:
-        return page
-    fitted, layout = flags.fitted, flags.layout
-    nodes = named_nodes(fitted.candidate.node_names, layout) if fitted else usual_nodes(layout, flags.sites)
-    assumed = "the nodes are assumed; plan --nodes 8,6 takes their devices, and says what to start on each"
-    peaks = [peaks_kept(schedule, stage) for stage in range(layout.num_stages)]
-    return replace(
-        page,
-        nodes=page_nodes(nodes, layout, flags.sites),
-        about_nodes=() if fitted else (assumed,),
-        stages=stage_table(layout, flags.sites),
-        picture=_pipeline(flags),
-        crossing_header=CROSSING_HEADER,
-        crossings=page_crossings(view_boundaries(flags)),
-        memory=memory_section(flags, options.card_memory, peaks),
-    )
-
-
-def _pipeline(flags: Run) -> str:
-    return draw_pipeline(
-        flags.layout,
-        is_ring=flags.is_ring,
-        rules=flags.rules,
-        dp_mode=flags.replicas.mode,
-        num_rings=flags.config.num_rings,
-    )
+def _always(held: Footprint) -> tuple[int, ...]:
+    """Give what a rank holds all the time, as in `_PIECES`."""
+    return held.weight_bytes, held.gradient_bytes, held.optimizer_bytes, held.overhead_bytes

@@ -6,72 +6,83 @@ import argparse
 import math
 import os
 from collections.abc import Iterator, Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 
-from vtp_plugin.cli.boundaries import BoundaryView, explain, format_bytes, site_traffic, view_boundaries
-from vtp_plugin.cli.bridges import (
+from vtp_plugin.cli.boundaries import (
+    Bridges,
+    Views,
     add_bridge_flag,
-    bridge_lines,
-    bridge_picture,
-    bridges_as_json,
-    read_modules,
-    view_bridges,
+    explain,
+    format_bytes,
+    pattern_of,
+    site_traffic,
+    view_boundaries,
+)
+from vtp_plugin.cli.common import (
+    PAGE,
+    Parser,
+    add_output_flag,
+    check_ending,
+    named,
+    print_answer,
+    read_sizes,
+    with_values,
+    write_file,
+    written,
 )
 from vtp_plugin.cli.launch_text import add_slurm_flag, launch_lines, launch_of_run
-from vtp_plugin.cli.pages import memory_as_json, memory_lines, page_of_bridges, page_of_plan, write_page
-from vtp_plugin.cli.parser import PAGE, OneFile, Parser, check_ending, print_json, read_sizes, write_file
+from vtp_plugin.cli.pages import memory_as_json, memory_lines, peaks_by_stage, picture_of, with_run, write_output
 from vtp_plugin.cli.run_flags import Run, add_run_flags, read_run
 from vtp_plugin.cli.search_request import Fitted
 from vtp_plugin.config.flag import format_value
+from vtp_plugin.config.resolve import option_context
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.host.rules.checks.batch import describe_batches
-from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout, RankOrder, format_ranks, size_names, size_texts
-from vtp_plugin.report.pictures.draw_pipeline import draw_pipeline
+from vtp_plugin.plan.boundary.channel_spec import PipelineBoundary
+from vtp_plugin.plan.launch.launch_commands import Launch
+from vtp_plugin.plan.layout.pipeline_layout import (
+    Direction,
+    PipelineLayout,
+    RankOrder,
+    format_ranks,
+    size_names,
+    size_texts,
+)
+from vtp_plugin.report.page.report_page import ReportPage, TextTable
 from vtp_plugin.report.pictures.svg import is_document
 
 _OWN_NAME = "pipeline.svg"
 _HEAD = 4096  # characters, in which title and style of a picture stand
-_KEYS_OF_DRAW = """\
-Keys of --json: output (file), num_stages, world_size, num_replicas; with --bridge: output, num_modules, world_size."""
 
 
 def add_draw_arguments(parser: Parser) -> None:
     """Declare the flags."""
     add_run_flags(parser)
     add_bridge_flag(parser)
-    parser.add_argument_group("Of the picture").add_argument(
-        "--output",
-        action=OneFile,
-        type=Path,
-        metavar="FILE.svg",
-        help=f"file to write; default: {_OWN_NAME}, which replaces only an earlier picture",
+    group = parser.add_argument_group("Of the picture")
+    about = f"file to write; default: {_OWN_NAME}, which replaces only an earlier picture"
+    add_output_flag(group, "FILE.svg", about)
+    parser.epilog = (
+        "Keys of --json: output (file), num_stages, world_size, num_replicas; with --bridge: output, num_modules, "
+        "world_size."
     )
-    parser.epilog = _KEYS_OF_DRAW
 
 
 def run_draw(options: argparse.Namespace) -> None:
     """Draw and write."""
     check_ending(options.output, {".svg": "picture"})
-    output = options.output or _own_file()
+    options = with_values(options, output=options.output or _own_file())
     if options.bridge is not None:
-        _draw_bridges(options, output)
-        return
-    flags = read_run(options)
-    layout = flags.layout
-    picture = draw_pipeline(
-        layout,
-        is_ring=flags.is_ring,
-        rules=flags.rules,
-        dp_mode=flags.replicas.mode,
-        num_rings=flags.config.num_rings,
-    )
-    write_file(output, picture)
-    if options.json:
-        counts = {"num_stages": layout.num_stages, "world_size": layout.world_size}
-        print_json("draw", {"output": str(output), **counts, "num_replicas": max(layout.dp_sizes)})
+        bridges = Bridges.read(options)
+        picture = bridges.picture()
+        answer = {"num_modules": len(bridges.modules), "world_size": bridges.world_size}
     else:
-        print(f"wrote {output}")
+        flags = read_run(options)
+        picture = picture_of(flags)
+        answer = named(flags.layout, "num_stages", "world_size") | {"num_replicas": max(flags.layout.dp_sizes)}
+    write_file(options.output, picture)
+    print_answer(options, {"output": options.output, **answer}, written(options))
 
 
 def _own_file() -> Path:
@@ -94,36 +105,9 @@ def _own_file() -> Path:
     return path
 
 
-def _draw_bridges(options: argparse.Namespace, output: Path) -> None:
-    modules = read_modules(options)
-    write_file(output, bridge_picture(modules, view_bridges(options, modules)))
-    if options.json:
-        counts = {"num_modules": len(modules), "world_size": modules[-1].ranks.stop}
-        print_json("draw", {"output": str(output), **counts})
-    else:
-        print(f"wrote {output}")
-
-
 _MAX_STAGES_UNFOLDED = 12
 _MAX_LINES = 60
 _MAX_BUFFERS_SHOWN = 3
-_KEYS = """\
-Keys of --json: fit (null without --have): sizes, layers, num_replicas, nodes (of every stage, by replica), spare
-(devices of every node), step (as simulated; a layer takes a device 1), reasons;
-world_size, rank_order, writer_rank, is_active (false: all stages have one size, and Megatron works
-alone); tensor: shape [S, B, H] and bytes of what crosses, null where a flag is missing; stages: tp, cp, dp, site,
-ranks, leaders; memory: rank, in_flight (activations that it keeps when it holds the most, null where not known),
-num_waiting (microbatches whose weights' gradients are missing then), total_bytes (held then), num_parameters,
-weight_bytes, gradient_bytes, optimizer_bytes, overhead_bytes, activation_bytes (of a microbatch, null where not known),
-kept_bytes (the same by module), waiting_bytes (of a microbatch that waits) and chunks (in_flight, num_waiting,
-activation_bytes and waiting_bytes of each) of every rank, or a text that says what is missing; boundaries: upstream,
-downstream, strategy, reason, num_replicas, hccl_buffer_bytes (of a channel), and of the
-first replica forward and backward: transfers with src, dst, share (of the tensor), bytes (null where unknown) and boxes
-(half-open intervals of S, B and H; of probe_shape where the shape is not known), before and after (collectives inside a
-stage); traffic: tensors and bytes from site to site for each microbatch of a replica; launch: nodes (node, ranks,
-stages, commands), stages_across_nodes (whose tensor-parallel groups lie on several nodes) and slurm (lines of a batch
-script, null without --slurm). With --bridge: world_size; modules: name, tp, cp, pp, dp, ranks, bridge_ranks; bridges:
-src, dst, num_units (of the batch), unit_samples, forward and backward as above, with boxes of S, units and H."""
 
 
 def add_arguments(parser: Parser) -> None:
@@ -138,15 +122,9 @@ def add_arguments(parser: Parser) -> None:
         "eight devices suffice, else one for each stage",
     )
     add_slurm_flag(group)
-    group.add_argument(
-        "--output",
-        action=OneFile,
-        type=Path,
-        metavar="FILE.html",
-        help="a page with all of it, to open in a browser",
-    )
+    add_output_flag(group, "FILE.html", "a page with all of it, to open in a browser")
     add_bridge_flag(parser)
-    parser.epilog = _KEYS
+    parser.epilog = _answer.__doc__
 
 
 def run(options: argparse.Namespace) -> None:
@@ -155,23 +133,32 @@ def run(options: argparse.Namespace) -> None:
     if options.bridge is not None:
         if options.nodes is not None or options.slurm:
             raise ConfigError("--nodes and --slurm are for one pipeline, not for --bridge; leave them out")
-        _print_bridges(options)
+        bridges = Bridges.read(options)
+        write_output(options, {PAGE: bridges.page})
+        print_answer(options, bridges.as_json(), chain(bridges.lines(), written(options)))
         return
     flags = read_run(options)
     views = view_boundaries(flags)
     launch, note = launch_of_run(options, flags)
-    if options.output is not None:
-        lines = [*_about(flags), *_of_ranks(flags), *_traffic(flags, views)]
-        write_page(options.output, page_of_plan(options, flags, views, lines, launch, note))
-    if options.json:
-        print_json("plan", {**_as_json(flags, views), "launch": launch.as_json(is_slurm=options.slurm)})
-        return
-    start = ["", *launch_lines(launch, note, is_slurm=options.slurm)]
-    print("\n".join([*_plan_lines(flags, views, _MAX_LINES - len(start)), *start]))
-    _print_written(options)
+    write_output(options, {PAGE: lambda: _page(options, flags, views, launch, note)})
+    answer = _answer(flags, views) | {"launch": launch.as_json(is_slurm=options.slurm)}
+    start = ["", *launch_lines(launch, note, is_slurm=options.slurm), *written(options)]
+    print_answer(options, answer, chain(_plan_lines(flags, views, _MAX_LINES - len(start)), start))
 
 
-def _plan_lines(flags: Run, views: Sequence[BoundaryView], most: int) -> list[str]:
+def _page(options: argparse.Namespace, flags: Run, views: Views, launch: Launch, note: str) -> ReportPage:
+    """Show a layout: nodes, what crosses, memory, commands."""
+    page = ReportPage(
+        title=option_context(flags.config, flags.layout).layout_text,
+        notes=[*_about(flags), *_of_ranks(flags), *_traffic(flags, views)],
+        launch=launch,
+        about_nodes=note.splitlines(),
+        is_slurm=options.slurm,
+    )
+    return with_run(page, flags, views, options.card_memory, peaks_by_stage(flags))
+
+
+def _plan_lines(flags: Run, views: Views, most: int) -> list[str]:
     """Write the plan in so many lines: first the messages of each boundary are left out, then the end."""
     head = [*_about(flags), *_stages(flags), *memory_lines(flags), *_tensor(flags)]
     sums = [*_buffers(views), *_traffic(flags, views)]
@@ -180,23 +167,6 @@ def _plan_lines(flags: Run, views: Sequence[BoundaryView], most: int) -> list[st
         if len(lines) <= most:
             return lines
     return [*lines[: most - 1], f"... {len(lines) - most + 1} more lines; --json has everything"]
-
-
-def _print_bridges(options: argparse.Namespace) -> None:
-    modules = read_modules(options)
-    views = view_bridges(options, modules)
-    if options.output is not None:
-        write_page(options.output, page_of_bridges(options, modules, views))
-    if options.json:
-        print_json("plan", bridges_as_json(modules, views))
-    else:
-        print("\n".join(bridge_lines(modules, views)))
-        _print_written(options)
-
-
-def _print_written(options: argparse.Namespace) -> None:
-    if options.output is not None:
-        print(f"wrote {options.output}")
 
 
 def _about(flags: Run) -> Sequence[str]:
@@ -215,14 +185,9 @@ def _stages(flags: Run) -> Iterator[str]:
     kinds = [(grid, layout.experts[stage], sites[stage] if sites else "") for stage, grid in enumerate(layout.stages)]
     does_fold = layout.num_stages > _MAX_STAGES_UNFOLDED
     runs = groupby(range(layout.num_stages), key=lambda stage: kinds[stage] if does_fold else stage)
-    rows = [["stage", "site", *size_names(layout), "ranks", "leaders"]]
-    rows += [_row(layout, list(stages), sites) for _, stages in runs]
-    if not sites:
-        rows = [[name, *rest] for name, _, *rest in rows]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [cell.rjust(width) for cell, width in zip(row[:-2], widths, strict=False)]
-        yield "  ".join([*cells, row[-2].ljust(widths[-2]), row[-1]])
+    header = ["stage", *("site" for _ in sites[:1]), *size_names(layout), "ranks", "leaders"]
+    rows = [_row(layout, list(stages), sites) for _, stages in runs]
+    yield from TextTable.aligned(header, rows, right=range(len(header) - 2)).lines
     yield from _of_ranks(flags)
 
 
@@ -239,8 +204,7 @@ def _row(layout: PipelineLayout, stages: Sequence[int], sites: Sequence[str]) ->
     ranks = format_ranks(rank for stage in stages for rank in layout.stage_ranks(stage))
     leaders = format_ranks(leader for stage in stages for leader in _leaders(layout, stage))
     name = str(stages[0]) if len(stages) == 1 else f"{stages[0]}-{stages[-1]}"
-    site = sites[stages[0]] if sites else ""
-    return [name, site, *size_texts(layout, stages[0]), ranks, leaders]
+    return [name, *sites[stages[0] : stages[0] + 1], *size_texts(layout, stages[0]), ranks, leaders]
 
 
 def _leaders(layout: PipelineLayout, stage: int) -> list[int]:
@@ -278,33 +242,33 @@ def _layers(flags: Run) -> str:
     return "" if layers is None else f" {format_value(layers)}"
 
 
-def _boundaries(flags: Run, views: Sequence[BoundaryView], *, is_short: bool) -> Iterator[str]:
+def _boundaries(flags: Run, views: Views, *, is_short: bool) -> Iterator[str]:
     """Explain the boundaries; neighbouring boundaries that are crossed alike are explained once."""
-    for _, group in groupby(views, key=lambda view: view.pattern):
-        alike = list(group)
-        first, *rest = alike
-        name = f"boundary {first.name}"
+    for _, group in groupby(views.items(), key=lambda item: pattern_of(*item)):
+        (boundary, view), *rest = group
+        name = f"boundary {view.name}"
         if rest:
-            name = f"boundaries {first.name} to {rest[-1].name} ({len(alike)} alike, here {first.name})"
-        yield f"{name}: {first.boundary.strategy} ({first.reason})"
+            name = f"boundaries {view.name} to {rest[-1][1].name} ({len(rest) + 1} alike, here {view.name})"
+        yield f"{name}: {boundary.strategy} ({boundary.reason})"
         # The reason names what a run tries.
-        if rivals := first.boundary.rivals:
+        if rivals := boundary.rivals:
             flags_of = ["--vtp-transport-threshold" if rival == "rank0" else "--vtp-transport" for rival in rivals]
             yield f"  with {' or '.join(dict.fromkeys(flags_of))} nothing is tried"
         if not is_short:
-            yield from (f"  {line}" for line in explain(first))
+            yield from (f"  {line}" for line in explain(view))
 
 
-def _buffers(views: Sequence[BoundaryView]) -> Iterator[str]:
+def _buffers(views: Views) -> Iterator[str]:
     """Say how large the channels' buffers are on HCCL, the only backend whose buffers the plugin sizes."""
-    sizes = [f"{view.name} {format_bytes(size)}" for view in views if (size := view.buffer_bytes) is not None]
+    known = [(view.name, size) for one, view in views.items() if (size := _buffer_bytes(one)) is not None]
+    sizes = [f"{name} {format_bytes(size)}" for name, size in known]
     if len(sizes) > _MAX_BUFFERS_SHOWN:
         sizes[_MAX_BUFFERS_SHOWN:] = [f"and {len(sizes) - _MAX_BUFFERS_SHOWN} more"]
     if sizes:
         yield f"buffer of each channel, on HCCL only (never run on an NPU), in whole MiB: {', '.join(sizes)}"
 
 
-def _traffic(flags: Run, views: Sequence[BoundaryView]) -> Iterator[str]:
+def _traffic(flags: Run, views: Views) -> Iterator[str]:
     """Say how much crosses between sites."""
     ring = ", in the language model's ring alone" if flags.config.num_rings > 1 else ""
     for (source, target), (share, num_bytes) in site_traffic(flags, views).items():
@@ -313,48 +277,71 @@ def _traffic(flags: Run, views: Sequence[BoundaryView]) -> Iterator[str]:
         yield f"site {source} sends to site {target}: {size} for each microbatch, {what}"
 
 
+def _buffer_bytes(boundary: PipelineBoundary) -> int | None:
+    """Return the bytes of each channel's buffer on HCCL; None if the size of the tensor is unknown."""
+    return boundary.channel(Direction.FORWARD).largest_message_bytes
+
+
 def _fit_as_json(found: Fitted) -> dict[str, object]:
     fitted = found.candidate
     return {
-        "sizes": list(fitted.sizes),
-        "layers": list(fitted.layers),
-        "num_replicas": fitted.num_replicas,
+        **named(fitted, "sizes", "layers", "num_replicas"),
         "nodes": fitted.node_names,
         "spare": {node.name: number for node, number in fitted.spare_cards},
         "step": fitted.step_s,
-        "reasons": list(found.reasons),
+        "reasons": found.reasons,
     }
 
 
-def _as_json(flags: Run, views: Sequence[BoundaryView]) -> dict[str, object]:
-    layout = flags.layout
+def _answer(flags: Run, views: Views) -> dict[str, object]:
+    """Keys of --json: fit (null without --have): sizes, layers, num_replicas, nodes (of every stage, by replica), spare
+    (devices of every node), step (as simulated; a layer takes a device 1), reasons; world_size, rank_order,
+    writer_rank, is_active (false: all stages have one size, and Megatron works alone); tensor: shape [S, B, H] and
+    bytes of what crosses, null where a flag is missing; stages: tp, cp, dp, site, ranks, leaders; memory: rank,
+    in_flight (activations that it keeps when it holds the most, null where not known), num_waiting (microbatches
+    whose weights' gradients are missing then), total_bytes (held then), num_parameters, weight_bytes,
+    gradient_bytes, optimizer_bytes, overhead_bytes, activation_bytes (of a microbatch, null where not known),
+    kept_bytes (the same by module), waiting_bytes (of a microbatch that waits) and chunks (in_flight, num_waiting,
+    activation_bytes and waiting_bytes of each) of every rank, or a text that says what is missing; boundaries:
+    upstream, downstream, strategy, reason, num_replicas, hccl_buffer_bytes (of a channel), and of the first replica
+    forward and backward: transfers with src, dst, share (of the tensor), bytes (null where unknown) and boxes
+    (half-open intervals of S, B and H; of probe_shape where the shape is not known), before and after (collectives
+    inside a stage); traffic: tensors and bytes from site to site for each microbatch of a replica; launch: nodes
+    (node, ranks, stages, commands), stages_across_nodes (whose tensor-parallel groups lie on several nodes) and
+    slurm (lines of a batch script, null without --slurm). With --bridge: world_size; modules: name, tp, cp, pp, dp,
+    ranks, bridge_ranks; bridges: src, dst, num_units (of the batch), unit_samples, forward and backward as above,
+    with boxes of S, units and H.
+    """
+    layout, shape = flags.layout, flags.shape
     return {
         "fit": None if flags.fitted is None else _fit_as_json(flags.fitted),
         "world_size": layout.world_size,
         "rank_order": "tp-cp-dp-pp" if layout.order is RankOrder.STAGE_MAJOR else "tp-cp-pp-dp",
         "writer_rank": _writer(flags),
         "is_active": flags.is_active,
-        "tensor": {
-            "shape": None if flags.shape is None else list(flags.shape),
-            "bytes": None if flags.shape is None else flags.itemsize_bytes * math.prod(flags.shape),
-        },
+        "tensor": {"shape": shape, "bytes": None if shape is None else flags.itemsize_bytes * math.prod(shape)},
         "stages": [
             {
                 "stage": stage,
                 "site": flags.sites[stage] if flags.sites else None,
-                "tp": grid.tp,
-                "cp": grid.cp,
-                "dp": grid.dp,
-                "etp": layout.experts[stage].tp,
-                "ep": layout.experts[stage].ep,
-                "edp": layout.experts[stage].dp,
-                "ranks": list(layout.stage_ranks(stage)),
+                **named(grid, "tp", "cp", "dp"),
+                **{"etp": experts.tp, "ep": experts.ep, "edp": experts.dp},
+                "ranks": [*layout.stage_ranks(stage)],
                 "leaders": _leaders(layout, stage),
             }
-            for stage, grid in enumerate(layout.stages)
+            for stage, (grid, experts) in enumerate(zip(layout.stages, layout.experts, strict=True))
         ],
         "memory": memory_as_json(flags),
-        "boundaries": [view.as_json() for view in views],
+        "boundaries": [
+            {
+                **named(boundary, "upstream", "downstream", "strategy", "reason"),
+                "num_replicas": view.num_replicas,
+                "probe_shape": None if view.itemsize_bytes is not None else view.forward.src.shape,
+                "hccl_buffer_bytes": _buffer_bytes(boundary),
+                **view.directions(),
+            }
+            for boundary, view in views.items()
+        ],
         "traffic": [
             {"from": source, "to": target, "tensors": share, "bytes": num_bytes}
             for (source, target), (share, num_bytes) in site_traffic(flags, views).items()

@@ -9,7 +9,7 @@ import socket
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from datetime import timedelta
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, TextIO
 
 import vtp_plugin
 from vtp_plugin.api import choose_device, current_session
-from vtp_plugin.cli.parser import Parser, check_folder, print_json, read_sizes, with_values, write_file
+from vtp_plugin.cli.common import Parser, check_folder, print_answer, read_sizes, with_values, write_file
 from vtp_plugin.cli.run_flags import add_run_flags, check_unknown
 from vtp_plugin.cli.search_request import features_of, read_any_list
 from vtp_plugin.cli.terminal import progress
@@ -206,14 +206,14 @@ def _line_of(found: Sequence[Time]) -> str:
     return f"tp {first.tp}, {first.micro_batch_size} x {first.seq_length} tokens{how}: {', '.join(parts)}"
 
 
-def _say_next(options: argparse.Namespace, number: int, table: str) -> None:
-    """Name what was written, and what to do with it."""
-    if options.json:
-        print_json("profile", {"out": str(options.out), "num_times": number})
-        return
-    print(f"wrote {options.out}: {number} times")
-    print(f'next: write profile = "{options.out.name}" under {table} in the cluster file (docs/guides/search.md), then')
-    print(f"    {own_command()} search --cluster CLUSTER.toml [Megatron's flags of the model]")
+def _say_next(options: argparse.Namespace, number: int, table: str, lines: Iterable[str] = ()) -> None:
+    """Name what was written, and what to do with it, behind other lines."""
+    next_one = (
+        f'next: write profile = "{options.out.name}" under {table} in the cluster file (docs/guides/search.md), then'
+    )
+    command = f"    {own_command()} search --cluster CLUSTER.toml [Megatron's flags of the model]"
+    text = (*lines, f"wrote {options.out}: {number} times", next_one, command)
+    print_answer(options, {"out": options.out, "num_times": number}, text)
 
 
 def _megatron_argv(argv: Sequence[str]) -> list[str]:
@@ -241,9 +241,7 @@ def _links(options: argparse.Namespace) -> None:
     if found is not None:
         write_file(options.out, write_links(found), flag="--out")
         lines = [*_lines_of_links(found)]
-        if not options.json:
-            print("\n".join(lines))
-        _say_next(options, len(lines), "[links]")
+        _say_next(options, len(lines), "[links]", lines)
 
 
 def _lines_of_links(links: Links) -> Iterator[str]:

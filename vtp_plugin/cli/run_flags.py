@@ -15,24 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vtp_plugin.cli import model_flags
-from vtp_plugin.cli.parser import Parser, is_page, with_values
+from vtp_plugin.cli.common import Parser, add_json_flag, is_page, with_values
 from vtp_plugin.cli.search_request import CARD_MEMORY, Fitted, add_have_flags, allowing_split, fit_to_cards
-from vtp_plugin.config import VtpConfig
-from vtp_plugin.config.resolve import (
-    VTP_FLAGS,
-    ScheduleOptions,
-    add_vtp_arguments,
-    choose_cp_sizes,
-    is_active,
-    option_context,
-    plan_layout,
-    read_flags,
-    read_schedule_options,
-    reject_spaces,
-    replica_map,
-    stage_boundaries,
-    transport_rules,
-)
+from vtp_plugin.config import VtpConfig, resolve
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.host.megatron_flags import MODEL_FLAGS, RUN_FLAGS
 from vtp_plugin.host.rules.checks.stage_layers import count_chunks
@@ -74,7 +59,7 @@ class Run:
     layout: PipelineLayout
     placement: Placement
     rules: TransportRules
-    schedule_options: ScheduleOptions
+    schedule_options: resolve.ScheduleOptions
     shape: tuple[int, int, int] | None
     itemsize_bytes: int
     is_sharded: bool
@@ -87,7 +72,7 @@ class Run:
     @property
     def replicas(self) -> ReplicaMap:
         """Which replicas of the stages work together."""
-        return replica_map(self.config, self.layout)
+        return resolve.replica_map(self.config, self.layout)
 
     @property
     def is_ring(self) -> bool:
@@ -97,7 +82,7 @@ class Run:
     @property
     def is_active(self) -> bool:
         """Whether the run uses the plugin's groups and communicator."""
-        return is_active(self.config, self.layout)
+        return resolve.is_active(self.config, self.layout)
 
     @property
     def sites(self) -> tuple[str, ...]:
@@ -132,10 +117,9 @@ def add_run_flags(parser: Parser, *, has_layout: bool = True) -> None:
         has_layout: whether the command is for one layout; else its short help shows flags of the model.
     """
     before = [*parser._action_groups]
-    add_vtp_arguments(parser)
-    group = parser.add_argument_group(
-        "Megatron's flags that matter here", "Others may be given too; they change nothing."
-    )
+    resolve.add_vtp_arguments(parser)
+    about = "Others may be given too; they change nothing."
+    group = parser.add_argument_group("Megatron's flags that matter here", about)
     for flag in RUN_FLAGS:
         flag.declare(group)
     group = parser.add_argument_group("Megatron's flags that say what a rank holds")
@@ -149,9 +133,7 @@ def add_run_flags(parser: Parser, *, has_layout: bool = True) -> None:
     parser.shorten(
         [group for group in parser._action_groups if group not in before], MOST_USED if has_layout else _MODEL_USED
     )
-    parser.add_argument_group("Of the output").add_argument(
-        "--json", action="store_true", help="print one JSON object instead of text"
-    )
+    add_json_flag(parser.add_argument_group("Of the output"))
 
 
 def read_run(args: argparse.Namespace, *, takes_all_costs: bool = False) -> Run:
@@ -164,17 +146,17 @@ def read_run(args: argparse.Namespace, *, takes_all_costs: bool = False) -> Run:
     Raises:
         ConfigError: a value is wrong, flags contradict each other, or a flag looks misspelt.
     """
-    reject_spaces(args.argv)
+    resolve.reject_spaces(args.argv)
     check_unknown(args.unknown)
     config, fitted = _read_sizes(args)
     assert isinstance(config.size_list, tuple)
     layout = _layout(args, config, config.size_list)
-    replicas = replica_map(config, layout)
+    replicas = resolve.replica_map(config, layout)
     _check(args, config, layout, replicas)
-    shape, itemsize_bytes = _tensor(args)
+    shape, itemsize_bytes = read_tensor(args)
     tensor_bytes = math.prod(shape) // max(layout.cp_sizes) * itemsize_bytes if shape else None
     if fitted is None:
-        model_flags.check_layers(args, option_context(config, layout))
+        model_flags.check_layers(args, resolve.option_context(config, layout))
     num_chunks = count_chunks(args, layout.num_stages)
     why_no_activations = model_flags.why_no_activations(args, layout)
     spans = expert_spans(layout, replicas)
@@ -184,8 +166,8 @@ def read_run(args: argparse.Namespace, *, takes_all_costs: bool = False) -> Run:
         config=config,
         layout=layout,
         placement=placement,
-        rules=transport_rules(config, tensor_bytes, is_sharded=args.sequence_parallel),
-        schedule_options=read_schedule_options(
+        rules=resolve.transport_rules(config, tensor_bytes, is_sharded=args.sequence_parallel),
+        schedule_options=resolve.read_schedule_options(
             config, layout.num_stages, tensor_bytes, num_chunks=num_chunks, fixed=placement if takes_costs else None
         ),
         shape=shape,
@@ -193,7 +175,7 @@ def read_run(args: argparse.Namespace, *, takes_all_costs: bool = False) -> Run:
         is_sharded=args.sequence_parallel,
         global_batch_size=args.global_batch_size,
         num_microbatches=_num_microbatches(args, replicas),
-        memory=_memory(args, config, layout, num_chunks, fitted, has_activations=not why_no_activations),
+        memory=_memory(args, config, layout, num_chunks, fitted),
         about_activations=why_no_activations or model_flags.about_activations(args),
         fitted=fitted,
     )
@@ -204,8 +186,8 @@ def _read_sizes(args: argparse.Namespace) -> tuple[VtpConfig, Fitted | None]:
     if args.have is not None and args.vtp_size_list is None:
         args = with_values(args, vtp_size_list="auto")
     if args.have is not None:
-        return fit_to_cards(args, read_flags(allowing_split(args), VtpConfig()))
-    config = read_flags(args, VtpConfig())
+        return fit_to_cards(args, resolve.read_flags(allowing_split(args), VtpConfig()))
+    config = resolve.read_flags(args, VtpConfig())
     if args.card_memory is not None and not is_page(getattr(args, "output", None)):
         raise ConfigError(
             f"{CARD_MEMORY} is for --have, and for a page (--output FILE.html); give one of them, or neither"
@@ -245,15 +227,15 @@ def check_unknown(argv: Sequence[str], *, are_ignored: bool = True) -> None:
 
 def known_flags() -> tuple[str, ...]:
     """List the flags of all commands that read a run's flags."""
-    return *(flag.name for flag in (*VTP_FLAGS, *RUN_FLAGS, *MODEL_FLAGS)), *_OTHERS, *_OF_A_FIT
+    return *(flag.name for flag in (*resolve.VTP_FLAGS, *RUN_FLAGS, *MODEL_FLAGS)), *_OTHERS, *_OF_A_FIT
 
 
 def _layout(args: argparse.Namespace, config: VtpConfig, sizes: tuple[int, ...]) -> PipelineLayout:
     cp = args.context_parallel_size or 1
-    cp_sizes = choose_cp_sizes(config.cp_list, cp, num_stages=len(sizes))
+    cp_sizes = resolve.choose_cp_sizes(config.cp_list, cp, num_stages=len(sizes))
     dp_sizes = config.dp_list or (config.data_parallel_size or 1,) * len(sizes)
     least = sum(map(math.prod, zip(sizes, cp_sizes, dp_sizes, strict=True)))
-    return plan_layout(
+    return resolve.plan_layout(
         config,
         world_size=least if args.world_size is None else args.world_size,
         pipeline_size=args.pipeline_model_parallel_size or 1,
@@ -266,13 +248,7 @@ def _layout(args: argparse.Namespace, config: VtpConfig, sizes: tuple[int, ...])
 
 
 def _memory(
-    args: argparse.Namespace,
-    config: VtpConfig,
-    layout: PipelineLayout,
-    num_chunks: int,
-    fitted: Fitted | None,
-    *,
-    has_activations: bool,
+    args: argparse.Namespace, config: VtpConfig, layout: PipelineLayout, num_chunks: int, fitted: Fitted | None
 ) -> tuple[Footprint, ...] | str:
     is_u_shaped = config.layerwise_disaggregated
     if reason := model_flags.why_unknown(args, lacks_parts=is_u_shaped and config.num_layer_list is None):
@@ -281,15 +257,12 @@ def _memory(
         return "the sizes of the encoder are not among the flags"
     parts = config.num_layer_list if is_u_shaped else None
     layers = None if fitted is None or is_u_shaped else fitted.candidate.layers
-    replicas = replica_map(config, layout)
-    return model_flags.read_footprints(
-        args, layout, num_chunks, parts, layers, replicas, has_activations=has_activations
-    )
+    return model_flags.read_footprints(args, layout, num_chunks, parts, layers, resolve.replica_map(config, layout))
 
 
 def _check(args: argparse.Namespace, config: VtpConfig, layout: PipelineLayout, replicas: ReplicaMap) -> None:
     """Refuse what a run would refuse at its start."""
-    replicas.check(stage_boundaries(config, layout.num_stages))
+    replicas.check(resolve.stage_boundaries(config, layout.num_stages))
     if config.num_layer_list is not None:
         check_layers(
             config.num_layer_list,
@@ -300,11 +273,15 @@ def _check(args: argparse.Namespace, config: VtpConfig, layout: PipelineLayout, 
         )
     if config.encoder_layer_list is not None:
         check_two_rings(config.encoder_layer_list, layout.cp_sizes, is_split=replicas.is_split)
-    refuse(check_run(args, option_context(config, layout), replicas))
+    refuse(check_run(args, resolve.option_context(config, layout), replicas))
 
 
-def _tensor(args: argparse.Namespace) -> tuple[tuple[int, int, int] | None, int]:
-    """Return S, B and H of the tensors that cross, None if a flag is missing, and the bytes of one number."""
+def read_tensor(args: argparse.Namespace) -> tuple[tuple[int, int, int] | None, int]:
+    """Return S, B and H of the tensors that cross, None if a flag is missing, and the bytes of one number.
+
+    Raises:
+        ConfigError: a length is none.
+    """
     given = (args.seq_length, args.micro_batch_size, args.hidden_size)
     if any(number is not None and number < 1 for number in given):
         raise ConfigError("--seq-length, --micro-batch-size and --hidden-size must be at least 1")

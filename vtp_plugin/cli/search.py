@@ -3,55 +3,64 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from vtp_plugin.cli.boundaries import format_bytes
+from vtp_plugin.cli.common import (
+    PAGE,
+    Parser,
+    add_output_flag,
+    check_ending,
+    named,
+    print_answer,
+    read_sizes,
+)
 from vtp_plugin.cli.launch_text import add_slurm_flag, launch_lines, launch_of_found
-from vtp_plugin.cli.pages import draw_found, page_of_search, write_page
-from vtp_plugin.cli.parser import PAGE, OneFile, Parser, check_ending, is_page, print_json, read_sizes, write_file
+from vtp_plugin.cli.pages import split_parts, write_output
 from vtp_plugin.cli.run_flags import add_run_flags, check_unknown
 from vtp_plugin.cli.search_request import SearchRequest, read_request
-from vtp_plugin.cli.terminal import TextTable, progress, show
+from vtp_plugin.cli.terminal import progress
 from vtp_plugin.config.flag import format_value
 from vtp_plugin.errors import ConfigError, LayoutError
+from vtp_plugin.plan.boundary.strategies.known_strategies import TransportRules
 from vtp_plugin.plan.launch.launch_commands import Launch
+from vtp_plugin.plan.layout.pipeline_layout import format_ranks
+from vtp_plugin.plan.schedule.cost.simulator import timeline_of
+from vtp_plugin.plan.schedule.order.actions import num_rings
+from vtp_plugin.report.page.report_page import MemoryBar, MemorySection, ReportPage, TextTable
+from vtp_plugin.report.pictures.draw_pipeline import draw_pipeline
+from vtp_plugin.report.pictures.draw_rows import Box, Group, draw_rows
+from vtp_plugin.report.pictures.draw_timeline import pass_name
 from vtp_plugin.tune.cluster.read_cluster import read_cluster
 from vtp_plugin.tune.fit.fit_layout import Chosen, about_padding, fitted_flags, order_flags, stock_flags
 from vtp_plugin.tune.search.evaluate import Candidate
 from vtp_plugin.tune.search.find_best import SearchResult, find_best
 from vtp_plugin.tune.search.problem import StageType
+from vtp_plugin.tune.search.schedule_time import compiled_for
 from vtp_plugin.tune.search.stage_cost import held_by
 from vtp_plugin.util.text import plain
 
 _LEAST_GAIN = 1.05
-_COLUMNS = (
-    *("", "TP sizes", "layers", "replicas", "microbatch size", "devices", "step", "tokens/s", "price per M tokens"),
-    "times from",
-)
-_STEP = _COLUMNS.index("step")
+_COLUMNS = ("", "TP sizes", "layers", "replicas", "microbatch size", "devices", "step")
+_COLUMNS_BEHIND = ("tokens/s", "price per M tokens", "times from")
 _TEXT = """\
 Every layout (TP sizes, replicas, layers of each stage) that the devices allow is bounded or simulated; nothing is
 started. Times of layers come from the cluster's file: measured by `profile`, fitted to that, or from data sheets. What
 a file holds: docs/guides/search.md."""
-_KEYS = """\
-Keys of --json: is_complete (false: the time was over, or Ctrl-C came), megatron (whose flags layouts are given in), and
-layouts: best; stock, the best one that this Megatron can run without the plugin (one size, any layers that its flags
-can say, equal replicas; null without one); equal, likewise with equally many layers on every stage. Each has: sizes,
-layers, num_chunks (virtual stages of each stage), num_replicas, micro_batch_size, in_flight (microbatches, of every
-part), transport, nodes (of every stage, by replica), num_cards, step_s, whole_step_s (with whole backwards; null where
-they are not split), pipeline_s, sums_s (gradients), update_s, tokens_per_s, price_per_million_tokens (null without
-prices), busy (share of the step that each stage computes), memory_bytes (of a rank, by stage), source (of the times:
-measured, fitted, data sheet), flags."""
+# Once all stages are busy, every further microbatch looks like the one before.
+_MOST_MICROBATCHES = 16
 
 
 def add_arguments(parser: Parser) -> None:
     """Declare the flags."""
     parser.description = _TEXT
-    parser.epilog = _KEYS
+    parser.epilog = _answer.__doc__
     add_run_flags(parser, has_layout=False)
     parser.most_used |= {
         "--vtp-stages": "the fewest and the most stages to look at",
@@ -74,13 +83,8 @@ def add_arguments(parser: Parser) -> None:
         help="of every stage, to choose from beside one, where all stages have equally many layers (interleaving)",
     )
     group.add_argument("--num-best", type=int, default=3, metavar="N", help="layouts to print at most, default 3")
-    group.add_argument(
-        "--output",
-        action=OneFile,
-        type=Path,
-        metavar="FILE",
-        help="FILE.html: page to open in a browser; FILE.svg: picture of the best step and of stock Megatron's",
-    )
+    about = "FILE.html: page to open in a browser; FILE.svg: picture of the best step and of stock Megatron's"
+    add_output_flag(group, "FILE", about)
     group.add_argument("--limit-s", type=float, default=60.0, metavar="S", help="seconds of the processor, default 60")
     add_slurm_flag(group)
 
@@ -102,14 +106,10 @@ def run(options: argparse.Namespace) -> None:
     advised = _advised(request, result)
     launch = _launch(request, advised, options.argv)
     lines = [*_lines(request, result)]
-    if is_page(options.output):
-        write_page(options.output, page_of_search(options, request, result, advised, lines, launch))
-    elif options.output is not None:
-        write_file(options.output, draw_found(result))
-    if options.json:
-        print_json("search", {**_as_json(request, result), "launch": launch.as_json(is_slurm=options.slurm)})
-    else:
-        show([*lines, "", *launch_lines(launch, is_slurm=options.slurm)])
+    page_of = functools.partial(_page, options, request, result, advised, lines, launch)
+    write_output(options, {PAGE: page_of, ".svg": lambda: draw_found(result)})
+    answer = _answer(request, result) | {"launch": launch.as_json(is_slurm=options.slurm)}
+    print_answer(options, answer, [*lines, "", *launch_lines(launch, is_slurm=options.slurm)])
 
 
 def _advised(request: SearchRequest, result: SearchResult) -> Candidate:
@@ -143,18 +143,11 @@ def _lines(request: SearchRequest, result: SearchResult) -> Iterator[str | TextT
     if not result.is_complete:
         yield "the search ended before all layouts were bounded: there may be better ones; --limit-s gives it more time"
     named = _named(request, result)
+    of_split = ["whole backwards"] if request.problem.split_backward else []
     rows = [_row(request, name, candidate) for name, candidate in named]
-    columns = [*_COLUMNS]
-    if request.problem.split_backward:
-        columns.insert(_STEP + 1, "whole backwards")
-        for row, (_, candidate) in zip(rows, named, strict=True):
-            row.insert(_STEP + 1, f"{(candidate.whole or candidate).step_s:.4g} s")
-    yield TextTable.aligned(columns, rows, marked=0)
-    yield (
-        request.about_memory
-        + ": "
-        + ", ".join(f"stage {stage} {format_bytes(held)}" for stage, held in enumerate(best.held_bytes))
-    )
+    yield TextTable.aligned((*_COLUMNS, *of_split, *_COLUMNS_BEHIND), rows, marked=0)
+    held = ", ".join(f"stage {stage} {format_bytes(held)}" for stage, held in enumerate(best.held_bytes))
+    yield f"{request.about_memory}: {held}"
     yield f"bottleneck of 1: {_bottleneck(best)}"
     for name, candidate in named[1:]:
         if name.isdecimal():  # the others are compared below
@@ -216,6 +209,7 @@ def _row(request: SearchRequest, name: str, candidate: Candidate) -> list[str]:
         str(candidate.split.micro_batch_size),
         str(candidate.num_cards),
         f"{candidate.step_s:.4g} s",
+        *([f"{(candidate.whole or candidate).step_s:.4g} s"] if request.problem.split_backward else []),
         f"{_tokens_per_s(request, candidate):.4g}",
         "-" if price is None else f"{price:.3g}",
         candidate.source,
@@ -296,36 +290,117 @@ def _why_nothing(request: SearchRequest, result: SearchResult) -> str:
     )
 
 
-def _as_json(request: SearchRequest, result: SearchResult) -> dict[str, object]:
-    return {
-        "is_complete": result.is_complete,
-        "megatron": request.megatron,
-        "best": [_candidate_as_json(request, candidate) for candidate in result.best],
-        "stock": None if result.stock is None else _candidate_as_json(request, result.stock),
-        "equal": None if result.equal is None else _candidate_as_json(request, result.equal),
-    }
+def _answer(request: SearchRequest, result: SearchResult) -> dict[str, object]:
+    """Keys of --json: is_complete (false: the time was over, or Ctrl-C came), megatron (whose flags layouts are given
+    in), and layouts: best; stock, the best one that this Megatron can run without the plugin (one size, any layers
+    that its flags can say, equal replicas; null without one); equal, likewise with equally many layers on every
+    stage. Each has: sizes, layers, num_chunks (virtual stages of each stage), num_replicas, micro_batch_size,
+    in_flight (microbatches, of every part), transport, nodes (of every stage, by replica), num_cards, step_s,
+    whole_step_s (with whole backwards; null where they are not split), pipeline_s, sums_s (gradients), update_s,
+    tokens_per_s, price_per_million_tokens (null without prices), busy (share of the step that each stage computes),
+    memory_bytes (of a rank, by stage), source (of the times: measured, fitted, data sheet), flags.
+    """
+    stock, equal = (each and _facts(request, each) for each in (result.stock, result.equal))
+    best = [_facts(request, candidate) for candidate in result.best]
+    about = {"is_complete": result.is_complete, "megatron": request.megatron}
+    return {**about, "best": best, "stock": stock, "equal": equal}
 
 
-def _candidate_as_json(request: SearchRequest, candidate: Candidate) -> dict[str, object]:
+def _facts(request: SearchRequest, candidate: Candidate) -> dict[str, object]:
     return {
-        "sizes": list(candidate.sizes),
-        "layers": list(candidate.layers),
-        "num_chunks": candidate.num_chunks,
-        "num_replicas": candidate.split.num_replicas,
-        "micro_batch_size": candidate.split.micro_batch_size,
-        "in_flight": [*candidate.order.peaks],
+        **named(candidate, "sizes", "layers", "num_chunks"),
+        **named(candidate.split, "num_replicas", "micro_batch_size"),
+        "in_flight": candidate.order.peaks,
         "transport": candidate.transport,
         "nodes": candidate.node_names,
-        "num_cards": candidate.num_cards,
-        "step_s": candidate.step_s,
+        **named(candidate, "num_cards", "step_s"),
         "whole_step_s": None if candidate.whole is None else candidate.whole.step_s,
         "pipeline_s": candidate.order.pipeline_s,
-        "sums_s": candidate.sums_s,
-        "update_s": candidate.update_s,
+        **named(candidate, "sums_s", "update_s"),
         "tokens_per_s": _tokens_per_s(request, candidate),
         "price_per_million_tokens": _price(request, candidate),
         "busy": _busy(candidate),
-        "memory_bytes": list(candidate.held_bytes),
+        "memory_bytes": candidate.held_bytes,
         "source": candidate.source,
-        "flags": list(flags(request, candidate)),
+        "flags": flags(request, candidate),
     }
+
+
+def _page(
+    options: argparse.Namespace,
+    request: SearchRequest,
+    result: SearchResult,
+    advised: Candidate,
+    parts: Sequence[str | TextTable],
+    launch: Launch,
+) -> ReportPage:
+    """Show what was found, and how the layout that is advised is started."""
+    table, notes = split_parts(parts)
+    is_stock = advised is result.stock
+    sites = advised.sites if any(advised.sites) else ()
+    rules = TransportRules() if is_stock else replace(request.problem.rules, transport=advised.transport, sites=sites)
+    rings = num_rings(advised.placement)
+    is_ring = not rings and advised.num_chunks > 1
+    return ReportPage(
+        title=f"{'stock: ' if is_stock else ''}--vtp-size-list {format_value(advised.sizes)}",
+        notes=notes,
+        table=table,
+        about_table="Layouts that were found",
+        step=draw_found(result),
+        about_step="A simulated step of the best layout, above the best of stock Megatron",
+        launch=launch,
+        sites=sites,
+        picture=draw_pipeline(launch.layout, is_ring=is_ring, rules=rules, num_rings=rings),
+        memory=MemorySection(bars=tuple(_bars(advised, launch)), notes=(request.about_memory,)),
+        is_slurm=options.slurm,
+    )
+
+
+def _bars(candidate: Candidate, launch: Launch) -> Iterator[MemoryBar]:
+    """Yield the fullest rank of every stage, beside the smallest of its devices."""
+    for stage, (held, stage_type) in enumerate(zip(candidate.held_bytes, candidate.stage_types, strict=True)):
+        known = [candidate.split.pools[pool].memory_bytes for pool in stage_type.pools]
+        limit_bytes = min((limit for limit in known if limit is not None), default=None)
+        label = f"stage {stage}, ranks {format_ranks(launch.layout.stage_ranks(stage))}"
+        yield MemoryBar(label=label, pieces=(("held by the fullest rank", held),), limit_bytes=limit_bytes)
+
+
+def draw_found(result: SearchResult) -> str:
+    """Draw the stages of both layouts over one axis of seconds, as SVG."""
+    shown = {"best": result.best[0]} | ({} if result.stock is None else {"stock": result.stock})
+    most = max(candidate.split.num_microbatches for candidate in shown.values())
+    title = "One simulated step" if most <= _MOST_MICROBATCHES else f"The first {_MOST_MICROBATCHES} microbatches"
+    groups: list[Group] = []
+    for name, candidate in shown.items():
+        split = candidate.split
+        sizes = f"--vtp-size-list {format_value(candidate.sizes)}, layers {format_value(candidate.layers)}"
+        counts = f"{split.num_replicas} replicas, {split.num_microbatches} microbatches"
+        note = f"{counts}, step {candidate.step_s:.4g} s"
+        groups.append(Group(name=f"{name}: {sizes}", note=note, rows=[*_boxes(candidate)]))
+    return draw_rows(groups, title=f"{title} of the layouts that search found", unit="s")
+
+
+def _boxes(candidate: Candidate) -> Iterator[tuple[str, list[Box]]]:
+    """Yield the boxes of every stage; behind those of a whole step there are gradients and optimizer."""
+    number, order = min(_MOST_MICROBATCHES, candidate.split.num_microbatches), candidate.order
+    compiled = compiled_for(
+        candidate.placement,
+        candidate.costs,
+        number,
+        is_planned=order.is_planned,
+        in_flight=order.in_flight,
+        is_split=order.is_split,
+    )
+    timeline = timeline_of(compiled, candidate.costs, mode="rendezvous")
+    sums_s = timeline.makespan + candidate.sums_s
+    tail = [
+        Box(kind="gradients", start=timeline.makespan, end=sums_s),
+        Box(kind="optimizer", start=sums_s, end=sums_s + candidate.update_s),
+    ]
+    for stage, spans in enumerate(timeline.spans):
+        boxes = [
+            Box(kind=pass_name(span.action), start=span.start, end=span.end, text=str(span.action.microbatch))
+            for span in spans
+        ]
+        boxes += tail if number == candidate.split.num_microbatches else []
+        yield f"stage {stage} on {', '.join(dict.fromkeys(candidate.node_names[stage]))}", boxes

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from vtp_plugin.cli import model_flags
-from vtp_plugin.cli.parser import with_values
+from vtp_plugin.cli.common import named, with_values
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.config.flag import parse_bytes, parse_cp_list, parse_ep_list, parse_etp_list
 from vtp_plugin.config.resolve import read_flags, transport_rules
@@ -24,20 +23,8 @@ from vtp_plugin.plan.model.gpt_model import GPTModel
 from vtp_plugin.tune.cluster.machines import Cluster, Nodes
 from vtp_plugin.tune.cluster.read_cluster import StageMemory, check_origins, features, speed_of
 from vtp_plugin.tune.cluster.speed import Batch
+from vtp_plugin.tune.fit import fit_layout
 from vtp_plugin.tune.fit.constraints import Constraints
-from vtp_plugin.tune.fit.fit_layout import (
-    Chosen,
-    describe,
-    fit,
-    fit_split,
-    fitted_flags,
-    layer_rule,
-    order_flags,
-    read_constraints,
-    read_have,
-    vocabulary_multiple,
-    write_fitted,
-)
 from vtp_plugin.tune.search.evaluate import Candidate
 from vtp_plugin.tune.search.problem import BatchSplit, NodePool, SearchProblem
 
@@ -86,28 +73,28 @@ def fit_to_cards(args: argparse.Namespace, config: VtpConfig) -> tuple[VtpConfig
     """
     if isinstance(config.size_list, tuple):
         raise ConfigError("--have and sizes in --vtp-size-list say the same thing twice; give one of them")
-    nodes = [dataclasses.replace(node, memory_bytes=args.card_memory) for node in read_have(args.have)]
+    nodes = [replace(node, memory_bytes=args.card_memory) for node in fit_layout.read_have(args.have)]
     sites = tuple(dict.fromkeys(node.site for node in nodes if node.site))
     if sites and config.sites is None:
-        config = dataclasses.replace(config, sites=sites)
+        config = replace(config, sites=sites)
     has_memory = args.card_memory is not None
     if has_memory and (reason := model_flags.why_unknown(args, lacks_parts=False)):
         raise ConfigError(f"{CARD_MEMORY}: the memory of a rank is {reason}" if "not known" in reason else reason)
 
-    constraints = read_constraints(args, config, config.stages or (1, max(2, 2 * len(nodes))))
+    constraints = fit_layout.read_constraints(args, config, config.stages or (1, max(2, 2 * len(nodes))))
     if has_memory:
         constraints = _with_memory(args, constraints)
-    layouts = fit(nodes, constraints)
-    best, reasons = layouts[0], describe(layouts, constraints)
+    layouts = fit_layout.fit(nodes, constraints)
+    best, reasons = layouts[0], fit_layout.describe(layouts, constraints)
     if config.split_backward:
-        best = fit_split(nodes, constraints, best)
+        best = fit_layout.fit_split(nodes, constraints, best)
         reasons += (_about_split(best),)
-        config = dataclasses.replace(config, split_backward=best.order.is_split)
-    chosen = Chosen.of(best)
+        config = replace(config, split_backward=best.order.is_split)
+    chosen = fit_layout.Chosen.of(best)
     is_forced = len({*chosen.sizes}) == 1 and not config.layerwise_disaggregated
-    flags = fitted_flags(chosen, constraints, num_predicting=args.mtp_num_layers or 0, is_forced=is_forced)
-    return write_fitted(config, chosen), Fitted(
-        candidate=best, reasons=reasons, flags=(*flags, *order_flags(best, constraints))
+    flags = fit_layout.fitted_flags(chosen, constraints, num_predicting=args.mtp_num_layers or 0, is_forced=is_forced)
+    return fit_layout.write_fitted(config, chosen), Fitted(
+        candidate=best, reasons=reasons, flags=(*flags, *fit_layout.order_flags(best, constraints))
     )
 
 
@@ -120,16 +107,17 @@ def _about_split(best: Candidate) -> str:
 def _with_memory(args: argparse.Namespace, constraints: Constraints) -> Constraints:
     """Ask with what stages hold, with the activations of their microbatches in flight, if those are known."""
     layout = PipelineLayout.from_sizes((1,), world_size=constraints.cp, cp=constraints.cp)
-    has_activations = not model_flags.why_no_activations(args, layout)
-    memory = StageMemory(
-        read_padded_model(args, constraints),
-        model_flags.read_training(args, layout),
-        model_flags.read_microbatch(args) if has_activations else None,
-        cp=constraints.cp,
-        ep=constraints.ep,
-        etp=constraints.etp,
-    )
-    return dataclasses.replace(constraints, held_bytes=memory.held_bytes, counted_twice=memory.counted_twice)
+    microbatch = None if model_flags.why_no_activations(args, layout) else model_flags.read_microbatch(args)
+    model, training = read_padded_model(args, constraints), model_flags.read_training(args, layout)
+    memory = _stage_memory(constraints, model, training, microbatch)
+    return replace(constraints, held_bytes=memory.held_bytes, counted_twice=memory.counted_twice)
+
+
+def _stage_memory(
+    constraints: Constraints, model: GPTModel, training: Training, microbatch: Microbatch | None
+) -> StageMemory:
+    sizes = named(constraints, "cp", "ep", "etp")
+    return StageMemory(model, training, microbatch, **sizes)
 
 
 # Sizes that are one for all stages, by the name of the plugin's list.
@@ -279,11 +267,11 @@ def read_any_list(args: argparse.Namespace, command: str) -> tuple[Constraints, 
         raise ConfigError(
             f"--vtp-stages {':'.join(map(str, config.stages or ()))} with sizes of {stages} stages; leave one out"
         )
-    constraints = read_constraints(
+    constraints = fit_layout.read_constraints(
         args,
         config,
         config.stages or (stages or 1, stages or args.num_layers or 1),
-        "any" if config.layerwise_disaggregated else layer_rule(_megatron()[0]),
+        "any" if config.layerwise_disaggregated else fit_layout.layer_rule(_megatron()[0]),
     )
     _check(args, command)
     return constraints, read_padded_model(args, constraints)
@@ -312,7 +300,7 @@ def read_padded_model(args: argparse.Namespace, constraints: Constraints) -> GPT
         constraints: what the layout must satisfy.
     """
     model = model_flags.read_model(args, PipelineLayout.from_sizes((1,), world_size=1))
-    if multiple := vocabulary_multiple((1,), constraints):
+    if multiple := fit_layout.vocabulary_multiple((1,), constraints):
         model = replace(model, vocab=-(-args.vocab_size // multiple) * multiple)
     return model
 
@@ -399,14 +387,10 @@ def _batch_splits(
             topk=_topk(microbatch),
             is_recomputed=args.recompute_granularity == "full",
             shares_update=args.use_distributed_optimizer,
-            cp=constraints.cp,
-            ep=constraints.ep,
-            etp=constraints.etp,
+            **named(constraints, "cp", "ep", "etp"),
             is_gathered=microbatch.routing is not None and microbatch.routing.is_gathered,
         )
-        memory = StageMemory(
-            model, training, replace(microbatch, size=size), cp=constraints.cp, ep=constraints.ep, etp=constraints.etp
-        )
+        memory = _stage_memory(constraints, model, training, replace(microbatch, size=size))
         for replicas in all_replicas:
             tp_sizes = () if args.global_batch_size % (size * replicas) else constraints.sizes(largest, replicas)
             if not tp_sizes:

@@ -7,17 +7,18 @@ import math
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from vtp_plugin.cli.bridges import add_bridge_flag, read_modules
-from vtp_plugin.cli.pages import page_of_simulation, write_page
-from vtp_plugin.cli.parser import PAGE, OneFile, Parser, check_ending, is_page, print_json, write_file
+from vtp_plugin.cli.boundaries import add_bridge_flag, read_modules, title_of, view_boundaries
+from vtp_plugin.cli.common import PAGE, Parser, add_output_flag, check_ending, named, print_answer, written
+from vtp_plugin.cli.pages import split_parts, with_run, write_output
 from vtp_plugin.cli.run_flags import Run, add_run_flags, read_run
-from vtp_plugin.cli.terminal import TextTable, show
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.config.resolve import option_context, read_flags
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.plan.launch.launch_commands import Launch, named_nodes, usual_nodes
 from vtp_plugin.plan.layout.replica_map import ReplicaMap
 from vtp_plugin.plan.schedule.cost.costs import (
     Costs,
@@ -39,6 +40,8 @@ from vtp_plugin.plan.schedule.order.actions import (
     place_modules,
     place_workers,
 )
+from vtp_plugin.plan.schedule.proof.check_schedule import peaks_kept
+from vtp_plugin.report.page.report_page import ReportPage, TextTable
 from vtp_plugin.report.pictures.draw_timeline import chrome_trace, draw_svg, draw_text, summarize
 
 _WIDTH = 120
@@ -48,17 +51,12 @@ _TEXT = """\
 The order is that of a run with these flags. Durations and links come from --vtp-costs, here for every kind of
 schedule. Without it a forward takes 1 on each stage (2 on a cloud stage of a U), a backward twice as long, and
 messages take no time."""
-_KEYS = """\
-Keys of --json: unit (of all times: "ms", or null for the model durations), num_microbatches, schedule: digest, why;
-step; least_step (no order can be shorter; null where the order is fixed); stages: stage, replica, busy, utilization
-(share of the step), in_flight (microbatches), kept_activations (by chunk); channels: name, bytes; output (file or
-null)."""
 
 
 def add_arguments(parser: Parser) -> None:
     """Declare the flags."""
     parser.description = _TEXT
-    parser.epilog = _KEYS
+    parser.epilog = _answer.__doc__
     add_run_flags(parser)
     add_bridge_flag(parser)
     group = parser.add_argument_group("Of the simulation")
@@ -69,90 +67,103 @@ def add_arguments(parser: Parser) -> None:
         help="of a step, instead of the batch sizes; those of all replicas of a stage that work for one replica of "
         f"another; default: {_MICROBATCHES}, or a few more where replicas or model chunks need them",
     )
-    group.add_argument(
-        "--output",
-        action=OneFile,
-        type=Path,
-        metavar="FILE",
-        help="FILE.html: page; FILE.svg: picture; FILE.json: trace for Perfetto",
-    )
+    add_output_flag(group, "FILE", "FILE.html: page; FILE.svg: picture; FILE.json: trace for Perfetto")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class _Simulation:
-    """A schedule to simulate, with its costs.
+    """A simulated step.
 
     Attributes:
         flags: the run; None for modules on grids of their own.
         request: the request for the schedule.
         costs: durations and links.
-        title: title of a picture, without the schedule's name.
+        are_given: whether flags give the costs, in ms; else they are model durations.
+        name: what the step is of, for the title of a picture.
         why: why this order was chosen.
         least: time that no order can beat; None if the order is fixed.
-        unit: unit of all times; empty for the model durations.
-        durations: where the durations come from, for people.
         about_number: why there are so many microbatches; empty if the flags say it.
     """
 
     flags: Run | None
     request: ScheduleRequest
     costs: Costs
-    title: str
+    are_given: bool
+    name: str
     why: str
     least: float | None
-    unit: str
-    durations: str
     about_number: str
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        """The order of the step."""
+        return make_schedule(self.request)[0]
+
+    @cached_property
+    def timeline(self) -> Timeline:
+        """The step. Gloo, NCCL and HCCL behave so: a message leaves when its receiver is ready."""
+        return simulate(self.schedule, self.costs, mode="rendezvous")
+
+    @property
+    def unit(self) -> str:
+        """Unit of all times; empty for the model durations."""
+        return "ms" if self.are_given else ""
+
+    @property
+    def title(self) -> str:
+        """Title of a picture."""
+        return f"{self.schedule.name}, {self.name}, {self.request.num_microbatches} microbatches"
+
+    @property
+    def about(self) -> list[str]:
+        """What the order and the times follow from."""
+        forward = "1, of a cloud stage 2" if self.flags and self.flags.config.layerwise_disaggregated else "1"
+        durations = (
+            f"no --vtp-costs: model durations (a forward takes {forward}; a backward twice that; messages no time)"
+        )
+        if self.are_given:
+            durations = "times in ms, from --vtp-costs"
+        said = (self.about_number, self.why, f"schedule {self.schedule.digest}; {durations}")
+        return [text for text in said if text]
 
 
 def run(options: argparse.Namespace) -> None:
     """Simulate, print and write."""
     check_ending(options.output, _ENDINGS)
-    simulation = _of_modules(options) if options.bridge else _of_pipeline(options)
-    schedule, _ = make_schedule(simulation.request)
-    # Gloo, NCCL and HCCL behave so: a message leaves when its receiver is ready.
-    timeline = simulate(schedule, simulation.costs, mode="rendezvous")
-    summary, table = summarize(timeline, unit=simulation.unit), _table(timeline)
-    about = [*_about(simulation, schedule)]
-    if options.output is not None:
-        _write(options, simulation, schedule, timeline, [summary, table, *about])
-    if options.json:
-        print_json("simulate", _as_json(timeline, schedule, simulation, options.output))
-        return
-    show([draw_text(timeline), "", summary, table, ""])
-    for text in about:
-        print(textwrap.fill(text, _WIDTH))
-    if options.output is not None:
-        print(f"wrote {options.output}")
-
-
-def _about(simulation: _Simulation, schedule: Schedule) -> Iterator[str]:
-    """Say what the order and the times follow from."""
-    if simulation.about_number:
-        yield simulation.about_number
-    yield simulation.why
-    yield f"schedule {schedule.digest}; {simulation.durations}"
-
-
-def _write(
-    options: argparse.Namespace,
-    simulation: _Simulation,
-    schedule: Schedule,
-    timeline: Timeline,
-    parts: Sequence[str | TextTable],
-) -> None:
-    """Write the page, the picture or the trace."""
-    title = f"{schedule.name}, {simulation.title}, {simulation.request.num_microbatches} microbatches"
-    if is_page(options.output):
-        page = page_of_simulation(
-            options, simulation.flags, schedule, timeline, parts, title=title, unit=simulation.unit
-        )
-        write_page(options.output, page)
-    elif options.output.suffix == ".svg":
-        write_file(options.output, draw_svg(timeline, title=title, unit=simulation.unit))
-    else:
+    step = _of_modules(options) if options.bridge else _of_pipeline(options)
+    found = [summarize(step.timeline, unit=step.unit), _table(step.timeline)]
+    by_ending = {
+        PAGE: lambda: _page(options, step, [*found, *step.about]),
+        ".svg": lambda: draw_svg(step.timeline, title=step.title, unit=step.unit),
         # The model durations are drawn as seconds.
-        write_file(options.output, chrome_trace(timeline, unit_s=1e-3 if simulation.unit else 1.0))
+        ".json": lambda: chrome_trace(step.timeline, unit_s=1e-3 if step.unit else 1.0),
+    }
+    write_output(options, by_ending)
+    lines = (textwrap.fill(text, _WIDTH) for text in step.about)
+    parts = [draw_text(step.timeline), "", *found, "", *lines, *written(options)]
+    print_answer(options, _answer(step, options.output), parts)
+
+
+def _page(options: argparse.Namespace, step: _Simulation, parts: Sequence[str | TextTable]) -> ReportPage:
+    """Show a simulated step, and the layout that runs it."""
+    table, notes = split_parts(parts)
+    page = ReportPage(
+        title=step.title,
+        notes=notes,
+        table=table,
+        about_table="Stages in a step",
+        step=draw_svg(step.timeline, title=step.title, unit=step.unit),
+        about_step="A simulated step",
+    )
+    if (flags := step.flags) is None:
+        return page
+    nodes = usual_nodes(flags.layout, flags.sites)
+    about = ["the nodes are assumed; plan --nodes 8,6 takes their devices, and says what to start on each"]
+    if flags.fitted is not None:
+        nodes, about = named_nodes(flags.fitted.candidate.node_names, flags.layout), []
+    page = replace(page, launch=Launch(layout=flags.layout, nodes=nodes, program=()), about_nodes=about)
+    peaks = [peaks_kept(step.schedule, stage) for stage in range(flags.layout.num_stages)]
+    return with_run(page, flags, view_boundaries(flags), options.card_memory, peaks)
 
 
 def _of_pipeline(options: argparse.Namespace) -> _Simulation:
@@ -160,7 +171,7 @@ def _of_pipeline(options: argparse.Namespace) -> _Simulation:
     given = flags.num_microbatches if options.num_microbatches is None else options.num_microbatches
     num_microbatches, about_number = _num_microbatches(given, flags.placement)
     stated, is_split = flags.schedule_options.costs, flags.schedule_options.split_backward
-    costs, unit = (_model_costs(flags), "") if stated is None else (stated, "ms")
+    costs = _model_costs(flags) if stated is None else stated
     # None stands for the model durations, which know nothing of split microbatches.
     request = ScheduleRequest(
         placement=flags.placement,
@@ -174,11 +185,10 @@ def _of_pipeline(options: argparse.Namespace) -> _Simulation:
         flags=flags,
         request=request,
         costs=costs,
-        title=option_context(flags.config, flags.layout).layout_text,
+        are_given=stated is not None,
+        name=option_context(flags.config, flags.layout).layout_text,
         why=why,
         least=least,
-        unit=unit,
-        durations=_durations(unit, is_u_shaped=flags.config.layerwise_disaggregated),
         about_number=about_number,
     )
 
@@ -186,9 +196,8 @@ def _of_pipeline(options: argparse.Namespace) -> _Simulation:
 def _of_modules(options: argparse.Namespace) -> _Simulation:
     """Read the order in which a run with a planned schedule trains modules."""
     modules, config = read_modules(options), read_flags(options, VtpConfig())
-    *sources, last = (module.name for module in modules)
-    num_stages = {module.name: module.num_stages for module in modules}
-    placed = place_modules(num_stages, {name: [last] for name in sources})
+    num_stages = {module.name: module.sizes[2] for module in modules}
+    placed = place_modules(num_stages, {module.name: [modules[-1].name] for module in modules[:-1]})
     if config.in_flight is not None:
         check_in_flight(config.in_flight, placed.placement.num_stages)
     num_microbatches, about_number = _num_microbatches(options.num_microbatches, placed.placement)
@@ -203,11 +212,10 @@ def _of_modules(options: argparse.Namespace) -> _Simulation:
         flags=None,
         request=request,
         costs=uniform_costs(placed.placement) if stated is None else stated,
-        title=" and ".join(sources) + f" -> {last}",
+        are_given=stated is not None,
+        name=title_of(modules),
         why=f"order: 1F1B of all modules, whose first stages are {stages}; --vtp-in-flight lets encoders run ahead",
         least=None,
-        unit="" if stated is None else "ms",
-        durations=_durations("" if stated is None else "ms", is_u_shaped=False),
         about_number=about_number,
     )
 
@@ -268,13 +276,6 @@ def _why(flags: Run, request: ScheduleRequest, costs: Costs) -> tuple[str, float
     )
 
 
-def _durations(unit: str, *, is_u_shaped: bool) -> str:
-    if unit:
-        return "times in ms, from --vtp-costs"
-    forward = "1, of a cloud stage 2" if is_u_shaped else "1"
-    return f"no --vtp-costs: model durations (a forward takes {forward}; a backward twice that; messages no time)"
-
-
 def _rows(timeline: Timeline) -> Iterator[dict[str, Any]]:
     """Yield the entry of each worker in the output of ``--json``."""
     placement = timeline.placement
@@ -294,29 +295,33 @@ def _rows(timeline: Timeline) -> Iterator[dict[str, Any]]:
 def _table(timeline: Timeline) -> TextTable:
     """Write a row for each worker; the busiest one is marked."""
     placement = timeline.placement
-    names = [placement.label(worker).removeprefix("stage ") for worker in range(placement.num_workers)]
-    width = max(map(len, ("stage", *names)))
-    header = ("stage", "computing", "idle", "microbatches in flight", "activations kept, by chunk")
     rows: list[tuple[str, ...]] = []
-    lines = [f"{'stage':>{width}}  computing   idle  microbatches in flight  activations kept, by chunk"]
-    for name, row in zip(names, _rows(timeline), strict=True):
+    for worker, row in enumerate(_rows(timeline)):
         percent, kept = 100 * row["utilization"], ", ".join(map(str, row["kept_activations"]))
+        name = placement.label(worker).removeprefix("stage ")
         rows.append((name, f"{percent:.1f} %", f"{100 - percent:.0f} %", str(row["in_flight"]), kept))
-        lines.append(f"{name:>{width}}  {percent:7.1f} %  {100 - percent:3.0f} %  {row['in_flight']:22}  {kept}")
+    header = ("stage", "computing", "idle", "microbatches in flight", "activations kept, by chunk")
+    width = max(len(name) for name, *_ in (header, *rows))
+    form = f"{{:>{width}}}  {{:>9}}  {{:>5}}  {{:>22}}  {{}}"
+    lines = [form.format(*row) for row in (header, *rows)]
     return TextTable(lines=lines, header=header, rows=rows, marked=timeline.busy.index(max(timeline.busy)))
 
 
-def _as_json(timeline: Timeline, schedule: Schedule, simulation: _Simulation, output: Path | None) -> dict[str, object]:
+def _answer(step: _Simulation, output: Path | None) -> dict[str, object]:
+    """Keys of --json: unit (of all times: "ms", or null for the model durations), num_microbatches, schedule: digest,
+    why; step; least_step (no order can be shorter; null where the order is fixed); stages: stage, replica, busy,
+    utilization (share of the step), in_flight (microbatches), kept_activations (by chunk); channels: name, bytes;
+    output (file or null).
+    """
+    timeline, schedule = step.timeline, step.schedule
+    channels = [(channel_label(timeline.placement, channel), size) for channel, size in timeline.bytes_by_channel]
     return {
-        "unit": simulation.unit or None,
+        "unit": step.unit or None,
         "num_microbatches": schedule.num_microbatches,
-        "schedule": {"digest": schedule.digest, "name": schedule.name, "why": simulation.why},
+        "schedule": {**named(schedule, "digest", "name"), "why": step.why},
         "step": timeline.makespan,
-        "least_step": simulation.least,
-        "stages": list(_rows(timeline)),
-        "channels": [
-            {"name": channel_label(timeline.placement, channel), "bytes": size}
-            for channel, size in timeline.bytes_by_channel
-        ],
-        "output": None if output is None else str(output),
+        "least_step": step.least,
+        "stages": [*_rows(timeline)],
+        "channels": [{"name": name, "bytes": size} for name, size in channels],
+        "output": output,
     }

@@ -10,10 +10,10 @@ import contextlib
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from typing import Any, Final, Protocol, TextIO, cast
 
+from vtp_plugin.report.page.report_page import TextTable
 from vtp_plugin.util.text import plain
 
 # What the beginning of a line says of all of it; the first that fits counts.
@@ -38,39 +38,6 @@ class Tell(Protocol):
             number: number of bytes, or of whatever the bar counts.
             text: text to show behind the bar.
         """
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TextTable:
-    """Rows that a terminal shows as a table, and other outputs as lines.
-
-    Attributes:
-        lines: the lines, the header's first.
-        header: names of the columns.
-        rows: cells of each row.
-        marked: number of the row that matters most.
-    """
-
-    lines: Sequence[str]
-    header: Sequence[str]
-    rows: Sequence[Sequence[str]]
-    marked: int | None = None
-
-    @classmethod
-    def aligned(cls, header: Sequence[str], rows: Sequence[Sequence[str]], *, marked: int | None = None) -> TextTable:
-        """Align the cells of each column at the left.
-
-        Args:
-            header: names of the columns.
-            rows: cells of each row.
-            marked: number of the row that matters most.
-
-        >>> TextTable.aligned(("a", "step"), [("1,2", "3 s"), ("4", "")]).lines
-        ['a    step', '1,2  3 s', '4']
-        """
-        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in (header, *rows)]
-        return cls(lines=lines, header=header, rows=rows, marked=marked)
 
 
 class Output:

@@ -5,14 +5,20 @@ from __future__ import annotations
 import argparse
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
-from vtp_plugin.cli.pages import quoted, split_parts, write_page
-from vtp_plugin.cli.parser import PAGE, OneFile, check_ending, is_page, print_json, write_file
-from vtp_plugin.cli.terminal import TextTable, show
+from vtp_plugin.cli.common import (
+    PAGE,
+    add_json_flag,
+    add_output_flag,
+    as_json,
+    check_ending,
+    print_answer,
+    written,
+)
+from vtp_plugin.cli.pages import split_parts, write_output
 from vtp_plugin.plan.schedule.cost.costs import format_costs
-from vtp_plugin.report.page.report_page import ReportPage
+from vtp_plugin.report.page.report_page import ReportPage, TextTable
 from vtp_plugin.report.pictures import svg
 from vtp_plugin.report.pictures.draw_rows import Box, Group, draw_rows
 from vtp_plugin.trace.compare_steps import (
@@ -30,55 +36,26 @@ from vtp_plugin.trace.stretches import COMPUTES, MEANINGS, Cause, RankFile, Stre
 from vtp_plugin.trace.sums import RankPlace, SiteTraffic, traffic_between
 
 _ENDINGS = {".json": "trace for Perfetto or Chrome", ".svg": "picture of the last step", PAGE: "page"}
-# What is drawn, with its colour; bubbles are left empty.
-_COLOURS: dict[str, str] = {
-    Cause.FORWARD: "#3f6ca8",
-    Cause.BACKWARD: "#b4540a",
-    Cause.WEIGHTS: "#6b5a14",
-    Cause.LOSS: "#8da7d6",
-    Cause.PACK: "#2f7d78",
-    Cause.POST: "#5aa39e",
-    Cause.SEND: "#1f5753",
-    Cause.MESSAGE: "#c9a227",
-    Cause.FINISH: "#8f7115",
-    Cause.GRADIENTS: "#9a3f73",
-    Cause.OPTIMIZER: "#6b4a9b",
-    Cause.LOG: "#5d6570",
-    Cause.PLAN: "#8a5a44",
-    Cause.SAVE: "#3d8b3d",
-    Cause.EVALUATE: "#6f8f3d",
-    Cause.TRACE: "#c0392b",
-}
 _NUM_SHOWN = 10
 _RUN, _PLAN = 0, 1
 _TEXT = """\
 Join the files that all ranks wrote with --vtp-trace, align their clocks, and compare with a simulated step of the same
 costs: those that the run measured or was given, or else medians of the trace itself. The file shows two processes, run
 and plan, with a row for each rank."""
-_KEYS = """\
-Keys of --json, times in ms: steps (their numbers), step_ms (median, of the slowest rank), planned_ms, costs,
-are_costs_measured (taken from the trace), clock_error_ms, explained (share of the steps with a known cause, by rank),
-differences (rank, stage, cause, planned_ms, ran_ms, where), slower_by_itself (the same), sites (site, sent_bytes,
-received_bytes, goodput_mbit, timed_bytes, timed_ms, exposed_ms and on_way_ms by stage, num_resent; on average per step;
-empty where all ranks are at one site), out (file or null)."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     parser.description = _TEXT
     causes = "; ".join(f"{cause}: {meaning}" for cause, meaning in MEANINGS.items() if cause is not Cause.WAIT)
-    parser.epilog = f"Causes: {causes}. {_KEYS}"
+    parser.epilog = f"Causes: {causes}. {_answer.__doc__}"
     parser.add_argument("folder", type=Path, metavar="DIR", help="of --vtp-trace, with the files of all ranks")
-    parser.add_argument(
-        "--output",
-        "--out",
-        action=OneFile,
-        type=Path,
-        metavar="FILE",
-        help="FILE.html: page to open in a browser; FILE.json: trace for Perfetto (ui.perfetto.dev) or Chrome; "
-        "FILE.svg: picture of the last step",
+    about = (
+        "FILE.html: page to open in a browser; FILE.json: trace for Perfetto (ui.perfetto.dev) or Chrome; "
+        "FILE.svg: picture of the last step"
     )
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    add_output_flag(parser, "FILE", about, "--out")
+    add_json_flag(parser, "print one JSON object")
 
 
 def run(options: argparse.Namespace) -> None:
@@ -91,31 +68,20 @@ def run(options: argparse.Namespace) -> None:
     planned, asked_for = split_asked_for(steps, found)
     told = [*_asked_for(asked_for), *_between_sites(files, steps), _verdict(slower)]
     parts = [*_summary(files, steps), "", _table(files, planned), *told]
-    if is_page(options.output):
-        write_page(options.output, _page(options, files, steps, parts))
-    elif options.output is not None:
-        is_picture = options.output.suffix == ".svg"
-        write_file(options.output, _picture(files, steps[-1]) if is_picture else svg.chrome_text(_events(files, steps)))
-    if options.json:
-        print_json("trace", _as_json(files, steps, found, slower, options.output))
-        return
-    show(parts)
-    if options.output is not None:
-        print(f"wrote {options.output}")
+    by_ending = {
+        PAGE: lambda: _page(files, steps, parts),
+        ".svg": lambda: _picture(files, steps[-1]),
+        ".json": lambda: svg.chrome_text(_events(files, steps)),
+    }
+    write_output(options, by_ending)
+    print_answer(options, _answer(files, steps, found, slower, options.output), [*parts, *written(options)])
 
 
-def _page(
-    options: argparse.Namespace,
-    files: Sequence[RankFile],
-    steps: Sequence[TracedStep],
-    parts: Sequence[str | TextTable],
-) -> ReportPage:
+def _page(files: Sequence[RankFile], steps: Sequence[TracedStep], parts: Sequence[str | TextTable]) -> ReportPage:
     """Show what was measured beside what was predicted."""
     table, notes = split_parts(parts)
     return ReportPage(
-        command="trace",
         title=f"{len(files)} ranks, steps {steps[0].number} to {steps[-1].number}",
-        argv=quoted(options.argv),
         notes=notes,
         table=table,
         about_table="Measured beside predicted",
@@ -130,7 +96,7 @@ def _events(files: Sequence[RankFile], steps: Sequence[TracedStep]) -> Iterator[
     for process, name in ((_RUN, "run"), (_PLAN, "plan")):
         yield svg.name_process(process, name)
         for file in files:
-            yield from svg.name_row(process, file.owner.rank, f"rank {file.owner.rank} (stage {file.owner.stage})")
+            yield from svg.name_row(process, file.owner.rank, _label(file))
     num_arrows = 0
     for step in steps:
         for share in step.shares:
@@ -147,27 +113,24 @@ def _events(files: Sequence[RankFile], steps: Sequence[TracedStep]) -> Iterator[
 def _picture(files: Sequence[RankFile], step: TracedStep) -> str:
     """Draw one step, the run above its plan; what an idle rank waits for is left empty."""
 
-    def row(stretches: Sequence[Stretch], zero_s: float) -> list[Box]:
-        return [
-            Box(
-                kind=one.cause,
-                start=1e3 * (one.start_s - zero_s),
-                end=1e3 * (one.end_s - zero_s),
-                text=one.name if one.cause in COMPUTES else "",
-                short=_microbatch(one.name) if one.cause in COMPUTES else "",
-            )
-            for one in stretches
-        ]
+    def row(file: RankFile, stretches: Sequence[Stretch], zero_s: float) -> tuple[str, list[Box]]:
+        boxes: list[Box] = []
+        for one in stretches:
+            text = one.name if one.cause in COMPUTES else ""
+            start, end = 1e3 * (one.start_s - zero_s), 1e3 * (one.end_s - zero_s)
+            boxes.append(Box(kind=one.cause, start=start, end=end, text=text, short=_microbatch(text)))
+        return _label(file), boxes
 
-    labels = [f"rank {file.owner.rank} (stage {file.owner.stage})" for file in files]
-    ran = [row(step.run[file.owner.rank], step.start_s) for file in files]
-    planned = [row(step.plan[file.owner.worker], 0.0) for file in files]
-    groups = [
-        Group(name=name, rows=[*zip(labels, rows, strict=True)]) for name, rows in (("run", ran), ("plan", planned))
-    ]
+    ran = [row(file, step.run[file.owner.rank], step.start_s) for file in files]
+    planned = [row(file, step.plan[file.owner.worker], 0.0) for file in files]
     sizes = Counter(file.owner.stage for file in files)
     title = f"step {step.number} on stages of {','.join(str(sizes[stage]) for stage in sorted(sizes))} ranks"
-    return draw_rows(groups, title=title, unit="ms", colours=_COLOURS)
+    groups = [Group(name="run", rows=ran), Group(name="plan", rows=planned)]
+    return draw_rows(groups, title=title, unit="ms")
+
+
+def _label(file: RankFile) -> str:
+    return f"rank {file.owner.rank} (stage {file.owner.stage})"
 
 
 def _microbatch(name: str) -> str:
@@ -217,15 +180,13 @@ def _clock_error_s(file: RankFile) -> float:
 
 
 def _table(files: Sequence[RankFile], found: Sequence[Difference]) -> TextTable:
-    header = ("rank", "stage", "cause", "planned ms", "ran ms", "more ms", "where")
-    lines = [f"{'rank':>4}  {'stage':>5}  {'cause':<10}  {'planned ms':>10}  {'ran ms':>10}  {'more ms':>10}"]
     rows: list[tuple[str, ...]] = []
     for one in found[:_NUM_SHOWN]:
-        stage = files[one.rank].owner.stage
-        values = [f"{1e3 * each:.2f}" for each in (one.planned_s, one.ran_s, one.more_s)]
-        shown = "  ".join(f"{value:>10}" for value in values)
-        lines.append(f"{one.rank:>4}  {stage:>5}  {one.cause:<10}  {shown}  {one.where}".rstrip())
-        rows.append((str(one.rank), str(stage), str(one.cause), *values, one.where))
+        values = (f"{1e3 * each:.2f}" for each in (one.planned_s, one.ran_s, one.more_s))
+        rows.append((str(one.rank), str(files[one.rank].owner.stage), str(one.cause), *values, one.where))
+    header = ("rank", "stage", "cause", "planned ms", "ran ms", "more ms", "where")
+    form = "{:>4}  {:>5}  {:<10}  {:>10}  {:>10}  {:>10}  {}"
+    lines = [form.format(*row).rstrip() for row in ((*header[:-1], ""), *rows)]
     return TextTable(lines=lines, header=header, rows=rows)
 
 
@@ -261,25 +222,24 @@ def _verdict(slower: Sequence[Difference]) -> str:
     return "slow on its own (not because it waited), more than planned in a step: " + "; ".join(named)
 
 
-def _as_json(
+def _answer(
     files: Sequence[RankFile],
     steps: Sequence[TracedStep],
     found: Sequence[Difference],
     slower: Sequence[Difference],
     out: Path | None,
 ) -> Mapping[str, object]:
-    def rows(of: Sequence[Difference]) -> list[dict[str, object]]:
-        return [
-            {
-                "rank": one.rank,
-                "stage": files[one.rank].owner.stage,
-                "cause": one.cause,
-                "planned_ms": 1e3 * one.planned_s,
-                "ran_ms": 1e3 * one.ran_s,
-                "where": one.where,
-            }
-            for one in of
-        ]
+    """Keys of --json, times in ms: steps (their numbers), step_ms (median, of the slowest rank), planned_ms, costs,
+    are_costs_measured (taken from the trace), clock_error_ms, explained (share of the steps with a known cause, by
+    rank), differences (rank, stage, cause, planned_ms, ran_ms, where), slower_by_itself (the same), sites (site,
+    sent_bytes, received_bytes, goodput_mbit, timed_bytes, timed_ms, exposed_ms and on_way_ms by stage, num_resent;
+    on average per step; empty where all ranks are at one site), out (file or null).
+    """
+
+    def row(one: Difference) -> dict[str, object]:
+        times = {"planned_ms": 1e3 * one.planned_s, "ran_ms": 1e3 * one.ran_s}
+        stage = files[one.rank].owner.stage
+        return {"rank": one.rank, "stage": stage, "cause": one.cause, **times, "where": one.where}
 
     return {
         "steps": [step.number for step in steps],
@@ -289,8 +249,8 @@ def _as_json(
         "are_costs_measured": steps[-1].are_measured,
         "clock_error_ms": max(1e3 * _clock_error_s(file) for file in files),
         "explained": explained(steps),
-        "differences": rows(found[:_NUM_SHOWN]),
-        "slower_by_itself": rows(slower),
-        "sites": [{**asdict(site), "goodput_mbit": site.goodput_mbit} for site in _traffic(files, steps)],
-        "out": None if out is None else str(out),
+        "differences": [*map(row, found[:_NUM_SHOWN])],
+        "slower_by_itself": [*map(row, slower)],
+        "sites": [as_json(site) | {"goodput_mbit": site.goodput_mbit} for site in _traffic(files, steps)],
+        "out": out,
     }

@@ -12,9 +12,11 @@ import pytest
 
 from tests.support.made_traces import U_COSTS, U, files_of, schedule_of, slowed, write
 from tests.support.report_pages import COMMANDS, HOSTILE, MODEL, run_quietly, write_page_of
-from vtp_plugin.cli import main, plan, search, simulate, trace
+from vtp_plugin.cli import main, pages
 from vtp_plugin.cli.pages import render
-from vtp_plugin.report.page.report_page import MemoryBar, MemorySection, PageTable, ReportPage
+from vtp_plugin.plan.launch.launch_commands import Launch, NodeRanks
+from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
+from vtp_plugin.report.page.report_page import MemoryBar, MemorySection, ReportPage, TextTable
 
 GIB = 2**30
 MOST_BYTES = 1_000_000
@@ -22,11 +24,11 @@ MOST_BYTES = 1_000_000
 
 def page_of(monkeypatch: pytest.MonkeyPatch, words: Sequence[str]) -> ReportPage:
     """Return what a command would draw."""
-    pages: list[ReportPage] = []
-    for command in (plan, search, simulate, trace):
-        monkeypatch.setattr(command, "write_page", lambda path, page: pages.append(page))
+    drawn: list[ReportPage] = []
+    monkeypatch.setattr(pages, "render", lambda page, argv: drawn.append(page) or "")
+    monkeypatch.setattr(pages, "write_file", lambda path, text: None)
     run_quietly(*words, "--output", "page.html")
-    (page,) = pages
+    (page,) = drawn
     return page
 
 
@@ -55,22 +57,21 @@ class Elements(HTMLParser):
 def test_a_plan_has_every_rank_on_its_node_and_in_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
     page = page_of(monkeypatch, COMMANDS["plan"])
     assert page.title == "--vtp-size-list 4,8,8"
-    ranks = [rank for node in page.nodes for one in node.stages for rank in one.ranks]
-    assert sorted(ranks) == [*range(40)]
-    assert [node.site for node in page.nodes] == ["edge", "cloud", "cloud", "cloud", "cloud"]
+    assert page.launch is not None
+    assert sorted(rank for node in page.launch.nodes for rank in node.ranks) == [*range(40)]
+    assert [page.site_of(node) for node in page.launch.nodes] == ["edge", "cloud", "cloud", "cloud", "cloud"]
     commands = json.loads(run_quietly(*COMMANDS["plan"], "--json", "--output", "unwritten.html"))["launch"]["nodes"]
-    assert [node.command for node in page.nodes] == [command for one in commands for command in one["commands"]]
+    assert [[*words] for _, words in page.launch.commands()] == [one["commands"] for one in commands]
     assert page.memory is not None and page.memory.has_limits
     assert {bar.limit_bytes for bar in page.memory.bars} == {80 * GIB}
     assert page.memory.kinds == ("weights", "gradients", "optimizer", "overhead", "activations")
     labels = [bar.label.split(", ") for bar in page.memory.bars]
     assert {stage for stage, _ in labels} == {"stage 0", "stage 1", "stage 2"}
-    assert [one.name for one in page.crossings] == ["0->1", "1->2"]
-    assert page.crossings[0].cells[:3] == ("rank0", "1", "32 MiB") and any(
-        "rank 0 -> rank 8" in line for line in page.crossings[0].lines
-    )
-    assert page.stages is not None and len(page.stages.rows) == 3 and not page.step and page.script == ""
-    assert page_of(monkeypatch, [*COMMANDS["plan"], "--slurm"]).script.startswith("#!/bin/bash\n")
+    assert [cells[0] for cells, _ in page.crossings] == ["0->1", "1->2"]
+    cells, lines = page.crossings[0]
+    assert cells[1:4] == ("rank0", "1", "32 MiB") and any("rank 0 -> rank 8" in line for line in lines)
+    assert len(page.stages.rows) == 3 and not page.step and not page.is_slurm
+    assert page_of(monkeypatch, [*COMMANDS["plan"], "--slurm"]).is_slurm
 
 
 def test_a_fitted_layout_has_its_devices_and_its_microbatches_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,7 +81,7 @@ def test_a_fitted_layout_has_its_devices_and_its_microbatches_in_flight(monkeypa
     assert (
         "drawn are those of as many microbatches as a stage has in flight when it holds the most" in page.memory.notes
     )
-    assert [node.num_ranks for node in page.nodes] == [8, 4]
+    assert page.launch is not None and [len(node.ranks) for node in page.launch.nodes] == [8, 4]
 
 
 def test_activations_are_those_of_the_microbatches_in_flight(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -94,7 +95,8 @@ def test_activations_are_those_of_the_microbatches_in_flight(monkeypatch: pytest
     assert [kept[stage] / told[rank]["activation_bytes"] for stage, rank in enumerate((0, 1, 5))] == [3, 2, 1]
     assert page.memory.bars == same.bars
     assert page.step.count("<rect") > 72 and "simulated step" in page.notes[0]
-    assert page.table is not None and page.table.marked == 1 and not page.has_commands
+    assert page.table is not None and page.table.marked == 1
+    assert page.launch is not None and not page.launch.program
     assert "nodes are assumed" in page.about_nodes[0]
 
 
@@ -122,7 +124,8 @@ def test_a_search_has_the_best_layout_beside_stock(monkeypatch: pytest.MonkeyPat
     assert "stock" in names and "equal" in names
     assert ">best: " in page.step and ">stock: " in page.step
     assert page.memory is not None and all(bar.fits and bar.limit_bytes for bar in page.memory.bars)
-    assert all(node.command.startswith("torchrun ") for node in page.nodes)
+    assert page.launch is not None
+    assert all(words[0].startswith("torchrun ") for _, words in page.launch.commands())
     assert any("takes" in note and "times as long" in note for note in page.notes)
 
 
@@ -143,12 +146,12 @@ def test_bars_say_what_does_not_fit() -> None:
     section = MemorySection(bars=bars)
     assert [bar.fits for bar in bars] == [False, True] and section.kinds == ("weights",)
     assert section.percent(6 * GIB) == 100.0 and MemorySection(bars=(bars[1],)).has_limits is False
-    text = render(ReportPage(command="plan", title="", argv="", memory=section))
+    text = render(ReportPage(title="", memory=section), ["plan"])
     assert "6 GiB of 4 GiB: does not fit" in text and text.count("does not fit") == 1
 
 
 def test_an_empty_page_has_no_section() -> None:
-    found = Elements(render(ReportPage(command="plan", title="t", argv="vtp plan"))).found
+    found = Elements(render(ReportPage(title="t"), ["plan"])).found
     assert [attributes["class"] for tag, attributes in found if tag == "section"] == ["made"]
 
 
@@ -157,16 +160,20 @@ def test_no_text_becomes_markup() -> None:
     row = (HOSTILE, '"><img src=x onerror=alert(1)>')
     bar = MemoryBar(label=row[1], pieces=((row[1], 1),), limit_bytes=1)
     page = ReportPage(
-        command=HOSTILE,
         title=HOSTILE,
-        argv=HOSTILE,
         notes=row,
-        table=PageTable(header=row, rows=[row]),
+        table=TextTable(header=row, rows=[row], lines=[]),
         about_table=HOSTILE,
         memory=MemorySection(bars=(bar,)),
-        script=HOSTILE,
+        launch=Launch(
+            layout=PipelineLayout.from_sizes((1,), world_size=1),
+            nodes=(NodeRanks(name=row[1], ranks=(0,)),),
+            program=(HOSTILE,),
+        ),
+        sites=(HOSTILE,),
+        is_slurm=True,
     )
-    found = Elements(render(page)).found
+    found = Elements(render(page, [HOSTILE, HOSTILE])).found
     assert [tag for tag, _ in found if tag in ("script", "img")] == ["script"]
     assert not any(name.startswith("on") for _, attributes in found for name in attributes)
 

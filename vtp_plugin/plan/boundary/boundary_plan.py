@@ -125,6 +125,8 @@ NO_COLLECTIVE = Collective()
 class BoundaryPlan:
     """How one tensor gets from the ranks of one stage to the ranks of the next.
 
+    It is for one shape, and for all ranks: a :class:`CompiledPlan` is what a single rank does of it.
+
     Attributes:
         src: Sharding of the tensor over the sending ranks.
         dst: Sharding over the receiving ranks, after the finish.
@@ -370,6 +372,9 @@ class CompiledCollective:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompiledPlan:
     """What one rank does for one tensor.
+
+    Unlike a :class:`BoundaryPlan` it counts in the rank's own tensor, and names no other ranks' work; it is still
+    plain data, of which the runtime makes a ``Transmission`` with tensors of a type.
 
     Attributes:
         whole: Shape of the whole tensor.

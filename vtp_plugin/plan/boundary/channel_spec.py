@@ -28,6 +28,9 @@ from vtp_plugin.plan.layout.replica_map import DpMode, ReplicaMap
 class ChannelSpec:
     """A channel as data: one direction between two endpoints.
 
+    It knows neither stages, as a :class:`PipelineBoundary` does, nor a shape: :meth:`plan` makes the
+    :class:`~vtp_plugin.plan.boundary.boundary_plan.BoundaryPlan` of one tensor.
+
     Every rank has the specs of all channels, because in torch all ranks take part in opening each group. But it makes
     plans only for the channels that it uses: the :attr:`prototype` says who takes part in the others.
 
@@ -203,6 +206,8 @@ def _tp_ranks(layout: PipelineLayout, stage: int, dp_rank: int, cp_rank: int) ->
 class PipelineBoundary:
     """Two neighbouring stages of one replica, or of several that mix, and how tensors cross between them.
 
+    It is a place in a pipeline, with both directions; each of these is a :class:`ChannelSpec`, which knows no stages.
+
     Attributes:
         upstream: Stage whose output crosses.
         downstream: Stage that takes it as input; 0 for the ring's wrap-around.
@@ -212,6 +217,7 @@ class PipelineBoundary:
         src: Ranks of the upstream stage in this replica.
         dst: Ranks of the downstream stage.
         strategy: Key of :data:`~vtp_plugin.plan.boundary.strategies.known_strategies.STRATEGIES`.
+        reason: Why it was chosen, for people.
         is_single: Whether the boundary joins all ranks of both stages. Others have the replica in their name.
         tensor_bytes: Size of the whole tensor that crosses; None if it is not known beforehand.
         rivals: Strategies that a run tries as well at its start.
@@ -225,6 +231,7 @@ class PipelineBoundary:
     src: Endpoint
     dst: Endpoint
     strategy: str
+    reason: str = ""
     is_single: bool = True
     tensor_bytes: int | None = None
     rivals: tuple[str, ...] = ()
@@ -302,7 +309,7 @@ def pipeline_boundaries(
     pairs = [(upstream, (upstream + 1) % num_stages) for upstream in range(num_boundaries)]
     boundaries = []
     for upstream, downstream in pairs:
-        strategy, _ = rules.choose(layout, upstream, downstream)
+        strategy, reason = rules.choose(layout, upstream, downstream)
         src, dst = layout.stages[upstream], layout.stages[downstream]
         tensor_bytes = _whole_bytes(layout, replicas, rules.tensor_bytes, upstream, downstream)
         joined = [*replicas.joined(upstream, downstream)]
@@ -322,6 +329,7 @@ def pipeline_boundaries(
                         src=_endpoint(layout, upstream, dp_ranks[0], cp_rank),
                         dst=_endpoint(layout, downstream, dp_ranks[1], cp_rank),
                         strategy=strategy,
+                        reason=reason,
                         is_single=len(joined) * len(cp_ranks) == 1,
                         tensor_bytes=tensor_bytes,
                         rivals=rules.rivals(layout, upstream, downstream),

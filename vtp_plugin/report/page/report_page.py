@@ -2,73 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
+
+from vtp_plugin.plan.launch.launch_commands import Launch, NodeRanks
+from vtp_plugin.plan.layout.pipeline_layout import format_ranks, size_names, size_texts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PageTable:
-    """A table.
+class TextTable:
+    """Rows that a page or a terminal shows as a table, and other outputs as lines.
 
     Attributes:
         header: names of the columns.
         rows: cells of each row.
+        lines: the lines, the header's first.
         marked: number of the row that matters most; None for none.
     """
 
     header: Sequence[str]
     rows: Sequence[Sequence[str]]
+    lines: Sequence[str]
     marked: int | None = None
 
+    @classmethod
+    def aligned(
+        cls,
+        header: Sequence[str],
+        rows: Sequence[Sequence[str]],
+        *,
+        right: Container[int] = (),
+        marked: int | None = None,
+    ) -> TextTable:
+        """Align the cells of each column, at the left unless it is one of `right`.
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RanksOfStage:
-    """The ranks of one stage on one node.
+        Args:
+            header: names of the columns.
+            rows: cells of each row.
+            right: numbers of the columns whose cells are aligned at the right.
+            marked: number of the row that matters most.
 
-    Attributes:
-        stage: number of the stage.
-        ranks: its ranks, ascending.
-    """
-
-    stage: int
-    ranks: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PageNode:
-    """A node with what runs on it.
-
-    Attributes:
-        name: name of the node.
-        site: site of its stages; empty where there are none.
-        stages: the stages on it with their ranks, in order.
-        command: what to start on it, for a shell; empty where that is not known.
-    """
-
-    name: str
-    site: str
-    stages: tuple[RanksOfStage, ...]
-    command: str = ""
-
-    @property
-    def num_ranks(self) -> int:
-        """Number of ranks on the node."""
-        return sum(len(one.ranks) for one in self.stages)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TableRow:
-    """A row of the page's table of boundaries: one boundary, or several that are alike.
-
-    Attributes:
-        name: name of the boundary.
-        cells: cells behind the name.
-        lines: who sends what to whom.
-    """
-
-    name: str
-    cells: tuple[str, ...]
-    lines: tuple[str, ...]
+        >>> TextTable.aligned(("a", "step"), [("1,2", "3 s"), ("4", "")], right=(1,)).lines
+        ['a    step', '1,2   3 s', '4']
+        """
+        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+        form = "  ".join(f"{{:{'>' if n in right else '<'}{width}}}" for n, width in enumerate(widths))
+        return cls(
+            header=header, rows=rows, lines=[form.format(*row).rstrip() for row in (header, *rows)], marked=marked
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,44 +115,49 @@ class ReportPage:
     """A page.
 
     Attributes:
-        command: the command that wrote it.
         title: heading.
-        argv: the command line, quoted for a shell.
         notes: sentences below the heading.
         table: the command's table, such as the layouts that were found.
         about_table: heading of the table.
         step: picture of a step, an SVG document.
         about_step: heading of that picture.
-        nodes: the nodes with their stages and commands.
-        about_nodes: what is to be said of them.
+        launch: the layout on its nodes; without a program where it is not known what is to be started.
+        sites: site of every stage; empty where there are none.
+        about_nodes: what else is to be said of the nodes.
         picture: picture of the pipeline, an SVG document.
-        stages: table of the stages.
         crossing_header: names of the columns of `crossings`.
-        crossings: what crosses the boundaries.
-        about_crossings: what is to be said of them.
+        crossings: of each boundary, or several that are alike: its row in the table, and who sends what to whom.
         memory: memory of the ranks.
-        script: a batch script; empty if none was asked for.
+        is_slurm: whether a batch script is shown.
     """
 
-    command: str
     title: str
-    argv: str
-    notes: tuple[str, ...] = ()
-    table: PageTable | None = None
+    notes: Sequence[str] = ()
+    table: TextTable | None = None
     about_table: str = ""
     step: str = ""
     about_step: str = ""
-    nodes: tuple[PageNode, ...] = ()
-    about_nodes: tuple[str, ...] = ()
+    launch: Launch | None = None
+    sites: Sequence[str] = ()
+    about_nodes: Sequence[str] = ()
     picture: str = ""
-    stages: PageTable | None = None
-    crossing_header: tuple[str, ...] = ()
-    crossings: tuple[TableRow, ...] = ()
-    about_crossings: tuple[str, ...] = ()
+    crossing_header: Sequence[str] = ()
+    crossings: Sequence[tuple[Sequence[str], Sequence[str]]] = ()
     memory: MemorySection | None = None
-    script: str = ""
+    is_slurm: bool = False
+
+    def site_of(self, node: NodeRanks) -> str:
+        """Name the site of a node's stages, or several; empty where there are none."""
+        assert self.launch is not None
+        return " and ".join(dict.fromkeys(self.sites[stage] for stage in node.stages(self.launch.layout) if self.sites))
 
     @property
-    def has_commands(self) -> bool:
-        """Whether it says what to start."""
-        return bool(self.script) or any(node.command for node in self.nodes)
+    def stages(self) -> TextTable:
+        """A row for each stage."""
+        assert self.launch is not None
+        layout, sites = self.launch.layout, self.sites
+        rows = [
+            (str(stage), *sites[stage : stage + 1], *size_texts(layout, stage), format_ranks(layout.stage_ranks(stage)))
+            for stage in range(layout.num_stages)
+        ]
+        return TextTable.aligned(("stage", *("site" for _ in sites[:1]), *size_names(layout), "ranks"), rows)

@@ -239,8 +239,7 @@ class Picture:
     def way_across(self, src: int, dst: int) -> list[tuple[int, int]]:
         """List the corners of an arrow between neighbours: from row to row it is slanted between the frames only."""
         (src_row, upstream, _), (dst_row, downstream, _) = self._cell(src), self._cell(dst)
-        (start_x, start_y), (end_x, end_y) = self.box(src), self.box(dst)
-        start, end = (start_x + BOX_WIDTH, start_y + BOX_HEIGHT // 2), (end_x, end_y + BOX_HEIGHT // 2)
+        start, end = straight(self.box(src), self.box(dst))
         if src_row == dst_row:
             return [start, end]
         right = self.frame_lefts[upstream] + self.frame_width(upstream)
@@ -369,6 +368,11 @@ def _arrow_head(kind: str, size: int) -> str:
     triangle = svg.element("path", kind=f"{kind}-head", d="M 0 0 L 10 5 L 0 10 z")
     box = {"viewBox": "0 0 10 10", "refX": 9, "refY": 5, "markerWidth": size, "markerHeight": size, "orient": "auto"}
     return svg.element("marker", triangle, id=f"{kind}-head", **box)
+
+
+def straight(src: Point, dst: Point) -> list[Point]:
+    """List the ends of an arrow from one box to another, which stand at these corners."""
+    return [(src[0] + BOX_WIDTH, src[1] + BOX_HEIGHT // 2), (dst[0], dst[1] + BOX_HEIGHT // 2)]
 
 
 def path(points: Sequence[Point], kind: str, title: str = "") -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby, product
 
 from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan, CollectiveKind
@@ -38,6 +37,7 @@ from vtp_plugin.report.pictures.arrange import (
     labels,
     legend_entry,
     path,
+    straight,
     way_of,
 )
 
@@ -46,22 +46,10 @@ _GAP = STAGE_GAP + 2 * FRAME_PAD
 _FRAME_WIDTH = BRACKET_WIDTH + BOX_WIDTH + 2 * FRAME_PAD
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DrawnModule:
-    """A module in the picture.
-
-    Attributes:
-        title: title above the module's frame.
-        end: the module's ranks at the bridge.
-    """
-
-    title: str
-    end: BridgeEndpoint
-
-    @property
-    def frame_height(self) -> int:
-        """Height of the frame around its ranks."""
-        return len(self.end.members) * (BOX_HEIGHT + BOX_GAP) - BOX_GAP + 2 * FRAME_PAD
+Box = tuple[int, int]
+"""Upper left corner of a rank's box."""
+DrawnModule = tuple[str, BridgeEndpoint]
+"""A module in a picture of bridges: the title above its frame, and its ranks at the bridge."""
 
 
 def draw_bridges(
@@ -79,82 +67,94 @@ def draw_bridges(
         An SVG document; marks as in :func:`vtp_plugin.report.pictures.draw_pipeline.draw_pipeline`.
 
     >>> ends = [BridgeEndpoint(ranks=(((rank,),),)) for rank in range(2)]
-    >>> left, right = (DrawnModule(title=name, end=end) for name, end in zip("ab", ends))
     >>> from vtp_plugin.plan.boundary.bridge_spec import BridgeSpec
-    >>> plan = BridgeSpec.between("a -> b", left.end, right.end, num_dims=3).probe
-    >>> draw_bridges([left], right, [plan], title="a bridge").count('class="transfer"')
+    >>> plan = BridgeSpec.between("a -> b", *ends, num_dims=3).probe
+    >>> draw_bridges([("a", ends[0])], ("b", ends[1]), [plan], title="a bridge").count('class="transfer"')
     1
     """
     top = MARGIN + 2 * LINE_HEIGHT
-    boxes: dict[int, tuple[int, int]] = {}
+    boxes: dict[int, Box] = {}
     body = [heads(), svg.text(MARGIN, MARGIN + 8, title, "title")]
     below = top
     for module in sources:
         body += _module(module, MARGIN, below, boxes)
-        below += _HEADER_HEIGHT + module.frame_height + 2 * BOX_GAP
-    height = below - top - 2 * BOX_GAP
+        below += _module_height(module) + 2 * BOX_GAP
+    height, own_height = below - top - 2 * BOX_GAP, _module_height(destination)
     right = MARGIN + _FRAME_WIDTH + _GAP
-    own_height = _HEADER_HEIGHT + destination.frame_height
     body += _module(destination, right, top + max(0, height - own_height) // 2, boxes)
-    for plan in plans:
-        body += _transfers_of_bridge(plan, boxes)
+    for transfer in (transfer for plan in plans for transfer in plan.transfers):
+        body.append(path(straight(boxes[transfer.src], boxes[transfer.dst]), "transfer", str(transfer)))
     # Each source's plan ends with the same collective.
-    body += _finish_of_bridge(plans[0], boxes)
+    body += _finish(plans[0].finish.kind, plans[0].finish.groups, boxes.__getitem__)
     legend = [("leader", "first rank of a replica"), ("transfer", "activations, forward; gradients come back alike")]
     if plans[0].finish.groups:
         legend.append(("finish", f"{plans[0].finish.kind} inside the replica after the transfers"))
-    bottom = top + max(height, own_height) + LINE_HEIGHT
-    for index, (kind, text) in enumerate(legend):
-        body += legend_entry(bottom + index * LEGEND_STEP, kind, text)
-    width = MARGIN + max(
-        right + _FRAME_WIDTH,
-        MARGIN + TITLE_LETTER_WIDTH * len(title),
-        *(LETTER_WIDTH * (len(t) + 10) for _, t in legend),
-    )
-    height = bottom + len(legend) * LEGEND_STEP + MARGIN // 2
-    names = ", ".join(f"{module.title} ({len(module.end.members)} ranks)" for module in sources)
+    bottom = _add_legend(body, legend, top + max(height, own_height) + LINE_HEIGHT)
+    widths = [TITLE_LETTER_WIDTH * len(title), *(LETTER_WIDTH * (len(text) + 10) - MARGIN for _, text in legend)]
+    width = MARGIN + max(right + _FRAME_WIDTH, MARGIN + max(widths))
+    *names, end = (f"{name} ({len(of_module.members)} ranks)" for name, of_module in (*sources, destination))
     count = sum(len(plan.transfers) for plan in plans)
-    end = f"{destination.title} ({len(destination.end.members)} ranks)"
-    about = f"{names} at the left, {end} at the right; {count} transfers."
-    return svg.document(width, height, title=title, about=about, style=STYLE, body=body)
+    about = f"{', '.join(names)} at the left, {end} at the right; {count} transfers."
+    return svg.document(width, bottom, title=title, about=about, style=STYLE, body=body)
 
 
-def _module(module: DrawnModule, left: int, top: int, boxes: dict[int, tuple[int, int]]) -> Iterator[str]:
+def _module_height(module: DrawnModule) -> int:
+    return _HEADER_HEIGHT + len(module[1].members) * (BOX_HEIGHT + BOX_GAP) - BOX_GAP + 2 * FRAME_PAD
+
+
+def _module(module: DrawnModule, left: int, top: int, boxes: dict[int, Box]) -> Iterator[str]:
     """Draw title, frame and ranks of a module, and note where its ranks are."""
-    yield svg.text(left + _FRAME_WIDTH // 2, top + _HEADER_HEIGHT - 10, module.title, "stage")
-    top += _HEADER_HEIGHT
-    height = module.frame_height
-    yield svg.element("rect", kind="frame", x=left, y=top, width=_FRAME_WIDTH, height=height, rx=10)
-    for dp_rank, replica in enumerate(module.end.ranks):
+    title, end = module
+    yield svg.text(left + _FRAME_WIDTH // 2, top + _HEADER_HEIGHT - 10, title, "stage")
+    yield _frame(left, top + _HEADER_HEIGHT, _FRAME_WIDTH, _module_height(module) - _HEADER_HEIGHT)
+    first_box = top + _HEADER_HEIGHT + FRAME_PAD
+    for dp_rank, replica in enumerate(end.ranks):
         for cp_rank, row in enumerate(replica):
             for tp_rank, rank in enumerate(row):
-                index = module.end.members.index(rank)
-                x, y = left + FRAME_PAD + BRACKET_WIDTH, top + FRAME_PAD + index * (BOX_HEIGHT + BOX_GAP)
-                boxes[rank] = (x, y)
+                number = end.members.index(rank)
+                boxes[rank] = left + FRAME_PAD + BRACKET_WIDTH, first_box + number * (BOX_HEIGHT + BOX_GAP)
                 place = f"replica {dp_rank}" + f", cp {cp_rank}" * (len(replica) > 1) + f", tp {tp_rank}"
-                kind = "member" if tp_rank or cp_rank else "leader"
-                yield svg.element("rect", kind=kind, x=x, y=y, width=BOX_WIDTH, height=BOX_HEIGHT, rx=6)
-                yield svg.text(x + BOX_WIDTH // 2, y + 18, f"rank {rank}", "rank")
-                yield svg.text(x + BOX_WIDTH // 2, y + 34, place, "place")
+                yield from _box(boxes[rank], "member" if tp_rank or cp_rank else "leader", f"rank {rank}", place)
 
 
-def _transfers_of_bridge(plan: BoundaryPlan, boxes: Mapping[int, tuple[int, int]]) -> Iterable[str]:
-    for transfer in plan.transfers:
-        (start_x, start_y), (end_x, end_y) = boxes[transfer.src], boxes[transfer.dst]
-        points = [(start_x + BOX_WIDTH, start_y + BOX_HEIGHT // 2), (end_x, end_y + BOX_HEIGHT // 2)]
-        yield path(points, "transfer", str(transfer))
+def _frame(left: int, top: int, width: int, height: int) -> str:
+    return svg.element("rect", kind="frame", x=left, y=top, width=width, height=height, rx=10)
 
 
-def _finish_of_bridge(plan: BoundaryPlan, boxes: Mapping[int, tuple[int, int]]) -> Iterable[str]:
-    """Draw the collectives that complete a plan as brackets at the left of the ranks."""
-    for group in plan.finish.groups:
-        left = boxes[group[0]][0]
-        turn, heights = left - BRACKET_WIDTH + 8, [boxes[rank][1] + BOX_HEIGHT - 8 for rank in group]
-        yield "<g>" + svg.title_of(f"{plan.finish.kind} among {', '.join(f'rank {rank}' for rank in group)}")
-        for height in heights[1:]:
-            yield path([(left, heights[0]), (turn, heights[0]), (turn, height), (left, height)], "finish")
-        yield path([(turn, heights[0]), (left, heights[0])], "finish")
+def _box(corner: Box, kind: str, name: str, place: str) -> Iterator[str]:
+    """Draw one rank, or the ranks that share a box."""
+    left, top = corner
+    yield svg.element("rect", kind=kind, x=left, y=top, width=BOX_WIDTH, height=BOX_HEIGHT, rx=6)
+    yield svg.text(left + BOX_WIDTH // 2, top + 18, name, "rank")
+    yield svg.text(left + BOX_WIDTH // 2, top + 34, place, "place")
+
+
+def _finish(kind: CollectiveKind, groups: Iterable[Sequence[int]], box_of: Callable[[int], Box]) -> Iterator[str]:
+    """Draw the collectives that complete a plan as brackets at the left of the ranks.
+
+    Arrows of a broadcast lead from its root to the other ranks, those of an all-gather to every rank.
+    """
+    low = BOX_HEIGHT - 8
+    # Before an all-gather a transfer ends in the middle of every box, so the bracket enters lower.
+    entry = low if kind is CollectiveKind.ALL_GATHER else BOX_HEIGHT // 2
+    for group in groups:
+        left, top = box_of(group[0])
+        turn = left - BRACKET_WIDTH + 8
+        yield "<g>" + svg.title_of(f"{kind} among {', '.join(f'rank {rank}' for rank in group)}")
+        start = (left, top + low)
+        for box_top in dict.fromkeys(box_of(rank)[1] for rank in group[1:]):
+            end = (left, box_top + entry)
+            yield path([start, (turn, start[1]), (turn, end[1]), end], "finish")
+        if kind is CollectiveKind.ALL_GATHER:
+            yield path([(turn, start[1]), start], "finish")
         yield "</g>"
+
+
+def _add_legend(body: list[str], legend: Sequence[tuple[str, str]], top: int) -> int:
+    """Explain the marks below a picture, and return where it ends."""
+    for index, (kind, text) in enumerate(legend):
+        body += legend_entry(top + index * LEGEND_STEP, kind, text)
+    return top + len(legend) * LEGEND_STEP + MARGIN // 2
 
 
 _TEXT_COLUMNS = 78  # of a line of the title
@@ -209,13 +209,11 @@ def draw_pipeline(
     body += [svg.text(MARGIN, MARGIN + 8 + i * LINE_HEIGHT, text, kind) for i, (text, kind) in enumerate(head)]
     is_split = dp_mode is DpMode.SPLIT
     body += [*_headers(picture), *_rows(picture), *_arrows(picture, num_rings, is_split=is_split), *_badges(picture)]
-    for index, (kind, text) in enumerate(legend):
-        body += legend_entry(picture.bottom + index * LEGEND_STEP, kind, text)
+    height = _add_legend(body, legend, picture.bottom)
     # The most that each text can take; a mark of the legend takes as much as six letters.
     widths = [(TITLE_LETTER_WIDTH if kind else LETTER_WIDTH) * len(text) for text, kind in head]
     widths += [LETTER_WIDTH * (len(text) + 6) for _, text in legend]
     width = max(picture.frames_right + picture.wrap_room, MARGIN + max(widths)) + MARGIN
-    height = picture.bottom + len(legend) * LEGEND_STEP + MARGIN // 2
     about = "; ".join(_about(picture))
     return svg.document(width, height, title=f"{title}: {_counts(layout)}", about=f"{about}.", style=STYLE, body=body)
 
@@ -244,7 +242,8 @@ def _arrows(picture: Picture, num_rings: int, *, is_split: bool) -> Iterator[str
     lines: list[Sequence[Point]] = []
     for drawn in picture.boundaries:
         yield from _transfers(picture, drawn, lines)
-        yield from _finish(picture, drawn)
+        finish = drawn.forward.finish
+        yield from _finish(finish.kind, filter(lambda group: picture.is_drawn(group[0]), finish.groups), picture.box)
     yield from labels(picture, lines, num_rings, is_split=is_split)
 
 
@@ -311,10 +310,16 @@ def _rows(picture: Picture) -> Iterable[str]:
                 right, bottom = left + width + distance, top + height + distance
                 corner = [(right - 8, bottom), (right, bottom - 8)]
                 yield path([(left + 8 + distance, bottom), *corner, (right, top + 8 + distance)], "behind")
-            yield svg.element("rect", kind="frame", x=left, y=top, width=width, height=height, rx=10)
+            yield _frame(left, top, width, height)
             ranks = layout.tp_ranks(stage, dp_rank, cp_rank)
             for first, last in picture.boxes[stage]:
-                yield from _box(picture, ranks[first], ranks[last])
+                kind, name, place = "member", f"rank {ranks[first]}", f"tp {first}"
+                if first == 0:
+                    kind, place = "leader", "tp 0, leader"
+                if last != first:
+                    kind, name = "hidden", f"{last - first + 1} ranks"
+                    place = f"ranks {ranks[first]} to {ranks[last]}"
+                yield from _box(picture.box(ranks[first]), kind, name, place)
 
 
 def _row_label(picture: Picture, dp_rank: int, cp_rank: int) -> str:
@@ -337,20 +342,6 @@ def _badges(picture: Picture) -> Iterable[str]:
             yield from badge(left, picture.frame_top(row, picture.band(stage)) - BADGE_HEIGHT // 2, text)
 
 
-def _box(picture: Picture, rank: int, last: int) -> Iterable[str]:
-    """Draw one rank, or the ranks that share a box."""
-    left, top = picture.box(rank)
-    tp_rank = picture.layout.coord(rank).tp_rank
-    name = f"rank {rank}"
-    kind, place = ("leader", "tp 0, leader") if tp_rank == 0 else ("member", f"tp {tp_rank}")
-    if last != rank:
-        kind, name, place = "hidden", f"{last - rank + 1} ranks", f"ranks {rank} to {last}"
-    middle = left + BOX_WIDTH // 2
-    yield svg.element("rect", kind=kind, x=left, y=top, width=BOX_WIDTH, height=BOX_HEIGHT, rx=6)
-    yield svg.text(middle, top + 18, name, "rank")
-    yield svg.text(middle, top + 34, place, "place")
-
-
 def _transfers(picture: Picture, drawn: PipelineBoundary, lines: list[Sequence[Point]]) -> Iterable[str]:
     """Draw the arrows of one boundary, and add them to `lines`."""
     edges = picture.edges(drawn)
@@ -365,30 +356,6 @@ def _transfers(picture: Picture, drawn: PipelineBoundary, lines: list[Sequence[P
             yield path(points, "transfer", f"rank {src} to rank {dst}")
         else:
             yield path(points, "transfer many", f"{number} transfer{'s' if number > 1 else ''}")
-
-
-def _finish(picture: Picture, drawn: PipelineBoundary) -> Iterable[str]:
-    """Draw the collective that completes a plan as a bracket at the left of the stage.
-
-    Arrows of a broadcast lead from its root to the other ranks, those of an all-gather to every rank.
-    """
-    finish = drawn.forward.finish
-    low = BOX_HEIGHT - 8
-    # Before an all-gather a transfer ends in the middle of every box, so the bracket enters lower.
-    entry = low if finish.kind is CollectiveKind.ALL_GATHER else BOX_HEIGHT // 2
-    for group in (group for group in finish.groups if picture.is_drawn(group[0])):
-        root, *others = group
-        left, top = picture.box(root)
-        turn = left - BRACKET_WIDTH + 8
-        members = ", ".join(f"rank {rank}" for rank in group)
-        yield "<g>" + svg.title_of(f"{finish.kind} among {members}")
-        start = (left, top + low)
-        for box_top in dict.fromkeys(picture.box(rank)[1] for rank in others):
-            end = (left, box_top + entry)
-            yield path([start, (turn, start[1]), (turn, end[1]), end], "finish")
-        if finish.kind is CollectiveKind.ALL_GATHER:
-            yield path([(turn, start[1]), start], "finish")
-        yield "</g>"
 
 
 def _legend(picture: Picture) -> tuple[tuple[str, str], ...]:

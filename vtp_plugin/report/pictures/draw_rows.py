@@ -11,9 +11,27 @@ from vtp_plugin.report.pictures import svg
 
 # Lengths in pixels. The whole picture is as wide as the column of a page, so that no reader scales its texts down.
 _WIDTH, _ROW_HEIGHT, _BOX_HEIGHT = 800, 30, 20
-_MARGIN, _LINE_HEIGHT = 16, 20
-_LETTER_WIDTH, _TITLE_LETTER_WIDTH = 6.6, 8.6
+_MARGIN = 16
 _DIGIT_WIDTH = 6
+COLOURS: Mapping[str, str] = {
+    "forward": "#3f6ca8",
+    "backward": "#b4540a",
+    "weights": "#6b5a14",
+    "loss": "#8da7d6",
+    "pack": "#2f7d78",
+    "post": "#5aa39e",
+    "send": "#1f5753",
+    "message": "#c9a227",
+    "finish": "#8f7115",
+    "gradients": "#9a3f73",
+    "optimizer": "#6b4a9b",
+    "log": "#5d6570",
+    "plan": "#8a5a44",
+    "save": "#3d8b3d",
+    "evaluate": "#6f8f3d",
+    "trace": "#c0392b",
+}
+"""Colour of what a rank does; where it waits nothing is drawn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +68,7 @@ class Group:
     rows: Sequence[tuple[str, Sequence[Box]]]
 
 
-def draw_rows(groups: Sequence[Group], *, title: str, unit: str, colours: Mapping[str, str]) -> str:
+def draw_rows(groups: Sequence[Group], *, title: str, unit: str, colours: Mapping[str, str] = COLOURS) -> str:
     """Draw groups over one axis of time.
 
     Args:
@@ -64,25 +82,31 @@ def draw_rows(groups: Sequence[Group], *, title: str, unit: str, colours: Mappin
     """
     boxes = [box for group in groups for _, row in group.rows for box in row]
     end = max((box.end for box in boxes), default=0.0)
-    left = _MARGIN + round(max(len(label) for group in groups for label, _ in group.rows) * _LETTER_WIDTH) + 8
+    left = _MARGIN + round(max(len(label) for group in groups for label, _ in group.rows) * svg.LETTER_WIDTH) + 8
     # The number at the end of the axis needs room on the right.
     width = _WIDTH - left - 2 * _MARGIN
     scale = width / end if end else 0.0
     used = {box.kind for box in boxes}
     y = _MARGIN + 8
     body: list[str] = []
-    for line in textwrap.wrap(title, int((_WIDTH - 2 * _MARGIN) / _TITLE_LETTER_WIDTH)):
+    for line in textwrap.wrap(title, int((_WIDTH - 2 * _MARGIN) / svg.TITLE_LETTER_WIDTH)):
         body.append(svg.text(_MARGIN, y, line, "title"))
-        y += _LINE_HEIGHT
-    legend, y = _legend(colours, used, y - 8, _WIDTH - _MARGIN)
+        y += svg.LINE_HEIGHT
+
+    def mark(kind: str, x: int, y: int) -> str:
+        return svg.element("rect", x=x, y=y, width=14, height=12, fill=colours[kind])
+
+    kinds = [kind for kind in colours if kind in used]
+    legend, y = svg.legend(zip(kinds, kinds, strict=True), mark, _MARGIN, y - 2, _WIDTH - _MARGIN)
     body += legend
+    y -= 6
     bands: list[tuple[int, int]] = []
     drawn: list[str] = []
     for group in groups:
-        y += _LINE_HEIGHT + 8
+        y += svg.LINE_HEIGHT + 8
         body.append(svg.text(_MARGIN, y, group.name, "group"))
         if group.note:
-            y += _LINE_HEIGHT - 3
+            y += svg.LINE_HEIGHT - 3
             body.append(svg.text(_MARGIN, y, group.note))
         y += 8
         bands.append((y, y + len(group.rows) * _ROW_HEIGHT - (_ROW_HEIGHT - _BOX_HEIGHT) + 4))
@@ -93,7 +117,7 @@ def draw_rows(groups: Sequence[Group], *, title: str, unit: str, colours: Mappin
             y += _ROW_HEIGHT
         y -= _ROW_HEIGHT - _BOX_HEIGHT
     body += [*svg.ticks(end, scale, left, bands[0][0], y + 4, unit, bands), *drawn]
-    about = _about(groups, end, unit, [kind for kind in colours if kind in used])
+    about = _about(groups, end, unit, kinds)
     return svg.document(_WIDTH, y + 34, title=title, about=about, style=_STYLE, body=body)
 
 
@@ -122,16 +146,3 @@ def _box(box: Box, left: int, y: int, scale: float, colours: Mapping[str, str]) 
     fitting = (text for text in (box.text, box.short) if text and width >= _DIGIT_WIDTH * len(text) + 2)
     for text in islice(fitting, 1):
         yield svg.text(x + width / 2, y + 14, text, "number")
-
-
-def _legend(colours: Mapping[str, str], used: set[str], y: int, right: int) -> tuple[list[str], int]:
-    """Return the marks with their meanings, and the height below them."""
-    x, lines = _MARGIN, list[str]()
-    for kind, colour in ((kind, colour) for kind, colour in colours.items() if kind in used):
-        width = 34 + round(_LETTER_WIDTH * len(kind))
-        if x > _MARGIN and x + width > right:
-            x, y = _MARGIN, y + _LINE_HEIGHT
-        lines.append(svg.element("rect", x=x, y=y + 6, width=14, height=12, fill=colour))
-        lines.append(svg.text(x + 20, y + 16, kind))
-        x += width
-    return lines, y + _LINE_HEIGHT

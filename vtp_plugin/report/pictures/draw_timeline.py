@@ -15,32 +15,27 @@ _LEAST_LETTERS = 2  # of a forward: of a single one nobody can tell whether it i
 _CUT = " ~ "  # stands for the middle of a step that is too long for a line
 # Lengths in pixels.
 _ROW_HEIGHT, _BOX_HEIGHT = 40, 24
-_MARGIN, _LINE_HEIGHT = 20, 20
+_MARGIN = 20
 _PERCENT_WIDTH = 52  # at the right of a row
-_LETTER_WIDTH, _TITLE_LETTER_WIDTH = 6.6, 8.6  # on average over a line, at most; there is no font to measure with
 _DIGIT_WIDTH = 6  # of the number of a microbatch
-_SAMPLE_WIDTH = 20  # of a mark in the legend, with the gap behind it
 
-_STYLE = """\
-text.number { font-size: 10px; fill: #ffffff; text-anchor: middle; }
-text.tick { text-anchor: middle; }
-rect.row { fill: #737b85; fill-opacity: 0.12; }
-rect.forward-first { fill: #3f6ca8; }
-rect.forward-later { fill: #2f7d78; }
-rect.backward-first { fill: #b4540a; }
-rect.backward-later { fill: #9a3f73; }
-rect.weights-first { fill: #6b5a14; }
-rect.weights-later { fill: #5f4b8b; }
-line.message, line.sample { stroke: $line; stroke-opacity: 0.8; }
-line.tick { stroke: $line; stroke-opacity: 0.4; }"""
+# Meaning and colour.
 _KINDS = {
-    "forward-first": "forward, first chunk",
-    "forward-later": "forward, later chunk",
-    "backward-first": "backward, first chunk",
-    "backward-later": "backward, later chunk",
-    "weights-first": "gradients of weights, first chunk",
-    "weights-later": "gradients of weights, later chunk",
+    "forward-first": ("forward, first chunk", "#3f6ca8"),
+    "forward-later": ("forward, later chunk", "#2f7d78"),
+    "backward-first": ("backward, first chunk", "#b4540a"),
+    "backward-later": ("backward, later chunk", "#9a3f73"),
+    "weights-first": ("gradients of weights, first chunk", "#6b5a14"),
+    "weights-later": ("gradients of weights, later chunk", "#5f4b8b"),
 }
+_RULES = "\n".join(f"rect.{kind} {{ fill: {colour}; }}" for kind, (_, colour) in _KINDS.items())
+_STYLE = f"""\
+text.number {{ font-size: 10px; fill: #ffffff; text-anchor: middle; }}
+text.tick {{ text-anchor: middle; }}
+rect.row {{ fill: #737b85; fill-opacity: 0.12; }}
+{_RULES}
+line.message, line.sample {{ stroke: $line; stroke-opacity: 0.8; }}
+line.tick {{ stroke: $line; stroke-opacity: 0.4; }}"""
 _FILLINGS = {"forward": "-", "backward": "=", "weights": "+"}
 _MESSAGE = "message on its way"
 _LEGEND = """\
@@ -153,15 +148,15 @@ def draw_svg(timeline: Timeline, *, title: str, unit: str = "", width: int = 660
     """
     scale = width / timeline.makespan if timeline.makespan else 0.0
     labels = _labels(timeline)
-    left = _MARGIN + round(max(map(len, labels)) * _LETTER_WIDTH) + 8
+    left = _MARGIN + round(max(map(len, labels)) * svg.LETTER_WIDTH) + 8
     full_width = left + width + _PERCENT_WIDTH + _MARGIN // 2
     room = full_width - 2 * _MARGIN
-    head = [(line, "title") for line in textwrap.wrap(title, int(room / _TITLE_LETTER_WIDTH))]
-    head += [(line, "") for line in textwrap.wrap(summarize(timeline, unit=unit), int(room / _LETTER_WIDTH))]
-    legend, y = _legend(timeline, _MARGIN + len(head) * _LINE_HEIGHT, full_width - _MARGIN)
-    top = y + 14
+    head = [(line, "title") for line in textwrap.wrap(title, int(room / svg.TITLE_LETTER_WIDTH))]
+    head += [(line, "") for line in textwrap.wrap(summarize(timeline, unit=unit), int(room / svg.LETTER_WIDTH))]
+    legend, y = _legend(timeline, _MARGIN + len(head) * svg.LINE_HEIGHT - 2, full_width - _MARGIN)
+    top = y + 16
     bottom = top + len(labels) * _ROW_HEIGHT
-    body = [svg.text(_MARGIN, _MARGIN + 8 + i * _LINE_HEIGHT, line, kind) for i, (line, kind) in enumerate(head)]
+    body = [svg.text(_MARGIN, _MARGIN + 8 + i * svg.LINE_HEIGHT, line, kind) for i, (line, kind) in enumerate(head)]
     body += [*legend, *svg.ticks(timeline.makespan, scale, left, top - 6, bottom, unit)]
     for worker, (label, share) in enumerate(zip(labels, timeline.utilization, strict=True)):
         y = top + worker * _ROW_HEIGHT
@@ -192,7 +187,7 @@ def chrome_trace(timeline: Timeline, *, unit_s: float = 1.0) -> str:
         events += svg.name_row(0, worker, label)
         for span in spans:
             times = unit_s * span.start, unit_s * span.end
-            events.append(svg.box(0, worker, str(span.action), _pass_name(span.action), *times))
+            events.append(svg.box(0, worker, str(span.action), pass_name(span.action), *times))
     names = {channel: channel_label(timeline.placement, channel) for channel, _ in timeline.bytes_by_channel}
     for number, flight in enumerate(timeline.flights):
         times = unit_s * flight.start, unit_s * flight.end
@@ -209,10 +204,11 @@ def _cell(action: Action, length: int) -> str:
     name = str(action)
     if len(name) > length:
         name = name[-1]
-    return name.ljust(length, _FILLINGS[_pass_name(action)])[:length]
+    return name.ljust(length, _FILLINGS[pass_name(action)])[:length]
 
 
-def _pass_name(action: Action) -> str:
+def pass_name(action: Action) -> str:
+    """Name what a compute is: a forward, a backward or its first half, or the gradients of weights."""
     if action.op is Op.W:
         return "weights"
     return "backward" if action.op.is_backward else "forward"
@@ -224,7 +220,7 @@ def _is_split(timeline: Timeline) -> bool:
 
 def _kind(timeline: Timeline, span: Span) -> str:
     """Return the CSS class of a compute, a key of `_KINDS`."""
-    return f"{_pass_name(span.action)}-{'later' if timeline.placement.chunk(span.action.vstage) else 'first'}"
+    return f"{pass_name(span.action)}-{'later' if timeline.placement.chunk(span.action.vstage) else 'first'}"
 
 
 def _boxes(timeline: Timeline, worker: int, left: int, scale: float, top: int) -> Iterator[str]:
@@ -252,19 +248,14 @@ def _messages(timeline: Timeline, left: int, scale: float, top: int) -> Iterator
 def _legend(timeline: Timeline, y: int, right: int) -> tuple[list[str], int]:
     """Return the marks in the picture with their meanings, and the height below them."""
     used = {_kind(timeline, span) for spans in timeline.spans for span in spans}
-    entries = {kind: text for kind, text in _KINDS.items() if kind in used}
+    entries = {kind: text for kind, (text, _) in _KINDS.items() if kind in used}
     if timeline.flights:
         entries["message"] = _MESSAGE
     entries["row"] = "idle; at the right: share of the step that is computed"
-    x, lines = _MARGIN, []
-    for kind, text in entries.items():
-        entry_width = _SAMPLE_WIDTH + round(_LETTER_WIDTH * len(text)) + 14
-        if x > _MARGIN and x + entry_width > right:
-            x, y = _MARGIN, y + _LINE_HEIGHT
+
+    def mark(kind: str, x: int, y: int) -> str:
         if kind == "message":
-            lines.append(svg.element("line", kind="sample", x1=x, y1=y + 8, x2=x + 14, y2=y - 2))
-        else:
-            lines.append(svg.element("rect", kind=f"sample {kind}", x=x, y=y - 2, width=14, height=12, rx=2))
-        lines.append(svg.text(x + _SAMPLE_WIDTH, y + 8, text))
-        x += entry_width
-    return lines, y + _LINE_HEIGHT
+            return svg.element("line", kind="sample", x1=x, y1=y + 10, x2=x + 14, y2=y)
+        return svg.element("rect", kind=f"sample {kind}", x=x, y=y, width=14, height=12, rx=2)
+
+    return svg.legend(entries.items(), mark, _MARGIN, y, right)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from html import escape
 from string import Template
 
@@ -31,6 +31,8 @@ text.title {{ font-size: 15px; font-weight: bold; }}"""
 _STEPS = (1.0, 2.0, 2.5, 5.0)
 _MAX_TICKS = 12
 _TICK_WIDTH = 50  # room for the number of a tick
+LINE_HEIGHT = 20
+LETTER_WIDTH, TITLE_LETTER_WIDTH = 6.6, 8.6  # on average over a line, at most; there is no font to measure with
 
 
 def document(width: int, height: int, *, title: str, about: str, style: str, body: Iterable[str]) -> str:
@@ -172,6 +174,31 @@ def round_ticks(low: float, high: float, *, most: int) -> list[float]:
             if last - first < most:
                 return [round(number * step, 1 - decade) for number in range(first, last + 1)]
         decade += 1
+
+
+def legend(
+    texts: Iterable[tuple[str, str]], mark: Callable[[str, int, int], str], left: int, y: int, right: int
+) -> tuple[list[str], int]:
+    """Explain marks, side by side, in as many lines as that takes.
+
+    Args:
+        texts: kinds of marks, each with what it means.
+        mark: draws a mark of a kind, 14 pixels wide, from an upper left corner on.
+        left: where each line begins.
+        y: upper end of the marks in the first line.
+        right: where lines end at the latest.
+
+    Returns:
+        The elements, and the upper end of a line below them.
+    """
+    x, found = left, list[str]()
+    for kind, meaning in texts:
+        width = 34 + round(LETTER_WIDTH * len(meaning))
+        if x > left and x + width > right:
+            x, y = left, y + LINE_HEIGHT
+        found += [mark(kind, x, y), text(x + 20, y + 10, meaning)]
+        x += width
+    return found, y + LINE_HEIGHT
 
 
 Event = dict[str, object]

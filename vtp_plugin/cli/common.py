@@ -8,14 +8,16 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
 import vtp_plugin
-from vtp_plugin.cli.terminal import print_line_of_error
+from vtp_plugin.cli.terminal import print_line_of_error, show
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.report.page.report_page import TextTable
 from vtp_plugin.util.text import plain
 
 PAGE = ".html"
@@ -235,9 +237,67 @@ def is_page(path: Path | None) -> bool:
     return path is not None and path.suffix == PAGE
 
 
-def print_json(command: str, result: Mapping[str, object]) -> None:
-    """Print a result as one JSON object, with the command and the plugin's version."""
-    print(json.dumps({"command": command, "vtp_plugin": vtp_plugin.__version__, **result}, indent=2))
+def add_output_flag(group: argparse._ActionsContainer, metavar: str, text: str, *names: str) -> None:
+    """Declare ``--output``.
+
+    Args:
+        group: group that gets the flag.
+        metavar: what stands for its value.
+        text: what may be written.
+        names: older names of the flag.
+    """
+    group.add_argument("--output", *names, action=OneFile, type=Path, metavar=metavar, help=text)
+
+
+def add_json_flag(group: argparse._ActionsContainer, text: str = "print one JSON object instead of text") -> None:
+    """Declare ``--json``."""
+    group.add_argument("--json", action="store_true", help=text)
+
+
+def command_of(argv: Sequence[str]) -> str:
+    """Give the name of a command, with that of its action.
+
+    >>> command_of(["plan", "--json"]), command_of(["checkpoint", "show", "DIR"])
+    ('plan', 'checkpoint show')
+    """
+    return " ".join(argv[: 1 + (argv[0] == "checkpoint")])
+
+
+def print_answer(options: argparse.Namespace, answer: object, parts: Iterable[str | TextTable]) -> None:
+    """Print an answer, as text or, with ``--json``, as one JSON object, with the command and the plugin's version.
+
+    Args:
+        options: parsed arguments.
+        answer: what is known, by its names: a dataclass or a mapping.
+        parts: the same in words.
+    """
+    if options.json:
+        head = {"command": command_of(options.argv), "vtp_plugin": vtp_plugin.__version__}
+        print(json.dumps(head | as_json(answer), default=as_json, indent=2))
+    else:
+        show(parts)
+
+
+def as_json(value: object) -> Any:
+    """Give what JSON has no form for: the fields of a dataclass, the text of anything else."""
+    if is_dataclass(value):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return value if isinstance(value, Mapping) else str(value)
+
+
+def named(thing: object, *names: str) -> dict[str, Any]:
+    """Give attributes by their names.
+
+    >>> named(range(2, 8), "start", "stop")
+    {'start': 2, 'stop': 8}
+    """
+    return {name: getattr(thing, name) for name in names}
+
+
+def written(options: argparse.Namespace) -> Iterator[str]:
+    """Name the file that was written, if one was asked for."""
+    if options.output is not None:
+        yield f"wrote {options.output}"
 
 
 def with_values(args: argparse.Namespace, **values: Any) -> argparse.Namespace:
