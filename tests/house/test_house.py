@@ -27,6 +27,19 @@ def test_no_file_and_no_public_class_has_the_name_of_another() -> None:
     assert [name for name, number in classes.items() if number > 1 and not name.startswith("_")] == []
 
 
+def test_a_package_says_which_modules_it_has() -> None:
+    """What its docstring names in snake case is one of them, or something that they define, or Megatron's."""
+    of_megatron = {"batch_p2p_comm", "validate_args"}
+    for init in sorted((ROOT / "vtp_plugin").rglob("__init__.py")):
+        text = (ast.get_docstring(ast.parse(init.read_text())) or "").partition("Words:")[0]
+        known = of_megatron | {path.stem for path in init.parent.iterdir()}
+        for path in init.parent.rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text())):
+                known.add(node.arg if isinstance(node, ast.arg) else str(getattr(node, "name", "")))
+        named = re.findall(r"``([a-z]+_\w+)``", text)
+        assert [name for name in named if name not in known] == [], init
+
+
 def test_no_modules_need_each_other() -> None:
     benchmarks = ((f"benchmarks.{path.stem}", path.read_text()) for path in (ROOT / "benchmarks").glob("*.py"))
     assert circles(SOURCES.items()) == circles(benchmarks) == []

@@ -1,7 +1,7 @@
 """What the user asked for: one frozen object, made from the keyword arguments of ``apply()`` and from flags.
 
-By subject: ``stage_options``, ``transport_options``, ``schedule_options``, ``trust`` and ``log_and_timeouts`` declare
-the options, each once: its flag, its keyword, its help, how its value is read, and whether ranks may differ in it.
+``options`` declares the options, each once, in the words of ``flag``: its flag, its keyword, its help, how its value is
+read, and whether ranks may differ in it. ``resolve`` makes the plan that follows from them.
 
 Words:
     flag: a word of the command line, as a field of the configuration declares it (``Flag``).

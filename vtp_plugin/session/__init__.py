@@ -1,8 +1,8 @@
 """The applied plugin in three states: asked for (``Session.config``), planned, running.
 
-:class:`Session` holds the state; ``planned_run``, ``pipeline_plan`` and ``open_pipelines`` hold what is known in
-each state. ``ranks`` does what all ranks do together outside the pipelines; ``request`` and ``startup_statement`` say
-what they compare.
+:class:`Session` holds the state; ``planned_run`` holds what is known once the layout is, and ``stage_comm_grid`` the
+open pipelines. ``ranks`` does what all ranks do together outside the pipelines, and says what they compare.
+``loading`` knows the checkpoint that is being loaded, ``edge_seed`` the key of an edge.
 
 Words:
     request: what this rank was asked for, before any layout is known.

@@ -1,12 +1,10 @@
 """What crosses from one pipeline stage to the next, as data. Pure: no torch, no processes.
 
-Each module answers one question: ``sharding`` (which rank holds which part of a tensor), ``endpoint`` (which ranks of a
-stage take part in a boundary), ``boundary_plan`` (which messages carry a tensor to the other stage), ``strategies``
-(who makes the plan, and which strategy does a boundary take), ``check_boundary`` (is a plan right), ``header`` (what
-goes before a tensor), ``portions`` (what can be passed on before all has come), ``channel_spec`` (what is a channel),
-``pipeline_boundaries`` (which boundaries does a pipeline have), ``local_slices`` (where a part of it is in memory),
-``bridge_endpoint`` and ``bridge_spec`` (what crosses between modules of different grids), ``tied_channels`` (where does
-a shared embedding cross), ``message_kind`` (what is sent at all).
+Each module answers one question: ``endpoint`` (which ranks of a stage take part in a boundary, and which part of a
+tensor does each hold), ``boundary_plan`` (which messages carry a tensor to the other stage, and what is one rank's part
+in it), ``strategies`` (who makes the plan, and which strategy does a boundary take), ``check_boundary`` (is a plan
+right), ``channel_spec`` (which boundaries does a pipeline have, and which channels), ``bridge_spec`` (what crosses
+between modules of different grids), ``message_kind`` (what is sent at all, and what goes before a tensor).
 
 Words:
     box: half-open index interval for every dimension of a whole tensor (``Box``).

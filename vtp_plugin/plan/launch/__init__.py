@@ -1,6 +1,6 @@
 """How a layout is started: which node has which ranks, and the command of each node. Pure: no torch.
 
-``node_ranks`` says which node has which ranks, ``launch_commands`` writes that for torchrun and for Slurm.
+``launch_commands`` says which node has which ranks, and writes that for torchrun and for Slurm.
 
 Words:
     node: one machine with its devices; it starts one process for each of its ranks.

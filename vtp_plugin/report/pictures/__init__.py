@@ -1,9 +1,8 @@
 """Draws plans and schedules: SVG documents, lines of text, traces. Pure: no torch, no processes.
 
-Each module answers one question: ``draw_pipeline`` (which ranks are there, and what crosses between stages),
-``draw_bridges`` (the same between modules), ``draw_timeline`` (who computes when), ``arrange`` (where does everything
-in the picture of a pipeline lie), ``boundary_labels`` (how is each boundary crossed), ``marks`` (what do pictures of
-pipelines and of bridges have in common), ``svg`` (how is an element written).
+Each module answers one question: ``draw_pipeline`` (which ranks are there, and what crosses between stages and
+modules), ``arrange`` (where does everything in that picture lie), ``draw_timeline`` (who computes when), ``draw_rows``
+(the same in rows of one style), ``svg`` (how is an element written).
 
 Words:
     mark: a form with a meaning, which the legend explains.

@@ -1,9 +1,7 @@
 """A list for the cards that a run has: what it must satisfy, as a search problem, and the best one as flags.
 
-``available_cards`` has the nodes and their cards, ``constraints`` what a list must satisfy, ``options_of_run`` reads
-that from a run's arguments. ``fit_problem`` states which list uses the most cards, for :mod:`vtp_plugin.tune.search` to
-solve, ``fit_layout`` chooses one, and ``reasons`` says why no better one was possible. ``as_flags`` writes a list as
-flags, and ``rank_assignment`` gives each card its rank.
+``constraints`` says what a list must satisfy. ``fit_layout`` states which list uses the most cards, for
+:mod:`vtp_plugin.tune.search` to solve, chooses one, says why no better one was possible, and gives each card its rank.
 
 Words:
     card: one device; a rank that has none, or a bad one, is spare.

@@ -1,12 +1,11 @@
 """Which list of sizes is best on nodes whose cards differ, from what layers cost on them: pure functions.
 
 ``problem`` states the search problem: numbers alone, and the objective, the shortest step or the most cards used.
-``find_best`` solves it. A ``search_space`` is the problem with one split of its batch; all others are asked about one:
-``enumerate_lists`` enumerates the lists that the cards allow and prunes them by the lower bounds of ``list_bounds``,
-``stage_orders`` orders the stages of a list, ``layer_split`` splits the layers between them, ``node_assignment``
-assigns nodes (``bin_packing`` where only the number of cards counts), ``boundary_cost`` gives the cost of a boundary
-with each transport, and ``evaluate`` simulates the step. ``fixed_edge`` makes spaces of a U's clouds, and
-``stock_megatron`` states the same problem for Megatron without the plugin.
+``find_best`` solves it. A ``SearchSpace`` is the problem with one split of its batch; all others are asked about one:
+``enumerate_lists`` enumerates the lists that the cards allow and prunes them by lower bounds, ``layer_split`` splits
+the layers between the stages of a list, ``node_assignment`` assigns nodes, ``stage_cost`` gives the cost of a stage and
+of a boundary with each transport, and ``evaluate`` simulates the step, by the times of ``schedule_time``, which also
+orders stages and states the problem of Megatron without the plugin. ``fixed_edge`` makes spaces of a U's clouds.
 
 Words:
     pool: nodes that are alike: one site, one kind of card.

@@ -1,8 +1,8 @@
 """The strategies by which a boundary can be crossed, and the choice between them. Pure: no torch, no processes.
 
-``strategy`` says what a strategy is, ``known_strategies`` lists those that there are, ``transport_rules`` chooses one
-for each boundary. ``leaders`` and ``slices`` hold their planners and promises; ``in_place`` plans between two shardings
-over the same ranks, which no user asks for, so it has no row.
+``known_strategies`` says what a strategy is, lists those that there are, and chooses one for each boundary. ``leaders``
+and ``slices`` hold their planners and promises; ``in_place`` plans between two shardings over the same ranks, which no
+user asks for, so it has no row.
 
 A new strategy is a module here, with its planner and its promise, and a row in ``known_strategies``.
 
