@@ -338,7 +338,7 @@ def read_toml_by(read: Callable[[dict[str, Any]], _Kind], path: Path, way_out: s
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}{way_out}") from None
     except (ConfigError, ShapeError) as error:
-        raise ConfigError(f"{path}{' ' if isinstance(error, ShapeError) else ': '}{error}") from None
+        raise ConfigError(f"{path}{' ' if isinstance(error, ShapeError) else ': '}{one_line(str(error))}") from None
     except ValueError as error:
         raise ConfigError(f"{path} is no TOML: {error}{way_out}") from None
 
