@@ -580,7 +580,8 @@ def _declare(
     def declare(function: Function) -> Function:
         names = list(inspect.signature(function).parameters)
         needs = tuple(names[: names.index(_ORIGINAL)])
-        found = Replacement(target=target, needs=needs, make=make(function), **{"why": _why_of(function), **record})
+        given: dict[str, Any] = {"why": _why_of(function), **record}
+        found = Replacement(target=target, needs=needs, make=make(function), **given)
         setattr(function, _MARK, (found, *declared_by(function)))
         return function
 
