@@ -232,7 +232,7 @@ SMALL: dict[str, Any] = {
     [
         (
             {"nodes": [{"cards": "new", "cards_per_node": 4}]},
-            r"nodes\[0\].cards is 'new'; known kinds are old; use one",
+            r"nodes\[0\] is of the kind 'new'; known kinds are old; use one",
         ),
         ({"nodes": [{"cards": "old"}]}, r"has no 'cards_per_node' at \[nodes\]\[0\]"),
         ({"nodes": [{"cards": "old", "cards_per_node": 0}]}, "has 0 at .*, which must be a whole number from 1 on"),

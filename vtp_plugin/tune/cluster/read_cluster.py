@@ -660,7 +660,7 @@ def parse_cluster(values: Mapping[str, object], folder: Path) -> Cluster:
     for number, row in enumerate(file.nodes):
         if row.cards not in cards:
             known = ", ".join(cards)
-            raise ConfigError(f"nodes[{number}].cards is {row.cards!r}; known kinds are {known}; use one of them")
+            raise ConfigError(f"nodes[{number}] is of the kind {row.cards!r}; known kinds are {known}; use one of them")
     nodes = tuple(
         Nodes(
             name=f"{row.cards} {number}" if row.name is None else row.name,
