@@ -162,9 +162,6 @@ def _card(artifact: Artifact, kind: str) -> Card:
     return Card(
         name=kind,
         memory_bytes=int(kind.rpartition("-")[2]) * _GIB,
-        flops_per_s=None,
-        memory_bytes_per_s=None,
-        price_per_hour=None,
         times=tuple(times),
     )
 

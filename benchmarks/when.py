@@ -24,7 +24,6 @@ from benchmarks import svg
 from vtp_plugin.cli import search
 from vtp_plugin.cli.common import Parser
 from vtp_plugin.cli.search_request import SearchRequest, read_request
-from vtp_plugin.tune.cluster.machines import Table
 from vtp_plugin.tune.cluster.read_cluster import parse_cluster
 from vtp_plugin.tune.search.find_best import find_best
 
@@ -89,7 +88,7 @@ class Cell:
         parser = Parser(add_help=False)
         search.add_arguments(parser)
         args, args.unknown = parser.parse_known_args([*words.split(), "--cluster", "of the grid"])
-        return read_request(args, parse_cluster(Table(self._cluster(), "the cluster"), Path()))
+        return read_request(args, parse_cluster(self._cluster(), Path()))
 
     def _cluster(self) -> dict[str, object]:
         (rate, at_once), (new, old) = LINKS[self.links], NODES[self.nodes]

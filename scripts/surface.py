@@ -167,7 +167,7 @@ def _fields(path: str, options: ast.ClassDef) -> Iterator[Entry]:
 
 
 def _for_users(path: str, tree: ast.Module) -> Iterator[Entry]:
-    module = re.sub(r"\.py$|/__init__\.py$|/(p2p|queries|stand_in)\.py$", "", path).replace("/", ".")
+    module = re.sub(r"\.py$|/__init__\.py$|/(p2p|handles|queries|stand_in)\.py$", "", path).replace("/", ".")
     for node in tree.body:
         if isinstance(node, ast.Assign) and [ast.unparse(t) for t in node.targets] in (["__all__"], ["_NAMES"]):
             for name in ast.literal_eval(node.value):

@@ -15,13 +15,15 @@ from vtp_plugin.session import Session
     "megatron.core.hyper_comm_grid:HyperCommGrid.destroy",
     id="module-channels/destroy",
     when=Moment.BRIDGES,
-    why="a planned order opens channels between the stages of a module, of which its grid knows nothing; their groups "
-    "end with those of the grid",
     remove_when="Megatron's schedules take an order of actions",
     versions=">=0.19,<0.20",
 )
 def _destroy(session: Session, original: Callable[..., None], grid: Any) -> None:
-    """End the channels of a grid, if it has any, and then its groups."""
+    """End the channels of a grid, if it has any, and then its groups.
+
+    Why: a planned order opens channels between the stages of a module, of which its grid knows nothing; their groups
+    end with those of the grid.
+    """
     if "pp" in grid.dim_names:
         # Without such a group there are no channels.
         with suppress(KeyError):

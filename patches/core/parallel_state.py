@@ -117,11 +117,13 @@ _CONFIG = Written(
     f"{_MODULE}:is_pipeline_last_stage",
     id="last-stage/chunk",
     when=Moment.U_SHAPE,
-    why="as `last-stage`, for callers that name a chunk, such as the readers of data",
     remove_when="with `last-stage`",
 )
 def _is_last(session: Session, host: MegatronHost, original: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
-    """Replace `is_pipeline_last_stage`: the model ends on the last chunk of the stage with the loss."""
+    """Replace `is_pipeline_last_stage`: the model ends on the last chunk of the stage with the loss.
+
+    Why: as `last-stage`, for callers that name a chunk, such as the readers of data.
+    """
     num_chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     is_last_chunk = num_chunks is None or host.asks_for_chunk(num_chunks - 1, *args, **kwargs)
     return is_last_chunk and session.planned.own.stage == session.planned.loss_stage
@@ -131,14 +133,15 @@ def _is_last(session: Session, host: MegatronHost, original: Callable[..., bool]
     f"{_MODULE}:initialize_model_parallel",
     id="parallel-state",
     when=Moment.LIST,
-    why="the one place where all groups are made; it runs unchanged on our rank lists, so equal sizes give exactly "
-    "Megatron's groups, in Megatron's order",
     remove_when="Megatron takes a list of tensor-parallel sizes",
 )
 def _initialize(
     session: Session, host: MegatronHost, writes: Writes, original: Callable[..., None], *args: Any, **kwargs: Any
 ) -> None:
     """Run `initialize_model_parallel` on the rank lists of the layout, then open the channels.
+
+    Why: the one place where all groups are made; it runs unchanged on our rank lists, so equal sizes give exactly
+    Megatron's groups, in Megatron's order.
 
     With a uniform list it runs unchanged.
     """
@@ -366,11 +369,13 @@ def _choose_own_pipeline_group(planned: PlannedRun, writes: Writes) -> tuple[dis
     f"{_MODULE}:destroy_model_parallel",
     id="parallel-state/destroy",
     when=Moment.LIST,
-    why="our channels end with Megatron's groups",
     remove_when="with `parallel-state`",
 )
 def _destroy(session: Session, writes: Writes, original: Callable[[], None]) -> None:
-    """Run `destroy_model_parallel` after our channels are closed and our writes undone."""
+    """Run `destroy_model_parallel` after our channels are closed and our writes undone.
+
+    Why: our channels end with Megatron's groups.
+    """
     session.close()
     # Before Megatron forgets its groups: an undo after that would bring one of them back.
     writes.undo((*_GLOBALS.values(), _TORCH, _CONFIG))

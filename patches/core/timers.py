@@ -97,12 +97,14 @@ class TimedStretch:
     "megatron.core.timers:Timers.__call__",
     id="traced-timers",
     when=Moment.LIST,
-    why="Megatron says by its timers when it computes, reads, saves and evaluates; while somebody "
-    "listens, a trace is told, whatever --timing-log-level says",
     remove_when="Megatron can tell somebody else what its timers time",
 )
 def _tell(session: Session, original: Callable[..., Any], timers: Any, name: str, *args: Any, **kwargs: Any) -> Any:
-    """Run `Timers.__call__`; a timer of what a trace knows tells the recorder."""
+    """Run `Timers.__call__`; a timer of what a trace knows tells the recorder.
+
+    Why: Megatron says by its timers when it computes, reads, saves and evaluates; while somebody listens, a trace is
+    told, whatever --timing-log-level says.
+    """
     timer = original(timers, name, *args, **kwargs)
     cause = _CAUSES.get(name)
     if cause is None or not session.recorder.is_on:
@@ -114,8 +116,6 @@ def _tell(session: Session, original: Callable[..., Any], timers: Any, name: str
     "megatron.core.timers:Timers.log",
     id="last-rank/timers",
     when=Moment.U_SHAPE,
-    why="where no rank is named it prints on the world's last one, a cloud rank here; other lines of the log come "
-    "from the edge",
     remove_when="with `last-stage`",
 )
 def _log_on_writer(
@@ -127,5 +127,9 @@ def _log_on_writer(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Run `Timers.log` for the rank that writes the log, unless the caller names another one."""
+    """Run `Timers.log` for the rank that writes the log, unless the caller names another one.
+
+    Why: where no rank is named it prints on the world's last one, a cloud rank here; other lines of the log come from
+    the edge.
+    """
     original(timers, names, session.planned.writer_rank if rank is None else rank, *args, **kwargs)

@@ -25,8 +25,10 @@ class OlderHost(NotedMetrics):
     "megatron.legacy.fused_kernels:load",
     id="fused-kernels",
     when=Moment.CPU,
-    why="start-up calls nvcc to find out its version, also where no fused kernel is asked for",
     remove_when="Megatron 0.16 is no longer supported",
 )
 def _load(original: Callable[[Any], None], args: Any) -> None:
-    """Replace `load` by nothing: on CPU no fused kernel is used."""
+    """Replace `load` by nothing: on CPU no fused kernel is used.
+
+    Why: start-up calls nvcc to find out its version, also where no fused kernel is asked for.
+    """

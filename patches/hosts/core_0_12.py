@@ -133,12 +133,14 @@ HOST = Megatron012
     "megatron.core.fp8_utils:quantize_param_shard",
     id="fp8-step-without-te",
     when=Moment.PLATFORM,
-    why="without Transformer Engine it fails in every step of the distributed optimizer, also where no parameter is "
-    "FP8; with it, it returns at once then",
     remove_when=_GONE,
 )
 def _quantize(original: Callable[..., None], model_params: Sequence[Any], *args: Any, **kwargs: Any) -> None:
-    """Run `quantize_param_shard` where there is an FP8 parameter."""
+    """Run `quantize_param_shard` where there is an FP8 parameter.
+
+    Why: without Transformer Engine it fails in every step of the distributed optimizer, also where no parameter is FP8;
+    with it, it returns at once then.
+    """
     if model_params:
         original(model_params, *args, **kwargs)
 
@@ -198,12 +200,14 @@ def _layer_offset(session: Session, host: Megatron012, original: Callable[[Any],
     "megatron.core.transformer.transformer_block:TransformerBlock.sharded_state_dict",
     id="layers-of-chunk/stored",
     when=Moment.LIST,
-    why="MindSpeed-MM writes into a chunk's configuration how many layers there were if all chunks were like it, and "
-    "every layer is stored as one part of that many",
     remove_when=_GONE,
 )
 def _sharded_layers(original: Callable[..., dict[str, Any]], block: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Run `TransformerBlock.sharded_state_dict` with the number of layers of the whole model, where lists say it."""
+    """Run `TransformerBlock.sharded_state_dict` with the number of layers of the whole model, where lists say it.
+
+    Why: MindSpeed-MM writes into a chunk's configuration how many layers there were if all chunks were like it, and
+    every layer is stored as one part of that many.
+    """
     config = block.config
     if not _lists_layers(config):
         return original(block, *args, **kwargs)
@@ -215,12 +219,14 @@ def _sharded_layers(original: Callable[..., dict[str, Any]], block: Any, *args: 
     "megatron.core.dist_checkpointing.strategies.torch:TorchDistLoadShardedStrategy.load",
     id="tied-embedding-load",
     when=Moment.U_SHAPE,
-    why="the edge holds a tied embedding twice, and Megatron makes one tensor of all that a rank loads under one name, "
-    "of which no part may be there twice",
     remove_when=_GONE,
 )
 def _load(original: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
-    """Run `TorchDistLoadShardedStrategy.load`, a second time for what this rank loads twice."""
+    """Run `TorchDistLoadShardedStrategy.load`, a second time for what this rank loads twice.
+
+    Why: the edge holds a tied embedding twice, and Megatron makes one tensor of all that a rank loads under one name,
+    of which no part may be there twice.
+    """
     return load_in_passes(original, *args)
 
 
@@ -228,12 +234,14 @@ def _load(original: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]
     "megatron.core.dist_checkpointing.strategies.torch:CachedMetadataFileSystemReader",
     id="hashed-reads/reader-class",
     when=Moment.LIST,
-    why="it is what `hashed-reads` replaces in later families: torch reads a piece without looking whether a byte has "
-    "changed",
     remove_when=_GONE,
 )
 def _make_reader(session: Session, original: type[Any]) -> type[Any]:
-    """Make a reader that checks what it reads."""
+    """Make a reader that checks what it reads.
+
+    Why: it is what `hashed-reads` replaces in later families: torch reads a piece without looking whether a byte has
+    changed.
+    """
     return checking(original, session)
 
 
@@ -241,12 +249,14 @@ def _make_reader(session: Session, original: type[Any]) -> type[Any]:
     "megatron.training.checkpointing:fix_fp8_params_lose_precision_when_loading_dist_ckpt",
     id="fp8-load-without-te",
     when=Moment.PLATFORM,
-    why="without Transformer Engine, whose version it asks for, it fails at every load of a distributed checkpoint; "
-    "there are no FP8 parameters then",
     remove_when=_GONE,
 )
 def _mend_fp8(original: Callable[[Any], None], state: Any) -> None:
-    """Run `fix_fp8_params_lose_precision_when_loading_dist_ckpt` where there is a Transformer Engine."""
+    """Run `fix_fp8_params_lose_precision_when_loading_dist_ckpt` where there is a Transformer Engine.
+
+    Why: without Transformer Engine, whose version it asks for, it fails at every load of a distributed checkpoint;
+    there are no FP8 parameters then.
+    """
     if importlib.util.find_spec("transformer_engine") is not None:
         original(state)
 
@@ -255,12 +265,14 @@ def _mend_fp8(original: Callable[[Any], None], state: Any) -> None:
     "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.get_grad_stats_parallel_group",
     id="grad-stats-group",
     when=Moment.LIST,
-    why="it is the world, whose sums cross between sites on many links; `parallel-state/optimizer-group` is this group "
-    "in later families",
     remove_when=_GONE,
 )
 def _group_of_shares(original: Callable[[Any], dist.ProcessGroup | None], optimizer: Any) -> dist.ProcessGroup | None:
-    """Run `DistributedOptimizer.get_grad_stats_parallel_group`, or give our group that sums over all ranks."""
+    """Run `DistributedOptimizer.get_grad_stats_parallel_group`, or give our group that sums over all ranks.
+
+    Why: it is the world, whose sums cross between sites on many links; `parallel-state/optimizer-group` is this group
+    in later families.
+    """
     group = parallel_state.get_model_parallel_group()
     return group.shares if isinstance(group, ModelGroup) else original(optimizer)
 
@@ -269,12 +281,14 @@ def _group_of_shares(original: Callable[[Any], dist.ProcessGroup | None], optimi
     "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._build_model_param_gbuf_map",
     id="tied-bucket-start",
     when=Moment.LIST,
-    why="it ends at an assertion that says nothing of its cause: a tied embedding has a bucket of its own, which "
-    "begins at a multiple of 128 elements, and itself begins at one of 64",
     remove_when=_GONE,
 )
 def _places_in_buckets(original: Callable[..., dict[Any, Any]], *args: Any) -> dict[Any, Any]:
-    """Run `DistributedOptimizer._build_model_param_gbuf_map`, and name the cause where it fails."""
+    """Run `DistributedOptimizer._build_model_param_gbuf_map`, and name the cause where it fails.
+
+    Why: it ends at an assertion that says nothing of its cause: a tied embedding has a bucket of its own, which begins
+    at a multiple of 128 elements, and itself begins at one of 64.
+    """
     try:
         return original(*args)
     except AssertionError as error:
@@ -289,12 +303,14 @@ def _places_in_buckets(original: Callable[..., dict[Any, Any]], *args: Any) -> d
     "megatron.core.optimizer:_get_param_groups",
     id="empty-expert-optimizer",
     when=Moment.LIST,
-    why="on a stage without experts nobody would have the optimizer of the experts, and take part in its sums over the "
-    "stages; later families make the groups of all ranks alike",
     remove_when=_GONE,
 )
 def _same_groups(original: Callable[..., list[dict[str, Any]]], *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
-    """Run `_get_param_groups`; experts' groups of other ranks are added without parameters. A collective call."""
+    """Run `_get_param_groups`; experts' groups of other ranks are added without parameters. A collective call.
+
+    Why: on a stage without experts nobody would have the optimizer of the experts, and take part in its sums over the
+    stages; later families make the groups of all ranks alike.
+    """
     groups = original(*args, **kwargs)
     own = [{name: value for name, value in group.items() if name != "params"} for group in groups]
     gathered: list[list[dict[str, Any]]] = [[] for _ in range(dist.get_world_size())]
@@ -313,7 +329,6 @@ def _same_groups(original: Callable[..., list[dict[str, Any]]], *args: Any, **kw
     "megatron.core.pipeline_parallel.p2p_communication:_communicate",
     id="p2p-communication",
     when=Moment.STAGES,
-    why="all functions that exchange tensors between stages go through it",
     remove_when=_GONE,
 )
 def _communicate(
@@ -323,7 +338,10 @@ def _communicate(
     config: Any,
     **options: Any,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, dict[str, Any] | None]:
-    """Replace `_communicate`: exchange with both neighbours over channels, where there are any."""
+    """Replace `_communicate`: exchange with both neighbours over channels, where there are any.
+
+    Why: all functions that exchange tensors between stages go through it.
+    """
     pipeline = session.pipelines.own
     if pipeline is None or pipeline.communicator is None:
         return original(config=config, **options)

@@ -32,7 +32,6 @@ HOST = Megatron016
     "megatron.core.transformer.moe.moe_utils:router_gating_linear",
     id="router-without-te",
     when=Moment.PLATFORM,
-    why="without Transformer Engine it fails for every router: a name that it asks for is not defined",
     remove_when="Megatron 0.16 is no longer supported",
 )
 def _gate(
@@ -43,6 +42,8 @@ def _gate(
     router_dtype: torch.dtype,
 ) -> torch.Tensor:
     """Run `router_gating_linear`; without Transformer Engine as a plain linear layer in the router's type.
+
+    Why: without Transformer Engine it fails for every router: a name that it asks for is not defined.
 
     Args:
         original: Megatron's function.

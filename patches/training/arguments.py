@@ -46,8 +46,6 @@ from vtp_plugin.util.undo import Name, UndoStack
     "megatron.training.arguments:validate_args",
     id="argument-checks",
     when=Moment.COMMAND_LINE,
-    why="it derives data parallelism from one tensor-parallel size; each rank shows it the world that there would be "
-    "if all stages were like this rank's",
     remove_when="with `vtp-flags`",
 )
 def _validate(
@@ -58,7 +56,11 @@ def _validate(
     args: argparse.Namespace,
     defaults: dict[str, Any] | None = None,
 ) -> Any:
-    """Run `validate_args` on all ranks together, each with its stage's sizes, after the plugin's checks."""
+    """Run `validate_args` on all ranks together, each with its stage's sizes, after the plugin's checks.
+
+    Why: it derives data parallelism from one tensor-parallel size; each rank shows it the world that there would be if
+    all stages were like this rank's.
+    """
 
     def check() -> Any:
         # No partial object: the engine would find the original in it and replace it there too.
@@ -100,14 +102,16 @@ def _validate(
     "megatron.training.arguments:_print_args",
     id="argument-checks/summary",
     when=Moment.LIST,
-    why="Megatron has just said the sizes of its world, those of rank 0's stage, and prints hundreds of lines next: "
-    "between them stands what the run is",
     remove_when="with `argument-checks`",
 )
 def _print(
     session: Session, original: Callable[..., None], title: str, args: argparse.Namespace, *rest: Any, **options: Any
 ) -> None:
-    """Run `_print_args` behind the summary of the run."""
+    """Run `_print_args` behind the summary of the run.
+
+    Why: Megatron has just said the sizes of its world, those of rank 0's stage, and prints hundreds of lines next:
+    between them stands what the run is.
+    """
     if session.is_planned:
         layers = layers_of_stages(args, session.planned.layout.num_stages)
         session.describe(args.rank, layers, is_behind_banner=True)

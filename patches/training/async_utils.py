@@ -20,13 +20,15 @@ from vtp_plugin.session import Session
     unneeded={
         "<0.17": "it starts the process without arguments; on CPUs 0.12 saves in the background without that process"
     },
-    why="a newly started process divides by the number of CUDA devices, 0, and ends; the training then waits for "
-    "it for ever. A fork knows the stand-in device",
     remove_when="with `cpu-rng-tracker`",
     aliases=("megatron.training.initialize:init_persistent_async_worker",),
 )
 def _start(original: Callable[..., None], rank: int, mp_mode: str = "spawn", **kwargs: Any) -> None:
-    """Run `init_persistent_async_worker`, which then forks this process, whatever was asked for."""
+    """Run `init_persistent_async_worker`, which then forks this process, whatever was asked for.
+
+    Why: a newly started process divides by the number of CUDA devices, 0, and ends; the training then waits for it for
+    ever. A fork knows the stand-in device.
+    """
     original(rank, mp_mode="fork", **kwargs)
 
 
@@ -34,11 +36,13 @@ def _start(original: Callable[..., None], rank: int, mp_mode: str = "spawn", **k
     "megatron.training.async_utils:maybe_finalize_async_save",
     id="checkpoint-timeout/async-save",
     when=Moment.LIST,
-    why="its ranks wait for each other, and for processes that write, without a limit",
     remove_when="with `checkpoint-timeout`",
     aliases=("megatron.training.training:maybe_finalize_async_save",),
 )
 def _finalize(session: Session, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
-    """Run `maybe_finalize_async_save`, watched."""
+    """Run `maybe_finalize_async_save`, watched.
+
+    Why: its ranks wait for each other, and for processes that write, without a limit.
+    """
     with session.ranks.together("the end of a save in the background"):
         original(*args, **kwargs)

@@ -25,15 +25,17 @@ _FORMATS = ("torch", "torch_dist")
     f"{_MODULE}:save_checkpoint",
     id="atomic-checkpoint",
     when=Moment.LIST,
-    why="it writes into the checkpoint's own folder, syncs some of its files, and then overwrites the tracker: a run "
-    "that is stopped, or a machine that loses its power, leaves a folder that is not whole, or a tracker that is empty "
-    "or names what is not there. In the old format it notes the iteration in the folder of rank 0 only, and each site "
-    "may have its own",
     remove_when="Megatron writes checkpoints beside their place, with a hash of every piece",
     aliases=("megatron.training.training:save_checkpoint",),
 )
 def _save(session: Session, original: Callable[..., None], iteration: int, *args: Any, **kwargs: Any) -> None:
-    """Run `save_checkpoint`, which writes beside; then, unless that continues in the background, publish it."""
+    """Run `save_checkpoint`, which writes beside; then, unless that continues in the background, publish it.
+
+    Why: it writes into the checkpoint's own folder, syncs some of its files, and then overwrites the tracker: a run
+    that is stopped, or a machine that loses its power, leaves a folder that is not whole, or a tracker that is empty or
+    names what is not there. In the old format it notes the iteration in the folder of rank 0 only, and each site may
+    have its own.
+    """
     # Not at the top: on megatron-core alone there is no megatron.training, and this module is imported all the same.
     from megatron.training.global_vars import get_args
 
@@ -63,11 +65,13 @@ def _save_whole(
     f"{_MODULE}:get_checkpoint_name",
     id="atomic-checkpoint/folder",
     when=Moment.LIST,
-    why="it says where `save_checkpoint` writes",
     remove_when="with `atomic-checkpoint`",
 )
 def _name(session: Session, original: Callable[..., str], *args: Any, **kwargs: Any) -> str:
-    """Run `get_checkpoint_name`; while a checkpoint is saved, its own name is that of the folder beside."""
+    """Run `get_checkpoint_name`; while a checkpoint is saved, its own name is that of the folder beside.
+
+    Why: it says where `save_checkpoint` writes.
+    """
     name, savings = original(*args, **kwargs), session.savings
     if not savings.is_called_for(kwargs.get("iteration", *args[1:2])):
         return name
@@ -88,12 +92,14 @@ def _name(session: Session, original: Callable[..., str], *args: Any, **kwargs: 
     f"{_MODULE}:get_checkpoint_tracker_filename",
     id="atomic-checkpoint/tracker",
     when=Moment.LIST,
-    why="`save_checkpoint` overwrites the tracker before the checkpoint is at its place, and as it stands; and "
-    "`--vtp-load-newest-valid` loads another checkpoint than the tracker names",
     remove_when="with `atomic-checkpoint`",
 )
 def _tracker(session: Session, original: Callable[[str], str], folder: str) -> str:
-    """Run `get_checkpoint_tracker_filename`; while a checkpoint is saved, give a file that nobody reads."""
+    """Run `get_checkpoint_tracker_filename`; while a checkpoint is saved, give a file that nobody reads.
+
+    Why: `save_checkpoint` overwrites the tracker before the checkpoint is at its place, and as it stands; and
+    `--vtp-load-newest-valid` loads another checkpoint than the tracker names.
+    """
     savings = session.savings
     if savings.current is not None:
         return str(savings.scratch(Path(original(folder)).name))
@@ -104,13 +110,15 @@ def _tracker(session: Session, original: Callable[[str], str], folder: str) -> s
     f"{_MODULE}:checkpoint_exists",
     id="atomic-checkpoint/exists",
     when=Moment.LIST,
-    why="it asks for the tracker of `--load` alone; where that is missing, `--pretrained-checkpoint` is loaded, also "
-    "where `--vtp-load-newest-valid` would find a checkpoint",
     remove_when="with `atomic-checkpoint`",
     aliases=("megatron.training.training:checkpoint_exists",),
 )
 def _exists(session: Session, original: Callable[[str | None], bool], folder: str | None) -> bool:
-    """Run `checkpoint_exists`; with `--vtp-load-newest-valid` any checkpoint counts that may be chosen."""
+    """Run `checkpoint_exists`; with `--vtp-load-newest-valid` any checkpoint counts that may be chosen.
+
+    Why: it asks for the tracker of `--load` alone; where that is missing, `--pretrained-checkpoint` is loaded, also
+    where `--vtp-load-newest-valid` would find a checkpoint.
+    """
     from megatron.training.global_vars import get_args
 
     args: Any = get_args()
@@ -124,11 +132,13 @@ def _exists(session: Session, original: Callable[[str | None], bool], folder: st
     f"{_MODULE}:schedule_async_save",
     id="atomic-checkpoint/async-save",
     when=Moment.LIST,
-    why="what is saved in the background is published when all of it is on disk",
     remove_when="with `atomic-checkpoint`",
 )
 def _schedule(session: Session, original: Callable[[Any], None], request: Any) -> None:
-    """Run `schedule_async_save`; all ranks publish the checkpoint when they have finished it."""
+    """Run `schedule_async_save`; all ranks publish the checkpoint when they have finished it.
+
+    Why: what is saved in the background is published when all of it is on disk.
+    """
     saving = session.savings.current
     # The logits that a teacher saves come as a request of their own, which then has all that is to be done.
     if saving is not None and request.finalize_fns:
@@ -141,11 +151,13 @@ def _schedule(session: Session, original: Callable[[Any], None], request: Any) -
     "megatron.training.wandb_utils:on_save_checkpoint_success",
     id="atomic-checkpoint/wandb",
     when=Moment.LIST,
-    why="it notes the checkpoint's place, and copies the tracker, before they are there",
     remove_when="with `atomic-checkpoint`",
 )
 def _note(session: Session, original: Callable[..., None], path: str, tracker: str, *args: Any) -> None:
-    """Run `on_save_checkpoint_success` with the checkpoint's place, once it is there."""
+    """Run `on_save_checkpoint_success` with the checkpoint's place, once it is there.
+
+    Why: it notes the checkpoint's place, and copies the tracker, before they are there.
+    """
     note = functools.partial(_note_now, original, final_of(str(path)), *args)
     saving = session.savings.find(path)
     if saving is None:

@@ -143,12 +143,14 @@ def _saved_to(args: Any) -> Iterator[Path]:
     "megatron.training.checkpointing:load_checkpoint",
     id="checkpoint-timeout",
     when=Moment.LIST,
-    why="its ranks wait for each other without a limit; the monitor ends them when none gets on any more",
     remove_when="every collective of a load and of a save has a limit that a long one does not reach",
     aliases=("megatron.training.training:load_checkpoint",),
 )
 def _load_all(session: Session, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run `load_checkpoint`, watched."""
+    """Run `load_checkpoint`, watched.
+
+    Why: its ranks wait for each other without a limit; the monitor ends them when none gets on any more.
+    """
     with session.ranks.together("the load of a checkpoint"):
         return original(*args, **kwargs)
 
@@ -157,8 +159,6 @@ def _load_all(session: Session, original: Callable[..., Any], *args: Any, **kwar
     "megatron.training.checkpointing:_load_base_checkpoint",
     id="checkpoint-layout",
     when=Moment.LIST,
-    why="the caller compares the size stored by rank 0 with this rank's: ranks of other stages disagree, take "
-    "different branches and hang",
     remove_when="Megatron stores and compares all stages' sizes",
 )
 def _load(
@@ -170,7 +170,11 @@ def _load(
     rank0: bool = False,
     **kwargs: Any,
 ) -> tuple[Any, ...]:
-    """Run `_load_base_checkpoint`; all ranks then agree on what they found and whether it has this run's layout."""
+    """Run `_load_base_checkpoint`; all ranks then agree on what they found and whether it has this run's layout.
+
+    Why: the caller compares the size stored by rank 0 with this rank's: ranks of other stages disagree, take different
+    branches and hang.
+    """
     # The first look at a checkpoint; Megatron looks only once at those of the old format.
     is_first = rank0 or args.ckpt_format == "torch"
     asked = session.loading.begin(asked_by(args, load_dir, session.savings.trackers))
@@ -335,11 +339,12 @@ def _unreadable(checkpoint: Path) -> ConfigError:
     "megatron.training.training:preprocess_common_state_dict",
     id="checkpoint-layout/arguments",
     when=Moment.LIST,
-    why="per-stage sizes in the stored arguments would be reported as a difference between ranks",
     remove_when="with `checkpoint-layout`",
 )
 def _preprocess(original: Callable[[Any], dict[str, Any]], common_state_dict: Any) -> dict[str, Any]:
     """Run `preprocess_common_state_dict`, then drop the arguments that differ between stages, or sites.
+
+    Why: per-stage sizes in the stored arguments would be reported as a difference between ranks.
 
     Megatron compares the result over the ranks before it saves.
     """

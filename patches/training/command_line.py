@@ -26,7 +26,6 @@ _TENSOR_SIZE = "tensor_model_parallel_size"
     "megatron.training.arguments:parse_args",
     id="vtp-flags",
     when=Moment.COMMAND_LINE,
-    why="it takes a provider of extra arguments, so the functions that declare Megatron's stay as they are",
     remove_when="Megatron has the option",
 )
 def _parse(
@@ -36,7 +35,10 @@ def _parse(
     extra_args_provider: Callable[[argparse.ArgumentParser], argparse.ArgumentParser] | None = None,
     ignore_unknown_args: bool = False,
 ) -> argparse.Namespace:
-    """Run `parse_args` with the plugin's flags behind those of the script."""
+    """Run `parse_args` with the plugin's flags behind those of the script.
+
+    Why: it takes a provider of extra arguments, so the functions that declare Megatron's stay as they are.
+    """
     _refuse_yaml(session)
     defaults: dict[str, Any] = {}
     declared = host.declared_flags

@@ -80,8 +80,6 @@ class NoTokenizer:
     f"{_MODULE}:_build_tokenizer",
     id="tokenizer-on-edge",
     when=Moment.U_SHAPE,
-    why="every rank builds the tokenizer at start-up; the cloud has no files for it and needs only two sizes of the "
-    "vocabulary",
     remove_when="Megatron builds it where data is read",
 )
 def _on_edge(
@@ -90,7 +88,11 @@ def _on_edge(
     original: Callable[[argparse.Namespace], Any],
     args: argparse.Namespace,
 ) -> Any:
-    """Run `_build_tokenizer` on the edge only; the cloud gets the sizes of the vocabulary over the store."""
+    """Run `_build_tokenizer` on the edge only; the cloud gets the sizes of the vocabulary over the store.
+
+    Why: every rank builds the tokenizer at start-up; the cloud has no files for it and needs only two sizes of the
+    vocabulary.
+    """
     store = session.ranks.store
     assert store is not None
     is_edge = session.planned.layout.stage_of(args.rank) == 0

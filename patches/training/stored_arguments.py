@@ -20,7 +20,6 @@ from vtp_plugin.util.undo import Name, UndoStack
     "megatron.training.checkpointing:load_args_from_checkpoint",
     id="safe-load/arguments",
     when=Moment.COMMAND_LINE,
-    why="it reads a checkpoint before the records of a list apply",
     remove_when="with `safe-load`",
 )
 def _load_args(
@@ -31,7 +30,10 @@ def _load_args(
     *rest: Any,
     **kwargs: Any,
 ) -> Any:
-    """Run `load_args_from_checkpoint`, with a list, of a checkpoint that names nothing that may run."""
+    """Run `load_args_from_checkpoint`, with a list, of a checkpoint that names nothing that may run.
+
+    Why: it reads a checkpoint before the records of a list apply.
+    """
     folder = getattr(args, load_arg, None)
     if folder is None or not asks_for_stages(session, args):
         return original(args, load_arg, *rest, **kwargs)

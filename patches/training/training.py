@@ -31,12 +31,14 @@ from vtp_plugin.util.undo import Name, UndoStack
     id="packed-length-stats",
     when=Moment.LIST,
     unneeded={"<0.18": "it counts no lengths of packed samples"},
-    why="it sums the lengths of packed samples over all ranks that have seen some, and divides by this stage's "
-    "numbers of ranks: unequal stages find different sums, and a rank without lengths lets the others hang",
     remove_when="the sum is taken over the ranks of one stage",
 )
 def _sum_lengths(session: Session, original: Callable[[], Any]) -> tuple[float | None, float | None]:
-    """Run `consume_seqlen_stats_in_iteration` for unequal stages: what the leaders with the loss have seen counts."""
+    """Run `consume_seqlen_stats_in_iteration` for unequal stages: what the leaders with the loss have seen counts.
+
+    Why: it sums the lengths of packed samples over all ranks that have seen some, and divides by this stage's numbers
+    of ranks: unequal stages find different sums, and a rank without lengths lets the others hang.
+    """
     if not session.is_active or not session.planned.has_packed_rows:
         return original()
     from megatron.training import training
@@ -59,12 +61,14 @@ def _sum_lengths(session: Session, original: Callable[[], Any]) -> tuple[float |
     "megatron.training.training:dummy_train_step",
     id="skipped-iterations",
     when=Moment.LIST,
-    why="with --iterations-to-skip it reads one iterator, but several chunks have a list of them and a middle stage "
-    "has none; it then shares a batch inside the stage in a way that need not be the script's",
     remove_when="it reads what each iterator of a stage has for the step, and shares nothing",
 )
 def _skip_step(session: Session, original: Callable[[Any], None], data_iterator: Any) -> None:
-    """Run `dummy_train_step` for any number of chunks: read a step's microbatches from each iterator."""
+    """Run `dummy_train_step` for any number of chunks: read a step's microbatches from each iterator.
+
+    Why: with --iterations-to-skip it reads one iterator, but several chunks have a list of them and a middle stage has
+    none; it then shares a batch inside the stage in a way that need not be the script's.
+    """
     if not session.is_active and hasattr(data_iterator, "__next__"):
         original(data_iterator)
         return
@@ -83,12 +87,13 @@ def _skip_step(session: Session, original: Callable[[Any], None], data_iterator:
     "megatron.training.training:disable_forward_pre_hook",
     id="early-evaluation",
     when=Moment.LIST,
-    why="with --overlap-param-gather it takes off what was not put on before the first step that fp16 does not skip, "
-    "and ends in a KeyError",
     remove_when="Megatron evaluates before that step",
 )
 def _take_hooks_off(original: Callable[..., None], model_chunks: Any, *args: Any, **kwargs: Any) -> None:
     """Run `disable_forward_pre_hook`, once there are such hooks.
+
+    Why: with --overlap-param-gather it takes off what was not put on before the first step that fp16 does not skip, and
+    ends in a KeyError.
 
     Raises:
         ConfigError: there are none yet; on all ranks.
@@ -106,11 +111,13 @@ def _take_hooks_off(original: Callable[..., None], model_chunks: Any, *args: Any
     "megatron.training.checkpointing:maybe_save_dataloader_state",
     id="skipped-iterations/dataloader",
     when=Moment.LIST,
-    why="for a script that sets args.dataloader_save; it takes one iterator, but several chunks have a list",
     remove_when="it takes the first iterator of a list",
 )
 def _save_loader(original: Callable[..., None], train_iterator: Any, *args: Any, **kwargs: Any) -> None:
-    """Run `maybe_save_dataloader_state`; all chunks have read as far, so the first one's loader speaks for all."""
+    """Run `maybe_save_dataloader_state`; all chunks have read as far, so the first one's loader speaks for all.
+
+    Why: for a script that sets args.dataloader_save; it takes one iterator, but several chunks have a list.
+    """
     original(next(iter(_iterators(train_iterator)), None), *args, **kwargs)
 
 
@@ -124,12 +131,14 @@ def _iterators(given: Any) -> list[Any]:
     id="evaluation-batch-size",
     when=Moment.LIST,
     unneeded={"<0.18": "it has no --eval-micro-batch-size"},
-    why="with --eval-micro-batch-size it reads microbatches of another size, and scripts as NVIDIA's make memory for "
-    "those of training on the ranks that do not read: gloo ends the process",
     remove_when="the arguments have the size of evaluation while it evaluates, or scripts ask for it",
 )
 def _evaluate(session: Session, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run `evaluate`; meanwhile the arguments have the microbatch size of evaluation."""
+    """Run `evaluate`; meanwhile the arguments have the microbatch size of evaluation.
+
+    Why: with --eval-micro-batch-size it reads microbatches of another size, and scripts as NVIDIA's make memory for
+    those of training on the ranks that do not read: gloo ends the process.
+    """
     if not session.is_active:
         return original(*args, **kwargs)
     from megatron.training.global_vars import get_args
@@ -143,12 +152,14 @@ def _evaluate(session: Session, original: Callable[..., Any], *args: Any, **kwar
     "megatron.training.training:training_log",
     id="training-log",
     when=Moment.LIST,
-    why="one rank of the world prints the line of an iteration, so only its site sees it; here a step of the optimizer "
-    "has ended, and a trace is told how long the log takes",
     remove_when="Megatron knows sites, and times its log",
 )
 def _log(session: Session, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run `training_log`; on a site without the writer its first rank prints number and time, but no loss."""
+    """Run `training_log`; on a site without the writer its first rank prints number and time, but no loss.
+
+    Why: one rank of the world prints the line of an iteration, so only its site sees it; here a step of the optimizer
+    has ended, and a trace is told how long the log takes.
+    """
     from megatron.training.global_vars import get_args
 
     session.recorder.end(Cause.OPTIMIZER)
@@ -247,14 +258,16 @@ def _log_on_site(session: Session, options: Any, iteration: int, *, is_first: bo
     "megatron.training.training:build_train_valid_test_data_iterators",
     id="data-iterators",
     when=Moment.U_SHAPE,
-    why="it is called once for each chunk and talks to all ranks: with different numbers of chunks that hangs; and it "
-    "calls the script's provider, which opens data, on every rank",
     remove_when="the number of calls is the same on all ranks, and only ranks that read data call the provider",
 )
 def _build_iterators(
     session: Session, writes: Writes, original: Callable[..., Any], provider: Callable[..., Any]
 ) -> Any:
-    """Run `build_train_valid_test_data_iterators` as often as the edge does; only there with the script's provider."""
+    """Run `build_train_valid_test_data_iterators` as often as the edge does; only there with the script's provider.
+
+    Why: it is called once for each chunk and talks to all ranks: with different numbers of chunks that hangs; and it
+    calls the script's provider, which opens data, on every rank.
+    """
     if session.planned.own.stage == 0:
         return original(among_builders(writes, provider))
     # Every call talks to all ranks.

@@ -93,7 +93,6 @@ def require_padding(session: Session, host: MegatronHost, load_dir: str | None, 
     id="padded-vocabulary/builder",
     when=Moment.LIST,
     unneeded={"<0.18": "the tokenizer alone pads the vocabulary; model builders take what it says"},
-    why="model builders pad by this stage's size when the tokenizer did not",
     remove_when="with `padded-vocabulary`",
     aliases=(
         "megatron.training.models.gpt:calculate_padded_vocab_size",
@@ -108,6 +107,9 @@ def _pad(
     tensor_model_parallel_size: int,
     logging_enabled: bool = True,
 ) -> int:
-    """Run `calculate_padded_vocab_size` with a multiple that all stages can split, not with this stage's size."""
+    """Run `calculate_padded_vocab_size` with a multiple that all stages can split, not with this stage's size.
+
+    Why: model builders pad by this stage's size when the tokenizer did not.
+    """
     multiple = session.planned.layout.vocab_multiple()
     return original(vocab_size, make_vocab_size_divisible_by, multiple, logging_enabled)

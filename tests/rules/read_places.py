@@ -27,7 +27,7 @@ _STORES = re.compile(r"(^|\.|_)(store|posts|part|nodes|topic|watched)$|part_of\(
 _MESSAGES = {"irecv", "recv", "recv_object_list", "all_gather_object", "gather_object", "broadcast_object_list"}
 _MESSAGES |= {"scatter_object_list", "exchange_loaded_objects_gather_object"}
 _CALLS = {"Companion", "TCPStore", "create_connection", "accept", "close_objects", "_BoundedMemory"}
-_FILES = {"read_toml", "read_json", "read_bytes"}
+_FILES = {"read_toml", "read_toml_by", "read_json", "read_bytes"}
 _FILES_IN = ("vtp_plugin/elastic/", "vtp_plugin/link/")
 
 

@@ -25,66 +25,11 @@ Words:
 
 from __future__ import annotations
 
-from vtp_plugin.functional.handles import (
-    get_edge_tp_size,
-    get_layerwise_disaggregated_training,
-    get_pipeline_model_parallel_group_alternate,
-    get_pipeline_model_parallel_group_first_to_last,
-    get_pipeline_model_parallel_group_last_to_first,
-    get_pipeline_model_parallel_next_rank,
-    get_pipeline_model_parallel_prev_rank,
-    get_vdp_size,
-    get_vtp_intra_stage_group,
-    get_vtp_my_stage_idx,
-    get_vtp_size_list,
-    get_vtp_stage_ranks,
-    is_vdp_enabled,
-    is_vtp_enabled,
-    is_vtp_stage_rank0,
-    pipeline_groups,
-)
-from vtp_plugin.functional.p2p import (
-    _communicate_impl,
-    _VTPRecvWork,
-    _VTPSendWork,
-    recv_backward_with_reqs,
-    recv_forward_with_reqs,
-    send_backward,
-    send_forward,
-    vtp_recv_backward,
-    vtp_recv_forward,
-    vtp_send_backward,
-    vtp_send_forward,
-)
+from vtp_plugin.functional import handles, p2p
+from vtp_plugin.functional.handles import *  # noqa: F403 - each lists what it exports
+from vtp_plugin.functional.p2p import *  # noqa: F403
 from vtp_plugin.functional.stand_in import install
 
-__all__ = [
-    "_VTPRecvWork",
-    "_VTPSendWork",
-    "_communicate_impl",
-    "get_edge_tp_size",
-    "get_layerwise_disaggregated_training",
-    "get_pipeline_model_parallel_group_alternate",
-    "get_pipeline_model_parallel_group_first_to_last",
-    "get_pipeline_model_parallel_group_last_to_first",
-    "get_pipeline_model_parallel_next_rank",
-    "get_pipeline_model_parallel_prev_rank",
-    "get_vdp_size",
-    "get_vtp_intra_stage_group",
-    "get_vtp_my_stage_idx",
-    "get_vtp_size_list",
-    "get_vtp_stage_ranks",
-    "install",
-    "is_vdp_enabled",
-    "is_vtp_enabled",
-    "is_vtp_stage_rank0",
-    "pipeline_groups",
-    "recv_backward_with_reqs",
-    "recv_forward_with_reqs",
-    "send_backward",
-    "send_forward",
-    "vtp_recv_backward",
-    "vtp_recv_forward",
-    "vtp_send_backward",
-    "vtp_send_forward",
-]
+__all__ = ["install"]
+__all__ += handles.__all__
+__all__ += p2p.__all__

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, Literal, overload
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol, cast, overload
 
 import torch
 
@@ -49,6 +49,23 @@ __all__ = [
 _Neighbour = Literal["prev", "next"]
 
 
+class _Receive(Protocol):
+    """A receive, which gives a handle only where it is asked not to wait."""
+
+    @overload
+    def __call__(
+        self, tensor_shape: Sequence[int], config: Any, async_op: Literal[False] = False, **replicas: Group | Ranks
+    ) -> torch.Tensor: ...
+    @overload
+    def __call__(
+        self, tensor_shape: Sequence[int], config: Any, async_op: Literal[True], **replicas: Group | Ranks
+    ) -> tuple[torch.Tensor, Requests]: ...
+
+
+def _by_async_op(receive: Callable[..., Any]) -> _Receive:
+    return cast(_Receive, receive)
+
+
 def vtp_send_forward(
     tensor: torch.Tensor,
     config: Any = None,
@@ -88,26 +105,7 @@ def vtp_send_backward(
     return _send("prev", tensor, config, group=group, next_rank=next_rank, prev_rank=prev_rank)
 
 
-@overload
-def vtp_recv_forward(
-    tensor_shape: Sequence[int],
-    config: Any,
-    async_op: Literal[False] = False,
-    *,
-    group: Group = None,
-    next_rank: Ranks = None,
-    prev_rank: Ranks = None,
-) -> torch.Tensor: ...
-@overload
-def vtp_recv_forward(
-    tensor_shape: Sequence[int],
-    config: Any,
-    async_op: Literal[True],
-    *,
-    group: Group = None,
-    next_rank: Ranks = None,
-    prev_rank: Ranks = None,
-) -> tuple[torch.Tensor, Requests]: ...
+@_by_async_op
 def vtp_recv_forward(
     tensor_shape: Sequence[int],
     config: Any,
@@ -136,26 +134,7 @@ def vtp_recv_forward(
     return _receive("prev", tensor_shape, config, async_op, group=group, next_rank=next_rank, prev_rank=prev_rank)
 
 
-@overload
-def vtp_recv_backward(
-    tensor_shape: Sequence[int],
-    config: Any,
-    async_op: Literal[False] = False,
-    *,
-    group: Group = None,
-    next_rank: Ranks = None,
-    prev_rank: Ranks = None,
-) -> torch.Tensor: ...
-@overload
-def vtp_recv_backward(
-    tensor_shape: Sequence[int],
-    config: Any,
-    async_op: Literal[True],
-    *,
-    group: Group = None,
-    next_rank: Ranks = None,
-    prev_rank: Ranks = None,
-) -> tuple[torch.Tensor, Requests]: ...
+@_by_async_op
 def vtp_recv_backward(
     tensor_shape: Sequence[int],
     config: Any,

@@ -8,13 +8,13 @@ import ipaddress
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal, cast, get_args
+from typing import Annotated, Any, Final, Literal
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.util.text import one_line, question
-from vtp_plugin.util.typed_json import read_toml
+from vtp_plugin.util.typed_json import Key, as_typed, read_toml_by, whole_number
 
 How = Literal["namespace", "firewall"]
 Engine = Literal["auto", "kernel", "wireguard-go"]
@@ -24,11 +24,53 @@ _MOST_MTU: Final = 65535
 _MOST_TEXT: Final = 1024
 _NAME: Final = re.compile(r"[a-z][a-z0-9-]{0,10}")  # an interface has at most 15 characters, 4 of them are "vtp-"
 _ENDPOINT: Final = re.compile(r"(\[[0-9a-fA-F:.]+\]|[\w.-]+):(\d{1,5})", re.ASCII)
-_KEYS: Final = (
-    *("name", "how", "engine", "private_key", "pre_shared_key", "listen_port", "mtu", "address", "master", "ports"),
-    "peer",
-)
-_PEER_KEYS: Final = ("public_key", "address", "endpoint")
+
+
+def _text(value: object) -> str:
+    if not isinstance(value, str) or not value.isprintable() or len(value) > _MOST_TEXT:
+        raise ValueError("must be text of one line")
+    return value
+
+
+def _name(text: str) -> str:
+    if not _NAME.fullmatch(text):
+        raise ValueError("must be 1 to 11 of a-z, 0-9 and -, a letter first")
+    return text
+
+
+def _key(text: str) -> str:
+    if text and not is_key(text):
+        raise ValueError("is no WireGuard key; it has 44 characters; `vtp link keys` prints it")
+    return text
+
+
+def _endpoint(text: str) -> str:
+    found = _ENDPOINT.fullmatch(text)
+    if text and not (found and 0 < int(found[2]) <= 65535):
+        raise ValueError("is not HOST:PORT; write for example 198.51.100.7:51820")
+    return text
+
+
+def _address(value: object) -> str:
+    try:
+        return str(ipaddress.ip_address(_text(value)))
+    except ValueError:
+        raise ValueError("is no IP address; write for example 10.8.0.1") from None
+
+
+def _master(value: object) -> str:
+    return _address(value) if value else ""
+
+
+def is_key(text: str) -> bool:
+    """Tell whether a text is a key of WireGuard: 32 bytes in base64."""
+    try:
+        return len(base64.b64decode(text, validate=True)) == 32
+    except (binascii.Error, ValueError):
+        return False
+
+
+_Port = Annotated[int, whole_number(1, 65535)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,9 +83,9 @@ class LinkPeer:
         endpoint: where it is reached from outside, ``HOST:PORT``; empty if it calls first.
     """
 
-    public_key: str
-    address: str
-    endpoint: str
+    public_key: Annotated[str, _text, _key] = ""
+    address: Annotated[str, _address]
+    endpoint: Annotated[str, _text, _endpoint] = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,17 +106,17 @@ class LinkSite:
         peers: the other machines.
     """
 
-    name: str
-    how: How
-    engine: Engine
-    private_key: Path
-    pre_shared_key: Path
-    listen_port: int
-    mtu: int
-    address: str
-    master: str
-    ports: tuple[int, ...]
-    peers: tuple[LinkPeer, ...]
+    name: Annotated[str, _text, _name]
+    how: How = "namespace"
+    engine: Engine = "auto"
+    private_key: Annotated[Path, _text, Path]
+    pre_shared_key: Annotated[Path, _text, Path] = Path("link.psk")
+    listen_port: _Port = 51820
+    mtu: Annotated[int, whole_number(LEAST_MTU, _MOST_MTU)] = MTU
+    address: Annotated[str, _address]
+    master: Annotated[str, _master] = ""
+    ports: tuple[_Port, ...] = ()
+    peers: Annotated[tuple[LinkPeer, ...], Key("peer")]
 
     @property
     def interface(self) -> str:
@@ -91,16 +133,8 @@ def read_site(path: Path) -> LinkSite:
     Raises:
         ConfigError: it cannot be read, or a value breaks its rule.
     """
-    try:
-        return site_of(read_toml(path), path.absolute().parent)
-    except OSError as error:
-        raise ConfigError(
-            f"{path} cannot be read: {error.strerror}; a link needs the file of its site; docs/guides/link.md has one"
-        ) from None
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
-    except ValueError as error:
-        raise ConfigError(f"{path} is no TOML: {error}; docs/guides/link.md has one to start from") from None
+    way_out = "; docs/guides/link.md has the file of a site to start from"
+    return read_toml_by(partial(site_of, folder=path.absolute().parent), path, way_out)
 
 
 def site_of(values: Mapping[str, Any], folder: Path) -> LinkSite:
@@ -111,33 +145,17 @@ def site_of(values: Mapping[str, Any], folder: Path) -> LinkSite:
         folder: that relative paths start from.
 
     Raises:
-        ConfigError: a value breaks its rule.
+        ValueError: a value breaks its rule.
 
     >>> peer = {"public_key": "", "address": "10.8.0.2"}
     >>> site = site_of({"name": "edge", "address": "10.8.0.1", "peer": [peer]}, Path("/etc/vtp"))
     >>> site.interface, str(site.private_key), site.mtu, site.peers[0].endpoint
     ('vtp-edge', '/etc/vtp/edge.key', 1420, '')
     """
-    _require_known(values, _KEYS, "")
-    name = _text(values, "name")
-    if not _NAME.fullmatch(name):
-        raise ConfigError(f"name {name!r} must be 1 to 11 of a-z, 0-9 and -, a letter first; choose a shorter one")
-    peers = values.get("peer")
-    if not isinstance(peers, list) or not peers or not all(isinstance(each, Mapping) for each in cast(Any, peers)):
+    site = as_typed(LinkSite, {"private_key": f"{values.get('name')}.key", **values})
+    if not site.peers:
         raise ConfigError("[[peer]] is missing; a link has another end; add its public_key and address")
-    site = LinkSite(
-        name=name,
-        how=_one_of(values, "how", get_args(How)),
-        engine=_one_of(values, "engine", get_args(Engine)),
-        private_key=folder / _text(values, "private_key", f"{name}.key"),
-        pre_shared_key=folder / _text(values, "pre_shared_key", "link.psk"),
-        listen_port=_number(values.get("listen_port", 51820), "listen_port", 1, 65535),
-        mtu=_number(values.get("mtu", MTU), "mtu", LEAST_MTU, _MOST_MTU),
-        address=_address(values, "address"),
-        master=_address(values, "master") if values.get("master") else "",
-        ports=tuple(_number(port, "ports", 1, 65535) for port in _list(values, "ports")),
-        peers=tuple(_peer(each) for each in cast("list[Mapping[str, Any]]", peers)),
-    )
+    site = replace(site, private_key=folder / site.private_key, pre_shared_key=folder / site.pre_shared_key)
     addresses = [site.address, *(peer.address for peer in site.peers)]
     if len(set(addresses)) < len(addresses):
         raise ConfigError(f"addresses {', '.join(addresses)} must differ; give every machine one of its own")
@@ -146,71 +164,6 @@ def site_of(values: Mapping[str, Any], folder: Path) -> LinkSite:
     if site.master and site.master not in addresses:
         raise ConfigError(f"master {site.master} is none of {', '.join(addresses)}; name the machine of rank 0")
     return site
-
-
-def _peer(values: Mapping[str, Any]) -> LinkPeer:
-    _require_known(values, _PEER_KEYS, "peer.")
-    key, endpoint = _text(values, "public_key", ""), _text(values, "endpoint", "")
-    if key and not is_key(key):
-        raise ConfigError(
-            f"peer.public_key {key!r} is no WireGuard key; it has 44 characters; `vtp link keys` prints it"
-        )
-    found = _ENDPOINT.fullmatch(endpoint)
-    if endpoint and not (found and 0 < int(found[2]) <= 65535):
-        raise ConfigError(f"peer.endpoint {endpoint!r} is not HOST:PORT; write for example 198.51.100.7:51820")
-    return LinkPeer(public_key=key, address=_address(values, "address"), endpoint=endpoint)
-
-
-def is_key(text: str) -> bool:
-    """Tell whether a text is a key of WireGuard: 32 bytes in base64."""
-    try:
-        return len(base64.b64decode(text, validate=True)) == 32
-    except (binascii.Error, ValueError):
-        return False
-
-
-def _require_known(values: Mapping[str, Any], known: tuple[str, ...], prefix: str) -> None:
-    for key in values:
-        if key not in known:
-            hint = question(key, known) or f"; the keys are {', '.join(known)}"
-            raise ConfigError(f"{prefix}{one_line(key, _MOST_TEXT)} is unknown{hint}")
-
-
-def _text(values: Mapping[str, Any], key: str, *default: str) -> str:
-    value = values.get(key, *default)
-    if value is None:
-        raise ConfigError(f"{key} is missing; a link needs it; docs/guides/link.md says what it is")
-    if not isinstance(value, str) or not value.isprintable() or len(value) > _MOST_TEXT:
-        raise ConfigError(f"{key} must be text of one line, not {ascii(value)[:60]}; write it in quotes")
-    return value
-
-
-def _one_of(values: Mapping[str, Any], key: str, known: tuple[Any, ...]) -> Any:
-    value = values.get(key, known[0])
-    if value not in known:
-        raise ConfigError(f"{key} {ascii(value)[:60]} is unknown; use one of {', '.join(known)}")
-    return value
-
-
-def _list(values: Mapping[str, Any], key: str) -> list[Any]:
-    value = values.get(key, [])
-    if not isinstance(value, list):
-        raise ConfigError(f"{key} must be a list, not {ascii(value)[:60]}; write for example [29511]")
-    return cast("list[Any]", value)
-
-
-def _number(value: object, key: str, least: int, most: int) -> int:
-    if type(value) is not int or not least <= value <= most:
-        raise ConfigError(f"{key} {ascii(value)[:60]} must be a whole number from {least} to {most}; change it")
-    return value
-
-
-def _address(values: Mapping[str, Any], key: str) -> str:
-    text = _text(values, key)
-    try:
-        return str(ipaddress.ip_address(text))
-    except ValueError:
-        raise ConfigError(f"{key} {text!r} is no IP address; write for example 10.8.0.1") from None
 
 
 Words = tuple[str, ...]

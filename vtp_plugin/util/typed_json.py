@@ -19,12 +19,13 @@ import stat
 import sys
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from io import FileIO
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
 
-from vtp_plugin.util.text import one_line
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.util.text import one_line, question
 
 MAX_BYTES: Final = 64 << 20
 """How long a file may be that a person writes or reads."""
@@ -231,14 +232,72 @@ class ShapeError(ValueError):
     """A text is not what was to be read; the error says what it is instead."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Key:
+    """How a file calls a field of a dataclass: ``Annotated[X, Key("name")]``.
+
+    Attributes:
+        name: the name; empty for a field that no file has.
+        is_needed: whether the file must have it, even if the field has a default.
+    """
+
+    name: str
+    is_needed: bool = False
+
+
+def plain_text(value: object) -> str:
+    """Take any text, as it is.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if not isinstance(value, str):
+        raise ValueError("must be text")
+    return value
+
+
+def whole_number(least: int, most: int = _MAX_INTEGER) -> Callable[[object], int]:
+    """Return what takes a whole number from `least` to `most`, and raises a ValueError for all else.
+
+    >>> whole_number(1)(3)
+    3
+    """
+
+    def take(value: object) -> int:
+        if type(value) is not int or not least <= value <= most:
+            to = "on" if most == _MAX_INTEGER else f"to {most}"
+            raise ValueError(f"must be a whole number from {least} {to}")
+        return value
+
+    return take
+
+
+def positive_number(value: object) -> float:
+    """Take a number from 0 on.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
+        raise ValueError("must be a number from 0 on")
+    return float(value)
+
+
+PlainText = Annotated[str, plain_text]
+Count = Annotated[int, whole_number(1)]
+Number = Annotated[float, positive_number]
+
+
 def read_typed(kind: type[_Kind], text: str | bytes, *, most_bytes: int = MOST_BYTES) -> _Kind:
     """Read JSON.
 
     Texts in it become one plain line of at most :data:`~vtp_plugin.util.text.MOST_CHARACTERS` characters.
 
     Args:
-        kind: ``str``, ``int``, ``float``, ``bool``, a dataclass of such, or of these ``tuple[X, ...]``,
-            ``tuple[X, Y]``, ``dict[str, X]``, ``dict[int, X]`` and ``X | None``; ``object`` for anything.
+        kind: ``str``, ``int``, ``float``, ``bool``, ``Literal`` of texts, a dataclass of such, or of these
+            ``tuple[X, ...]``, ``tuple[X, Y]``, ``dict[str, X]``, ``dict[int, X]`` and ``X | None``; ``object`` for
+            anything. ``Annotated[X, f, g]`` is what ``g`` makes of what ``f`` makes of the value; each raises a
+            ValueError that says what it must be.
         text: text in UTF-8.
         most_bytes: largest size of the text.
 
@@ -263,6 +322,46 @@ def read_typed(kind: type[_Kind], text: str | bytes, *, most_bytes: int = MOST_B
     return _typed(kind, value, ())
 
 
+def read_toml_by(read: Callable[[dict[str, Any]], _Kind], path: Path, way_out: str = "") -> _Kind:
+    """Read a file of TOML that a user has written.
+
+    Args:
+        read: makes the result of the outermost table, as with :func:`as_typed`.
+        path: path of the file.
+        way_out: what to do if it cannot be read, or is no TOML.
+
+    Raises:
+        ConfigError: it cannot be read, is no TOML, or has another shape.
+    """
+    try:
+        return read(read_toml(path))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}{way_out}") from None
+    except (ConfigError, ShapeError) as error:
+        raise ConfigError(f"{path}{' ' if isinstance(error, ShapeError) else ': '}{one_line(str(error))}") from None
+    except ValueError as error:
+        raise ConfigError(f"{path} is no TOML: {error}{way_out}") from None
+
+
+def as_typed(kind: type[_Kind], value: object, *at: str) -> _Kind:
+    """Read a plain value, see :func:`read_typed`.
+
+    Args:
+        kind: its declared shape.
+        value: the value.
+        at: keys by which it was reached, for the error.
+
+    Raises:
+        ShapeError: it has another shape.
+
+    >>> as_typed(dict[str, Count], {"tp": 0}, "cards", "old")
+    Traceback (most recent call last):
+    ...
+    vtp_plugin.util.typed_json.ShapeError: has 0 at [cards][old][tp], which must be a whole number from 1 on
+    """
+    return _typed(kind, value, functools.reduce(lambda place, key: (place, key), at, ()))
+
+
 def _typed(kind: Any, value: Any, place: tuple[Any, ...]) -> Any:
     if kind in _SCALARS:  # first: a text may hold millions of them
         return _scalar(kind, value, place)
@@ -271,6 +370,12 @@ def _typed(kind: Any, value: Any, place: tuple[Any, ...]) -> Any:
         return value
     if origin in (typing.Union, types.UnionType):
         return _one_of(inner, value, place)
+    if origin is Annotated:
+        return _annotated(inner, value, place)
+    if origin is Literal:
+        if not isinstance(value, str) or value not in inner:
+            raise ShapeError(f"has {_shown(value)}{_where(place)}, which is none of {', '.join(inner)}")
+        return value
     if origin is tuple:
         return _tuple(kind, inner, value, place)
     if origin in (dict, Mapping) and isinstance(value, dict):
@@ -319,37 +424,55 @@ def _tuple(kind: Any, inner: tuple[Any, ...], value: Any, place: tuple[Any, ...]
     return tuple(_typed(kinds[index], one, (place, index)) for index, one in enumerate(values))
 
 
+def _annotated(inner: tuple[Any, ...], value: Any, place: tuple[Any, ...]) -> Any:
+    reads = [one for one in inner[1:] if not isinstance(one, Key)]
+    if not reads:
+        return _typed(inner[0], value, place)
+    try:
+        return functools.reduce(lambda found, read: read(found), reads, value)
+    except ValueError as error:
+        raise ShapeError(f"has {_shown(value)}{_where(place)}, which {error}") from None
+
+
 def _typed_key(kind: Any, key: str, place: tuple[Any, ...]) -> Any:
-    if kind is str:
-        return one_line(key)
+    if kind in (str, PlainText):
+        return one_line(key) if kind is str else key
     if not (key.isascii() and key.isdecimal() and len(key) < 16):
         raise ShapeError(f"has the key {one_line(key, _MOST_SHOWN)!r}{_where(place)}, which is no number")
     return int(key)
 
 
 @functools.cache
-def _types_of_fields(kind: Any) -> Mapping[str, Any]:
-    """Return them by name; it takes a millisecond, and a short text may hold thousands of objects."""
-    return typing.get_type_hints(kind)
+def _fields_of(kind: Any) -> Mapping[str, tuple[str, Any, bool]]:
+    """Return name, type and whether it is needed of each field by its key; that takes a millisecond."""
+    found: dict[str, tuple[str, Any, bool]] = {}
+    kinds, missing = typing.get_type_hints(kind, include_extras=True), dataclasses.MISSING
+    for one in dataclasses.fields(kind):
+        keys = [each for each in typing.get_args(kinds[one.name]) if isinstance(each, Key)]
+        key = keys[0] if keys else Key(one.name)
+        if key.name:
+            is_needed = key.is_needed or (one.default is missing and one.default_factory is missing)
+            found[key.name] = one.name, kinds[one.name], is_needed
+    return found
 
 
 def _instance(kind: Any, value: dict[str, Any], place: tuple[Any, ...]) -> Any:
-    kinds = _types_of_fields(kind)
-    fields = {field.name: field for field in dataclasses.fields(kind)}
-    missing = dataclasses.MISSING
-    needed = [n for n, one in fields.items() if one.default is missing and one.default_factory is missing]
+    fields = _fields_of(kind)
     if unknown := sorted(set(value) - set(fields)):
-        raise ShapeError(f"has {one_line(unknown[0], _MOST_SHOWN)!r}{_where(place)}, which is unknown")
-    if lacking := [name for name in needed if name not in value]:
+        name = one_line(unknown[0], _MOST_SHOWN)
+        raise ShapeError(f"has {name!r}{_where(place)}, which is unknown{question(name, fields)}")
+    if lacking := [key for key, (_, _, is_needed) in fields.items() if is_needed and key not in value]:
         raise ShapeError(f"has no {lacking[0]!r}{_where(place)}")
-    return kind(**{name: _typed(kinds[name], one, (place, name)) for name, one in value.items()})
+    return kind(**{fields[key][0]: _typed(fields[key][1], one, (place, key)) for key, one in value.items()})
 
 
 def _wrong(kind: Any, value: Any, place: tuple[Any, ...]) -> ShapeError:
     name = kind.__name__ if isinstance(kind, type) and not typing.get_args(kind) else str(kind)
-    return ShapeError(
-        f"has {one_line(json.dumps(value), _MOST_SHOWN)}{_where(place)}, which is no {name.rpartition('.')[2]}"
-    )
+    return ShapeError(f"has {_shown(value)}{_where(place)}, which is no {name.rpartition('.')[2]}")
+
+
+def _shown(value: Any) -> str:
+    return one_line(json.dumps(value, default=str), _MOST_SHOWN)  # TOML has dates
 
 
 def _where(place: tuple[Any, ...]) -> str:

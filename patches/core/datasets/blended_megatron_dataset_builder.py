@@ -22,12 +22,14 @@ _WHY = "it waits for the world; `datasets-on-edge` needs it to work on the calli
     f"{_CLASS}.build",
     id="datasets-on-edge",
     when=Moment.U_SHAPE,
-    why="rank 0 writes the index, then all ranks of the world meet, once for each path of the data; the cloud does not "
-    "know the paths",
     remove_when="the builder takes a process group",
 )
 def _build(original: Callable[[Any], list[Any]], builder: Any) -> list[Any]:
-    """Run `BlendedMegatronDatasetBuilder.build` on rank 0, then on the other ranks of its stage."""
+    """Run `BlendedMegatronDatasetBuilder.build` on rank 0, then on the other ranks of its stage.
+
+    Why: rank 0 writes the index, then all ranks of the world meet, once for each path of the data; the cloud does not
+    know the paths.
+    """
     stage = parallel_state.get_tensor_and_data_parallel_group(with_context_parallel=True)
     datasets = original(builder) if dist.get_rank() == 0 else []
     # The other ranks read what rank 0 has written. The stage is the edge: no other stage has data.

@@ -16,11 +16,12 @@ _WAY_OUT = "take more documents, leave the set out, or give the split 0 in --spl
     "megatron.core.datasets.gpt_dataset:GPTDataset._get_num_epochs",
     id="empty-split",
     when=Moment.LIST,
-    why="it adds the tokens of one epoch until there are enough; of no tokens it does so for ever, and all ranks wait",
     remove_when="Megatron rejects a split without documents",
 )
 def _count_epochs(original: Callable[[Any, int], int], dataset: Any, num_tokens_per_epoch: int) -> int:
     """Run `_get_num_epochs`; refuse a split without tokens of which samples are wanted.
+
+    Why: it adds the tokens of one epoch until there are enough; of no tokens it does so for ever, and all ranks wait.
 
     Raises:
         ConfigError: there are no tokens.
@@ -41,8 +42,6 @@ def _count_epochs(original: Callable[[Any, int], int], dataset: Any, num_tokens_
     "megatron.core.datasets.blended_dataset:BlendedDataset.__init__",
     id="empty-split/blend",
     when=Moment.LIST,
-    why="a set with no sample, or with fewer than its weight asks for, ends the rank that builds the blend in an "
-    "AssertionError or IndexError that names no set",
     remove_when="with `empty-split`",
 )
 def _blend(
@@ -54,6 +53,9 @@ def _blend(
     config: Any,
 ) -> None:
     """Run `BlendedDataset.__init__`; tell in one line which sets it cannot blend.
+
+    Why: a set with no sample, or with fewer than its weight asks for, ends the rank that builds the blend in an
+    AssertionError or IndexError that names no set.
 
     Raises:
         ConfigError: a set has too few samples.

@@ -13,10 +13,12 @@ from vtp_plugin.patches.patch_set import Moment
     "megatron.core.datasets.utils:compile_helpers",
     id="dataset-helper",
     when=Moment.PLATFORM,
-    why="the wheel ships the compiled helper but no Makefile; start-up calls make and exits",
     remove_when="Megatron compiles only what is missing",
 )
 def _compile_if_missing(original: Callable[[], None]) -> None:
-    """Run `compile_helpers` only where the compiled helper is missing, as in a checkout of Megatron."""
+    """Run `compile_helpers` only where the compiled helper is missing, as in a checkout of Megatron.
+
+    Why: the wheel ships the compiled helper but no Makefile; start-up calls make and exits.
+    """
     if importlib.util.find_spec("megatron.core.datasets.helpers_cpp") is None:
         original()

@@ -230,12 +230,13 @@ def _is_called(name: str, file: Path | BytesIO) -> bool:
     "megatron.core.dist_checkpointing.serialization:save",
     id="bucket-map/file",
     when=Moment.LIST,
-    why="the map that `bucket-map` makes, part by part, is one file beside what is stored",
     remove_when="with `bucket-map`",
     aliases=("megatron.core.dist_checkpointing:save",),
 )
 def _save(session: Session, original: Callable[..., Any], state: Any, folder: Any, *args: Any, **kwargs: Any) -> Any:
     """Run `save`, watched as by `checkpoint-timeout`; rank 0 then writes the map.
+
+    Why: the map that `bucket-map` makes, part by part, is one file beside what is stored.
 
     It does so before what is saved in the background is complete.
     """
@@ -254,12 +255,14 @@ def _save(session: Session, original: Callable[..., Any], state: Any, folder: An
     "megatron.core.dist_checkpointing.serialization:load",
     id="checkpoint-timeout/core-load",
     when=Moment.LIST,
-    why="scripts on megatron-core call it without what `checkpoint-timeout` watches",
     remove_when="with `checkpoint-timeout`",
     aliases=("megatron.core.dist_checkpointing:load",),
 )
 def _load(session: Session, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run `load`, watched; torch wraps what is refused while it reads."""
+    """Run `load`, watched; torch wraps what is refused while it reads.
+
+    Why: scripts on megatron-core call it without what `checkpoint-timeout` watches.
+    """
     try:
         with session.ranks.together("the load of a checkpoint"), naming_broken_files(None):
             return original(*args, **kwargs)
@@ -271,13 +274,15 @@ def _load(session: Session, original: Callable[..., Any], *args: Any, **kwargs: 
     "megatron.core.dist_checkpointing.serialization:load_common_state_dict",
     id="safe-load/common-objects",
     when=Moment.LIST,
-    why="torch's own planner, which it uses, asks torch to make whatever an object names",
     remove_when="torch asks for plain values there",
     unneeded={"<0.19": "there it is a file, which `safe-load/common-file` carries"},
     aliases=("megatron.core.dist_checkpointing:load_common_state_dict",),
 )
 def _load_shared(session: Session, original: Callable[..., Any], checkpoint_dir: Any) -> Any:
-    """Run `load_common_state_dict` for plain values."""
+    """Run `load_common_state_dict` for plain values.
+
+    Why: torch's own planner, which it uses, asks torch to make whatever an object names.
+    """
     common = None if "://" in str(checkpoint_dir) else common_of(session, Path(checkpoint_dir))
     with plain_only(common, f"what all ranks share in {checkpoint_dir}"):
         return original(checkpoint_dir)

@@ -27,13 +27,15 @@ _MODULE = "megatron.core.dist_checkpointing.validation"
     f"{_MODULE}:_validate_sharding_for_key",
     id="checkpoint-integrity",
     when=Moment.LIST,
-    why="it counts accesses on one regular grid of shards, but stages of unequal size have a grid each",
     remove_when="the check works on element coverage",
 )
 def _validate_sharding(
     original: Callable[[Any], list[Exception]], rank_sharding: Sequence[tuple[int, Any]]
 ) -> list[Exception]:
-    """Replace `_validate_sharding_for_key` where shards differ in shape: every element must be stored exactly once."""
+    """Replace `_validate_sharding_for_key` where shards differ in shape: every element must be stored exactly once.
+
+    Why: it counts accesses on one regular grid of shards, but stages of unequal size have a grid each.
+    """
     shards = [shard for _, shard in rank_sharding]
     if len({(shard.local_shape, shard.axis_fragmentations) for shard in shards}) == 1:
         return original(rank_sharding)
@@ -61,13 +63,15 @@ def _box(shard: Any) -> tuple[tuple[int, int], ...]:
     f"{_MODULE}:_validate_objects_for_key",
     id="checkpoint-integrity/objects",
     when=Moment.LIST,
-    why="random states are stored on a (stage, tp) grid, whose width differs between stages",
     remove_when="with `checkpoint-integrity`",
 )
 def _validate_objects(
     original: Callable[[Any], list[Exception]], sharded_objects: Sequence[tuple[int, Any]]
 ) -> list[Exception]:
-    """Replace `_validate_objects_for_key` where grids differ in width: no object may be stored twice."""
+    """Replace `_validate_objects_for_key` where grids differ in width: no object may be stored twice.
+
+    Why: random states are stored on a (stage, tp) grid, whose width differs between stages.
+    """
     if len({obj.global_shape for _, obj in sharded_objects}) == 1:
         return original(sharded_objects)
     keys = Counter(obj.unique_key for _, obj in sharded_objects if is_main_replica(obj.replica_id))
@@ -81,12 +85,14 @@ def _validate_objects(
         ">=0.17": f"{_MODULE}:verify_checkpoint",
     },
     when=Moment.LIST,
-    why="all that reads a distributed checkpoint begins with it; then torch loads the index as a pickle, which may run "
-    "anything",
     remove_when="torch reads the index safely",
 )
 def _verify(session: Session, original: Callable[..., Any], folder: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run `verify_checkpoint` of a checkpoint whose index, and what all ranks share, name nothing that may run."""
+    """Run `verify_checkpoint` of a checkpoint whose index, and what all ranks share, name nothing that may run.
+
+    Why: all that reads a distributed checkpoint begins with it; then torch loads the index as a pickle, which may run
+    anything.
+    """
     if "://" not in str(folder):
         require_plain_checkpoint(session, Path(folder))
     return original(folder, *args, **kwargs)
@@ -96,14 +102,16 @@ def _verify(session: Session, original: Callable[..., Any], folder: Any, *args: 
     f"{_MODULE}:_determine_missing_and_unexpected_keys",
     id="checkpoint-integrity/keys",
     when=Moment.LIST,
-    why="it takes for missing what `bucket-map/request` reads by itself, random states that no other layout can take, "
-    "and the state of repeated steps, which is not asked for where no step was being repeated: --dist-ckpt-strictness "
-    "raise_all ends",
     remove_when="with `bucket-map`, and when Megatron leaves out what it does not want of another layout",
 )
 def _compare_keys(
     session: Session, original: Callable[..., tuple[set[str], set[str]]], *args: Any
 ) -> tuple[set[str], set[str]]:
-    """Run `_determine_missing_and_unexpected_keys`, and keep what a load of unequal stages really leaves out."""
+    """Run `_determine_missing_and_unexpected_keys`, and keep what a load of unequal stages really leaves out.
+
+    Why: it takes for missing what `bucket-map/request` reads by itself, random states that no other layout can take,
+    and the state of repeated steps, which is not asked for where no step was being repeated: --dist-ckpt-strictness
+    raise_all ends.
+    """
     missing, unexpected = original(*args)
     return session.loading.missing(missing), unexpected

@@ -21,8 +21,6 @@ from vtp_plugin.trace.stretches import Cause
     "megatron.core.distributed.finalize_model_grads:finalize_model_grads",
     id="finalize-model-grads",
     when=Moment.STAGES,
-    why="it broadcasts the token count over the pipeline group and all-reduces the shared embedding's gradient over "
-    "ranks of a pipeline group: the first hangs and the second mixes rows when stages differ",
     remove_when="Megatron sends the token count through the model-parallel group and knows unequal cuts",
     aliases=(
         "megatron.core.distributed:finalize_model_grads",
@@ -38,7 +36,11 @@ def _finalize(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    """Run `finalize_model_grads`, with the token count and the shared embedding summed outside of it."""
+    """Run `finalize_model_grads`, with the token count and the shared embedding summed outside of it.
+
+    Why: it broadcasts the token count over the pipeline group and all-reduces the shared embedding's gradient over
+    ranks of a pipeline group: the first hangs and the second mixes rows when stages differ.
+    """
     session.pipelines.finish_step()
     with session.recorder.span(Cause.GRADIENTS):
         _finish_gradients(session, host, original, model, num_tokens, *args, **kwargs)

@@ -164,12 +164,14 @@ _CLASS = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
     f"{_CLASS}.state_dict",
     id="torch-adam",
     when=Moment.PLATFORM,
-    why="before the first step torch's Adam has no state yet, and the method asserts that all parameters have taken "
-    "the same number of steps: loading a checkpoint fails",
     remove_when="Megatron reads the step of an optimizer without state as 0",
 )
 def _state_dict(original: Callable[[Any], dict[str, Any]], optimizer: Any) -> dict[str, Any]:
-    """Run `DistributedOptimizer.state_dict`; torch's Adam, which has no state before the first step, gets it first."""
+    """Run `DistributedOptimizer.state_dict`; torch's Adam, which has no state before the first step, gets it first.
+
+    Why: before the first step torch's Adam has no state yet, and the method asserts that all parameters have taken the
+    same number of steps: loading a checkpoint fails.
+    """
     if distrib_optimizer.HAVE_APEX_OR_TE:
         return original(optimizer)
     adam = optimizer.optimizer
@@ -216,13 +218,15 @@ def _begin(adam: torch.optim.Optimizer) -> None:
     f"{_CLASS}.load_state_dict",
     id="torch-adam/load",
     when=Moment.PLATFORM,
-    why="it gives all parameters one shared step tensor, which torch's Adam would count up once per parameter, then "
-    "overwrites it with the step of the state that was there before; and in fp32 it writes into views of leaves "
-    "outside no_grad; besides, what `group-identity` says",
     remove_when="every parameter gets a step tensor of its own, with the stored value",
 )
 def _load_state_dict(session: Session, original: Callable[[Any, Any], None], optimizer: Any, state_dict: Any) -> None:
-    """Run `DistributedOptimizer.load_state_dict`, then give each parameter of torch's Adam a step tensor of its own."""
+    """Run `DistributedOptimizer.load_state_dict`, then give each parameter of torch's Adam a step tensor of its own.
+
+    Why: it gives all parameters one shared step tensor, which torch's Adam would count up once per parameter, then
+    overwrites it with the step of the state that was there before; and in fp32 it writes into views of leaves outside
+    no_grad; besides, what `group-identity` says.
+    """
     # In fp32 the main parameters are views of the model's, which autograd does not let a load overwrite.
     with torch.no_grad():
         load_groups(session, original, optimizer, state_dict)
@@ -242,13 +246,15 @@ def _load_state_dict(session: Session, original: Callable[[Any, Any], None], opt
     f"{_CLASS}._set_main_param_and_optimizer_states",
     id="torch-adam/set-states",
     when=Moment.PLATFORM,
-    why="it looks up every tensor of torch's Adam, but fully reshardable checkpoints hold no step per parameter",
     remove_when="Megatron leaves out what the checkpoint does not hold",
 )
 def _set_states(
     original: Callable[[Any, Any, dict[str, Any]], None], optimizer: Any, model_param: Any, tensors: dict[str, Any]
 ) -> None:
-    """Run `_set_main_param_and_optimizer_states` on tensors that a checkpoint may hold without their step."""
+    """Run `_set_main_param_and_optimizer_states` on tensors that a checkpoint may hold without their step.
+
+    Why: it looks up every tensor of torch's Adam, but fully reshardable checkpoints hold no step per parameter.
+    """
     # The stored step comes with the optimizer's state (`torch-adam/load`). Until then each has the one that all have:
     # Megatron 0.12 copies what it is given; later families skip it where it is no tensor.
     step = next((state["step"] for state in optimizer.optimizer.state.values() if "step" in state), None)
@@ -260,12 +266,14 @@ def _set_states(
     f"{_CLASS}.__init__",
     id="torch-adam/no-parameters",
     when=Moment.PLATFORM,
-    why="every rank has an optimizer for experts with groups of their own where one stage has some; without "
-    "parameters it takes no steps, but its number of steps is stored for all stages",
     remove_when="Megatron counts the steps of an optimizer without parameters, or stores none",
 )
 def _init(original: Callable[..., None], optimizer: Any, *args: Any, **kwargs: Any) -> None:
-    """Run `DistributedOptimizer.__init__`; an optimizer without parameters counts its steps from then on."""
+    """Run `DistributedOptimizer.__init__`; an optimizer without parameters counts its steps from then on.
+
+    Why: every rank has an optimizer for experts with groups of their own where one stage has some; without parameters
+    it takes no steps, but its number of steps is stored for all stages.
+    """
     original(optimizer, *args, **kwargs)
     adam = optimizer.optimizer
     if isinstance(adam, torch.optim.Optimizer) and _is_empty(adam):
@@ -279,12 +287,14 @@ def _init(original: Callable[..., None], optimizer: Any, *args: Any, **kwargs: A
     unneeded={"<0.15": "it stores no optimizer so"},
     id="bucket-gaps",
     when=Moment.PLATFORM,
-    why="it joins buckets without their padding and cuts parameters where they lie with it: what follows a padded "
-    "bucket, such as that of a tied embedding, is stored shifted",
     remove_when="Megatron cuts what it has joined",
 )
 def _reshardable_state(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run `sharded_param_state_fully_reshardable` with the places that parameters have without padding."""
+    """Run `sharded_param_state_fully_reshardable` with the places that parameters have without padding.
+
+    Why: it joins buckets without their padding and cuts parameters where they lie with it: what follows a padded
+    bucket, such as that of a tied embedding, is stored shifted.
+    """
     with ExitStack() as until:
         for buffer in optimizer.buffers:
             until.enter_context(UndoStack().during(Name(buffer, "param_index_map"), _without_padding(buffer)))

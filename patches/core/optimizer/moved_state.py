@@ -39,8 +39,6 @@ _OLDER_CLASS = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
     f"{_OLDER_CLASS}.sharded_state_dict",
     id="bucket-map/older-request",
     when=Moment.LIST,
-    why="it stores each parameter's state on one regular grid of blocks, which stages of unequal size have not, or "
-    "without saying where it lies; by bucket, with a map, any layout can load it",
     remove_when="Megatron 0.12 is no longer supported",
     unneeded={">=0.15": "bucket-map/request"},
 )
@@ -52,7 +50,11 @@ def _older_state(
     is_loading: bool = False,
     sharding_type: str = BY_BLOCK,
 ) -> dict[Any, Any]:
-    """Run `sharded_state_dict`, by bucket where stages differ; what a checkpoint holds by bucket is noted as wanted."""
+    """Run `sharded_state_dict`, by bucket where stages differ; what a checkpoint holds by bucket is noted as wanted.
+
+    Why: it stores each parameter's state on one regular grid of blocks, which stages of unequal size have not, or
+    without saying where it lies; by bucket, with a map, any layout can load it.
+    """
     if is_loading and session.loading.stored_optimizer is not None:
         return request_state(optimizer, session.loading.stored_optimizer, cuts_of(model_state), session.loading.rates)
     if not is_loading and len(set(session.planned.layout.tp_sizes)) > 1:
@@ -64,13 +66,15 @@ def _older_state(
     f"{_OLDER_CLASS}.get_parameter_state_fs_bucket_space",
     id="bucket-map/older-state",
     when=Moment.LIST,
-    why="its caller takes the step of torch's Adam for a tensor of the bucket, and leaves out padding before a rank's "
-    "first parameter, so that Megatron's own check of what is stored fails",
     remove_when="Megatron 0.12 is no longer supported",
     unneeded={">=0.15": "the caller does both"},
 )
 def _bucket_state(original: Callable[[Any], dict[Any, Any]], optimizer: Any) -> dict[Any, Any]:
-    """Run `get_parameter_state_fs_bucket_space`; take the steps out, and put padding in."""
+    """Run `get_parameter_state_fs_bucket_space`; take the steps out, and put padding in.
+
+    Why: its caller takes the step of torch's Adam for a tensor of the bucket, and leaves out padding before a rank's
+    first parameter, so that Megatron's own check of what is stored fails.
+    """
     state = original(optimizer)
     for number in range(len(optimizer.gbuf_ranges)):
         for parameters in (each for buckets in state[number].values() for each in buckets):
@@ -87,13 +91,14 @@ def _bucket_state(original: Callable[[Any], dict[Any, Any]], optimizer: Any) -> 
     "megatron.core.dist_checkpointing.strategies.torch:sharded_tensor_to_torch_sharded_tensor",
     id="bucket-map/older-pieces",
     when=Moment.LIST,
-    why="it fails where a rank stores more than one piece of a bucket, since it takes the place of the first for that "
-    "of all",
     remove_when="Megatron 0.12 is no longer supported",
     unneeded={">=0.15": "it takes pieces of any bucket"},
 )
 def _torch_tensor(original: Callable[..., Any], pieces: list[Any], rank: int | None = None, *args: Any) -> Any:
     """Run `sharded_tensor_to_torch_sharded_tensor`; in a bucket each piece is a shard, and each gap is another rank's.
+
+    Why: it fails where a rank stores more than one piece of a bucket, since it takes the place of the first for that of
+    all.
 
     The shards that a rank lists for others only have to cover the tensor: torch keeps what each rank lists of its own.
     """
@@ -149,7 +154,6 @@ class MapPart:
     },
     id="bucket-map",
     when=Moment.LIST,
-    why="what it stores does not say which parameter lies where in a bucket, so that only the same layout can load it",
     remove_when="Megatron stores a map of its buckets",
 )
 def _with_map(
@@ -160,7 +164,10 @@ def _with_map(
     is_loading: bool = False,
     *args: Any,
 ) -> dict[Any, Any]:
-    """Run what stores an optimizer by bucket; the first rank of a group adds its part of the map to what it saves."""
+    """Run what stores an optimizer by bucket; the first rank of a group adds its part of the map to what it saves.
+
+    Why: what it stores does not say which parameter lies where in a bucket, so that only the same layout can load it.
+    """
     state = original(optimizer, model_state, is_loading, *args)
     is_first = optimizer.data_parallel_group.rank() == 0 and optimizer.distributed_optimizer_instance_id == 0
     if is_first and not is_loading:
@@ -182,7 +189,6 @@ def _own_buckets(optimizer: Any, model_state: Any, *, is_padded: bool) -> tuple[
     f"{_CLASS}.sharded_state_dict",
     id="bucket-map/request",
     when=Moment.LIST,
-    why="it asks for the buckets of this layout, which a checkpoint of another one does not have",
     remove_when="with `bucket-map`",
     unneeded={"<0.15": "bucket-map/older-request"},
 )
@@ -195,7 +201,10 @@ def _wanted_state(
     sharding_type: str | None = None,
     metadata: dict[str, Any] | None = None,
 ) -> dict[Any, Any]:
-    """Run `sharded_state_dict`; where a checkpoint has other buckets, ask for nothing and note what is wanted of it."""
+    """Run `sharded_state_dict`; where a checkpoint has other buckets, ask for nothing and note what is wanted of it.
+
+    Why: it asks for the buckets of this layout, which a checkpoint of another one does not have.
+    """
     stored = session.loading.stored_optimizer
     if stored is None or not is_loading:
         return original(optimizer, model_state, is_loading, sharding_type, metadata)
@@ -271,11 +280,13 @@ def _take_rest(stored: StoredOptimizer, rest: dict[str, Any], rates: Rates) -> N
     },
     id="bucket-map/load",
     when=Moment.LIST,
-    why="it takes tensors of the buckets of this layout; those of another one are cut and copied to their places",
     remove_when="with `bucket-map`",
 )
 def _fill(original: Callable[[Any, Any], None], optimizer: Any, state: Any) -> None:
-    """Run what loads an optimizer by bucket, or read what was noted by `bucket-map/request`."""
+    """Run what loads an optimizer by bucket, or read what was noted by `bucket-map/request`.
+
+    Why: it takes tensors of the buckets of this layout; those of another one are cut and copied to their places.
+    """
     if isinstance(state, Request):
         state.fill(_tensors(optimizer, parameter) for parameter, _ in _held(optimizer))
     else:

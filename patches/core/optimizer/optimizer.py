@@ -103,8 +103,6 @@ _UNMARKED: Final = ("softmax_offset",)
     "megatron.core.optimizer:get_megatron_optimizer",
     id="sharding-marks",
     when=Moment.STAGES,
-    why="norms, clipping and numbers of zeros count a weight on every rank of a stage if it is marked as cut, on the "
-    "first one if not, whatever it is; sinks are cut by heads and not marked",
     remove_when="Megatron marks what `sharded_state_dict` cuts",
     aliases=("megatron.training.training:get_megatron_optimizer",),
 )
@@ -118,6 +116,9 @@ def _get_optimizer(
     **kwargs: Any,
 ) -> Any:
     """Run `get_megatron_optimizer`; on unequal stages all ranks look at the marks of their weights first.
+
+    Why: norms, clipping and numbers of zeros count a weight on every rank of a stage if it is marked as cut, on the
+    first one if not, whatever it is; sinks are cut by heads and not marked.
 
     Raises:
         ConfigError: a mark is wrong; on all ranks.
@@ -249,13 +250,15 @@ def _covers_less(item: ShardedTensor | ShardedTensorFactory) -> bool:
     "megatron.core.optimizer.optimizer:ChainedOptimizer.prepare_grads",
     id="shared-loss-scale",
     when=Moment.LIST,
-    why="experts with groups of their own have an optimizer, and a loss scale, of their own, which follows their "
-    "overflows alone; but the loss has the first optimizer's, so their gradients would be divided by another number "
-    "than on a stage that has them in the first one",
     remove_when="the optimizers of a rank share a loss scale",
 )
 def _prepare(session: Session, original: Callable[[Any], bool], chain: Any) -> bool:
-    """Run `ChainedOptimizer.prepare_grads`; on unequal stages all scales are the first's, and follow all overflows."""
+    """Run `ChainedOptimizer.prepare_grads`; on unequal stages all scales are the first's, and follow all overflows.
+
+    Why: experts with groups of their own have an optimizer, and a loss scale, of their own, which follows their
+    overflows alone; but the loss has the first optimizer's, so their gradients would be divided by another number than
+    on a stage that has them in the first one.
+    """
     members = (getattr(optimizer, "grad_scaler", None) for optimizer in chain.chained_optimizers)
     scalers = [scaler for scaler in members if scaler is not None]
     if len(scalers) < 2 or not session.pipelines.are_unequal():

@@ -281,14 +281,16 @@ class _OverChannels:
     "megatron.core.pipeline_parallel.bridge_communicator:BridgeCommunicator",
     id="bridge-communicator",
     when=Moment.BRIDGES,
-    why="its methods send whole tensors between leaders, one after another, and need sizes that divide; a subclass "
-    "sends every overlap over its own link",
     remove_when="Megatron's bridge takes a communicator as its pipelines do",
     versions=">=0.19,<0.20",
     aliases=("megatron.core.pipeline_parallel.multimodule_communicator:BridgeCommunicator",),
 )
 def _in_this_run(session: Session, original: type) -> type:
-    """Make the subclass that belongs to the applied plugin."""
+    """Make the subclass that belongs to the applied plugin.
+
+    Why: its methods send whole tensors between leaders, one after another, and need sizes that divide; a subclass sends
+    every overlap over its own link.
+    """
     return bridge_class(lambda: session, original)
 
 

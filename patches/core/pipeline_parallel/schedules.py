@@ -52,8 +52,6 @@ _COMMON = (
     "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
     id="planned-schedule",
     when=Moment.LIST,
-    why="training and evaluation both ask here for the function that runs a step; Megatron's own have no U-shape, and "
-    "their 1F1B posts a receive only when it waits for it",
     remove_when="Megatron's schedules take an order of actions",
     aliases=(
         "megatron.core.pipeline_parallel:get_forward_backward_func",
@@ -68,7 +66,11 @@ def _choose(
     *args: Any,
     **kwargs: Any,
 ) -> Callable[..., list[Any]]:
-    """Run `get_forward_backward_func`; for the run's own pipeline return the planned schedule, where there is one."""
+    """Run `get_forward_backward_func`; for the run's own pipeline return the planned schedule, where there is one.
+
+    Why: training and evaluation both ask here for the function that runs a step; Megatron's own have no U-shape, and
+    their 1F1B posts a receive only when it waits for it.
+    """
     stock = original(*args, **kwargs)
     own = session.pipelines.own
     if own is None or not host.is_whole_pipeline(*args, **kwargs):
@@ -86,9 +88,6 @@ def _choose(
     "megatron.core.pipeline_parallel.schedules:forward_step",
     id="auxiliary-loss-scale",
     when=Moment.LIST,
-    why="it scales the losses of routers by this stage's numbers of microbatches and context-parallel ranks, but the "
-    "gradients of all stages are averaged as those of the stage with the loss; and a trace tells the loss function, "
-    "which may wait for other replicas, from what the stage computes",
     remove_when="Megatron knows stages with different numbers of replicas",
 )
 def _forward_step(
@@ -102,6 +101,10 @@ def _forward_step(
     **kwargs: Any,
 ) -> Any:
     """Run `forward_step`; other losses than the model's are scaled as on the stage with the loss.
+
+    Why: it scales the losses of routers by this stage's numbers of microbatches and context-parallel ranks, but the
+    gradients of all stages are averaged as those of the stage with the loss; and a trace tells the loss function, which
+    may wait for other replicas, from what the stage computes.
 
     A recorder that is on is told what the script's loss function takes.
     """

@@ -16,8 +16,6 @@ from vtp_plugin.session import Session
     id="last-stage",
     when=Moment.U_SHAPE,
     unneeded={"<0.13": "all ask megatron.core.parallel_state:is_pipeline_last_stage, which `last-stage/chunk` carries"},
-    why="all that depends on the end of the model asks here: who builds the head, who turns its output into fp32, who "
-    "averages and reports the loss",
     remove_when="Megatron has a placement of chunks that ends on another stage than the last",
     aliases=(
         "megatron.core.models.common.language_module.language_module:is_pp_last_stage",
@@ -28,5 +26,9 @@ from vtp_plugin.session import Session
     ),
 )
 def _is_last(session: Session, original: Callable[..., bool], pp_group: dist.ProcessGroup) -> bool:
-    """Replace `is_pp_last_stage`: the model ends on the stage with the loss, which is the first in a U."""
+    """Replace `is_pp_last_stage`: the model ends on the stage with the loss, which is the first in a U.
+
+    Why: all that depends on the end of the model asks here: who builds the head, who turns its output into fp32, who
+    averages and reports the loss.
+    """
     return dist.get_rank(pp_group) == session.planned.loss_stage

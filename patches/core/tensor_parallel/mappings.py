@@ -24,7 +24,6 @@ def _given(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     f"{_MODULE}:_gather_along_first_dim",
     id="gloo-uneven-gather",
     when=Moment.CPU,
-    why="gloo gathers only tensors of one size, and ranks of a stage send experts different numbers of tokens",
     remove_when="gloo gathers tensors of different sizes",
 )
 def _gather(
@@ -35,7 +34,10 @@ def _gather(
     *args: Any,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Run `_gather_along_first_dim`; pieces of different sizes travel in boxes of the largest one."""
+    """Run `_gather_along_first_dim`; pieces of different sizes travel in boxes of the largest one.
+
+    Why: gloo gathers only tensors of one size, and ranks of a stage send experts different numbers of tokens.
+    """
     group = _given(group)
     if output_split_sizes is None or group.size() == 1:
         return original(input_, group, output_split_sizes, *args, **kwargs)
@@ -51,7 +53,6 @@ def _gather(
     f"{_MODULE}:_reduce_scatter_along_first_dim",
     id="gloo-uneven-reduce-scatter",
     when=Moment.CPU,
-    why="as `gloo-uneven-gather`, on the way back",
     remove_when="gloo scatters sums of different sizes",
 )
 def _reduce_scatter(
@@ -62,7 +63,10 @@ def _reduce_scatter(
     *args: Any,
     **kwargs: Any,
 ) -> torch.Tensor:
-    """Run `_reduce_scatter_along_first_dim`; of pieces of different sizes each rank sums all and keeps its own."""
+    """Run `_reduce_scatter_along_first_dim`; of pieces of different sizes each rank sums all and keeps its own.
+
+    Why: as `gloo-uneven-gather`, on the way back.
+    """
     group = _given(group)
     if input_split_sizes is None or group.size() == 1:
         return original(input_, group, input_split_sizes, *args, **kwargs)

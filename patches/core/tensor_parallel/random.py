@@ -15,8 +15,6 @@ from vtp_plugin.platform.cpu import CpuPlatform
     "megatron.core.tensor_parallel.random:CudaRNGStatesTracker.fork",
     id="cpu-rng-tracker",
     when=Moment.CPU,
-    why="on CPU, dropout and weight initialisation draw from torch's default generator, while the tracker switches "
-    "the device's; without this, tensor-parallel ranks would draw equal shards",
     remove_when="Megatron's tracker knows the CPU",
 )
 @contextmanager
@@ -24,6 +22,9 @@ def _fork(
     platform: CpuPlatform, original: Callable[..., AbstractContextManager[None]], *args: Any, **kwargs: Any
 ) -> Iterator[None]:
     """Enter `fork`, which switches the device's generator, then let the host draw from that generator.
+
+    Why: on CPU, dropout and weight initialisation draw from torch's default generator, while the tracker switches the
+    device's; without this, tensor-parallel ranks would draw equal shards.
 
     `fork` itself sees the host's as torch's default one: it warns where that has moved.
     """

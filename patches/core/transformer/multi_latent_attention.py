@@ -95,13 +95,14 @@ def _init(session: Session, original: Callable[..., None], layer: Any, config: A
     unneeded=dict.fromkeys(
         capability("latent_attention").versions, "`latent-attention-grad` and `latent-attention-grad/fused` correct it"
     ),
-    why="its gradient depends on the size of the stage, and is corrected for Megatron 0.19 only",
     remove_when="latent attention was run with this Megatron",
 )
 def _refuse(
     session: Session, host: MegatronHost, original: Callable[..., None], layer: Any, *args: Any, **kwargs: Any
 ) -> None:
     """Refuse to build latent attention for stages of different sizes.
+
+    Why: its gradient depends on the size of the stage, and is corrected for Megatron 0.19 only.
 
     Raises:
         ConfigError: the stages differ.

@@ -14,12 +14,14 @@ from vtp_plugin.patches.patch_set import Moment
     "megatron.core.transformer.torch_norm:WrappedTorchNorm.__new__",
     id="cpu-norm",
     when=Moment.CPU,
-    why="it does not support sequence parallelism, and the other norms need a GPU; a norm acts on single rows, so it "
-    "only lacks the mark by which Megatron sums the weights' gradients over the stage",
     remove_when="WrappedTorchNorm supports sequence parallelism",
 )
 def _new(original: Callable[..., Any], cls: type, config: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run `WrappedTorchNorm.__new__` as without sequence parallelism, then mark the weights as sequence-parallel."""
+    """Run `WrappedTorchNorm.__new__` as without sequence parallelism, then mark the weights as sequence-parallel.
+
+    Why: it does not support sequence parallelism, and the other norms need a GPU; a norm acts on single rows, so it
+    only lacks the mark by which Megatron sums the weights' gradients over the stage.
+    """
     if not config.sequence_parallel:
         return original(cls, config, *args, **kwargs)
     plain_config = copy.copy(config)

@@ -54,12 +54,14 @@ def _keep_full_chunks(
     id="cpu-initialization",
     when=Moment.PLATFORM,
     unneeded={"<0.18": "models are built by megatron.training.training:get_model alone, which moves them"},
-    why="its caller leaves a model that --use-cpu-initialization drew on the CPU, though its data are on the device; "
-    "training.training:get_model moves it",
     remove_when="it moves what was drawn on the CPU",
 )
 def _move_to_device(original: Callable[..., list[Any]], model_list: list[Any], config: Any, *args: Any) -> list[Any]:
-    """Move chunks that were drawn on the CPU onto this rank's device, then wrap them as `original` does."""
+    """Move chunks that were drawn on the CPU onto this rank's device, then wrap them as `original` does.
+
+    Why: its caller leaves a model that --use-cpu-initialization drew on the CPU, though its data are on the device;
+    training.training:get_model moves it.
+    """
     if config.use_cpu_initialization:
         for chunk in model_list:
             chunk.cuda()

@@ -22,6 +22,7 @@ def test_a_module_is_listed_for_the_moments_of_its_records(name: str) -> None:
     with contextlib.suppress(ImportError):  # of MindSpeed, where there is none
         records = declared(importlib.import_module(f"vtp_plugin.patches.{name}"))
         assert [record.id for record in records if name not in MODULES[record.when]] == []
+        assert [record.id for record in records if not record.why] == []  # neither it nor its function says why
 
 
 def test_a_module_with_records_is_listed() -> None:

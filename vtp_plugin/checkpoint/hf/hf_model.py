@@ -254,14 +254,6 @@ class HFModel(GPTModel):
         is_topk_normalised: whether the weights of a token's experts add up to 1.
         dropout: dropout of attention.
         vision: the part that sees pictures; None without one.
-        num_predicting: none has multi-token prediction.
-        num_positions: positions are rotations.
-        is_gated: all are.
-        has_bias: none has biases but of queries, keys and values.
-        has_norm_bias: all have RMSNorm.
-        has_qkv_bias: see the base.
-        has_query_norm: see the base.
-        is_tied: see the base.
     """
 
     family: str
@@ -273,14 +265,6 @@ class HFModel(GPTModel):
     is_topk_normalised: bool = True
     dropout: float = 0.0
     vision: VisionPart | None = None
-    num_predicting: int = 0
-    num_positions: int = 0
-    is_gated: bool = True
-    has_bias: bool = False
-    has_norm_bias: bool = False
-    has_qkv_bias: bool = False
-    has_query_norm: bool = False
-    is_tied: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -543,17 +543,21 @@ def replaces(target: str = "", **record: Any) -> Callable[[Function], Function]:
 
     Args:
         target: target of the record.
-        record: its other attributes, as of :class:`Replacement`.
+        record: its other attributes, as of :class:`Replacement`; without ``why`` the function's docstring says that.
 
     The function asks for what it needs by the names of its parameters before ``original``. Several declarations may
     stand above one function.
 
-    >>> @replaces("host.state:setup", id="X1", when="always", why="...", remove_when="never")
+    >>> @replaces("host.state:setup", id="X1", when="always", remove_when="never")
     ... def shout(end, original, text):
+    ...     '''Run `setup`, louder.
+    ...
+    ...     Why: nobody hears it.
+    ...     '''
     ...     return original(text) + end
     >>> (record,) = declared_by(shout)
-    >>> record.id, record.needs, record.bound({"end": "!"}).build(str.upper)("hi")
-    ('X1', ('end',), 'HI!')
+    >>> record.id, record.why, record.needs, record.bound({"end": "!"}).build(str.upper)("hi")
+    ('X1', 'nobody hears it', ('end',), 'HI!')
     """
     return _declare(target, record, partial(partial, wrap_with))
 
@@ -576,11 +580,18 @@ def _declare(
     def declare(function: Function) -> Function:
         names = list(inspect.signature(function).parameters)
         needs = tuple(names[: names.index(_ORIGINAL)])
-        found = Replacement(target=target, needs=needs, make=make(function), **record)
+        given: dict[str, Any] = {"why": _why_of(function), **record}
+        found = Replacement(target=target, needs=needs, make=make(function), **given)
         setattr(function, _MARK, (found, *declared_by(function)))
         return function
 
     return declare
+
+
+def _why_of(function: Callable[..., Any]) -> str:
+    """Return the paragraph of a docstring that begins with ``Why:``; empty where there is none."""
+    found = re.search(r"^Why: (.+?)\.(?:\n\n|\Z)", inspect.getdoc(function) or "", re.MULTILINE | re.DOTALL)
+    return " ".join(found[1].split()) if found else ""
 
 
 def declared_by(function: Callable[..., Any]) -> tuple[Replacement, ...]:

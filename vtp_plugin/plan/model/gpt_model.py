@@ -62,7 +62,7 @@ class Experts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPTModel:
-    """Sizes of the whole model.
+    """Sizes of the whole model; by default that of a Llama, whose positions are rotations.
 
     Attributes:
         num_layers: number of layers, without those of multi-token prediction.
@@ -85,20 +85,20 @@ class GPTModel:
     """
 
     num_layers: int
-    num_predicting: int
+    num_predicting: int = 0
     hidden: int
     heads: int
     groups: int
     kv_channels: int
     ffn: int
     vocab: int
-    num_positions: int
-    is_gated: bool
-    has_bias: bool
-    has_qkv_bias: bool
-    has_norm_bias: bool
-    has_query_norm: bool
-    is_tied: bool
+    num_positions: int = 0
+    is_gated: bool = True
+    has_bias: bool = False
+    has_qkv_bias: bool = False
+    has_norm_bias: bool = False
+    has_query_norm: bool = False
+    is_tied: bool = False
     latent: Latent | None = None
     experts: Experts | None = None
 
@@ -381,15 +381,9 @@ class VisionTower(GPTModel):
         patch: width of the squares of pixels that become one vector.
         merge: width of the squares of vectors that become one token.
         out: width of a token.
-        num_predicting: none has multi-token prediction.
         vocab: it knows no words.
-        num_positions: positions are rotations.
-        is_gated: all are.
         has_bias: all linear layers have one.
         has_qkv_bias: see the base.
-        has_norm_bias: all have RMSNorm.
-        has_query_norm: see the base.
-        is_tied: see the base.
     """
 
     channels: int
@@ -397,15 +391,9 @@ class VisionTower(GPTModel):
     patch: int
     merge: int
     out: int
-    num_predicting: int = 0
     vocab: int = 0
-    num_positions: int = 0
-    is_gated: bool = True
     has_bias: bool = True
     has_qkv_bias: bool = True
-    has_norm_bias: bool = False
-    has_query_norm: bool = False
-    is_tied: bool = False
 
     @property
     def merged(self) -> int:

@@ -2,138 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Annotated, Literal
 
-from vtp_plugin.errors import ConfigError, LayoutError
+from vtp_plugin.config.flag import parse_bytes
+from vtp_plugin.errors import LayoutError
 from vtp_plugin.tune.cluster.speed import Link
-from vtp_plugin.util.typed_json import read_toml
-
-Read = TypeVar("Read")
-
-
-def read_file(path: Path, read: Callable[[Table], Read]) -> Read:
-    """Read a TOML file.
-
-    Args:
-        path: path of the file.
-        read: turns the file's outermost table into the result.
-
-    Raises:
-        ConfigError: it cannot be read, is no TOML, or ``read`` rejects it.
-    """
-    try:
-        top = Table(read_toml(path), TOP)
-        found = read(top)
-        top.done()
-        return found
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
-    except ValueError as error:
-        raise ConfigError(f"{path} is no TOML: {error}") from None
-
-
-TOP = "the file"
-
-
-class Table:
-    """A table that knows which of its keys were read, so that unknown ones are rejected."""
-
-    def __init__(self, data: object, name: str) -> None:
-        if not isinstance(data, Mapping):
-            raise ConfigError(f"{name} must be a table, not {data!r}")
-        self.data = dict(data)
-        self.name = name
-        self.left = set(self.data)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.data)
-
-    def __contains__(self, key: str) -> bool:
-        return key in self.data
-
-    def path(self, key: str) -> str:
-        """Give the full name of a key, with the tables around it."""
-        return key if self.name == TOP else f"{self.name}.{key}"
-
-    def table(self, key: str, *, is_optional: bool = False) -> Table:
-        """Read a table; an optional one that is missing is empty."""
-        if key not in self.data and not is_optional:
-            raise ConfigError(f"the table {self.path(key)} is missing")
-        self.left.discard(key)
-        return Table(self.data.get(key, {}), self.path(key))
-
-    def tables(self, key: str) -> list[Table]:
-        """Read a list of tables; empty if it is missing."""
-        self.left.discard(key)
-        found = self.data.get(key, [])
-        if not isinstance(found, list):
-            raise ConfigError(f"{self.path(key)} must be a list of tables: write [[{self.path(key)}]]")
-        return [Table(each, f"{self.path(key)}[{number}]") for number, each in enumerate(found)]
-
-    def text(self, key: str, *default: str) -> str:
-        """Read a text."""
-        value = self._take(key, *default)
-        if not isinstance(value, str):
-            raise ConfigError(f"{self.path(key)} must be text, not {value!r}")
-        return value
-
-    def number(self, key: str, *default: float) -> float:
-        """Read a number that is at least 0."""
-        value = self._take(key, *default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-            raise ConfigError(f"{self.path(key)} must be a number from 0 on, not {value!r}")
-        return float(value)
-
-    def known(self, key: str) -> float | None:
-        """Read a number; None if it is missing."""
-        return self.number(key) if key in self else None
-
-    def count(self, key: str, *default: int) -> int:
-        """Read a whole number that is at least 1."""
-        value = self._take(key, *default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{self.path(key)} must be a whole number from 1 on, not {value!r}")
-        return value
-
-    def _take(self, key: str, *default: object) -> object:
-        self.left.discard(key)
-        if key not in self.data:
-            if not default:
-                raise ConfigError(f"{self.path(key)} is missing")
-            return default[0]
-        return self.data[key]
-
-    def flag(self, key: str) -> bool:
-        """Read true or false; false if it is missing."""
-        value = self._take(key, False)
-        if not isinstance(value, bool):
-            raise ConfigError(f"{self.path(key)} must be true or false, not {value!r}")
-        return value
-
-    def value(self, key: str) -> object:
-        """Read a value of any type."""
-        return self._take(key)
-
-    def done(self) -> None:
-        """Reject keys that were not read."""
-        if self.left:
-            raise ConfigError(
-                f"unknown key {self.path(sorted(self.left)[0])}; use one of those in docs/guides/search.md"
-            )
-
+from vtp_plugin.util.typed_json import Count, Key, Number, PlainText, plain_text, positive_number
 
 Part = Literal["dense", "experts", "embedding", "head", "update"]
 """What has a time of its own: a dense layer, one with experts, what is before and behind them, the optimizer."""
 
 
+def _of_ms(value: object) -> float:
+    return positive_number(value) / 1e3
+
+
+def _of_tbytes(value: object) -> float:
+    return positive_number(value) * 1e12
+
+
+def _of_sizes(value: object) -> int | None:
+    return parse_bytes(text) if (text := plain_text(value)) else None
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Time:
-    """A measured time of one part of the model on one card.
+    """A measured time of one part of the model on one card, as a file has it; there times are in milliseconds.
 
     Attributes:
         part: name of the part of the model, or ``update`` for the optimizer.
@@ -149,13 +45,13 @@ class Time:
     """
 
     part: Part
-    tp: int
-    micro_batch_size: int
-    seq_length: int
-    forward_s: float
-    backward_s: float
-    is_recomputed: bool = False
-    weights_s: float | None = None
+    tp: Count
+    micro_batch_size: Count
+    seq_length: Count
+    forward_s: Annotated[float, Key("forward_ms"), _of_ms]
+    backward_s: Annotated[float, Key("backward_ms"), _of_ms] = 0.0
+    is_recomputed: Annotated[bool, Key("recomputed")] = False
+    weights_s: Annotated[float | None, Key("weights_ms"), _of_ms] = None
 
     @property
     def of_weights_s(self) -> float:
@@ -205,26 +101,36 @@ class Location:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """A kind of card.
+    """A kind of card, as a file has it.
 
     Attributes:
         name: name of the kind, for people.
         memory_bytes: memory of a card, in bytes; None for no limit.
-        flops_per_s: operations that layers reach in a second: those of the data sheet times the share that is reached;
-            None if not known.
+        teraflops: operations in a second of the data sheet, in 1e12; None if not known.
+        share: the share of them that layers reach.
         memory_bytes_per_s: memory bandwidth, which the optimizer waits for; None if not known.
         price_per_hour: price of a card for an hour; None where it is not known.
         times: measured times of the model's parts.
-        origin: where the times come from; None for those in the cluster's own file.
+        profile: file that has more of them; empty for none.
+        origin: where those of the profile come from; None without one.
+        source: where the figures come from, for people.
     """
 
-    name: str
-    memory_bytes: int | None
-    flops_per_s: float | None
-    memory_bytes_per_s: float | None
-    price_per_hour: float | None
-    times: tuple[Time, ...]
-    origin: Origin | None = None
+    name: Annotated[str, Key("")] = ""
+    memory_bytes: Annotated[int | None, Key("memory"), _of_sizes] = None
+    teraflops: Number | None = None
+    share: Number = 0.4
+    memory_bytes_per_s: Annotated[float | None, Key("memory_tbyte_per_s"), _of_tbytes] = None
+    price_per_hour: Number | None = None
+    times: tuple[Time, ...] = ()
+    profile: PlainText = ""
+    origin: Annotated[Origin | None, Key("")] = None
+    source: PlainText = ""
+
+    @property
+    def flops_per_s(self) -> float | None:
+        """Operations that layers reach in a second; None if not known."""
+        return None if self.teraflops is None else self.teraflops * self.share * 1e12
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

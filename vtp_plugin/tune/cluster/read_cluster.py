@@ -5,20 +5,19 @@ from __future__ import annotations
 import json
 import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict
-from functools import cache
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache, partial
 from itertools import accumulate, product
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, cast
 
-from vtp_plugin.config.flag import parse_bytes
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.layout.layer_lists import Chunk
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.plan.memory.activation_rows import Microbatch
 from vtp_plugin.plan.memory.footprint import Training, footprints
 from vtp_plugin.plan.model.gpt_model import GPTModel
-from vtp_plugin.tune.cluster.machines import Card, Cluster, Links, Nodes, Origin, Part, Table, Time, read_file
+from vtp_plugin.tune.cluster.machines import Card, Cluster, Links, Nodes, Origin, Time
 from vtp_plugin.tune.cluster.speed import (
     Batch,
     Link,
@@ -30,6 +29,7 @@ from vtp_plugin.tune.cluster.speed import (
     least_sure,
     part_parameters,
 )
+from vtp_plugin.util.typed_json import Count, PlainText, as_typed, read_toml_by
 
 # Adam reads and writes two moments and a master weight of 4 bytes each, reads the gradient and writes the weight.
 _UPDATE_BYTES = 28
@@ -259,8 +259,7 @@ def _update_s(card: Card, numel: float) -> tuple[float, Source]:
 
 _FORMAT = 1
 _OF_A_LINK = {"latency_us", "gbyte_per_s", "at_once", "source"}
-_ALL_REDUCE, _SUMS = "all_reduce", "sums"
-"""Key of the measured all-reduces, and its old name, which files may still have."""
+_ALL_REDUCE = "all_reduce"
 
 
 def features(model: GPTModel, *, itemsize_bytes: int, topk: int) -> dict[str, object]:
@@ -315,49 +314,35 @@ def check_origins(origins: Iterable[Origin], wanted: Mapping[str, object]) -> No
             )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Profile:
+    """The file of a card's times."""
+
+    format: Count
+    device: PlainText
+    megatron: PlainText
+    model: dict[PlainText, object]
+    times: tuple[Time, ...] = ()
+
+
 def read_profile(path: Path) -> tuple[Origin, tuple[Time, ...]]:
     """Read the times of a card.
 
     Raises:
         ConfigError: it cannot be read, or is no such file.
     """
-    return read_file(path, lambda top: _read(top, path.name))
+    found = read_toml_by(partial(as_typed, _Profile), path)
+    if found.format != _FORMAT:
+        raise ConfigError(
+            f"{path}: format {found.format} is another version's, this vtp_plugin reads {_FORMAT}; profile again"
+        )
+    _require_parts(found.times, str(path))
+    return Origin(name=path.name, device=found.device, megatron=found.megatron, model=found.model), found.times
 
 
-def _read(top: Table, name: str) -> tuple[Origin, tuple[Time, ...]]:
-    number = top.count("format")
-    if number != _FORMAT:
-        raise ConfigError(f"format {number} is another version's, this vtp_plugin reads {_FORMAT}; profile again")
-    model = top.table("model")
-    origin = Origin(
-        name=name,
-        device=top.text("device"),
-        megatron=top.text("megatron"),
-        model={key: model.value(key) for key in model},
-    )
-    return origin, tuple(read_time(each) for each in top.tables("times"))
-
-
-def read_time(table: Table) -> Time:
-    """Read one time."""
-    part = next((one for one in get_args(Part) if one == table.text("part")), None)
-    if part is None:
-        known = ", ".join(get_args(Part))
-        raise ConfigError(f"{table.name}.part is {table.text('part')!r}; it is one of {known}")
-    time = Time(
-        part=part,
-        tp=table.count("tp"),
-        micro_batch_size=table.count("micro_batch_size"),
-        seq_length=table.count("seq_length"),
-        forward_s=table.number("forward_ms") / 1e3,
-        backward_s=table.number("backward_ms", 0.0) / 1e3,
-        is_recomputed=table.flag("recomputed"),
-        weights_s=table.number("weights_ms") / 1e3 if "weights_ms" in table else None,
-    )
-    table.done()
-    if time.weights_s is not None and time.weights_s > time.backward_s:
-        raise ConfigError(f"{table.path('weights_ms')} must not be above backward_ms, of which it is a part")
-    return time
+def _require_parts(times: Sequence[Time], where: str) -> None:
+    if any(time.weights_s is not None and time.weights_s > time.backward_s for time in times):
+        raise ConfigError(f"{where}: weights_ms must not be above backward_ms, of which it is a part")
 
 
 def write_profile(origin: Origin, times: Iterable[Time]) -> str:
@@ -399,49 +384,51 @@ def write_profile(origin: Origin, times: Iterable[Time]) -> str:
     return "\n".join([*lines, ""])
 
 
-def read_links(table: Table) -> Links:
-    """Read links: each kind of link has one for all, or one for each name."""
-    across = {}
-    for name in table.table("across", is_optional=True):
-        sites = sorted(name.split())
-        if len(sites) != 2:
-            raise ConfigError(f'{table.path("across")}."{name}" must name two sites, such as "edge cloud"')
-        across[sites[0], sites[1]] = _link(table.table("across").table(name))
-    given = [key for key in (_ALL_REDUCE, _SUMS) if key in table]
-    if len(given) > 1:
-        raise ConfigError(f"[{table.path(_SUMS)}] is the old name of [{table.path(_ALL_REDUCE)}]; give one of them")
-    sums = table.table(given[0] if given else _ALL_REDUCE, is_optional=True)
-    kinds = {"": sums} | {kind: sums.table(kind) for kind in sums if not kind.isdecimal()}
-    return Links(
-        inside=_by_name(table, "inside"),
-        between=_by_name(table, "between"),
-        across=across,
-        sums={kind: found for kind, each in kinds.items() if (found := _by_number(each))},
-    )
+_Tables = dict[PlainText, object]
 
 
-def _by_number(table: Table) -> dict[int, Link]:
-    return {int(number): _link(table.table(number)) for number in table if number.isdecimal()}
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LinkTables:
+    """A file of links: each kind of link has one for all, or one for each name."""
+
+    inside: _Tables = field(default_factory=dict[str, object])
+    between: _Tables = field(default_factory=dict[str, object])
+    across: dict[PlainText, Link] = field(default_factory=dict[str, Link])
+    all_reduce: _Tables | None = None
+    sums: _Tables | None = None  # the old name of `all_reduce`
+
+    def links(self) -> Links:
+        """Read the links."""
+        across = {tuple(sorted(name.split())): link for name, link in self.across.items()}
+        for name in self.across:
+            if len(name.split()) != 2:
+                raise ConfigError(f'[across."{name}"] must name two sites, such as "edge cloud"')
+        if self.all_reduce is not None and self.sums is not None:
+            raise ConfigError("[sums] is the old name of [all_reduce]; give one of them")
+        sums = self.all_reduce or self.sums or {}
+        kinds = {kind: as_typed(_Tables, each, kind) for kind, each in sums.items() if not kind.isdecimal()}
+        return Links(
+            inside=_by_name(self.inside, "inside"),
+            between=_by_name(self.between, "between"),
+            across=cast("dict[tuple[str, str], Link]", across),
+            sums={kind: found for kind, each in ({"": sums} | kinds).items() if (found := _by_number(each, kind))},
+        )
 
 
-def _by_name(links: Table, name: str) -> dict[str, Link]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Links(_LinkTables):
+    profile: PlainText = ""
+
+
+def _by_number(table: Mapping[str, object], kind: str) -> dict[int, Link]:
+    return {int(key): as_typed(Link, each, _ALL_REDUCE, kind, key) for key, each in table.items() if key.isdecimal()}
+
+
+def _by_name(table: Mapping[str, object], name: str) -> dict[str, Link]:
     """Read links by name, and one for all others, whose numbers stand in the table itself."""
-    table = links.table(name, is_optional=True)
-    found = {key: _link(table.table(key)) for key in table if key not in _OF_A_LINK}
-    return found | ({"": _link(table)} if set(table) & _OF_A_LINK else {})
-
-
-def _link(table: Table) -> Link:
-    link = Link(
-        latency_s=table.number("latency_us") / 1e6,
-        bytes_per_s=table.number("gbyte_per_s") * 1e9,
-        at_once=table.count("at_once") if "at_once" in table else None,
-    )
-    table.text("source", "")  # for people
-    table.done()
-    if link.bytes_per_s <= 0:
-        raise ConfigError(f"{table.name}.gbyte_per_s must be above 0")
-    return link
+    own = {key: each for key, each in table.items() if key in _OF_A_LINK}
+    found = {key: as_typed(Link, each, name, key) for key, each in table.items() if key not in own}
+    return found | ({"": as_typed(Link, own, name)} if own else {})
 
 
 def write_links(links: Links) -> str:
@@ -628,76 +615,72 @@ def read_cluster(path: Path) -> Cluster:
     Raises:
         ConfigError: it cannot be read, is no TOML, or a key is unknown, missing or of another type.
     """
-    return read_file(path, lambda top: parse_cluster(top, path.parent))
+    return read_toml_by(partial(parse_cluster, folder=path.parent), path)
 
 
-def parse_cluster(top: Table, folder: Path) -> Cluster:
-    """Read a cluster from the tables of its file.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Nodes:
+    cards: PlainText
+    cards_per_node: Count
+    count: Count = 1
+    name: PlainText | None = None
+    site: PlainText = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _File:
+    cards: dict[PlainText, Card]
+    links: _Links
+    nodes: tuple[_Nodes, ...] = ()
+
+
+def parse_cluster(values: Mapping[str, object], folder: Path) -> Cluster:
+    """Read a cluster from what its file says.
 
     Args:
-        top: the file's outermost table.
+        values: the file's outermost table.
         folder: folder of the files that it names.
 
     Raises:
-        ConfigError: a key is unknown, missing or of another type.
+        ValueError: a key is unknown, missing or of another type.
 
-    >>> cluster = parse_cluster(Table({
+    >>> cluster = parse_cluster({
     ...     "cards": {"old": {"memory": "32GiB", "teraflops": 100, "share": 0.5}},
     ...     "nodes": [{"cards": "old", "cards_per_node": 4, "count": 2}],
     ...     "links": {
     ...         "inside": {"latency_us": 5, "gbyte_per_s": 50}, "between": {"latency_us": 10, "gbyte_per_s": 10}}},
-    ...     "the file"), Path())
+    ...     Path())
     >>> cluster.nodes[0].card.flops_per_s, cluster.links.between[""].bytes_per_s
     (50000000000000.0, 10000000000.0)
     """
-    cards = {name: _card(name, top.table("cards").table(name), folder) for name in top.table("cards")}
-    nodes = tuple(_nodes(number, table, cards) for number, table in enumerate(top.tables("nodes")))
-    cluster = Cluster(nodes=nodes, links=_links(top.table("links"), folder))
-    if not nodes:
+    file = as_typed(_File, values)
+    cards = {name: _card(name, card, folder) for name, card in file.cards.items()}
+    if not file.nodes:
         raise ConfigError("no nodes; give [[nodes]] with `cards`, `cards_per_node` and `count`")
-    return cluster
-
-
-def _card(name: str, table: Table, folder: Path) -> Card:
-    teraflops, share = table.known("teraflops"), table.number("share", 0.4)
-    memory, rate = table.text("memory", ""), table.known("memory_tbyte_per_s")
-    profile = table.text("profile", "")
-    origin, times = read_profile(folder / profile) if profile else (None, ())
-    card = Card(
-        name=name,
-        memory_bytes=parse_bytes(memory) if memory else None,
-        flops_per_s=None if teraflops is None else teraflops * share * 1e12,
-        memory_bytes_per_s=None if rate is None else rate * 1e12,
-        price_per_hour=table.known("price_per_hour"),
-        times=(*times, *(read_time(each) for each in table.tables("times"))),
-        origin=origin,
+    for number, row in enumerate(file.nodes):
+        if row.cards not in cards:
+            known = ", ".join(cards)
+            raise ConfigError(f"nodes[{number}] is of the kind {row.cards!r}; known kinds are {known}; use one of them")
+    nodes = tuple(
+        Nodes(
+            name=f"{row.cards} {number}" if row.name is None else row.name,
+            card=cards[row.cards],
+            num_nodes=row.count,
+            num_cards=row.cards_per_node,
+            site=row.site,
+        )
+        for number, row in enumerate(file.nodes)
     )
-    table.text("source", "")  # for people
-    table.done()
-    if card.flops_per_s is None and not card.times:
+    profile = file.links.profile
+    measured = read_toml_by(partial(as_typed, _LinkTables), folder / profile).links() if profile else Links()
+    return Cluster(nodes=nodes, links=measured | file.links.links())  # those in the file win
+
+
+def _card(name: str, card: Card, folder: Path) -> Card:
+    _require_parts(card.times, f"cards.{name}")
+    if card.profile:
+        origin, times = read_profile(folder / card.profile)
+        card = replace(card, origin=origin, times=(*times, *card.times))
+    if card.teraflops is None and not card.times:
         raise ConfigError(f"cards.{name} has neither `profile`, nor `times`, nor `teraflops`; give one of them")
-    return card
-
-
-def _nodes(number: int, table: Table, cards: Mapping[str, Card]) -> Nodes:
-    kind = table.text("cards")
-    if kind not in cards:
-        raise ConfigError(f"{table.path('cards')} is {kind!r}; known kinds are {', '.join(cards)}; use one of them")
-    nodes = Nodes(
-        name=table.text("name", f"{kind} {number}"),
-        card=cards[kind],
-        num_nodes=table.count("count", 1),
-        num_cards=table.count("cards_per_node"),
-        site=table.text("site", ""),
-    )
-    table.done()
-    return nodes
-
-
-def _links(table: Table, folder: Path) -> Links:
-    """Read links; those in the file win over those of a profile."""
-    profile = table.text("profile", "")
-    found = read_file(folder / profile, read_links) if profile else Links()
-    own = read_links(table)
-    table.done()
-    return found | own
+    return replace(card, name=name)

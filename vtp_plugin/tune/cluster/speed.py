@@ -7,12 +7,13 @@ import operator
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Literal
+from typing import Annotated, Literal
 
 from vtp_plugin.plan.layout.grids import ExpertGrid, StageGrid
 from vtp_plugin.plan.layout.layer_lists import Chunk
 from vtp_plugin.plan.memory.footprint import Parameter, chunk_parameters
 from vtp_plugin.plan.model.gpt_model import GPTModel
+from vtp_plugin.util.typed_json import Key, PlainText, positive_number, whole_number
 
 Source = Literal["measured", "fitted", "data sheet"]
 """Where a time comes from."""
@@ -182,20 +183,32 @@ def _sums(values: Sequence[float]) -> tuple[float, ...]:
     return tuple(accumulate(values, initial=0.0))
 
 
+def _of_us(value: object) -> float:
+    return positive_number(value) / 1e6
+
+
+def _of_gbytes(value: object) -> float:
+    if not (rate := positive_number(value) * 1e9) > 0:
+        raise ValueError("must be above 0")
+    return rate
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
-    """A link between cards.
+    """A link between cards, as a file has it; there in microseconds and gigabytes.
 
     Attributes:
         latency_s: seconds of latency, one way.
         bytes_per_s: bandwidth in each direction.
         at_once: number of cards of a node that can send so fast at the same time; None where that is not known: then a
             tensor takes as long as if one card sent all of it, whatever the transport.
+        source: where the figures come from, for people.
     """
 
-    latency_s: float = 0.0
-    bytes_per_s: float = float("inf")
-    at_once: int | None = None
+    latency_s: Annotated[float, Key("latency_us", is_needed=True), _of_us] = 0.0
+    bytes_per_s: Annotated[float, Key("gbyte_per_s", is_needed=True), _of_gbytes] = float("inf")
+    at_once: Annotated[int | None, whole_number(1)] = None
+    source: PlainText = field(default="", compare=False, repr=False)
 
     def time_s(self, num_bytes: float) -> float:
         """Say how long a message takes.

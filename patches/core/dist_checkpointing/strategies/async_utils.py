@@ -24,12 +24,13 @@ _POLL_S = 0.05
     "megatron.core.dist_checkpointing.strategies.async_utils:TemporalAsyncCaller.schedule_async_call",
     id="fork-to-save",
     when=Moment.LIST,
-    why="it forks. On Python before 3.12 (bug gh-112275) the child hangs now and then where a thread of gloo frees "
-    "the tensor of a collective that has just ended, and all ranks wait for it for ever",
     remove_when="Python 3.11 is no longer supported",
 )
 def _start(python: tuple[int, int], original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run `schedule_async_call` when no thread of gloo is between two states.
+
+    Why: it forks. On Python before 3.12 (bug gh-112275) the child hangs now and then where a thread of gloo frees the
+    tensor of a collective that has just ended, and all ranks wait for it for ever.
 
     The child inherits the interpreter's list of threads as it is, locked or not, and older Pythons take the lock before
     they make a new one. A thread of gloo takes it to free a tensor that Python has dropped already. Megatron's
@@ -44,12 +45,13 @@ def _start(python: tuple[int, int], original: Callable[..., Any], *args: Any, **
     "megatron.core.dist_checkpointing.strategies.async_utils:PersistentAsyncCaller.is_current_async_call_done",
     id="atomic-checkpoint/dead-worker",
     when=Moment.LIST,
-    why="it waits for ever for a process that is gone, because it was killed, or had no memory: nothing more is saved, "
-    "and the run does not end",
     remove_when="Megatron looks whether its process lives",
 )
 def _is_done(original: Callable[..., bool], caller: Any, *args: Any, **kwargs: Any) -> bool:
     """Run `is_current_async_call_done`, which must not wait; first wait here, as long as the process lives.
+
+    Why: it waits for ever for a process that is gone, because it was killed, or had no memory: nothing more is saved,
+    and the run does not end.
 
     Raises:
         PeerError: the process has ended before it had written all.

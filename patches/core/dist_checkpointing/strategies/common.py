@@ -21,11 +21,13 @@ _MODULE = "megatron.core.dist_checkpointing.strategies.common"
         ">=0.17": f"{_MODULE}:load_common",
     },
     when=Moment.LIST,
-    why="Megatron 0.12 asks torch to make whatever the file names; later ones end with a traceback that names no file",
     remove_when="with 0.12, if Megatron then names the file",
 )
 def _load_common(original: Callable[..., Any], *args: Any) -> Any:
-    """Run `load_common` for plain values."""
+    """Run `load_common` for plain values.
+
+    Why: Megatron 0.12 asks torch to make whatever the file names; later ones end with a traceback that names no file.
+    """
     folder = str(args[-1])
     if "://" in folder:
         return original(*args)

@@ -30,13 +30,15 @@ _FORKS = hasattr(filesystem_async.FileSystemWriterAsync, "write_preloaded_data_m
     f"{_CLASS}.get_save_function_and_args",
     id="atomic-checkpoint/pieces",
     when=Moment.LIST,
-    why="its function syncs a file whose last bytes are still in Python's buffer, and keeps no hash; with a worker "
-    "that stays, tensors of CPUs are shared with it, and the run keeps changing them while it writes; up to 0.16 it "
-    "waits for ever for a process that writes and was killed",
     remove_when="with `atomic-checkpoint`",
 )
 def _make_function(session: Session, original: Callable[[Any], Sequence[Any]], writer: Any) -> tuple[Any, ...]:
-    """Run `get_save_function_and_args`, and put around the function what it lacks."""
+    """Run `get_save_function_and_args`, and put around the function what it lacks.
+
+    Why: its function syncs a file whose last bytes are still in Python's buffer, and keeps no hash; with a worker that
+    stays, tensors of CPUs are shared with it, and the run keeps changing them while it writes; up to 0.16 it waits for
+    ever for a process that writes and was killed.
+    """
     if session.savings.copies_tensors and writer.write_buckets:
         writer.write_buckets = [
             (path, name, (objects, [(item, _copy(tensor)) for item, tensor in tensors]))
@@ -77,11 +79,13 @@ def _hashing(original: Callable[..., Any]) -> Callable[..., Any]:
     f"{_CLASS}.finish",
     id="atomic-checkpoint/hashes",
     when=Moment.LIST,
-    why="rank 0 gets what all ranks tell of their pieces, and with it the hashes",
     remove_when="with `atomic-checkpoint`",
 )
 def _finish(session: Session, original: Callable[..., None], writer: Any, metadata: Any, results: Any) -> None:
-    """Take the hashes for the manifest, then run `finish`."""
+    """Take the hashes for the manifest, then run `finish`.
+
+    Why: rank 0 gets what all ranks tell of their pieces, and with it the hashes.
+    """
     saving = session.savings.find(writer.path)
     for info in (result.storage_data for of_rank in results for result in of_rank):
         digest = vars(info).pop(_DIGEST, None)

@@ -26,12 +26,14 @@ _MODULE = "megatron.core.dist_checkpointing.strategies.fully_parallel"
     f"{_MODULE}:FullyParallelSaveStrategyWrapper.apply_saving_parallelization",
     id="fully-parallel-save",
     when=Moment.LIST,
-    why="with --ckpt-assume-constant-structure a rank whose weights have one copy keeps nothing of the first save, "
-    "takes the second for the first, and gathers over the world; ranks whose weights have several copies do not come",
     remove_when="it keeps that it was called",
 )
 def _share_saving(session: Session, original: Callable[..., None], wrapper: Any, state: Any) -> None:
-    """Run `apply_saving_parallelization`; a rank that shares nothing then keeps that, as others keep their share."""
+    """Run `apply_saving_parallelization`; a rank that shares nothing then keeps that, as others keep their share.
+
+    Why: with --ckpt-assume-constant-structure a rank whose weights have one copy keeps nothing of the first save, takes
+    the second for the first, and gathers over the world; ranks whose weights have several copies do not come.
+    """
     original(wrapper, state)
     if wrapper.do_cache_distribution and wrapper.cached_distribution is None and _differ(session):
         wrapper.cached_distribution = ShardDistribution({}, set(), {}, {})
@@ -41,12 +43,14 @@ def _share_saving(session: Session, original: Callable[..., None], wrapper: Any,
     f"{_MODULE}:FullyParallelLoadStrategyWrapper.load",
     id="fully-parallel-load",
     when=Moment.LIST,
-    why="a rank whose weights have one copy loads all at once and leaves; the others load objects first, then tensors, "
-    "and gather the objects of all ranks of the world",
     remove_when="it gathers over the ranks that share the work",
 )
 def _load(session: Session, original: Callable[..., Any], wrapper: Any, state: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run `load`; beside ranks that share the work, a rank without others to share it takes the same steps."""
+    """Run `load`; beside ranks that share the work, a rank without others to share it takes the same steps.
+
+    Why: a rank whose weights have one copy loads all at once and leaves; the others load objects first, then tensors,
+    and gather the objects of all ranks of the world.
+    """
     if dist.get_world_size(wrapper.parallelization_group) > 1 or not _differ(session):
         return original(wrapper, state, *args, **kwargs)
     load = wrapper.base_strategy.load
@@ -73,12 +77,14 @@ def _differ(session: Session) -> bool:
     f"{_MODULE}:distribute_main_replicas_with_precomputed_distribution",
     id="tied-embedding-save",
     when=Moment.U_SHAPE,
-    why="it shares out what replicas save by the names of tensors, and a rank saves all that it holds under a name; "
-    "the edge holds a tied embedding twice, and the plugin lets no tensor be saved twice",
     remove_when="it chooses one tensor, not one rank",
 )
 def _distribute(original: Callable[..., None], sharded_state_dict: Any, *args: Any, **kwargs: Any) -> None:
-    """Run `distribute_main_replicas_with_precomputed_distribution`, then let this rank save nothing twice."""
+    """Run `distribute_main_replicas_with_precomputed_distribution`, then let this rank save nothing twice.
+
+    Why: it shares out what replicas save by the names of tensors, and a rank saves all that it holds under a name; the
+    edge holds a tied embedding twice, and the plugin lets no tensor be saved twice.
+    """
     original(sharded_state_dict, *args, **kwargs)
     saved: set[object] = set()
     for shard in nested_values(sharded_state_dict):

@@ -45,11 +45,13 @@ def _make_reader(session: Session, original: Callable[..., Any], folder: Any, *a
     "megatron.core.dist_checkpointing.strategies.torch:MCoreLoadPlanner.load_bytes",
     id="safe-load/planner",
     when=Moment.LIST,
-    why="torch's planner, its base, asks torch to make whatever an object of a checkpoint names",
     remove_when="torch asks for plain values there",
 )
 def _load_bytes(original: Callable[..., None], planner: Any, read_item: Any, value: Any) -> None:
-    """Run `load_bytes` for plain objects only."""
+    """Run `load_bytes` for plain objects only.
+
+    Why: torch's planner, its base, asks torch to make whatever an object of a checkpoint names.
+    """
     with plain_only(value, f"{read_item.dest_index.fqn}, an object of the checkpoint,"):
         original(planner, read_item, value)
 

@@ -18,13 +18,14 @@ from vtp_plugin.session import Session
     "megatron.core.models.mimo.optimizer:get_mimo_optimizer",
     id="mimo-optimizer",
     when=Moment.BRIDGES,
-    why="each module averages its gradients over its own replicas, but all come from one loss: of an encoder with "
-    "other replicas than the language model they would be wrong by a factor, silently",
     remove_when="Megatron rejects it",
     versions=">=0.19,<0.20",
 )
 def _check_averages(session: Session, original: Callable[..., Any], mimo_model: Any, *args: Any, **kwargs: Any) -> Any:
     """Run `get_mimo_optimizer`, once all ranks know that the modules' gradients fit together.
+
+    Why: each module averages its gradients over its own replicas, but all come from one loss: of an encoder with other
+    replicas than the language model they would be wrong by a factor, silently.
 
     Raises:
         ConfigError: they do not; on all ranks.

@@ -18,13 +18,15 @@ from vtp_plugin.session import Session
     },
     id="padded-vocabulary",
     when=Moment.LIST,
-    why="it pads to a multiple of this stage's size, so stages would disagree about the vocabulary",
     remove_when="the padded vocabulary is computed from all stages",
 )
 def _pad(
     session: Session, original: Callable[..., int], orig_vocab_size: int, args: Any, logging_enabled: bool = True
 ) -> int:
-    """Run `vocab_size_with_padding` with a multiple that all stages can split."""
+    """Run `vocab_size_with_padding` with a multiple that all stages can split.
+
+    Why: it pads to a multiple of this stage's size, so stages would disagree about the vocabulary.
+    """
     # A copy: `args` must keep saying this stage's size.
     padded_args = copy.copy(args)
     padded_args.tensor_model_parallel_size = session.planned.layout.vocab_multiple()

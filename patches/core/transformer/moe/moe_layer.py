@@ -17,8 +17,6 @@ from vtp_plugin.session import Session
     "megatron.core.transformer.moe.moe_layer:MoELayer.__init__",
     id="expert-optimizer",
     when=Moment.LIST,
-    why="it gives experts to the dense optimizer where a stage cuts them as the rest, and to one of their own "
-    "elsewhere: optimizers would differ between the stages, and a checkpoint of one could not be read by another",
     remove_when="Megatron gives experts an optimizer of their own in every layout",
 )
 def _init(
@@ -31,6 +29,9 @@ def _init(
     **kwargs: Any,
 ) -> None:
     """Run `MoELayer.__init__`; if any stage has expert groups of its own, all experts use theirs.
+
+    Why: it gives experts to the dense optimizer where a stage cuts them as the rest, and to one of their own elsewhere:
+    optimizers would differ between the stages, and a checkpoint of one could not be read by another.
 
     On stages of different sizes the layer takes no padding mask.
 

@@ -18,14 +18,15 @@ from vtp_plugin.session import Session
     "megatron.core.transformer.moe.router:TopKRouter.sinkhorn_load_balancing",
     id="sinkhorn-routing",
     when=Moment.LIST,
-    why="it balances the tokens of a rank, which sequence and context parallelism cut, so stages of other sizes would "
-    "send tokens to other experts; quantile balancing gathers the logits for this",
     remove_when="Megatron gathers the logits here, too",
 )
 def _balance(
     session: Session, original: Callable[..., tuple[torch.Tensor, torch.Tensor]], router: Any, logits: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run `sinkhorn_load_balancing` on the tokens of all ranks that share a microbatch, and give those of this rank.
+
+    Why: it balances the tokens of a rank, which sequence and context parallelism cut, so stages of other sizes would
+    send tokens to other experts; quantile balancing gathers the logits for this.
 
     With a uniform list it runs unchanged. So it does in evaluation, where Megatron balances nothing.
 

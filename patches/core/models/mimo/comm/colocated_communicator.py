@@ -184,12 +184,14 @@ class _Colocated:
     "megatron.core.models.mimo.comm.colocated_communicator:ColocatedBridgeCommunicator",
     id="colocated-bridge",
     when=Moment.BRIDGES,
-    why="its constructor supports neither context parallelism nor sizes that do not divide, and its method slices; a "
-    "subclass moves any spread to any other",
     remove_when="Megatron's class takes any pair of grids",
     versions=">=0.19,<0.20",
     aliases=("megatron.core.models.mimo.model.base:ColocatedBridgeCommunicator",),
 )
 def _in_this_run(session: Session, original: type) -> type:
-    """Make the subclass that belongs to the applied plugin."""
+    """Make the subclass that belongs to the applied plugin.
+
+    Why: its constructor supports neither context parallelism nor sizes that do not divide, and its method slices; a
+    subclass moves any spread to any other.
+    """
     return colocated_class(lambda: session, original)
