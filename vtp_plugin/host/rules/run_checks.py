@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from vtp_plugin.host.rules.checks.adapters import check_adapters
 from vtp_plugin.host.rules.checks.batch import check_batches, check_packed
 from vtp_plugin.host.rules.checks.divisibility import check_sizes
 from vtp_plugin.host.rules.checks.stage_layers import check_layer_file
@@ -31,6 +32,7 @@ def check_run(args: object, context: OptionContext, replicas: ReplicaMap) -> tup
     return (
         *check_options(args, context),
         *check_sizes(args, context),
+        *check_adapters(args, context),
         *check_layer_file(args, context),
         *check_packed(args, context),
         *batches,

@@ -1,0 +1,121 @@
+"""Adapters (LoRA): which published matrices get a pair of factors, in which layers, and where Megatron keeps them.
+
+Megatron fuses matrices that are published one by one: queries, keys and values, and gate and up. Each published matrix
+gets its own pair here, as in PEFT; one pair for a fused matrix would be another model. Names of modules follow the
+canonical LoRA of Megatron-Bridge 0.6 (``peft/canonical_lora.py``: ``adapter_q``, ``linear_in``, ``linear_out``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A published matrix that can have a pair of factors.
+
+    Attributes:
+        published: its name in the published model, and in PEFT's ``target_modules``.
+        block: module of a published layer that has it.
+        linear: name of Megatron's layer that holds it.
+        child: module of its pair beside that layer; empty where the layer holds no other matrix.
+    """
+
+    published: str
+    block: str
+    linear: str
+    child: str = ""
+
+    @property
+    def place(self) -> str:
+        """Where its pair is in a layer of Megatron's.
+
+        >>> TARGETS[0].place, TARGETS[3].place
+        ('self_attention.linear_qkv.adapter.adapter_q', 'self_attention.linear_proj.adapter')
+        """
+        block = "self_attention" if self.block == "self_attn" else self.block
+        return ".".join(filter(None, (block, self.linear, ADAPTER, self.child)))
+
+
+ADAPTER: Final = "adapter"
+"""The module of the pairs, inside the linear layer that they are beside."""
+TARGETS: Final = (
+    Target(published="q_proj", block="self_attn", linear="linear_qkv", child="adapter_q"),
+    Target(published="k_proj", block="self_attn", linear="linear_qkv", child="adapter_k"),
+    Target(published="v_proj", block="self_attn", linear="linear_qkv", child="adapter_v"),
+    Target(published="o_proj", block="self_attn", linear="linear_proj"),
+    Target(published="gate_proj", block="mlp", linear="linear_fc1", child="adapter_gate"),
+    Target(published="up_proj", block="mlp", linear="linear_fc1", child="adapter_up"),
+    Target(published="down_proj", block="mlp", linear="linear_fc2"),
+)
+"""All of them, those of one layer in the order in which Megatron fuses them."""
+TARGET_NAMES: Final = (*(target.published for target in TARGETS), *dict.fromkeys(target.linear for target in TARGETS))
+"""What ``--vtp-lora-targets`` takes: published names, and Megatron's layers for all that they hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lora:
+    """The adapters of a run.
+
+    Attributes:
+        rank: rows of A, and columns of B.
+        alpha: the product of the factors is multiplied by alpha / rank.
+        targets: published names of the matrices that have some.
+        layers: numbers of the layers with adapters, from 0, first one and the one behind the last of each range; empty
+            for all.
+        named: the names of the targets as they were given.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    layers: tuple[tuple[int, int], ...] = ()
+    named: tuple[str, ...] = ()
+
+    @property
+    def scale(self) -> float:
+        """What the product of the factors is multiplied by."""
+        return self.alpha / self.rank
+
+    def layer_numbers(self, num_layers: int) -> tuple[int, ...]:
+        """List the layers with adapters of a model.
+
+        >>> Lora(rank=2, alpha=4, targets=("q_proj",), layers=((0, 2), (5, 9))).layer_numbers(6)
+        (0, 1, 5)
+        """
+        ranges = self.layers or ((0, num_layers),)
+        return tuple(layer for layer in range(num_layers) if any(first <= layer < end for first, end in ranges))
+
+    def targets_of(self, linear: str, *, is_gated: bool) -> tuple[Target, ...]:
+        """List the published matrices of a layer of Megatron's that have adapters.
+
+        Args:
+            linear: name of the layer.
+            is_gated: the feed-forward layers of the model have a gate.
+
+        >>> lora = Lora(rank=2, alpha=4, targets=("v_proj", "q_proj", "gate_proj", "up_proj"))
+        >>> [target.child for target in lora.targets_of("linear_qkv", is_gated=True)]
+        ['adapter_q', 'adapter_v']
+        >>> [target.child for target in lora.targets_of("linear_fc1", is_gated=False)]
+        ['adapter_up']
+        """
+        return tuple(
+            target
+            for target in TARGETS
+            if target.linear == linear
+            and target.published in self.targets
+            and (is_gated or target.published != "gate_proj")
+        )
+
+
+def published_targets(names: Sequence[str]) -> tuple[str, ...]:
+    """Replace names of Megatron's layers by those of the matrices that they hold; no name stands for all.
+
+    >>> published_targets(["linear_qkv", "o_proj"]), len(published_targets([]))
+    (('q_proj', 'k_proj', 'v_proj', 'o_proj'), 7)
+    """
+    return tuple(
+        target.published for target in TARGETS if not names or {target.published, target.linear} & set(names)
+    )
