@@ -94,6 +94,13 @@ class AdapterFields:
         parse=parse_layers,
     )
 
+    lora_save_base: bool = adapter_option(
+        same("vtp_lora_save_base"),
+        False,
+        "with --vtp-lora-rank: save the frozen model with every checkpoint; without this a checkpoint holds the "
+        "adapters alone, and a run that goes on from it takes the model from --pretrained-checkpoint",
+    )
+
     @property
     def lora(self) -> Lora | None:
         """The adapters that were asked for; None without any."""
@@ -115,6 +122,7 @@ class AdapterFields:
         if self.lora_alpha is not None and not (self.lora_alpha > 0 and math.isfinite(self.lora_alpha)):
             raise LayoutError(f"--vtp-lora-alpha {self.lora_alpha}; it is positive and finite; give twice the rank")
         others = {"alpha": self.lora_alpha, "targets": self.lora_targets, "layers": self.lora_layers}
+        others["save-base"] = self.lora_save_base
         for name, value in others.items():
             if value and self.lora_rank is None:
                 raise LayoutError(

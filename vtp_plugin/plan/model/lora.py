@@ -110,6 +110,15 @@ class Lora:
         )
 
 
+def is_adapter(key: str) -> bool:
+    """Tell whether a parameter or a key of a checkpoint belongs to an adapter.
+
+    >>> is_adapter("decoder.layers.mlp.linear_fc2.adapter.linear_in.weight"), is_adapter("output_layer.weight")
+    (True, False)
+    """
+    return f".{ADAPTER}." in key
+
+
 def published_targets(names: Sequence[str]) -> tuple[str, ...]:
     """Replace names of Megatron's layers by those of the matrices that they hold; no name stands for all.
 
