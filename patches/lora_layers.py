@@ -32,7 +32,7 @@ class ReplicatedFactor(torch.nn.Linear):
 
     def __init__(self, columns: int, rows: int, base: Any) -> None:
         super().__init__(columns, rows, bias=False, device=base.weight.device, dtype=base.weight.dtype)
-        self.weight.sequence_parallel = base.config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+        self.weight.sequence_parallel = base.config.sequence_parallel
 
     def reset_parameters(self) -> None:
         """Draw nothing: random states go on as without adapters, and :func:`add_adapters` fills it."""
@@ -109,7 +109,7 @@ class Adapted:
 
     def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the layer, and add what its adapters compute."""
-        output, bias = super().forward(input_, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        output, bias = super().forward(input_, *args, **kwargs)
         return output + self.adapter(input_), bias
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
@@ -154,7 +154,7 @@ def add_adapters(chunk: Any, lora: Lora, *, seed: int) -> None:
         for target in {target.linear: target for target in TARGETS}.values():
             block = layer.self_attention if target.block == "self_attn" else layer.mlp
             base = getattr(block, target.linear, None)
-            if (wanted := lora.targets_of(target.linear, is_gated=config.gated_linear_unit)):
+            if wanted := lora.targets_of(target.linear, is_gated=config.gated_linear_unit):
                 _adapt(base, wanted, lora, f"layers.{number}", seed, place)
     if chunk.pre_process and config.recompute_granularity is not None:
         # A reentrant checkpoint whose inputs need no gradient gives its outputs none, and trains nothing inside.
@@ -209,7 +209,8 @@ def _sharded(module: torch.nn.Module, prefix: str, sharded_offsets: Any, metadat
     for name, child in children.items():
         stored = getattr(child, "sharded_state_dict", functools.partial(_sharded, child))
         found |= stored(f"{prefix}{name}.", sharded_offsets, metadata)
-    return found
+    # Megatron's layers store nothing but weights, and a place for what low precision keeps.
+    return {key: value for key, value in found.items() if not key.endswith("_extra_state")}
 
 
 def _first(output: Any) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """`adapters/stored`: checkpoints of adapters alone, and of a base that knows none.
 
-Checkpoints of a run with adapters (``--vtp-lora-rank``): what is written, what is asked of one, and which base lies below.
+Of a run with ``--vtp-lora-rank``: what is written, what is asked of a checkpoint, and which base lies below.
 """
 
 from __future__ import annotations
@@ -13,12 +13,11 @@ from vtp_plugin.errors import ConfigError
 from vtp_plugin.host.patching import replaces
 from vtp_plugin.patches.core.dist_checkpointing.serialization import index_of
 from vtp_plugin.patches.patch_set import Moment
-from vtp_plugin.plan.model.lora import is_adapter
+from vtp_plugin.plan.model.lora import is_adapter, lora_of
 from vtp_plugin.session import Session
 from vtp_plugin.util.undo import Name, UndoStack
 
 _OPTIMIZER = ("optimizer.", "chained_")
-_MUST_AGREE = ("rank", "alpha", "targets", "layers")
 
 
 @replaces(
@@ -86,19 +85,25 @@ def problems_of_adapters(folder: str | None, args: Any, stored: Any) -> Iterator
         args: Megatron's arguments.
         stored: those of the run that wrote the checkpoint; None where they are not stored.
     """
-    rank = getattr(stored, "vtp_lora_rank", None)
-    if rank is None:
+    there, here = ({} if each is None else vars(each) for each in (stored, args))
+    then, now = lora_of(there), lora_of(here)
+    if then is None:
         return
-    if args.vtp_lora_rank is None:
+    if now is None:
         yield (
-            f"checkpoint {folder} holds adapters of rank {rank}; this run has none and would leave them out; give "
-            "--vtp-lora-rank and the flags beside it, or merge them: checkpoint export --merge"
+            f"checkpoint {folder} holds adapters of rank {then.rank}; this run has none and would leave them out; give "
+            "--vtp-lora-rank and the flags beside it, or merge them with checkpoint export --merge"
         )
         return
-    for name in _MUST_AGREE:
-        there, here = getattr(stored, f"vtp_lora_{name}", None), getattr(args, f"vtp_lora_{name}", None)
-        if (there or None) != (here or None):
+    num_layers = args.num_layers or 0
+    for flag, one, other in (
+        ("rank", then.rank, now.rank),
+        ("alpha", then.alpha, now.alpha),
+        ("targets", " ".join(then.targets), " ".join(now.targets)),
+        ("layers", then.layer_numbers(num_layers), now.layer_numbers(num_layers)),
+    ):
+        if one != other:
             yield (
-                f"checkpoint {folder} has adapters with --vtp-lora-{name} {there}, this run {here}; they are others; "
+                f"checkpoint {folder} has adapters with --vtp-lora-{flag} {one}, this run {other}; they are others; "
                 "give the flag as it was"
             )

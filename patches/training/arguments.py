@@ -33,6 +33,7 @@ from vtp_plugin.patches.mindspeed import known_mm, multimodal
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.patches.training.command_line import asks_for_stages
 from vtp_plugin.patches.training.layers_of_stages import layers_of_stages, read_layers
+from vtp_plugin.plan.model.lora import arguments_of
 from vtp_plugin.runtime.health.meeting_store import open_store
 from vtp_plugin.runtime.step.companion_tensors import packed_rows
 from vtp_plugin.session import Session
@@ -262,6 +263,7 @@ def _set_own_sizes(session: Session, host: MegatronHost, args: argparse.Namespac
     if not replicas.is_equal:
         vars(args).update(own_batches(args, replicas, stage))
     vars(args).update(
+        **({} if session.config.lora is None else arguments_of(session.config.lora)),
         # The lists are stored with a checkpoint, whose reader compares them (`checkpoint-layout`).
         vtp_size_list=list(layout.tp_sizes),
         vtp_cp_list=list(layout.cp_sizes),

@@ -28,6 +28,7 @@ from vtp_plugin.cli.boundaries import format_bytes
 from vtp_plugin.cli.parser import Parser, print_json
 from vtp_plugin.cli.terminal import progress
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.plan.model.lora import arguments_of
 from vtp_plugin.util.text import own_command, plain
 
 if TYPE_CHECKING:
@@ -155,8 +156,14 @@ def add_import(actions: Any, end: Callable[[Any, Callable[[argparse.Namespace], 
         metavar="DIR",
         help="folders that MindSpeed-MM's hf_to_mm_ldt has written: the edge's and the cloud's; or one of hf_to_mm",
     )
+    source.add_argument(
+        "--peft", type=Path, metavar="DIR", help="adapters (LoRA) that PEFT has saved: adapter_config.json and weights"
+    )
     parser.add_argument(
-        "--like", type=Path, metavar="DIR", help="with --mm: folder of the model that was converted, with config.json"
+        "--like",
+        type=Path,
+        metavar="DIR",
+        help="with --mm or --peft: folder, with config.json, of the model that was converted or that has the adapters",
     )
     parser.add_argument(
         "--to", dest="target", type=Path, required=True, metavar="DIR", help="folder for --load; it must be new"
@@ -181,7 +188,17 @@ def add_export(actions: Any, end: Callable[[Any, Callable[[argparse.Namespace], 
         metavar="DIR",
         help="folder of a checkpoint, or of several: the newest",
     )
-    parser.add_argument("--hf", type=Path, required=True, metavar="DIR", help="folder to write to; it must be new")
+    to = parser.add_mutually_exclusive_group(required=True)
+    to.add_argument("--hf", type=Path, metavar="DIR", help="folder to write to; it must be new")
+    to.add_argument(
+        "--peft", type=Path, metavar="DIR", help="write the adapters alone to this new folder, as PEFT loads them"
+    )
+    parser.add_argument(
+        "--merge",
+        type=Path,
+        metavar="DIR",
+        help="with --hf: folder of a checkpoint with adapters, which are added to the weights in fp32 and rounded once",
+    )
     parser.add_argument(
         "--like",
         type=Path,
@@ -201,6 +218,21 @@ def _import(options: argparse.Namespace) -> None:
         names = plain(", ".join(plan.passed))
         print(f"passed over in config.json, since they change nothing: {names}", file=sys.stderr)
     model = plan.model
+    if plan.lora is not None:
+        told = arguments_of(plan.lora)
+        flags = [f"--vtp-lora-rank {plan.lora.rank}", f"--vtp-lora-alpha {plan.lora.alpha:g}"]
+        flags.append(f"--vtp-lora-targets {' '.join(plan.lora.targets)}")
+        flags += [f"--vtp-lora-layers {told['vtp_lora_layers']}"] if told["vtp_lora_layers"] else []
+        if options.json:
+            facts = {"folder": str(options.target), "family": model.family, "num_bytes": plan.num_bytes}
+            print_json("checkpoint import", {**facts, **_flags_of(model), "flags": flags, "passed": [*plan.passed]})
+            return
+        print(
+            f"wrote {options.target}: {format_bytes(plan.num_bytes)}; load it with --load "
+            f"{shlex.quote(str(options.target))}, its base with --pretrained-checkpoint, and with:"
+        )
+        print(" ".join(flags))
+        return
     if options.json:
         facts = {"folder": str(options.target), "family": model.family, "num_bytes": plan.num_bytes}
         print_json("checkpoint import", {**facts, **_flags_of(model), "passed": [*plan.passed]})
@@ -221,11 +253,19 @@ def _import(options: argparse.Namespace) -> None:
 
 def _plan_import(options: argparse.Namespace) -> Import:
     from vtp_plugin.checkpoint.tools.import_hf import plan_import, plan_import_mm
+    from vtp_plugin.checkpoint.tools.peft import plan_import_peft
 
     if options.hf is not None:
         if options.like is not None:
             raise ConfigError(f"--like {options.like} with --hf; --hf has a config of its own; leave it out")
         return plan_import(options.hf, options.target)
+    if options.peft is not None:
+        if options.like is None:
+            raise ConfigError(
+                f"--peft {options.peft} without --like; adapters do not say how many heads the model has; give the "
+                "folder of the published model, with config.json"
+            )
+        return plan_import_peft(options.peft, options.like, options.target)
     if len(options.mm) > 2:
         raise ConfigError(f"--mm with {len(options.mm)} folders; there are two sides; give the edge's and the cloud's")
     if options.like is None:
@@ -253,9 +293,15 @@ def _flags_of(model: HFModel) -> dict[str, Any]:
 
 def _export(options: argparse.Namespace) -> None:
     from vtp_plugin.checkpoint.tools.export_hf import find_like, plan_export, write_export
+    from vtp_plugin.checkpoint.tools.peft import read_adapters
 
     contents = Contents(find_checkpoint(options.source))
-    plan = plan_export(contents, options.like or find_like(contents, options.source), options.hf)
+    like = options.like or find_like(contents, options.source)
+    if options.peft is not None:
+        _export_peft(options, contents, like)
+        return
+    adapters = None if options.merge is None else read_adapters(Contents(find_checkpoint(options.merge)), like)
+    plan = plan_export(contents, like, options.hf, adapters)
     with progress(plan.num_bytes, "export") as on_written:
         write_export(plan, options.hf, on_written)
     if plan.said:
@@ -272,6 +318,23 @@ def _export(options: argparse.Namespace) -> None:
         return
     count = "1 file" if len(plan.files) == 1 else f"{len(plan.files)} files"
     print(f"wrote {options.hf}: {format_bytes(plan.num_bytes)} in {count}, as transformers loads it")
+
+
+def _export_peft(options: argparse.Namespace, contents: Contents, like: Path) -> None:
+    from vtp_plugin.checkpoint.tools.peft import read_adapters, write_peft
+
+    if options.merge is not None:
+        raise ConfigError(
+            f"--merge {options.merge} with --peft; merged adapters are part of the weights; give --hf, or leave it out"
+        )
+    adapters = read_adapters(contents, like)
+    with progress(adapters.num_bytes, "export") as on_written:
+        write_peft(adapters, like, options.peft, on_written)
+    if options.json:
+        facts = {"folder": str(options.peft), "family": "peft", "num_bytes": adapters.num_bytes, "num_files": 1}
+        print_json("checkpoint export", facts)
+        return
+    print(f"wrote {options.peft}: {format_bytes(adapters.num_bytes)}, as PEFT loads it on the model of {like}")
 
 
 _MAX_NAMED = 5

@@ -77,6 +77,11 @@ class VtpConfig(Failure, Saved, AdapterFields, Trust, ScheduleFields, TransportF
         self.check_transport()
         self.check_schedule()
         self.check_adapters()
+        if self.lora_rank is not None and self.num_rings > 1:
+            raise LayoutError(
+                f"--vtp-lora-rank {self.lora_rank} with --vtp-encoder-layer-list; two rings have no adapters; leave "
+                "one of them out"
+            )
         self.check_saved()
         self.check_failure()
 

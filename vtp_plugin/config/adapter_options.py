@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from vtp_plugin.config.flag import FlagGroup, declare, same
 from vtp_plugin.errors import LayoutError
-from vtp_plugin.plan.model.lora import TARGET_NAMES, Lora, published_targets
+from vtp_plugin.plan.model.lora import TARGET_NAMES, Lora, lora_of
 from vtp_plugin.util.text import question
 
 
@@ -104,16 +104,13 @@ class AdapterFields:
     @property
     def lora(self) -> Lora | None:
         """The adapters that were asked for; None without any."""
-        if self.lora_rank is None:
-            return None
-        ranges = [word.split(":") for word in self.lora_layers]
-        return Lora(
-            rank=self.lora_rank,
-            alpha=self.lora_rank if self.lora_alpha is None else self.lora_alpha,
-            targets=published_targets(self.lora_targets),
-            named=self.lora_targets,
-            layers=tuple((int(first), int(end)) for first, end in ranges),
-        )
+        given = {
+            "rank": self.lora_rank,
+            "alpha": self.lora_alpha,
+            "targets": self.lora_targets,
+            "layers": ",".join(self.lora_layers),
+        }
+        return lora_of({f"vtp_lora_{name}": value for name, value in given.items()})
 
     def check_adapters(self) -> None:
         """Reject adapters without a size, and what belongs to adapters without any."""

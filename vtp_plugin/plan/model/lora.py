@@ -7,9 +7,9 @@ canonical LoRA of Megatron-Bridge 0.6 (``peft/canonical_lora.py``: ``adapter_q``
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,6 +110,41 @@ class Lora:
         )
 
 
+def lora_of(arguments: Mapping[str, Any]) -> Lora | None:
+    """Read the adapters of a run from its arguments, as they are stored with a checkpoint; None without any.
+
+    >>> lora_of({"vtp_lora_rank": 4, "vtp_lora_targets": ["linear_fc2"], "vtp_lora_layers": "0:2,5:6"})
+    ... # doctest: +NORMALIZE_WHITESPACE
+    Lora(rank=4, alpha=4, targets=('down_proj',), layers=((0, 2), (5, 6)), named=('linear_fc2',))
+    """
+    rank, alpha = arguments.get("vtp_lora_rank"), arguments.get("vtp_lora_alpha")
+    if rank is None:
+        return None
+    named, layers = tuple(arguments.get("vtp_lora_targets") or ()), arguments.get("vtp_lora_layers") or ""
+    ranges = [word.split(":") for word in layers.split(",") if word]
+    return Lora(
+        rank=rank,
+        alpha=rank if alpha is None else alpha,
+        targets=published_targets(named),
+        layers=tuple((int(first), int(end)) for first, end in ranges),
+        named=named,
+    )
+
+
+def arguments_of(lora: Lora) -> dict[str, Any]:
+    """Return the arguments that :func:`lora_of` reads.
+
+    >>> arguments_of(Lora(rank=4, alpha=8, targets=("q_proj",), layers=((0, 2), (5, 6))))["vtp_lora_layers"]
+    '0:2,5:6'
+    """
+    return {
+        "vtp_lora_rank": lora.rank,
+        "vtp_lora_alpha": float(lora.alpha),
+        "vtp_lora_targets": list(lora.targets),
+        "vtp_lora_layers": ",".join(f"{first}:{end}" for first, end in lora.layers) or None,
+    }
+
+
 def is_adapter(key: str) -> bool:
     """Tell whether a parameter or a key of a checkpoint belongs to an adapter.
 
@@ -125,6 +160,4 @@ def published_targets(names: Sequence[str]) -> tuple[str, ...]:
     >>> published_targets(["linear_qkv", "o_proj"]), len(published_targets([]))
     (('q_proj', 'k_proj', 'v_proj', 'o_proj'), 7)
     """
-    return tuple(
-        target.published for target in TARGETS if not names or {target.published, target.linear} & set(names)
-    )
+    return tuple(target.published for target in TARGETS if not names or {target.published, target.linear} & set(names))
