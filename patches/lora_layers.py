@@ -8,7 +8,7 @@ sequence-parallel, so that `finalize_model_grads` sums their gradients over the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.plan.model.lora import ADAPTER, TARGETS, Lora, Target
+from vtp_plugin.plan.model.lora import ADAPTER, TARGETS, Lora, Target, is_adapter
 from vtp_plugin.runtime.step.adapter_start import fill, whole_factor
 
 
@@ -161,6 +161,17 @@ def add_adapters(chunk: Any, lora: Lora, *, seed: int) -> None:
         chunk.embedding.register_forward_hook(_need_gradient)
 
 
+def trained_besides(chunks: Sequence[torch.nn.Module]) -> Iterator[str]:
+    """Yield one line where more than adapters would be trained: a model without any, or what a script added to one."""
+    for name, weight in (each for chunk in chunks for each in chunk.named_parameters()):
+        if weight.requires_grad and not is_adapter(name):
+            yield (
+                f"--vtp-lora-rank with a model that trains {name}; adapters are for Megatron's GPTModel, and the rest "
+                "is frozen; freeze what the script adds, or leave --vtp-lora-rank out"
+            )
+            return
+
+
 def _adapt(base: Any, wanted: Sequence[Target], lora: Lora, layer: str, seed: int, place: tuple[int, int]) -> None:
     """Give one linear layer the adapters of the matrices that it holds."""
     if type(base) not in (ColumnParallelLinear, RowParallelLinear):
@@ -171,6 +182,11 @@ def _adapt(base: Any, wanted: Sequence[Target], lora: Lora, layer: str, seed: in
     group = getattr(base, "tp_group", None) or get_tensor_model_parallel_group()
     if wanted[0].child:
         rows, num_groups = _fused_rows(base, wanted[0].linear, group.size())
+        if num_groups % group.size():
+            raise ConfigError(
+                f"adapters of {num_groups} groups of queries on {group.size()} ranks; ranks would share keys, of which "
+                "adapters cannot be cut; give stages of sizes that divide the number of groups"
+            )
         pairs = {target.child: Pair(base, rows[target.child], lora) for target in wanted}
         own_rows = {name: number // group.size() for name, number in rows.items()}
         base.adapter = Fused(pairs, own_rows, num_groups // group.size())

@@ -227,6 +227,10 @@ def _read_flags(session: Session, host: MegatronHost, args: argparse.Namespace) 
         # Else the plan would name a flag that nobody has given.
         refuse(multimodal.problems_of_rows(args, len(sizes)), LayoutError)
     # With a list in apply() the patches are applied already, and those of the U-shape are not among them.
+    if session.applied.has_list and session.config.lora is not None and given.lora is None:
+        raise LayoutError(
+            "apply() was given the list of sizes, the command line says --vtp-lora-rank; give both in one place"
+        )
     if session.applied.has_list and session.config.layerwise_disaggregated and not given.layerwise_disaggregated:
         raise LayoutError(
             "apply() was given the list of sizes, the command line says --layerwise-disaggregated-training; give both "

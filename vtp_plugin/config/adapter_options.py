@@ -20,9 +20,11 @@ def parse_targets(value: str | Sequence[str]) -> tuple[str, ...]:
     (('q_proj', 'v_proj'), ('q_proj', 'linear_fc1'))
 
     Raises:
-        ConfigError: a name is unknown, or there is none.
+        ConfigError: a name is unknown, or the text has none.
     """
     names = tuple((value if isinstance(value, str) else " ".join(value)).replace(",", " ").split())
+    if not names and not isinstance(value, str):
+        return ()
     unknown = [name for name in names if name not in TARGET_NAMES]
     if unknown or not names:
         hint = question(unknown[0], TARGET_NAMES, most=1) if unknown else ""
@@ -42,6 +44,8 @@ def parse_layers(value: str | Sequence[tuple[int, int]]) -> tuple[str, ...]:
     Raises:
         ConfigError: it is no range, or it is empty.
     """
+    if not value and not isinstance(value, str):
+        return ()
     words = value.split(",") if isinstance(value, str) else [f"{first}:{end}" for first, end in value]
     for word in words:
         first, _, end = word.strip().partition(":")

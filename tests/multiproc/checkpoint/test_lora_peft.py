@@ -17,7 +17,7 @@ from vtp_plugin.cli import main
 peft = pytest.importorskip("peft", "0.19", reason="the adapters are compared with PEFT's: vtp-plugin[lora]")
 pytestmark = [pytest.mark.needs("scripts_here"), pytest.mark.filterwarnings("ignore::FutureWarning")]
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-SGD = ["--optimizer", "sgd", "--lr", "1e-3", "--min-lr", "1e-3", "--weight-decay", "0", "--sgd-momentum", "0.9"]
+SGD = ["--optimizer", "sgd", "--lr", "3e-3", "--min-lr", "3e-3", "--weight-decay", "0", "--sgd-momentum", "0.9"]
 FIRST, LAST = 3, 7
 """The first two steps change nothing, the second one stores gradients; five steps of SGD follow."""
 
@@ -95,7 +95,7 @@ def test_a_run_computes_what_peft_computes(
     tokens, labels, logits = (noted(runs, part) for part in ("tokens", "labels", "logits"))
     np.testing.assert_allclose(logits[0], logits_of(adapted, tokens[0]), rtol=0, atol=LOGITS)
     assert np.abs(logits[0] - logits_of(plain, tokens[0])).max() > 100 * LOGITS, "the adapters change nothing"
-    optimizer = torch.optim.SGD([each for each in adapted.parameters() if each.requires_grad], 1e-3, momentum=0.9)
+    optimizer = torch.optim.SGD([each for each in adapted.parameters() if each.requires_grad], 3e-3, momentum=0.9)
     for step in range(2, LAST + 1):  # by Megatron's numbers, two microbatches each
         optimizer.zero_grad()
         loss = sum(loss_of(adapted, tokens[at], labels[at]) / 2 for at in (2 * step - 2, 2 * step - 1))
@@ -108,7 +108,7 @@ def test_a_run_computes_what_peft_computes(
             optimizer.step()
     start = tensors_of(tmp_path / "peft")
     assert all(
-        (value - start[key]).abs().max() > 1e-3 * value.abs().max() for key, value in factors_of(adapted).items()
+        (value - start[key]).abs().max() > 1e-4 * value.abs().max() for key, value in factors_of(adapted).items()
     )
     trained = tmp_path / "saved" / f"iter_{LAST:07}"
     assert_close(export_peft(trained, tmp_path / "trained", published), factors_of(adapted))
