@@ -1,4 +1,6 @@
-"""Adapters (LoRA) beside Megatron's linear layers: one pair of factors for each published matrix.
+"""`adapters`: every chunk of a GPT is frozen and gets adapters (LoRA) as it is built.
+
+They lie beside Megatron's linear layers: one pair of factors for each published matrix.
 
 The layers stay where they are and keep their names; they become instances of a subclass, which adds what the adapters
 compute. Factors are Megatron's own linear layers where they are cut. The replicated ones are marked as
@@ -8,7 +10,7 @@ sequence-parallel, so that `finalize_model_grads` sums their gradients over the 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,8 +19,11 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.plan.model.lora import ADAPTER, TARGETS, Lora, Target, is_adapter
+from vtp_plugin.host.patching import replaces
+from vtp_plugin.patches.patch_set import Moment
+from vtp_plugin.plan.model.lora import ADAPTER, TARGETS, Lora, LoraTarget, is_adapter
 from vtp_plugin.runtime.step.adapter_start import fill, whole_factor
+from vtp_plugin.session import Session
 
 
 class ReplicatedFactor(torch.nn.Linear):
@@ -172,7 +177,7 @@ def trained_besides(chunks: Sequence[torch.nn.Module]) -> Iterator[str]:
             return
 
 
-def _adapt(base: Any, wanted: Sequence[Target], lora: Lora, layer: str, seed: int, place: tuple[int, int]) -> None:
+def _adapt(base: Any, wanted: Sequence[LoraTarget], lora: Lora, layer: str, seed: int, place: tuple[int, int]) -> None:
     """Give one linear layer the adapters of the matrices that it holds."""
     if type(base) not in (ColumnParallelLinear, RowParallelLinear):
         raise ConfigError(
@@ -241,3 +246,27 @@ def _draw_nothing(_weight: torch.Tensor) -> None:
 def _need_gradient(_embedding: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
     """Let the backward pass reach what a frozen embedding gives."""
     return output if output.requires_grad or not torch.is_grad_enabled() else output.detach().requires_grad_()
+
+
+_SEED = 1234  # as Megatron's --seed
+
+
+@replaces(
+    "megatron.core.models.gpt.gpt_model:GPTModel.__init__",
+    id="adapters",
+    when=Moment.LORA,
+    why="the last point before a script's model is wrapped and its parameters are put into buffers, which frozen ones "
+    "do not enter",
+    remove_when="Megatron-core's own adapters are released and do not depend on the sizes",
+)
+def _build(session: Session, original: Callable[..., None], chunk: Any, *args: Any, **kwargs: Any) -> None:
+    """Build a `GPTModel`, freeze it, and give it the adapters of the run."""
+    original(chunk, *args, **kwargs)
+    lora = session.config.lora
+    assert lora is not None
+    seed = _SEED
+    if session.has_arguments:
+        from megatron.training import get_args
+
+        seed = get_args().seed
+    add_adapters(chunk, lora, seed=seed)

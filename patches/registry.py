@@ -66,7 +66,7 @@ MODULES: Final[Mapping[Moment, tuple[str, ...]]] = {
         "training.arguments",
     ),
     Moment.SPLIT: ("core.tensor_parallel.layers",),
-    Moment.LORA: ("core.models.gpt.gpt_model", "training.adapter_checkpoints"),
+    Moment.LORA: ("lora_layers", "training.adapter_checkpoints"),
     Moment.BRIDGES: (
         "core.pipeline_parallel.bridge_communicator",
         "core.models.mimo.comm.colocated_communicator",

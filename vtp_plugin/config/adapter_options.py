@@ -67,8 +67,8 @@ class AdapterFields:
     lora_rank: int | None = adapter_option(
         same("vtp_lora_rank"),
         None,
-        "train adapters (LoRA) of this rank and freeze the model: a pair of factors for each published matrix, equal "
-        "for every list of sizes; needs --vtp-size-list, a uniform one will do",
+        "train adapters (LoRA) of this rank and freeze the model: a pair of factors for each published matrix, the "
+        "same for all TP sizes; needs --vtp-size-list, equal sizes will do",
         "N",
         type=int,
     )
@@ -102,7 +102,7 @@ class AdapterFields:
         same("vtp_lora_save_base"),
         False,
         "with --vtp-lora-rank: save the frozen model with every checkpoint; without this a checkpoint holds the "
-        "adapters alone, and a run that goes on from it takes the model from --pretrained-checkpoint",
+        "adapters alone, and a run that resumes from it takes the model from --pretrained-checkpoint",
     )
 
     @property

@@ -198,7 +198,7 @@ def check_without_stages(config: VtpConfig) -> tuple[str, ...]:
     ]
     problems += check_edge_seed(config)
     if config.lora_rank is not None:
-        problems.append("--vtp-lora-rank needs stages: give --vtp-size-list; a uniform one will do, such as 1,1")
+        problems.append("--vtp-lora-rank needs stages: give --vtp-size-list, such as 1,1")
     # Modules with grids of their own have stages without a list.
     if config.has_planned_schedule and not config.bridges:
         problems.append("planned schedules need stages: give --vtp-size-list, such as 1,1")

@@ -37,7 +37,7 @@ from vtp_plugin.checkpoint.tools.writer import (
 )
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.plan.model.gpt_model import LAYERS, GPTModel
-from vtp_plugin.plan.model.lora import TARGETS, Lora, Target, is_adapter, lora_of
+from vtp_plugin.plan.model.lora import TARGETS, Lora, LoraTarget, is_adapter, lora_of
 from vtp_plugin.util.index_boxes import whole_box
 from vtp_plugin.util.typed_json import read_json
 
@@ -66,7 +66,7 @@ _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
 _MAX_NAMED: Final = 3
 
 
-def shape_of(target: Target, factor: str, lora: Lora, model: GPTModel) -> tuple[int, int]:
+def shape_of(target: LoraTarget, factor: str, lora: Lora, model: GPTModel) -> tuple[int, int]:
     """Return rows and columns of a whole factor.
 
     Args:
@@ -188,15 +188,15 @@ def _variants(folder: Path, config: Mapping[str, Any], shards: Shards, model: HF
         yield f"{folder}: there is no tensor; adapters have two for each matrix; save them again with PEFT"
 
 
-def _targets(lora: Lora) -> list[Target]:
+def _targets(lora: Lora) -> list[LoraTarget]:
     return [each for each in TARGETS if each.published in lora.targets]
 
 
-def _name(layer: int, target: Target, factor: str) -> str:
+def _name(layer: int, target: LoraTarget, factor: str) -> str:
     return f"base_model.model.model.layers.{layer}.{target.block}.{target.published}.lora_{factor}.weight"
 
 
-def _key(target: Target, factor: str) -> str:
+def _key(target: LoraTarget, factor: str) -> str:
     return f"{LAYERS}.{target.place}.{_FACTORS[factor]}.weight"
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from vtp_plugin.host.rules.checks.adapters import check_adapters
 from vtp_plugin.host.rules.checks.batch import check_batches, check_packed
 from vtp_plugin.host.rules.checks.divisibility import check_sizes
+from vtp_plugin.host.rules.checks.lora_fits import check_adapters
 from vtp_plugin.host.rules.checks.stage_layers import check_layer_file
 from vtp_plugin.host.rules.rule import OptionContext
 from vtp_plugin.host.rules.table.rows import check_options

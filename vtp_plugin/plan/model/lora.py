@@ -13,7 +13,7 @@ from typing import Any, Final
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Target:
+class LoraTarget:
     """A published matrix that can have a pair of factors.
 
     Attributes:
@@ -36,19 +36,19 @@ class Target:
         ('self_attention.linear_qkv.adapter.adapter_q', 'self_attention.linear_proj.adapter')
         """
         block = "self_attention" if self.block == "self_attn" else self.block
-        return ".".join(filter(None, (block, self.linear, ADAPTER, self.child)))
+        return ".".join((block, self.linear, ADAPTER, *([self.child] if self.child else [])))
 
 
 ADAPTER: Final = "adapter"
 """The module of the pairs, inside the linear layer that they are beside."""
 TARGETS: Final = (
-    Target(published="q_proj", block="self_attn", linear="linear_qkv", child="adapter_q"),
-    Target(published="k_proj", block="self_attn", linear="linear_qkv", child="adapter_k"),
-    Target(published="v_proj", block="self_attn", linear="linear_qkv", child="adapter_v"),
-    Target(published="o_proj", block="self_attn", linear="linear_proj"),
-    Target(published="gate_proj", block="mlp", linear="linear_fc1", child="adapter_gate"),
-    Target(published="up_proj", block="mlp", linear="linear_fc1", child="adapter_up"),
-    Target(published="down_proj", block="mlp", linear="linear_fc2"),
+    LoraTarget(published="q_proj", block="self_attn", linear="linear_qkv", child="adapter_q"),
+    LoraTarget(published="k_proj", block="self_attn", linear="linear_qkv", child="adapter_k"),
+    LoraTarget(published="v_proj", block="self_attn", linear="linear_qkv", child="adapter_v"),
+    LoraTarget(published="o_proj", block="self_attn", linear="linear_proj"),
+    LoraTarget(published="gate_proj", block="mlp", linear="linear_fc1", child="adapter_gate"),
+    LoraTarget(published="up_proj", block="mlp", linear="linear_fc1", child="adapter_up"),
+    LoraTarget(published="down_proj", block="mlp", linear="linear_fc2"),
 )
 """All of them, those of one layer in the order in which Megatron fuses them."""
 TARGET_NAMES: Final = (*(target.published for target in TARGETS), *dict.fromkeys(target.linear for target in TARGETS))
@@ -88,7 +88,7 @@ class Lora:
         ranges = self.layers or ((0, num_layers),)
         return tuple(layer for layer in range(num_layers) if any(first <= layer < end for first, end in ranges))
 
-    def targets_of(self, linear: str, *, is_gated: bool) -> tuple[Target, ...]:
+    def targets_of(self, linear: str, *, is_gated: bool) -> tuple[LoraTarget, ...]:
         """List the published matrices of a layer of Megatron's that have adapters.
 
         Args:

@@ -1,1 +1,0 @@
-"""Patches of megatron/core/models/gpt."""
