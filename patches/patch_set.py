@@ -14,6 +14,7 @@ class Moment(TextEnum):
     STAGES = "With a list of sizes, or with `--vtp-bridges`"
     LIST = "With a list of sizes"
     SPLIT = "With `--vtp-split-backward`"
+    LORA = "With `--vtp-lora-rank`"
     BRIDGES = "With `--vtp-bridges`"
     U_SHAPE = "With `--layerwise-disaggregated-training`"
     SITES = "With two sites in `--vtp-sites`"

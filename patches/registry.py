@@ -66,6 +66,7 @@ MODULES: Final[Mapping[Moment, tuple[str, ...]]] = {
         "training.arguments",
     ),
     Moment.SPLIT: ("core.tensor_parallel.layers",),
+    Moment.LORA: ("lora_layers", "training.adapter_checkpoints"),
     Moment.BRIDGES: (
         "core.pipeline_parallel.bridge_communicator",
         "core.models.mimo.comm.colocated_communicator",
@@ -132,4 +133,5 @@ def list_moments(config: VtpConfig) -> tuple[Moment, ...]:
     """Return the moments that come with a list of sizes, besides ``Moment.STAGES``."""
     u_shape = (Moment.U_SHAPE,) if config.layerwise_disaggregated else ()
     split = (Moment.SPLIT,) if config.split_backward else ()
-    return (Moment.LIST, *u_shape, *split, *((Moment.SITES,) if config.has_several_sites else ()))
+    lora = (Moment.LORA,) if config.lora is not None else ()
+    return (Moment.LIST, *u_shape, *split, *lora, *((Moment.SITES,) if config.has_several_sites else ()))

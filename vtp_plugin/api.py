@@ -69,6 +69,11 @@ def apply(
     replan_share: float = 0.25,
     load_newest_valid: bool = False,
     keep_checkpoints: int | None = None,
+    lora_rank: int | None = None,
+    lora_alpha: float | None = None,
+    lora_targets: str | Sequence[str] = (),
+    lora_layers: str | Sequence[tuple[int, int]] = (),
+    lora_save_base: bool = False,
     log_level: LogLevelName = "INFO",
     trace: str | None = None,
     trace_steps: str | Sequence[int] = (2, 21),
@@ -121,6 +126,11 @@ def apply(
         replan_share: share by which a step of a U may last longer or shorter than planned before it is planned again.
         load_newest_valid: load the newest checkpoint that is whole, instead of refusing one that is broken.
         keep_checkpoints: how many of the newest checkpoints stay when one is saved; ``None`` keeps all.
+        lora_rank: rank of the adapters (LoRA) that are trained in the place of the model; ``None`` trains the model.
+        lora_alpha: the product of an adapter's factors is multiplied by this over the rank; ``None`` is the rank.
+        lora_targets: what gets adapters, such as ``["q_proj", "linear_fc1"]``; empty is all.
+        lora_layers: which layers do, as ranges of numbers from 0, such as ``"0:4,28:32"``; empty is all.
+        lora_save_base: save the frozen model with the adapters.
         log_level: least level of the plugin's log: ``"DEBUG"``, ``"INFO"``, ``"WARNING"`` or ``"ERROR"``.
         trace: folder for files of what each rank does and when; all ranks give one, or none.
         trace_steps: first and last training step that is written there, such as ``"2-21"``, from 1 on.

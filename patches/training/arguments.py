@@ -33,6 +33,7 @@ from vtp_plugin.patches.mindspeed import known_mm, multimodal
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.patches.training.command_line import asks_for_stages
 from vtp_plugin.patches.training.layers_of_stages import layers_of_stages, read_layers
+from vtp_plugin.plan.model.lora import arguments_of
 from vtp_plugin.runtime.health.meeting_store import open_store
 from vtp_plugin.runtime.step.companion_tensors import packed_rows
 from vtp_plugin.session import Session
@@ -230,6 +231,10 @@ def _read_flags(session: Session, host: MegatronHost, args: argparse.Namespace) 
         # Else the plan would name a flag that nobody has given.
         refuse(multimodal.problems_of_rows(args, len(sizes)), LayoutError)
     # With a list in apply() the patches are applied already, and those of the U-shape are not among them.
+    if session.applied.has_list and session.config.lora is not None and given.lora is None:
+        raise LayoutError(
+            "apply() was given the list of sizes, the command line says --vtp-lora-rank; give both in one place"
+        )
     if session.applied.has_list and session.config.layerwise_disaggregated and not given.layerwise_disaggregated:
         raise LayoutError(
             "apply() was given the list of sizes, the command line says --layerwise-disaggregated-training; give both "
@@ -266,6 +271,7 @@ def _set_own_sizes(session: Session, host: MegatronHost, args: argparse.Namespac
     if not replicas.is_equal:
         vars(args).update(own_batches(args, replicas, stage))
     vars(args).update(
+        **({} if session.config.lora is None else arguments_of(session.config.lora)),
         # The lists are stored with a checkpoint, whose reader compares them (`checkpoint-layout`).
         vtp_size_list=list(layout.tp_sizes),
         vtp_cp_list=list(layout.cp_sizes),

@@ -28,6 +28,7 @@ from vtp_plugin.host.patching import replaces
 from vtp_plugin.patches.core.dist_checkpointing.serialization import plain_only
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.patch_set import Moment
+from vtp_plugin.patches.training.adapter_checkpoints import load_base_first, problems_of_adapters
 from vtp_plugin.patches.training.choose_checkpoint import (
     check_own_files,
     choose,
@@ -151,7 +152,12 @@ def _load_all(session: Session, original: Callable[..., Any], *args: Any, **kwar
 
     Why: its ranks wait for each other without a limit; the monitor ends them when none gets on any more.
     """
+    from megatron.training import get_args
+
+    if session.config.lora is not None:
+        kwargs["strict"] = False  # a checkpoint holds the base or the adapters
     with session.ranks.together("the load of a checkpoint"):
+        load_base_first(session, get_args(), functools.partial(original, *args, **kwargs))
         return original(*args, **kwargs)
 
 
@@ -311,6 +317,7 @@ def _judge(
     """
     stored, load_dir = stored_arguments(result), asked.load_dir
     require_same_model(load_dir, args, stored)
+    refuse(problems_of_adapters(load_dir, args, stored))
     # What this run saves says it, too; `_prepare` compares with it.
     setattr(args, ORIGIN, origin_of(load_dir, {} if stored is None else vars(stored)))
     require_loadable(session, host, load_dir, args, result)

@@ -33,6 +33,7 @@ CALLED_BY_OTHERS = {
     "persistent_load": "of an unpickler",
     "readable": "of a file",
     "reducer_override": "of a pickler",
+    "reset_parameters": "of a linear layer of torch",
     "resolve_tensor": "of a load planner of torch's",
     "seekable": "of a file",
 }

@@ -28,6 +28,7 @@ from vtp_plugin.cli.boundaries import format_bytes
 from vtp_plugin.cli.common import Parser, add_json_flag, print_answer
 from vtp_plugin.cli.terminal import progress
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.plan.model.lora import arguments_of
 from vtp_plugin.util.text import own_command, plain
 
 if TYPE_CHECKING:
@@ -144,7 +145,9 @@ def _add_import(actions: Any) -> None:
     _add_folder(source, "--hf", "folder with config.json and *.safetensors")
     converted = "folders that MindSpeed-MM's hf_to_mm_ldt has written: the edge's and the cloud's; or one of hf_to_mm"
     _add_folder(source, "--mm", converted, nargs="+")
-    _add_folder(parser, "--like", "with --mm: folder of the model that was converted, with config.json")
+    _add_folder(source, "--peft", "adapters (LoRA) that PEFT has saved: adapter_config.json and weights")
+    model = "with --mm or --peft: folder, with config.json, of the model that was converted or that has the adapters"
+    _add_folder(parser, "--like", model)
     _add_folder(parser, "--to", "folder for --load; it must be new", dest="target", required=True)
     _end(parser, _import)
 
@@ -158,7 +161,11 @@ def _add_export(actions: Any) -> None:
         epilog="Keys of --json: folder, family, num_bytes, num_files.",
     )
     _add_folder(parser, "--from", "folder of a checkpoint, or of several: the newest", dest="source", required=True)
-    _add_folder(parser, "--hf", "folder to write to; it must be new", required=True)
+    to = parser.add_mutually_exclusive_group(required=True)
+    _add_folder(to, "--hf", "folder to write to; it must be new")
+    _add_folder(to, "--peft", "write the adapters alone to this new folder, as PEFT loads them")
+    merged = "with --hf: folder of a checkpoint with adapters, which are added to the weights in fp32 and rounded once"
+    _add_folder(parser, "--merge", merged)
     carried = "folder with config.json and the tokenizer; default: what an import has carried along"
     _add_folder(parser, "--like", carried)
     _end(parser, _export)
@@ -176,7 +183,14 @@ def _import(options: argparse.Namespace) -> None:
     model, told = plan.model, _flags_of(plan.model)
     quoted = shlex.quote(str(options.target))
     wrote = f"wrote {options.target}: {format_bytes(plan.num_bytes)}; load it with --load {quoted}"
-    if model.vision is not None:
+    if plan.lora is not None:
+        layers = arguments_of(plan.lora)["vtp_lora_layers"]
+        flags = [f"--vtp-lora-rank {plan.lora.rank}", f"--vtp-lora-alpha {plan.lora.alpha:g}"]
+        flags.append(f"--vtp-lora-targets {' '.join(plan.lora.targets)}")
+        flags += [f"--vtp-lora-layers {layers}"] if layers else []
+        told["flags"] = flags
+        lines = [f"{wrote}, its base with --pretrained-checkpoint, and with:", " ".join(flags)]
+    elif model.vision is not None:
         lines = [f"{wrote} {' '.join(told['flags'])}; --mm-model needs these entries:"]
         lines += [f"{path} {value}" for path, value in told["entries"].items()]
     else:
@@ -191,11 +205,19 @@ def _import(options: argparse.Namespace) -> None:
 
 def _plan_import(options: argparse.Namespace) -> Import:
     from vtp_plugin.checkpoint.tools.import_hf import plan_import, plan_import_mm
+    from vtp_plugin.checkpoint.tools.peft import plan_import_peft
 
     if options.hf is not None:
         if options.like is not None:
             raise ConfigError(f"--like {options.like} with --hf; --hf has a config of its own; leave it out")
         return plan_import(options.hf, options.target)
+    if options.peft is not None:
+        if options.like is None:
+            raise ConfigError(
+                f"--peft {options.peft} without --like; adapters do not say how many heads the model has; give the "
+                "folder of the published model, with config.json"
+            )
+        return plan_import_peft(options.peft, options.like, options.target)
     if len(options.mm) > 2:
         raise ConfigError(f"--mm with {len(options.mm)} folders; there are two sides; give the edge's and the cloud's")
     if options.like is None:
@@ -217,9 +239,15 @@ def _flags_of(model: HFModel) -> dict[str, Any]:
 
 def _export(options: argparse.Namespace) -> None:
     from vtp_plugin.checkpoint.tools.export_hf import find_like, plan_export, write_export
+    from vtp_plugin.checkpoint.tools.peft import read_adapters
 
     contents = Contents(find_checkpoint(options.source))
-    plan = plan_export(contents, options.like or find_like(contents, options.source), options.hf)
+    like = options.like or find_like(contents, options.source)
+    if options.peft is not None:
+        _export_peft(options, contents, like)
+        return
+    adapters = None if options.merge is None else read_adapters(Contents(find_checkpoint(options.merge)), like)
+    plan = plan_export(contents, like, options.hf, adapters)
     with progress(plan.num_bytes, "export") as on_written:
         write_export(plan, options.hf, on_written)
     if plan.said:
@@ -234,6 +262,21 @@ def _export(options: argparse.Namespace) -> None:
     count = "1 file" if number == 1 else f"{number} files"
     line = f"wrote {options.hf}: {format_bytes(plan.num_bytes)} in {count}, as transformers loads it"
     facts = {"folder": options.hf, "family": plan.model.family, "num_bytes": plan.num_bytes, "num_files": number}
+    print_answer(options, facts, (line,))
+
+
+def _export_peft(options: argparse.Namespace, contents: Contents, like: Path) -> None:
+    from vtp_plugin.checkpoint.tools.peft import read_adapters, write_peft
+
+    if options.merge is not None:
+        raise ConfigError(
+            f"--merge {options.merge} with --peft; merged adapters are part of the weights; give --hf, or leave it out"
+        )
+    adapters = read_adapters(contents, like)
+    with progress(adapters.num_bytes, "export") as on_written:
+        write_peft(adapters, like, options.peft, on_written)
+    facts = {"folder": options.peft, "family": "peft", "num_bytes": adapters.num_bytes, "num_files": 1}
+    line = f"wrote {options.peft}: {format_bytes(adapters.num_bytes)}, as PEFT loads it on the model of {like}"
     print_answer(options, facts, (line,))
 
 

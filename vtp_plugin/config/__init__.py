@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
+from vtp_plugin.config.adapter_options import AdapterFields
 from vtp_plugin.config.flag import DeviceName, Flag, Trust, format_value
 from vtp_plugin.config.options import (
     DpModeName,
@@ -46,7 +47,7 @@ __all__ = [
 
 # A dataclass has the fields of its last base first.
 @dataclass(frozen=True, kw_only=True)
-class VtpConfig(Failure, Saved, Trust, ScheduleFields, TransportFields, StageFields):
+class VtpConfig(Failure, Saved, AdapterFields, Trust, ScheduleFields, TransportFields, StageFields):
     """The plugin's options. Each is valid by itself; whether it fits the world and the model is checked later.
 
     The help of its flag says what a field means. Lists have one entry for every pipeline stage, in stage order.
@@ -75,6 +76,12 @@ class VtpConfig(Failure, Saved, Trust, ScheduleFields, TransportFields, StageFie
         self.check_stages()
         self.check_transport()
         self.check_schedule()
+        self.check_adapters()
+        if self.lora_rank is not None and self.num_rings > 1:
+            raise LayoutError(
+                f"--vtp-lora-rank {self.lora_rank} with --vtp-encoder-layer-list; two rings have no adapters; leave "
+                "one of them out"
+            )
         self.check_saved()
         self.check_failure()
 

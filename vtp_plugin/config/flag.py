@@ -262,6 +262,7 @@ class FlagGroup(Enum):
     WHAT = "vtp_plugin: what crosses (how tensors get from stage to stage)"
     WHEN = "vtp_plugin: when (the order of a step)"
     TRUST = "vtp_plugin: trust (a run over several sites)"
+    ADAPTERS = "vtp_plugin: adapters (LoRA)"
     SAVED = "vtp_plugin: checkpoints (which are kept, and which one is loaded)"
     FAILURE = "vtp_plugin: what a run says, and failure (ranks that stop or do not come)"
 

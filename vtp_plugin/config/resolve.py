@@ -197,6 +197,8 @@ def check_without_stages(config: VtpConfig) -> tuple[str, ...]:
         if sizes
     ]
     problems += check_edge_seed(config)
+    if config.lora_rank is not None:
+        problems.append("--vtp-lora-rank needs stages: give --vtp-size-list, such as 1,1")
     # Modules with grids of their own have stages without a list.
     if config.has_planned_schedule and not config.bridges:
         problems.append("planned schedules need stages: give --vtp-size-list, such as 1,1")
@@ -542,6 +544,7 @@ def option_context(config: VtpConfig, layout: PipelineLayout, *, device: str = "
         forced=config.is_forced,
         is_planned=config.has_planned_schedule and layout.num_stages > 1,
         has_split_backward=config.split_backward,
+        lora=config.lora,
         is_u_shaped=config.layerwise_disaggregated,
         num_rings=config.num_rings,
         device=device,

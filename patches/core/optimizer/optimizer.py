@@ -20,6 +20,7 @@ from vtp_plugin.errors import PlanError, refuse
 from vtp_plugin.host.patching import replaces
 from vtp_plugin.patches.core.models.common.language_module.language_module import tied_embedding
 from vtp_plugin.patches.hosts import MegatronHost
+from vtp_plugin.patches.lora_layers import trained_besides
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.session import Pipeline, Session
 from vtp_plugin.util import log
@@ -121,8 +122,10 @@ def _get_optimizer(
     first one if not, whatever it is; sinks are cut by heads and not marked.
 
     Raises:
-        ConfigError: a mark is wrong; on all ranks.
+        ConfigError: a mark is wrong, or more is trained than adapters; on all ranks.
     """
+    if session.config.lora is not None:
+        refuse(trained_besides(model_chunks))
     groups = kwargs.get("pg_collection")
     pipeline = session.pipelines.of(getattr(groups, "pp", None))
     if pipeline is not None and not pipeline.plan.layout.is_uniform:

@@ -44,7 +44,7 @@ def store_gradients(facts: Facts) -> None:
 
         def no_step() -> tuple[bool, float, None]:
             if number == GRADIENT_STEP:
-                for weight in (weight for chunk in model for weight in chunk.parameters()):
+                for weight in (each for chunk in model for each in chunk.parameters() if each.requires_grad):
                     kept.append((weight, weight.data.clone()))
                     weight.data.copy_(weight.main_grad)
             return True, 0.0, None

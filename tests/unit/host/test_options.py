@@ -43,6 +43,7 @@ from vtp_plugin.host.rules.table.rows import (
 from vtp_plugin.host.rules.table.rows_architecture import OLDER_RULES
 from vtp_plugin.host.versions.known_versions import between
 from vtp_plugin.plan.layout.replica_map import DpMode, ReplicaMap
+from vtp_plugin.plan.model.lora import Lora
 from vtp_plugin.util.text import nearest
 
 UNEQUAL = OptionContext(tp_sizes=(1, 4))
@@ -141,6 +142,7 @@ def context_of(rule: OptionRule, context: OptionContext) -> OptionContext:
         is_u_shaped=is_meant[Verdict.REFUSED_U_SHAPED],
         is_planned=is_meant[Verdict.REFUSED_PLANNED],
         has_split_backward=is_meant[Verdict.REFUSED_SPLIT],
+        lora=Lora(rank=2, alpha=2, targets=("q_proj",)) if is_meant[Verdict.REFUSED_ADAPTERS] else None,
     )
 
 

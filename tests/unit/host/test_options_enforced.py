@@ -158,6 +158,8 @@ def test_a_run_is_refused(
         flags += ["--vtp-schedule", "planned"]
     if rule.verdict is Verdict.REFUSED_SPLIT:
         flags += ["--vtp-schedule", "planned", "--vtp-split-backward"]
+    if rule.verdict is Verdict.REFUSED_ADAPTERS:
+        flags += ["--vtp-lora-rank", "2"]
     with pytest.raises(ConfigError) as caught:
         start(monkeypatch, megatron, flags, sizes, put, family_for(rule))
     lines = str(caught.value).split(" | ")

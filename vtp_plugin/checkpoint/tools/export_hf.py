@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
@@ -41,10 +40,12 @@ from vtp_plugin.checkpoint.hf.read_config import (
 from vtp_plugin.checkpoint.hf.tensor_rows import Tensor, TensorShare, hf_shapes, megatron_tensors
 from vtp_plugin.checkpoint.load.stored_optimizer import Elements
 from vtp_plugin.checkpoint.save.atomic_dir import InParts
+from vtp_plugin.checkpoint.tools.peft import Adapters
 from vtp_plugin.checkpoint.tools.writer import (
     HF_INDEX,
     NewTensor,
     are_equal,
+    bytes_of,
     cut_pieces,
     index_text,
     is_writable,
@@ -57,6 +58,7 @@ from vtp_plugin.checkpoint.tools.writer import (
 )
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.plan.model.gpt_model import WORD_EMBEDDING
+from vtp_plugin.plan.model.lora import is_adapter
 from vtp_plugin.util.typed_json import read_json
 
 # Tokenizers that do not look at --vocab-size.
@@ -100,6 +102,7 @@ class Export:
         places: for each Hugging Face tensor, its shares and where they are stored.
         num_unproved: number of rows that are left out although nobody says how many words the run had.
         said: what a reader is told of the config; may be empty.
+        adapters: what is added to the weights, in fp32, before each is rounded once; None to add nothing.
     """
 
     contents: Contents
@@ -109,6 +112,7 @@ class Export:
     places: Mapping[str, list[tuple[TensorShare, _Stored]]] = field(repr=False)
     num_unproved: int = 0
     said: str = ""
+    adapters: Adapters | None = field(default=None, repr=False)
 
     @property
     def num_bytes(self) -> int:
@@ -140,13 +144,14 @@ def _origins(contents: Contents, source: Path) -> Iterator[Path]:
         yield Path(loaded)
 
 
-def plan_export(contents: Contents, like: Path, target: Path) -> Export:
+def plan_export(contents: Contents, like: Path, target: Path, adapters: Adapters | None = None) -> Export:
     """Plan an export: check all of a checkpoint but its elements.
 
     Args:
         contents: the checkpoint.
         like: folder with the config of the model.
         target: folder of the new model.
+        adapters: what is added to the weights.
 
     Raises:
         ConfigError: the checkpoint is another model, or has what a published model has not, or the target holds
@@ -158,12 +163,15 @@ def plan_export(contents: Contents, like: Path, target: Path) -> Export:
     origin, note = _note_of(contents)
     said = _compared(contents, model, like, origin, note)
     weights, problems = contents.weights(), list[str]()
+    if adapters is not None:
+        weights = {key: whole for key, whole in weights.items() if not is_adapter(key)}
     words = next(key for row in rows_of(model) if row.parameter is WORD_EMBEDDING for key in row.megatron_keys)
     rows = next((each.shape[0] for key, each in weights.items() if key == words and each.shape), 0)
     refuse(_words_cut_off(contents, rows, model, like, note))
     refuse(_both_names(contents, weights, model))
     refuse(
-        f"{contents.folder}: {key} belongs to an adapter; a published model has none; merge it first, and save it"
+        f"{contents.folder}: {key} belongs to an adapter; a published model has none; merge it "
+        "first, and save it, or export it with --merge or --peft"
         for key in [key for key in weights if "lora_" in key or "adapter" in key][:1]
     )
     stored = [
@@ -183,7 +191,9 @@ def plan_export(contents: Contents, like: Path, target: Path) -> Export:
     shapes = hf_shapes(rows_of(model), model)
     tensors = [NewTensor(name, places[name][0][1].dtype, shape) for name, shape in sorted(shapes.items())]
     is_unproved = rows > model.vocab and not _words_of_run(contents, like, note)[1]
-    return Export(contents, model, like, plan_files(tensors), places, rows - model.vocab if is_unproved else 0, said)
+    return Export(
+        contents, model, like, plan_files(tensors), places, rows - model.vocab if is_unproved else 0, said, adapters
+    )
 
 
 def _note_of(contents: Contents) -> tuple[Path, Note] | tuple[None, None]:
@@ -363,7 +373,8 @@ def write_export(plan: Export, target: Path, on_written: Callable[[int], None]) 
             with (part / name).open("wb") as file:
                 write_header(file, tensors)
                 for tensor in tensors:
-                    for data in _elements(elements, plan.places[tensor.name]):
+                    added = None if plan.adapters is None else plan.adapters.product(tensor.name)
+                    for data in _elements(elements, plan.places[tensor.name], added):
                         InParts(file).write(data)
                         on_written(len(data))
         if len(plan.files) > 1:
@@ -372,20 +383,20 @@ def write_export(plan: Export, target: Path, on_written: Callable[[int], None]) 
         _set_dtype(part / CONFIG, plan.places["model.embed_tokens.weight"][0][1].dtype)
 
 
-def _elements(elements: Elements, places: list[tuple[TensorShare, _Stored]]) -> Iterator[memoryview]:
+def _elements(
+    elements: Elements,
+    places: list[tuple[TensorShare, _Stored]],
+    added: tuple[torch.Tensor, torch.Tensor] | None = None,
+) -> Iterator[memoryview]:
     """Yield the bytes of a Hugging Face tensor, slab by slab."""
     for share, stored in sorted(places, key=lambda place: place[0].first):
         for box in cut_pieces(share.box, itemsize(stored.dtype)):
             found = read_box(elements, stored.parts_of(share), box, stored.dtype)
-            yield _bytes_of(found.contiguous())
-
-
-def _bytes_of(elements: torch.Tensor) -> memoryview:
-    """Give the bytes of a tensor without the package numpy; they are as long there as the tensor is."""
-    length = elements.numel() * elements.element_size()
-    array = (ctypes.c_ubyte * length).from_address(elements.data_ptr())
-    array.owner = elements  # type: ignore[attr-defined]
-    return memoryview(array).cast("B")
+            if added is not None:
+                (one, two), (rows, columns) = added, share.hf_box(box)
+                more = two[slice(*rows)] @ one[:, slice(*columns)]
+                found = (found.float() + more.reshape(found.shape)).to(found.dtype)
+            yield bytes_of(found.contiguous())
 
 
 def _set_dtype(config: Path, dtype: str) -> None:

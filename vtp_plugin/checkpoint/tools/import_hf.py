@@ -63,6 +63,7 @@ from vtp_plugin.checkpoint.tools.writer import (
 )
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.plan.model.gpt_model import OUTPUT, WORD_EMBEDDING, GPTModel, ParameterRow
+from vtp_plugin.plan.model.lora import Lora, arguments_of
 from vtp_plugin.util.index_boxes import Box, intersect, whole_box
 from vtp_plugin.util.typed_json import read_bytes
 
@@ -87,6 +88,7 @@ class Import:
         files: the files that hold them.
         pieces: the pieces of the new checkpoint.
         passed: fields of its config that are ignored, since they change nothing.
+        lora: the adapters that are imported; None of a whole model.
     """
 
     folder: Path
@@ -95,6 +97,7 @@ class Import:
     files: tuple[Path, ...]
     pieces: tuple[NewPiece, ...]
     passed: tuple[str, ...]
+    lora: Lora | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -285,7 +288,8 @@ def _ending(plan: Import) -> Ending:
         "attention_dropout": plan.model.dropout,
         "hidden_dropout": 0.0,
     }
-    args = argparse.Namespace(**arguments, **layout, **free)
+    lora = {} if plan.lora is None else arguments_of(plan.lora)
+    args = argparse.Namespace(**arguments, **layout, **free, **lora)
     # Before version 2 Megatron would reorder queries, keys and values.
     common = _saved({"args": args, "checkpoint_version": 3.0, "iteration": 0})
     files = {NOTE: dump_note(plan.model).encode(), "metadata.json": json.dumps(_FORMAT).encode()}

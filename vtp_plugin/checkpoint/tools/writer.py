@@ -8,6 +8,7 @@ attempt that finds one resumes behind its last whole piece.
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import json
 import math
@@ -180,6 +181,7 @@ class Shards:
 
     Args:
         folder: folder of the model.
+        single: name of the file that holds all tensors where there is no index.
 
     Attributes:
         folder: folder of the model.
@@ -188,10 +190,10 @@ class Shards:
         ConfigError: there are none, or two sets of them; a file is missing or damaged, or the package safetensors is.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *, single: str = SINGLE) -> None:
+        self.folder, self._single = folder, single
         listed = self._listed()
-        files = {name: self._open(name) for name in (dict.fromkeys(listed.values()) if listed else (SINGLE,))}
+        files = {name: self._open(name) for name in (dict.fromkeys(listed.values()) if listed else (single,))}
         places: dict[str, str] = {}
         for file, opened in files.items():
             for name in opened.keys():  # noqa: SIM118 - it is no mapping
@@ -224,13 +226,13 @@ class Shards:
         found = sorted(path.name for path in self.folder.iterdir() if path.name.endswith(_ENDINGS))
         found = [name for name in found if not name.startswith(_OF_MISTRAL)]
         listed = self._read_index() if HF_INDEX in found else {}
-        if not listed and SINGLE not in found:
+        if not listed and self._single not in found:
             others = f", but {found[0]}" if found else ""
             raise ConfigError(
-                f"{self.folder} holds neither {SINGLE} nor {HF_INDEX}{others}; tensors are read from these; download "
-                "them, or save the model with transformers, which writes them"
+                f"{self.folder} holds neither {self._single} nor {HF_INDEX}{others}; tensors are read from these; "
+                "download them, or save the model with transformers, which writes them"
             )
-        first = HF_INDEX if listed else SINGLE
+        first = HF_INDEX if listed else self._single
         others = [name for name in found if name not in {first, *listed.values()}]
         if others:
             raise ConfigError(
@@ -374,6 +376,14 @@ def index_text(files: Mapping[str, Sequence[NewTensor]]) -> str:
     total = sum(tensor.num_bytes for held in files.values() for tensor in held)
     places = {tensor.name: file for file, held in files.items() for tensor in held}
     return json.dumps({"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}, indent=2) + "\n"
+
+
+def bytes_of(elements: torch.Tensor) -> memoryview:
+    """Give the bytes of a tensor without the package numpy; they are as long there as the tensor is."""
+    length = elements.numel() * elements.element_size()
+    array = (ctypes.c_ubyte * length).from_address(elements.data_ptr())
+    array.owner = elements  # type: ignore[attr-defined]
+    return memoryview(array).cast("B")
 
 
 def write_header(file: BinaryIO, tensors: Iterable[NewTensor]) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from vtp_plugin.host.versions import capability, family_of, is_in
+from vtp_plugin.plan.model.lora import Lora
 from vtp_plugin.util.text import TextEnum
 
 
@@ -29,6 +30,7 @@ class OptionContext:
         forced: The plugin's groups and communicator are used even for a uniform list.
         is_planned: The plugin's executor runs the steps, not Megatron's schedules.
         has_split_backward: Gradients of weights are computed later than those of inputs (``--vtp-split-backward``).
+        lora: The plugin's adapters (``--vtp-lora-rank``); None without any.
         is_u_shaped: The first stage holds both ends of the model.
         num_rings: How often a microbatch passes the cloud of a U; 0 without one.
         device: The platform: ``"cuda"``, ``"npu"`` or ``"cpu"``, or ``"auto"`` while it is not known.
@@ -44,6 +46,7 @@ class OptionContext:
     forced: bool = False
     is_planned: bool = False
     has_split_backward: bool = False
+    lora: Lora | None = None
     is_u_shaped: bool = False
     num_rings: int = 0
     device: str = "auto"
@@ -118,6 +121,7 @@ class Verdict(TextEnum):
     REFUSED_UNEQUAL = "not supported when sizes differ"
     REFUSED_PLANNED = "not supported with a planned schedule"
     REFUSED_SPLIT = "not supported with split backwards"
+    REFUSED_ADAPTERS = "not supported with adapters"
     REFUSED_U_SHAPED = "not supported in a U-shape"
     REFUSED = "not supported"
 
@@ -174,6 +178,7 @@ class OptionRule:
             Verdict.REFUSED_UNEQUAL: not context.is_uniform,
             Verdict.REFUSED_PLANNED: context.is_planned,
             Verdict.REFUSED_SPLIT: context.has_split_backward,
+            Verdict.REFUSED_ADAPTERS: context.lora is not None,
             Verdict.REFUSED_U_SHAPED: context.is_u_shaped,
             Verdict.REFUSED: context.forced or not context.is_uniform,
         }
@@ -220,6 +225,8 @@ class OptionRule:
             return "--layerwise-disaggregated-training"
         if self.verdict is Verdict.REFUSED_SPLIT:
             return "--vtp-split-backward"
+        if self.verdict is Verdict.REFUSED_ADAPTERS:
+            return "--vtp-lora-rank"
         return "a planned schedule" if self.verdict is Verdict.REFUSED_PLANNED else context.layout_text
 
 
@@ -321,6 +328,13 @@ def refused_split(
 ) -> tuple[OptionRule, ...]:
     """Make rows for options that do not work where backwards are split."""
     return _rules(Verdict.REFUSED_SPLIT, reason, cases, way_out)
+
+
+def refused_adapters(
+    reason: str, *cases: OptionRule | str, way_out: str = "leave it, or --vtp-lora-rank, out"
+) -> tuple[OptionRule, ...]:
+    """Make rows for options that do not work with the plugin's adapters, whatever the sizes."""
+    return _rules(Verdict.REFUSED_ADAPTERS, reason, cases, way_out)
 
 
 def refused(reason: str, *cases: OptionRule | str, way_out: str = "leave it out") -> tuple[OptionRule, ...]:

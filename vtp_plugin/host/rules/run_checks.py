@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vtp_plugin.host.rules.checks.batch import check_batches, check_packed
 from vtp_plugin.host.rules.checks.divisibility import check_sizes
+from vtp_plugin.host.rules.checks.lora_fits import check_adapters
 from vtp_plugin.host.rules.checks.stage_layers import check_layer_file
 from vtp_plugin.host.rules.rule import OptionContext
 from vtp_plugin.host.rules.table.rows import check_options
@@ -31,6 +32,7 @@ def check_run(args: object, context: OptionContext, replicas: ReplicaMap) -> tup
     return (
         *check_options(args, context),
         *check_sizes(args, context),
+        *check_adapters(args, context),
         *check_layer_file(args, context),
         *check_packed(args, context),
         *batches,

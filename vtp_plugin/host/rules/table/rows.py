@@ -26,6 +26,7 @@ from vtp_plugin.host.rules.rule import (
     refused_planned,
     refused_unequal,
 )
+from vtp_plugin.host.rules.table.rows_adapters import ADAPTER_RULES
 from vtp_plugin.host.rules.table.rows_architecture import ARCHITECTURE_RULES, MODEL_RULES, OLDER_RULES
 from vtp_plugin.host.rules.table.rows_kernels import KERNEL_RULES, MINDSPEED_RULES
 from vtp_plugin.host.rules.table.rows_parallelism import (
@@ -50,6 +51,7 @@ RULES: tuple[OptionRule, ...] = (
     *DATA_RULES,
     *ORDER_RULES,
     *SPLIT_RULES,
+    *ADAPTER_RULES,
 )
 """The table, by subject. Attributes name Megatron's parsed arguments. The first row that refuses an option counts."""
 

@@ -1,0 +1,272 @@
+"""`adapters`: every chunk of a GPT is frozen and gets adapters (LoRA) as it is built.
+
+They lie beside Megatron's linear layers: one pair of factors for each published matrix.
+
+The layers stay where they are and keep their names; they become instances of a subclass, which adds what the adapters
+compute. Factors are Megatron's own linear layers where they are cut. The replicated ones are marked as
+sequence-parallel, so that `finalize_model_grads` sums their gradients over the ranks that hold parts of the sequence.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from megatron.core.parallel_state import get_tensor_model_parallel_group
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
+
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.host.patching import replaces
+from vtp_plugin.patches.patch_set import Moment
+from vtp_plugin.plan.model.lora import ADAPTER, TARGETS, Lora, LoraTarget, is_adapter
+from vtp_plugin.runtime.step.adapter_start import fill, whole_factor
+from vtp_plugin.session import Session
+
+
+class ReplicatedFactor(torch.nn.Linear):
+    """The factor of a pair that every rank of a stage has whole.
+
+    Args:
+        columns: width of its input.
+        rows: width of its output.
+        base: the layer that it is beside.
+    """
+
+    def __init__(self, columns: int, rows: int, base: Any) -> None:
+        super().__init__(columns, rows, bias=False, device=base.weight.device, dtype=base.weight.dtype)
+        self.weight.sequence_parallel = base.config.sequence_parallel
+
+    def reset_parameters(self) -> None:
+        """Draw nothing: random states go on as without adapters, and :func:`add_adapters` fills it."""
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """Say how it is stored: once, by one rank."""
+        state = self.state_dict(prefix="", keep_vars=True)
+        return make_sharded_tensors_for_checkpoint(state, prefix, {}, sharded_offsets)
+
+
+class Pair(torch.nn.Module):
+    """The two factors beside one published matrix.
+
+    Args:
+        base: the layer that holds the matrix.
+        rows: rows of the whole matrix.
+        lora: the adapters of the run.
+    """
+
+    def __init__(self, base: Any, rows: int, lora: Lora) -> None:
+        super().__init__()
+        self.scale = lora.scale
+        options: dict[str, Any] = {"config": base.config, "init_method": _draw_nothing, "bias": False}
+        if hasattr(base, "tp_group"):
+            options["tp_group"] = base.tp_group
+        linear_in: Any
+        linear_out: Any
+        if isinstance(base, ColumnParallelLinear):
+            linear_in = ReplicatedFactor(base.input_size, lora.rank, base)
+            linear_out = ColumnParallelLinear(lora.rank, rows, gather_output=False, **options)
+        else:
+            options |= {"input_is_parallel": True, "skip_bias_add": False}
+            linear_in = RowParallelLinear(base.input_size, lora.rank, **options)
+            linear_out = ReplicatedFactor(lora.rank, rows, base)
+        self.linear_in, self.linear_out = linear_in, linear_out
+        self.shapes = {"linear_in": (lora.rank, base.input_size), "linear_out": (rows, lora.rank)}
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Compute what the adapter adds to the layer's output, as that is cut."""
+        return _first(self.linear_out(_first(self.linear_in(inputs)) * self.scale))
+
+
+class Fused(torch.nn.ModuleDict):
+    """The pairs beside a layer that holds several published matrices.
+
+    Args:
+        pairs: under the names of their modules.
+        rows: this rank's rows of each matrix, those without a pair included, in the order in which they lie.
+        num_groups: how many groups of rows this rank has; each has rows of all matrices in turn.
+    """
+
+    def __init__(self, pairs: Mapping[str, Pair], rows: Mapping[str, int], num_groups: int) -> None:
+        super().__init__(pairs)
+        self.rows, self.num_groups = rows, num_groups
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Compute what the adapters add, interleaved as the layer's output is."""
+        added = {name: pair(inputs) for name, pair in self.items()}
+        first = next(iter(added.values()))
+        parts = [
+            added[name] if name in added else first.new_zeros((*first.shape[:-1], rows))
+            for name, rows in self.rows.items()
+        ]
+        grouped = [part.unflatten(-1, (self.num_groups, -1)) for part in parts]
+        return torch.cat(grouped, dim=-1).flatten(-2)
+
+
+class Adapted:
+    """What a linear layer of Megatron's becomes: it adds what its adapters compute, and stores them beside itself."""
+
+    adapter: torch.nn.Module
+    adapter_place: tuple[int, int]
+    """Which of the layers with adapters this is, and how many there are."""
+
+    def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run the layer, and add what its adapters compute."""
+        output, bias = super().forward(input_, *args, **kwargs)
+        return output + self.adapter(input_), bias
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
+        """Say how the layer is stored, as without adapters, and how those are.
+
+        Where layers are a dimension of what is stored, that of the adapters counts the layers that have some.
+        """
+        base: Any = super()
+        stored = base.sharded_state_dict(prefix, sharded_offsets, metadata)
+        before = f"{prefix}{ADAPTER}."
+        found = {key: value for key, value in stored.items() if not key.startswith(before)}
+        place, count = self.adapter_place
+        own = [(axis, place, count) if axis == 0 else (axis, *rest) for axis, *rest in sharded_offsets]
+        return found | _sharded(self.adapter, before, tuple(own), metadata)
+
+
+@functools.cache
+def _adapted(kind: type) -> type:
+    """Make the subclass of a linear layer that has adapters."""
+    return type(f"Adapted{kind.__name__}", (Adapted, kind), {})
+
+
+def add_adapters(chunk: Any, lora: Lora, *, seed: int) -> None:
+    """Freeze a chunk of a GPT, and give its linear layers adapters.
+
+    Args:
+        chunk: Megatron's ``GPTModel``, as it is built, before it is wrapped.
+        lora: which adapters.
+        seed: of the run; in a U whose edge has a key, what is drawn on the edge follows from that.
+
+    Raises:
+        ConfigError: its layers are not Megatron's own.
+    """
+    chunk.requires_grad_(False)
+    config = chunk.config
+    numbers = lora.layer_numbers(config.num_layers)
+    for layer in chunk.decoder.layers:
+        number = layer.layer_number - 1
+        if number not in numbers:
+            continue
+        place = numbers.index(number), len(numbers)
+        for target in {target.linear: target for target in TARGETS}.values():
+            block = layer.self_attention if target.block == "self_attn" else layer.mlp
+            base = getattr(block, target.linear, None)
+            if wanted := lora.targets_of(target.linear, is_gated=config.gated_linear_unit):
+                _adapt(base, wanted, lora, f"layers.{number}", seed, place)
+    if chunk.pre_process and config.recompute_granularity is not None:
+        # A reentrant checkpoint whose inputs need no gradient gives its outputs none, and trains nothing inside.
+        chunk.embedding.register_forward_hook(_need_gradient)
+
+
+def trained_besides(chunks: Sequence[torch.nn.Module]) -> Iterator[str]:
+    """Yield one line where more than adapters would be trained: a model without any, or what a script added to one."""
+    for name, weight in (each for chunk in chunks for each in chunk.named_parameters()):
+        if weight.requires_grad and not is_adapter(name):
+            yield (
+                f"--vtp-lora-rank with a model that trains {name}; adapters are for Megatron's GPTModel, and the rest "
+                "is frozen; freeze what the script adds, or leave --vtp-lora-rank out"
+            )
+            return
+
+
+def _adapt(base: Any, wanted: Sequence[LoraTarget], lora: Lora, layer: str, seed: int, place: tuple[int, int]) -> None:
+    """Give one linear layer the adapters of the matrices that it holds."""
+    if type(base) not in (ColumnParallelLinear, RowParallelLinear):
+        raise ConfigError(
+            f"--vtp-lora-rank with a layer of {type(base).__module__}.{type(base).__name__}; adapters are for "
+            "Megatron's own linear layers; build the model with --transformer-impl local, or leave --vtp-lora-rank out"
+        )
+    group = getattr(base, "tp_group", None) or get_tensor_model_parallel_group()
+    if wanted[0].child:
+        rows, num_groups = _fused_rows(base, wanted[0].linear, group.size())
+        if num_groups % group.size():
+            raise ConfigError(
+                f"adapters of {num_groups} groups of queries on {group.size()} ranks; ranks would share keys, of which "
+                "adapters cannot be cut; give stages of sizes that divide the number of groups"
+            )
+        pairs = {target.child: Pair(base, rows[target.child], lora) for target in wanted}
+        own_rows = {name: number // group.size() for name, number in rows.items()}
+        base.adapter = Fused(pairs, own_rows, num_groups // group.size())
+    else:
+        base.adapter = Pair(base, base.output_size, lora)
+        pairs = {"": base.adapter}
+    base.adapter_place = place
+    for target in wanted:
+        pair = pairs[target.child]
+        for name, shape in pair.shapes.items():
+            whole = whole_factor(f"{layer}.{target.place}.{name}", shape, seed=seed)
+            fill(getattr(pair, name).weight, whole, rank=group.rank())
+    base.__class__ = _adapted(type(base))
+
+
+def _fused_rows(base: Any, linear: str, tp: int) -> tuple[dict[str, int], int]:
+    """Return the rows of each matrix that a layer holds, and in how many groups they lie on all ranks together."""
+    config = base.config
+    if linear == "linear_qkv":
+        num_groups = config.num_query_groups or config.num_attention_heads
+        keys = num_groups * config.kv_channels
+        return {
+            "adapter_q": config.num_attention_heads * config.kv_channels,
+            "adapter_k": keys,
+            "adapter_v": keys,
+        }, num_groups
+    # Each rank has its part of the gate before its part of the rest.
+    names = ("adapter_gate", "adapter_up") if config.gated_linear_unit else ("adapter_up",)
+    return dict.fromkeys(names, base.output_size // len(names)), tp
+
+
+def _sharded(module: torch.nn.Module, prefix: str, sharded_offsets: Any, metadata: Any) -> dict[str, Any]:
+    """Say how all layers inside a module are stored."""
+    found: dict[str, Any] = {}
+    children: dict[str, Any] = dict(module.named_children())
+    for name, child in children.items():
+        stored = getattr(child, "sharded_state_dict", functools.partial(_sharded, child))
+        found |= stored(f"{prefix}{name}.", sharded_offsets, metadata)
+    # Megatron's layers store nothing but weights, and a place for what low precision keeps.
+    return {key: value for key, value in found.items() if not key.endswith("_extra_state")}
+
+
+def _first(output: Any) -> torch.Tensor:
+    """Give the tensor of what a layer returns; Megatron's return a bias with it."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _draw_nothing(_weight: torch.Tensor) -> None:
+    """Leave a weight as it is: random states go on as without adapters."""
+
+
+def _need_gradient(_embedding: Any, _inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    """Let the backward pass reach what a frozen embedding gives."""
+    return output if output.requires_grad or not torch.is_grad_enabled() else output.detach().requires_grad_()
+
+
+_SEED = 1234  # as Megatron's --seed
+
+
+@replaces(
+    "megatron.core.models.gpt.gpt_model:GPTModel.__init__",
+    id="adapters",
+    when=Moment.LORA,
+    why="the last point before a script's model is wrapped and its parameters are put into buffers, which frozen ones "
+    "do not enter",
+    remove_when="Megatron-core's own adapters are released and do not depend on the sizes",
+)
+def _build(session: Session, original: Callable[..., None], chunk: Any, *args: Any, **kwargs: Any) -> None:
+    """Build a `GPTModel`, freeze it, and give it the adapters of the run."""
+    original(chunk, *args, **kwargs)
+    lora = session.config.lora
+    assert lora is not None
+    seed = _SEED
+    if session.has_arguments:
+        from megatron.training import get_args
+
+        seed = get_args().seed
+    add_adapters(chunk, lora, seed=seed)

@@ -1,0 +1,172 @@
+"""The plugin's adapters (LoRA): every list, and the U, trains them as one process does, from one base."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.multiproc.cases.lora_cases import LLAMA_LIKE, LORA, NUM_FACTORS, assert_same_factors
+from tests.multiproc.cases.script_cases import (
+    ScriptRun,
+    Scripts,
+    arguments,
+    assert_refused,
+    assert_same_training,
+    num_ranks,
+)
+from vtp_plugin.checkpoint.format.contents import Contents
+from vtp_plugin.plan.model.lora import is_adapter
+
+pytestmark = pytest.mark.needs("scripts_here")
+SGD = ["--optimizer", "sgd", "--lr", "1e-1", "--min-lr", "1e-1"]
+# Where a gradient is almost zero, Adam divides rounding by rounding.
+SMOOTH = ["--adam-eps", "1e-3"]
+DISTRIBUTED = ["--use-distributed-optimizer"]
+OVERLAPPED = [*DISTRIBUTED, "--overlap-grad-reduce", "--overlap-param-gather"]
+SEQUENCE = ["--sequence-parallel"]
+PLANNED = ["--vtp-schedule", "planned"]
+INTERLEAVED = ["--num-virtual-stages-per-pipeline-rank", "2"]
+RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
+U_SHAPE = ["--layerwise-disaggregated-training", "--num-layer-list"]
+HOOKS = ["random_adapters", "note_lora"]
+Reference = Callable[..., list[ScriptRun]]
+
+
+@pytest.fixture(scope="module")
+def base(scripts: Scripts, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model without adapters, which every run here starts from."""
+    folder = tmp_path_factory.mktemp("base")
+    scripts.train("1", [*LLAMA_LIKE, "--train-iters", "1", "--save", str(folder), "--save-interval", "1"])
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(scripts: Scripts, base: Path) -> Reference:
+    """Runs of one process with adapters; each is made once."""
+    known: dict[tuple[object, ...], list[ScriptRun]] = {}
+
+    def find(extra: Sequence[str] = (), *, dp: int = 1) -> list[ScriptRun]:
+        key = (tuple(extra), dp)
+        if key not in known:
+            known[key] = train(scripts, "1", base, [*extra, "--global-batch-size", str(8 * dp)])
+        return known[key]
+
+    return find
+
+
+def train(
+    scripts: Scripts, sizes: str, base: Path, extra: Sequence[str], *, dp: int = 1, hooks: Sequence[str] = HOOKS
+) -> list[ScriptRun]:
+    """Train adapters of a base on a list."""
+    words = [*LLAMA_LIKE, *LORA, "--pretrained-checkpoint", str(base), *extra]
+    return scripts.train(sizes, words, dp=dp, hooks=list(hooks))
+
+
+def _case(
+    name: str, sizes: str, extra: Sequence[str] = (), *, dp: int = 1, same: Sequence[str] = (), full: bool = True
+) -> Any:
+    """Give a case: flags of the run alone, and flags that its reference has, too."""
+    marks = [pytest.mark.full] if full else []
+    return pytest.param(sizes, list(extra), dp, list(same), id=f"{name}-{sizes}-dp{dp}", marks=marks)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "extra", "dp", "same"),
+    [
+        _case("sgd", "1,2", same=SGD, full=False),
+        _case("u-sequence", "1,2", [*U_SHAPE, "1,1,2", *SEQUENCE], full=False),
+        _case("uniform", "1,1", [*RECOMPUTE]),
+        _case("sgd-sequence", "1,2", SEQUENCE, same=SGD),
+        _case("plain", "2,1,3", ["--num-layers", "4", "--decoder-first-pipeline-num-layers", "2"], same=SGD),
+        _case("sequence", "2,1,3", [*SEQUENCE, "--decoder-first-pipeline-num-layers", "2", *PLANNED]),
+        _case("u", "2,1,3", [*U_SHAPE, "1,1,1,1", *DISTRIBUTED], same=SGD[:0]),
+        _case("u-recompute-split", "1,2", [*U_SHAPE, "1,1,2", *RECOMPUTE, "--vtp-split-backward"]),
+        _case("overlapped-sequence", "2,1", [*OVERLAPPED, *SEQUENCE], dp=2, same=SMOOTH),
+        _case("distributed-recompute", "1,2", [*DISTRIBUTED, *RECOMPUTE], dp=2, same=[]),
+        _case("interleaved", "1,2", [*INTERLEAVED]),
+        _case("planned-interleaved-sequence", "2,1", [*INTERLEAVED, *PLANNED, *SEQUENCE]),
+        _case("split", "1,2", [*PLANNED, "--vtp-split-backward", *SEQUENCE]),
+        _case("part", "1,2", same=["--vtp-lora-targets", "q_proj", "v_proj", "--vtp-lora-layers", "1:4"]),
+        _case("per-token", "1,2", same=["--calculate-per-token-loss"]),
+        _case("selective", "2,1", ["--recompute-granularity", "selective", "--recompute-modules", "mlp"]),
+    ],
+)
+def test_adapters_train_as_in_one_process(
+    scripts: Scripts, base: Path, reference: Reference, sizes: str, extra: list[str], dp: int, same: list[str]
+) -> None:
+    """Losses and norms to 1e-5, factors with SGD too; copies and the base to the bit, and every factor moves."""
+    wanted = reference(same, dp=dp)
+    runs = train(scripts, sizes, base, [*extra, *same], dp=dp)
+    assert_same_training(runs, wanted)
+    is_part = "--vtp-lora-layers" in same
+    atol = 1e-5 if "sgd" in same else 2e-4
+    assert_same_factors(runs, wanted, number=3 * 2 * 2 if is_part else NUM_FACTORS, atol=atol)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("fault", "sizes", "extra"),
+    [
+        ("unsummed_factor", "1,2", SEQUENCE),
+        ("factors_of_shards", "1,2", []),
+        ("no_gradient_of_inputs", "1,2", RECOMPUTE),
+        ("changed_base", "1,2", []),
+    ],
+)
+def test_a_fault_is_seen(
+    scripts: Scripts, base: Path, reference: Reference, fault: str, sizes: str, extra: list[str]
+) -> None:
+    """The public faults, planted one by one."""
+    wanted = reference(SGD)
+    with pytest.raises(AssertionError):
+        runs = train(scripts, sizes, base, [*extra, *SGD], hooks=[*HOOKS, fault])
+        assert_same_training(runs, wanted, tolerance=1e-3)
+        assert_same_factors(runs, wanted, atol=1e-3)
+
+
+def _keys(folder: Path) -> set[str]:
+    return {*Contents(folder).index.tensors}
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "extra"),
+    [
+        ("1,2", "3,1", DISTRIBUTED),
+        pytest.param("1,2", "3,1", [*DISTRIBUTED, "--vtp-lora-save-base"], marks=pytest.mark.full),
+        pytest.param("2,1", "1,2", ["--vtp-lora-targets", "q_proj", "v_proj"], marks=pytest.mark.full),
+    ],
+)
+def test_adapters_move(
+    scripts: Scripts, base: Path, reference: Reference, tmp_path: Path, first: str, second: str, extra: list[str]
+) -> None:
+    """From a list to another and then into a U, with the optimizer; they alone are saved, unless asked otherwise."""
+    own = [word for word in extra if word not in DISTRIBUTED]
+    wanted = reference([word for word in own if word != "--vtp-lora-save-base"])
+    saving = ["--save", str(tmp_path), "--save-interval", "1"]
+    train(scripts, first, base, [*extra, *saving])
+    stored = _keys(tmp_path / "iter_0000002")
+    assert any(map(is_adapter, stored))
+    of_base = {key for key in stored if not is_adapter(key) and not key.startswith(("optimizer", "chained"))}
+    assert bool(of_base) == ("--vtp-lora-save-base" in extra), of_base
+    for number, sizes, more in ((1, second, []), (2, "1,2", [*U_SHAPE, "1,1,2"])):
+        (tmp_path / "latest_checkpointed_iteration.txt").write_text(str(number))
+        runs = train(scripts, sizes, base, [*extra, *more, "--load", str(tmp_path)], hooks=["note_lora"])
+        assert_same_training(runs, wanted, first=number)
+
+
+@pytest.mark.full
+def test_a_checkpoint_that_does_not_fit_the_adapters_of_a_run(scripts: Scripts, base: Path, tmp_path: Path) -> None:
+    """One line on every rank: a run without adapters, other ones, and adapters without their base."""
+    train(scripts, "1,2", base, ["--save", str(tmp_path), "--save-interval", "2"])
+    load, below = ["--load", str(tmp_path)], ["--pretrained-checkpoint", str(base)]
+    others = ["--vtp-lora-rank", "4", "--vtp-lora-targets", "q_proj"]
+    for words, said in (
+        ([*load, *below], "holds adapters of rank 5; this run has none"),
+        ([*others, *load, *below], "has adapters with --vtp-lora-rank 5, this run 4"),
+        ([*LORA, *load], "holds adapters alone; without their base"),
+    ):
+        kwargs = {"arguments": arguments("1,2", extra=[*LLAMA_LIKE, *words])}
+        assert_refused(scripts.launch(num_ranks("1,2"), kwargs), said)

@@ -1,0 +1,307 @@
+"""Adapters (LoRA) in PEFT's directory: read onto a base, and written so that PEFT loads them on the published model.
+
+Follows ``peft.utils.save_and_load`` and ``peft.tuners.lora.config.LoraConfig`` of PEFT 0.21: ``adapter_config.json``,
+and ``adapter_model.safetensors`` with ``base_model.model.model.layers.{layer}.{block}.{matrix}.lora_{A,B}.weight``.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from vtp_plugin.checkpoint.format.checkpoint_files import itemsize
+from vtp_plugin.checkpoint.format.contents import Contents
+from vtp_plugin.checkpoint.hf.hf_model import HFModel
+from vtp_plugin.checkpoint.hf.read_config import CONFIG, read_config, read_model
+from vtp_plugin.checkpoint.hf.tensor_rows import TensorShare
+from vtp_plugin.checkpoint.load.stored_optimizer import Elements
+from vtp_plugin.checkpoint.save.atomic_dir import InParts
+from vtp_plugin.checkpoint.tools.import_hf import Import, begin_import
+from vtp_plugin.checkpoint.tools.writer import (
+    NewPiece,
+    NewTensor,
+    Shards,
+    bytes_of,
+    cut_pieces,
+    read_box,
+    require_new,
+    write_header,
+    written_beside,
+)
+from vtp_plugin.errors import ConfigError, refuse
+from vtp_plugin.plan.model.gpt_model import LAYERS, GPTModel
+from vtp_plugin.plan.model.lora import TARGETS, Lora, LoraTarget, is_adapter, lora_of
+from vtp_plugin.util.index_boxes import whole_box
+from vtp_plugin.util.typed_json import read_json
+
+PEFT_CONFIG: Final = "adapter_config.json"
+PEFT_WEIGHTS: Final = "adapter_model.safetensors"
+_NAME: Final = re.compile(r"base_model\.model\.model\.layers\.(\d{1,6})\.(\w+)\.(\w+)\.lora_([AB])\.weight")
+_FACTORS: Final = {"A": "linear_in", "B": "linear_out"}
+# Fields of LoraConfig that change what is computed, with the values with which nothing but the product is added.
+_NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
+    "peft_type": ("LORA",),
+    "bias": ("none",),
+    "use_dora": (False,),
+    "use_rslora": (False,),
+    "fan_in_fan_out": (False,),
+    "lora_bias": (False,),
+    "modules_to_save": ((), None),
+    "rank_pattern": ({},),
+    "alpha_pattern": ({},),
+    "layer_replication": (None,),
+    "trainable_token_indices": (None,),
+    "target_parameters": ((), None),
+    "use_qalora": (False,),
+    "use_bdlora": (None, False),
+    "megatron_config": (None,),
+}
+_MAX_NAMED: Final = 3
+
+
+def shape_of(target: LoraTarget, factor: str, lora: Lora, model: GPTModel) -> tuple[int, int]:
+    """Return rows and columns of a whole factor.
+
+    Args:
+        target: the published matrix that it is beside.
+        factor: ``A`` or ``B``.
+        lora: the adapters.
+        model: sizes of the model.
+    """
+    wide = {"o_proj": model.queries, "down_proj": model.ffn}.get(target.published, model.hidden)
+    rows = {"q_proj": model.queries, "k_proj": model.keys, "v_proj": model.keys}
+    rows |= dict.fromkeys(("gate_proj", "up_proj"), model.ffn)
+    return (lora.rank, wide) if factor == "A" else (rows.get(target.published, model.hidden), lora.rank)
+
+
+def plan_import_peft(folder: Path, like: Path, target: Path) -> Import:
+    """Plan a checkpoint of adapters alone: check all of PEFT's directory but its elements.
+
+    Args:
+        folder: PEFT's directory.
+        like: folder of the published model that the adapters are for, with its config.
+        target: folder for the new checkpoint.
+
+    Raises:
+        ConfigError: it holds what the plugin does not compute, or belongs to another model; or the target holds
+            something.
+    """
+    model, passed = begin_import(like, target)
+    shards = Shards(folder, single=PEFT_WEIGHTS)
+    lora = _read_lora(folder, shards, model)
+    layers = lora.layer_numbers(model.num_layers)
+    expected = {
+        _name(layer, each, factor): shape_of(each, factor, lora, model)
+        for layer, each, factor in product(layers, _targets(lora), _FACTORS)
+    }
+    problems = [f"{name} is missing; every layer with adapters has those of all matrices" for name in expected]
+    problems = [line for line in problems if line.partition(" ")[0] not in shards.names]
+    problems += [
+        f"{name} has the shape {shards.shape(name)}, and {shape} is expected"
+        for name, shape in expected.items()
+        if name in shards.names and shards.shape(name) != shape
+    ]
+    refuse(
+        f"{folder}: {problem}; {like / CONFIG} says what the base is; give the folder of its base with --like"
+        for problem in problems[:_MAX_NAMED]
+    )
+    pieces = [
+        NewPiece(_key(each, factor), dtype, shape, box, parts=(TensorShare(name, 0, whole, 1),))
+        for each, factor in product(_targets(lora), _FACTORS)
+        for shape in ((len(layers), *shape_of(each, factor, lora, model)),)
+        for place, layer in enumerate(layers)
+        for name in (_name(layer, each, factor),)
+        for dtype in (shards.dtype_of(name),)
+        for whole in (((place, place + 1), *whole_box(shape[1:])),)
+        for box in cut_pieces(whole, itemsize(dtype))
+    ]
+    return Import(like, model, shards, (folder / PEFT_WEIGHTS,), tuple(pieces), tuple(passed), lora)
+
+
+def _read_lora(folder: Path, shards: Shards, model: HFModel) -> Lora:
+    """Read what the adapters are, from their config and from the names of their tensors."""
+    config = _read_config(folder)
+    refuse(_variants(folder, config, shards, model))
+    found = [match for name in shards.names if (match := _NAME.fullmatch(name)) is not None]
+    layers = sorted({int(match[1]) for match in found})
+    named = {match[3] for match in found}
+    ends = [layer for layer in layers if layer + 1 not in layers]
+    begins = [layer for layer in layers if layer - 1 not in layers]
+    is_all = layers == list(range(model.num_layers))
+    return Lora(
+        rank=config["r"],
+        alpha=config["lora_alpha"],
+        targets=tuple(each.published for each in TARGETS if each.published in named),
+        layers=() if is_all else tuple((begin, end + 1) for begin, end in zip(begins, ends, strict=True)),
+    )
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    file = folder / PEFT_CONFIG
+    try:
+        config = read_json(file)
+    except OSError as error:
+        raise ConfigError(
+            f"{file} cannot be read: {error.strerror}; it says what the adapters are; give PEFT's directory"
+        ) from None
+    except ValueError as error:
+        raise ConfigError(
+            f"{file} is damaged ({error}); it says what the adapters are; save them again with PEFT"
+        ) from None
+    sizes = [config.get(name) if isinstance(config, dict) else None for name in ("r", "lora_alpha")]
+    if not all(isinstance(size, int | float) and size > 0 for size in sizes) or not isinstance(sizes[0], int):
+        raise ConfigError(
+            f"{file}: r {sizes[0]!r} and lora_alpha {sizes[1]!r}; both are positive; save the adapters again with PEFT"
+        )
+    return config
+
+
+def _variants(folder: Path, config: Mapping[str, Any], shards: Shards, model: HFModel) -> Iterator[str]:
+    """Say what of the adapters the plugin does not compute."""
+    way_out = "train adapters without it, or merge them with PEFT"
+    for field, neutral in _NEUTRAL.items():
+        value = config.get(field, neutral[0])
+        if (tuple(value) if isinstance(value, list) else value) not in neutral:
+            yield f"{folder / PEFT_CONFIG}: {field} is {value!r}; the plugin's adapters add a product alone; {way_out}"
+    start = config.get("init_lora_weights", True)
+    if not isinstance(start, bool) and start != "gaussian":
+        yield (
+            f"{folder / PEFT_CONFIG}: init_lora_weights is {start!r}; some such starts change the base; convert the "
+            "adapters with PEFT's path_initial_model_for_weight_conversion, which writes true"
+        )
+    if model.num_experts:
+        yield f"{folder}: {model.family} has experts; the plugin has no adapters for such models; {way_out}"
+    known = {(each.block, each.published) for each in TARGETS}
+    others = [
+        name for name in shards.names if (match := _NAME.fullmatch(name)) is None or match.group(2, 3) not in known
+    ]
+    for name in others[:_MAX_NAMED]:
+        yield f"{folder}: {name} is beside no matrix that the plugin's adapters are for; {way_out}"
+    if not shards.names:
+        yield f"{folder}: there is no tensor; adapters have two for each matrix; save them again with PEFT"
+
+
+def _targets(lora: Lora) -> list[LoraTarget]:
+    return [each for each in TARGETS if each.published in lora.targets]
+
+
+def _name(layer: int, target: LoraTarget, factor: str) -> str:
+    return f"base_model.model.model.layers.{layer}.{target.block}.{target.published}.lora_{factor}.weight"
+
+
+def _key(target: LoraTarget, factor: str) -> str:
+    return f"{LAYERS}.{target.place}.{_FACTORS[factor]}.weight"
+
+
+@dataclass(frozen=True, slots=True)
+class Adapters:
+    """The adapters of a checkpoint.
+
+    Attributes:
+        lora: which they are.
+        factors: whole factors, under their names in PEFT's file.
+    """
+
+    lora: Lora
+    factors: Mapping[str, torch.Tensor]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all factors."""
+        return sum(factor.numel() * factor.element_size() for factor in self.factors.values())
+
+    def product(self, weight: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return both factors beside a published weight in fp32, the second one scaled; None if it has none."""
+        names = [f"base_model.model.{weight.removesuffix('.weight')}.lora_{factor}.weight" for factor in _FACTORS]
+        if names[0] not in self.factors:
+            return None
+        one, two = (self.factors[name].float() for name in names)
+        return one, two * self.lora.scale
+
+
+def read_adapters(contents: Contents, like: Path) -> Adapters:
+    """Read the adapters of a checkpoint, whatever layout saved it.
+
+    Args:
+        contents: the checkpoint.
+        like: folder with the config of the published model.
+
+    Raises:
+        ConfigError: it holds none, or those of another model.
+    """
+    lora, weights = lora_of(contents.arguments), contents.weights()
+    if lora is None or not any(map(is_adapter, weights)):
+        raise ConfigError(
+            f"{contents.folder} holds no adapters; only a run with --vtp-lora-rank, or an import of PEFT's, writes "
+            "some; give the folder of such a checkpoint"
+        )
+    model, elements = read_model(read_config(like), like / CONFIG), Elements(contents.folder)
+    layers, factors, problems = lora.layer_numbers(model.num_layers), dict[str, torch.Tensor](), list[str]()
+    for each, factor, (place, layer) in product(_targets(lora), _FACTORS, enumerate(layers)):
+        shape, key = shape_of(each, factor, lora, model), _key(each, factor)
+        lead: tuple[int, ...] = (place,)
+        whole = (len(layers), *shape)
+        if key not in weights:  # Megatron stores each layer on its own where kinds of layers differ
+            key, lead, whole = key.replace(LAYERS, f"{LAYERS}.{layer}", 1), (), shape
+        if key not in weights or weights[key].shape != whole:
+            problems.append(f"{key} is missing, or has another shape than {whole}")
+            continue
+        box = (*((at, at + 1) for at in lead), *whole_box(shape))
+        read = read_box(elements, weights[key].parts(), box, contents.index.tensors[key].dtype)
+        factors[_name(layer, each, factor)] = read.reshape(shape)
+    refuse(
+        f"{contents.folder}: {problem}; {like / CONFIG} says what the base is; give its own with --like"
+        for problem in problems[:_MAX_NAMED]
+    )
+    return Adapters(lora, factors)
+
+
+def write_peft(adapters: Adapters, like: Path, target: Path, on_written: Callable[[int], None]) -> None:
+    """Write PEFT's directory. It appears as a whole.
+
+    Args:
+        adapters: what is written.
+        like: folder of the published model, which the config names.
+        target: the directory; it must be new.
+        on_written: called with the bytes of each factor.
+
+    Raises:
+        ConfigError: the folder holds something, or cannot be written.
+    """
+    require_new(target)
+    lora = adapters.lora
+    layers = sorted({int(name.split(".")[4]) for name in adapters.factors})
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": str(like),
+        "r": lora.rank,
+        "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": list(lora.targets),
+        "layers_to_transform": layers if lora.layers else None,
+        "layers_pattern": "layers" if lora.layers else None,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "init_lora_weights": True,
+    }
+    tensors = [
+        NewTensor(name, str(factor.dtype).removeprefix("torch."), tuple(factor.shape))
+        for name, factor in sorted(adapters.factors.items())
+    ]
+    with written_beside(target) as part:
+        with (part / PEFT_WEIGHTS).open("wb") as file:
+            write_header(file, tensors)
+            for tensor in tensors:
+                data = bytes_of(adapters.factors[tensor.name].contiguous())
+                InParts(file).write(data)
+                on_written(len(data))
+        (part / PEFT_CONFIG).write_text(json.dumps(config, indent=2) + "\n")

@@ -1,0 +1,45 @@
+"""Whether adapters (LoRA) fit the model and the stages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from vtp_plugin.host.rules.rule import OptionContext
+
+
+def check_adapters(args: object, context: OptionContext) -> Iterator[str]:
+    """Yield a line for each thing that the model does not have, or that a stage cannot cut.
+
+    Args:
+        args: Megatron's arguments.
+        context: the run; without adapters there is nothing to check.
+
+    >>> from types import SimpleNamespace
+    >>> from vtp_plugin.plan.model.lora import Lora
+    >>> lora = Lora(rank=2, alpha=2, targets=("q_proj",), layers=((0, 9),))
+    >>> args = SimpleNamespace(num_layers=4, num_attention_heads=8, num_query_groups=2, group_query_attention=True)
+    >>> for line in check_adapters(args, OptionContext(tp_sizes=(1, 4), lora=lora)):
+    ...     print(line)
+    --vtp-lora-layers ends at 9; the model has 4 layers; give numbers of at most 4
+    --num-query-groups 2 with stages of tp 1,4; ranks would share keys, of which adapters cannot be cut; give stages \
+of sizes that divide 2
+    """
+    lora = context.lora
+    if lora is None:
+        return
+    num_layers = getattr(args, "num_layers", None) or 0
+    ends = [end for _, end in lora.layers]
+    if max(ends, default=0) > num_layers:
+        yield (
+            f"--vtp-lora-layers ends at {max(ends)}; the model has {num_layers} layers; give numbers of at most "
+            f"{num_layers}"
+        )
+    is_gated = any(getattr(args, name, None) for name in ("swiglu", "quick_geglu"))
+    if "gate_proj" in lora.named and not is_gated:
+        yield "--vtp-lora-targets gate_proj; no stage holds such a layer without --swiglu; leave it out"
+    groups = getattr(args, "num_query_groups", None)
+    if getattr(args, "group_query_attention", False) and groups and any(groups % size for size in context.tp_sizes):
+        yield (
+            f"--num-query-groups {groups} with stages of tp {','.join(map(str, context.tp_sizes))}; ranks would share "
+            f"keys, of which adapters cannot be cut; give stages of sizes that divide {groups}"
+        )

@@ -1,0 +1,52 @@
+"""Options that do not work with the plugin's adapters (LoRA)."""
+
+from __future__ import annotations
+
+from vtp_plugin.host.rules.rule import OptionRule, above, case, given, on, refused_adapters
+
+ADAPTER_RULES: tuple[OptionRule, ...] = (
+    *refused_adapters(
+        "the plugin has no adapters for experts, each of which would need a pair of its own",
+        case("--num-experts", given),
+    ),
+    *refused_adapters(
+        "the plugin has no adapters for latent attention, whose matrices are others", "--multi-latent-attention"
+    ),
+    *refused_adapters(
+        "the plugin has no adapters for the layers of multi-token prediction", case("--mtp-num-layers", above(0))
+    ),
+    *refused_adapters(
+        "its layers norm their input inside, which an adapter would have to see, and no test here can run them",
+        "--transformer-impl transformer_engine",
+        "--transformer-impl inference_optimized",
+        way_out="add --transformer-impl local, or leave --vtp-lora-rank out",
+    ),
+    *refused_adapters(
+        "adapters beside layers of low precision were never run here",
+        case("--fp8-format", given, "fp8"),
+        case("--fp4-format", given, "fp4"),
+    ),
+    *refused_adapters(
+        "the plugin's adapters are for the layers of a GPT whose attention has queries, keys and values",
+        "--attention-output-gate",
+        case("--experimental-attention-variant", given),
+        case("--spec", given),
+        case("--hybrid-override-pattern", given),
+        case("--hybrid-layer-pattern", given),
+        case("--heterogeneous-layers-config-path", given),
+        case("--heterogeneous-layers-config-encoded-json", given),
+    ),
+    *refused_adapters(
+        "adapters are saved without their base, which these forms do not allow",
+        "--ckpt-format torch",
+        "--ckpt-format torch_dcp",
+        "--ckpt-format fsdp_dtensor",
+        way_out="use --ckpt-format torch_dist, or leave --vtp-lora-rank out",
+    ),
+    *refused_adapters(
+        "it shards the parameters of a model, of which adapters were never run here",
+        case("--use-torch-fsdp2", on),
+        case("--use-megatron-fsdp", on),
+    ),
+)
+"""Rows as of :mod:`vtp_plugin.host.rules.table.rows`."""

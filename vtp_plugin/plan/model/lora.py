@@ -1,0 +1,163 @@
+"""Adapters (LoRA): which published matrices get a pair of factors, in which layers, and where Megatron keeps them.
+
+Megatron fuses matrices that are published one by one: queries, keys and values, and gate and up. Each published matrix
+gets its own pair here, as in PEFT; one pair for a fused matrix would be another model. Names of modules follow the
+canonical LoRA of Megatron-Bridge 0.6 (``peft/canonical_lora.py``: ``adapter_q``, ``linear_in``, ``linear_out``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoraTarget:
+    """A published matrix that can have a pair of factors.
+
+    Attributes:
+        published: its name in the published model, and in PEFT's ``target_modules``.
+        block: module of a published layer that has it.
+        linear: name of Megatron's layer that holds it.
+        child: module of its pair beside that layer; empty where the layer holds no other matrix.
+    """
+
+    published: str
+    block: str
+    linear: str
+    child: str = ""
+
+    @property
+    def place(self) -> str:
+        """Where its pair is in a layer of Megatron's.
+
+        >>> TARGETS[0].place, TARGETS[3].place
+        ('self_attention.linear_qkv.adapter.adapter_q', 'self_attention.linear_proj.adapter')
+        """
+        block = "self_attention" if self.block == "self_attn" else self.block
+        return ".".join((block, self.linear, ADAPTER, *([self.child] if self.child else [])))
+
+
+ADAPTER: Final = "adapter"
+"""The module of the pairs, inside the linear layer that they are beside."""
+TARGETS: Final = (
+    LoraTarget(published="q_proj", block="self_attn", linear="linear_qkv", child="adapter_q"),
+    LoraTarget(published="k_proj", block="self_attn", linear="linear_qkv", child="adapter_k"),
+    LoraTarget(published="v_proj", block="self_attn", linear="linear_qkv", child="adapter_v"),
+    LoraTarget(published="o_proj", block="self_attn", linear="linear_proj"),
+    LoraTarget(published="gate_proj", block="mlp", linear="linear_fc1", child="adapter_gate"),
+    LoraTarget(published="up_proj", block="mlp", linear="linear_fc1", child="adapter_up"),
+    LoraTarget(published="down_proj", block="mlp", linear="linear_fc2"),
+)
+"""All of them, those of one layer in the order in which Megatron fuses them."""
+TARGET_NAMES: Final = (*(target.published for target in TARGETS), *dict.fromkeys(target.linear for target in TARGETS))
+"""What ``--vtp-lora-targets`` takes: published names, and Megatron's layers for all that they hold."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lora:
+    """The adapters of a run.
+
+    Attributes:
+        rank: rows of A, and columns of B.
+        alpha: the product of the factors is multiplied by alpha / rank.
+        targets: published names of the matrices that have some.
+        layers: numbers of the layers with adapters, from 0, first one and the one behind the last of each range; empty
+            for all.
+        named: the names of the targets as they were given.
+    """
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]
+    layers: tuple[tuple[int, int], ...] = ()
+    named: tuple[str, ...] = ()
+
+    @property
+    def scale(self) -> float:
+        """What the product of the factors is multiplied by."""
+        return self.alpha / self.rank
+
+    def layer_numbers(self, num_layers: int) -> tuple[int, ...]:
+        """List the layers with adapters of a model.
+
+        >>> Lora(rank=2, alpha=4, targets=("q_proj",), layers=((0, 2), (5, 9))).layer_numbers(6)
+        (0, 1, 5)
+        """
+        ranges = self.layers or ((0, num_layers),)
+        return tuple(layer for layer in range(num_layers) if any(first <= layer < end for first, end in ranges))
+
+    def targets_of(self, linear: str, *, is_gated: bool) -> tuple[LoraTarget, ...]:
+        """List the published matrices of a layer of Megatron's that have adapters.
+
+        Args:
+            linear: name of the layer.
+            is_gated: the feed-forward layers of the model have a gate.
+
+        >>> lora = Lora(rank=2, alpha=4, targets=("v_proj", "q_proj", "gate_proj", "up_proj"))
+        >>> [target.child for target in lora.targets_of("linear_qkv", is_gated=True)]
+        ['adapter_q', 'adapter_v']
+        >>> [target.child for target in lora.targets_of("linear_fc1", is_gated=False)]
+        ['adapter_up']
+        """
+        return tuple(
+            target
+            for target in TARGETS
+            if target.linear == linear
+            and target.published in self.targets
+            and (is_gated or target.published != "gate_proj")
+        )
+
+
+def lora_of(arguments: Mapping[str, Any]) -> Lora | None:
+    """Read the adapters of a run from its arguments, as they are stored with a checkpoint; None without any.
+
+    >>> lora_of({"vtp_lora_rank": 4, "vtp_lora_targets": ["linear_fc2"], "vtp_lora_layers": "0:2,5:6"})
+    ... # doctest: +NORMALIZE_WHITESPACE
+    Lora(rank=4, alpha=4, targets=('down_proj',), layers=((0, 2), (5, 6)), named=('linear_fc2',))
+    """
+    rank, alpha = arguments.get("vtp_lora_rank"), arguments.get("vtp_lora_alpha")
+    if rank is None:
+        return None
+    named, layers = tuple(arguments.get("vtp_lora_targets") or ()), arguments.get("vtp_lora_layers") or ""
+    ranges = [word.split(":") for word in layers.split(",") if word]
+    return Lora(
+        rank=rank,
+        alpha=rank if alpha is None else alpha,
+        targets=published_targets(named),
+        layers=tuple((int(first), int(end)) for first, end in ranges),
+        named=named,
+    )
+
+
+def arguments_of(lora: Lora) -> dict[str, Any]:
+    """Return the arguments that :func:`lora_of` reads.
+
+    >>> arguments_of(Lora(rank=4, alpha=8, targets=("q_proj",), layers=((0, 2), (5, 6))))["vtp_lora_layers"]
+    '0:2,5:6'
+    """
+    return {
+        "vtp_lora_rank": lora.rank,
+        "vtp_lora_alpha": float(lora.alpha),
+        "vtp_lora_targets": list(lora.targets),
+        "vtp_lora_layers": ",".join(f"{first}:{end}" for first, end in lora.layers) or None,
+    }
+
+
+def is_adapter(key: str) -> bool:
+    """Tell whether a parameter or a key of a checkpoint belongs to an adapter.
+
+    >>> is_adapter("decoder.layers.mlp.linear_fc2.adapter.linear_in.weight"), is_adapter("output_layer.weight")
+    (True, False)
+    """
+    return f".{ADAPTER}." in key
+
+
+def published_targets(names: Sequence[str]) -> tuple[str, ...]:
+    """Replace names of Megatron's layers by those of the matrices that they hold; no name stands for all.
+
+    >>> published_targets(["linear_qkv", "o_proj"]), len(published_targets([]))
+    (('q_proj', 'k_proj', 'v_proj', 'o_proj'), 7)
+    """
+    return tuple(target.published for target in TARGETS if not names or {target.published, target.linear} & set(names))
