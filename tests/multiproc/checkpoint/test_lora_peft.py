@@ -98,7 +98,7 @@ def test_a_run_computes_what_peft_computes(
     optimizer = torch.optim.SGD([each for each in adapted.parameters() if each.requires_grad], 3e-3, momentum=0.9)
     for step in range(2, LAST + 1):  # by Megatron's numbers, two microbatches each
         optimizer.zero_grad()
-        loss = sum(loss_of(adapted, tokens[at], labels[at]) / 2 for at in (2 * step - 2, 2 * step - 1))
+        loss: Any = sum(loss_of(adapted, tokens[at], labels[at]) / 2 for at in (2 * step - 2, 2 * step - 1))
         assert abs(losses(runs)[step - 1] - loss.item()) <= LOSS * max(1.0, loss.item())
         loss.backward()
         if step == FIRST - 1:

@@ -66,6 +66,7 @@ def test_adapters_need_a_list() -> None:
 def test_what_does_not_fit_the_model(changed: dict[str, Any], lora: dict[str, Any], said: str) -> None:
     args: dict[str, Any] = {"num_layers": 4, "num_attention_heads": 4, "group_query_attention": True}
     args |= {"num_query_groups": 2, "swiglu": True, "hidden_size": 8, "ffn_hidden_size": 8, **changed}
-    context = OptionContext(tp_sizes=(1, 2), lora=Lora(**{"rank": 2, "alpha": 2, "targets": ("q_proj",), **lora}))
+    given: dict[str, Any] = {"rank": 2, "alpha": 2, "targets": ("q_proj",), **lora}
+    context = OptionContext(tp_sizes=(1, 2), lora=Lora(**given))
     lines = check_run(SimpleNamespace(**args), context, ReplicaMap(dp_sizes=(1, 1)))
     assert [line for line in lines if said in line], lines
