@@ -71,7 +71,8 @@ def test_a_plan_has_every_rank_on_its_node_and_in_a_bar(monkeypatch: pytest.Monk
     cells, lines = page.crossings[0]
     assert cells[1:4] == ("rank0", "1", "32 MiB") and any("rank 0 -> rank 8" in line for line in lines)
     assert len(page.stages.rows) == 3 and not page.step and not page.is_slurm
-    assert page_of(monkeypatch, [*COMMANDS["plan"], "--slurm"]).is_slurm
+    batch = page_of(monkeypatch, [*COMMANDS["plan"], "--slurm"])
+    assert batch.is_slurm and batch.launch is not None and batch.launch.slurm_lines()[0] == "#!/bin/bash"
 
 
 def test_a_fitted_layout_has_its_devices_and_its_microbatches_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
