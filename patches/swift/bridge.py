@@ -74,7 +74,9 @@ def _join(session: Session, writes: Writes, original: Callable[..., None], bridg
     why="what is exported has the rows of the model's vocabulary, without those that stages need besides",
     remove_when=_REMOVE,
 )
-def _get_weight(original: Callable[..., tuple[Any, Any]], bridge: Any, weight: Any, key: Any, *args: Any, **kw: Any) -> Any:
+def _get_weight(
+    original: Callable[..., tuple[Any, Any]], bridge: Any, weight: Any, key: Any, *args: Any, **kw: Any
+) -> Any:
     """Run `GPTBridge._get_weight`, and cut rows off that only pad the vocabulary."""
     tensor, scale = original(bridge, weight, key, *args, **kw)
     if key in ("embedding.word_embeddings.weight", "output_layer.weight") and tensor is not None:

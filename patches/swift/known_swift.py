@@ -9,6 +9,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
 
+from vtp_plugin.config import VtpConfig, flags_of_fields
 from vtp_plugin.host.patching.pins import changed_targets, missing_targets, pins_in, read_pins
 
 PINS: Final = Path(__file__).with_name("pins.json")
@@ -24,6 +25,7 @@ ROWS: Final = "swift.megatron.utils.utils:get_padding_to"
 MODEL: Final = "swift.megatron.model.utils:get_mcore_model_config"
 STATE: Final = f"{_TOOLS}:_generate_state_dict"
 LOAD: Final = f"{_TOOLS}:load_mcore_checkpoint"
+ADAPTERS: Final = "swift.megatron.utils.utils:prepare_adapter"
 BRIDGE: Final = f"{_BRIDGE}.__init__"
 WEIGHT: Final = f"{_BRIDGE}._get_weight"
 TARGETS: Final[Mapping[str, tuple[str, ...]]] = {
@@ -35,6 +37,7 @@ TARGETS: Final[Mapping[str, tuple[str, ...]]] = {
         MODEL,
         STATE,
         LOAD,
+        ADAPTERS,
     ),
     "mcore_bridge": (
         BRIDGE,
@@ -116,6 +119,37 @@ def problems_of_arguments(args: Any) -> Iterator[str]:
             yield f"--{name} {getattr(args, name)}; {why.replace('was not run', _UNTRIED)}; {_WAY_OUT}"
 
 
+_OURS: Final = frozenset(
+    {
+        "layerwise_disaggregated",
+        "schedule",
+        "split_backward",
+        "sites",
+        "cp_list",
+        "dp_list",
+        "ep_list",
+        "etp_list",
+    }
+)
+"""Fields of the plugin's options that were not run in ms-swift."""
+
+
+def problems_of_request(config: VtpConfig) -> Iterator[str]:
+    """Say which options of the plugin do not go with ms-swift.
+
+    >>> print(*problems_of_request(VtpConfig(size_list=(1, 2), schedule="planned")))
+    --vtp-schedule; it was not run with ms-swift; leave it out
+    >>> print(*problems_of_request(VtpConfig(size_list="auto")))
+    --vtp-size-list auto; ms-swift needs the sizes before its ranks meet; write them
+    """
+    if not isinstance(config.size_list, tuple):
+        yield f"--vtp-size-list {config.size_list}; ms-swift needs the sizes before its ranks meet; write them"
+    default = VtpConfig()
+    for flag in flags_of_fields():
+        if flag.field in _OURS and getattr(config, flag.field) != getattr(default, flag.field):
+            yield f"{flag.name}; it was not run with ms-swift; leave it out"
+
+
 _UNTRIED: Final = "was not run with stages of unequal size in ms-swift"
 
 
@@ -125,12 +159,21 @@ def problems_of_model(args: Any) -> Iterator[str]:
     >>> from types import SimpleNamespace
     >>> info = SimpleNamespace(model_type="qwen3_moe", is_moe_model=True)
     >>> print(*problems_of_model(SimpleNamespace(model_info=info, is_multimodal=False)))
-    model qwen3_moe has experts; mcore-bridge makes their groups for stages of one size; give all stages one size
+    model qwen3_moe has experts; mcore-bridge groups their ranks by one size; give all stages one size
     """
     kind = args.model_info.model_type
     if args.model_info.is_moe_model:
-        yield (
-            f"model {kind} has experts; mcore-bridge makes their groups for stages of one size; give all stages one size"
-        )
+        yield (f"model {kind} has experts; mcore-bridge groups their ranks by one size; give all stages one size")
     if args.is_multimodal:
         yield f"model {kind} is multimodal; its encoder was not run with stages of unequal size; give all one size"
+
+
+def problems_of_configuration(config: Any) -> Iterator[str]:
+    """Say which kinds of layers were not run with stages of unequal size.
+
+    Args:
+        config: mcore-bridge's configuration of the model.
+    """
+    for name in ("hybrid_layer_pattern", "experimental_attention_variant", "multi_latent_attention"):
+        if value := getattr(config, name, None):
+            yield f"model with {name} {value}; it {_UNTRIED}; give all stages one size"

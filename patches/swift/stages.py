@@ -27,6 +27,7 @@ _REMOVE = "ms-swift takes a list of tensor-parallel sizes"
 )
 def _read(session: Session, original: Callable[[Any], None], args: Any) -> None:
     """Run `MegatronArguments.__post_init__` with the number of stages and the largest of their sizes."""
+    refuse(known_swift.problems_of_request(session.config))
     sizes = session.config.size_list
     assert isinstance(sizes, tuple)
     refuse(_contradictions(args, sizes))
@@ -103,6 +104,8 @@ def _configure(session: Session, original: Callable[[Any, Any], Any], args: Any,
         UndoStack().during(Name(args, "sequence_parallel"), args.sequence_parallel and size > 1),
     ):
         config = original(args, hf_config)
+    if not layout.is_uniform:
+        refuse(known_swift.problems_of_configuration(config))
     multiple = layout.vocab_multiple()
     config.padded_vocab_size = -(-config.padded_vocab_size // multiple) * multiple
     setattr(args, PADDED_VOCABULARY, config.padded_vocab_size)

@@ -1,4 +1,7 @@
-"""Small models of published families, and data for them, made on the spot: `python -m tests.swift.small_model FOLDER`."""
+"""Small models of published families, and data for them, made on the spot.
+
+python -m tests.swift.small_model FOLDER [KIND ...]
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import random
 import string
 import sys
 from pathlib import Path
+from typing import Any
 
 VOCABULARY = 264
 """Rows of the embedding: 256 bytes, the special tokens and a few that pad it to a multiple of 8."""
@@ -48,12 +52,13 @@ def write_model(folder: Path, kind: str) -> None:
         pad_token_id=256,
         dtype="float32",
         initializer_range=0.2,
+        **({"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32} if family == "qwen3_moe" else {}),
     )
     AutoModelForCausalLM.from_config(config).float().save_pretrained(folder)
     _tokenizer().save_pretrained(folder)
 
 
-def _tokenizer():  # noqa: ANN202
+def _tokenizer() -> Any:
     """Make a tokenizer of single bytes, such as Qwen's without merges."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
@@ -64,7 +69,10 @@ def _tokenizer():  # noqa: ANN202
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|endoftext|>", extra_special_tokens=list(_SPECIAL)
+        tokenizer_object=tokenizer,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        extra_special_tokens=list(_SPECIAL),
     )
 
 

@@ -16,4 +16,6 @@ if multiprocessing.parent_process() is None:
     _rest = apply_flags(shlex.split(os.environ.get("VTP_FLAGS", "")))
     if _rest:
         report_failures()
-        raise ConfigError(f"VTP_FLAGS has {' '.join(_rest)}; it takes flags of the plugin only; give others to megatron")
+        raise ConfigError(
+            f"VTP_FLAGS has {' '.join(_rest)}; it takes flags of the plugin only; give others to megatron"
+        )

@@ -1,0 +1,71 @@
+"""`megatron sft` of ms-swift on unequal stages: losses, norms and exported weights are those of `1,1`.
+
+The core that CI runs; `test_swift_grid.py` has the rest. Transformer Engine is stood in for, everything runs on CPUs.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.hosts import ROOT
+from tests.swift.runs import DOOR, Done, Run, assert_alike, assert_same_export, environment, free_port, run_all
+
+SP = {"sequence_parallel": "true"}
+KEPT = {"save_steps": "3", "no_save_optim": "false", "no_save_rng": "false"}
+CORE = (
+    Run(name="uniform", sizes=(1, 1), words={"save_safetensors": "true"}),
+    Run(name="unequal", sizes=(1, 2), words={**SP, **KEPT, "save_safetensors": "true"}),
+)
+
+
+@pytest.fixture(scope="module")
+def core(models: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
+    folder = tmp_path_factory.mktemp("core")
+    resumed = {**SP, "finetune": "false", "mcore_model": str(folder / "unequal" / "checkpoint-3")}
+    return run_all((*CORE, Run(name="resumed", sizes=(2, 1), words=resumed)), models, folder)
+
+
+def test_losses_and_norms_are_those_of_equal_stages(core: dict[str, Done]) -> None:
+    assert_alike(core["unequal"], core["uniform"])
+
+
+def test_the_exported_weights_are_those_of_equal_stages(core: dict[str, Done], models: Path) -> None:
+    assert_same_export(core["unequal"], core["uniform"], models / "qwen2")
+
+
+def test_another_list_resumes_with_the_optimizer(core: dict[str, Done]) -> None:
+    assert_alike(core["resumed"], core["uniform"], first=3)
+
+
+def test_the_command_of_two_nodes_gives_the_same(core: dict[str, Done], models: Path, tmp_path: Path) -> None:
+    # As a user starts it: one command on each node, which reads there how many ranks it has.
+    run = Run(name="nodes", sizes=(1, 2), words=SP)
+    shared = {**os.environ, **environment(tmp_path, run.sizes), "MASTER_ADDR": "127.0.0.1"}
+    shared |= {"MASTER_PORT": str(free_port()), "NNODES": "2"}
+    program = Path(sys.executable).parent / "megatron"
+    nodes = [
+        subprocess.Popen(
+            [str(program), "sft", *run.argv(models, tmp_path)],
+            env={**shared, "NODE_RANK": str(node), "NPROC_PER_NODE": str(ranks)},
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for node, ranks in enumerate(run.sizes)
+    ]
+    texts = [node.communicate(timeout=800)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], "\n".join(text[-3000:] for text in texts)
+    assert_alike(Done([0], tmp_path / "nodes"), core["uniform"])
+
+
+def test_the_command_prints_the_path_of_the_door() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "vtp_plugin", "path", "swift"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert Path(done.stdout.strip()).resolve() == DOOR.resolve()
