@@ -5,13 +5,16 @@ The core that CI runs; `test_swift_grid.py` has the rest. Transformer Engine is 
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.rules.doc_commands import commands
 from tests.support.hosts import ROOT
 from tests.swift.runs import DOOR, Done, Run, assert_alike, assert_same_export, environment, free_port, run_all
 
@@ -69,3 +72,14 @@ def test_the_command_prints_the_path_of_the_door() -> None:
         [sys.executable, "-m", "vtp_plugin", "path", "swift"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert Path(done.stdout.strip()).resolve() == DOOR.resolve()
+
+
+def test_the_guide_gives_flags_that_ms_swift_has() -> None:
+    package = importlib.util.find_spec("swift")
+    assert package is not None and package.origin is not None
+    sources = "".join(path.read_text(encoding="utf-8") for path in Path(package.origin).parent.rglob("*args*.py"))
+    sources += "".join(path.read_text(encoding="utf-8") for path in Path(package.origin).parent.rglob("*mixin*.py"))
+    given = [command.words for command in commands(ROOT / "docs" / "guides" / "ms-swift.md")]
+    words = {word for line in given if line[0] == "megatron" for word in line if word.startswith("--")}
+    assert len(words) > 8
+    assert [word for word in sorted(words) if not re.search(rf"^    {word[2:]}: ", sources, re.MULTILINE)] == []

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.hosts import ROOT
-from tests.swift.runs import Done, Run, assert_alike, assert_same_export, run_all
+from tests.swift.runs import STEPS, Done, Run, assert_alike, assert_same_export, run_all
 
 pytestmark = pytest.mark.full
 SP = {"sequence_parallel": "true"}
@@ -159,3 +162,13 @@ def test_what_is_not_supported_is_one_line(done: dict[str, Done], name: str) -> 
     for rank in range(sum(run.sizes)):
         (line,) = [line for line in done[run.name].log(rank).splitlines() if "] error: " in line]
         assert text in line and "Traceback" not in done[run.name].log(rank)
+
+
+def test_the_example(tmp_path: Path) -> None:
+    losses = []
+    for sizes in ("1,2", "1,1"):
+        given = {**os.environ, "SIZES": sizes, "OUT": str(tmp_path), "BIN": str(Path(sys.executable).parent)}
+        ran = subprocess.run([ROOT / "examples" / "ms_swift" / "sft.sh"], env=given, capture_output=True, text=True)
+        assert ran.returncode == 0, ran.stdout[-3000:] + ran.stderr[-3000:]
+        losses.append(Done([0], tmp_path / f"run-{sizes}").logged())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5) and len(losses[0]) == STEPS
