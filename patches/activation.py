@@ -69,8 +69,9 @@ def _put_swift(session: Session, host: MegatronHost) -> None:
     refuse(known_swift.problems_of_versions(), PatchError)
     for line in known_swift.changes_of_versions():
         warning(line)
+    # Their versions are Megatron's, too.
     records = records_at(session, host, Moment.SWIFT)
-    session.applied.add(apply_records(records, known_swift.version(), "swift", (), ("mcore_bridge",)))
+    session.applied.add(apply_records(records, find_host()[1].version, "swift", (), ("mcore_bridge",)))
 
 
 def split_layers(session: Session, host: MegatronHost) -> None:

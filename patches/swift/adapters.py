@@ -20,7 +20,6 @@ from vtp_plugin.patches.swift import known_swift
     known_swift.ADAPTERS,
     id="swift-adapters",
     when=Moment.SWIFT,
-    versions=">=4",
     why="each rank draws its part of a first factor, as wide as the stage makes it",
     remove_when="mcore-bridge draws adapters whole",
 )

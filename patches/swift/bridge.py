@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -20,32 +22,21 @@ _DIST = Written(
     id="swift-bridge/sums",
     target="mcore_bridge.bridge.gpt_bridge:dist",
     when=Moment.SWIFT,
-    versions=">=4",
     why="it adds up what the stages know, where only one knows something; in a replica all ranks of a stage know it",
     remove_when=_REMOVE,
 )
 
 
-class _GreatestOf:
-    """`torch.distributed`; in one group the default of `all_reduce` is the greatest, not the sum."""
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(dist, name)
-
-    def all_reduce(self, tensor: torch.Tensor, op: Any = None, group: Any = None, **options: Any) -> Any:
-        """Run `torch.distributed.all_reduce`."""
-        default = dist.ReduceOp.MAX if group is self._group else dist.ReduceOp.SUM
-        return dist.all_reduce(tensor, default if op is None else op, group, **options)
+def _reduce(own: dist.ProcessGroup, tensor: torch.Tensor, op: Any = None, group: Any = None, **options: Any) -> Any:
+    """Run `torch.distributed.all_reduce`, whose default in a replica's own group is the greatest, not the sum."""
+    default = dist.ReduceOp.MAX if group is own else dist.ReduceOp.SUM
+    return dist.all_reduce(tensor, default if op is None else op, group, **options)
 
 
 @replaces(
     known_swift.BRIDGE,
     id="swift-bridge",
     when=Moment.SWIFT,
-    versions=">=4",
     why="it sends a weight over the pipeline group, in which not all ranks are where stages differ: they would wait",
     remove_when=_REMOVE,
 )
@@ -57,12 +48,10 @@ def _join(session: Session, writes: Writes, original: Callable[..., None], bridg
         return
     for dp_rank, cp_rank in itertools.product(range(layout.dp_sizes[0]), range(layout.cp_sizes[0])):
         ranks = sorted(layout.model_ranks(dp_rank, cp_rank))
-        group = open_group(
-            ranks, platform=platform, timeout_s=session.config.timeout_s, description="replica of the model"
-        )
+        group = open_group(ranks, platform=platform, timeout_s=session.config.timeout_s, description="replica")
         if group is not None:
             bridge.pp_group, bridge.pp_rank = group, dist.get_rank(group)
-            writes[_DIST].put(_GreatestOf(group))
+            writes[_DIST].put(SimpleNamespace(**vars(dist) | {"all_reduce": partial(_reduce, group)}))
             session.start.ending.callback(close_groups, (group,))
 
 
@@ -70,13 +59,10 @@ def _join(session: Session, writes: Writes, original: Callable[..., None], bridg
     known_swift.WEIGHT,
     id="swift-bridge/vocabulary",
     when=Moment.SWIFT,
-    versions=">=4",
     why="what is exported has the rows of the model's vocabulary, without those that stages need besides",
     remove_when=_REMOVE,
 )
-def _get_weight(
-    original: Callable[..., tuple[Any, Any]], bridge: Any, weight: Any, key: Any, *args: Any, **kw: Any
-) -> Any:
+def _get_weight(original: Callable[..., Any], bridge: Any, weight: Any, key: Any, *args: Any, **kw: Any) -> Any:
     """Run `GPTBridge._get_weight`, and cut rows off that only pad the vocabulary."""
     tensor, scale = original(bridge, weight, key, *args, **kw)
     if key in ("embedding.word_embeddings.weight", "output_layer.weight") and tensor is not None:

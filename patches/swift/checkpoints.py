@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,11 +25,22 @@ PADDED_VOCABULARY: Final = "vtp_padded_vocab_size"
 """Argument that a checkpoint keeps: the rows of the embedding, with those that only pad it."""
 
 
+@contextmanager
+def given(args: Any, **values: Any) -> Iterator[None]:
+    """Let ms-swift see other values of some arguments, inside a ``with`` block."""
+    undo = UndoStack()
+    try:
+        for name, value in values.items():
+            undo.put(Name(args, name), value)
+        yield
+    finally:
+        undo.undo()
+
+
 @replaces(
     known_swift.LOAD,
     id="swift-load",
     when=Moment.SWIFT,
-    versions=">=4",
     why="it compares one size of all stages with the one that was saved: it would not load another list's optimizer, "
     "and would ask for random states of other ranks",
     remove_when="ms-swift stores and compares all stages' sizes",
@@ -38,9 +50,7 @@ def _load(
     host: MegatronHost,
     original: Callable[..., int],
     args: Any,
-    models: Any,
-    optimizer: Any = None,
-    scheduler: Any = None,
+    *parts: Any,
     load_arg: str = "mcore_model",
     **options: Any,
 ) -> int:
@@ -66,14 +76,11 @@ def _load(
     is_same = stored_tp_sizes(stored) == session.planned.layout.tp_sizes
     session.loading.note_move(session.is_active or not is_same)
     # What it compares is settled.
-    given = {name: getattr(stored, name) for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")}
-    undo = UndoStack()
+    sizes = {name: getattr(stored, name) for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")}
     try:
-        for name, value in {**given, "no_load_rng": args.no_load_rng or not is_same}.items():
-            undo.put(Name(args, name), value)
-        return original(args, models, optimizer, scheduler, load_arg, **options)
+        with given(args, **sizes, no_load_rng=args.no_load_rng or not is_same):
+            return original(args, *parts, load_arg=load_arg, **options)
     finally:
-        undo.undo()
         session.loading.keep(None)
         session.loading.note_move(False)
 
@@ -96,7 +103,6 @@ def _require_padding(args: Any, folder: Path, stored: Any) -> None:
     known_swift.STATE,
     id="swift-load/request",
     when=Moment.SWIFT,
-    versions=">=4",
     why="the part of another list's optimizer that a rank reads is planned here, before a weight is changed",
     remove_when="with `swift-load`",
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import sys
 from collections.abc import Iterator, Mapping
 from importlib import metadata
@@ -28,25 +28,11 @@ LOAD: Final = f"{_TOOLS}:load_mcore_checkpoint"
 ADAPTERS: Final = "swift.megatron.utils.utils:prepare_adapter"
 BRIDGE: Final = f"{_BRIDGE}.__init__"
 WEIGHT: Final = f"{_BRIDGE}._get_weight"
+_LORA: Final = "mcore_bridge.tuners.lora:LoraParallelLinear.reset_lora_parameters"
+_BELOW: Final = tuple(f"{_BRIDGE}.{name}" for name in ("_split_tp", "_broadcast_ep_pp", "_set_state_dict"))
 TARGETS: Final[Mapping[str, tuple[str, ...]]] = {
-    "swift": (
-        ARGUMENTS,
-        f"{_ARGUMENTS}._init_distributed",
-        GROUPS,
-        ROWS,
-        MODEL,
-        STATE,
-        LOAD,
-        ADAPTERS,
-    ),
-    "mcore_bridge": (
-        BRIDGE,
-        WEIGHT,
-        f"{_BRIDGE}._split_tp",
-        f"{_BRIDGE}._broadcast_ep_pp",
-        f"{_BRIDGE}._set_state_dict",
-        "mcore_bridge.tuners.lora:LoraParallelLinear.reset_lora_parameters",
-    ),
+    "swift": (ARGUMENTS, f"{_ARGUMENTS}._init_distributed", GROUPS, ROWS, MODEL, STATE, LOAD, ADAPTERS),
+    "mcore_bridge": (BRIDGE, WEIGHT, *_BELOW, _LORA),
 }
 """What each package has that is replaced or relied on."""
 
@@ -56,16 +42,10 @@ def is_loaded() -> bool:
     return "swift.megatron" in sys.modules
 
 
-def version() -> str:
-    """Return the version of ms-swift that is installed."""
-    return metadata.version("ms-swift")
-
-
 def problems_of_versions() -> Iterator[str]:
     """Name what an installed package does not have."""
     for package, known in WRITTEN_FOR.items():
-        if (root := _root(package)) is not None:
-            yield from missing_targets(package, known, root, TARGETS[package])
+        yield from missing_targets(package, known, _root(package), TARGETS[package])
 
 
 def changes_of_versions() -> Iterator[str]:
@@ -73,38 +53,24 @@ def changes_of_versions() -> Iterator[str]:
     for package, known in WRITTEN_FOR.items():
         name, _, version = known.partition(" ")
         here = metadata.version(name)
-        root = _root(package)
-        changed = () if root is None else changed_targets(read_pins(PINS), known, pins_in(root, TARGETS[package]))
+        changed = changed_targets(read_pins(PINS), known, pins_in(_root(package), TARGETS[package]))
         if here != version or changed:
-            yield f"{name} {here}; stages of unequal size were run with {known} only" + "".join(
-                f"; {line}" for line in changed
-            )
+            yield "; ".join((f"{name} {here}; stages of unequal size were run with {known} only", *changed))
 
 
-def _root(package: str) -> Path | None:
-    """Return the folder in which a package lies; None if it cannot be found."""
-    spec = importlib.util.find_spec(package)
-    return None if spec is None or spec.origin is None else Path(spec.origin).parent.parent
+def _root(package: str) -> Path:
+    """Return the folder in which a package lies."""
+    return Path(importlib.import_module(package).__path__[0]).parent
 
 
-_FLAGS: Final[tuple[tuple[str, object, str], ...]] = (
-    ("rlhf_type", None, "it counts replicas by one size of all stages"),
-    ("bridge_backend", "mcore-bridge", "only mcore-bridge was run"),
-    ("use_megatron_fsdp", False, "it shards by one size of all stages"),
-    ("fp8_format", None, "it pads rows for one size of all stages"),
-    ("fp4_format", None, "it pads rows for one size of all stages"),
-    ("tp_comm_overlap", False, "its buffers have one size for all stages"),
-    ("nccl_comm_warmup", False, "it warms up groups of equal stages"),
-    ("streaming", False, "it was not run"),
-    ("context_parallel_size", 1, "it was not run"),
-    ("mtp_num_layers", None, "it was not run"),
-    ("skip_megatron_init", False, "it was not run"),
-    ("task_type", "causal_lm", "only language models were run"),
-    ("optimizer", "adam", "only adam was run"),
-    ("async_save", False, "it was not run"),
-)
-"""Arguments of ms-swift, the value that works with unequal stages, and why others do not."""
-_WAY_OUT: Final = "leave it out, or give all stages one size"
+_UNTRIED: Final = "was not run with stages of unequal size in ms-swift"
+_WAY_OUT: Final = "give all stages one size"
+_SUPPORTED: Final[Mapping[str, object]] = {
+    **{"bridge_backend": "mcore-bridge", "task_type": "causal_lm", "optimizer": "adam", "context_parallel_size": 1},
+    **dict.fromkeys(("rlhf_type", "fp8_format", "fp4_format", "mtp_num_layers"), None),
+    **dict.fromkeys(("use_megatron_fsdp", "tp_comm_overlap", "nccl_comm_warmup", "streaming", "async_save"), False),
+}
+"""Arguments of ms-swift whose other values do not go with stages of unequal size."""
 
 
 def problems_of_arguments(args: Any) -> Iterator[str]:
@@ -114,23 +80,13 @@ def problems_of_arguments(args: Any) -> Iterator[str]:
     >>> print(*problems_of_arguments(SimpleNamespace(streaming=True, context_parallel_size=1)))
     --streaming True; it was not run with stages of unequal size in ms-swift; leave it out, or give all stages one size
     """
-    for name, supported, why in _FLAGS:
-        if getattr(args, name, supported) not in (supported, None):
-            yield f"--{name} {getattr(args, name)}; {why.replace('was not run', _UNTRIED)}; {_WAY_OUT}"
+    for name, supported in _SUPPORTED.items():
+        if (given := getattr(args, name, None)) not in (supported, None):
+            yield f"--{name} {given}; it {_UNTRIED}; leave it out, or {_WAY_OUT}"
 
 
-_OURS: Final = frozenset(
-    {
-        "layerwise_disaggregated",
-        "schedule",
-        "split_backward",
-        "sites",
-        "cp_list",
-        "dp_list",
-        "ep_list",
-        "etp_list",
-    }
-)
+_SIZES: Final = ("cp_list", "dp_list", "ep_list", "etp_list")
+_OURS: Final = frozenset({"layerwise_disaggregated", "schedule", "split_backward", "sites", *_SIZES})
 """Fields of the plugin's options that were not run in ms-swift."""
 
 
@@ -150,30 +106,19 @@ def problems_of_request(config: VtpConfig) -> Iterator[str]:
             yield f"{flag.name}; it was not run with ms-swift; leave it out"
 
 
-_UNTRIED: Final = "was not run with stages of unequal size in ms-swift"
+_KINDS: Final = ("num_moe_experts", "is_multimodal", "hybrid_layer_pattern", "experimental_attention_variant")
 
 
-def problems_of_model(args: Any) -> Iterator[str]:
+def problems_of_model(config: Any) -> Iterator[str]:
     """Say what of a model does not go with stages of unequal size.
-
-    >>> from types import SimpleNamespace
-    >>> info = SimpleNamespace(model_type="qwen3_moe", is_moe_model=True)
-    >>> print(*problems_of_model(SimpleNamespace(model_info=info, is_multimodal=False)))
-    model qwen3_moe has experts; mcore-bridge groups their ranks by one size; give all stages one size
-    """
-    kind = args.model_info.model_type
-    if args.model_info.is_moe_model:
-        yield (f"model {kind} has experts; mcore-bridge groups their ranks by one size; give all stages one size")
-    if args.is_multimodal:
-        yield f"model {kind} is multimodal; its encoder was not run with stages of unequal size; give all one size"
-
-
-def problems_of_configuration(config: Any) -> Iterator[str]:
-    """Say which kinds of layers were not run with stages of unequal size.
 
     Args:
         config: mcore-bridge's configuration of the model.
+
+    >>> from types import SimpleNamespace
+    >>> print(*problems_of_model(SimpleNamespace(num_moe_experts=8, is_multimodal=False)))
+    model with num_moe_experts 8; it was not run with stages of unequal size in ms-swift; give all stages one size
     """
-    for name in ("hybrid_layer_pattern", "experimental_attention_variant", "multi_latent_attention"):
+    for name in (*_KINDS, "multi_latent_attention"):
         if value := getattr(config, name, None):
-            yield f"model with {name} {value}; it {_UNTRIED}; give all stages one size"
+            yield f"model with {name} {value}; it {_UNTRIED}; {_WAY_OUT}"

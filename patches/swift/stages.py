@@ -10,9 +10,8 @@ from vtp_plugin.errors import refuse
 from vtp_plugin.host.patching import replaces
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.patches.swift import known_swift
-from vtp_plugin.patches.swift.checkpoints import PADDED_VOCABULARY
+from vtp_plugin.patches.swift.checkpoints import PADDED_VOCABULARY, given
 from vtp_plugin.session import Session
-from vtp_plugin.util.undo import Name, UndoStack
 
 _REMOVE = "ms-swift takes a list of tensor-parallel sizes"
 
@@ -21,7 +20,6 @@ _REMOVE = "ms-swift takes a list of tensor-parallel sizes"
     known_swift.ARGUMENTS,
     id="swift-arguments",
     when=Moment.SWIFT,
-    versions=">=4",
     why="it switches sequence parallelism off where the one size is 1, and counts stages, before there are groups",
     remove_when=_REMOVE,
 )
@@ -57,14 +55,11 @@ def _contradictions(args: Any, sizes: tuple[int, ...]) -> list[str]:
     known_swift.GROUPS,
     id="swift-groups",
     when=Moment.SWIFT,
-    versions=">=4",
     why="its caller divides the number of ranks by one size of all stages to count replicas",
     remove_when=_REMOVE,
 )
 def _make_groups(session: Session, original: Callable[[Any], None], args: Any) -> None:
     """Run `_initialize_mpu`; then let the world be as large as if all stages had the largest size."""
-    if len(set(session.config.size_list or ())) > 1:
-        refuse(known_swift.problems_of_model(args))
     original(args)
     layout = session.planned.layout
     args.world_size = args.tensor_model_parallel_size * layout.num_stages * layout.dp_sizes[0]
@@ -76,14 +71,13 @@ def _make_groups(session: Session, original: Callable[[Any], None], args: Any) -
     known_swift.ROWS,
     id="swift-rows",
     when=Moment.SWIFT,
-    versions=">=4",
     why="with sequence parallelism every stage cuts the rows of a microbatch, so its number is a multiple of all sizes",
     remove_when=_REMOVE,
 )
 def _row_multiple(session: Session, original: Callable[[Any], int | None], args: Any) -> int | None:
     """Run `get_padding_to` for the least common multiple of all sizes."""
     multiple = math.lcm(*session.planned.layout.tp_sizes)
-    with UndoStack().during(Name(args, "tensor_model_parallel_size"), multiple):
+    with given(args, tensor_model_parallel_size=multiple):
         return original(args)
 
 
@@ -91,7 +85,6 @@ def _row_multiple(session: Session, original: Callable[[Any], int | None], args:
     known_swift.MODEL,
     id="swift-model",
     when=Moment.SWIFT,
-    versions=">=4",
     why="it copies the one size into the model's configuration, from which layers and slices of weights are made",
     remove_when=_REMOVE,
 )
@@ -99,13 +92,10 @@ def _configure(session: Session, original: Callable[[Any, Any], Any], args: Any,
     """Run `get_mcore_model_config` with the stage's own size, and pad the vocabulary for the first and last stage."""
     layout, own = session.planned.layout, session.planned.own
     size = layout.tp_sizes[own.stage]
-    with (
-        UndoStack().during(Name(args, "tensor_model_parallel_size"), size),
-        UndoStack().during(Name(args, "sequence_parallel"), args.sequence_parallel and size > 1),
-    ):
+    with given(args, tensor_model_parallel_size=size, sequence_parallel=args.sequence_parallel and size > 1):
         config = original(args, hf_config)
     if not layout.is_uniform:
-        refuse(known_swift.problems_of_configuration(config))
+        refuse(known_swift.problems_of_model(config))
     multiple = layout.vocab_multiple()
     config.padded_vocab_size = -(-config.padded_vocab_size // multiple) * multiple
     setattr(args, PADDED_VOCABULARY, config.padded_vocab_size)

@@ -9,34 +9,33 @@ from pathlib import Path
 
 from vtp_plugin.cli.parser import Parser, fail
 
-_SCRIPTS = {"swift-sft": "sft.py", "swift-pt": "pt.py"}
-_NAMES = {
-    "swift": "what `megatron sft --external_plugins` and `megatron pt --external_plugins` of ms-swift take",
-    "swift-sft": "ms-swift's script of a rank that `megatron sft` starts, for `run`",
-    "swift-pt": "the same of `megatron pt`",
-}
+_DOOR = "patches/swift/door/vtp_swift.py"
+_SCRIPTS = ("sft", "pt")
+_HELP = (
+    "swift: what `megatron sft` of ms-swift takes by --external_plugins; swift-sft, swift-pt: its scripts, for `run`"
+)
 
 
 def add_arguments(parser: Parser) -> None:
     """Declare the name."""
-    text = "; ".join(f"{name}: {what}" for name, what in _NAMES.items())
-    parser.add_argument("name", metavar="NAME", choices=[*_NAMES], help=text)
+    names = ["swift", *(f"swift-{name}" for name in _SCRIPTS)]
+    parser.add_argument("name", metavar="NAME", choices=names, help=_HELP)
 
 
 def run(options: argparse.Namespace) -> None:
     """Print the path."""
     if options.name == "swift":
-        print(Path(__file__).resolve().parents[1] / "patches" / "swift" / "door" / "vtp_swift.py")
+        print(Path(__file__).resolve().parents[1] / _DOOR)
         return
     folder = next(_folders(), None)
     if folder is None:
         fail(f"path {options.name}: ms-swift cannot be found; it brings the script; pip install ms-swift==4.6.0")
-    print(folder / _SCRIPTS[options.name])
+    print(folder / f"{options.name.removeprefix('swift-')}.py")
 
 
 def is_rank_script(script: Path) -> bool:
     """Tell whether a script is one of ms-swift's, which `megatron sft` or `megatron pt` starts on every rank."""
-    return script.name in _SCRIPTS.values() and script.resolve().parent in _folders()
+    return script.stem in _SCRIPTS and script.resolve().parent in _folders()
 
 
 def _folders() -> Iterator[Path]:
