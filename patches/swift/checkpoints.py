@@ -1,4 +1,4 @@
-"""ms-swift's checkpoints in the format `torch_dist`: resumed in the list that saved them, or in another one."""
+"""ms-swift's checkpoints in the format `torch_dist`: resumed in the list that saved them, or in another layout."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def given(args: Any, **values: Any) -> Iterator[None]:
     known_swift.LOAD,
     id="swift-load",
     when=Moment.SWIFT,
-    why="it compares one size of all stages with the one that was saved: it would not load another list's optimizer, "
+    why="it compares one size of all stages with the one that was saved: it would not load another layout's optimizer, "
     "and would ask for random states of other ranks",
     remove_when="ms-swift stores and compares all stages' sizes",
 )
@@ -103,7 +103,7 @@ def _require_padding(args: Any, folder: Path, stored: Any) -> None:
     known_swift.STATE,
     id="swift-load/request",
     when=Moment.SWIFT,
-    why="the part of another list's optimizer that a rank reads is planned here, before a weight is changed",
+    why="the part of another layout's optimizer that a rank reads is planned here, before a weight is changed",
     remove_when="with `swift-load`",
 )
 def _ask(session: Session, original: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import pytest
 from tests.support.hosts import ROOT
 
 STAND_IN = ROOT / "tests" / "swift" / "stand_in"
-DOOR = ROOT / "vtp_plugin" / "patches" / "swift" / "door" / "vtp_swift.py"
+DOOR = ROOT / "vtp_plugin" / "cli" / "door" / "vtp_swift.py"
 STEPS = 5
 _WORDS = {
     "template": "chatml",

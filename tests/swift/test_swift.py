@@ -10,6 +10,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import pytest
 from tests.rules.doc_commands import commands
 from tests.support.hosts import ROOT
 from tests.swift.runs import DOOR, Done, Run, assert_alike, assert_same_export, environment, free_port, run_all
+from vtp_plugin.patches.swift import known_swift
 
 SP = {"sequence_parallel": "true"}
 KEPT = {"save_steps": "3", "no_save_optim": "false", "no_save_rng": "false"}
@@ -90,3 +92,13 @@ def test_the_guide_gives_flags_that_ms_swift_has() -> None:
     words = {word for line in given if line[0] == "megatron" for word in line if word.startswith("--")}
     assert len(words) > 8
     assert [word for word in sorted(words) if not re.search(rf"^    {word[2:]}: ", sources, re.MULTILINE)] == []
+
+
+def test_what_is_installed_is_what_was_run_or_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert [*known_swift.problems_of_versions(), *known_swift.changes_of_versions()] == []
+    monkeypatch.setattr(metadata, "version", {"ms-swift": "4.7.0", "mcore-bridge": "1.6.5"}.get)
+    (other,) = known_swift.changes_of_versions()
+    assert other == "ms-swift 4.7.0; stages of unequal size were run with ms-swift 4.6.0 only"
+    monkeypatch.setattr(known_swift, "TARGETS", {**known_swift.TARGETS, "swift": ("swift.megatron.init:gone",)})
+    (missing,) = known_swift.problems_of_versions()
+    assert "has no swift.megatron.init:gone; it is of another version than ms-swift 4.6.0, which" in missing

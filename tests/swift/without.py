@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from tests.swift.runs import DOOR
 from vtp_plugin.patches import activation
-from vtp_plugin.patches.swift import bridge
+from vtp_plugin.patches.swift import hf_export
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 
 WITHOUT = os.environ["WITHOUT"]
@@ -21,7 +21,7 @@ def _rest(*args: Any, **options: Any) -> Any:
 
 activation.records_at = _rest
 if WITHOUT == "greatest":
-    bridge._reduce = lambda _own, *args, **options: dist.all_reduce(*args, **options)
+    hf_export._reduce = lambda _own, *args, **options: dist.all_reduce(*args, **options)
 if WITHOUT == "padding":
     PipelineLayout.vocab_multiple = lambda *_args: 1
 runpy.run_path(str(DOOR))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from vtp_plugin.cli.parser import Parser, fail
 
-_DOOR = "patches/swift/door/vtp_swift.py"
+_DOOR = "door/vtp_swift.py"
 _SCRIPTS = ("sft", "pt")
 _HELP = (
     "swift: what `megatron sft` of ms-swift takes by --external_plugins; swift-sft, swift-pt: its scripts, for `run`"
@@ -25,7 +25,7 @@ def add_arguments(parser: Parser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Print the path."""
     if options.name == "swift":
-        print(Path(__file__).resolve().parents[1] / _DOOR)
+        print(Path(__file__).resolve().parent / _DOOR)
         return
     folder = next(_folders(), None)
     if folder is None:
