@@ -66,7 +66,7 @@ def activate(session: Session, host: MegatronHost) -> None:
 
 def _put_swift(session: Session, host: MegatronHost) -> None:
     """Apply the records of ms-swift, a set of their own: it is another package that is patched."""
-    refuse(known_swift.problems_of_versions(), PatchError)
+    refuse(known_swift.problems_of_versions())
     for line in known_swift.changes_of_versions():
         warning(line)
     # Their versions are Megatron's, too.
