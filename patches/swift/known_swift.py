@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import sys
 from collections.abc import Iterator, Mapping
 from importlib import metadata
@@ -60,7 +60,7 @@ def changes_of_versions() -> Iterator[str]:
 
 def _root(package: str) -> Path:
     """Return the folder in which a package lies."""
-    return Path(importlib.import_module(package).__path__[0]).parent
+    return Path(str(getattr(importlib.util.find_spec(package), "origin", package))).parent.parent
 
 
 _UNTRIED: Final = "was not run with stages of unequal size in ms-swift"
