@@ -19,12 +19,12 @@ PYTEST := OMP_NUM_THREADS=1 VTP_TEST_TIMES=$(TIMES) $(BIN)/python -m pytest $(TE
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help env smoke lint check test test-changed test-unit test-full test-busy test-lanes test-mm test-site slowest coverage site demo clean
+.PHONY: help env smoke lint check test test-changed test-unit test-full test-busy test-lanes test-mm test-swift test-site slowest coverage site demo clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-env: $(STAMP) ## make .venv, or .venv-0.12 with HOST=0.12, with everything needed (PYTHON=/path chooses the interpreter)
+env: $(STAMP) ## make .venv, with HOST=0.12 .venv-0.12, with HOST=swift ms-swift's .venv-swift (PYTHON=/path chooses the interpreter)
 
 $(STAMP): pyproject.toml scripts/make_env.sh
 	@PYTHON="$(PYTHON)" bash scripts/make_env.sh $(HOST) $(VENV) $(STAMP)
@@ -75,6 +75,9 @@ test-lanes: ## minutes of each lane: MindSpeed-LLM's and MindSpeed-MM's own scri
 
 test-mm: ## MindSpeed-MM's own script on CPU; set VTP_MINDSPEED_MM, VTP_MINDSPEED, VTP_MEGATRON_LM to its trees, VENV=/its/environment
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 0 --timeout 1000 --durations=0 tests/mindspeed/test_mm_*.py
+
+test-swift: ## ms-swift's Megatron on unequal stages, on CPUs, in the environment that make env HOST=swift makes (20 minutes)
+	OMP_NUM_THREADS=1 .venv-swift/bin/python -m pytest -n 0 --timeout 3000 --durations=0 tests/swift
 
 test-device: $(STAMP) ## the tests for a GPU, then training scripts on it; ranks may share it, see docs/guides/gpus.md
 	$(BIN)/python -m pytest -n 0 tests/device

@@ -11,8 +11,10 @@ from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.patches.registry import list_moments, platform_records, records_at
 from vtp_plugin.patches.site_objects import close_objects
+from vtp_plugin.patches.swift import known_swift
 from vtp_plugin.session import Session
 from vtp_plugin.session.session import warn_of_unreached, warn_of_untried
+from vtp_plugin.util.log import warning
 
 
 def begin(session: Session, host: MegatronHost) -> None:
@@ -55,9 +57,21 @@ def activate(session: Session, host: MegatronHost) -> None:
     _put(session, host, (*records, *records_at(session, host, *moments)))
     if Moment.SITES in moments:
         close_objects(session)
+    if has_list and known_swift.is_loaded():
+        _put_swift(session, host)
     if has_list:
         warn_of_untried(host.name)
         warn_of_unreached(session)
+
+
+def _put_swift(session: Session, host: MegatronHost) -> None:
+    """Apply the records of ms-swift, a set of their own: it is another package that is patched."""
+    refuse(known_swift.problems_of_versions())
+    for line in known_swift.changes_of_versions():
+        warning(line)
+    # Their versions are Megatron's, too.
+    records = records_at(session, host, Moment.SWIFT)
+    session.applied.add(apply_records(records, find_host()[1].version, "swift", (), ("mcore_bridge",)))
 
 
 def split_layers(session: Session, host: MegatronHost) -> None:

@@ -18,4 +18,5 @@ class Moment(TextEnum):
     BRIDGES = "With `--vtp-bridges`"
     U_SHAPE = "With `--layerwise-disaggregated-training`"
     SITES = "With two sites in `--vtp-sites`"
+    SWIFT = "In ms-swift's Megatron, with a list of sizes"
     MM_RINGS = "In a U of MindSpeed-MM with vision layers in the cloud"

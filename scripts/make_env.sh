@@ -15,8 +15,9 @@ known=()
 while IFS= read -r line; do
     [[ ! $line =~ ^\ *(MegatronFamily\()?name=\"([0-9.]+)\" ]] || known+=("${BASH_REMATCH[2]}")
 done <"${BASH_SOURCE[0]%/*}/../vtp_plugin/host/versions/known_versions.py"
+newest=${known[-1]}
 extras=demo,test,host-${host/./-}
-[[ $host != "${known[-1]}" ]] || extras=browser,demo,dev,hf,site,tune,host-${host/./-}
+[[ $host != "$newest" ]] || extras=browser,demo,dev,hf,site,tune,host-${host/./-}
 
 # pythons: minor versions of Python 3 that have wheels of this Megatron, best first; known_versions.py has the same.
 # packages, no_deps: what pip installs, and what it installs without dependencies.
@@ -27,10 +28,12 @@ case $host in
         pythons=(10 11) packages=('.[demo,test]' 'torch==2.7.1' 'numpy<2' psutil six regex einops pyyaml) no_deps=('megatron-core>=0.12.1,<0.13') ;;
     0.16) # the oldest torch that its wheels allow
         pythons=(11 10 12) packages=(".[$extras]" 'torch>=2.6,<2.7' six regex einops pyyaml pydantic) no_deps=() ;;
+    swift) # ms-swift's Megatron; its own bounds on transformers and datasets are below ours
+        pythons=(12 13) packages=(".[test,host-${newest/./-}]" 'ms-swift==4.6.0' 'mcore-bridge==1.6.5') no_deps=() ;;
     *)
         [[ " ${known[*]} " == *" $host "* ]] || {
             others=$(printf '%s, ' "${known[@]:0:${#known[@]}-1}")
-            echo "make env: HOST=$host is unknown; use HOST=${others%, } or ${known[-1]}" >&2
+            echo "make env: HOST=$host is unknown; use HOST=${others%, } or $newest, or swift" >&2
             exit 1
         }
         pythons=(12 13) packages=(".[$extras]" pyyaml) no_deps=() ;;
@@ -114,6 +117,11 @@ if ! works; then
     find_python || fail_without_python
     echo "make env: $("$python" -c 'import platform, sys; print("Python", platform.python_version(), "at", sys.executable)')"
     "$python" -m venv --clear "$venv"
+    # Most of it is there already, where this Python made the environment of the newest Megatron.
+    own=$("$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))') other=.venv${own#"$venv"}
+    if [[ $host == swift && -e .venv/.env-ready && -d $other ]]; then
+        rm -rf "$own" && cp -al "$other" "$own" 2>/dev/null || cp -a "$other" "$own"
+    fi
 fi
 echo "make env: installing the project, torch and megatron-core $host into $venv (about 5 GB unpacked, minutes)"
 install --editable "${packages[@]}"

@@ -2,7 +2,8 @@
 
 Run it once the patches were read against a version, and its tests pass; for a host without ``megatron.training`` in its
 wheel, with the path of a Megatron-LM tree in ``PYTHONPATH``. ``--mindspeed-mm TREE --mindspeed TREE`` writes those of
-MindSpeed-MM and MindSpeed instead.
+MindSpeed-MM and MindSpeed instead, ``--swift FOLDER --mcore-bridge FOLDER`` those of ms-swift and mcore-bridge in a
+folder of installed packages.
 """
 
 from __future__ import annotations
@@ -49,21 +50,24 @@ def _has_module(name: str) -> bool:
 def main() -> None:
     """Write the file anew; other versions keep their pins."""
     parser = argparse.ArgumentParser(description=__doc__)
-    for package in ("mindspeed-mm", "mindspeed"):
+    for package in ("mindspeed-mm", "mindspeed", "swift", "mcore-bridge"):
         parser.add_argument(f"--{package}", type=Path, metavar="TREE", help="a tree of this package")
     options = vars(parser.parse_args())
     if any(options.values()):
-        _write_mindspeed({package: tree for package, tree in options.items() if tree is not None})
+        _write_trees({package: tree for package, tree in options.items() if tree is not None})
     else:
         _write_installed()
 
 
-def _write_mindspeed(trees: Mapping[str, Path]) -> None:
+def _write_trees(trees: Mapping[str, Path]) -> None:
     from vtp_plugin.host.patching.pins import pins_in
     from vtp_plugin.patches.mindspeed import known_mm
+    from vtp_plugin.patches.swift import known_swift
 
-    found = {known_mm.WRITTEN_FOR[package]: pins_in(tree, known_mm.TARGETS[package]) for package, tree in trees.items()}
-    _add(known_mm.PINS, found)
+    for known in (known_mm, known_swift):
+        own = {name: tree for name, tree in trees.items() if name in known.TARGETS}
+        if own:
+            _add(known.PINS, {known.WRITTEN_FOR[name]: pins_in(own[name], known.TARGETS[name]) for name in own})
 
 
 def _write_installed() -> None:

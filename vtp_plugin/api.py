@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Literal
 
 from vtp_plugin.config import DpModeName, LogLevelName, ScheduleName, TransportName, VtpConfig, merge, read_keywords
 from vtp_plugin.config.flag import DeviceName
-from vtp_plugin.config.resolve import check_command_line
+from vtp_plugin.config.resolve import check_command_line, take_flags
 from vtp_plugin.elastic.failed_cards import note_for_next_start
 from vtp_plugin.errors import MissingError, PatchError, VtpError
 from vtp_plugin.host.mindspeed import TOO_LATE, UNKNOWN, ImportWatch, flags_of_mindspeed
@@ -154,6 +154,24 @@ def apply(
     except VtpError:
         report_failures()
         raise
+
+
+def apply_flags(words: Sequence[str]) -> list[str]:
+    """Call :func:`apply` with what the plugin's flags among some words say, where a framework does not know them.
+
+    Returns:
+        The other words.
+
+    Raises:
+        ConfigError: a flag's value is wrong; or as of :func:`apply`.
+    """
+    try:
+        request, rest = take_flags(words)
+        _apply(request)
+    except VtpError:
+        report_failures()
+        raise
+    return rest
 
 
 def report_failures() -> None:

@@ -20,7 +20,7 @@ import torch
 
 from vtp_plugin.checkpoint.format.resolver import read_tracker
 from vtp_plugin.errors import ConfigError, LayoutError
-from vtp_plugin.host.patching.pins import changed_targets, pins_in, read_pins
+from vtp_plugin.host.patching.pins import changed_targets, missing_targets, pins_in, read_pins
 from vtp_plugin.host.rules.checks.batch import most_tokens
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.util.text import own_command
@@ -247,14 +247,8 @@ def problems_of_versions(megatron: str) -> Iterator[str]:
             f"{WRITTEN_FOR['mindspeed']}; check out core_v0.12.1"
         )
     for package, known in WRITTEN_FOR.items():
-        root = _root(package)
-        missing = [] if root is None else sorted(set(TARGETS[package]) - set(pins_in(root, TARGETS[package])))
-        if missing:
-            rest = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-            yield (
-                f"{package} in {root} has no {missing[0]}{rest}; it is of another version than {known}, which the "
-                "plugin was written for; check that out"
-            )
+        if (root := _root(package)) is not None:
+            yield from missing_targets(package, known, root, TARGETS[package])
 
 
 def changes_of_versions() -> Iterator[str]:

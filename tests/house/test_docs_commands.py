@@ -95,6 +95,8 @@ def test_command_is_accepted(
         check_file(f"{words[1].replace('.', '/')}.py", words[2:])
     elif program == "python":
         check_file(words[0], words[1:])
+    elif program == "megatron":
+        assert words[0] in ("sft", "pt", "rlhf")  # their flags: tests/swift, where ms-swift is installed
     else:
         assert program == "jq"
 
@@ -106,6 +108,8 @@ def check_torchrun(flags: argparse.ArgumentParser, words: Sequence[str]) -> None
         check_file(script, rest)
         return
     assert (script, rest[0]) == ("vtp_plugin", "run")
+    if rest[1].startswith("$(vtp path "):
+        return  # as of megatron
     assert rest[1] in ("pretrain_gpt.py", "pretrain_vlm.py") or (ROOT / rest[1]).exists()
     check_flags(flags, rest[2:])
     sizes = flags.parse_args(rest[2:]).vtp_size_list

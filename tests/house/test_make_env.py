@@ -79,7 +79,7 @@ def test_an_unknown_host_is_refused(tmp_path: Path) -> None:
     done = make_env(tmp_path, "0.13")
     assert done.returncode == 1
     *others, newest = [host.name for host in HOSTS]
-    assert done.stderr == f"make env: HOST=0.13 is unknown; use HOST={', '.join(others)} or {newest}\n"
+    assert done.stderr == f"make env: HOST=0.13 is unknown; use HOST={', '.join(others)} or {newest}, or swift\n"
 
 
 def test_the_script_has_the_exact_megatron_that_it_installs_alone() -> None:

@@ -18,7 +18,7 @@ DOCUMENTS = [
     *sorted((ROOT / ".github").rglob("*.md")),
 ]
 FOLDERS = ("benchmarks", "examples", "scripts", "tests/device")
-PROGRAMS = ("torchrun", "vtp", "python", "make", "pip", "jq")
+PROGRAMS = ("torchrun", "vtp", "megatron", "python", "make", "pip", "jq")
 _ASSIGNMENT = re.compile(r"[A-Z_]+=.*")
 # What stands for the reader's own words.
 _PLACEHOLDER = "[Megatron's arguments]"

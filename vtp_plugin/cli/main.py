@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Sequence
 
 import vtp_plugin
-from vtp_plugin.cli import checkpoint, doctor, link_actions, plan, profile, run, search, simulate, trace
+from vtp_plugin.cli import checkpoint, doctor, link_actions, path, plan, profile, run, search, simulate, trace
 from vtp_plugin.cli.common import Parser, command_of, fail
 from vtp_plugin.cli.terminal import on_standard_output
 from vtp_plugin.errors import VtpError
@@ -19,6 +19,7 @@ from vtp_plugin.util.text import own_command, question
 
 _COMMANDS = {
     "run": (run.add_arguments, run.run, "run a Megatron training script under the plugin"),
+    "path": (path.add_arguments, path.run, "print where a file lies that another framework takes"),
     "plan": (plan.add_arguments, plan.run, "print the ranks of each stage and what crosses, without starting anything"),
     "draw": (plan.add_draw_arguments, plan.run_draw, "draw the pipeline as an SVG file"),
     "profile": (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import os
 import runpy
 import sys
@@ -14,8 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import vtp_plugin
-from vtp_plugin.api import announce_exit, choose_device, report_failures
+from vtp_plugin.api import announce_exit, apply_flags, choose_device, report_failures
 from vtp_plugin.cli.common import Parser, print_error
+from vtp_plugin.cli.path import is_rank_script
 from vtp_plugin.cli.run_flags import MOST_USED
 from vtp_plugin.config import VtpConfig, merge
 from vtp_plugin.config.resolve import add_vtp_arguments, check_command_line, hide_taken_flags, peek_device
@@ -73,7 +75,10 @@ def run(options: argparse.Namespace) -> None:
             sys.argv[:], seat = fit_run(sys.argv)
             report_failures()  # also what ends the script before it has asked Megatron for anything
         _note_missing_sizes()
-        if has_mindspeed():
+        if is_rank_script(script):
+            importlib.import_module("swift.megatron")  # on an NPU MindSpeed's adaptor, too
+            sys.argv[1:] = apply_flags(sys.argv[1:])
+        elif has_mindspeed():
             _apply_after_adaptor()
         else:
             vtp_plugin.apply()

@@ -165,6 +165,28 @@ def hide_taken_flags(argv: Sequence[str]) -> list[str]:
     return [argv[0], *parser.parse_known_args(list(argv[1:]))[1]]
 
 
+def take_flags(words: Sequence[str]) -> tuple[VtpConfig, list[str]]:
+    """Read the plugin's flags among words, for a framework whose own parser does not know them.
+
+    Returns:
+        What they ask for, and the other words.
+
+    Raises:
+        ConfigError: a flag's value is wrong, or flags contradict each other.
+
+    >>> config, rest = take_flags(["--vtp-size-list", "1,2", "--lr", "0.1"])
+    >>> config.size_list, rest
+    ((1, 2), ['--lr', '0.1'])
+    """
+    reject_spaces(words)
+    parser = add_vtp_arguments(argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False))
+    try:
+        args, rest = parser.parse_known_args(list(words))
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"{error}; `{own_command()} run --help-all` says what it takes; correct it") from None
+    return read_flags(args, VtpConfig()), rest
+
+
 def peek_device(argv: Sequence[str]) -> str | None:
     """Read the platform from a command line that has not been parsed yet.
 

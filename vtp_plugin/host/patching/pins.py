@@ -11,7 +11,7 @@ import ast
 import hashlib
 import inspect
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +84,28 @@ def pins_in(root: Path, targets: Iterable[str]) -> dict[str, str]:
                 first = min(part.lineno for part in (node, *node.decorator_list))
                 found[target] = _digest([textwrap.dedent("\n".join(lines[first - 1 : node.end_lineno]))])
     return found
+
+
+def missing_targets(package: str, known: str, root: Path, targets: Iterable[str]) -> Iterator[str]:
+    """Say what a package does not have of what is replaced or relied on.
+
+    Args:
+        package: its name.
+        known: the version that has it, such as ``"MindSpeed-MM 26.1.0"``.
+        root: folder on the path of imports in which it lies.
+        targets: such as ``"package.module:Class.method"``.
+
+    Yields:
+        A line ``value; rule; way out``; none if all are there.
+    """
+    wanted = {*targets}
+    missing = sorted(wanted - set(pins_in(root, wanted)))
+    if missing:
+        rest = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        yield (
+            f"{package} in {root} has no {missing[0]}{rest}; it is of another version than {known}, which the plugin "
+            "was written for; check that out"
+        )
 
 
 def _defined(tree: ast.Module, name: str) -> ast.ClassDef | ast.FunctionDef | None:

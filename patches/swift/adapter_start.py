@@ -1,0 +1,48 @@
+"""ms-swift's adapters (LoRA): their start does not depend on how the model is cut."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+
+from vtp_plugin.host.patching import replaces
+from vtp_plugin.patches.patch_set import Moment
+from vtp_plugin.patches.swift import known_swift
+
+
+@replaces(
+    known_swift.ADAPTERS,
+    id="swift-adapters",
+    when=Moment.SWIFT,
+    why="each rank draws its part of a first factor, as wide as the stage makes it",
+    remove_when="mcore-bridge draws adapters whole",
+)
+def _prepare(original: Callable[[Any, Any], Any], args: Any, model: Any) -> Any:
+    """Run `prepare_adapter`, then draw the first factors whole, by their names, and keep this rank's parts."""
+    made = original(args, model)
+    with torch.no_grad():
+        for part in nested_values(model.sharded_state_dict()):
+            if isinstance(part, ShardedTensor) and ".lora_A." in part.key and part.data is not None:
+                part.data.copy_(_draw(part, args.seed))
+    return made
+
+
+def _draw(part: ShardedTensor, seed: int) -> torch.Tensor:
+    """Draw a factor as `LoraParallelLinear.reset_lora_parameters` does (mcore-bridge 1.6.5), and cut this rank's part.
+
+    Returns:
+        A part of `[rank, inputs]`, as large as the tensor of `part`.
+    """
+    num_outer = part.prepend_axis_num  # where Megatron stores layers as one tensor, the layer's number
+    words = f"{seed} {part.key.replace('.ref_adapter.', '.default.')} {part.global_offset[:num_outer]}"
+    generator = torch.Generator().manual_seed(int(hashlib.sha256(words.encode()).hexdigest()[:12], 16))
+    whole = torch.empty(part.global_shape[num_outer:])
+    torch.nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
+    offsets = part.global_offset[num_outer:]
+    return whole[tuple(slice(at, at + size) for at, size in zip(offsets, part.local_shape, strict=True))]
