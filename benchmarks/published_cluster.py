@@ -20,8 +20,8 @@ from statistics import mean
 from typing import Any
 
 from vtp_plugin.cli import search
+from vtp_plugin.cli.command_base import Parser
 from vtp_plugin.cli.search_request import SearchRequest, read_request
-from vtp_plugin.cli.shared import Parser
 from vtp_plugin.tune.cluster.machines import Card, Cluster, Links, Nodes, Time
 from vtp_plugin.tune.cluster.read_cluster import HeldBytes, HeldPart
 from vtp_plugin.tune.cluster.speed import Link

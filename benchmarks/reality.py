@@ -34,8 +34,8 @@ from typing import Any
 from benchmarks.emulated import ROOT, Seat, run_ranks
 from benchmarks.wan.link import LinkUnavailableError, Site, WanLink
 from vtp_plugin.cli import search
+from vtp_plugin.cli.command_base import Parser
 from vtp_plugin.cli.search_request import SearchRequest, read_request
-from vtp_plugin.cli.shared import Parser
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.tune.cluster.read_cluster import read_cluster
 from vtp_plugin.tune.search.evaluate import Candidate, evaluate

@@ -22,8 +22,8 @@ from typing import Any
 
 from benchmarks import svg
 from vtp_plugin.cli import search
+from vtp_plugin.cli.command_base import Parser
 from vtp_plugin.cli.search_request import SearchRequest, read_request
-from vtp_plugin.cli.shared import Parser
 from vtp_plugin.tune.cluster.read_cluster import parse_cluster
 from vtp_plugin.tune.search.find_best import find_best
 

@@ -25,7 +25,7 @@ from vtp_plugin.checkpoint.hf.hf_model import HFModel, free_flags, padding_flag,
 from vtp_plugin.checkpoint.save.atomic_dir import EDGE_KEY, read_kept_key, write_edge_key
 from vtp_plugin.checkpoint.tools.verify import Verification, form_for_any, loses_random_states, note_of_experts
 from vtp_plugin.cli.boundaries import format_bytes
-from vtp_plugin.cli.shared import Parser, add_json_flag, print_answer
+from vtp_plugin.cli.command_base import Parser, add_json_flag, print_answer
 from vtp_plugin.cli.terminal import progress
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.model.lora import arguments_of

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING
 
 import vtp_plugin
 from vtp_plugin.api import choose_device
+from vtp_plugin.cli.command_base import add_json_flag, as_json, named, print_answer
 from vtp_plugin.cli.link_actions import report_listeners
-from vtp_plugin.cli.shared import add_json_flag, as_json, named, print_answer
 from vtp_plugin.cli.terminal import progress
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import VtpError

@@ -13,8 +13,8 @@ import torch
 
 import vtp_plugin
 from vtp_plugin.checkpoint.save.saving import LOCK_VARIABLE
+from vtp_plugin.cli.command_base import Parser
 from vtp_plugin.cli.run_flags import add_run_flags
-from vtp_plugin.cli.shared import Parser
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.config.resolve import read_flags
 from vtp_plugin.elastic.cards import RankCard, try_card

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from vtp_plugin.cli.shared import Parser, as_json, named, print_answer
+from vtp_plugin.cli.command_base import Parser, as_json, named, print_answer
 from vtp_plugin.errors import ConfigError, VtpError
 from vtp_plugin.host.versions import find_torch
 from vtp_plugin.link import run_commands

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import vtp_plugin
 from vtp_plugin.cli import checkpoint, doctor, link_actions, path, plan, profile, run, search, simulate, trace
-from vtp_plugin.cli.shared import Parser, command_of, fail
+from vtp_plugin.cli.command_base import Parser, command_of, fail
 from vtp_plugin.cli.terminal import on_standard_output
 from vtp_plugin.errors import VtpError
 from vtp_plugin.host.versions import HOSTS

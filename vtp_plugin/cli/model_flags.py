@@ -7,7 +7,7 @@ import ast
 from collections.abc import Sequence
 from typing import Literal
 
-from vtp_plugin.cli.shared import with_values
+from vtp_plugin.cli.command_base import with_values
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.host.rules.checks.divisibility import feed_forward_size
 from vtp_plugin.host.rules.checks.stage_layers import COUNTED_AS_LAYERS, ELSEWHERE, check_stage_layers

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING
 
 import vtp_plugin
 from vtp_plugin.cli.boundaries import Views, crossing_cells, explain, format_bytes, pattern_of
+from vtp_plugin.cli.command_base import write_file
 from vtp_plugin.cli.run_flags import Run
 from vtp_plugin.cli.search_request import CARD_MEMORY
-from vtp_plugin.cli.shared import write_file
 from vtp_plugin.plan.layout.layer_lists import Kept
 from vtp_plugin.plan.layout.pipeline_layout import format_ranks
 from vtp_plugin.plan.memory.footprint import Footprint

@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Iterator
 from pathlib import Path
 
-from vtp_plugin.cli.shared import Parser, fail
+from vtp_plugin.cli.command_base import Parser, fail
 
 _DOOR = "door/vtp_swift.py"
 _SCRIPTS = ("sft", "pt")

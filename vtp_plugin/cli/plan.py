@@ -19,11 +19,7 @@ from vtp_plugin.cli.boundaries import (
     site_traffic,
     view_boundaries,
 )
-from vtp_plugin.cli.launch_text import add_slurm_flag, launch_lines, launch_of_run
-from vtp_plugin.cli.pages import memory_as_json, memory_lines, peaks_by_stage, picture_of, with_run, write_output
-from vtp_plugin.cli.run_flags import Run, add_run_flags, read_run
-from vtp_plugin.cli.search_request import Fitted
-from vtp_plugin.cli.shared import (
+from vtp_plugin.cli.command_base import (
     PAGE,
     Parser,
     add_output_flag,
@@ -35,6 +31,10 @@ from vtp_plugin.cli.shared import (
     write_file,
     written,
 )
+from vtp_plugin.cli.launch_text import add_slurm_flag, launch_lines, launch_of_run
+from vtp_plugin.cli.pages import memory_as_json, memory_lines, peaks_by_stage, picture_of, with_run, write_output
+from vtp_plugin.cli.run_flags import Run, add_run_flags, read_run
+from vtp_plugin.cli.search_request import Fitted
 from vtp_plugin.config.flag import format_value
 from vtp_plugin.config.resolve import option_context
 from vtp_plugin.errors import ConfigError

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, TextIO
 
 import vtp_plugin
 from vtp_plugin.api import choose_device, current_session
+from vtp_plugin.cli.command_base import Parser, check_folder, print_answer, read_sizes, with_values, write_file
 from vtp_plugin.cli.run_flags import add_run_flags, check_unknown
 from vtp_plugin.cli.search_request import features_of, read_any_list
-from vtp_plugin.cli.shared import Parser, check_folder, print_answer, read_sizes, with_values, write_file
 from vtp_plugin.cli.terminal import progress
 from vtp_plugin.errors import ConfigError, VtpError
 from vtp_plugin.host.mindspeed import has_mindspeed, import_adaptor

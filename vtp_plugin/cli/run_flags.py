@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vtp_plugin.cli import model_flags
+from vtp_plugin.cli.command_base import Parser, add_json_flag, is_page, with_values
 from vtp_plugin.cli.search_request import CARD_MEMORY, Fitted, add_have_flags, allowing_split, fit_to_cards
-from vtp_plugin.cli.shared import Parser, add_json_flag, is_page, with_values
 from vtp_plugin.config import VtpConfig, resolve
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.host.megatron_flags import MODEL_FLAGS, RUN_FLAGS

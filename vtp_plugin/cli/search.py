@@ -12,11 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from vtp_plugin.cli.boundaries import format_bytes
-from vtp_plugin.cli.launch_text import add_slurm_flag, launch_lines, launch_of_found
-from vtp_plugin.cli.pages import split_parts, write_output
-from vtp_plugin.cli.run_flags import add_run_flags, check_unknown
-from vtp_plugin.cli.search_request import SearchRequest, read_request
-from vtp_plugin.cli.shared import (
+from vtp_plugin.cli.command_base import (
     PAGE,
     Parser,
     add_output_flag,
@@ -25,6 +21,10 @@ from vtp_plugin.cli.shared import (
     print_answer,
     read_sizes,
 )
+from vtp_plugin.cli.launch_text import add_slurm_flag, launch_lines, launch_of_found
+from vtp_plugin.cli.pages import split_parts, write_output
+from vtp_plugin.cli.run_flags import add_run_flags, check_unknown
+from vtp_plugin.cli.search_request import SearchRequest, read_request
 from vtp_plugin.cli.terminal import progress
 from vtp_plugin.config.flag import format_value
 from vtp_plugin.errors import ConfigError, LayoutError

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from vtp_plugin.cli import model_flags
-from vtp_plugin.cli.shared import named, with_values
+from vtp_plugin.cli.command_base import named, with_values
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.config.flag import parse_bytes, parse_cp_list, parse_ep_list, parse_etp_list
 from vtp_plugin.config.resolve import read_flags, transport_rules

@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from vtp_plugin.cli.pages import split_parts, write_output
-from vtp_plugin.cli.shared import (
+from vtp_plugin.cli.command_base import (
     PAGE,
     add_json_flag,
     add_output_flag,
@@ -17,6 +16,7 @@ from vtp_plugin.cli.shared import (
     print_answer,
     written,
 )
+from vtp_plugin.cli.pages import split_parts, write_output
 from vtp_plugin.plan.schedule.cost.costs import format_costs
 from vtp_plugin.report.page.report_page import ReportPage, TextTable
 from vtp_plugin.report.pictures import svg

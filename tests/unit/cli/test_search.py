@@ -14,8 +14,8 @@ import pytest
 
 from tests.rules.import_rules import ROOT
 from vtp_plugin.cli import search, search_request
+from vtp_plugin.cli.command_base import Parser
 from vtp_plugin.cli.main import main
-from vtp_plugin.cli.shared import Parser
 from vtp_plugin.config.flag import parse_bytes
 from vtp_plugin.host.versions import Package
 from vtp_plugin.plan.schedule.cost.costs import Costs
