@@ -6,6 +6,7 @@ import functools
 
 from vtp_plugin.errors import PatchError, refuse
 from vtp_plugin.host.patching import Record, apply_records
+from vtp_plugin.host.rules.checks.lora_fits import check_version
 from vtp_plugin.host.versions import find_host
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.patch_set import Moment
@@ -48,6 +49,7 @@ def activate(session: Session, host: MegatronHost) -> None:
         if host.mindspeed is not None:
             config = session.config
             refuse(host.mindspeed.problems(is_planned=config.has_planned_schedule, is_split=config.split_backward))
+        refuse(check_version(session.config.lora, host.version))
         moments += list_moments(session.config)
         moments += (Moment.MM_RINGS,) if session.is_planned and session.planned.first_ring is not None else ()
     if wants_bridges:

@@ -255,6 +255,7 @@ _SEED = 1234  # as Megatron's --seed
     "megatron.core.models.gpt.gpt_model:GPTModel.__init__",
     id="adapters",
     when=Moment.LORA,
+    versions=">=0.19,<0.20",
     why="the last point before a script's model is wrapped and its parameters are put into buffers, which frozen ones "
     "do not enter",
     remove_when="Megatron-core's own adapters are released and do not depend on the sizes",

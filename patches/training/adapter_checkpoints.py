@@ -24,6 +24,7 @@ _OPTIMIZER = ("optimizer.", "chained_")
     "megatron.training.checkpointing:generate_state_dict",
     id="adapters/stored",
     when=Moment.LORA,
+    versions=">=0.19,<0.20",
     why="it writes the frozen base with every checkpoint, and asks a base for adapters, and adapters for a base",
     remove_when="Megatron saves what is trained alone, and loads a base below it",
 )

@@ -762,7 +762,7 @@ def test_simulate_writes_a_picture_or_a_trace_and_sums_up(output_of: Output, tmp
         (("run", "absent.py", "--help"), "script absent.py does not exist; give the path of the training script"),
         (("run", "."), "script . does not exist"),
         (("run", "--vtp-size-list", "1,2", "train.py"), "--vtp-size-list stands before the script"),
-        (("fly",), "fly is no command; the commands are run, plan"),
+        (("fly",), "fly is no command; the commands are run, path, plan"),
         (("simulte",), "simulte is no command; do you mean simulate?"),
         (("train.py", "--vtp-size-list", "1,2"), "train.py stands where a command is expected; write `run` before"),
         (("plan", "--vtp-size-list", "1,2", "--num-layers", "5"), "--num-layers 5; 2 stages must hold equal numbers"),

@@ -280,6 +280,13 @@ CAPABILITIES = (
         notes={"<0.19": "not supported"},
     ),
     Capability(
+        name="adapters",
+        what="adapters, LoRA (`--vtp-lora-rank`)",
+        versions=_NEWEST,
+        shown_by="tests/multiproc/training/test_lora.py",
+        notes={"<0.19": "not supported"},
+    ),
+    Capability(
         name="bridges",
         what="bridges between modules (`--vtp-bridges`)",
         versions=_NEWEST,

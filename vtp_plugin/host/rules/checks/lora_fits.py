@@ -5,6 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from vtp_plugin.host.rules.rule import OptionContext
+from vtp_plugin.host.versions.known_versions import capability
+from vtp_plugin.plan.model.lora import Lora
+
+
+def check_version(lora: Lora | None, version: str) -> Iterator[str]:
+    """Yield a line if adapters were never run with a version of Megatron.
+
+    >>> [*check_version(Lora(rank=2, alpha=2, targets=()), "0.16.1")]
+    ['--vtp-lora-rank 2 with megatron-core 0.16.1; adapters were run with 0.19 only; use that, or leave it out']
+    """
+    if lora is not None and not capability("adapters").has(version):
+        yield (
+            f"--vtp-lora-rank {lora.rank} with megatron-core {version}; adapters were run with 0.19 only; use that, or "
+            "leave it out"
+        )
 
 
 def check_adapters(args: object, context: OptionContext) -> Iterator[str]:
@@ -15,7 +30,6 @@ def check_adapters(args: object, context: OptionContext) -> Iterator[str]:
         context: the run; without adapters there is nothing to check.
 
     >>> from types import SimpleNamespace
-    >>> from vtp_plugin.plan.model.lora import Lora
     >>> lora = Lora(rank=2, alpha=2, targets=("q_proj",), layers=((0, 9),))
     >>> args = SimpleNamespace(num_layers=4, num_attention_heads=8, num_query_groups=2, group_query_attention=True)
     >>> for line in check_adapters(args, OptionContext(tp_sizes=(1, 4), lora=lora)):
@@ -27,6 +41,15 @@ of sizes that divide 2
     lora = context.lora
     if lora is None:
         return
+    for flag, sizes, is_wrong in (
+        ("context-parallel", context.cp_sizes, max(context.cp_sizes, default=1) > 1),
+        ("data-parallel", context.dp_sizes, context.has_unequal_dp),
+    ):
+        if is_wrong:
+            yield (
+                f"--vtp-lora-rank {lora.rank} with stages of {flag} sizes {','.join(map(str, sizes))}; adapters were "
+                "never run so; leave either out"
+            )
     num_layers = getattr(args, "num_layers", None) or 0
     ends = [end for _, end in lora.layers]
     if max(ends, default=0) > num_layers:

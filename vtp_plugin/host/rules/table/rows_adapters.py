@@ -29,13 +29,15 @@ ADAPTER_RULES: tuple[OptionRule, ...] = (
     *refused_adapters(
         "the plugin's adapters are for the layers of a GPT whose attention has queries, keys and values",
         "--attention-output-gate",
-        case("--experimental-attention-variant", given),
+        "--experimental-attention-variant dsa",
+        "--experimental-attention-variant gated_delta_net",
         case("--spec", given),
         case("--hybrid-override-pattern", given),
         case("--hybrid-layer-pattern", given),
         case("--heterogeneous-layers-config-path", given),
         case("--heterogeneous-layers-config-encoded-json", given),
     ),
+    *refused_adapters("adapters on packed samples were never run here", case("--sft", on)),
     *refused_adapters(
         "adapters are saved without their base, which these forms do not allow",
         "--ckpt-format torch",
