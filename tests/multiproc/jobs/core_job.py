@@ -163,6 +163,13 @@ def _forget_saves() -> None:
     base: Any = sys.modules.get("megatron.core.dist_checkpointing.strategies.base")
     if base is not None:
         base.async_calls = type(base.async_calls)()
+    # The process that holds the queue of Megatron's writers can have ended: seen once in a whole run, cause unknown.
+    writers: Any = sys.modules.get("megatron.core.dist_checkpointing.strategies.filesystem_async")
+    if (queue := getattr(writers, "_results_queue", None)) is not None:
+        try:
+            queue.qsize()
+        except (EOFError, OSError):
+            writers._results_queue = None
 
 
 class Trainer:
