@@ -2,39 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
 from megatron.core import dist_checkpointing
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 
-from vtp_plugin.checkpoint.load.stored_optimizer import Request
+from vtp_plugin.checkpoint.format.checkpoint_files import find_checkpoint
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.host.patching import replaces
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.patches.swift import known_swift
-from vtp_plugin.patches.training.choose_checkpoint import open_optimizer, require_loadable, stored_tp_sizes
+from vtp_plugin.patches.training.choose_checkpoint import (
+    open_optimizer,
+    prepare_requests,
+    require_loadable,
+    stored_tp_sizes,
+)
 from vtp_plugin.session import Session
-from vtp_plugin.util.undo import Name, UndoStack
+from vtp_plugin.util.undo import replaced
 
 PADDED_VOCABULARY: Final = "vtp_padded_vocab_size"
 """Argument that a checkpoint keeps: the rows of the embedding, with those that only pad it."""
-
-
-@contextmanager
-def given(args: Any, **values: Any) -> Iterator[None]:
-    """Let ms-swift see other values of some arguments, inside a ``with`` block."""
-    undo = UndoStack()
-    try:
-        for name, value in values.items():
-            undo.put(Name(args, name), value)
-        yield
-    finally:
-        undo.undo()
 
 
 @replaces(
@@ -59,8 +49,7 @@ def _load(
 
     def judge() -> dict[str, object]:
         folder = Path(getattr(args, load_arg))
-        iteration = int((folder / "latest_checkpointed_iteration.txt").read_text(encoding="ascii"))
-        checkpoint = folder / f"iter_{iteration:07d}"
+        checkpoint = find_checkpoint(folder)
         state = dist_checkpointing.load_common_state_dict(str(checkpoint))
         found.append(state["args"])
         _require_padding(args, folder, state["args"])
@@ -69,7 +58,7 @@ def _load(
             result = (state, str(checkpoint), False, None)
             require_loadable(session, host, str(folder), args, result)
             open_optimizer(session, host, args, result)
-        return {"checkpoint": iteration, "vtp_size_list of the checkpoint": [*stored_tp_sizes(found[0])]}
+        return {"checkpoint": checkpoint.name, "vtp_size_list of the checkpoint": [*stored_tp_sizes(found[0])]}
 
     session.ranks.agree("checkpoint check", judge)
     stored = found[0]
@@ -78,7 +67,7 @@ def _load(
     # What it compares is settled.
     sizes = {name: getattr(stored, name) for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size")}
     try:
-        with given(args, **sizes, no_load_rng=args.no_load_rng or not is_same):
+        with replaced(args, **sizes, no_load_rng=args.no_load_rng or not is_same):
             return original(args, *parts, load_arg=load_arg, **options)
     finally:
         session.loading.keep(None)
@@ -110,7 +99,5 @@ def _ask(session: Session, original: Callable[..., dict[str, Any]], *args: Any, 
     """Run `_generate_state_dict`, then prepare what is wanted of a stored optimizer."""
     state = original(*args, **kwargs)
     if session.loading.stored_optimizer is not None:
-        for value in nested_values(state):
-            if isinstance(value, LocalNonpersistentObject) and isinstance(value.obj, Request):
-                value.obj.prepare()
+        prepare_requests(state)
     return state

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +12,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor
 from vtp_plugin.host.patching import replaces
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.patches.swift import known_swift
+from vtp_plugin.runtime.step.adapter_start import first_factor
 
 
 @replaces(
@@ -34,15 +33,13 @@ def _prepare(original: Callable[[Any, Any], Any], args: Any, model: Any) -> Any:
 
 
 def _draw(part: ShardedTensor, seed: int) -> torch.Tensor:
-    """Draw a factor as `LoraParallelLinear.reset_lora_parameters` does (mcore-bridge 1.6.5), and cut this rank's part.
+    """Draw a factor, as `LoraParallelLinear.reset_lora_parameters` of mcore-bridge 1.6.5; cut this rank's part.
 
     Returns:
         A part of `[rank, inputs]`, as large as the tensor of `part`.
     """
     num_outer = part.prepend_axis_num  # where Megatron stores layers as one tensor, the layer's number
-    words = f"{seed} {part.key.replace('.ref_adapter.', '.default.')} {part.global_offset[:num_outer]}"
-    generator = torch.Generator().manual_seed(int(hashlib.sha256(words.encode()).hexdigest()[:12], 16))
-    whole = torch.empty(part.global_shape[num_outer:])
-    torch.nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
+    name = f"{part.key.replace('.ref_adapter.', '.default.')} {part.global_offset[:num_outer]}"
+    whole = first_factor(name, part.global_shape[num_outer:], seed=seed)
     offsets = part.global_offset[num_outer:]
     return whole[tuple(slice(at, at + size) for at, size in zip(offsets, part.local_shape, strict=True))]

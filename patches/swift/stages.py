@@ -10,8 +10,9 @@ from vtp_plugin.errors import refuse
 from vtp_plugin.host.patching import replaces
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.patches.swift import known_swift
-from vtp_plugin.patches.swift.checkpoints import PADDED_VOCABULARY, given
+from vtp_plugin.patches.swift.checkpoints import PADDED_VOCABULARY
 from vtp_plugin.session import Session
+from vtp_plugin.util.undo import replaced
 
 _REMOVE = "ms-swift takes a list of tensor-parallel sizes"
 
@@ -77,7 +78,7 @@ def _make_groups(session: Session, original: Callable[[Any], None], args: Any) -
 def _row_multiple(session: Session, original: Callable[[Any], int | None], args: Any) -> int | None:
     """Run `get_padding_to` for the least common multiple of all sizes."""
     multiple = math.lcm(*session.planned.layout.tp_sizes)
-    with given(args, tensor_model_parallel_size=multiple):
+    with replaced(args, tensor_model_parallel_size=multiple):
         return original(args)
 
 
@@ -92,7 +93,7 @@ def _configure(session: Session, original: Callable[[Any, Any], Any], args: Any,
     """Run `get_mcore_model_config` with the stage's own size, and pad the vocabulary for the first and last stage."""
     layout, own = session.planned.layout, session.planned.own
     size = layout.tp_sizes[own.stage]
-    with given(args, tensor_model_parallel_size=size, sequence_parallel=args.sequence_parallel and size > 1):
+    with replaced(args, tensor_model_parallel_size=size, sequence_parallel=args.sequence_parallel and size > 1):
         config = original(args, hf_config)
     if not layout.is_uniform:
         refuse(known_swift.problems_of_model(config))

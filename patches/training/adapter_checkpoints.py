@@ -15,7 +15,7 @@ from vtp_plugin.patches.core.dist_checkpointing.serialization import index_of
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.plan.model.lora import is_adapter, lora_of
 from vtp_plugin.session import Session
-from vtp_plugin.util.undo import Name, UndoStack
+from vtp_plugin.util.undo import replaced
 
 _OPTIMIZER = ("optimizer.", "chained_")
 
@@ -73,8 +73,7 @@ def load_base_first(session: Session, args: Any, load: Callable[..., Any]) -> No
         return
     if asked_at_start(args).load_dir != args.load:
         return  # Megatron loads the base by itself: there is nothing else yet.
-    undo = UndoStack()
-    with undo.during(Name(args, "finetune"), True), undo.during(Name(args, "ckpt_step"), None):
+    with replaced(args, finetune=True, ckpt_step=None):
         load(load_arg="pretrained_checkpoint")
 
 

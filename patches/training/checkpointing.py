@@ -13,14 +13,11 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from megatron.core.dist_checkpointing.dict_utils import nested_values
-from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
-
 from vtp_plugin.checkpoint.format.checkpoint_files import load_object, naming_broken_files
 from vtp_plugin.checkpoint.format.index import DamagedError, Extent
 from vtp_plugin.checkpoint.format.resolver import Asked, asked_by
 from vtp_plugin.checkpoint.hf.hf_model import ORIGIN, check_note, origin_of
-from vtp_plugin.checkpoint.load.stored_optimizer import Rates, Request
+from vtp_plugin.checkpoint.load.stored_optimizer import Rates
 from vtp_plugin.checkpoint.save.atomic_dir import SITE_ARGUMENTS, make_folder
 from vtp_plugin.checkpoint.save.saving import LOCK_VARIABLE, patience_s
 from vtp_plugin.errors import ConfigError, refuse
@@ -35,6 +32,7 @@ from vtp_plugin.patches.training.choose_checkpoint import (
     look_at,
     open_optimizer,
     own_file,
+    prepare_requests,
     require_loadable,
     require_manifest,
     require_plain_files,
@@ -276,9 +274,7 @@ def _prepare(wanted: Any, load_dir: str | None, args: Any) -> dict[str, object]:
     """
     if load_dir is not None:
         refuse(check_note(load_dir, args))
-    values = (value.obj for value in nested_values(wanted) if isinstance(value, LocalNonpersistentObject))
-    for request in (value for value in values if isinstance(value, Request)):
-        request.prepare()
+    prepare_requests(wanted)
     return {}
 
 

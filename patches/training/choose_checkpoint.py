@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from torch.distributed.checkpoint import FileSystemReader
 
 from vtp_plugin.checkpoint.format.checkpoint_files import TORCH_DIST, check_files, check_trackers, format_of
@@ -18,7 +20,7 @@ from vtp_plugin.checkpoint.format.contents import Contents
 from vtp_plugin.checkpoint.format.index import MANIFEST, Index, Manifest, load_manifest, problems_of_pieces
 from vtp_plugin.checkpoint.format.resolver import IN_MODEL_SPACE, RELEASE, Asked, Found, number_of, overruled
 from vtp_plugin.checkpoint.hf.hf_model import read_note
-from vtp_plugin.checkpoint.load.stored_optimizer import StoredOptimizer, require_masters
+from vtp_plugin.checkpoint.load.stored_optimizer import Request, StoredOptimizer, require_masters
 from vtp_plugin.checkpoint.save.atomic_dir import HAS_EDGE_KEY, problem_of, problem_without_manifest, share_out
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.patches.core.dist_checkpointing.serialization import index_of, require_plain, require_plain_checkpoint
@@ -134,6 +136,13 @@ def _folder_by_bucket(host: MegatronHost, result: tuple[Any, ...]) -> Path | Non
     if not isinstance(state, dict) or not host.is_by_bucket(state) or "://" in str(folder):
         return None
     return Path(folder)
+
+
+def prepare_requests(wanted: Any) -> None:
+    """Plan what this rank reads of another layout's optimizer, as `bucket-map/request` has noted it in a state."""
+    for value in nested_values(wanted):
+        if isinstance(value, LocalNonpersistentObject) and isinstance(value.obj, Request):
+            value.obj.prepare()
 
 
 def open_optimizer(session: Session, host: MegatronHost, args: Any, result: tuple[Any, ...]) -> None:

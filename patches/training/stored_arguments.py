@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ from vtp_plugin.host.patching import replaces
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.patches.training.command_line import asks_for_stages
 from vtp_plugin.session import Session
-from vtp_plugin.util.undo import Name, UndoStack
+from vtp_plugin.util.undo import replaced
 
 
 @replaces(
@@ -54,8 +53,5 @@ def _load_args(
     require_plain_files(session, checkpoint, own)
     file = common_of(session, checkpoint) if own is None and checkpoint is not None else own
     looks = {load_arg: folder, "ckpt_step": step, "non_persistent_ckpt_type": kind}
-    with contextlib.ExitStack() as stack:
-        for name, value in looks.items():
-            stack.enter_context(UndoStack().during(Name(args, name), value))
-        stack.enter_context(plain_only(file, f"what all ranks share in {checkpoint}"))
+    with replaced(args, **looks), plain_only(file, f"what all ranks share in {checkpoint}"):
         return original(args, load_arg, *rest, **kwargs)

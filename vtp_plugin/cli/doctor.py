@@ -47,7 +47,7 @@ _NUM_TRIALS = 3  # of the network, of the device, of the patches
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
-    parser.epilog = f"Exit code 0: all is well; 1: problems; 2: bad usage. {_Report.__doc__}"
+    parser.epilog = f"Exit code 0: all is well; 1: problems; 2: bad usage. {_Report.__doc__ or ''}"
     parser.add_argument("--device", "--vtp-device", default="auto", metavar="auto|cuda|npu|cpu", help="default: auto")
     parser.add_argument(
         "--verbose",

@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
     parser.description = _TEXT
     causes = "; ".join(f"{cause}: {meaning}" for cause, meaning in MEANINGS.items() if cause is not Cause.WAIT)
-    parser.epilog = f"Causes: {causes}. {_answer.__doc__}"
+    parser.epilog = f"Causes: {causes}. {_answer.__doc__ or ''}"
     parser.add_argument("folder", type=Path, metavar="DIR", help="of --vtp-trace, with the files of all ranks")
     about = (
         "FILE.html: page to open in a browser; FILE.json: trace for Perfetto (ui.perfetto.dev) or Chrome; "

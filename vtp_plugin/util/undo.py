@@ -97,6 +97,28 @@ class Change:
             self.place.put(self.old)
 
 
+@contextmanager
+def replaced(owner: object, **values: object) -> Iterator[None]:
+    """Give attributes of an object other values inside a ``with`` block.
+
+    >>> class Owner:
+    ...     size = 1
+    >>> one = Owner()
+    >>> with replaced(one, size=2, name="a"):
+    ...     one.size, one.name
+    (2, 'a')
+    >>> vars(one)
+    {}
+    """
+    undo = UndoStack()
+    try:
+        for name, value in values.items():
+            undo.set(owner, name, value)
+        yield
+    finally:
+        undo.undo()
+
+
 class UndoStack:
     """Makes assignments, and puts the very same objects back in reverse order.
 

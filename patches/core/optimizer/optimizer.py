@@ -20,7 +20,6 @@ from vtp_plugin.errors import PlanError, refuse
 from vtp_plugin.host.patching import replaces
 from vtp_plugin.patches.core.models.common.language_module.language_module import tied_embedding
 from vtp_plugin.patches.hosts import MegatronHost
-from vtp_plugin.patches.lora_layers import trained_besides
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.session import Pipeline, Session
 from vtp_plugin.util import log
@@ -125,6 +124,9 @@ def _get_optimizer(
         ConfigError: a mark is wrong, or more is trained than adapters; on all ranks.
     """
     if session.config.lora is not None:
+        # Not at the top: a run without adapters does not load them.
+        from vtp_plugin.patches.lora_layers import trained_besides
+
         refuse(trained_besides(model_chunks))
     groups = kwargs.get("pg_collection")
     pipeline = session.pipelines.of(getattr(groups, "pp", None))

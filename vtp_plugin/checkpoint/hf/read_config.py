@@ -519,22 +519,31 @@ def read_config(folder: Path) -> dict[str, Any]:
         ConfigError: it is missing or no JSON object.
     """
     file = file_of(folder, CONFIG)
+    return read_object(file, "the model is", "give the folder of a model as it is published", "download it again")
+
+
+def read_object(file: Path, what: str, where: str, again: str) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Args:
+        file: path of the file.
+        what: what it says, for errors.
+        where: way out if there is no such file.
+        again: way out if it is damaged.
+
+    Raises:
+        ConfigError: it is missing or no JSON object.
+    """
     try:
         read = read_json(file)
     except FileNotFoundError:
-        raise ConfigError(
-            f"{file} is missing or cannot be read; it says what the model is; give the folder of a model as it is "
-            "published"
-        ) from None
+        raise ConfigError(f"{file} is missing or cannot be read; it says what {what}; {where}") from None
     except OSError as error:
-        raise ConfigError(
-            f"{file} cannot be read: {error.strerror}; it says what the model is; give the folder of a model as it is "
-            "published"
-        ) from None
+        raise ConfigError(f"{file} cannot be read: {error.strerror}; it says what {what}; {where}") from None
     except ValueError as error:
-        raise ConfigError(f"{file} is no JSON object ({error}); it says what the model is; download it again") from None
+        raise ConfigError(f"{file} is no JSON object ({error}); it says what {what}; {again}") from None
     if not isinstance(read, dict):
-        raise ConfigError(f"{file} is no JSON object; it says what the model is; download it again")
+        raise ConfigError(f"{file} is no JSON object; it says what {what}; {again}")
     return read
 
 

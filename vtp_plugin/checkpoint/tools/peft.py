@@ -19,7 +19,7 @@ import torch
 from vtp_plugin.checkpoint.format.checkpoint_files import itemsize
 from vtp_plugin.checkpoint.format.contents import Contents
 from vtp_plugin.checkpoint.hf.hf_model import HFModel
-from vtp_plugin.checkpoint.hf.read_config import CONFIG, read_config, read_model
+from vtp_plugin.checkpoint.hf.read_config import CONFIG, read_config, read_model, read_object
 from vtp_plugin.checkpoint.hf.tensor_rows import TensorShare
 from vtp_plugin.checkpoint.load.stored_optimizer import Elements
 from vtp_plugin.checkpoint.save.atomic_dir import InParts
@@ -39,7 +39,6 @@ from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.plan.model.gpt_model import LAYERS, GPTModel
 from vtp_plugin.plan.model.lora import TARGETS, Lora, LoraTarget, is_adapter, lora_of
 from vtp_plugin.util.index_boxes import whole_box
-from vtp_plugin.util.typed_json import read_json
 
 PEFT_CONFIG: Final = "adapter_config.json"
 PEFT_WEIGHTS: Final = "adapter_model.safetensors"
@@ -145,17 +144,8 @@ def _read_lora(folder: Path, shards: Shards, model: HFModel) -> Lora:
 
 def _read_config(folder: Path) -> dict[str, Any]:
     file = folder / PEFT_CONFIG
-    try:
-        config = read_json(file)
-    except OSError as error:
-        raise ConfigError(
-            f"{file} cannot be read: {error.strerror}; it says what the adapters are; give PEFT's directory"
-        ) from None
-    except ValueError as error:
-        raise ConfigError(
-            f"{file} is damaged ({error}); it says what the adapters are; save them again with PEFT"
-        ) from None
-    sizes = [config.get(name) if isinstance(config, dict) else None for name in ("r", "lora_alpha")]
+    config = read_object(file, "the adapters are", "give PEFT's directory", "save them again with PEFT")
+    sizes = [config.get(name) for name in ("r", "lora_alpha")]
     if not all(isinstance(size, int | float) and size > 0 for size in sizes) or not isinstance(sizes[0], int):
         raise ConfigError(
             f"{file}: r {sizes[0]!r} and lora_alpha {sizes[1]!r}; both are positive; save the adapters again with PEFT"
