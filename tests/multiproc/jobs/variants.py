@@ -21,7 +21,7 @@ from megatron.core import parallel_state, utils
 from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer.clip_grads import get_grad_norm_fp32
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.pipeline_parallel import get_forward_backward_func as choose_schedule
+from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch.distributed.distributed_c10d import _pg_map
 
 import vtp_plugin
@@ -32,6 +32,7 @@ from tests.multiproc.jobs.core_job import Trainer, _bare, applied, count_threads
 from tests.ordering.recorder import Recorder
 from tests.ordering.trace import END_OF_STEP, format_trace
 from tests.support.pool import TIMEOUT_S, init_gloo
+from vtp_plugin.api import current_session
 from vtp_plugin.errors import ConfigError, VtpError
 from vtp_plugin.platform import detect
 from vtp_plugin.platform.cpu import CpuPlatform
@@ -53,21 +54,32 @@ def train_with(case: Case, sizes: dict[int, int]) -> str:
 def train_late(case: Case) -> RankResult:
     """Run a case on this rank with the functions that this module took from Megatron before the plugin was applied.
 
-    Its ``finalize_model_grads`` is the one that a tied embedding needs the plugin's replacement for.
+    Its ``finalize_model_grads`` is the one that a tied embedding needs the plugin's replacement for. Another one is
+    taken under a name of this module's own, and only here: with it ``apply()`` searches all that is loaded, and each
+    job after this one would wait for that.
     """
-    before = finalize_model_grads, choose_schedule
-    init_gloo()
-    with applied(case, force=False), model_parallel(case), closing(Trainer(case)) as trainer:
-        trainer.config.finalize_model_grads_func = finalize_model_grads
-        assert all(now is not then for now, then in zip(taken_names(), before, strict=True)), "nothing was rebound"
-        result = trainer.run()
-    assert taken_names() == before, "revert() left a replacement"
+    names = globals()
+    names["choose_schedule"] = get_forward_backward_func
+    before = finalize_model_grads, names["choose_schedule"]
+    try:
+        init_gloo()
+        with applied(case, force=False), model_parallel(case), closing(Trainer(case)) as trainer:
+            now = finalize_model_grads, names["choose_schedule"]
+            trainer.config.finalize_model_grads_func = finalize_model_grads
+            assert all(one is not other for one, other in zip(now, before, strict=True)), "nothing was rebound"
+            result = trainer.run()
+        assert (finalize_model_grads, names["choose_schedule"]) == before, "revert() left a replacement"
+    finally:
+        del names["choose_schedule"]
     return result
 
 
-def taken_names() -> tuple[object, object]:
-    """Return what the imported names hold now."""
-    return finalize_model_grads, choose_schedule
+def searched_for_names() -> list[bool]:
+    """Apply the plugin in a process of the tests; tell of each set of patches whether all that is loaded was read."""
+    with applied(Case.of(sizes=(1, 2)), force=False):
+        session = current_session()
+        assert session is not None
+        return [not patches.is_reached for patches in session.applied]
 
 
 def start_and_listen(sizes: Sequence[int], **options: Any) -> str:
