@@ -1,6 +1,6 @@
 """`megatron sft` of ms-swift on unequal stages: losses, norms and exported weights are those of `1,1`.
 
-The core, in minutes; `test_swift_grid.py` has the rest. Transformer Engine is stood in for, everything runs on CPUs.
+The core that CI runs; `test_swift_grid.py` has the rest. Transformer Engine is stood in for, everything runs on CPUs.
 """
 
 from __future__ import annotations
