@@ -39,8 +39,10 @@ from vtp_plugin.host.rules.table.rows import (
     format_markdown,
     format_table,
     option_warnings,
+    refusals,
 )
 from vtp_plugin.host.rules.table.rows_architecture import OLDER_RULES
+from vtp_plugin.host.rules.table.rows_kernels import MINDSPEED_RULES
 from vtp_plugin.host.versions.known_versions import between
 from vtp_plugin.plan.layout.replica_map import DpMode, ReplicaMap
 from vtp_plugin.plan.model.lora import Lora
@@ -711,3 +713,42 @@ def test_packed_samples_are_single_rows_with_one_cp_size(
     problems = check_packed(SimpleNamespace(**{flag: True}, **batch), context)
     assert [problem.startswith(words) for problem in problems] == [True] * bool(words)
     assert not check_packed(SimpleNamespace(**batch), context)
+
+
+MINDSPEED_LORA = {  # as MindSpeed-LLM 26.1.0 parses a command line without any of these flags
+    "lora_target_modules": [],
+    "lora_load": None,
+    "lora_r": 16,
+    "lora_alpha": 32,
+    "lora_modules_to_save": None,
+    "lora_register_forward_hook": ["word_embeddings", "input_layernorm"],
+    "lora_fusion": False,
+    "lora_ckpt_filter": False,
+}
+
+
+@pytest.mark.parametrize(
+    ("given_flag", "words"),
+    [
+        (
+            {"lora_target_modules": ["linear_qkv"]},
+            "leave it out, or use the plugin's adapters (Megatron 0.19), with --vtp-lora-targets",
+        ),
+        ({"lora_r": 4}, "--vtp-lora-rank in its place"),
+        ({"lora_alpha": 8}, "--vtp-lora-alpha in its place"),
+        ({"lora_load": "there"}, "--load in its place"),
+        ({"lora_ckpt_filter": True}, "nothing like it is needed"),
+        ({"lora_fusion": True}, "nothing like it is needed"),
+        ({"lora_register_forward_hook": ["word_embeddings"]}, "nothing like it is needed"),
+        ({"lora_modules_to_save": ["output_layer"]}, "leave all else frozen"),
+        ({"lora_mixed_training": True}, "PEFT's layers for Megatron"),
+        ({}, ""),
+    ],
+)
+def test_adapters_of_mindspeed_are_not_supported_by_name(given_flag: dict[str, object], words: str) -> None:
+    """Also beside the plugin's own adapters; a default, which everybody has, says nothing."""
+    args = SimpleNamespace(**{**MINDSPEED_LORA, **given_flag})
+    for lora in (None, Lora(rank=2, alpha=2, targets=("q_proj",))):
+        lines = list(refusals(MINDSPEED_RULES, args, OptionContext(tp_sizes=(1, 2), lora=lora)))
+        assert len(lines) == len(given_flag) and all(words in line for line in lines)
+        assert all(line.startswith("--" + name.replace("_", "-")) for line, name in zip(lines, given_flag, strict=True))

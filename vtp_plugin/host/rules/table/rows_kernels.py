@@ -8,6 +8,7 @@ a rank or a stage as far as its code says.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 from vtp_plugin.host.rules.rule import (
@@ -18,6 +19,7 @@ from vtp_plugin.host.rules.rule import (
     PARITY,
     OptionContext,
     OptionRule,
+    Test,
     above,
     case,
     given,
@@ -62,6 +64,29 @@ def _swaps_in_chunks(args: object, context: OptionContext) -> bool:
     return bool(getattr(args, "swap_layer_input", False)) and any(chunks)
 
 
+# The defaults of MindSpeed-LLM 26.1.0 and of MindSpeed-MM 26.1.0.
+_LORA_HOOKS = (
+    ["word_embeddings", "input_layernorm"],
+    ["word_embeddings", "input_layernorm", "final_layernorm"],
+)
+
+
+def _is_other_than(*defaults: object) -> Test:
+    return lambda value: value is not None and value not in defaults
+
+
+def _mindspeed_lora(*flags: tuple[str, Test, str]) -> Iterator[OptionRule]:
+    """Make the rows of MindSpeed's adapters: each flag, when it is in use, and the plugin's flag that says the same."""
+    for flag, is_used, ours in flags:
+        same = f", with {ours} in its place" if ours else ", where nothing like it is needed"
+        yield from refused(
+            "MindSpeed's adapters have one A for a fused matrix, which is another model than a pair for each published "
+            "one, and it sums the gradients of tied embeddings in its own way",
+            case(flag, is_used),
+            way_out=f"leave it out, or use the plugin's adapters (Megatron 0.19){same}",
+        )
+
+
 MINDSPEED_RULES: tuple[OptionRule, ...] = (
     *refused(
         "it sends between stages in its own way, which the plugin's channels bypass",
@@ -99,9 +124,21 @@ MINDSPEED_RULES: tuple[OptionRule, ...] = (
         "it cuts weights in parts of unequal size inside a stage, for one tensor-parallel size",
         case("--unaligned-linear"),
     ),
+    *_mindspeed_lora(
+        ("--lora-target-modules", on, "--vtp-lora-targets"),
+        ("--lora-r", _is_other_than(8, 16), "--vtp-lora-rank"),
+        ("--lora-alpha", _is_other_than(16, 32), "--vtp-lora-alpha"),
+        ("--lora-load", on, "--load"),
+        ("--lora-ckpt-filter", on, ""),
+        ("--lora-fusion", on, ""),
+        ("--lora-register-forward-hook", _is_other_than(*_LORA_HOOKS), ""),
+    ),
+    *refused("the plugin's adapters leave all else frozen", case("--lora-modules-to-save", on)),
     *refused(
-        "it sums the gradients of tied embeddings in its own way",
-        case("--lora-target-modules", on),
+        "MindSpeed-MM's adapters are PEFT's layers for Megatron, which looks for their targets in what one rank holds",
+        case("--lora-target-parameters", on),
+        case("--lora-mixed-training", on),
+        case("--load-base-model", on),
         way_out="leave it out: train all weights",
     ),
     *refused(
