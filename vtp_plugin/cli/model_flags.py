@@ -18,6 +18,7 @@ from vtp_plugin.plan.layout.replica_map import ReplicaMap
 from vtp_plugin.plan.memory.activation_rows import Microbatch, Recompute, Routing
 from vtp_plugin.plan.memory.footprint import Footprint, Training, footprints
 from vtp_plugin.plan.model.gpt_model import Experts, GPTModel, Latent
+from vtp_plugin.plan.model.lora import lora_of
 
 # Exchanges of context parallelism.
 _WITH_OWN_OUTPUT = (("a2a",), ("all_gather",))
@@ -251,6 +252,7 @@ def read_training(args: argparse.Namespace, layout: PipelineLayout) -> Training:
         is_distributed=args.use_distributed_optimizer,
         bucket_size=bucket_size if args.overlap_grad_reduce else None,
         backend=args.distributed_backend,
+        lora=lora_of(vars(args)),
     )
 
 

@@ -389,6 +389,7 @@ def _batch_splits(
             shares_update=args.use_distributed_optimizer,
             **named(constraints, "cp", "ep", "etp"),
             is_gathered=microbatch.routing is not None and microbatch.routing.is_gathered,
+            lora=training.lora,
         )
         memory = _stage_memory(constraints, model, training, replace(microbatch, size=size))
         for replicas in all_replicas:

@@ -34,6 +34,8 @@ WHOLE = ["--recompute-granularity", "full", "--recompute-method"]
 EXPERTS = """--num-experts 6 --moe-router-topk 2 --moe-ffn-hidden-size 30 --moe-layer-freq 2 --sequence-parallel
     --moe-token-dispatcher-type alltoall --vtp-ep-list 1,2 --vtp-etp-list 1,1"""
 
+LORA = ["--vtp-lora-rank", "3", "--vtp-lora-targets", "linear_fc2"]
+
 # The words of a microbatch are a part of all that the script reads at once, which counts more than 2 % of few layers.
 DEEP = ["--num-layers", "8"]
 EXPERTS_AGAIN = ["--disable-bias-linear", "--no-bias-gelu-fusion", *WHOLE, "uniform", *AGAIN]
@@ -102,6 +104,10 @@ CASES = [
     plain("prediction-sharded", "2,1", *PREDICTING, *GATED[:-3], "--sequence-parallel", "--bf16"),
     plain("latent-biased", "1,2", *LATENT.split(), "--position-embedding-type", "rope", "--no-rope-fusion"),
     plain("latent-sharded", "3,1", *LATENT.split(), "--qk-layernorm", *GATED, "--sequence-parallel"),
+    plain("adapters", "1,2", *GATED, "--vtp-lora-rank", "4", full=False),
+    plain("adapters-sharded", "2,1", *ODD, *LORA, "--sequence-parallel", "--bf16"),
+    plain("adapters-of-some", "1,2", *DEEP, *LORA, "q_proj", "v_proj", "--vtp-lora-layers", "2:7", *DISTRIBUTED, dp=2),
+    plain("adapters-again", "1,2", *GATED, "--vtp-lora-rank", "4", *WHOLE, "uniform", *AGAIN),
     plain("experts-unscored", "1,2", *EXPERTS.split(), "--disable-bias-linear", "--no-bias-gelu-fusion", "--bf16"),
 ]
 

@@ -15,6 +15,7 @@ from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.plan.memory.activation_rows import Microbatch, Routing
 from vtp_plugin.plan.memory.footprint import Training, footprints
 from vtp_plugin.plan.model.gpt_model import Experts, GPTModel
+from vtp_plugin.plan.model.lora import Lora
 from vtp_plugin.tune.cluster.machines import Card, Links, Time
 from vtp_plugin.tune.cluster.read_cluster import HeldPart, StageMemory, parse_cluster, read_cluster, speed_of
 from vtp_plugin.tune.cluster.speed import Batch, Link
@@ -100,6 +101,19 @@ def test_recomputed_layers_run_forward_again_and_replicas_share_the_optimizer() 
     assert shared.update_s[1] == pytest.approx(speed_of(SHEET, Links(), MODEL, BATCH, 1, 3).update_s[1] / 3)
 
 
+def test_a_frozen_model_has_no_gradients_of_weights_and_sums_those_of_adapters() -> None:
+    whole, adapted = (speed_of(SHEET, Links(), MODEL, replace(BATCH, lora=lora), 2, 2) for lora in (None, LORA))
+    assert adapted.forward_s == whole.forward_s and adapted.weights_s == (0.0,) * 6
+    left = [backward - weights for backward, weights in zip(whole.backward_s, whole.weights_s, strict=True)]
+    assert adapted.backward_s == pytest.approx(left)
+    assert adapted.last_s[1] < whole.last_s[1] and adapted.first_s[1] == 0
+    heads, groups = MODEL.heads * MODEL.kv_channels, MODEL.groups * MODEL.kv_channels
+    numel = 2 * MODEL.hidden + heads / 2 + groups / 2 + MODEL.ffn / 2 + MODEL.hidden
+    assert adapted.gradient_bytes == (3 * numel * BATCH.gradient_itemsize_bytes,) * 6
+    some = speed_of(SHEET, Links(), MODEL, replace(BATCH, lora=replace(LORA, layers=((1, 3),))), 2, 2)
+    assert [bool(number) for number in some.gradient_bytes] == [False, True, True, False, False, False]
+
+
 def test_context_parallel_ranks_share_the_sequence_and_hand_on_keys_and_values() -> None:
     links = Links(inside={"": Link(latency_s=0.25, bytes_per_s=1e4)})
     alone, two = (speed_of(SHEET, links, MODEL, replace(BATCH, cp=cp), 1, 1) for cp in (1, 2))
@@ -148,13 +162,22 @@ def test_a_card_that_says_nothing_of_a_part_is_refused() -> None:
         speed_of(card, Links(), SPARSE, BATCH, 1, 1)
 
 
-@pytest.mark.parametrize("model", [MODEL, SPARSE], ids=["dense", "experts"])
+LORA = Lora(rank=3, alpha=3, targets=("q_proj", "v_proj", "down_proj"))
+
+
+@pytest.mark.parametrize(
+    ("model", "lora"),
+    [(MODEL, None), (SPARSE, None), (MODEL, LORA), (MODEL, replace(LORA, layers=((0, 2), (4, 5))))],
+    ids=["dense", "experts", "adapters", "some-adapters"],
+)
 @pytest.mark.parametrize("layers", [(6,), (2, 4), (1, 3, 2)])
 @pytest.mark.parametrize("is_engine", [False, True], ids=["local", "engine"])
-def test_memory_as_a_sum_is_that_of_the_plan(model: GPTModel, layers: tuple[int, ...], is_engine: bool) -> None:
+def test_memory_as_a_sum_is_that_of_the_plan(
+    model: GPTModel, lora: Lora | None, layers: tuple[int, ...], is_engine: bool
+) -> None:
     training = Training(
         weight_itemsize_bytes=2, gradient_itemsize_bytes=4, num_moments=2, is_distributed=False, bucket_size=None,
-        backend="nccl" if is_engine else "gloo",
+        backend="nccl" if is_engine else "gloo", lora=lora,
     )  # fmt: skip
     batch = Microbatch(
         length=16, size=2, itemsize_bytes=2, is_sharded=True, has_rope=True, is_fused=True, is_engine=is_engine,

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from vtp_plugin.plan.model.gpt_model import GPTModel
+from vtp_plugin.plan.model.lora import TARGETS, Lora
 
 FULL_BYTES, INDEX_BYTES = 4, 8
 
@@ -127,6 +128,9 @@ class Sizes:
         model, batch, tp, etp: whose sizes these are; tensor-parallel sizes of the stage, and of its experts.
         cp: context-parallel size of the stage.
         has_experts: the layer has some.
+        lora: the adapters of a model that is frozen otherwise; None where all weights are trained.
+        has_adapters: the layer has some.
+        starts_at: the linear layer before which nothing has a gradient, where that is in this layer; else empty.
         num_again: inputs that recomputed layers keep in this chunk.
         num_layers: number of layers of the chunk, with those of multi-token prediction.
         length, positions, slices: tokens on the rank: of one sequence; of all sequences; and between the layers.
@@ -141,6 +145,9 @@ class Sizes:
     etp: int = 1
     cp: int = 1
     has_experts: bool = False
+    lora: Lora | None = None
+    has_adapters: bool = False
+    starts_at: str = ""
     num_again: int = 0
     num_layers: int = 0
     length: int = field(init=False)
@@ -172,6 +179,16 @@ class Sizes:
             return self.numbers(numel)
         # mxfp8 has a byte of scale for 32 numbers, blockwise 4 for 128.
         return numel + (numel // 32 if self.batch.eight_bits == "block" else 0)
+
+    def num_pairs(self, linear: str) -> int:
+        """Give the number of pairs of adapters beside a linear layer of Megatron's."""
+        if self.lora is None or not self.has_adapters:
+            return 0
+        return len(self.lora.targets_of(linear, is_gated=self.model.is_gated))
+
+    def needs_input(self, linear: str) -> bool:
+        """Tell whether a gradient needs the input of a linear layer: of its weights, or of its adapters."""
+        return self.lora is None or self.num_pairs(linear) > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +224,8 @@ def _scales(s: Sizes, width: int, rows: int) -> int:
         return s.numbers(rows * width) + rows * (2 if s.model.has_norm_bias else 1) * FULL_BYTES
     if s.model.has_norm_bias:  # LayerNorm: its input, mean and deviation
         return s.numbers(rows * (width + 2))
-    # RMSNorm: its input and the scaled input, both in full precision, and the scale.
-    return rows * (2 * width + 1) * FULL_BYTES
+    # RMSNorm: its input and the scale and, for the gradient of its weights, the scaled input, all in full precision.
+    return rows * ((1 if s.lora else 2) * width + 1) * FULL_BYTES
 
 
 def _is_raised(s: Sizes) -> bool:
@@ -317,7 +334,14 @@ def _is_copied(s: Sizes) -> bool:
 def _around(s: Sizes, ffn: int, rows: int, *, is_weighted: bool = False) -> int:
     """Give what is in front of an activation and inside it, and behind it as input of the second linear layer."""
     inside = ((2 if s.batch.is_fused else 4) if s.model.is_gated else 1) + is_weighted
-    return s.numbers(rows * inside * ffn) + s.inputs(rows * ffn)
+    before = 0 if s.starts_at == "linear_fc2" else s.numbers(rows * inside * ffn)
+    return before + (s.inputs(rows * ffn) if s.needs_input("linear_fc2") else 0)
+
+
+def _between_factors(s: Sizes) -> int:
+    assert s.lora is not None
+    num_pairs = sum(map(s.num_pairs, {target.linear for target in TARGETS}))
+    return s.numbers(s.slices * s.lora.rank * num_pairs)
 
 
 def _router(s: Sizes) -> int:
@@ -404,7 +428,8 @@ ROWS: Mapping[str, tuple[KeptRow, ...]] = {
         KeptRow("input_layernorm", "input and scales", _NORMS, _norm),
         # With 8 bits each of the two projections to latents has a copy of its own.
         KeptRow("linear_qkv", "input", _LINEAR, _hidden,
-            lambda s: _hidden_inputs(s) * (2 if s.model.latent and s.batch.eight_bits else 1)),
+            lambda s: _hidden_inputs(s) * (2 if s.model.latent and s.batch.eight_bits else 1),
+            when=lambda s: s.needs_input("linear_qkv")),
         KeptRow("self_attention", "latents, with their norms", _LATENT, _latents, when=lambda s: s.model.latent),
         KeptRow("self_attention", "cosines and sines, for queries and for keys", _ROPE,
             lambda s: 4 * s.numbers(s.length * _rotated(s)),
@@ -428,16 +453,19 @@ ROWS: Mapping[str, tuple[KeptRow, ...]] = {
         KeptRow("core_attention", "output of flash attention", _CORE, lambda s: 0, _context,
             when=lambda s: not _is_again(s)),
         KeptRow("linear_proj", "input, where it is not that output", _LINEAR, _context,
-            lambda s: s.inputs(s.positions * s.context) if _is_copied(s) else 0),
+            lambda s: s.inputs(s.positions * s.context) if _is_copied(s) else 0,
+            when=lambda s: s.needs_input("linear_proj")),
         KeptRow("self_attn_bda and mlp_bda", "masks of dropout", "fusions/fused_bias_dropout.py",
             lambda s: 2 * s.slices * s.model.hidden, when=lambda s: s.batch.has_hidden_dropout),
         # Without experts Transformer Engine's norm is a part of the linear layer, and recomputed with it.
         KeptRow("pre_mlp_layernorm", "input and scales", _NORMS, _norm,
             lambda s: _hidden(s) if _has_dense_again(s) else _norm(s)),
         KeptRow("linear_fc1", "input", _LINEAR, _hidden, lambda s: 0 if _has_dense_again(s) else _hidden_inputs(s),
-            when=lambda s: not s.has_experts),
+            when=lambda s: not s.has_experts and s.needs_input("linear_fc1")),
         KeptRow("mlp", "around the activation", _MLP, lambda s: _around(s, s.model.ffn // s.tp, s.positions),
             when=lambda s: not s.has_experts and not s.batch.recompute.feed_forward),
+        KeptRow("adapters", "what is between two factors", "vtp_plugin/patches/lora_layers.py", _between_factors,
+            when=lambda s: s.has_adapters),
         KeptRow("router", "input", "transformer/moe/router.py", _hidden, when=lambda s: s.has_experts),
         KeptRow("router", "scores, and where tokens go", "transformer/moe/router.py and token_dispatcher.py", _router,
             when=lambda s: s.has_experts),
@@ -460,7 +488,7 @@ ROWS: Mapping[str, tuple[KeptRow, ...]] = {
     ),
     "last": (
         KeptRow("final_layernorm", "input and scales", _NORMS, _norm),
-        KeptRow("output_layer", "input", _LINEAR, _hidden),
+        KeptRow("output_layer", "input", _LINEAR, _hidden, when=lambda s: s.lora is None),
     ),
     "loss": (
         KeptRow("loss", "probabilities of the vocabulary, targets and whose they are",

@@ -27,7 +27,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import dropwhile, groupby
 from typing import NamedTuple
 
 from vtp_plugin.errors import ConfigError
@@ -48,6 +48,7 @@ from vtp_plugin.plan.model.gpt_model import (
     GPTModel,
     ParameterRow,
 )
+from vtp_plugin.plan.model.lora import Lora, is_adapter
 
 _MIB = 2**20
 # Low latency: 8 lines of 16 bytes for 512 threads in 8 steps; with 128 bytes: 120 times 8 bytes for 640; simple: 4 MiB.
@@ -144,6 +145,48 @@ def chunk_parameters(model: GPTModel, chunk: Chunk, grid: StageGrid, experts: Ex
      ('linear_fc1', 96), ('linear_fc2', 48)]
     """
     return tuple(_chunk(_Rank(model, grid.tp, experts), chunk))
+
+
+def adapter_parameters(model: GPTModel, chunk: Chunk, tp: int, lora: Lora) -> tuple[Parameter, ...]:
+    """List the factors of the adapters of a chunk on each rank of its stage, in the order of ``named_parameters()``.
+
+    The factor that faces a cut side of its matrix is cut with it; the other one is whole on every rank.
+
+    Args:
+        model: the whole model.
+        chunk: which layers of it.
+        tp: tensor-parallel size of the stage.
+        lora: the adapters.
+
+    >>> model = GPTModel(num_layers=2, num_predicting=0, hidden=8, heads=2, groups=2, kv_channels=4, ffn=12, vocab=10,
+    ...     num_positions=0, is_gated=True, has_bias=False, has_qkv_bias=False, has_norm_bias=False,
+    ...     has_query_norm=False, is_tied=False)
+    >>> chunk = Chunk(layers=(0,), is_first=True, is_last=False, is_whole=False)
+    >>> lora = Lora(rank=2, alpha=2, targets=("v_proj", "down_proj"))
+    >>> [(p.name.split(".", 3)[-1], p.numel) for p in adapter_parameters(model, chunk, 2, lora)]
+    ... # doctest: +NORMALIZE_WHITESPACE
+    [('self_attention.linear_qkv.adapter.adapter_v.linear_in.weight', 16),
+     ('self_attention.linear_qkv.adapter.adapter_v.linear_out.weight', 8),
+     ('mlp.linear_fc2.adapter.linear_in.weight', 12), ('mlp.linear_fc2.adapter.linear_out.weight', 16)]
+    """
+    heads, groups = model.heads * model.kv_channels, model.groups * model.kv_channels
+    shapes = {"q_proj": (heads, model.hidden), "k_proj": (groups, model.hidden), "v_proj": (groups, model.hidden)}
+    shapes |= {"o_proj": (model.hidden, heads), "down_proj": (model.hidden, model.ffn)}
+    shapes |= dict.fromkeys(("gate_proj", "up_proj"), (model.ffn, model.hidden))
+    numbers = lora.layer_numbers(model.num_layers)
+    found: list[Parameter] = []
+    for layer in chunk.layers:
+        for linear in ("linear_proj", "linear_qkv", "linear_fc1", "linear_fc2") if layer in numbers else ():
+            for target in lora.targets_of(linear, is_gated=model.is_gated):
+                rows, columns = shapes[target.published]
+                if linear in ("linear_qkv", "linear_fc1"):
+                    rows = _cut(target.published, rows, tp)
+                else:
+                    columns = _cut(target.published, columns, tp)
+                sides = {"linear_in": columns, "linear_out": rows}
+                place = f"{LAYERS}.{layer}.{target.place}"
+                found += [Parameter(name=f"{place}.{side}.weight", numel=lora.rank * n) for side, n in sides.items()]
+    return tuple(found)
 
 
 def _chunk(rank: _Rank, chunk: Chunk) -> Iterator[Parameter]:
@@ -247,8 +290,8 @@ def kept_by_module(sizes: Sizes, chunks: Sequence[Chunk]) -> dict[str, int]:
 def waiting_by_module(sizes: Sizes, chunks: Sequence[Chunk]) -> dict[str, int] | None:
     """Give the same of a microbatch that waits: from the gradient of its input to those of its weights.
 
-    None where that is not known: of Transformer Engine's layers, and of experts computed together, which some versions
-    of Megatron do not build of its linear layers.
+    None where that is not known: with adapters, of Transformer Engine's layers, and of experts computed together, which
+    some versions of Megatron do not build of its linear layers.
 
     >>> from vtp_plugin.plan.model.gpt_model import GPTModel
     >>> from vtp_plugin.plan.memory.activation_rows import Microbatch
@@ -261,7 +304,7 @@ def waiting_by_module(sizes: Sizes, chunks: Sequence[Chunk]) -> dict[str, int] |
     {'mlp': 49152, 'linear_qkv': 19968, 'linear_proj': 10752}
     """
     batch = sizes.batch
-    if batch.is_engine or (batch.routing is not None and batch.routing.is_grouped):
+    if sizes.lora or batch.is_engine or (batch.routing is not None and batch.routing.is_grouped):
         return None
     # Recomputed layers have run again by then.
     return _by_module(WAITING, replace(sizes, batch=replace(batch, recompute=Recompute())), chunks)
@@ -271,17 +314,20 @@ def _by_module(rows: Mapping[str, Sequence[KeptRow]], sizes: Sizes, chunks: Sequ
     model, batch, kept = sizes.model, sizes.batch, Counter[str]()
 
     def add(place: str, sizes: Sizes, times: int = 1) -> None:
-        for row in rows.get(place, ()):
+        # Rows stand in the order in which the modules run.
+        start = {"linear_fc2": "mlp"}.get(sizes.starts_at, sizes.starts_at)
+        for row in dropwhile(lambda row: start not in ("", row.module), rows.get(place, ())):
             kept[row.module] += times * row.size_bytes(sizes)
 
     has_experts = model.experts.layers if model.experts and batch.routing else (False,) * model.num_layers
     for chunk in chunks:
-        num_again, layers = batch.recompute.parted(chunk.layers)
+        num_again, layers = batch.recompute.parted(_with_gradients(sizes, chunk))
         num_predicting = model.num_predicting if chunk.is_last else 0
         # Megatron's blocks are not for those of multi-token prediction.
         whole = [*layers, *[model.num_layers - 1] * (num_predicting if batch.recompute.method != "uniform" else 0)]
-        for kind, number in Counter(has_experts[layer] for layer in whole).items():
-            add("layer", replace(sizes, has_experts=kind), number)
+        kinds = Counter((has_experts[layer], *_adapted(sizes, chunk, layer)) for layer in whole)
+        for (is_routed, has_adapters, start), number in kinds.items():
+            add("layer", replace(sizes, has_experts=is_routed, has_adapters=has_adapters, starts_at=start), number)
         add("chunk", replace(sizes, num_again=num_again, num_layers=len(chunk.layers) + num_predicting))
         if chunk.is_first:
             add("first", sizes)
@@ -290,6 +336,31 @@ def _by_module(rows: Mapping[str, Sequence[KeptRow]], sizes: Sizes, chunks: Sequ
             add("loss", sizes, 1 + num_predicting)
             add("prediction", sizes, num_predicting)
     return {module: size for module, size in kept.most_common() if size}
+
+
+def _first_trained(sizes: Sizes, chunk: Chunk) -> int:
+    """Give the layer before which nothing has a gradient: that of the first adapters, on the stage of the samples.
+
+    The input of another stage has one, as Megatron receives it; and recomputed layers are given one.
+    """
+    if sizes.lora is None or not chunk.is_first or sizes.batch.recompute.method:
+        return 0
+    return min(sizes.lora.layer_numbers(sizes.model.num_layers), default=sizes.model.num_layers)
+
+
+def _with_gradients(sizes: Sizes, chunk: Chunk) -> Sequence[int]:
+    return [layer for layer in chunk.layers if layer >= _first_trained(sizes, chunk)]
+
+
+def _adapted(sizes: Sizes, chunk: Chunk, layer: int) -> tuple[bool, str]:
+    """Tell whether a layer has adapters, and before which of its linear layers nothing has a gradient."""
+    lora = sizes.lora
+    if lora is None or layer not in lora.layer_numbers(sizes.model.num_layers):
+        return False, ""
+    is_first = chunk.is_first and layer == _first_trained(sizes, chunk) and not sizes.batch.recompute.method
+    in_order = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+    adapted = (linear for linear in in_order if lora.targets_of(linear, is_gated=sizes.model.is_gated))
+    return True, next(adapted, "") if is_first else ""
 
 
 _START, _END = 64, 128
@@ -307,6 +378,7 @@ class Training:
         is_distributed: whether replicas share the optimizer state.
         bucket_size: elements from which on a bucket of the first stage's first chunk is closed; None for one bucket.
         backend: backend of the collectives, see :func:`~vtp_plugin.plan.memory.footprint.overhead_bytes`.
+        lora: the adapters; the model is frozen then, and has neither gradients nor optimizer state. None without any.
     """
 
     weight_itemsize_bytes: int
@@ -315,6 +387,7 @@ class Training:
     is_distributed: bool
     bucket_size: int | None
     backend: str = "gloo"
+    lora: Lora | None = None
 
 
 class ChunkBytes(NamedTuple):
@@ -407,7 +480,13 @@ def footprints(
         ConfigError: a stage cannot cut the model.
     """
     held = [
-        [chunk_parameters(model, chunk, grid, layout.experts[stage]) for chunk in chunks[stage]]
+        [
+            (
+                *chunk_parameters(model, chunk, grid, layout.experts[stage]),
+                *(adapter_parameters(model, chunk, grid.tp, training.lora) if training.lora else ()),
+            )
+            for chunk in chunks[stage]
+        ]
         for stage, grid in enumerate(layout.stages)
     ]
     known: dict[_Place, Footprint] = {}
@@ -416,7 +495,7 @@ def footprints(
         if place not in known:
             grid, experts, own = layout.stages[place.stage], layout.experts[place.stage], chunks[place.stage]
             here = replace(batch, size=samples[place.stage]) if batch and samples else batch
-            sizes = here and Sizes(model=model, batch=here, tp=grid.tp, cp=grid.cp, etp=experts.tp)
+            sizes = here and Sizes(model=model, batch=here, tp=grid.tp, cp=grid.cp, etp=experts.tp, lora=training.lora)
             flat = [parameter for parameters in held[place.stage] for parameter in parameters]
             overhead = overhead_bytes(training.backend, sizes, flat, own, grid, experts if model.experts else None)
             known[place] = _footprint(training, held[place.stage], place, overhead, sizes, own)
@@ -453,10 +532,13 @@ def _footprint(
     sizes: Sizes | None,
     chunks: Sequence[Chunk],
 ) -> Footprint:
-    num_parameters = num_buffered = num_owned = 0
+    num_parameters = num_frozen = num_buffered = num_owned = 0
     for number, parameters in enumerate(held):
         bucket_size = training.bucket_size if place.stage == number == 0 else None
         num_parameters += sum(parameter.numel for parameter in parameters)
+        if training.lora is not None:
+            num_frozen += sum(parameter.numel for parameter in parameters if not is_adapter(parameter.name))
+            parameters = [parameter for parameter in parameters if is_adapter(parameter.name)]
         for buffer, (replica, num_replicas) in _buffers(parameters, place):
             if not training.is_distributed:
                 numel = owned = sum(parameter.numel for parameter in buffer)
@@ -467,7 +549,7 @@ def _footprint(
     masters = _MASTER_BYTES if training.weight_itemsize_bytes < _MASTER_BYTES else 0
     return Footprint(
         num_parameters=num_parameters,
-        weight_bytes=num_buffered * training.weight_itemsize_bytes,
+        weight_bytes=(num_frozen + num_buffered) * training.weight_itemsize_bytes,
         gradient_bytes=num_buffered * training.gradient_itemsize_bytes,
         optimizer_bytes=num_owned * (_MASTER_BYTES * training.num_moments + masters),
         overhead_bytes=overhead,

@@ -17,6 +17,7 @@ from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.plan.memory.activation_rows import Microbatch
 from vtp_plugin.plan.memory.footprint import Training, footprints
 from vtp_plugin.plan.model.gpt_model import GPTModel
+from vtp_plugin.plan.model.lora import Lora
 from vtp_plugin.tune.cluster.machines import Card, Cluster, Links, Nodes, Origin, Time
 from vtp_plugin.tune.cluster.speed import (
     Batch,
@@ -78,13 +79,13 @@ def speed_of(card: Card, links: Links, model: GPTModel, batch: Batch, tp: int, n
     """
     costs = _Costs(card, links, model, batch, tp, num_replicas)
     shared, exchange = costs.shared, costs.exchange_s
-    kinds = [model.experts is not None and model.experts.layers[layer] for layer in range(model.num_layers)]
-    known = {kind: costs.layer(kinds.index(kind), has_experts=kind) for kind in sorted(set(kinds))}
+    kinds = layer_kinds(model, batch.lora)
+    known = {kind: costs.layer(kinds.index(kind), has_experts=kind[0]) for kind in sorted(set(kinds))}
     layers = [known[kind] for kind in kinds]
     updates, sums = [layer.update_s for layer in layers], [layer.gradient_bytes for layer in layers]
     # Both ends of the model belong to the first and the last layer's stage.
     for layer, parameters in ((0, part_parameters(model, is_first=True)), (-1, part_parameters(model, is_last=True))):
-        numel = count(parameters) / tp
+        numel = 0.0 if batch.lora else count(parameters) / tp
         updates[layer] += costs.update_s(numel, 0.0)
         sums[layer] += round(numel * batch.gradient_itemsize_bytes)
     has_embedding = any(time.part == "embedding" for time in card.times)
@@ -110,6 +111,13 @@ def speed_of(card: Card, links: Links, model: GPTModel, batch: Batch, tp: int, n
         gather_s=gather,
         broadcast_s=broadcast,
     )
+
+
+def layer_kinds(model: GPTModel, lora: Lora | None) -> list[tuple[bool, bool]]:
+    """Say of each layer whether it has experts, and whether it has adapters."""
+    adapted = lora.layer_numbers(model.num_layers) if lora else ()
+    has_experts = model.experts.layers if model.experts else (False,) * model.num_layers
+    return [(has_experts[layer], layer in adapted) for layer in range(model.num_layers)]
 
 
 class _PartTime(NamedTuple):
@@ -153,7 +161,12 @@ class _Costs:
         """Give the seconds of a part."""
         seconds, source = _part_s(self.card, name, flops, self.batch, self.tp)
         self.sure.add(source)
-        return seconds
+        if self.batch.lora is None:
+            return seconds
+        # Of a frozen part no gradient of weights is computed, and words have no other one. That of adapters counts for
+        # nothing: it is smaller by the width of a layer over twice their rank.
+        left_s = 0.0 if name == "embedding" else max(0.0, seconds.backward_s - seconds.weights_s)
+        return seconds._replace(backward_s=left_s, weights_s=0.0)
 
     def update_s(self, dense: float, routed: float) -> float:
         """Give the optimizer's seconds for dense weights, and for those of experts that are summed separately."""
@@ -166,7 +179,7 @@ class _Costs:
     def layer(self, layer: int, *, has_experts: bool) -> _Layer:
         """Give what a layer costs."""
         batch, model, shared = self.batch, self.model, self.shared
-        dense, routed = shared.layer(model, layer)
+        dense, routed = shared.layer(model, layer, batch.lora)
         seconds = self.part("experts" if has_experts else "dense", layer_flops(model, batch, layer))
         # The sum of attention, and that of what comes behind it.
         own = 2 * self.exchange_s
@@ -531,7 +544,8 @@ tensor-parallel size, number of replicas, and for each virtual stage whether it 
 class StageMemory:
     """Gives the bytes that the fullest rank of a stage holds.
 
-    What a layer adds is the difference between a stage with two layers of its kind and one with one.
+    What a layer adds is the difference between a stage with two layers of its kind and one with one. With adapters on
+    some layers alone, what the first stage keeps of the layers before them is counted, too: all but one keep nothing.
 
     Args:
         model: the whole model.
@@ -575,8 +589,7 @@ class StageMemory:
         def held(layers: tuple[int, ...], ends: tuple[bool, bool] = (False, False)) -> _Held:
             return self._fullest(tp, num_replicas, _chunk(layers, ends))
 
-        model = self._model
-        kinds = [model.experts is not None and model.experts.layers[layer] for layer in range(model.num_layers)]
+        kinds = layer_kinds(self._model, self._training.lora)
         firsts = {kind: kinds.index(kind) for kind in set(kinds)}
         one = {kind: held((layer,)) for kind, layer in firsts.items()}
         two = {kind: held((layer, layer)) for kind, layer in firsts.items()}

@@ -11,8 +11,9 @@ from typing import Annotated, Literal
 
 from vtp_plugin.plan.layout.grids import ExpertGrid, StageGrid
 from vtp_plugin.plan.layout.layer_lists import Chunk
-from vtp_plugin.plan.memory.footprint import Parameter, chunk_parameters
+from vtp_plugin.plan.memory.footprint import Parameter, adapter_parameters, chunk_parameters
 from vtp_plugin.plan.model.gpt_model import GPTModel
+from vtp_plugin.plan.model.lora import Lora
 from vtp_plugin.util.typed_json import Key, PlainText, positive_number, whole_number
 
 Source = Literal["measured", "fitted", "data sheet"]
@@ -244,6 +245,7 @@ class Batch:
         ep: expert-parallel size.
         etp: tensor-parallel size of the experts; None for that of the stage.
         is_gathered: whether ranks that share experts gather all tokens; else each sends the others their tokens.
+        lora: the adapters of a model that is frozen otherwise; None where all weights are trained.
     """
 
     size: int
@@ -257,6 +259,7 @@ class Batch:
     ep: int = 1
     etp: int | None = None
     is_gathered: bool = False
+    lora: Lora | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -336,8 +339,11 @@ class Shares:
             is_apart=peers != tp,
         )
 
-    def layer(self, model: GPTModel, layer: int) -> tuple[float, float]:
-        """Count the weights of a layer on a rank: those whose gradients all replicas sum, and the others."""
+    def layer(self, model: GPTModel, layer: int, lora: Lora | None = None) -> tuple[float, float]:
+        """Count what is trained of a layer on a rank: weights whose gradients all replicas sum, and the others."""
+        if lora is not None:
+            chunk = Chunk(layers=(layer,), is_first=False, is_last=False, is_whole=False)
+            return count(adapter_parameters(model, chunk, self.tp, lora)), 0.0
         parameters = part_parameters(model, layer)
         routed = count([parameter for parameter in parameters if parameter.is_expert])
         dense, own = (count(parameters) - routed) / self.tp, routed / self.peers
