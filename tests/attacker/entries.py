@@ -883,7 +883,7 @@ ENTRIES: list[Entry] = [
         places=[
             *(f"{_HEALTH}/startup.py:_Check.{name}" for name in ("_exchange", "_read_verdict.whom")),
             *(f"{_HEALTH}/store.py:{name}" for name in ("open_round", "count")),
-            *(f"{_HEALTH}/waiting.py:{name}" for name in ("await_readers", "tell_read")),
+            *(f"{_HEALTH}/startup_waiting.py:{name}" for name in ("await_readers", "tell_read")),
         ],
         make=_pair(lambda inputs: inputs.word("1, 2 and 3 more"), lambda inputs: inputs.counter()),
         take=lambda given: (

@@ -26,8 +26,8 @@ from vtp_plugin.platform.interface import Platform
 from vtp_plugin.runtime.comm.channel import BoundChannel
 from vtp_plugin.runtime.comm.work import Noted, Recorder, Stopwatch, num_resent
 from vtp_plugin.runtime.health.redaction import LineFile
+from vtp_plugin.runtime.health.startup_waiting import STORE_KEEPER, until_store_ends
 from vtp_plugin.runtime.health.store import ClockOffset, PostError, Topic, open_round, parse_post, part_of, read_post
-from vtp_plugin.runtime.health.waiting import STORE_KEEPER, until_store_ends
 from vtp_plugin.runtime.step.stage_channels import CrossingId
 from vtp_plugin.trace.explain import on_one_clock
 from vtp_plugin.trace.stretches import (
