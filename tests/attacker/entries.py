@@ -51,8 +51,8 @@ from vtp_plugin.plan.schedule.cost.costs import uniform_costs
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
 from vtp_plugin.plan.schedule.order.actions import u_placement
 from vtp_plugin.platform.cpu import CpuPlatform
-from vtp_plugin.runtime.comm.collectives import TensorFormat
 from vtp_plugin.runtime.comm.plain_data import PlainData
+from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.runtime.comm.transfers import Headers
 from vtp_plugin.runtime.comm.work import Recorder
 from vtp_plugin.runtime.health import meeting_store

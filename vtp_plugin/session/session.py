@@ -42,7 +42,7 @@ from vtp_plugin.plan.layout.pipeline_layout import ChannelId, Direction, Pipelin
 from vtp_plugin.platform import detect
 from vtp_plugin.platform.interface import Platform
 from vtp_plugin.runtime.comm.channel import Channel
-from vtp_plugin.runtime.comm.collectives import TensorFormat
+from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.runtime.comm.transfers import Audit
 from vtp_plugin.runtime.comm.work import Recorder
 from vtp_plugin.runtime.health.store import gather_node_sizes
