@@ -18,7 +18,8 @@ from vtp_plugin.plan.boundary.channel_spec import ChannelSpec
 from vtp_plugin.plan.boundary.endpoint import Endpoint, Shape, local_slices
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.runtime.comm.channel import BoundChannel, Channel
-from vtp_plugin.runtime.comm.collectives import TensorFormat, open_group
+from vtp_plugin.runtime.comm.collectives import open_group
+from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.runtime.step.communicator import open_channels
 
 DTYPE = torch.float32

@@ -110,8 +110,9 @@ class Moves:
 
     def name(self, module: str, name: str) -> str:
         """Give the new name of what a module defines, or imports."""
-        while name in (exports := self.exports.get(module, {})):
-            module, name = exports[name]
+        # A package that imports one of its modules seems to have it from itself.
+        while (source := self.exports.get(module, {}).get(name)) and source != (module, name):
+            module, name = source
         # What two parts of a joined module call alike is renamed in one of them, by its name before.
         return self.names.get(module, {}).get(name) or self.names.get(self.module(module), {}).get(name, name)
 

@@ -12,9 +12,9 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
 
-from vtp_plugin.config import DpModeName, LogLevelName, ScheduleName, TransportName, VtpConfig, merge, read_keywords
+from vtp_plugin.config import DpModeName, LogLevelName, ScheduleName, TransportName, VtpConfig, read_keywords
 from vtp_plugin.config.flag import DeviceName
-from vtp_plugin.config.resolve import check_command_line, take_flags
+from vtp_plugin.config.resolve import check_command_line, merge, take_flags
 from vtp_plugin.elastic.failed_cards import note_for_next_start
 from vtp_plugin.errors import MissingError, PatchError, VtpError
 from vtp_plugin.host.mindspeed import TOO_LATE, UNKNOWN, ImportWatch, flags_of_mindspeed

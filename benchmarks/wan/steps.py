@@ -31,7 +31,7 @@ from vtp_plugin.plan.schedule.cost.costs import Costs, split_costs
 from vtp_plugin.plan.schedule.order.actions import Action, Op, Schedule
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.runtime.comm.channel import BoundChannel, Channel
-from vtp_plugin.runtime.comm.collectives import TensorFormat
+from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.runtime.step.communicator import open_channels, own_channels
 from vtp_plugin.runtime.step.executor import Executor
 from vtp_plugin.runtime.step.stage_channels import CrossingId, OutputForm, bind_channels

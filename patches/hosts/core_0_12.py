@@ -25,8 +25,9 @@ from vtp_plugin.patches.hosts.before_0_17 import OlderHost
 from vtp_plugin.patches.hosts.shared import load_in_passes
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.plan.layout.layer_lists import first_layer, layers_of_chunk, num_layers, read_rows
-from vtp_plugin.runtime.comm.collectives import ModelGroup, TensorFormat
+from vtp_plugin.runtime.comm.collectives import ModelGroup
 from vtp_plugin.runtime.comm.plain_data import ObjectError
+from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.session import Session
 from vtp_plugin.util.undo import Name, UndoStack
 

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.host.patching import Writes, Written, replaces
 from vtp_plugin.patches.patch_set import Moment
+from vtp_plugin.runtime.health.startup_waiting import STORE_KEEPER, until_store_ends
 from vtp_plugin.runtime.health.store import PostError, Topic, part_of, read_post
-from vtp_plugin.runtime.health.waiting import STORE_KEEPER, until_store_ends
 from vtp_plugin.session import Session
 from vtp_plugin.util.undo import Name, UndoStack
 

@@ -51,8 +51,8 @@ from vtp_plugin.plan.schedule.cost.costs import uniform_costs
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
 from vtp_plugin.plan.schedule.order.actions import u_placement
 from vtp_plugin.platform.cpu import CpuPlatform
-from vtp_plugin.runtime.comm.collectives import TensorFormat
 from vtp_plugin.runtime.comm.plain_data import PlainData
+from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.runtime.comm.transfers import Headers
 from vtp_plugin.runtime.comm.work import Recorder
 from vtp_plugin.runtime.health import meeting_store
@@ -883,7 +883,7 @@ ENTRIES: list[Entry] = [
         places=[
             *(f"{_HEALTH}/startup.py:_Check.{name}" for name in ("_exchange", "_read_verdict.whom")),
             *(f"{_HEALTH}/store.py:{name}" for name in ("open_round", "count")),
-            *(f"{_HEALTH}/waiting.py:{name}" for name in ("await_readers", "tell_read")),
+            *(f"{_HEALTH}/startup_waiting.py:{name}" for name in ("await_readers", "tell_read")),
         ],
         make=_pair(lambda inputs: inputs.word("1, 2 and 3 more"), lambda inputs: inputs.counter()),
         take=lambda given: (

@@ -32,7 +32,14 @@ from vtp_plugin.cli.command_base import (
     written,
 )
 from vtp_plugin.cli.launch_text import add_slurm_flag, launch_lines, launch_of_run
-from vtp_plugin.cli.pages import memory_as_json, memory_lines, peaks_by_stage, picture_of, with_run, write_output
+from vtp_plugin.cli.page_sections import (
+    memory_as_json,
+    memory_lines,
+    peaks_by_stage,
+    picture_of,
+    with_run,
+    write_output,
+)
 from vtp_plugin.cli.run_flags import Run, add_run_flags, read_run
 from vtp_plugin.cli.search_request import Fitted
 from vtp_plugin.config.flag import format_value

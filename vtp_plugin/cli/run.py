@@ -19,8 +19,8 @@ from vtp_plugin.api import announce_exit, apply_flags, choose_device, report_fai
 from vtp_plugin.cli.command_base import Parser, print_error
 from vtp_plugin.cli.path import is_rank_script
 from vtp_plugin.cli.run_flags import MOST_USED
-from vtp_plugin.config import VtpConfig, merge
-from vtp_plugin.config.resolve import add_vtp_arguments, check_command_line, hide_taken_flags, peek_device
+from vtp_plugin.config import VtpConfig
+from vtp_plugin.config.resolve import add_vtp_arguments, check_command_line, hide_taken_flags, merge, peek_device
 from vtp_plugin.elastic.progress import (
     RUN_FOLDER_VARIABLE,
     leave_marker,

@@ -22,7 +22,7 @@ from vtp_plugin.cli.command_base import (
     read_sizes,
 )
 from vtp_plugin.cli.launch_text import add_slurm_flag, launch_lines, launch_of_found
-from vtp_plugin.cli.pages import split_parts, write_output
+from vtp_plugin.cli.page_sections import split_parts, write_output
 from vtp_plugin.cli.run_flags import add_run_flags, check_unknown
 from vtp_plugin.cli.search_request import SearchRequest, read_request
 from vtp_plugin.cli.terminal import progress

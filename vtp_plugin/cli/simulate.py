@@ -13,7 +13,7 @@ from typing import Any
 
 from vtp_plugin.cli.boundaries import add_bridge_flag, read_modules, title_of, view_boundaries
 from vtp_plugin.cli.command_base import PAGE, Parser, add_output_flag, check_ending, named, print_answer, written
-from vtp_plugin.cli.pages import split_parts, with_run, write_output
+from vtp_plugin.cli.page_sections import split_parts, with_run, write_output
 from vtp_plugin.cli.run_flags import Run, add_run_flags, read_run
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.config.resolve import option_context, read_flags

@@ -16,7 +16,7 @@ from vtp_plugin.cli.command_base import (
     print_answer,
     written,
 )
-from vtp_plugin.cli.pages import split_parts, write_output
+from vtp_plugin.cli.page_sections import split_parts, write_output
 from vtp_plugin.plan.schedule.cost.costs import format_costs
 from vtp_plugin.report.page.report_page import ReportPage, TextTable
 from vtp_plugin.report.pictures import svg

@@ -1,7 +1,8 @@
 """What the user asked for: one frozen object, made from the keyword arguments of ``apply()`` and from flags.
 
 ``options`` declares the options, each once, in the words of ``flag``: its flag, its keyword, its help, how its value is
-read, and whether ranks may differ in it. ``resolve`` makes the plan that follows from them.
+read, and whether ranks may differ in it. ``resolve`` adds the flags of a command line to keyword arguments, and makes
+the plan that follows from both.
 
 Words:
     flag: a word of the command line, as a field of the configuration declares it (``Flag``).
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from vtp_plugin.config.adapter_options import AdapterFields
-from vtp_plugin.config.flag import DeviceName, Flag, Trust, format_value
+from vtp_plugin.config.flag import DeviceName, Flag, Trust
 from vtp_plugin.config.options import (
     DpModeName,
     Failure,
@@ -29,7 +30,7 @@ from vtp_plugin.config.options import (
     TransportFields,
     TransportName,
 )
-from vtp_plugin.errors import ConfigError, LayoutError
+from vtp_plugin.errors import LayoutError
 from vtp_plugin.util.text import question
 
 __all__ = [
@@ -40,7 +41,6 @@ __all__ = [
     "TransportName",
     "VtpConfig",
     "flags_of_fields",
-    "merge",
     "read_keywords",
 ]
 
@@ -135,23 +135,3 @@ def read_keywords(keywords: Mapping[str, object]) -> VtpConfig:
     flags = [flag for flag in flags_of_fields() if flag.keyword in keywords]
     values: dict[str, Any] = {str(flag.field): flag.read(keywords[str(flag.keyword)]) for flag in flags}
     return VtpConfig(**values)
-
-
-def merge(base: VtpConfig, flags: Mapping[str, object]) -> VtpConfig:
-    """Add flags to what ``apply()`` was given; a flag with the value ``None`` was not given.
-
-    >>> merge(VtpConfig(size_list=(1, 2)), {"device": "cpu", "size_list": None}).device
-    'cpu'
-
-    Raises:
-        ConfigError: a flag contradicts a keyword argument.
-    """
-    paths = {flag.field for flag in flags_of_fields() if flag.compared is not None and flag.compared.is_path}
-    default, changes = VtpConfig(), {name: value for name, value in flags.items() if value is not None}
-    for name, value in changes.items():
-        given = getattr(base, name)
-        if given not in (getattr(default, name), value):
-            both = f"apply() was given {name}={format_value(given)}, the command line says {format_value(value)}"
-            text = f"{both}; give it in one place"
-            raise ConfigError(text, shared=None if name in paths else text)
-    return dataclasses.replace(base, **changes)

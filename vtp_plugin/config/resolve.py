@@ -24,7 +24,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any, NoReturn
 
-from vtp_plugin.config import VtpConfig, flags_of_fields, merge
+from vtp_plugin.config import VtpConfig, flags_of_fields
 from vtp_plugin.config.flag import Flag, FlagGroup, format_value
 from vtp_plugin.errors import ConfigError, LayoutError, VtpError
 from vtp_plugin.host.rules.rule import OptionContext
@@ -114,6 +114,26 @@ def read_flags(args: argparse.Namespace, given: VtpConfig, declared: Collection[
     if "--num-layer-list" in declared and not (given.layerwise_disaggregated or values["layerwise_disaggregated"]):
         del values["num_layer_list"]
     return merge(given, values)
+
+
+def merge(base: VtpConfig, flags: Mapping[str, object]) -> VtpConfig:
+    """Add flags to what ``apply()`` was given; a flag with the value ``None`` was not given.
+
+    >>> merge(VtpConfig(size_list=(1, 2)), {"device": "cpu", "size_list": None}).device
+    'cpu'
+
+    Raises:
+        ConfigError: a flag contradicts a keyword argument.
+    """
+    paths = {flag.field for flag in flags_of_fields() if flag.compared is not None and flag.compared.is_path}
+    default, changes = VtpConfig(), {name: value for name, value in flags.items() if value is not None}
+    for name, value in changes.items():
+        given = getattr(base, name)
+        if given not in (getattr(default, name), value):
+            both = f"apply() was given {name}={format_value(given)}, the command line says {format_value(value)}"
+            text = f"{both}; give it in one place"
+            raise ConfigError(text, shared=None if name in paths else text)
+    return replace(base, **changes)
 
 
 _NUMBERS = re.compile(r"[\d,]+")

@@ -20,8 +20,7 @@ from vtp_plugin.elastic.card_probe import READY
 from vtp_plugin.elastic.progress import LastStep
 from vtp_plugin.errors import LayoutError, PeerError, ShortageError, is_final
 from vtp_plugin.runtime.health.redaction import Redaction, first_line
-from vtp_plugin.runtime.health.store import PostError, Topic, parse_post, part_of, read_post
-from vtp_plugin.runtime.health.waiting import (
+from vtp_plugin.runtime.health.startup_waiting import (
     JUDGE_SHARE,
     STORE_KEEPER,
     WAITED,
@@ -34,6 +33,7 @@ from vtp_plugin.runtime.health.waiting import (
     time_limit,
     until_store_ends,
 )
+from vtp_plugin.runtime.health.store import PostError, Topic, parse_post, part_of, read_post
 from vtp_plugin.tune.fit.fit_layout import Chosen
 from vtp_plugin.util.text import one_line
 from vtp_plugin.util.typed_json import ShapeError, read_typed

@@ -30,8 +30,8 @@ from vtp_plugin.runtime.health.meeting_store import (
 )
 from vtp_plugin.runtime.health.monitor import DONE
 from vtp_plugin.runtime.health.redaction import SPEAKER_VARIABLE
+from vtp_plugin.runtime.health.startup_waiting import AwakeClock, poll, time_limit
 from vtp_plugin.runtime.health.store import Board, Round, Topic, connect_again, name_run, part_of
-from vtp_plugin.runtime.health.waiting import AwakeClock, poll, time_limit
 from vtp_plugin.util import log
 
 _LOOK_AT_RUN_S = 1.0

@@ -22,7 +22,7 @@ from vtp_plugin.api import (
 )
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.functional.replicas import replicas_of
-from vtp_plugin.runtime.comm.collectives import TensorFormat
+from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.runtime.step.communicator import PipelineCommunicator
 
 __all__ = [

@@ -20,7 +20,7 @@ from vtp_plugin.errors import ConfigError, MissingError
 from vtp_plugin.functional.handles import RecvHandle, Requests, post, timed
 from vtp_plugin.functional.replicas import Group, Ranks, choose_communicators
 from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import read_format
-from vtp_plugin.runtime.comm.collectives import TensorFormat
+from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.runtime.comm.work import SendWork
 from vtp_plugin.session import Session
 

@@ -23,8 +23,8 @@ from vtp_plugin.runtime.health.meeting_store import KEEPER_VARIABLE, open_store
 from vtp_plugin.runtime.health.monitor import Monitor
 from vtp_plugin.runtime.health.redaction import Redaction
 from vtp_plugin.runtime.health.startup import Agreement
+from vtp_plugin.runtime.health.startup_waiting import time_limit
 from vtp_plugin.runtime.health.store import ClockOffset, Topic, connect_again, estimate_offset, name_run, part_of
-from vtp_plugin.runtime.health.waiting import time_limit
 from vtp_plugin.runtime.step.step_times import Posted, Report, share_reports
 from vtp_plugin.util.text import __version__
 

@@ -42,7 +42,7 @@ from vtp_plugin.plan.layout.pipeline_layout import ChannelId, Direction, Pipelin
 from vtp_plugin.platform import detect
 from vtp_plugin.platform.interface import Platform
 from vtp_plugin.runtime.comm.channel import Channel
-from vtp_plugin.runtime.comm.collectives import TensorFormat
+from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.runtime.comm.transfers import Audit
 from vtp_plugin.runtime.comm.work import Recorder
 from vtp_plugin.runtime.health.store import gather_node_sizes
@@ -56,10 +56,11 @@ from vtp_plugin.runtime.step.communicator import (
 )
 from vtp_plugin.runtime.step.companion_tensors import Companion, join_companions
 from vtp_plugin.runtime.step.schedule_runner import ScheduleRunner
+from vtp_plugin.runtime.step.step_times import StepSummary
 from vtp_plugin.runtime.step.weight_gradients import TiedWeight, WeightGradients, join_tied_weight
 from vtp_plugin.session.edge_seed import EdgeSeed, protected_link
 from vtp_plugin.session.loading import Loading
-from vtp_plugin.session.planned_run import PipelinePlan, PlannedRun, Start, StepSummary, plan_module
+from vtp_plugin.session.planned_run import PipelinePlan, PlannedRun, Start, plan_module
 from vtp_plugin.session.ranks import Agree, AllRanks
 from vtp_plugin.util import log
 

@@ -28,7 +28,8 @@ from vtp_plugin.plan.schedule.make.u_shape import by_stage, check_in_flight
 from vtp_plugin.plan.schedule.order.actions import ModulePlacement, place_modules
 from vtp_plugin.runtime.bridges.separate import Bridge
 from vtp_plugin.runtime.comm.channel import BoundChannel
-from vtp_plugin.runtime.comm.collectives import ModelGroup, TensorFormat, close_groups, settle
+from vtp_plugin.runtime.comm.collectives import ModelGroup, close_groups, settle
+from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.runtime.health.redaction import Redaction
 from vtp_plugin.runtime.step.schedule_runner import ScheduleRunner
 from vtp_plugin.runtime.step.stage_channels import (

@@ -17,7 +17,7 @@ from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.host.rules.checks.batch import most_tokens
 from vtp_plugin.host.rules.table.rows import check_config
 from vtp_plugin.plan.layout.layer_lists import FirstRing
-from vtp_plugin.runtime.comm.collectives import TensorFormat
+from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.session import Pipeline, Session
 from vtp_plugin.session.session import warn_of_options
 

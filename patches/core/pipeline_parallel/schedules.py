@@ -16,6 +16,7 @@ from megatron.core.utils import get_model_config
 from vtp_plugin.errors import refuse
 from vtp_plugin.host.patching import Writes, replaces
 from vtp_plugin.host.rules.table.rows import check_step
+from vtp_plugin.patches.core.pipeline_parallel.auxiliary_loss_scale import microbatches_for_auxiliary_losses
 from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import tensor_format, tensor_formats
 from vtp_plugin.patches.core.pipeline_parallel.planned_step import StepCall, StepPlan, chunks_of, run_step
 from vtp_plugin.patches.core.tensor_parallel.layers import layers_that_cannot_split
@@ -24,7 +25,7 @@ from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
 from vtp_plugin.plan.schedule.order.actions import Placement
-from vtp_plugin.runtime.comm.collectives import TensorFormat
+from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.runtime.comm.work import Recorder
 from vtp_plugin.runtime.step.companion_tensors import checked
 from vtp_plugin.runtime.step.executor import Inputs
@@ -108,10 +109,7 @@ def _forward_step(
 
     A recorder that is on is told what the script's loss function takes.
     """
-    own = session.pipelines.own
-    if own is not None and (share := own.gradient_share) != 1.0:
-        # Megatron divides by this number, and multiplies by the context-parallel size of this stage.
-        num_microbatches *= share
+    num_microbatches = microbatches_for_auxiliary_losses(session, num_microbatches)
     if session.recorder.is_on:
         forward_step_func = _with_noted_loss(forward_step_func, session.recorder)
     return original(forward_step_func, data_iterator, model, num_microbatches, *args, **kwargs)

@@ -28,7 +28,7 @@ from vtp_plugin.plan.schedule.order.actions import Action, Placement, u_placemen
 from vtp_plugin.plan.schedule.proof.check_schedule import most_activations, peaks_kept
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.runtime.comm.channel import Channel
-from vtp_plugin.runtime.comm.collectives import TensorFormat
+from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.runtime.health.startup import Agreement
 from vtp_plugin.runtime.step.communicator import open_channels, own_channels
 from vtp_plugin.runtime.step.companion_tensors import Companion, join_companions

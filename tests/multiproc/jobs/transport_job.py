@@ -28,8 +28,9 @@ from vtp_plugin.platform import detect
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.platform.interface import Platform
 from vtp_plugin.runtime.comm.channel import BoundChannel, Channel
-from vtp_plugin.runtime.comm.collectives import TensorFormat, settle
+from vtp_plugin.runtime.comm.collectives import settle
 from vtp_plugin.runtime.comm.ping import time_links
+from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.runtime.step.communicator import open_channels, own_channels, try_strategies
 from vtp_plugin.runtime.step.communicator import settle as settle_choices
 from vtp_plugin.runtime.step.step_times import Report, share_reports

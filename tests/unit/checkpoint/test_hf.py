@@ -104,7 +104,7 @@ def test_several_files_and_pieces(
     assert len([*source.glob("*.safetensors")]) > 1
     for module in ("tools.writer", "load.stored_optimizer"):
         monkeypatch.setattr(f"vtp_plugin.checkpoint.{module}.SLAB_BYTES", 1000)
-    monkeypatch.setattr("vtp_plugin.checkpoint.tools.writer.plan_files.__defaults__", (90_000,))
+    monkeypatch.setattr("vtp_plugin.checkpoint.tools.export_hf.plan_files.__defaults__", (90_000,))
     imported(source, tmp_path / "checkpoint", capsys)
     assert run_json(capsys, "export", "--from", tmp_path / "checkpoint", "--hf", back)["num_files"] > 2
     before, after = tensors_of(source), tensors_of(back)

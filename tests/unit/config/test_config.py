@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vtp_plugin.config import VtpConfig, flags_of_fields, merge
+from vtp_plugin.config import VtpConfig, flags_of_fields
 from vtp_plugin.config.flag import parse_bytes, parse_cp_list, parse_dp_list, parse_size_list
-from vtp_plugin.config.resolve import choose_cp_sizes, read_schedule_options
+from vtp_plugin.config.resolve import choose_cp_sizes, merge, read_schedule_options
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.boundary.strategies.known_strategies import STRATEGIES
 from vtp_plugin.plan.schedule.order.actions import plain_placement

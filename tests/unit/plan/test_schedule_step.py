@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.expected import schedule_oracle as oracle
-from vtp_plugin.config import VtpConfig, merge
+from vtp_plugin.config import VtpConfig
 from vtp_plugin.config.flag import parse_cost_words, parse_in_flight
+from vtp_plugin.config.resolve import merge
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.schedule.cost.costs import Costs, combine_reports, format_costs, parse_costs, u_costs
 from vtp_plugin.plan.schedule.cost.simulator import simulate

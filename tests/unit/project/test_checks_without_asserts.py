@@ -40,7 +40,7 @@ from vtp_plugin.plan.layout.pipeline_layout import ChannelId, Direction
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.runtime.comm.collectives import StageCollectives
-from vtp_plugin.runtime.comm.collectives import TensorFormat
+from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.runtime.step.communicator import PipelineCommunicator, open_channels
 from vtp_plugin.runtime.step.executor import Executor
 from vtp_plugin.runtime.comm.channel import BoundChannel

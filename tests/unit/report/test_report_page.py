@@ -12,8 +12,8 @@ import pytest
 
 from tests.support.made_traces import U_COSTS, U, files_of, schedule_of, slowed, write
 from tests.support.report_pages import COMMANDS, HOSTILE, MODEL, run_quietly, write_page_of
-from vtp_plugin.cli import main, pages
-from vtp_plugin.cli.pages import render
+from vtp_plugin.cli import main, page_sections
+from vtp_plugin.cli.page_sections import render
 from vtp_plugin.plan.launch.launch_commands import Launch, NodeRanks
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.report.page.report_page import MemoryBar, MemorySection, ReportPage, TextTable
@@ -25,8 +25,8 @@ MOST_BYTES = 1_000_000
 def page_of(monkeypatch: pytest.MonkeyPatch, words: Sequence[str]) -> ReportPage:
     """Return what a command would draw."""
     drawn: list[ReportPage] = []
-    monkeypatch.setattr(pages, "render", lambda page, argv: drawn.append(page) or "")
-    monkeypatch.setattr(pages, "write_file", lambda path, text: None)
+    monkeypatch.setattr(page_sections, "render", lambda page, argv: drawn.append(page) or "")
+    monkeypatch.setattr(page_sections, "write_file", lambda path, text: None)
     run_quietly(*words, "--output", "page.html")
     (page,) = drawn
     return page

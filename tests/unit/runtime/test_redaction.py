@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from vtp_plugin.config import VtpConfig, merge
+from vtp_plugin.config import VtpConfig
 from vtp_plugin.config.flag import parse_size_list
+from vtp_plugin.config.resolve import merge
 from vtp_plugin.errors import ConfigError, LayoutError, PeerError
 from vtp_plugin.runtime.comm.transfers import Audit
 from vtp_plugin.runtime.health.redaction import Redaction

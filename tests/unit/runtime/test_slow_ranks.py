@@ -24,7 +24,7 @@ from tests.support.pace import pace
 from vtp_plugin.elastic.cards import Outcome, RankCard, settle_seats
 from vtp_plugin.elastic.join import SpareRank
 from vtp_plugin.errors import ConfigError, VtpError
-from vtp_plugin.runtime.health import waiting
+from vtp_plugin.runtime.health import startup_waiting
 from vtp_plugin.runtime.health.meeting_store import agree_on_attempt, open_own_store
 from vtp_plugin.runtime.health.monitor import Monitor
 from vtp_plugin.runtime.health.redaction import Redaction
@@ -71,7 +71,7 @@ def attempt(store: dist.Store, rank: int, timeout_s: float) -> object:
 
 def own_store(store: dist.Store, rank: int, timeout_s: float) -> object:
     found = open_own_store(store, rank, {"MASTER_ADDR": HOST}, timeout_s)
-    with waiting.until_store_ends("rank 0"):  # the run goes on there, each time with a line of its own
+    with startup_waiting.until_store_ends("rank 0"):  # the run goes on there, each time with a line of its own
         found.add("here", 1)
     return "opened"
 
@@ -110,7 +110,7 @@ def watched_end(store: dist.Store, rank: int, timeout_s: float, error: Exception
     if rank == 0 and error is not None:
         monitor.post_failure(error)
     if rank != 0 and error is not None:
-        waiting.poll(lambda: bool(ended), timeout_s)
+        startup_waiting.poll(lambda: bool(ended), timeout_s)
     monitor.stop()
     monitor._timer_ends.set()  # a process that has failed ends; here its threads do
     monitor._helper.end()
@@ -241,7 +241,7 @@ def test_one_that_is_slower_than_rank_0_waits_ends_with_a_line(
 ) -> None:
     """It had not read why, or had not told so yet."""
     (_, usual, _), steps = play(exchange, steps_of, None, 0.0, 60.0 * pace())
-    monkeypatch.setattr(waiting, "_FAREWELL_S", 0.0)
+    monkeypatch.setattr(startup_waiting, "_FAREWELL_S", 0.0)
     for step in steps:
         (_, found, _), _ = play(exchange, steps_of, step, 0.3 * pace(), 60.0 * pace())
         assert isinstance(found, VtpError), (step, found)

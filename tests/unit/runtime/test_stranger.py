@@ -408,7 +408,7 @@ def test_seats_that_rank_0_did_not_give_are_one_line(post: Any) -> None:
 
 @pytest.mark.parametrize("post", [*GARBAGE, b"{}", json.dumps({**asdict(card(1)), "local_rank": "0"}).encode()])
 def test_a_card_that_no_rank_has_ends_the_fit_on_rank_0(post: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vtp_plugin.runtime.health.waiting._FAREWELL_S", 0.1)
+    monkeypatch.setattr("vtp_plugin.runtime.health.startup_waiting._FAREWELL_S", 0.1)
     store = dist.HashStore()
     part_of(store, Topic.CARDS).set("1", post)
     place: Any = {"rank": 0, "world_size": 2, "timeout_s": 20.0, "redaction": ONE_SITE[0]}

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from vtp_plugin.runtime.health import waiting
-from vtp_plugin.runtime.health.waiting import WaitingLines, poll
+from vtp_plugin.runtime.health import startup_waiting
+from vtp_plugin.runtime.health.startup_waiting import WaitingLines, poll
 from vtp_plugin.util import log
 
 
@@ -39,6 +39,6 @@ def test_one_rank_of_each_machine_speaks(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_a_line_is_one_write(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks share a terminal: what two writes say, another rank may break."""
     writes: list[bytes] = []
-    monkeypatch.setattr(waiting.os, "write", lambda fd, text: writes.append(text))
-    waiting.report(3, "a reason\nwith two lines")
+    monkeypatch.setattr(startup_waiting.os, "write", lambda fd, text: writes.append(text))
+    startup_waiting.report(3, "a reason\nwith two lines")
     assert writes == [b"[vtp rank 3] error: a reason with two lines\n"]

@@ -14,7 +14,7 @@ from vtp_plugin.cli.main import main
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.boundary.message_kind import Bound, BridgeHeaderCodec, Expected
 from vtp_plugin.runtime.health.redaction import write_error_file
-from vtp_plugin.runtime.health.waiting import report
+from vtp_plugin.runtime.health.startup_waiting import report
 from vtp_plugin.util import log
 from vtp_plugin.util.text import MOST_CHARACTERS, one_line, plain
 from vtp_plugin.util.typed_json import ShapeError, read_typed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -43,6 +43,7 @@ from vtp_plugin.checkpoint.save.atomic_dir import InParts
 from vtp_plugin.checkpoint.tools.peft import Adapters
 from vtp_plugin.checkpoint.tools.writer import (
     HF_INDEX,
+    SINGLE,
     NewTensor,
     are_equal,
     bytes_of,
@@ -50,7 +51,6 @@ from vtp_plugin.checkpoint.tools.writer import (
     index_text,
     is_writable,
     known_types,
-    plan_files,
     read_box,
     require_new,
     write_header,
@@ -69,6 +69,8 @@ _OWN_WORDS: Final = (
 # Of a config that has one for each part of a model.
 _PARTS: Final = ("text_config", "vision_config")
 _MAX_NAMED: Final = 3
+# As transformers cuts them; a file is read as a whole when it is copied.
+MAX_FILE_BYTES: Final = 5_000_000_000
 
 
 @dataclass(slots=True)
@@ -194,6 +196,28 @@ def plan_export(contents: Contents, like: Path, target: Path, adapters: Adapters
     return Export(
         contents, model, like, plan_files(tensors), places, rows - model.vocab if is_unproved else 0, said, adapters
     )
+
+
+def plan_files(tensors: Sequence[NewTensor], max_bytes: int = MAX_FILE_BYTES) -> dict[str, list[NewTensor]]:
+    """Share out tensors among files, in their order.
+
+    >>> tensors = [NewTensor(name, "float32", (2,)) for name in "abc"]
+    >>> {file: [tensor.name for tensor in held] for file, held in plan_files(tensors, 16).items()}
+    {'model-00001-of-00002.safetensors': ['a', 'b'], 'model-00002-of-00002.safetensors': ['c']}
+    >>> [*plan_files(tensors)]
+    ['model.safetensors']
+    """
+    groups: list[list[NewTensor]] = [[]]
+    size = 0
+    for tensor in tensors:
+        if groups[-1] and size + tensor.num_bytes > max_bytes:
+            groups.append([])
+            size = 0
+        groups[-1].append(tensor)
+        size += tensor.num_bytes
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}
 
 
 def _note_of(contents: Contents) -> tuple[Path, Note] | tuple[None, None]:

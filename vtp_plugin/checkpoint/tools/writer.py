@@ -172,8 +172,6 @@ _ENDINGS: Final = (".safetensors", ".safetensors.index.json")
 _OF_MISTRAL: Final = "consolidated"
 _WAY_OUT: Final = "download it again"
 _TWO_SETS: Final = "move what does not belong to the model out of the folder"
-# As transformers cuts them; a file is read as a whole when it is copied.
-MAX_FILE_BYTES: Final = 5_000_000_000
 
 
 class Shards:
@@ -347,28 +345,6 @@ class NewTensor:
     def num_bytes(self) -> int:
         """Bytes of its elements."""
         return math.prod(self.shape) * itemsize(self.dtype)
-
-
-def plan_files(tensors: Sequence[NewTensor], max_bytes: int = MAX_FILE_BYTES) -> dict[str, list[NewTensor]]:
-    """Share out tensors among files, in their order.
-
-    >>> tensors = [NewTensor(name, "float32", (2,)) for name in "abc"]
-    >>> {file: [tensor.name for tensor in held] for file, held in plan_files(tensors, 16).items()}
-    {'model-00001-of-00002.safetensors': ['a', 'b'], 'model-00002-of-00002.safetensors': ['c']}
-    >>> [*plan_files(tensors)]
-    ['model.safetensors']
-    """
-    groups: list[list[NewTensor]] = [[]]
-    size = 0
-    for tensor in tensors:
-        if groups[-1] and size + tensor.num_bytes > max_bytes:
-            groups.append([])
-            size = 0
-        groups[-1].append(tensor)
-        size += tensor.num_bytes
-    if len(groups) == 1:
-        return {SINGLE: groups[0]}
-    return {f"model-{i:05}-of-{len(groups):05}.safetensors": group for i, group in enumerate(groups, 1)}
 
 
 def index_text(files: Mapping[str, Sequence[NewTensor]]) -> str:

@@ -1,9 +1,9 @@
 """The layout: which rank belongs to which stage. Pure: no torch, no Megatron, no global state.
 
-Each module answers one question: ``pipeline_layout`` (which rank belongs to which stage, and is a list of sizes
-possible), ``replica_map`` (which replicas of two stages work together), ``stage_grid`` (which ranks has one stage),
-``layer_lists`` (which layers does a stage hold), ``grids`` (which ranks differ along which dimension, and which process
-groups does Megatron make of it).
+Each module answers one question: ``pipeline_layout`` (which rank belongs to which stage, is a list of sizes possible,
+and how is that written for people), ``replica_map`` (which replicas of two stages work together), ``stage_grid`` (which
+ranks has one stage), ``layer_lists`` (which layers does a stage hold), ``grids`` (which ranks differ along which
+dimension, and which process groups does Megatron make of it).
 
 Words:
     sizes: how many ranks a stage has along tp, cp, dp and pp, and its experts along etp, ep and dp.

@@ -1,4 +1,4 @@
-"""A pipeline of stages of unequal size: its stages, its channels' names, and what it is called.
+"""A pipeline of stages of unequal size: its stages, its channels' names, and how both are written for people.
 
 Which global rank has which coordinates in a pipeline whose stages may differ in their parallel sizes.
 

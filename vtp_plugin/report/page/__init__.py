@@ -1,7 +1,7 @@
 """The report as one page: what a command knows of a layout, a step or a trace, as data; and the page's template.
 
 ``report_page`` says what a page may hold. ``page.html``, ``page.css`` and ``page.js`` are the template, the looks, and
-what the page does by itself; ``vtp_plugin.cli.pages`` fills them. A page loads nothing.
+what the page does by itself; ``vtp_plugin.cli.page_sections`` fills them. A page loads nothing.
 
 Words:
     page: one HTML file with everything in it.

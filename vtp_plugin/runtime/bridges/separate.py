@@ -19,7 +19,8 @@ from vtp_plugin.plan.boundary.message_kind import Whole
 from vtp_plugin.platform.interface import Platform
 from vtp_plugin.runtime.bridges.colocated import BatchAxes
 from vtp_plugin.runtime.comm.channel import BoundChannel, Channel, RecvWork
-from vtp_plugin.runtime.comm.collectives import TensorFormat, open_group
+from vtp_plugin.runtime.comm.collectives import open_group
+from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.runtime.comm.transfers import Audit, ChannelGroups
 from vtp_plugin.runtime.comm.work import OpenSends, SendWork
 from vtp_plugin.runtime.health.monitor import Monitor

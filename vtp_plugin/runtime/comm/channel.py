@@ -27,7 +27,8 @@ from vtp_plugin.plan.boundary.check_boundary import require_valid
 from vtp_plugin.plan.boundary.endpoint import Endpoint, Shape
 from vtp_plugin.plan.boundary.message_kind import HeaderCodec, MessageKind, Whole
 from vtp_plugin.platform.interface import Platform
-from vtp_plugin.runtime.comm.collectives import TensorFormat, close_groups
+from vtp_plugin.runtime.comm.collectives import close_groups
+from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.runtime.comm.transfers import Audit, ChannelGroups, Headers, Transfers, Transmission
 from vtp_plugin.runtime.comm.work import PendingRecv, Recorder, SendWork, TimedWaits, ranks_text
 from vtp_plugin.runtime.health.monitor import Monitor

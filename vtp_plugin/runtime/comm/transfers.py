@@ -25,7 +25,8 @@ from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan, CompiledMessage
 from vtp_plugin.plan.boundary.channel_spec import ChannelSpec
 from vtp_plugin.plan.boundary.message_kind import MESSAGE_FORMS, Bound, Expected, MessageKind, Whole
 from vtp_plugin.platform.interface import Platform
-from vtp_plugin.runtime.comm.collectives import HostMemory, StageCollectives, TensorFormat
+from vtp_plugin.runtime.comm.collectives import HostMemory, StageCollectives
+from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.runtime.comm.work import PendingRecv, SendWork, TimedWaits, ranks_text
 from vtp_plugin.runtime.health.redaction import LineFile
 from vtp_plugin.trace.stretches import Cause

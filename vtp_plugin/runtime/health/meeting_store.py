@@ -31,8 +31,7 @@ import torch.distributed as dist
 
 from vtp_plugin.errors import ConfigError, PeerError
 from vtp_plugin.runtime.health.redaction import first_line
-from vtp_plugin.runtime.health.store import PostError, Topic, count, part_of, read_number, read_post, read_text
-from vtp_plugin.runtime.health.waiting import (
+from vtp_plugin.runtime.health.startup_waiting import (
     JUDGE_SHARE,
     STORE_KEEPER,
     UNKNOWN_PEER,
@@ -43,6 +42,7 @@ from vtp_plugin.runtime.health.waiting import (
     time_limit,
     until_store_ends,
 )
+from vtp_plugin.runtime.health.store import PostError, Topic, count, part_of, read_number, read_post, read_text
 from vtp_plugin.util import log
 
 _KEEPER_S = 300.0

@@ -66,8 +66,8 @@ from vtp_plugin.runtime.health.position import (
     outwards,
 )
 from vtp_plugin.runtime.health.redaction import describe_error
+from vtp_plugin.runtime.health.startup_waiting import EXIT_CODE, report, some_ranks
 from vtp_plugin.runtime.health.store import Board, Leaver, PostError, Topic, open_round, part_of, read_text
-from vtp_plugin.runtime.health.waiting import EXIT_CODE, report, some_ranks
 
 
 class Helper:

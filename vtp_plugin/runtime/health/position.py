@@ -20,8 +20,8 @@ from typing import Protocol
 
 import torch.distributed as dist
 
+from vtp_plugin.runtime.health.startup_waiting import some_ranks
 from vtp_plugin.runtime.health.store import Topic, parse_post
-from vtp_plugin.runtime.health.waiting import some_ranks
 
 COLLECTIVES = "torch/distributed/distributed_c10d.py"
 """The file of torch's collectives."""

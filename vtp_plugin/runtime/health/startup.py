@@ -21,8 +21,7 @@ import torch.distributed as dist
 
 from vtp_plugin.errors import ConfigError, PeerError, is_final
 from vtp_plugin.runtime.health.redaction import HIDDEN, Redaction, describe_error, is_same_value, show_stated
-from vtp_plugin.runtime.health.store import PostError, Topic, open_round, part_of, read_post, read_text, write_post
-from vtp_plugin.runtime.health.waiting import (
+from vtp_plugin.runtime.health.startup_waiting import (
     JUDGE_SHARE,
     UNKNOWN_PEER,
     WAITED,
@@ -34,6 +33,7 @@ from vtp_plugin.runtime.health.waiting import (
     time_limit,
     until_store_ends,
 )
+from vtp_plugin.runtime.health.store import PostError, Topic, open_round, part_of, read_post, read_text, write_post
 from vtp_plugin.util.text import one_line
 
 

@@ -32,7 +32,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 
 from vtp_plugin.errors import LayoutError, PeerError
-from vtp_plugin.runtime.health.waiting import STORE_KEEPER, WAITED, poll, some_ranks, until_store_ends
+from vtp_plugin.runtime.health.startup_waiting import STORE_KEEPER, WAITED, poll, some_ranks, until_store_ends
 from vtp_plugin.util.text import one_line
 from vtp_plugin.util.typed_json import ShapeError, read_typed
 

@@ -25,7 +25,8 @@ from vtp_plugin.plan.boundary.strategies.known_strategies import clearly_fastest
 from vtp_plugin.plan.layout.pipeline_layout import ChannelId, Direction
 from vtp_plugin.platform.interface import Platform
 from vtp_plugin.runtime.comm.channel import NUM_PLANS, BoundChannel, Channel, RecvWork
-from vtp_plugin.runtime.comm.collectives import TensorFormat, open_group
+from vtp_plugin.runtime.comm.collectives import open_group
+from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.runtime.comm.transfers import Audit, ChannelGroups
 from vtp_plugin.runtime.comm.work import OpenSends, Recorder, SendWork
 from vtp_plugin.runtime.health.monitor import Monitor

@@ -26,7 +26,7 @@ from vtp_plugin.plan.layout.pipeline_layout import ChannelId, Direction
 from vtp_plugin.plan.schedule.order.actions import Action, Op, Placement, carriers, channel_of, num_rings
 from vtp_plugin.platform.interface import Platform
 from vtp_plugin.runtime.comm.channel import BoundChannel, Channel, RecvWork
-from vtp_plugin.runtime.comm.collectives import TensorFormat
+from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.runtime.comm.work import SendWork
 from vtp_plugin.runtime.step.stage_channels import vstages_over
 

@@ -12,7 +12,7 @@ from vtp_plugin.plan.layout.pipeline_layout import ChannelId
 from vtp_plugin.plan.schedule.order.actions import Placement
 from vtp_plugin.runtime.bridges.separate import Bridge
 from vtp_plugin.runtime.comm.channel import BoundChannel, Channel, RecvWork
-from vtp_plugin.runtime.comm.collectives import TensorFormat
+from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.runtime.comm.work import SendWork
 
 SplitSizes = Callable[[torch.Tensor], "Sequence[int] | None"]

@@ -26,8 +26,8 @@ from vtp_plugin.platform.interface import Platform
 from vtp_plugin.runtime.comm.channel import BoundChannel
 from vtp_plugin.runtime.comm.work import Noted, Recorder, Stopwatch, num_resent
 from vtp_plugin.runtime.health.redaction import LineFile
+from vtp_plugin.runtime.health.startup_waiting import STORE_KEEPER, until_store_ends
 from vtp_plugin.runtime.health.store import ClockOffset, PostError, Topic, open_round, parse_post, part_of, read_post
-from vtp_plugin.runtime.health.waiting import STORE_KEEPER, until_store_ends
 from vtp_plugin.runtime.step.stage_channels import CrossingId
 from vtp_plugin.trace.explain import on_one_clock
 from vtp_plugin.trace.stretches import (
@@ -604,3 +604,39 @@ class StepTime:
             f"step of {self.num_microbatches} microbatches: predicted {self.predicted_ms:.1f} ms, real "
             f"{self.real_ms:.1f} ms{more}, {steps}"
         )
+
+
+_NUM_KEPT = 1000
+
+
+class StepSummary:
+    """Counts the training steps of this process, and keeps the durations of the latest ones.
+
+    >>> steps = StepSummary()
+    >>> steps.begin(1.0), steps.end(3.0), steps.end(9.0), steps.describe()
+    (None, None, None, '1 step, median 2.00 s')
+    """
+
+    def __init__(self) -> None:
+        self._num_steps = 0
+        self._begin_s: float | None = None
+        self._durations_s: deque[float] = deque(maxlen=_NUM_KEPT)
+
+    def begin(self, now_s: float | None = None) -> None:
+        """Note that a step begins, or is run again; the time is for tests."""
+        self._begin_s = time.monotonic() if now_s is None else now_s
+
+    def end(self, now_s: float | None = None) -> None:
+        """Note that the optimizer has made the step; do nothing if none has begun."""
+        if self._begin_s is not None:
+            self._num_steps += 1
+            self._durations_s.append((time.monotonic() if now_s is None else now_s) - self._begin_s)
+            self._begin_s = None
+
+    def describe(self) -> str:
+        """Return the number of steps and the median of the latest thousand; empty before the first."""
+        if not self._durations_s:
+            return ""
+        median_s = statistics.median(self._durations_s)
+        shown = f"{1e3 * median_s:.0f} ms" if median_s < 1.0 else f"{median_s:.2f} s"
+        return f"{self._num_steps} step{'s'[: self._num_steps != 1]}, median {shown}"

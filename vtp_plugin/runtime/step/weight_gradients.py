@@ -26,7 +26,7 @@ import torch.distributed as dist
 from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.runtime.comm.channel import BoundChannel, Channel, RecvWork
-from vtp_plugin.runtime.comm.collectives import TensorFormat
+from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.runtime.comm.work import SendWork
 
 Hook = Callable[..., Any]

@@ -30,13 +30,14 @@ from vtp_plugin.host.rules.table.rows_adapters import ADAPTER_RULES
 from vtp_plugin.host.rules.table.rows_architecture import ARCHITECTURE_RULES, MODEL_RULES, OLDER_RULES
 from vtp_plugin.host.rules.table.rows_kernels import KERNEL_RULES, MINDSPEED_RULES
 from vtp_plugin.host.rules.table.rows_parallelism import (
+    DATA_PARALLEL_RULES,
     MOE_RULES,
     ORDER_RULES,
     PARALLELISM_RULES,
     SPLIT_CONFIG_RULES,
     SPLIT_RULES,
 )
-from vtp_plugin.host.rules.table.rows_training import CHECKPOINT_RULES, DATA_PARALLEL_RULES, DATA_RULES, TRAINING_RULES
+from vtp_plugin.host.rules.table.rows_training import CHECKPOINT_RULES, DATA_RULES, TRAINING_RULES
 from vtp_plugin.host.versions.known_versions import between
 
 RULES: tuple[OptionRule, ...] = (
