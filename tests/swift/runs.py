@@ -29,7 +29,7 @@ _WORDS = {
     "global_batch_size": "8",
     "train_iters": str(STEPS),
     "lr": "1e-1",
-    "adam_eps": "1",  # else Adam divides by the size of a gradient, and makes a step of what rounding left of a small one
+    "adam_eps": "1",  # else Adam divides what rounding left of a small gradient by the size of that gradient
     "lr_decay_style": "constant",
     "max_length": "96",
     "ddp_backend": "gloo",
