@@ -20,18 +20,21 @@ _ARGUMENTS = "swift.megatron.arguments.megatron_args:MegatronArguments"
 _TOOLS = "swift.megatron.utils.megatron_lm_utils"
 _BRIDGE = "mcore_bridge.bridge.gpt_bridge:GPTBridge"
 ARGUMENTS: Final = f"{_ARGUMENTS}.__post_init__"
+_DISTRIBUTED: Final = f"{_ARGUMENTS}._init_distributed"
 GROUPS: Final = f"{_TOOLS}:_initialize_mpu"
 ROWS: Final = "swift.megatron.utils.utils:get_padding_to"
 MODEL: Final = "swift.megatron.model.utils:get_mcore_model_config"
 STATE: Final = f"{_TOOLS}:_generate_state_dict"
 LOAD: Final = f"{_TOOLS}:load_mcore_checkpoint"
+WRITER: Final = "swift.utils.env:is_last_rank"
+NUMBERS: Final = "swift.utils.transformers_utils:get_model_parameter_info"
 ADAPTERS: Final = "swift.megatron.utils.utils:prepare_adapter"
 BRIDGE: Final = f"{_BRIDGE}.__init__"
 WEIGHT: Final = f"{_BRIDGE}._get_weight"
 _LORA: Final = "mcore_bridge.tuners.lora:LoraParallelLinear.reset_lora_parameters"
 _BELOW: Final = tuple(f"{_BRIDGE}.{name}" for name in ("_split_tp", "_broadcast_ep_pp", "_set_state_dict"))
 TARGETS: Final[Mapping[str, tuple[str, ...]]] = {
-    "swift": (ARGUMENTS, f"{_ARGUMENTS}._init_distributed", GROUPS, ROWS, MODEL, STATE, LOAD, ADAPTERS),
+    "swift": (ARGUMENTS, _DISTRIBUTED, GROUPS, ROWS, MODEL, STATE, LOAD, WRITER, NUMBERS, ADAPTERS),
     "mcore_bridge": (BRIDGE, WEIGHT, *_BELOW, _LORA),
 }
 """What each package has that is replaced or relied on."""
@@ -86,7 +89,7 @@ def problems_of_arguments(args: Any) -> Iterator[str]:
 
 
 _SIZES: Final = ("cp_list", "dp_list", "ep_list", "etp_list")
-_OURS: Final = frozenset({"layerwise_disaggregated", "schedule", "split_backward", "sites", *_SIZES})
+_OURS: Final = frozenset({"encoder_layer_list", "schedule", "split_backward", "sites", *_SIZES})
 """Fields of the plugin's options that were not run in ms-swift."""
 
 

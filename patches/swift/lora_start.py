@@ -24,6 +24,8 @@ from vtp_plugin.runtime.step.adapter_start import first_factor
 )
 def _prepare(original: Callable[[Any, Any], Any], args: Any, model: Any) -> Any:
     """Run `prepare_adapter`, then draw the first factors whole, by their names, and keep this rank's parts."""
+    if next(model.parameters(), None) is None:  # the second chunk of a U's cloud; PEFT takes no model without targets
+        return model
     made = original(args, model)
     with torch.no_grad():
         for part in nested_values(model.sharded_state_dict()):

@@ -11,6 +11,7 @@ from vtp_plugin.host.patching import replaces
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.patches.swift import known_swift
 from vtp_plugin.patches.swift.checkpoints import PADDED_VOCABULARY
+from vtp_plugin.plan.layout.layer_lists import layout_of
 from vtp_plugin.session import Session
 from vtp_plugin.util.undo import replaced
 
@@ -30,9 +31,12 @@ def _read(session: Session, original: Callable[[Any], None], args: Any) -> None:
     sizes = session.config.size_list
     assert isinstance(sizes, tuple)
     refuse(_contradictions(args, sizes))
-    if len(set(sizes)) > 1:
+    if len(set(sizes)) > 1 or session.config.layerwise_disaggregated:
         refuse(known_swift.problems_of_arguments(args))
     args.tensor_model_parallel_size, args.pipeline_model_parallel_size = max(sizes), len(sizes)
+    if (layers := session.config.num_layer_list) is not None:
+        refuse(_contradicting_layout(args, layers))
+        args.pipeline_model_parallel_layout = layout_of(layers)
     original(args)
 
 
@@ -52,6 +56,18 @@ def _contradictions(args: Any, sizes: tuple[int, ...]) -> list[str]:
     ]
 
 
+def _contradicting_layout(args: Any, layers: tuple[int, ...]) -> list[str]:
+    """Say that ms-swift's flag for layers has others than the list of a U.
+
+    >>> from types import SimpleNamespace
+    >>> print(*_contradicting_layout(SimpleNamespace(pipeline_model_parallel_layout="Et|ttL"), (1, 2, 1)))
+    --pipeline_model_parallel_layout Et|ttL contradicts --num-layer-list 1,2,1; leave it out, or give Et|tt|tL|
+    """
+    given, wanted = args.pipeline_model_parallel_layout, layout_of(layers)
+    shown = f"--pipeline_model_parallel_layout {given} contradicts --num-layer-list {','.join(map(str, layers))}"
+    return [] if given in (None, wanted) else [f"{shown}; leave it out, or give {wanted}"]
+
+
 @replaces(
     known_swift.GROUPS,
     id="swift-groups",
@@ -63,7 +79,7 @@ def _make_groups(session: Session, original: Callable[[Any], None], args: Any) -
     """Run `_initialize_mpu`; then let the world be as large as if all stages had the largest size."""
     original(args)
     layout = session.planned.layout
-    args.world_size = args.tensor_model_parallel_size * layout.num_stages * layout.dp_sizes[0]
+    args.world_size = args.tensor_model_parallel_size * layout.num_stages * layout.dp_sizes[0] * layout.cp_sizes[0]
     # What is saved says it.
     args.vtp_size_list = [*layout.tp_sizes]
 
@@ -97,7 +113,7 @@ def _configure(session: Session, original: Callable[[Any, Any], Any], args: Any,
         config = original(args, hf_config)
     if not layout.is_uniform:
         refuse(known_swift.problems_of_model(config))
-    multiple = layout.vocab_multiple()
+    multiple = layout.vocab_multiple((0, session.planned.loss_stage))
     config.padded_vocab_size = -(-config.padded_vocab_size // multiple) * multiple
     setattr(args, PADDED_VOCABULARY, config.padded_vocab_size)
     return config

@@ -28,8 +28,8 @@ _WORDS = {
     "micro_batch_size": "2",
     "global_batch_size": "8",
     "train_iters": str(STEPS),
-    "lr": "1e-2",
-    "adam_eps": "1e-2",  # else Adam makes of a gradient near zero a whole step of either sign
+    "lr": "1e-1",
+    "adam_eps": "1",  # else Adam divides what rounding left of a small gradient by the size of that gradient
     "lr_decay_style": "constant",
     "max_length": "96",
     "ddp_backend": "gloo",
@@ -157,7 +157,7 @@ def assert_alike(done: Done, like: Done, *, first: int = 0) -> None:
 
 
 def assert_same_export(done: Done, like: Done, model: Path | None, suffix: str = "") -> None:
-    """Compare exported tensors; they differ by 2e-5 of what training moved, since both have rounded for five steps.
+    """Compare exported tensors: they differ by at most 1e-5 of what training moved.
 
     Args:
         done: the run.
@@ -176,7 +176,7 @@ def assert_same_export(done: Done, like: Done, model: Path | None, suffix: str =
         if begun or "lora_B" in name
     )
     differ = max((found[name] - expected[name]).abs().max().item() for name in found)
-    assert moved > 1e-3 and differ <= 2e-5 * moved, (differ, moved)
+    assert moved > 1e-3 and differ <= 1e-5 * moved, (differ, moved)
 
 
 def _environment(run: Run, folder: Path) -> dict[str, str]:
