@@ -420,6 +420,7 @@ def _kept(*, is_waiting: bool = False) -> str:
     from vtp_plugin.cli.boundaries import format_bytes
     from vtp_plugin.plan.memory.activation_rows import ROWS, WAITING, KeptRow, Microbatch, Recompute, Routing, Sizes
     from vtp_plugin.plan.model.gpt_model import Experts, GPTModel, Latent
+    from vtp_plugin.plan.model.lora import Lora
 
     model = GPTModel(
         num_layers=2, num_predicting=1, hidden=4096, heads=32, groups=8, kv_channels=128, ffn=14336, vocab=128256,
@@ -432,11 +433,13 @@ def _kept(*, is_waiting: bool = False) -> str:
     )  # fmt: skip
     latent = Latent(q_lora_rank=1536, kv_lora_rank=512, qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128)
     again = replace(batch, recompute=Recompute(core_attention=True))
+    lora = Lora(rank=16, alpha=32, targets=("q_proj", "v_proj"))
 
     def kept(row: KeptRow, batch: Microbatch) -> str:
         dense = Sizes(model=model, batch=batch, tp=2)
         kinds = (dense, replace(dense, has_experts=True), replace(dense, num_again=1, num_layers=1))
         kinds += (Sizes(model=replace(model, latent=latent), batch=batch, tp=2),)
+        kinds += (replace(dense, lora=lora, has_adapters=True),)
         found = next((size for size in map(row.size_bytes, kinds) if size), 0)
         return format_bytes(found) if found else "-"
 
