@@ -16,7 +16,6 @@ from megatron.core.utils import get_model_config
 from vtp_plugin.errors import refuse
 from vtp_plugin.host.patching import Writes, replaces
 from vtp_plugin.host.rules.table.rows import check_step
-from vtp_plugin.patches.core.pipeline_parallel.auxiliary_loss_scale import microbatches_for_auxiliary_losses
 from vtp_plugin.patches.core.pipeline_parallel.p2p_communication import tensor_format, tensor_formats
 from vtp_plugin.patches.core.pipeline_parallel.planned_step import StepCall, StepPlan, chunks_of, run_step
 from vtp_plugin.patches.core.tensor_parallel.layers import layers_that_cannot_split
@@ -83,6 +82,23 @@ def _choose(
     else:
         step = functools.partial(_run_planned_step, writes, PipelineBackend(session=session, host=host))
     return functools.partial(_run_passing, session, step)
+
+
+def microbatches_for_auxiliary_losses(session: Session, num_microbatches: float) -> float:
+    """Return the number by which Megatron shall divide other losses than the model's: of routers, of prediction.
+
+    Its `forward_step` divides them by this stage's microbatches, and multiplies those of routers by its
+    context-parallel size. But the gradients of all stages are averaged as those of the stage with the loss, so they
+    shall weigh as there: microbatches count `gradient_share` times.
+
+    Args:
+        session: session of this rank.
+        num_microbatches: microbatches of this stage.
+    """
+    own = session.pipelines.own
+    if own is not None and (share := own.gradient_share) != 1.0:
+        return num_microbatches * share
+    return num_microbatches
 
 
 @replaces(

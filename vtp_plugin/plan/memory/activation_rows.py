@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from vtp_plugin.plan.model.gpt_model import GPTModel
-from vtp_plugin.plan.model.lora import TARGETS, Lora
+from vtp_plugin.plan.model.lora import Lora
 
 FULL_BYTES, INDEX_BYTES = 4, 8
 
@@ -180,15 +180,11 @@ class Sizes:
         # mxfp8 has a byte of scale for 32 numbers, blockwise 4 for 128.
         return numel + (numel // 32 if self.batch.eight_bits == "block" else 0)
 
-    def num_pairs(self, linear: str) -> int:
-        """Give the number of pairs of adapters beside a linear layer of Megatron's."""
-        if self.lora is None or not self.has_adapters:
-            return 0
-        return len(self.lora.targets_of(linear, is_gated=self.model.is_gated))
-
     def needs_input(self, linear: str) -> bool:
         """Tell whether a gradient needs the input of a linear layer: of its weights, or of its adapters."""
-        return self.lora is None or self.num_pairs(linear) > 0
+        if self.lora is None:
+            return True
+        return self.has_adapters and bool(self.lora.targets_of(linear, is_gated=self.model.is_gated))
 
 
 @dataclass(frozen=True, slots=True)
@@ -340,8 +336,7 @@ def _around(s: Sizes, ffn: int, rows: int, *, is_weighted: bool = False) -> int:
 
 def _between_factors(s: Sizes) -> int:
     assert s.lora is not None
-    num_pairs = sum(map(s.num_pairs, {target.linear for target in TARGETS}))
-    return s.numbers(s.slices * s.lora.rank * num_pairs)
+    return s.numbers(s.slices * s.lora.rank * len(s.lora.pairs(is_gated=s.model.is_gated)))
 
 
 def _router(s: Sizes) -> int:

@@ -48,7 +48,7 @@ from vtp_plugin.plan.model.gpt_model import (
     GPTModel,
     ParameterRow,
 )
-from vtp_plugin.plan.model.lora import Lora, is_adapter
+from vtp_plugin.plan.model.lora import Lora, is_adapter, published_matrices
 
 _MIB = 2**20
 # Low latency: 8 lines of 16 bytes for 512 threads in 8 steps; with 128 bytes: 120 times 8 bytes for 640; simple: 4 MiB.
@@ -169,24 +169,30 @@ def adapter_parameters(model: GPTModel, chunk: Chunk, tp: int, lora: Lora) -> tu
      ('self_attention.linear_qkv.adapter.adapter_v.linear_out.weight', 8),
      ('mlp.linear_fc2.adapter.linear_in.weight', 12), ('mlp.linear_fc2.adapter.linear_out.weight', 16)]
     """
-    heads, groups = model.heads * model.kv_channels, model.groups * model.kv_channels
-    shapes = {"q_proj": (heads, model.hidden), "k_proj": (groups, model.hidden), "v_proj": (groups, model.hidden)}
-    shapes |= {"o_proj": (model.hidden, heads), "down_proj": (model.hidden, model.ffn)}
-    shapes |= dict.fromkeys(("gate_proj", "up_proj"), (model.ffn, model.hidden))
+    factors = [*_factors(model, tp, lora)]
     numbers = lora.layer_numbers(model.num_layers)
-    found: list[Parameter] = []
-    for layer in chunk.layers:
-        for linear in ("linear_proj", "linear_qkv", "linear_fc1", "linear_fc2") if layer in numbers else ():
-            for target in lora.targets_of(linear, is_gated=model.is_gated):
-                rows, columns = shapes[target.published]
-                if linear in ("linear_qkv", "linear_fc1"):
-                    rows = _cut(target.published, rows, tp)
+    return tuple(
+        Parameter(name=f"{LAYERS}.{layer}.{name}", numel=numel)
+        for layer in chunk.layers
+        if layer in numbers
+        for name, numel in factors
+    )
+
+
+def _factors(model: GPTModel, tp: int, lora: Lora) -> Iterator[tuple[str, int]]:
+    """Yield name and elements of every factor of a layer, from the rows of the matrices that they are beside."""
+    matrices = published_matrices(is_gated=model.is_gated)
+    for row in DENSE_LAYER:
+        held = [target for target in matrices if f"{target.module}.weight" == row.name]
+        for target, rows in zip(held, row.rows(model), strict=True) if held else ():
+            if target.published in lora.targets:
+                (columns,) = row.rest(model)
+                if row.cut == "rows":
+                    rows = _cut(row.name, rows, tp)
                 else:
-                    columns = _cut(target.published, columns, tp)
-                sides = {"linear_in": columns, "linear_out": rows}
-                place = f"{LAYERS}.{layer}.{target.place}"
-                found += [Parameter(name=f"{place}.{side}.weight", numel=lora.rank * n) for side, n in sides.items()]
-    return tuple(found)
+                    columns = _cut(row.name, columns, tp)
+                yield f"{target.place}.linear_in.weight", lora.rank * columns
+                yield f"{target.place}.linear_out.weight", lora.rank * rows
 
 
 def _chunk(rank: _Rank, chunk: Chunk) -> Iterator[Parameter]:
@@ -319,14 +325,19 @@ def _by_module(rows: Mapping[str, Sequence[KeptRow]], sizes: Sizes, chunks: Sequ
         for row in dropwhile(lambda row: start not in ("", row.module), rows.get(place, ())):
             kept[row.module] += times * row.size_bytes(sizes)
 
+    adapted = sizes.lora.layer_numbers(model.num_layers) if sizes.lora else ()
+    pairs = sizes.lora.pairs(is_gated=model.is_gated) if sizes.lora else ()
     has_experts = model.experts.layers if model.experts and batch.routing else (False,) * model.num_layers
     for chunk in chunks:
-        num_again, layers = batch.recompute.parted(_with_gradients(sizes, chunk))
+        first = _first_trained(sizes, chunk)
+        num_again, layers = batch.recompute.parted([layer for layer in chunk.layers if layer >= first])
         num_predicting = model.num_predicting if chunk.is_last else 0
         # Megatron's blocks are not for those of multi-token prediction.
         whole = [*layers, *[model.num_layers - 1] * (num_predicting if batch.recompute.method != "uniform" else 0)]
-        kinds = Counter((has_experts[layer], *_adapted(sizes, chunk, layer)) for layer in whole)
-        for (is_routed, has_adapters, start), number in kinds.items():
+        for (is_routed, has_adapters, is_first), number in Counter(
+            (has_experts[layer], layer in adapted, layer == first) for layer in whole
+        ).items():
+            start = pairs[0].linear if is_first and pairs else ""
             add("layer", replace(sizes, has_experts=is_routed, has_adapters=has_adapters, starts_at=start), number)
         add("chunk", replace(sizes, num_again=num_again, num_layers=len(chunk.layers) + num_predicting))
         if chunk.is_first:
@@ -341,26 +352,11 @@ def _by_module(rows: Mapping[str, Sequence[KeptRow]], sizes: Sizes, chunks: Sequ
 def _first_trained(sizes: Sizes, chunk: Chunk) -> int:
     """Give the layer before which nothing has a gradient: that of the first adapters, on the stage of the samples.
 
-    The input of another stage has one, as Megatron receives it; and recomputed layers are given one.
+    -1 where all have one: the input of another stage does, as Megatron receives it, and that of recomputed layers.
     """
     if sizes.lora is None or not chunk.is_first or sizes.batch.recompute.method:
-        return 0
+        return -1
     return min(sizes.lora.layer_numbers(sizes.model.num_layers), default=sizes.model.num_layers)
-
-
-def _with_gradients(sizes: Sizes, chunk: Chunk) -> Sequence[int]:
-    return [layer for layer in chunk.layers if layer >= _first_trained(sizes, chunk)]
-
-
-def _adapted(sizes: Sizes, chunk: Chunk, layer: int) -> tuple[bool, str]:
-    """Tell whether a layer has adapters, and before which of its linear layers nothing has a gradient."""
-    lora = sizes.lora
-    if lora is None or layer not in lora.layer_numbers(sizes.model.num_layers):
-        return False, ""
-    is_first = chunk.is_first and layer == _first_trained(sizes, chunk) and not sizes.batch.recompute.method
-    in_order = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
-    adapted = (linear for linear in in_order if lora.targets_of(linear, is_gated=sizes.model.is_gated))
-    return True, next(adapted, "") if is_first else ""
 
 
 _START, _END = 64, 128

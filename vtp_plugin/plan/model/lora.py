@@ -35,8 +35,16 @@ class LoraTarget:
         >>> TARGETS[0].place, TARGETS[3].place
         ('self_attention.linear_qkv.adapter.adapter_q', 'self_attention.linear_proj.adapter')
         """
-        block = "self_attention" if self.block == "self_attn" else self.block
-        return ".".join((block, self.linear, ADAPTER, *([self.child] if self.child else [])))
+        return ".".join((self.module, ADAPTER, *([self.child] if self.child else [])))
+
+    @property
+    def module(self) -> str:
+        """Where the layer that holds it is in a layer of Megatron's.
+
+        >>> TARGETS[0].module, TARGETS[6].module
+        ('self_attention.linear_qkv', 'mlp.linear_fc2')
+        """
+        return f"{'self_attention' if self.block == 'self_attn' else self.block}.{self.linear}"
 
 
 ADAPTER: Final = "adapter"
@@ -101,13 +109,21 @@ class Lora:
         >>> [target.child for target in lora.targets_of("linear_fc1", is_gated=False)]
         ['adapter_up']
         """
-        return tuple(
-            target
-            for target in TARGETS
-            if target.linear == linear
-            and target.published in self.targets
-            and (is_gated or target.published != "gate_proj")
-        )
+        return tuple(target for target in self.pairs(is_gated=is_gated) if target.linear == linear)
+
+    def pairs(self, *, is_gated: bool) -> tuple[LoraTarget, ...]:
+        """List the published matrices of a layer that have adapters, in the order in which they are computed.
+
+        >>> lora = Lora(rank=2, alpha=4, targets=("down_proj", "gate_proj", "q_proj"))
+        >>> [target.published for target in lora.pairs(is_gated=False)]
+        ['q_proj', 'down_proj']
+        """
+        return tuple(target for target in published_matrices(is_gated=is_gated) if target.published in self.targets)
+
+
+def published_matrices(*, is_gated: bool) -> tuple[LoraTarget, ...]:
+    """List the published matrices that a layer has; without a gate the feed-forward layer has but one in front."""
+    return tuple(target for target in TARGETS if is_gated or target.published != "gate_proj")
 
 
 def lora_of(arguments: Mapping[str, Any]) -> Lora | None:
