@@ -13,7 +13,8 @@ from vtp_plugin.config.flag import parse_bytes, parse_cp_list, parse_ep_list, pa
 from vtp_plugin.config.resolve import read_flags, transport_rules
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.host.rules.rule import OptionContext
-from vtp_plugin.host.rules.table.rows import refusals
+from vtp_plugin.host.rules.run_checks import with_judged
+from vtp_plugin.host.rules.table.rows import check_options, refusals
 from vtp_plugin.host.rules.table.rows_parallelism import SPLIT_RULES
 from vtp_plugin.host.versions import HOSTS, find_megatron
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
@@ -267,6 +268,8 @@ def read_any_list(args: argparse.Namespace, command: str) -> tuple[Constraints, 
         raise ConfigError(
             f"--vtp-stages {':'.join(map(str, config.stages or ()))} with sizes of {stages} stages; leave one out"
         )
+    if command == "search":
+        _check_options(args, config)
     constraints = fit_layout.read_constraints(
         args,
         config,
@@ -275,6 +278,18 @@ def read_any_list(args: argparse.Namespace, command: str) -> tuple[Constraints, 
     )
     _check(args, command)
     return constraints, read_padded_model(args, constraints)
+
+
+def _check_options(args: argparse.Namespace, config: VtpConfig) -> None:
+    """Refuse what no run of unequal stages supports, since layouts of these are what is searched."""
+    context = OptionContext(
+        tp_sizes=(1, 2),
+        is_planned=config.has_planned_schedule,
+        has_split_backward=config.split_backward,
+        lora=config.lora,
+        is_u_shaped=config.layerwise_disaggregated,
+    )
+    refuse(check_options(with_judged(args, args.unknown, context), context))
 
 
 def allowing_split(args: argparse.Namespace) -> argparse.Namespace:
