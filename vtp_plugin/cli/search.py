@@ -21,6 +21,7 @@ from vtp_plugin.cli.command_base import (
     print_answer,
     read_sizes,
 )
+from vtp_plugin.cli.for_frameworks import add_for_flag, framework_lines
 from vtp_plugin.cli.launch_text import add_slurm_flag, launch_lines, launch_of_found
 from vtp_plugin.cli.page_sections import split_parts, write_output
 from vtp_plugin.cli.run_flags import add_run_flags, check_unknown
@@ -87,6 +88,7 @@ def add_arguments(parser: Parser) -> None:
     add_output_flag(group, "FILE", about)
     group.add_argument("--limit-s", type=float, default=60.0, metavar="S", help="seconds of the processor, default 60")
     add_slurm_flag(group)
+    add_for_flag(group)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -109,7 +111,12 @@ def run(options: argparse.Namespace) -> None:
     page_of = functools.partial(_page, options, request, result, advised, lines, launch)
     write_output(options, {PAGE: page_of, ".svg": lambda: draw_found(result)})
     answer = _answer(request, result) | {"launch": launch.as_json(is_slurm=options.slurm)}
-    print_answer(options, answer, [*lines, "", *launch_lines(launch, is_slurm=options.slurm)])
+    start = [*launch_lines(launch, is_slurm=options.slurm)]
+    if options.framework is not None:
+        best, stock = (each and (each, _launch(request, each, options.argv)) for each in (result.best[0], result.stock))
+        assert best is not None
+        start += framework_lines(options.framework, best, stock)
+    print_answer(options, answer, [*lines, "", *start])
 
 
 def _advised(request: SearchRequest, result: SearchResult) -> Candidate:

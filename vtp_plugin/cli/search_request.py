@@ -56,11 +56,13 @@ class Fitted:
         candidate: the layout.
         reasons: why it was fitted, line by line.
         flags: flags that say it.
+        stock: the best one that stock Megatron can run, if it was asked for and there is one.
     """
 
     candidate: Candidate
     reasons: tuple[str, ...]
     flags: tuple[str, ...]
+    stock: Candidate | None = None
 
 
 def fit_to_cards(args: argparse.Namespace, config: VtpConfig) -> tuple[VtpConfig, Fitted]:
@@ -94,9 +96,9 @@ def fit_to_cards(args: argparse.Namespace, config: VtpConfig) -> tuple[VtpConfig
     chosen = fit_layout.Chosen.of(best)
     is_forced = len({*chosen.sizes}) == 1 and not config.layerwise_disaggregated
     flags = fit_layout.fitted_flags(chosen, constraints, num_predicting=args.mtp_num_layers or 0, is_forced=is_forced)
-    return fit_layout.write_fitted(config, chosen), Fitted(
-        candidate=best, reasons=reasons, flags=(*flags, *fit_layout.order_flags(best, constraints))
-    )
+    stock = fit_layout.fit_stock(nodes, constraints) if getattr(args, "framework", None) else None
+    flags = (*flags, *fit_layout.order_flags(best, constraints))
+    return fit_layout.write_fitted(config, chosen), Fitted(candidate=best, reasons=reasons, flags=flags, stock=stock)
 
 
 def _about_split(best: Candidate) -> str:
