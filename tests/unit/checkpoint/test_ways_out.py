@@ -24,7 +24,7 @@ FILES = (
     *(f"{_CHECKPOINT}/save/{name}.py" for name in ("atomic_dir", "saving")),
     f"{_CHECKPOINT}/load/stored_optimizer.py",
     "patches/core/optimizer/distrib_optimizer.py",
-    *(f"{_CHECKPOINT}/tools/{name}.py" for name in ("reshard", "verify", "writer")),
+    *(f"{_CHECKPOINT}/tools/{name}.py" for name in ("rewrite_optimizer", "verify", "writer")),
     *(
         f"patches/training/{name}.py"
         for name in ("atomic_checkpoint", "checkpointing", "choose_checkpoint", "vocab_utils")
