@@ -36,7 +36,7 @@ from vtp_plugin.plan.schedule.order.actions import num_rings
 from vtp_plugin.report.page.report_page import MemoryBar, MemorySection, ReportPage, TextTable
 from vtp_plugin.report.pictures.draw_pipeline import draw_pipeline
 from vtp_plugin.report.pictures.draw_rows import Box, Group, draw_rows
-from vtp_plugin.report.pictures.draw_timeline import pass_name
+from vtp_plugin.report.pictures.draw_simulated_step import pass_name
 from vtp_plugin.tune.cluster.read_cluster import read_cluster
 from vtp_plugin.tune.fit.fit_layout import Chosen, about_padding, fitted_flags, order_flags, stock_flags
 from vtp_plugin.tune.search.evaluate import Candidate

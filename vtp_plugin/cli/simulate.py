@@ -42,7 +42,7 @@ from vtp_plugin.plan.schedule.order.actions import (
 )
 from vtp_plugin.plan.schedule.proof.check_schedule import peaks_kept
 from vtp_plugin.report.page.report_page import ReportPage, TextTable
-from vtp_plugin.report.pictures.draw_timeline import chrome_trace, draw_svg, draw_text, summarize
+from vtp_plugin.report.pictures.draw_simulated_step import chrome_trace, draw_svg, draw_text, summarize
 
 _WIDTH = 120
 _MICROBATCHES = 8

@@ -36,7 +36,7 @@ from vtp_plugin.plan.schedule.order.actions import (
 )
 from vtp_plugin.plan.schedule.order.add_communication import lower
 from vtp_plugin.plan.schedule.proof.check_schedule import check
-from vtp_plugin.report.pictures.draw_timeline import chrome_trace, draw_svg, draw_text
+from vtp_plugin.report.pictures.draw_simulated_step import chrome_trace, draw_svg, draw_text
 
 LISTS = [(1, 2), (2, 1), (1, 3, 3), (1, 2, 2, 2), (1, 2, 1), (1, 4, 4), (2, 1, 2), (1, 2, 4, 2), (3, 1, 3)]
 
