@@ -10,7 +10,7 @@ from itertools import product
 from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.plan.schedule.cost.costs import ROUNDING, Costs, u_costs, uniform_costs
 from vtp_plugin.plan.schedule.cost.simulator import CompiledSchedule, choose_lookahead
-from vtp_plugin.plan.schedule.make.leg_orders import fill_waits, time_of_whole
+from vtp_plugin.plan.schedule.make.split_backward import fill_waits, time_of_whole
 from vtp_plugin.plan.schedule.make.u_shape import (
     UOrder,
     choose_limits,
@@ -70,7 +70,7 @@ def choose_split(bases: Sequence[Schedule], costs: Costs, kept: Sequence[int]) -
     Args:
         bases: Orders of compute with whole backwards, for one placement; each keeps the limits.
         costs: Costs of the placement.
-        kept: Most microbatches on each worker, see :func:`~vtp_plugin.plan.schedule.make.leg_orders.fill_waits`.
+        kept: Most microbatches on each worker, see :func:`~vtp_plugin.plan.schedule.make.split_backward.fill_waits`.
     """
     wholes = [(time_of_whole(base, costs), base) for base in bases]
     whole_makespan, best = min(wholes, key=lambda pair: pair[0])
