@@ -12,15 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from vtp_plugin.cli.boundaries import format_bytes
-from vtp_plugin.cli.command_base import (
-    PAGE,
-    Parser,
-    add_output_flag,
-    check_ending,
-    named,
-    print_answer,
-    read_sizes,
-)
+from vtp_plugin.cli.command_base import PAGE, Parser, add_output_flag, check_ending, named, print_answer, read_sizes
 from vtp_plugin.cli.launch_text import add_slurm_flag, launch_lines, launch_of_found
 from vtp_plugin.cli.page_sections import split_parts, write_output
 from vtp_plugin.cli.run_flags import add_run_flags, check_unknown
@@ -32,7 +24,7 @@ from vtp_plugin.plan.boundary.strategies.known_strategies import TransportRules
 from vtp_plugin.plan.launch.launch_commands import Launch
 from vtp_plugin.plan.layout.pipeline_layout import format_ranks
 from vtp_plugin.plan.schedule.cost.simulator import timeline_of
-from vtp_plugin.plan.schedule.order.actions import num_rings
+from vtp_plugin.plan.schedule.order.placement import num_rings
 from vtp_plugin.report.page.report_page import MemoryBar, MemorySection, ReportPage, TextTable
 from vtp_plugin.report.pictures.draw_pipeline import draw_pipeline
 from vtp_plugin.report.pictures.draw_rows import Box, Group, draw_rows

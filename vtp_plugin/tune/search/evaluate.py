@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 
 from vtp_plugin.plan.layout.layer_lists import Kept
 from vtp_plugin.plan.schedule.cost.costs import Costs
-from vtp_plugin.plan.schedule.order.actions import Placement, interleaved_placement, plain_placement, u_placement
+from vtp_plugin.plan.schedule.order.placement import Placement, interleaved_placement, plain_placement, u_placement
 from vtp_plugin.tune.cluster.machines import Node
 from vtp_plugin.tune.cluster.speed import Source, least_sure
 from vtp_plugin.tune.search.node_assignment import assign_nodes

@@ -16,7 +16,7 @@ from vtp_plugin.plan.boundary.strategies.known_strategies import STRATEGIES, Tra
 from vtp_plugin.plan.layout.layer_lists import Kept
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.plan.schedule.cost.costs import Costs, in_flight_needed_on, make_route
-from vtp_plugin.plan.schedule.order.actions import Placement
+from vtp_plugin.plan.schedule.order.placement import Placement
 from vtp_plugin.tune.cluster.read_cluster import HeldPart
 from vtp_plugin.tune.cluster.speed import Link, Speed, all_reduce_s
 from vtp_plugin.tune.search.problem import BatchSplit, NodeIndex, SearchProblem, SearchSpace, StageType
@@ -244,7 +244,7 @@ def more_in_flight(
         most: number of microbatches in flight that every stage has memory for.
 
     >>> from vtp_plugin.plan.schedule.cost.costs import uniform_costs
-    >>> from vtp_plugin.plan.schedule.order.actions import plain_placement
+    >>> from vtp_plugin.plan.schedule.order.placement import plain_placement
     >>> costs = uniform_costs(plain_placement(2), latency=3.0)
     >>> [*more_in_flight(plain_placement(2), costs, 8, (8, 1))]
     [(3, 1), (4, 1), (5, 1), (6, 1)]

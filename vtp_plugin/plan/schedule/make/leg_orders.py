@@ -14,7 +14,8 @@ from itertools import count
 
 from vtp_plugin.errors import PlanError
 from vtp_plugin.plan.schedule.cost.costs import MicrobatchRoute
-from vtp_plugin.plan.schedule.order.actions import Action, Actions, Op, Placement, advance
+from vtp_plugin.plan.schedule.order.actions import Action, Actions, Op, advance
+from vtp_plugin.plan.schedule.order.placement import Placement
 
 Orders = tuple[tuple[int, ...], ...]
 """The legs of each worker, one after another."""
@@ -25,7 +26,7 @@ def in_ticks(route: MicrobatchRoute) -> MicrobatchRoute:
 
     >>> from vtp_plugin.plan.schedule.cost.costs import u_costs
     >>> from vtp_plugin.plan.schedule.cost.costs import make_route
-    >>> from vtp_plugin.plan.schedule.order.actions import u_placement
+    >>> from vtp_plugin.plan.schedule.order.placement import u_placement
     >>> in_ticks(make_route(u_placement(2), u_costs(2, cloud=0.2, latency=0.3, edge=0.1))).durations
     (1000000, 2000000, 1000000, 2000000, 4000000, 2000000)
     """
@@ -115,7 +116,7 @@ def makespan(route: MicrobatchRoute, num_microbatches: int, orders: Orders) -> f
 
     >>> from vtp_plugin.plan.schedule.cost.costs import u_costs
     >>> from vtp_plugin.plan.schedule.cost.costs import make_route
-    >>> from vtp_plugin.plan.schedule.order.actions import u_placement
+    >>> from vtp_plugin.plan.schedule.order.placement import u_placement
     >>> makespan(make_route(u_placement(2), u_costs(2)), 1, ((0, 2, 3, 5), (1, 4)))
     12.0
     """
@@ -192,7 +193,7 @@ def mirrored(route: MicrobatchRoute, orders: Orders) -> Orders:
 
     >>> from vtp_plugin.plan.schedule.cost.costs import uniform_costs
     >>> from vtp_plugin.plan.schedule.cost.costs import make_route
-    >>> from vtp_plugin.plan.schedule.order.actions import plain_placement
+    >>> from vtp_plugin.plan.schedule.order.placement import plain_placement
     >>> placement = plain_placement(2, num_replicas=(1, 2))
     >>> mirrored(make_route(placement, uniform_costs(placement)), ((0, 0, 3, 3), (1, 2), (2, 1)))
     ((0, 0, 3, 3), (2, 1), (1, 2))
@@ -204,7 +205,7 @@ def mirrored(route: MicrobatchRoute, orders: Orders) -> Orders:
 def to_actions(placement: Placement, orders: Orders) -> tuple[Actions, ...]:
     """Write orders of legs as actions.
 
-    >>> from vtp_plugin.plan.schedule.order.actions import plain_placement
+    >>> from vtp_plugin.plan.schedule.order.placement import plain_placement
     >>> [str(a) for a in to_actions(plain_placement(1), ((0, 1, 0, 1),))[0]]
     ['0F0', '0B0', '0F1', '0B1']
     """

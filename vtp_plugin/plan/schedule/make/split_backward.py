@@ -20,7 +20,6 @@ from vtp_plugin.plan.schedule.order.actions import (
     Action,
     Actions,
     Op,
-    Placement,
     Schedule,
     channel_of,
     crossing_output,
@@ -30,6 +29,7 @@ from vtp_plugin.plan.schedule.order.actions import (
     receives_for,
     sends_after,
 )
+from vtp_plugin.plan.schedule.order.placement import Placement
 
 
 def fill_waits(
