@@ -19,7 +19,10 @@ _CHECKPOINT = "vtp_plugin/checkpoint"
 FILES = (
     *(
         f"{_CHECKPOINT}/format/{name}.py"
-        for name in ["checkpoint_files", "contents", "index", "infer_map", "resolver", "safe_pickle", "shard_map"]
+        for name in (
+            *("checkpoint_files", "contents", "index", "infer_map", "plan_copies", "resolver", "safe_pickle"),
+            "shard_map",
+        )
     ),
     *(f"{_CHECKPOINT}/save/{name}.py" for name in ("atomic_dir", "saving")),
     f"{_CHECKPOINT}/load/stored_optimizer.py",
