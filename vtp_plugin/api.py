@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from vtp_plugin.host.patching import PatchStatus
-    from vtp_plugin.platform import Platform
+    from vtp_plugin.platform.interface import Platform
     from vtp_plugin.session import Session
 
 
@@ -197,7 +197,7 @@ def choose_device(device: DeviceName) -> None:
     Raises:
         ConfigError: there is no such device.
     """
-    from vtp_plugin.platform import detect
+    from vtp_plugin.platform.detect import detect
 
     if _Holder.platform is None:
         _Holder.platform = detect(device)

@@ -27,7 +27,7 @@ from vtp_plugin.plan.layout.layer_lists import check_layers, check_two_rings
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.plan.layout.replica_map import ReplicaMap, expert_spans
 from vtp_plugin.plan.memory.footprint import Footprint
-from vtp_plugin.plan.schedule.order.actions import Placement, place_workers
+from vtp_plugin.plan.schedule.order.placement import Placement, place_workers
 from vtp_plugin.util.text import own_command, question
 
 _OTHERS = ("--world-size", "--json", "--output", "--num-microbatches", "--bridge", "--nodes", "--slurm")

@@ -12,15 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from vtp_plugin.cli.boundaries import format_bytes
-from vtp_plugin.cli.command_base import (
-    PAGE,
-    Parser,
-    add_output_flag,
-    check_ending,
-    named,
-    print_answer,
-    read_sizes,
-)
+from vtp_plugin.cli.command_base import PAGE, Parser, add_output_flag, check_ending, named, print_answer, read_sizes
 from vtp_plugin.cli.for_frameworks import add_for_flag, framework_lines
 from vtp_plugin.cli.launch_text import add_slurm_flag, launch_lines, launch_of_found
 from vtp_plugin.cli.page_sections import split_parts, write_output
@@ -33,11 +25,11 @@ from vtp_plugin.plan.boundary.strategies.known_strategies import TransportRules
 from vtp_plugin.plan.launch.launch_commands import Launch
 from vtp_plugin.plan.layout.pipeline_layout import format_ranks
 from vtp_plugin.plan.schedule.cost.simulator import timeline_of
-from vtp_plugin.plan.schedule.order.actions import num_rings
+from vtp_plugin.plan.schedule.order.placement import num_rings
 from vtp_plugin.report.page.report_page import MemoryBar, MemorySection, ReportPage, TextTable
 from vtp_plugin.report.pictures.draw_pipeline import draw_pipeline
 from vtp_plugin.report.pictures.draw_rows import Box, Group, draw_rows
-from vtp_plugin.report.pictures.draw_timeline import pass_name
+from vtp_plugin.report.pictures.draw_simulated_step import pass_name
 from vtp_plugin.tune.cluster.read_cluster import read_cluster
 from vtp_plugin.tune.fit.fit_layout import Chosen, about_padding, fitted_flags, order_flags, stock_flags
 from vtp_plugin.tune.search.evaluate import Candidate
