@@ -12,9 +12,11 @@ from tests.rules.import_rules import ROOT
 from vtp_plugin.cli import main
 from vtp_plugin.cli.for_frameworks import layout_string
 
-MODEL = """--num-layers 32 --hidden-size 4096 --num-attention-heads 32 --group-query-attention --num-query-groups 8
-    --vocab-size 128256 --max-position-embeddings 4096 --seq-length 4096 --micro-batch-size 1 --global-batch-size 64
-    --bf16""".split()
+MODEL = [
+    *("--num-layers", "32", "--hidden-size", "4096", "--num-attention-heads", "32", "--group-query-attention"),
+    *("--num-query-groups", "8", "--vocab-size", "128256", "--max-position-embeddings", "4096", "--seq-length", "4096"),
+    *("--micro-batch-size", "1", "--global-batch-size", "64", "--bf16"),
+]
 HAVE = ["plan", "--have", "8,6", *MODEL]
 
 
