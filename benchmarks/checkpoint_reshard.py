@@ -30,7 +30,7 @@ def main() -> None:
     """Write a checkpoint again, and print as JSON what that took beyond the imports."""
     import torch.distributed.checkpoint
 
-    import vtp_plugin.checkpoint.tools.reshard
+    import vtp_plugin.checkpoint.tools.rewrite_optimizer
     from vtp_plugin.cli import main as run
 
     del torch, vtp_plugin

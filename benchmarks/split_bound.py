@@ -27,7 +27,7 @@ from vtp_plugin.plan.schedule.cost.costs import Costs
 from vtp_plugin.plan.schedule.cost.simulator import simulate
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
 from vtp_plugin.plan.schedule.make.u_shape import one_f_one_b
-from vtp_plugin.plan.schedule.order.actions import plain_placement
+from vtp_plugin.plan.schedule.order.placement import plain_placement
 
 SEED, COUNT, NUM_WORST = 2401_10241, 200, 10
 

@@ -27,7 +27,7 @@ from benchmarks.wan.steps import Job, Outcome, run_jobs
 from vtp_plugin.plan.schedule.cost.costs import Costs, u_costs, uniform_costs
 from vtp_plugin.plan.schedule.cost.simulator import simulate
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
-from vtp_plugin.plan.schedule.order.actions import plain_placement, u_placement
+from vtp_plugin.plan.schedule.order.placement import plain_placement, u_placement
 
 T_S = 0.04
 MBIT = 1000.0

@@ -29,8 +29,9 @@ from benchmarks.wan.steps import Job, run_jobs
 from vtp_plugin.plan.schedule.cost.costs import Costs
 from vtp_plugin.plan.schedule.cost.simulator import choose_lookahead, simulate
 from vtp_plugin.plan.schedule.make.u_shape import choose_limits, plan_u_shape
-from vtp_plugin.plan.schedule.order.actions import Schedule, u_placement
+from vtp_plugin.plan.schedule.order.actions import Schedule
 from vtp_plugin.plan.schedule.order.add_communication import lower
+from vtp_plugin.plan.schedule.order.placement import u_placement
 
 TOKENS, PATCHES = 1024, 1024
 VISION, TEXT, WORDS = 1280, 5120, 152064

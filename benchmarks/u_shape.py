@@ -37,7 +37,8 @@ from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.schedule.cost.costs import Costs, in_flight_needed, lower_bound, make_route, u_costs, uniform_costs
 from vtp_plugin.plan.schedule.cost.simulator import simulate
 from vtp_plugin.plan.schedule.make.u_shape import interleaved_one_f_one_b, plan_u_shape, reference_u_shape
-from vtp_plugin.plan.schedule.order.actions import Op, Schedule, interleaved_placement, u_placement
+from vtp_plugin.plan.schedule.order.actions import Op, Schedule
+from vtp_plugin.plan.schedule.order.placement import interleaved_placement, u_placement
 
 OURS, OURS_NEED = "ours, limit m", "ours, limit need+2"
 REFERENCE = "reference"

@@ -45,8 +45,9 @@ from benchmarks.wan.steps import Job, Outcome, run_jobs
 from vtp_plugin.plan.schedule.cost.costs import Costs, u_costs
 from vtp_plugin.plan.schedule.cost.simulator import choose_lookahead, simulate
 from vtp_plugin.plan.schedule.make.u_shape import choose_limits, plan_u_shape, reference_u_shape
-from vtp_plugin.plan.schedule.order.actions import Schedule, u_placement
+from vtp_plugin.plan.schedule.order.actions import Schedule
 from vtp_plugin.plan.schedule.order.add_communication import lower
+from vtp_plugin.plan.schedule.order.placement import u_placement
 
 T_F_S = 0.04
 CLOUD = 2.0

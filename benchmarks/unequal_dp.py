@@ -45,7 +45,8 @@ from benchmarks.unequal_dp_results import MULTIPLEX, PLAIN, PLAIN_SAME, SPLIT, U
 from vtp_plugin.plan.schedule.cost.costs import Costs, in_flight_needed, lower_bound, make_route, split_costs
 from vtp_plugin.plan.schedule.cost.simulator import simulate
 from vtp_plugin.plan.schedule.make.u_shape import one_f_one_b, one_f_one_b_limits, plan_u_shape
-from vtp_plugin.plan.schedule.order.actions import Op, Placement, Schedule, plain_placement
+from vtp_plugin.plan.schedule.order.actions import Op, Schedule
+from vtp_plugin.plan.schedule.order.placement import Placement, plain_placement
 
 LATENCIES = (0.0, 1.0, 2.0, 4.0, 8.0)
 LOADS = (0.5, 1.0, 2.0)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from vtp_plugin.plan.schedule.cost.costs import Costs, uniform_costs
-from vtp_plugin.plan.schedule.order.actions import Placement, plain_placement, u_placement
+from vtp_plugin.plan.schedule.order.placement import Placement, plain_placement, u_placement
 
 PLAIN, PLAIN_SAME, U, U_LIMIT = "1f1b", "1f1b, kP", "u", "u, limit"
 MULTIPLEX, SPLIT = "multiplex", "split"

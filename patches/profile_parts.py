@@ -24,8 +24,7 @@ from vtp_plugin.host.rules.table.rows_parallelism import SPLIT_RULES
 from vtp_plugin.host.versions import find_host
 from vtp_plugin.patches.activation import split_layers
 from vtp_plugin.patches.hosts import load_host
-from vtp_plugin.platform import Platform
-from vtp_plugin.platform.interface import alone_in_world
+from vtp_plugin.platform.interface import Platform, alone_in_world
 from vtp_plugin.runtime.step.weight_gradients import WeightGradients
 from vtp_plugin.session import Session
 from vtp_plugin.tune.cluster.machines import Part, Time

@@ -89,7 +89,13 @@ MODULES: Final[Mapping[Moment, tuple[str, ...]]] = {
     ),
     Moment.SITES: ("site_objects",),
     Moment.MM_RINGS: ("mindspeed.two_rings",),
-    Moment.SWIFT: ("swift.stages", "swift.lora_start", "swift.hf_export", "swift.checkpoints", "swift.both_ends"),
+    Moment.SWIFT: (
+        "swift.swift_arguments",
+        "swift.lora_start",
+        "swift.hf_export",
+        "swift.checkpoints",
+        "swift.both_ends",
+    ),
 }
 """The modules that declare records for a moment. They are imported then: a patch imports the Megatron module that it
 belongs to, and a run loads only what it uses."""

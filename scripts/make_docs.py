@@ -291,9 +291,9 @@ def _pictures() -> dict[str, str]:
     from vtp_plugin.plan.schedule.cost.simulator import simulate
     from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
     from vtp_plugin.plan.schedule.make.u_shape import plan_u_shape
-    from vtp_plugin.plan.schedule.order.actions import plain_placement, u_placement
+    from vtp_plugin.plan.schedule.order.placement import plain_placement, u_placement
     from vtp_plugin.report.pictures.draw_pipeline import draw_pipeline
-    from vtp_plugin.report.pictures.draw_timeline import draw_svg
+    from vtp_plugin.report.pictures.draw_simulated_step import draw_svg
 
     unequal = PipelineLayout.from_sizes((2, 3), world_size=5)
     costs = u_costs(3, cloud=2.0, latency=1.0)

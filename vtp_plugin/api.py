@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import torch.distributed as dist
 
     from vtp_plugin.host.patching import PatchStatus
-    from vtp_plugin.platform import Platform
+    from vtp_plugin.platform.interface import Platform
     from vtp_plugin.session import Session
 
 
@@ -129,7 +129,8 @@ def apply(
         lora_rank: rank of the adapters (LoRA) that are trained in the place of the model; ``None`` trains the model.
         lora_alpha: the product of an adapter's factors is multiplied by this over the rank; ``None`` is the rank.
         lora_targets: what gets adapters, such as ``["q_proj", "linear_fc1"]``; empty is all.
-        lora_layers: which layers do, as ranges of numbers from 0, such as ``"0:4,28:32"``; empty is all.
+        lora_layers: which layers do, as ranges of numbers from 0, such as ``"0:4,28:32"``, or in a U ``"edge"`` or
+            ``"cloud"``; empty is all.
         lora_save_base: save the frozen model with the adapters.
         log_level: least level of the plugin's log: ``"DEBUG"``, ``"INFO"``, ``"WARNING"`` or ``"ERROR"``.
         trace: folder for files of what each rank does and when; all ranks give one, or none.
@@ -196,7 +197,7 @@ def choose_device(device: DeviceName) -> None:
     Raises:
         ConfigError: there is no such device.
     """
-    from vtp_plugin.platform import detect
+    from vtp_plugin.platform.detect import detect
 
     if _Holder.platform is None:
         _Holder.platform = detect(device)

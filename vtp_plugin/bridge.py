@@ -47,7 +47,7 @@ def __dir__() -> list[str]:
 
 def _session() -> Session:
     """Return the applied plugin; where a script takes the bridges without ``apply()``, one that patches nothing."""
-    from vtp_plugin.platform import detect
+    from vtp_plugin.platform.detect import detect
     from vtp_plugin.session import Session
 
     # With its platform, it maps nothing of torch.

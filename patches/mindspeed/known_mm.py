@@ -20,7 +20,7 @@ import torch
 
 from vtp_plugin.checkpoint.format.resolver import read_tracker
 from vtp_plugin.errors import ConfigError, LayoutError
-from vtp_plugin.host.patching.pins import changed_targets, missing_targets, pins_in, read_pins
+from vtp_plugin.host.patching.pins import changed_targets, missing_in_files, pins_in, read_pins
 from vtp_plugin.host.rules.checks.batch import most_tokens
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.util.text import own_command
@@ -248,7 +248,7 @@ def problems_of_versions(megatron: str) -> Iterator[str]:
         )
     for package, known in WRITTEN_FOR.items():
         if (root := _root(package)) is not None:
-            yield from missing_targets(package, known, root, TARGETS[package])
+            yield from missing_in_files(package, known, root, TARGETS[package])
 
 
 def changes_of_versions() -> Iterator[str]:

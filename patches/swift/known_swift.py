@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from vtp_plugin.config import VtpConfig, flags_of_fields
-from vtp_plugin.host.patching.pins import changed_targets, missing_targets, pins_in, read_pins
+from vtp_plugin.host.patching.pins import changed_targets, missing_in_files, pins_in, read_pins
 
 PINS: Final = Path(__file__).with_name("pins.json")
 """Digests of the functions that are replaced or relied on: version of a package -> target -> digest."""
@@ -48,7 +48,7 @@ def is_loaded() -> bool:
 def problems_of_versions() -> Iterator[str]:
     """Name what an installed package does not have."""
     for package, known in WRITTEN_FOR.items():
-        yield from missing_targets(package, known, _root(package), TARGETS[package])
+        yield from missing_in_files(package, known, _root(package), TARGETS[package])
 
 
 def changes_of_versions() -> Iterator[str]:

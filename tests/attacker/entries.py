@@ -49,7 +49,7 @@ from vtp_plugin.plan.boundary.channel_spec import ChannelSpec
 from vtp_plugin.plan.boundary.endpoint import BridgeEndpoint, Endpoint
 from vtp_plugin.plan.schedule.cost.costs import uniform_costs
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
-from vtp_plugin.plan.schedule.order.actions import u_placement
+from vtp_plugin.plan.schedule.order.placement import u_placement
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.runtime.comm.plain_data import PlainData
 from vtp_plugin.runtime.comm.tensor_format import TensorFormat

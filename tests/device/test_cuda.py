@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tests.support.hosts import ROOT
 from tests.support.pool import free_port
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.platform import detect
+from vtp_plugin.platform.detect import detect
 from vtp_plugin.runtime.health.monitor import Monitor
 
 pytestmark = [

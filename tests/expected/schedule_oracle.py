@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from graphlib import TopologicalSorter
 
 from vtp_plugin.plan.schedule.cost.costs import Costs
-from vtp_plugin.plan.schedule.order.actions import Action, Actions, Op, Placement, Schedule
+from vtp_plugin.plan.schedule.order.actions import Action, Actions, Op, Schedule
+from vtp_plugin.plan.schedule.order.placement import Placement
 
 Node = tuple[str, int, int]  # "F", "B" (whole or the gradient of the input), or "W"; virtual stage, microbatch
 COMPUTES = (Op.F, Op.B, Op.I, Op.W)

@@ -16,21 +16,18 @@ from hypothesis import strategies as st
 from numpy.lib.stride_tricks import as_strided
 
 from vtp_plugin.checkpoint.format.infer_map import check_map, check_wanted
+from vtp_plugin.checkpoint.format.plan_copies import Copy, Stored, count_below, require_cover
 from vtp_plugin.checkpoint.format.shard_map import (
     Block,
     Bucket,
     BucketEntry,
-    Copy,
     ShardSpec,
-    Stored,
     StoredRange,
     Strided,
     block_at,
     boxes_between,
-    count_below,
     dump_map,
     load_map,
-    require_cover,
     row_major,
 )
 from vtp_plugin.errors import ConfigError, PlanError

@@ -19,8 +19,9 @@ from vtp_plugin.plan.schedule.cost.costs import Costs, lower_bound, make_route
 from vtp_plugin.plan.schedule.cost.simulator import simulate
 from vtp_plugin.plan.schedule.make.leg_orders import dispatch, in_flight, makespan, mirrored, to_actions
 from vtp_plugin.plan.schedule.make.u_shape import one_f_one_b, plan_u_shape
-from vtp_plugin.plan.schedule.order.actions import Placement, Schedule, plain_placement, u_placement
+from vtp_plugin.plan.schedule.order.actions import Schedule
 from vtp_plugin.plan.schedule.order.add_communication import lower
+from vtp_plugin.plan.schedule.order.placement import Placement, plain_placement, u_placement
 from vtp_plugin.plan.schedule.proof.check_schedule import check
 
 NUM_IN_CI = 400

@@ -11,14 +11,8 @@ import pytest
 from tests.expected.schedule_oracle import kept, random_schedule
 from vtp_plugin.plan.layout.layer_lists import Kept
 from vtp_plugin.plan.schedule.make.u_shape import interleaved_one_f_one_b
-from vtp_plugin.plan.schedule.order.actions import (
-    Action,
-    Actions,
-    Op,
-    interleaved_placement,
-    plain_placement,
-    u_placement,
-)
+from vtp_plugin.plan.schedule.order.actions import Action, Actions, Op
+from vtp_plugin.plan.schedule.order.placement import interleaved_placement, plain_placement, u_placement
 from vtp_plugin.plan.schedule.proof.check_schedule import most_activations, peaks_kept
 
 PLACEMENTS = (

@@ -22,16 +22,9 @@ from vtp_plugin.plan.schedule.make.u_shape import (
     plan_u_shape,
     reference_u_shape,
 )
-from vtp_plugin.plan.schedule.order.actions import (
-    Action,
-    Op,
-    Placement,
-    channels,
-    num_rings,
-    plain_placement,
-    u_placement,
-)
+from vtp_plugin.plan.schedule.order.actions import Action, Op, channels
 from vtp_plugin.plan.schedule.order.add_communication import lower
+from vtp_plugin.plan.schedule.order.placement import Placement, num_rings, plain_placement, u_placement
 from vtp_plugin.plan.schedule.proof.check_schedule import check
 
 SETTINGS = settings(max_examples=80)

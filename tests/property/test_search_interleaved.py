@@ -24,7 +24,7 @@ from tests.property.test_search_properties import (
 )
 from vtp_plugin.plan.schedule.cost.simulator import simulate
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
-from vtp_plugin.plan.schedule.order.actions import interleaved_placement
+from vtp_plugin.plan.schedule.order.placement import interleaved_placement
 from vtp_plugin.tune.cluster.read_cluster import HeldPart
 from vtp_plugin.tune.search.find_best import find_best
 from vtp_plugin.tune.search.problem import BatchSplit, SearchProblem

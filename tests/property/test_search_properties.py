@@ -20,8 +20,8 @@ from vtp_plugin.plan.schedule.cost.costs import Costs
 from vtp_plugin.plan.schedule.cost.simulator import simulate
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
 from vtp_plugin.plan.schedule.make.u_shape import one_f_one_b
-from vtp_plugin.plan.schedule.order.actions import plain_placement
 from vtp_plugin.plan.schedule.order.add_communication import lower
+from vtp_plugin.plan.schedule.order.placement import plain_placement
 from vtp_plugin.tune.cluster.read_cluster import HeldPart
 from vtp_plugin.tune.cluster.speed import Link, Speed
 from vtp_plugin.tune.search.find_best import find_best

@@ -9,19 +9,11 @@ import random
 import pytest
 
 from tests.expected.schedule_oracle import most_kept
-from tests.property.test_search_properties import (
-    TOLERANCE,
-    Nodes,
-    Stages,
-    all_costs,
-    between,
-    stage_lists,
-    summed,
-)
+from tests.property.test_search_properties import TOLERANCE, Nodes, Stages, all_costs, between, stage_lists, summed
 from vtp_plugin.plan.boundary.strategies.known_strategies import TransportRules
 from vtp_plugin.plan.schedule.cost.simulator import simulate
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
-from vtp_plugin.plan.schedule.order.actions import u_placement
+from vtp_plugin.plan.schedule.order.placement import u_placement
 from vtp_plugin.tune.cluster.speed import Link, Speed
 from vtp_plugin.tune.search.find_best import find_best
 from vtp_plugin.tune.search.problem import BatchSplit, NodePool, SearchProblem

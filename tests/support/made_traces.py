@@ -10,7 +10,8 @@ from pathlib import Path
 from vtp_plugin.plan.schedule.cost.costs import Costs, u_costs
 from vtp_plugin.plan.schedule.cost.simulator import simulate
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
-from vtp_plugin.plan.schedule.order.actions import Placement, Schedule, u_placement
+from vtp_plugin.plan.schedule.order.actions import Schedule
+from vtp_plugin.plan.schedule.order.placement import Placement, u_placement
 from vtp_plugin.trace.compare_steps import plan_shares
 from vtp_plugin.trace.stretches import (
     Cause,

@@ -438,7 +438,7 @@ def _reshard(options: argparse.Namespace) -> None:
     contents = Contents(find_checkpoint(options.source))
     form = form_for_any(contents, options.form)
     from vtp_plugin.checkpoint.load.stored_optimizer import require_masters
-    from vtp_plugin.checkpoint.tools.reshard import reshard
+    from vtp_plugin.checkpoint.tools.rewrite_optimizer import plan_rewrite
     from vtp_plugin.checkpoint.tools.writer import holding, writing_to
 
     if form != contents.form:
@@ -449,7 +449,7 @@ def _reshard(options: argparse.Namespace) -> None:
     target = options.target / name
     kept = contents.folder.parent
     key = read_kept_key(kept, f"--from {options.source}") if (kept / EDGE_KEY).exists() else None
-    work, ending = reshard(contents, target, form)
+    work, ending = plan_rewrite(contents, target, form)
     total = sum(piece.num_bytes for piece in work.pieces)
     with progress(total, "reshard") as on_written, holding(options.target):
         found = work.find_written()

@@ -152,7 +152,7 @@ class _Report:
                 self.problems.append(f"rendezvous {rendezvous}: {self.rendezvous[-1]}")
 
     def _try_platform(self, device: DeviceName) -> None:
-        from vtp_plugin.platform import detect
+        from vtp_plugin.platform.detect import detect
 
         platform = detect(device)
         self.platform = f"{platform.name}, backend {platform.backend} ({platform.reason})"

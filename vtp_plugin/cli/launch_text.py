@@ -55,6 +55,7 @@ def launch_of_run(options: argparse.Namespace, flags: Run) -> tuple[Launch, str]
             note = "--vtp-force: all stages have one size; so layouts of other sizes load the checkpoints, too\n"
     elif options.nodes is not None:
         nodes = fill_nodes(layout, options.nodes)
+        note = "".join(_unused(nodes, options.nodes))
     else:
         nodes = usual_nodes(layout, flags.sites)
         note = _usual_text(nodes)
@@ -104,6 +105,19 @@ def launch_lines(launch: Launch, note: str = "", *, is_slurm: bool) -> Iterator[
     if not launch.is_consecutive and _helps_replica_major(launch):
         yield "if you add --use-tp-pp-dp-mapping, the ranks of each node are consecutive: one torchrun on each"
     yield from note.splitlines()
+
+
+def _unused(nodes: Sequence[NodeRanks], num_devices: Sequence[int]) -> Iterator[str]:
+    """Write how many devices of each node no rank is for.
+
+    >>> print(*_unused([NodeRanks(name="node 0", ranks=(0, 1))], [2, 3]), sep="", end="")
+    node 1: no rank is for its 3 devices
+    """
+    used = {node.name: len(node.ranks) for node in nodes}
+    for number, devices in enumerate(num_devices):
+        ranks = used.get(name := f"node {number}", 0)
+        if ranks < devices:
+            yield f"{name}: no rank is for {f'{devices - ranks} of ' if ranks else ''}its {devices} devices\n"
 
 
 def _usual_text(nodes: Sequence[NodeRanks]) -> str:

@@ -26,7 +26,7 @@ from vtp_plugin.plan.memory.footprint import Footprint
 from vtp_plugin.plan.schedule.cost.costs import u_costs
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
 from vtp_plugin.plan.schedule.make.u_shape import choose_limits
-from vtp_plugin.plan.schedule.order.actions import num_rings
+from vtp_plugin.plan.schedule.order.placement import num_rings
 from vtp_plugin.plan.schedule.proof.check_schedule import peaks_kept
 from vtp_plugin.report import page as template
 from vtp_plugin.report.page.report_page import MemoryBar, MemorySection, ReportPage, TextTable

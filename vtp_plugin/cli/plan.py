@@ -31,6 +31,7 @@ from vtp_plugin.cli.command_base import (
     write_file,
     written,
 )
+from vtp_plugin.cli.for_frameworks import add_for_flag, framework_lines
 from vtp_plugin.cli.launch_text import add_slurm_flag, launch_lines, launch_of_run
 from vtp_plugin.cli.page_sections import (
     memory_as_json,
@@ -47,7 +48,7 @@ from vtp_plugin.config.resolve import option_context
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.host.rules.checks.batch import describe_batches
 from vtp_plugin.plan.boundary.channel_spec import PipelineBoundary
-from vtp_plugin.plan.launch.launch_commands import Launch
+from vtp_plugin.plan.launch.launch_commands import Launch, named_nodes
 from vtp_plugin.plan.layout.pipeline_layout import (
     Direction,
     PipelineLayout,
@@ -129,6 +130,7 @@ def add_arguments(parser: Parser) -> None:
         "eight devices suffice, else one for each stage",
     )
     add_slurm_flag(group)
+    add_for_flag(group)
     add_output_flag(group, "FILE.html", "a page with all of it, to open in a browser")
     add_bridge_flag(parser)
     parser.epilog = _answer.__doc__
@@ -149,8 +151,27 @@ def run(options: argparse.Namespace) -> None:
     launch, note = launch_of_run(options, flags)
     write_output(options, {PAGE: lambda: _page(options, flags, views, launch, note)})
     answer = _answer(flags, views) | {"launch": launch.as_json(is_slurm=options.slurm)}
-    start = ["", *launch_lines(launch, note, is_slurm=options.slurm), *written(options)]
+    start = ["", *launch_lines(launch, note, is_slurm=options.slurm), *_for_framework(options, flags, launch)]
+    start += written(options)
     print_answer(options, answer, chain(_plan_lines(flags, views, _MAX_LINES - len(start)), start))
+
+
+def _for_framework(options: argparse.Namespace, flags: Run, launch: Launch) -> Iterator[str]:
+    if options.framework is None:
+        return
+    if flags.fitted is None:
+        raise ConfigError("--for with sizes that were given; it writes a layout that is found; give --have 8,6,8")
+    stock = flags.fitted.stock
+    of_stock = None
+    if stock is not None:
+        layout = PipelineLayout.from_sizes(
+            stock.sizes,
+            world_size=stock.num_cards,
+            dp=(stock.num_replicas,) * len(stock.sizes),
+            cp=max(flags.layout.cp_sizes),
+        )
+        of_stock = stock, Launch(layout=layout, nodes=named_nodes(stock.node_names, layout), program=())
+    yield from framework_lines(options.framework, (flags.fitted.candidate, launch), of_stock)
 
 
 def _page(options: argparse.Namespace, flags: Run, views: Views, launch: Launch, note: str) -> ReportPage:

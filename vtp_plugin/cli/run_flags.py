@@ -21,13 +21,13 @@ from vtp_plugin.config import VtpConfig, resolve
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.host.megatron_flags import MODEL_FLAGS, RUN_FLAGS
 from vtp_plugin.host.rules.checks.stage_layers import count_chunks
-from vtp_plugin.host.rules.run_checks import check_run
+from vtp_plugin.host.rules.run_checks import check_run, judged_flags, with_judged
 from vtp_plugin.plan.boundary.strategies.known_strategies import TransportRules
 from vtp_plugin.plan.layout.layer_lists import check_layers, check_two_rings
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.plan.layout.replica_map import ReplicaMap, expert_spans
 from vtp_plugin.plan.memory.footprint import Footprint
-from vtp_plugin.plan.schedule.order.actions import Placement, place_workers
+from vtp_plugin.plan.schedule.order.placement import Placement, place_workers
 from vtp_plugin.util.text import own_command, question
 
 _OTHERS = ("--world-size", "--json", "--output", "--num-microbatches", "--bridge", "--nodes", "--slurm")
@@ -118,7 +118,7 @@ def add_run_flags(parser: Parser, *, has_layout: bool = True) -> None:
     """
     before = [*parser._action_groups]
     resolve.add_vtp_arguments(parser)
-    about = "Others may be given too; they change nothing."
+    about = "Others may be given too; those that a run does not support end the command."
     group = parser.add_argument_group("Megatron's flags that matter here", about)
     for flag in RUN_FLAGS:
         flag.declare(group)
@@ -220,6 +220,7 @@ def check_unknown(argv: Sequence[str], *, are_ignored: bool = True) -> None:
         hint = question(flag, known_flags())
         if hint or flag.startswith("--vtp"):
             raise ConfigError(f"{flag} is unknown{hint or f'; `{own_command()} run --help-all` lists the flags'}")
+    flags = [flag for flag in flags if flag not in judged_flags(argv)]
     if flags and are_ignored:
         note = f"vtp_plugin: {len(flags)} flag(s) change nothing here: {', '.join(flags)}"
         print(textwrap.shorten(note, 160, placeholder=" ..."), file=sys.stderr)
@@ -273,7 +274,8 @@ def _check(args: argparse.Namespace, config: VtpConfig, layout: PipelineLayout, 
         )
     if config.encoder_layer_list is not None:
         check_two_rings(config.encoder_layer_list, layout.cp_sizes, is_split=replicas.is_split)
-    refuse(check_run(args, resolve.option_context(config, layout), replicas))
+    context = resolve.option_context(config, layout)
+    refuse(check_run(with_judged(args, args.unknown, context), context, replicas))
 
 
 def read_tensor(args: argparse.Namespace) -> tuple[tuple[int, int, int] | None, int]:

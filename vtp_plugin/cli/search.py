@@ -12,15 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from vtp_plugin.cli.boundaries import format_bytes
-from vtp_plugin.cli.command_base import (
-    PAGE,
-    Parser,
-    add_output_flag,
-    check_ending,
-    named,
-    print_answer,
-    read_sizes,
-)
+from vtp_plugin.cli.command_base import PAGE, Parser, add_output_flag, check_ending, named, print_answer, read_sizes
+from vtp_plugin.cli.for_frameworks import add_for_flag, framework_lines
 from vtp_plugin.cli.launch_text import add_slurm_flag, launch_lines, launch_of_found
 from vtp_plugin.cli.page_sections import split_parts, write_output
 from vtp_plugin.cli.run_flags import add_run_flags, check_unknown
@@ -32,11 +25,11 @@ from vtp_plugin.plan.boundary.strategies.known_strategies import TransportRules
 from vtp_plugin.plan.launch.launch_commands import Launch
 from vtp_plugin.plan.layout.pipeline_layout import format_ranks
 from vtp_plugin.plan.schedule.cost.simulator import timeline_of
-from vtp_plugin.plan.schedule.order.actions import num_rings
+from vtp_plugin.plan.schedule.order.placement import num_rings
 from vtp_plugin.report.page.report_page import MemoryBar, MemorySection, ReportPage, TextTable
 from vtp_plugin.report.pictures.draw_pipeline import draw_pipeline
 from vtp_plugin.report.pictures.draw_rows import Box, Group, draw_rows
-from vtp_plugin.report.pictures.draw_timeline import pass_name
+from vtp_plugin.report.pictures.draw_simulated_step import pass_name
 from vtp_plugin.tune.cluster.read_cluster import read_cluster
 from vtp_plugin.tune.fit.fit_layout import Chosen, about_padding, fitted_flags, order_flags, stock_flags
 from vtp_plugin.tune.search.evaluate import Candidate
@@ -87,6 +80,7 @@ def add_arguments(parser: Parser) -> None:
     add_output_flag(group, "FILE", about)
     group.add_argument("--limit-s", type=float, default=60.0, metavar="S", help="seconds of the processor, default 60")
     add_slurm_flag(group)
+    add_for_flag(group)
 
 
 def run(options: argparse.Namespace) -> None:
@@ -109,7 +103,12 @@ def run(options: argparse.Namespace) -> None:
     page_of = functools.partial(_page, options, request, result, advised, lines, launch)
     write_output(options, {PAGE: page_of, ".svg": lambda: draw_found(result)})
     answer = _answer(request, result) | {"launch": launch.as_json(is_slurm=options.slurm)}
-    print_answer(options, answer, [*lines, "", *launch_lines(launch, is_slurm=options.slurm)])
+    start = [*launch_lines(launch, is_slurm=options.slurm)]
+    if options.framework is not None:
+        best, stock = (each and (each, _launch(request, each, options.argv)) for each in (result.best[0], result.stock))
+        assert best is not None
+        start += framework_lines(options.framework, best, stock)
+    print_answer(options, answer, [*lines, "", *start])
 
 
 def _advised(request: SearchRequest, result: SearchResult) -> Candidate:

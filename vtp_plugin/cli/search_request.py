@@ -13,7 +13,8 @@ from vtp_plugin.config.flag import parse_bytes, parse_cp_list, parse_ep_list, pa
 from vtp_plugin.config.resolve import read_flags, transport_rules
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.host.rules.rule import OptionContext
-from vtp_plugin.host.rules.table.rows import refusals
+from vtp_plugin.host.rules.run_checks import with_judged
+from vtp_plugin.host.rules.table.rows import check_options, refusals
 from vtp_plugin.host.rules.table.rows_parallelism import SPLIT_RULES
 from vtp_plugin.host.versions import HOSTS, find_megatron
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
@@ -55,11 +56,13 @@ class Fitted:
         candidate: the layout.
         reasons: why it was fitted, line by line.
         flags: flags that say it.
+        stock: the best one that stock Megatron can run, if it was asked for and there is one.
     """
 
     candidate: Candidate
     reasons: tuple[str, ...]
     flags: tuple[str, ...]
+    stock: Candidate | None = None
 
 
 def fit_to_cards(args: argparse.Namespace, config: VtpConfig) -> tuple[VtpConfig, Fitted]:
@@ -93,9 +96,9 @@ def fit_to_cards(args: argparse.Namespace, config: VtpConfig) -> tuple[VtpConfig
     chosen = fit_layout.Chosen.of(best)
     is_forced = len({*chosen.sizes}) == 1 and not config.layerwise_disaggregated
     flags = fit_layout.fitted_flags(chosen, constraints, num_predicting=args.mtp_num_layers or 0, is_forced=is_forced)
-    return fit_layout.write_fitted(config, chosen), Fitted(
-        candidate=best, reasons=reasons, flags=(*flags, *fit_layout.order_flags(best, constraints))
-    )
+    stock = fit_layout.fit_stock(nodes, constraints) if getattr(args, "framework", None) else None
+    flags = (*flags, *fit_layout.order_flags(best, constraints))
+    return fit_layout.write_fitted(config, chosen), Fitted(candidate=best, reasons=reasons, flags=flags, stock=stock)
 
 
 def _about_split(best: Candidate) -> str:
@@ -267,6 +270,8 @@ def read_any_list(args: argparse.Namespace, command: str) -> tuple[Constraints, 
         raise ConfigError(
             f"--vtp-stages {':'.join(map(str, config.stages or ()))} with sizes of {stages} stages; leave one out"
         )
+    if command == "search":
+        _check_options(args, config)
     constraints = fit_layout.read_constraints(
         args,
         config,
@@ -275,6 +280,18 @@ def read_any_list(args: argparse.Namespace, command: str) -> tuple[Constraints, 
     )
     _check(args, command)
     return constraints, read_padded_model(args, constraints)
+
+
+def _check_options(args: argparse.Namespace, config: VtpConfig) -> None:
+    """Refuse what no run of unequal stages supports, since layouts of these are what is searched."""
+    context = OptionContext(
+        tp_sizes=(1, 2),
+        is_planned=config.has_planned_schedule,
+        has_split_backward=config.split_backward,
+        lora=config.lora,
+        is_u_shaped=config.layerwise_disaggregated,
+    )
+    refuse(check_options(with_judged(args, args.unknown, context), context))
 
 
 def allowing_split(args: argparse.Namespace) -> argparse.Namespace:

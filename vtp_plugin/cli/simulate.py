@@ -32,17 +32,11 @@ from vtp_plugin.plan.schedule.cost.costs import (
 from vtp_plugin.plan.schedule.cost.simulator import Timeline, simulate
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
 from vtp_plugin.plan.schedule.make.u_shape import by_stage, check_in_flight, choose_limits
-from vtp_plugin.plan.schedule.order.actions import (
-    Placement,
-    Schedule,
-    channel_label,
-    num_rings,
-    place_modules,
-    place_workers,
-)
+from vtp_plugin.plan.schedule.order.actions import Schedule, channel_label
+from vtp_plugin.plan.schedule.order.placement import Placement, num_rings, place_modules, place_workers
 from vtp_plugin.plan.schedule.proof.check_schedule import peaks_kept
 from vtp_plugin.report.page.report_page import ReportPage, TextTable
-from vtp_plugin.report.pictures.draw_timeline import chrome_trace, draw_svg, draw_text, summarize
+from vtp_plugin.report.pictures.draw_simulated_step import chrome_trace, draw_svg, draw_text, summarize
 
 _WIDTH = 120
 _MICROBATCHES = 8

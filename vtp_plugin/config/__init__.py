@@ -91,6 +91,11 @@ class VtpConfig(Failure, Saved, AdapterFields, Trust, ScheduleFields, TransportF
         return self.schedule == "planned" or self.layerwise_disaggregated or self.has_unequal_dp
 
     @property
+    def parts_of_u(self) -> tuple[int, ...] | None:
+        """Layers of every part of a U; None where ``--num-layer-list`` does not say them."""
+        return self.num_layer_list
+
+    @property
     def has_own_edge(self) -> bool:
         """Whether the edge of a U is at another site than its cloud, so that its layers have a key of their own."""
         return self.layerwise_disaggregated and self.has_several_sites

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from vtp_plugin.config.flag import FlagGroup, declare, same
 from vtp_plugin.errors import LayoutError
-from vtp_plugin.plan.model.lora import TARGET_NAMES, Lora, lora_of
+from vtp_plugin.plan.model.lora import SITES, TARGET_NAMES, Lora, lora_of
 from vtp_plugin.util.text import question
 
 
@@ -38,8 +38,8 @@ def parse_targets(value: str | Sequence[str]) -> tuple[str, ...]:
 def parse_layers(value: str | Sequence[tuple[int, int]]) -> tuple[str, ...]:
     """Read the ranges of layers that get adapters, from a flag's text or from pairs of numbers.
 
-    >>> parse_layers("0:4,28:32"), parse_layers([(0, 4)])
-    (('0:4', '28:32'), ('0:4',))
+    >>> parse_layers("0:4,28:32"), parse_layers([(0, 4)]), parse_layers("edge")
+    (('0:4', '28:32'), ('0:4',), ('edge',))
 
     Raises:
         ConfigError: it is no range, or it is empty.
@@ -49,10 +49,10 @@ def parse_layers(value: str | Sequence[tuple[int, int]]) -> tuple[str, ...]:
     words = value.split(",") if isinstance(value, str) else [f"{first}:{end}" for first, end in value]
     for word in words:
         first, _, end = word.strip().partition(":")
-        if not (first.isdecimal() and end.isdecimal() and int(first) < int(end)):
+        if word.strip() not in SITES and not (first.isdecimal() and end.isdecimal() and int(first) < int(end)):
             raise LayoutError(
                 f"--vtp-lora-layers {','.join(words)} has the entry {word!r}; it is no range of layers; write the "
-                "first layer, from 0, and the one behind the last, such as 0:4,28:32"
+                "first layer, from 0, and the one behind the last, such as 0:4,28:32, or in a U edge or cloud"
             )
     return tuple(word.strip() for word in words)
 
@@ -93,7 +93,7 @@ class AdapterFields:
         same("vtp_lora_layers"),
         (),
         "with --vtp-lora-rank: which layers get adapters, as ranges of their numbers from 0, without the layer behind "
-        "the colon; default: all",
+        "the colon, or in a U edge or cloud for all layers there; default: all",
         "0:4,28:32",
         parse=parse_layers,
     )
@@ -114,7 +114,13 @@ class AdapterFields:
             "targets": self.lora_targets,
             "layers": ",".join(self.lora_layers),
         }
-        return lora_of({f"vtp_lora_{name}": value for name, value in given.items()})
+        found = {f"vtp_lora_{name}": value for name, value in given.items()}
+        return lora_of({**found, "num_layer_list": self.parts_of_u})
+
+    @property
+    def parts_of_u(self) -> tuple[int, ...] | None:
+        """Layers of every part of a U; None where ``--num-layer-list`` does not say them."""
+        return None
 
     def check_adapters(self) -> None:
         """Reject adapters without a size, and what belongs to adapters without any."""
@@ -123,6 +129,11 @@ class AdapterFields:
         if self.lora_alpha is not None and not (self.lora_alpha > 0 and math.isfinite(self.lora_alpha)):
             raise LayoutError(f"--vtp-lora-alpha {self.lora_alpha}; it is positive and finite; give twice the rank")
         others = {"alpha": self.lora_alpha, "targets": self.lora_targets, "layers": self.lora_layers}
+        if named := [word for word in self.lora_layers if word in SITES and self.parts_of_u is None]:
+            raise LayoutError(
+                f"--vtp-lora-layers {named[0]} without --num-layer-list; that says what layers the sites of a U have; "
+                "give it, or ranges of layers"
+            )
         others["save-base"] = self.lora_save_base
         for name, value in others.items():
             if value and self.lora_rank is None:

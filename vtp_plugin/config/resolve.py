@@ -35,7 +35,7 @@ from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout, RankOrder
 from vtp_plugin.plan.layout.replica_map import DpMode, ReplicaMap
 from vtp_plugin.plan.schedule.cost.costs import COST_KEYS, Costs, parse_costs
 from vtp_plugin.plan.schedule.make.u_shape import by_stage, check_in_flight
-from vtp_plugin.plan.schedule.order.actions import Placement, plain_placement, u_placement
+from vtp_plugin.plan.schedule.order.placement import Placement, plain_placement, u_placement
 from vtp_plugin.util.text import own_command, question
 
 _COST_KEYS = " Keys:\n" + "\n".join(f"{name} ({key.unit}): {key.meaning};" for name, key in COST_KEYS.items())

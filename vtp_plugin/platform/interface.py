@@ -21,7 +21,7 @@ BackendName = Literal["gloo", "nccl", "hccl"]
 class Platform:
     """The device that this process trains on and the backend that its tensors travel on.
 
-    A process has one, made by :func:`vtp_plugin.platform.detect`. It has no process groups.
+    A process has one, made by :func:`vtp_plugin.platform.detect.detect`. It has no process groups.
 
     Attributes:
         name: the device type, as in ``torch.device(name)``.

@@ -37,7 +37,7 @@ from vtp_plugin.plan.boundary.strategies.known_strategies import TransportRules
 from vtp_plugin.plan.layout.layer_lists import FirstRing, check_layers, check_two_rings, u_chunks
 from vtp_plugin.plan.layout.pipeline_layout import Coord, Direction, PipelineLayout, describe_layout, format_layers
 from vtp_plugin.plan.layout.replica_map import DpMode, ReplicaMap, expert_spans
-from vtp_plugin.plan.schedule.order.actions import Placement, place_workers
+from vtp_plugin.plan.schedule.order.placement import Placement, place_workers
 from vtp_plugin.platform.interface import Platform
 from vtp_plugin.runtime.comm.transfers import Audit
 from vtp_plugin.runtime.comm.work import Recorder, name_network

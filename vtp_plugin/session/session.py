@@ -39,7 +39,7 @@ from vtp_plugin.plan.boundary.channel_spec import distinct_plans
 from vtp_plugin.plan.boundary.check_boundary import require_valid
 from vtp_plugin.plan.layout.layer_lists import FirstRing
 from vtp_plugin.plan.layout.pipeline_layout import ChannelId, Direction, PipelineLayout
-from vtp_plugin.platform import detect
+from vtp_plugin.platform.detect import detect
 from vtp_plugin.platform.interface import Platform
 from vtp_plugin.runtime.comm.channel import Channel
 from vtp_plugin.runtime.comm.tensor_format import TensorFormat

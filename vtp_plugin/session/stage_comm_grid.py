@@ -25,7 +25,7 @@ from vtp_plugin.host.rules.table.rows import check_config
 from vtp_plugin.plan.layout.pipeline_layout import ChannelId, Direction, PipelineLayout
 from vtp_plugin.plan.layout.stage_grid import StageRanks
 from vtp_plugin.plan.schedule.make.u_shape import by_stage, check_in_flight
-from vtp_plugin.plan.schedule.order.actions import ModulePlacement, place_modules
+from vtp_plugin.plan.schedule.order.placement import ModulePlacement, place_modules
 from vtp_plugin.runtime.bridges.separate import Bridge
 from vtp_plugin.runtime.comm.channel import BoundChannel
 from vtp_plugin.runtime.comm.collectives import ModelGroup, close_groups, settle

@@ -15,16 +15,8 @@ from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.layout.pipeline_layout import ChannelId, Direction
 from vtp_plugin.plan.schedule.cost.costs import Costs
 from vtp_plugin.plan.schedule.cost.simulator import Timeline, simulate
-from vtp_plugin.plan.schedule.order.actions import (
-    Action,
-    Actions,
-    Op,
-    Placement,
-    Schedule,
-    parse_action,
-    peer_of,
-    receives_for,
-)
+from vtp_plugin.plan.schedule.order.actions import Action, Actions, Op, Schedule, parse_action, peer_of, receives_for
+from vtp_plugin.plan.schedule.order.placement import Placement
 from vtp_plugin.trace.explain import TimeShare, arrivals, explain, on_one_clock, totals
 from vtp_plugin.trace.stretches import COMPUTES, Cause, Plan, RankFile, RankStep, Stretch
 

@@ -16,7 +16,8 @@ from typing import Any
 
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.schedule.cost.costs import Costs, format_costs, parse_costs
-from vtp_plugin.plan.schedule.order.actions import Placement, Schedule, format_actions, parse_actions
+from vtp_plugin.plan.schedule.order.actions import Schedule, format_actions, parse_actions
+from vtp_plugin.plan.schedule.order.placement import Placement
 from vtp_plugin.util.text import TextEnum
 from vtp_plugin.util.typed_json import MAX_INDEX_BYTES, parse_json, read_text
 

@@ -23,7 +23,7 @@ from vtp_plugin.patches.core.timers import waiting_for_computes
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
-from vtp_plugin.plan.schedule.order.actions import Placement
+from vtp_plugin.plan.schedule.order.placement import Placement
 from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.runtime.comm.work import Recorder
 from vtp_plugin.runtime.step.companion_tensors import checked

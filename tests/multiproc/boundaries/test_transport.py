@@ -9,7 +9,7 @@ import pytest
 
 from tests.multiproc.jobs.transport_job import Move
 from tests.support.pool import Pool
-from vtp_plugin.plan.schedule.order.actions import (
+from vtp_plugin.plan.schedule.order.placement import (
     Placement,
     interleaved_placement,
     num_rings,

@@ -33,7 +33,7 @@ from vtp_plugin.api import _Holder, current_session
 from vtp_plugin.host.versions import find_host
 from vtp_plugin.patches.activation import activate
 from vtp_plugin.patches.hosts import load_host
-from vtp_plugin.platform import detect
+from vtp_plugin.platform.detect import detect
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 KEYS = ["tokens", "labels", "mask"]

@@ -31,8 +31,8 @@ from tests.ordering.recorder import Recorder
 from tests.ordering.trace import format_trace
 from tests.support.pool import TIMEOUT_S, init_gloo
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.platform import detect
 from vtp_plugin.platform.cpu import CpuPlatform
+from vtp_plugin.platform.detect import detect
 from vtp_plugin.runtime.bridges import separate as bridge_groups
 
 

@@ -14,7 +14,7 @@ import vtp_plugin
 from tests.ordering.recorder import Recorder
 from tests.ordering.trace import Kind
 from tests.support.pool import TIMEOUT_S, init_gloo
-from vtp_plugin.platform import detect
+from vtp_plugin.platform.detect import detect
 from vtp_plugin.runtime.comm.collectives import ModelGroup
 
 

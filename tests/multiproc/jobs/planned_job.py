@@ -24,7 +24,8 @@ from vtp_plugin.plan.boundary.channel_spec import pipeline_boundaries
 from vtp_plugin.plan.boundary.message_kind import MessageKind
 from vtp_plugin.plan.layout.pipeline_layout import ChannelId, Direction, PipelineLayout
 from vtp_plugin.plan.schedule.cost.costs import Costs, format_costs
-from vtp_plugin.plan.schedule.order.actions import Action, Placement, u_placement
+from vtp_plugin.plan.schedule.order.actions import Action
+from vtp_plugin.plan.schedule.order.placement import Placement, u_placement
 from vtp_plugin.plan.schedule.proof.check_schedule import most_activations, peaks_kept
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.runtime.comm.channel import Channel

@@ -24,8 +24,8 @@ from vtp_plugin.plan.boundary.channel_spec import ChannelSpec, pipeline_boundari
 from vtp_plugin.plan.boundary.endpoint import Endpoint, LocalBoxes, Shape
 from vtp_plugin.plan.boundary.strategies.known_strategies import TransportRules
 from vtp_plugin.plan.layout.pipeline_layout import Direction, PipelineLayout
-from vtp_plugin.platform import detect
 from vtp_plugin.platform.cpu import CpuPlatform
+from vtp_plugin.platform.detect import detect
 from vtp_plugin.platform.interface import Platform
 from vtp_plugin.runtime.comm.channel import BoundChannel, Channel
 from vtp_plugin.runtime.comm.collectives import settle

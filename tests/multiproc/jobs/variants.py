@@ -34,8 +34,8 @@ from tests.ordering.trace import END_OF_STEP, format_trace
 from tests.support.pool import TIMEOUT_S, init_gloo
 from vtp_plugin.api import current_session
 from vtp_plugin.errors import ConfigError, VtpError
-from vtp_plugin.platform import detect
 from vtp_plugin.platform.cpu import CpuPlatform
+from vtp_plugin.platform.detect import detect
 
 
 def train_with(case: Case, sizes: dict[int, int]) -> str:

@@ -31,6 +31,7 @@ PLANNED = ["--vtp-schedule", "planned"]
 INTERLEAVED = ["--num-virtual-stages-per-pipeline-rank", "2"]
 RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
 U_SHAPE = ["--layerwise-disaggregated-training", "--num-layer-list"]
+LAYERS = ["--vtp-lora-layers"]
 HOOKS = ["random_adapters", "note_lora"]
 Reference = Callable[..., list[ScriptRun]]
 
@@ -89,7 +90,11 @@ def _case(
         _case("interleaved", "1,2", [*INTERLEAVED]),
         _case("planned-interleaved-sequence", "2,1", [*INTERLEAVED, *PLANNED, *SEQUENCE]),
         _case("split", "1,2", [*PLANNED, "--vtp-split-backward", *SEQUENCE]),
-        _case("part", "1,2", same=["--vtp-lora-targets", "q_proj", "v_proj", "--vtp-lora-layers", "1:4"]),
+        _case("part", "1,2", same=["--vtp-lora-targets", "q_proj", "v_proj", *LAYERS, "1:4"]),
+        _case("u-edge", "1,2", [*U_SHAPE, "1,1,2", "--vtp-lora-layers", "edge"], same=["--vtp-lora-layers", "0:1,2:4"]),
+        _case(
+            "u-cloud", "2,1,3", [*U_SHAPE, "1,1,1,1", "--vtp-lora-layers", "cloud"], same=["--vtp-lora-layers", "1:3"]
+        ),
         _case("per-token", "1,2", same=["--calculate-per-token-loss"]),
         _case("selective", "2,1", ["--recompute-granularity", "selective", "--recompute-modules", "mlp"]),
     ],
@@ -99,11 +104,14 @@ def test_adapters_train_as_in_one_process(
 ) -> None:
     """Losses and norms to 1e-5, factors with SGD too; copies and the base to the bit, and every factor moves."""
     wanted = reference(same, dp=dp)
-    runs = train(scripts, sizes, base, [*extra, *same], dp=dp)
+    runs = train(scripts, sizes, base, [*same, *extra], dp=dp)
     assert_same_training(runs, wanted)
-    is_part = "--vtp-lora-layers" in same
     atol = 1e-5 if "sgd" in same else 2e-4
-    assert_same_factors(runs, wanted, number=3 * 2 * 2 if is_part else NUM_FACTORS, atol=atol)
+    number = NUM_FACTORS
+    if LAYERS[0] in same:  # of the four layers with seven matrices each
+        ranges = [map(int, word.split(":")) for word in same[same.index(LAYERS[0]) + 1].split(",")]
+        number = sum(end - first for first, end in ranges) * (2 if "--vtp-lora-targets" in same else 7) * 2
+    assert_same_factors(runs, wanted, number=number, atol=atol)
 
 
 @pytest.mark.full

@@ -17,7 +17,7 @@ from tests.support.pool import Pool
 from vtp_plugin.plan.schedule.cost.costs import parse_costs, u_costs
 from vtp_plugin.plan.schedule.cost.simulator import simulate
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
-from vtp_plugin.plan.schedule.order.actions import u_placement
+from vtp_plugin.plan.schedule.order.placement import u_placement
 
 pytestmark = pytest.mark.needs("scripts_here")
 

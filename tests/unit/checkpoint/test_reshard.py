@@ -447,7 +447,7 @@ MEASURE = """
 import resource, sys, torch
 from vtp_plugin.checkpoint.format.contents import Contents
 from vtp_plugin.cli import main
-import vtp_plugin.checkpoint.tools.compare_checkpoints, vtp_plugin.checkpoint.tools.reshard
+import vtp_plugin.checkpoint.tools.compare_checkpoints, vtp_plugin.checkpoint.tools.rewrite_optimizer
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 try:
     main(sys.argv[1:])

@@ -19,12 +19,15 @@ _CHECKPOINT = "vtp_plugin/checkpoint"
 FILES = (
     *(
         f"{_CHECKPOINT}/format/{name}.py"
-        for name in ["checkpoint_files", "contents", "index", "infer_map", "resolver", "safe_pickle", "shard_map"]
+        for name in (
+            *("checkpoint_files", "contents", "index", "infer_map", "plan_copies", "resolver", "safe_pickle"),
+            "shard_map",
+        )
     ),
     *(f"{_CHECKPOINT}/save/{name}.py" for name in ("atomic_dir", "saving")),
     f"{_CHECKPOINT}/load/stored_optimizer.py",
     "patches/core/optimizer/distrib_optimizer.py",
-    *(f"{_CHECKPOINT}/tools/{name}.py" for name in ("reshard", "verify", "writer")),
+    *(f"{_CHECKPOINT}/tools/{name}.py" for name in ("rewrite_optimizer", "verify", "writer")),
     *(
         f"patches/training/{name}.py"
         for name in ("atomic_checkpoint", "checkpointing", "choose_checkpoint", "vocab_utils")

@@ -34,9 +34,9 @@ from vtp_plugin.plan.schedule.cost.costs import COST_KEYS, parse_costs, u_costs
 from vtp_plugin.plan.schedule.cost.simulator import simulate
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
 from vtp_plugin.plan.schedule.make.u_shape import plan_u_shape
-from vtp_plugin.plan.schedule.order.actions import u_placement
+from vtp_plugin.plan.schedule.order.placement import u_placement
 from vtp_plugin.report.pictures.draw_pipeline import draw_pipeline
-from vtp_plugin.report.pictures.draw_timeline import draw_svg
+from vtp_plugin.report.pictures.draw_simulated_step import draw_svg
 from vtp_plugin.util.text import own_command
 
 U = ("--vtp-size-list", "1,2,2", "--layerwise-disaggregated-training")

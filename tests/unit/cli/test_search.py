@@ -19,7 +19,7 @@ from vtp_plugin.cli.main import main
 from vtp_plugin.config.flag import parse_bytes
 from vtp_plugin.host.versions import Package
 from vtp_plugin.plan.schedule.cost.costs import Costs
-from vtp_plugin.plan.schedule.order.actions import plain_placement
+from vtp_plugin.plan.schedule.order.placement import plain_placement
 from vtp_plugin.tune.cluster.read_cluster import read_cluster
 from vtp_plugin.tune.search import find_best
 from vtp_plugin.tune.search.evaluate import Candidate, evaluate

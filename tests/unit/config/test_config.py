@@ -13,7 +13,7 @@ from vtp_plugin.config.flag import parse_bytes, parse_cp_list, parse_dp_list, pa
 from vtp_plugin.config.resolve import choose_cp_sizes, merge, read_schedule_options
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.boundary.strategies.known_strategies import STRATEGIES
-from vtp_plugin.plan.schedule.order.actions import plain_placement
+from vtp_plugin.plan.schedule.order.placement import plain_placement
 
 SIZES = st.lists(st.integers(1, 64), min_size=1, max_size=8)
 

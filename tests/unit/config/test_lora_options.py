@@ -29,8 +29,21 @@ def test_values() -> None:
 
 
 @pytest.mark.parametrize(
+    ("site", "layers"), [("edge", (0, 5, 6)), ("cloud", (1, 2, 3, 4)), ("edge,2:4", (0, 2, 3, 5, 6))]
+)
+def test_layers_of_a_site(site: str, layers: tuple[int, ...]) -> None:
+    u_shape = {"layerwise_disaggregated": True, "num_layer_list": (1, 4, 2)}
+    lora = read_keywords({"lora_rank": 4, "lora_layers": site, **u_shape}).lora
+    assert lora is not None and lora.layer_numbers(7) == layers
+    stored = lora_of(arguments_of(lora))
+    assert stored is not None and stored.layers == lora.layers, "a checkpoint would name a site, and not its layers"
+
+
+@pytest.mark.parametrize(
     ("given", "said"),
     [
+        ({"lora_rank": 4, "lora_layers": "edge"}, "--vtp-lora-layers edge without --num-layer-list"),
+        ({"lora_rank": 4, "lora_layers": "0:2,egde"}, "the entry 'egde'; it is no range of layers"),
         ({"lora_rank": 0}, "--vtp-lora-rank 0; a rank is at least 1"),
         ({"lora_rank": 4, "lora_alpha": -1}, "--vtp-lora-alpha -1; it is positive"),
         ({"lora_alpha": 8}, "--vtp-lora-alpha without --vtp-lora-rank"),

@@ -20,10 +20,12 @@ import vtp_plugin
 from tests.expected.of_megatron import megatron_parser
 from tests.rules.import_rules import ROOT
 from tests.support.hosts import is_older
-from vtp_plugin.cli.run_flags import known_flags
+from vtp_plugin.cli import main
+from vtp_plugin.cli.command_base import Parser
+from vtp_plugin.cli.run_flags import add_run_flags, known_flags, read_run
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.config.resolve import VTP_FLAGS, add_vtp_arguments, read_flags
-from vtp_plugin.errors import LayoutError, refuse
+from vtp_plugin.errors import ConfigError, LayoutError, refuse
 from vtp_plugin.host.megatron_flags import MEGATRON_FLAGS
 from vtp_plugin.host.rules.checks.batch import check_batches, check_packed, own_batches
 from vtp_plugin.host.rules.checks.divisibility import check_sizes
@@ -752,3 +754,64 @@ def test_adapters_of_mindspeed_are_not_supported_by_name(given_flag: dict[str, o
         lines = list(refusals(MINDSPEED_RULES, args, OptionContext(tp_sizes=(1, 2), lora=lora)))
         assert len(lines) == len(given_flag) and all(words in line for line in lines)
         assert all(line.startswith("--" + name.replace("_", "-")) for line, name in zip(lines, given_flag, strict=True))
+
+
+PLANS = {
+    Verdict.REFUSED_UNEQUAL_DP: ["--vtp-size-list", "1,2", "--vtp-dp-list", "2,1"],
+    Verdict.REFUSED_PLANNED: ["--vtp-size-list", "1,2", "--vtp-schedule", "planned"],
+    Verdict.REFUSED_SPLIT: ["--vtp-size-list", "1,2", "--vtp-schedule", "planned", "--vtp-split-backward"],
+    Verdict.REFUSED_ADAPTERS: ["--vtp-size-list", "1,2", "--vtp-lora-rank", "2"],
+    Verdict.REFUSED_U_SHAPED: ["--vtp-size-list", "1,2", "--layerwise-disaggregated-training"],
+}
+"""Flags of a run in which a row of that verdict stops it."""
+
+
+@pytest.fixture(scope="module")
+def plan_parser() -> argparse.ArgumentParser:
+    """What ``plan``, ``simulate`` and ``draw`` parse a run's flags by."""
+    parser = Parser()
+    add_run_flags(parser)
+    return parser
+
+
+@pytest.mark.parametrize("rule", REFUSED_RULES, ids=lambda rule: rule.option)
+def test_a_plan_says_no_where_a_run_does(
+    parser: argparse.ArgumentParser,
+    plan_parser: argparse.ArgumentParser,
+    rule: OptionRule,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """With the line of the run, and without a note that the flag changes nothing."""
+    words = [*PLANS.get(rule.verdict, PLANS[Verdict.REFUSED_SPLIT][:2]), *command_line(parser, rule)]
+    if "on the cpu platform" in rule.option or rule.versions:
+        pytest.skip("a plan knows neither the platform nor the Megatron of the run")
+    options, unknown = plan_parser.parse_known_args(words)
+    options.argv, options.unknown = words, unknown
+    with pytest.raises(ConfigError) as refused:
+        read_run(options)
+    flag = rule.option.split()[0]
+    reasons = [other.reason for other in REFUSED_RULES if other.option == rule.option]
+    said = str(refused.value).splitlines()
+    assert any(line.startswith(flag) and reason in line for line in said for reason in reasons)
+    assert flag not in capsys.readouterr().err
+
+
+_MODEL = ["--num-layers", "4", "--hidden-size", "64", "--num-attention-heads", "8", "--vocab-size", "64"]
+_MODEL += ["--max-position-embeddings", "8", "--seq-length", "8", "--micro-batch-size", "1", "--global-batch-size", "4"]
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["plan", "--vtp-size-list", "1,2"],
+        ["plan", "--have", "2,1"],
+        ["simulate", "--vtp-size-list", "1,2"],
+        ["search", "--cluster", str(ROOT / "examples/clusters/unequal.toml")],
+    ],
+    ids=["plan", "have", "simulate", "search"],
+)
+def test_every_command_for_layouts_says_no(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*command, *_MODEL, "--use-torch-fsdp2"])
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and said.startswith("vtp_plugin: error: --use-torch-fsdp2 with --vtp-size-list ")

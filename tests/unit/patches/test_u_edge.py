@@ -13,7 +13,7 @@ from vtp_plugin.patches.hosts import load_host
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.patches.registry import records_at
 from vtp_plugin.patches.training.global_vars import NoTokenizer
-from vtp_plugin.plan.schedule.order.actions import u_placement
+from vtp_plugin.plan.schedule.order.placement import u_placement
 from vtp_plugin.session import Session
 from vtp_plugin.session.session import Pipeline
 

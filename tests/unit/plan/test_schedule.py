@@ -26,16 +26,13 @@ from vtp_plugin.plan.schedule.order.actions import (
     Action,
     Actions,
     Op,
-    Placement,
     Schedule,
     format_actions,
-    interleaved_placement,
     parse_action,
     parse_actions,
-    plain_placement,
-    u_placement,
 )
 from vtp_plugin.plan.schedule.order.add_communication import lower
+from vtp_plugin.plan.schedule.order.placement import Placement, interleaved_placement, plain_placement, u_placement
 from vtp_plugin.plan.schedule.proof.check_schedule import check
 
 GOLDEN = json.loads((Path(__file__).parents[2] / "golden" / "u_shape_reference.json").read_text())

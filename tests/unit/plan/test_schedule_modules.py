@@ -6,7 +6,7 @@ import pytest
 
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
-from vtp_plugin.plan.schedule.order.actions import place_modules
+from vtp_plugin.plan.schedule.order.placement import place_modules
 
 SIZES = {"language": 3, "vision": 2, "sound": 1}
 

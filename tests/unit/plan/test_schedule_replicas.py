@@ -23,20 +23,11 @@ from vtp_plugin.plan.schedule.cost.costs import (
 )
 from vtp_plugin.plan.schedule.cost.simulator import simulate
 from vtp_plugin.plan.schedule.make.u_shape import one_f_one_b, one_f_one_b_limits, plain_forward_only, plan_u_shape
-from vtp_plugin.plan.schedule.order.actions import (
-    Action,
-    Op,
-    Placement,
-    Schedule,
-    channels,
-    interleaved_placement,
-    parse_actions,
-    plain_placement,
-    u_placement,
-)
+from vtp_plugin.plan.schedule.order.actions import Action, Op, Schedule, channels, parse_actions
 from vtp_plugin.plan.schedule.order.add_communication import lower
+from vtp_plugin.plan.schedule.order.placement import Placement, interleaved_placement, plain_placement, u_placement
 from vtp_plugin.plan.schedule.proof.check_schedule import check
-from vtp_plugin.report.pictures.draw_timeline import chrome_trace, draw_svg, draw_text
+from vtp_plugin.report.pictures.draw_simulated_step import chrome_trace, draw_svg, draw_text
 
 LISTS = [(1, 2), (2, 1), (1, 3, 3), (1, 2, 2, 2), (1, 2, 1), (1, 4, 4), (2, 1, 2), (1, 2, 4, 2), (3, 1, 3)]
 

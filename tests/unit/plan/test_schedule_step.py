@@ -20,8 +20,8 @@ from vtp_plugin.plan.schedule.cost.costs import Costs, combine_reports, format_c
 from vtp_plugin.plan.schedule.cost.simulator import simulate
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
 from vtp_plugin.plan.schedule.make.u_shape import check_in_flight, choose_limits, plan_u_shape
-from vtp_plugin.plan.schedule.order.actions import (
-    Op,
+from vtp_plugin.plan.schedule.order.actions import Op
+from vtp_plugin.plan.schedule.order.placement import (
     Placement,
     interleaved_placement,
     num_rings,

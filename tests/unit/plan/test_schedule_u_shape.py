@@ -13,7 +13,8 @@ import pytest
 from tests.expected import schedule_oracle as oracle
 from vtp_plugin.plan.schedule.cost.costs import Costs, in_flight_needed, lower_bound, make_route, u_costs
 from vtp_plugin.plan.schedule.make.u_shape import plan_u_shape, reference_u_shape
-from vtp_plugin.plan.schedule.order.actions import Placement, Schedule, parse_actions, u_placement
+from vtp_plugin.plan.schedule.order.actions import Schedule, parse_actions
+from vtp_plugin.plan.schedule.order.placement import Placement, u_placement
 from vtp_plugin.plan.schedule.proof.check_schedule import check
 
 CASES = json.loads((Path(__file__).parents[2] / "golden" / "u_shape_plans.json").read_text())

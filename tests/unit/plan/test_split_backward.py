@@ -11,19 +11,12 @@ from tests.expected.schedule_oracle import Machine, makespan, peaks
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.schedule.cost.costs import Costs, u_costs, uniform_costs
 from vtp_plugin.plan.schedule.cost.simulator import simulate
-from vtp_plugin.plan.schedule.make.leg_orders import fill_waits, time_of_whole
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
+from vtp_plugin.plan.schedule.make.split_backward import fill_waits, time_of_whole
 from vtp_plugin.plan.schedule.make.u_shape import interleaved_one_f_one_b, one_f_one_b, plan_u_shape
-from vtp_plugin.plan.schedule.order.actions import (
-    Op,
-    Placement,
-    Schedule,
-    interleaved_placement,
-    parse_actions,
-    plain_placement,
-    u_placement,
-)
+from vtp_plugin.plan.schedule.order.actions import Op, Schedule, parse_actions
 from vtp_plugin.plan.schedule.order.add_communication import lower
+from vtp_plugin.plan.schedule.order.placement import Placement, interleaved_placement, plain_placement, u_placement
 from vtp_plugin.plan.schedule.proof.check_schedule import check, peak_in_flight
 
 TWO = one_f_one_b(2, 2)

@@ -7,7 +7,7 @@ import pytest
 from vtp_plugin.config.flag import parse_layer_list
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.layout.layer_lists import check_layers, layers_of_chunk, layout_of
-from vtp_plugin.plan.schedule.order.actions import u_placement
+from vtp_plugin.plan.schedule.order.placement import u_placement
 
 
 @pytest.mark.parametrize("text", ["", "1,,1", "1,0,1", "1,-1,1", "1,x,1", "1.5,1,1"])

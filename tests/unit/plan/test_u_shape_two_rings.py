@@ -23,8 +23,9 @@ from vtp_plugin.plan.schedule.cost.costs import (
 from vtp_plugin.plan.schedule.cost.simulator import CompiledSchedule
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
 from vtp_plugin.plan.schedule.make.u_shape import plan_u_shape
-from vtp_plugin.plan.schedule.order.actions import Op, u_placement
+from vtp_plugin.plan.schedule.order.actions import Op
 from vtp_plugin.plan.schedule.order.add_communication import lower
+from vtp_plugin.plan.schedule.order.placement import u_placement
 from vtp_plugin.plan.schedule.proof.check_schedule import check
 
 

@@ -40,7 +40,9 @@ def run_python(*arguments: str) -> str:
 
 def run_installed(code: str) -> None:
     """Run ``code`` with the mapping installed; its asserts are the test. ``platform`` is the installed platform."""
-    prologue = "import torch\nfrom vtp_plugin.platform import detect\nplatform = detect('cpu')\nplatform.install()\n"
+    prologue = (
+        "import torch\nfrom vtp_plugin.platform.detect import detect\nplatform = detect('cpu')\nplatform.install()\n"
+    )
     run_code(prologue + textwrap.dedent(code), env=NO_COMPILER)
 
 
@@ -195,7 +197,7 @@ def main() -> None:
     import torch
 
     # Imports torch._dynamo, so that the snapshots do not differ by torch's own submodules.
-    from vtp_plugin.platform import detect
+    from vtp_plugin.platform.detect import detect
 
     before = snapshot()
     platform = detect("cpu")
@@ -347,7 +349,7 @@ def test_megatron_rng_tracker_uses_the_device_generator() -> None:
         assert torch.equal(mcore_random._get_cuda_rng_state(), device)
     """
     run_installed(code.format(install=""))
-    install = "from vtp_plugin.platform import detect; detect('cpu').install()"
+    install = "from vtp_plugin.platform.detect import detect; detect('cpu').install()"
     run_python("-c", "import torch\n" + textwrap.dedent(code).format(install=install))
 
 
@@ -356,7 +358,7 @@ def test_compiled_functions_run_uncompiled_while_installed() -> None:
     run_code(
         """
         import torch
-        from vtp_plugin.platform import detect
+        from vtp_plugin.platform.detect import detect
         compiled = []
         def backend(graph, inputs):
             compiled.append(graph)
@@ -448,7 +450,7 @@ def test_install_refuses_beside_a_working_accelerator() -> None:
         """
         import torch
         from vtp_plugin.errors import ConfigError
-        from vtp_plugin.platform import detect
+        from vtp_plugin.platform.detect import detect
         platform = detect("cpu")
         torch.cuda.is_available = lambda: True
         empty = torch.empty

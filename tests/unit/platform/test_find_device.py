@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.platform import detect
 from vtp_plugin.platform.cpu import CpuPlatform, probe_npu
+from vtp_plugin.platform.detect import detect
 from vtp_plugin.platform.interface import CudaPlatform, NpuPlatform, Platform, buffer_size_mb
 from vtp_plugin.util.undo import UndoStack
 

@@ -14,7 +14,7 @@ STUB_DEVICE = """
     import sys, types
     import torch
     from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
-    from vtp_plugin.platform import detect
+    from vtp_plugin.platform.detect import detect
     from vtp_plugin.errors import ConfigError
 
     class Npu(types.ModuleType):

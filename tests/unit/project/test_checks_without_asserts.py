@@ -54,7 +54,7 @@ from vtp_plugin.plan.schedule.order.actions import parse_actions
 from vtp_plugin.plan.schedule.cost.costs import make_route
 from vtp_plugin.plan.schedule.proof.check_schedule import require_valid as require_valid_order
 from vtp_plugin.plan.schedule.make.u_shape import plain_forward_only
-from vtp_plugin.plan.schedule.order.actions import plain_placement
+from vtp_plugin.plan.schedule.order.placement import plain_placement
 
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=3)
 platform = CpuPlatform("of the test")

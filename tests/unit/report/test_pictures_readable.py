@@ -18,10 +18,10 @@ from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.plan.schedule.cost.costs import uniform_costs
 from vtp_plugin.plan.schedule.cost.simulator import simulate
 from vtp_plugin.plan.schedule.make.u_shape import one_f_one_b
-from vtp_plugin.plan.schedule.order.actions import plain_placement
+from vtp_plugin.plan.schedule.order.placement import plain_placement
 from vtp_plugin.report.pictures.draw_pipeline import draw_pipeline
 from vtp_plugin.report.pictures.draw_rows import Box, Group, draw_rows
-from vtp_plugin.report.pictures.draw_timeline import draw_svg
+from vtp_plugin.report.pictures.draw_simulated_step import draw_svg
 from vtp_plugin.report.pictures.svg import is_document, round_ticks
 
 SVG = "{http://www.w3.org/2000/svg}"

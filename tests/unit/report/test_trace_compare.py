@@ -14,7 +14,7 @@ import pytest
 from tests.support.made_traces import U_COSTS, U, files_of, schedule_of, slowed, write
 from vtp_plugin.cli import main
 from vtp_plugin.plan.schedule.cost.costs import uniform_costs
-from vtp_plugin.plan.schedule.order.actions import plain_placement
+from vtp_plugin.plan.schedule.order.placement import plain_placement
 from vtp_plugin.runtime.step.step_times import StepSums
 from vtp_plugin.trace.compare_steps import (
     TracedStep,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vtp_plugin.platform import detect
+from vtp_plugin.platform.detect import detect
 from vtp_plugin.runtime.comm.collectives import HostMemory
 
 SHAPE, TYPE = (5, 2, 3), torch.float32

@@ -20,7 +20,8 @@ from vtp_plugin.plan.schedule.cost.costs import Costs, uniform_costs
 from vtp_plugin.plan.schedule.cost.simulator import simulate
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule
 from vtp_plugin.plan.schedule.make.u_shape import one_f_one_b
-from vtp_plugin.plan.schedule.order.actions import Action, Schedule, parse_action, plain_placement, u_placement
+from vtp_plugin.plan.schedule.order.actions import Action, Schedule, parse_action
+from vtp_plugin.plan.schedule.order.placement import plain_placement, u_placement
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.runtime.comm.work import Noted, Recorder, Stopwatch
 from vtp_plugin.runtime.step.executor import Executor, Inputs

@@ -15,7 +15,7 @@ from vtp_plugin.cli.main import main
 from vtp_plugin.config.flag import parse_bytes
 from vtp_plugin.plan.layout.layer_lists import Kept
 from vtp_plugin.plan.schedule.cost.costs import Costs, u_costs, uniform_costs
-from vtp_plugin.plan.schedule.order.actions import Placement, interleaved_placement, plain_placement, u_placement
+from vtp_plugin.plan.schedule.order.placement import Placement, interleaved_placement, plain_placement, u_placement
 from vtp_plugin.tune.search import evaluate
 from vtp_plugin.tune.search.schedule_time import choose_order, choose_split_order, compiled_for, pipeline_time
 

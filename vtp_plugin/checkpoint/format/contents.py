@@ -15,6 +15,7 @@ from typing import Any, Final
 from vtp_plugin.checkpoint.format.checkpoint_files import COMMON_FILE, load_object, tensors_inside
 from vtp_plugin.checkpoint.format.index import DamagedError, Extent, Index, StoredTensor, read_index
 from vtp_plugin.checkpoint.format.infer_map import check_map, infer_map
+from vtp_plugin.checkpoint.format.plan_copies import Stored
 from vtp_plugin.checkpoint.format.resolver import (
     BY_BUCKET,
     BY_BUCKET_OLDER,
@@ -28,7 +29,6 @@ from vtp_plugin.checkpoint.format.shard_map import (
     MAP,
     Block,
     ShardSpec,
-    Stored,
     StoredRange,
     Strided,
     boxes_between,

@@ -21,12 +21,12 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 from vtp_plugin.checkpoint.format.index import StoredTensor
+from vtp_plugin.checkpoint.format.plan_copies import Stored
 from vtp_plugin.checkpoint.format.shard_map import (
     Bucket,
     BucketEntry,
     ModelParameter,
     ShardSpec,
-    Stored,
     StoredRange,
     expert_ranks,
     parameters_of,

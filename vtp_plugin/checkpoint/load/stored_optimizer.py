@@ -25,8 +25,9 @@ from vtp_plugin.checkpoint.format.checkpoint_files import Payload, find_payload,
 from vtp_plugin.checkpoint.format.contents import MASTER, Contents, Part, no_map, pairs
 from vtp_plugin.checkpoint.format.index import DamagedError, Extent, refused
 from vtp_plugin.checkpoint.format.infer_map import check_wanted
+from vtp_plugin.checkpoint.format.plan_copies import Copy
 from vtp_plugin.checkpoint.format.resolver import IN_BUCKETS
-from vtp_plugin.checkpoint.format.shard_map import Bucket, Copy, ShardSpec, Strided, boxes_between
+from vtp_plugin.checkpoint.format.shard_map import Bucket, ShardSpec, Strided, boxes_between
 from vtp_plugin.checkpoint.save.atomic_dir import PART_BYTES
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.util.index_boxes import Box, box_shape, format_box

@@ -40,7 +40,7 @@ from vtp_plugin.checkpoint.hf.read_config import (
 from vtp_plugin.checkpoint.hf.tensor_rows import Tensor, TensorShare, hf_shapes, megatron_tensors
 from vtp_plugin.checkpoint.load.stored_optimizer import Elements
 from vtp_plugin.checkpoint.save.atomic_dir import InParts
-from vtp_plugin.checkpoint.tools.peft import Adapters
+from vtp_plugin.checkpoint.tools.peft import Adapters, merge_into_base
 from vtp_plugin.checkpoint.tools.writer import (
     HF_INDEX,
     SINGLE,
@@ -397,7 +397,7 @@ def write_export(plan: Export, target: Path, on_written: Callable[[int], None]) 
             with (part / name).open("wb") as file:
                 write_header(file, tensors)
                 for tensor in tensors:
-                    added = None if plan.adapters is None else plan.adapters.product(tensor.name)
+                    added = None if plan.adapters is None else plan.adapters.scaled_factors(tensor.name)
                     for data in _elements(elements, plan.places[tensor.name], added):
                         InParts(file).write(data)
                         on_written(len(data))
@@ -417,9 +417,7 @@ def _elements(
         for box in cut_pieces(share.box, itemsize(stored.dtype)):
             found = read_box(elements, stored.parts_of(share), box, stored.dtype)
             if added is not None:
-                (one, two), (rows, columns) = added, share.hf_box(box)
-                more = two[slice(*rows)] @ one[:, slice(*columns)]
-                found = (found.float() + more.reshape(found.shape)).to(found.dtype)
+                found = merge_into_base(found, added, share.hf_box(box))
             yield bytes_of(found.contiguous())
 
 

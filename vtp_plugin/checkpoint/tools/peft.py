@@ -38,7 +38,7 @@ from vtp_plugin.checkpoint.tools.writer import (
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.plan.model.gpt_model import LAYERS, GPTModel
 from vtp_plugin.plan.model.lora import TARGETS, Lora, LoraTarget, is_adapter, lora_of
-from vtp_plugin.util.index_boxes import whole_box
+from vtp_plugin.util.index_boxes import Box, whole_box
 
 PEFT_CONFIG: Final = "adapter_config.json"
 PEFT_WEIGHTS: Final = "adapter_model.safetensors"
@@ -207,13 +207,33 @@ class Adapters:
         """Bytes of all factors."""
         return sum(factor.numel() * factor.element_size() for factor in self.factors.values())
 
-    def product(self, weight: str) -> tuple[torch.Tensor, torch.Tensor] | None:
+    def scaled_factors(self, weight: str) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return both factors beside a published weight in fp32, the second one scaled; None if it has none."""
         names = [f"base_model.model.{weight.removesuffix('.weight')}.lora_{factor}.weight" for factor in _FACTORS]
         if names[0] not in self.factors:
             return None
         one, two = (self.factors[name].float() for name in names)
         return one, two * self.lora.scale
+
+
+def merge_into_base(base: torch.Tensor, factors: tuple[torch.Tensor, torch.Tensor], box: Box) -> torch.Tensor:
+    """Add the product of an adapter's factors to a part of the base weight beside them, in fp32.
+
+    Args:
+        base: the part, in any shape with its elements in order.
+        factors: both factors of the whole weight, see :meth:`Adapters.scaled_factors`.
+        box: rows and columns of the whole weight that the part holds.
+
+    Returns:
+        The sum, in the type and the shape of the part.
+
+    >>> factors = torch.tensor([[1.0, 2.0]]), torch.tensor([[1.0], [10.0]])
+    >>> merge_into_base(torch.ones(1, 2), factors, ((1, 2), (0, 2)))
+    tensor([[11., 21.]])
+    """
+    (one, two), (rows, columns) = factors, box
+    more = two[slice(*rows)] @ one[:, slice(*columns)]
+    return (base.float() + more.reshape(base.shape)).to(base.dtype)
 
 
 def read_adapters(contents: Contents, like: Path) -> Adapters:

@@ -398,7 +398,7 @@ def apply_records(
     host = PatchedPackage(host_prefix, host_version, optional_packages, built_on_it)
     records = tuple(records)
     skipped = _skip(records, host)
-    found = [(record, _lookup(record, host)) for record in records if id(record) not in skipped]
+    found = [(record, require_target(record, host)) for record in records if id(record) not in skipped]
     _check_distinct(found, host)
     replaced = [(record, target) for record, target in found if isinstance(record, PatchRecord)]
     numbers = [count_references(parts(target.value)) for _, target in replaced]
@@ -441,7 +441,8 @@ def _other_version(record: Record) -> str:
     return f"the record is made for {record.versions}: install such a version or narrow the record's range"
 
 
-def _lookup(record: Record, host: PatchedPackage) -> Target:
+def require_target(record: Record, host: PatchedPackage) -> Target:
+    """Find the target of a record in the installed host; refuse the record where the host has none."""
     try:
         return resolve_target(record.target)
     except LookupError as error:

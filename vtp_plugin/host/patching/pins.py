@@ -86,7 +86,7 @@ def pins_in(root: Path, targets: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def missing_targets(package: str, known: str, root: Path, targets: Iterable[str]) -> Iterator[str]:
+def missing_in_files(package: str, known: str, root: Path, targets: Iterable[str]) -> Iterator[str]:
     """Say what a package does not have of what is replaced or relied on.
 
     Args:

@@ -47,6 +47,9 @@ class LoraTarget:
         return f"{'self_attention' if self.block == 'self_attn' else self.block}.{self.linear}"
 
 
+EDGE, CLOUD = "edge", "cloud"
+SITES: Final = (EDGE, CLOUD)
+"""What ``--vtp-lora-layers`` takes in a U, for all layers of a site."""
 ADAPTER: Final = "adapter"
 """The module of the pairs, inside the linear layer that they are beside."""
 TARGETS: Final = (
@@ -132,19 +135,34 @@ def lora_of(arguments: Mapping[str, Any]) -> Lora | None:
     >>> lora_of({"vtp_lora_rank": 4, "vtp_lora_targets": ["linear_fc2"], "vtp_lora_layers": "0:2,5:6"})
     ... # doctest: +NORMALIZE_WHITESPACE
     Lora(rank=4, alpha=4, targets=('down_proj',), layers=((0, 2), (5, 6)), named=('linear_fc2',))
+    >>> edge = {"vtp_lora_rank": 4, "vtp_lora_layers": "edge", "num_layer_list": "2,4,3"}
+    >>> lora_of(edge).layers, lora_of(edge | {"vtp_lora_layers": "cloud"}).layers
+    (((0, 2), (6, 9)), ((2, 6),))
     """
     rank, alpha = arguments.get("vtp_lora_rank"), arguments.get("vtp_lora_alpha")
     if rank is None:
         return None
     named, layers = tuple(arguments.get("vtp_lora_targets") or ()), arguments.get("vtp_lora_layers") or ""
-    ranges = [word.split(":") for word in layers.split(",") if word]
+    ranges = [each for word in layers.split(",") if word for each in _ranges(word, arguments.get("num_layer_list"))]
     return Lora(
         rank=rank,
         alpha=rank if alpha is None else alpha,
         targets=published_targets(named),
-        layers=tuple((int(first), int(end)) for first, end in ranges),
+        layers=tuple(ranges),
         named=named,
     )
+
+
+def _ranges(word: str, parts: str | Sequence[int] | None) -> list[tuple[int, int]]:
+    """Read a range of layers, or the layers of a site of a U whose parts have so many."""
+    if word not in SITES:
+        first, _, end = word.partition(":")
+        return [(int(first), int(end))]
+    numbers = [*map(int, parts.split(",") if isinstance(parts, str) else parts or ())]
+    total, last = sum(numbers), sum(numbers[:-1])
+    edge = [(0, numbers[0]), (last, total)] if numbers else []
+    found = edge if word == EDGE else [(numbers[0], last)] if numbers else []
+    return [(first, end) for first, end in found if first < end]
 
 
 def arguments_of(lora: Lora) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """Draws plans and schedules: SVG documents, lines of text, traces. Pure: no torch, no processes.
 
 Each module answers one question: ``draw_pipeline`` (which ranks are there, and what crosses between stages and
-modules), ``arrange`` (where does everything in that picture lie), ``draw_timeline`` (who computes when), ``draw_rows``
-(the same in rows of one style), ``svg`` (how is an element written).
+modules), ``arrange`` (where does everything in that picture lie), ``draw_simulated_step`` (who computes when in a
+simulated step), ``draw_rows`` (who does what when in a traced step, above its plan, and in layouts that a search
+found), ``colours`` (which colour has what a rank does), ``svg`` (how is an element written).
 
 Words:
     mark: a form with a meaning, which the legend explains.

@@ -8,30 +8,12 @@ from dataclasses import dataclass
 from itertools import islice
 
 from vtp_plugin.report.pictures import svg
+from vtp_plugin.report.pictures.colours import COLOURS
 
 # Lengths in pixels. The whole picture is as wide as the column of a page, so that no reader scales its texts down.
 _WIDTH, _ROW_HEIGHT, _BOX_HEIGHT = 800, 30, 20
 _MARGIN = 16
 _DIGIT_WIDTH = 6
-COLOURS: Mapping[str, str] = {
-    "forward": "#3f6ca8",
-    "backward": "#b4540a",
-    "weights": "#6b5a14",
-    "loss": "#8da7d6",
-    "pack": "#2f7d78",
-    "post": "#5aa39e",
-    "send": "#1f5753",
-    "message": "#c9a227",
-    "finish": "#8f7115",
-    "gradients": "#9a3f73",
-    "optimizer": "#6b4a9b",
-    "log": "#5d6570",
-    "plan": "#8a5a44",
-    "save": "#3d8b3d",
-    "evaluate": "#6f8f3d",
-    "trace": "#c0392b",
-}
-"""Colour of what a rank does; where it waits nothing is drawn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

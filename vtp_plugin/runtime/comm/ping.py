@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from vtp_plugin.platform import Platform
+from vtp_plugin.platform.interface import Platform
 from vtp_plugin.runtime.comm.collectives import settle
 from vtp_plugin.tune.cluster.machines import Links, Location
 from vtp_plugin.tune.cluster.speed import Link

@@ -23,7 +23,8 @@ import torch
 from vtp_plugin.errors import ConfigError, PeerError
 from vtp_plugin.plan.boundary.message_kind import MessageKind
 from vtp_plugin.plan.layout.pipeline_layout import ChannelId, Direction
-from vtp_plugin.plan.schedule.order.actions import Action, Op, Placement, carriers, channel_of, num_rings
+from vtp_plugin.plan.schedule.order.actions import Action, Op, carriers, channel_of
+from vtp_plugin.plan.schedule.order.placement import Placement, num_rings
 from vtp_plugin.platform.interface import Platform
 from vtp_plugin.runtime.comm.channel import BoundChannel, Channel, RecvWork
 from vtp_plugin.runtime.comm.tensor_format import TensorFormat

@@ -18,7 +18,6 @@ from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.plan.schedule.order.actions import (
     Action,
     Op,
-    Placement,
     Schedule,
     channel_of,
     crossing_output,
@@ -26,6 +25,7 @@ from vtp_plugin.plan.schedule.order.actions import (
     sends_after,
     started_by,
 )
+from vtp_plugin.plan.schedule.order.placement import Placement
 from vtp_plugin.runtime.comm.work import Recorder
 from vtp_plugin.runtime.step.companion_tensors import Companions
 from vtp_plugin.runtime.step.stage_channels import CrossingId, Receive, Send, SendsInARow, StageChannel

@@ -14,7 +14,8 @@ from vtp_plugin.config.resolve import ScheduleOptions
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.schedule.cost.costs import combine_reports, format_costs, parse_costs
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, make_schedule, summarise
-from vtp_plugin.plan.schedule.order.actions import Placement, Schedule, num_rings
+from vtp_plugin.plan.schedule.order.actions import Schedule
+from vtp_plugin.plan.schedule.order.placement import Placement, num_rings
 from vtp_plugin.platform.interface import Platform
 from vtp_plugin.runtime.comm.channel import BoundChannel
 from vtp_plugin.runtime.comm.work import Noted, Recorder
@@ -70,7 +71,7 @@ class ScheduleRunner:
 
     Args:
         placement: which stage holds which virtual stage.
-        worker: number of this rank's replica, see :class:`~vtp_plugin.plan.schedule.order.actions.Placement`; without
+        worker: number of this rank's replica, see :class:`~vtp_plugin.plan.schedule.order.placement.Placement`; without
             replicas its stage.
         ranks: all ranks of the run.
         platform: where this rank computes.

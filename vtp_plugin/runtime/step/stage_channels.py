@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from vtp_plugin.plan.layout.pipeline_layout import ChannelId
-from vtp_plugin.plan.schedule.order.actions import Placement
+from vtp_plugin.plan.schedule.order.placement import Placement
 from vtp_plugin.runtime.bridges.separate import Bridge
 from vtp_plugin.runtime.comm.channel import BoundChannel, Channel, RecvWork
 from vtp_plugin.runtime.comm.tensor_format import TensorFormat

@@ -21,6 +21,7 @@ from vtp_plugin.tune.fit.constraints import Constraints, fit_problem
 from vtp_plugin.tune.search.evaluate import Candidate, with_split
 from vtp_plugin.tune.search.find_best import find_best
 from vtp_plugin.tune.search.problem import LayerRule
+from vtp_plugin.tune.search.schedule_time import in_megatron
 
 
 def assign_ranks(
@@ -142,6 +143,20 @@ def fit(nodes: Sequence[Node], constraints: Constraints) -> tuple[Candidate, ...
     if not best:
         raise why_nothing(ordered, constraints)
     return best
+
+
+def fit_stock(nodes: Sequence[Node], constraints: Constraints) -> Candidate | None:
+    """Choose the best layout that stock Megatron can run on the cards that are there; None if none can.
+
+    Args:
+        nodes: the nodes, in any order.
+        constraints: what the layout must satisfy.
+    """
+    problem = fit_problem(in_order(nodes, constraints.sites), constraints)
+    if problem.edge_layers is not None:
+        return None  # Megatron has no U
+    found = find_best(in_megatron(replace(problem, split_backward=False), problem.layers)).best
+    return found[0] if found else None
 
 
 def fit_split(nodes: Sequence[Node], constraints: Constraints, fitted: Candidate) -> Candidate:

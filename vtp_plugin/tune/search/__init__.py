@@ -4,8 +4,9 @@
 ``find_best`` solves it. A ``SearchSpace`` is the problem with one split of its batch; all others are asked about one:
 ``enumerate_lists`` enumerates the lists that the cards allow and prunes them by lower bounds, ``layer_split`` splits
 the layers between the stages of a list, ``node_assignment`` assigns nodes, ``stage_cost`` gives the cost of a stage and
-of a boundary with each transport, and ``evaluate`` simulates the step, by the times of ``schedule_time``, which also
-orders stages and states the problem of Megatron without the plugin. ``fixed_edge`` makes spaces of a U's clouds.
+of a boundary with each transport, and says what fits the memory (``fits_memory``), and ``evaluate`` simulates the step,
+by the times of ``schedule_time``, which also orders stages and states the problem of Megatron without the plugin.
+``fixed_edge`` makes spaces of a U's clouds.
 
 Words:
     pool: nodes that are alike: one site, one kind of card.

@@ -10,7 +10,7 @@ from itertools import accumulate, pairwise
 
 from vtp_plugin.plan.layout.layer_lists import Kept
 from vtp_plugin.plan.schedule.cost.costs import Costs
-from vtp_plugin.plan.schedule.order.actions import Placement, interleaved_placement, plain_placement, u_placement
+from vtp_plugin.plan.schedule.order.placement import Placement, interleaved_placement, plain_placement, u_placement
 from vtp_plugin.tune.cluster.machines import Node
 from vtp_plugin.tune.cluster.speed import Source, least_sure
 from vtp_plugin.tune.search.node_assignment import assign_nodes
@@ -20,6 +20,7 @@ from vtp_plugin.tune.search.stage_cost import (
     BoundaryCost,
     Part,
     cost_of_boundary,
+    fits_memory,
     gradients_s,
     held_bytes_of,
     most_in_flight,
@@ -231,16 +232,15 @@ class _Evaluation:
         """Give a candidate with split backwards, where they gain and fit."""
         most = most_in_flight(self.space, self.stage_types, self.layers, is_split=True) if self.is_plain else ()
         number = self.split.num_microbatches
-        order = choose_split_order(self.placement, whole.costs, number, most, self._fits, whole.order)
+        order = choose_split_order(self.placement, whole.costs, number, most, self._order_fits_memory, whole.order)
         return self._in_order(whole.nodes, whole.transport, whole.costs, order)
 
     def _held(self, kept: Sequence[Sequence[Kept]]) -> list[int]:
         return held_bytes_of(self.split, self.stage_types, self.placement, self.parts, kept)
 
-    def _fits(self, kept: Sequence[Sequence[Kept]]) -> bool:
+    def _order_fits_memory(self, kept: Sequence[Sequence[Kept]]) -> bool:
         limits = (self.space.memory_bytes(stage_type) for stage_type in self.stage_types)
-        held = zip(limits, self._held(kept), strict=True)
-        return all(limit is None or num_bytes <= limit for limit, num_bytes in held)
+        return all(fits_memory(held, limit) for held, limit in zip(self._held(kept), limits, strict=True))
 
     def _candidate(
         self, nodes: tuple[tuple[NodeIndex, ...], ...], transport: str, boundaries: Sequence[BoundaryCost]
@@ -248,7 +248,9 @@ class _Evaluation:
         costs = self._costs(nodes, boundaries)
         if costs not in self.known:
             num_microbatches = self.split.num_microbatches
-            self.known[costs] = choose_order(self.placement, costs, num_microbatches, self.most, self._fits)
+            self.known[costs] = choose_order(
+                self.placement, costs, num_microbatches, self.most, self._order_fits_memory
+            )
         order = self.known[costs]
         return None if order is None else self._in_order(nodes, transport, costs, order)
 

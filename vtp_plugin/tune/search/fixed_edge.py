@@ -13,7 +13,7 @@ from vtp_plugin.tune.search.enumerate_lists import StageCounts, stage_types_of
 from vtp_plugin.tune.search.node_assignment import fits_nodes
 from vtp_plugin.tune.search.problem import FixedEdge, NodePool, SearchSpace, StageType
 from vtp_plugin.tune.search.schedule_time import orders
-from vtp_plugin.tune.search.stage_cost import best_hop_s, held_by, held_twice
+from vtp_plugin.tune.search.stage_cost import best_hop_s, fits_memory, held_by, held_twice
 
 # More stages than this are not interleaved here: a simulated step of theirs takes seconds.
 _MOST_STAGES = 16
@@ -124,7 +124,7 @@ def beside_edges(whole: SearchSpace, edge_layers: tuple[int, int]) -> Iterator[S
     )
     space = SearchSpace.of(inner, cloud)
     for edge in stage_types_of(edges, is_mixing=True):
-        if not _fits_memory(whole, edge, edge_layers):
+        if not _edge_fits_memory(whole, edge, edge_layers):
             continue
         parts = whole.speeds[edge].times_s(0, first, is_first=True, is_last=False)
         ends = whole.speeds[edge].times_s(end, problem.num_layers, is_first=False, is_last=True)
@@ -139,14 +139,14 @@ def beside_edges(whole: SearchSpace, edge_layers: tuple[int, int]) -> Iterator[S
         yield replace(space, edge=fixed)
 
 
-def _fits_memory(space: SearchSpace, edge: StageType, edge_layers: tuple[int, int]) -> bool:
+def _edge_fits_memory(space: SearchSpace, edge: StageType, edge_layers: tuple[int, int]) -> bool:
     """Whether an edge has memory for both parts, with one microbatch in flight."""
     split, num_layers, limit = space.split, space.problem.num_layers, space.memory_bytes(edge)
     first, last = edge_layers
     start = held_by(split, edge, (0, first), 1, is_first=True, is_last=False)
     end = held_by(split, edge, (num_layers - last, num_layers), 1, is_first=False, is_last=True)
     both = start + end - held_twice(split, edge, [(True, False), (False, True)])
-    return limit is None or both <= limit
+    return fits_memory(both, limit)
 
 
 def _middle(pool: NodePool, start: int, end: int, *, is_kept: bool) -> NodePool:

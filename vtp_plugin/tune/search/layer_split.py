@@ -35,7 +35,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from vtp_plugin.tune.search.problem import SearchProblem, SearchSpace, StageType
-from vtp_plugin.tune.search.stage_cost import best_hop_s, held_by, least_together_s, tail_s
+from vtp_plugin.tune.search.stage_cost import best_hop_s, fits_memory, held_by, least_together_s, tail_s
 
 # Beginnings that differ by less than this share are taken for one.
 _NEAR = 1e-4
@@ -185,17 +185,18 @@ class _Stages:
             if problem.split_backward:
                 later = min(speed.weights_sums[end] - speed.weights_sums[start], backward)
             forward, backward = forward + more[0], backward + more[1]
-            if forward + backward >= self.most_s or not self._fits_memory(stage, (start, end)):
+            if forward + backward >= self.most_s or not self._layers_fit_memory(stage, (start, end)):
                 return
             yield end, (forward, backward, later)
 
-    def _fits_memory(self, stage: int, layers: tuple[int, int]) -> bool:
+    def _layers_fit_memory(self, stage: int, layers: tuple[int, int]) -> bool:
         """Whether a stage's cards can hold its layers."""
         limit, num_stages = self.limits[stage], len(self.stage_types)
         if limit is None:
             return True
         ends = {"is_first": stage == 0, "is_last": stage == num_stages - 1}
-        return held_by(self.space.split, self.stage_types[stage], layers, num_stages - stage, **ends) <= limit
+        held = held_by(self.space.split, self.stage_types[stage], layers, num_stages - stage, **ends)
+        return fits_memory(held, limit)
 
 
 def _layer_counts(problem: SearchProblem, stage_types: Sequence[StageType]) -> Sequence[int | None]:

@@ -14,8 +14,9 @@ from vtp_plugin.plan.schedule.cost.costs import Costs
 from vtp_plugin.plan.schedule.cost.simulator import CompiledSchedule, Times
 from vtp_plugin.plan.schedule.make.make_schedule import ScheduleRequest, compile_schedule
 from vtp_plugin.plan.schedule.make.u_shape import choose_limits, one_f_one_b
-from vtp_plugin.plan.schedule.order.actions import Op, Placement, num_rings
+from vtp_plugin.plan.schedule.order.actions import Op
 from vtp_plugin.plan.schedule.order.add_communication import lower
+from vtp_plugin.plan.schedule.order.placement import Placement, num_rings
 from vtp_plugin.tune.search.enumerate_lists import StageCounts
 from vtp_plugin.tune.search.node_assignment import along_nodes
 from vtp_plugin.tune.search.problem import BatchSplit, LayerRule, SearchProblem, SearchSpace, StageType
@@ -199,7 +200,7 @@ def pipeline_time(
         is_split: whether the gradients of weights may be computed later than those of inputs.
 
     >>> from vtp_plugin.plan.schedule.cost.costs import uniform_costs
-    >>> from vtp_plugin.plan.schedule.order.actions import interleaved_placement, plain_placement
+    >>> from vtp_plugin.plan.schedule.order.placement import interleaved_placement, plain_placement
     >>> placement = plain_placement(2)
     >>> costs = uniform_costs(placement, latency=1.0)
     >>> [pipeline_time(placement, costs, 1000, is_planned=is_planned)[0] for is_planned in (True, False)]
@@ -337,7 +338,7 @@ def least_pipeline_s(placement: Placement, costs: Costs, num_microbatches: int, 
         is_split: whether the gradients of weights may be computed later than those of inputs.
 
     >>> from vtp_plugin.plan.schedule.cost.costs import uniform_costs
-    >>> from vtp_plugin.plan.schedule.order.actions import plain_placement
+    >>> from vtp_plugin.plan.schedule.order.placement import plain_placement
     >>> four = plain_placement(4)
     >>> [least_pipeline_s(four, uniform_costs(four), 8, is_split=is_split) for is_split in (False, True)]
     [33.0, 27.0]

@@ -16,7 +16,7 @@ from vtp_plugin.plan.boundary.strategies.known_strategies import STRATEGIES, Tra
 from vtp_plugin.plan.layout.layer_lists import Kept
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.plan.schedule.cost.costs import Costs, in_flight_needed_on, make_route
-from vtp_plugin.plan.schedule.order.actions import Placement
+from vtp_plugin.plan.schedule.order.placement import Placement
 from vtp_plugin.tune.cluster.read_cluster import HeldPart
 from vtp_plugin.tune.cluster.speed import Link, Speed, all_reduce_s
 from vtp_plugin.tune.search.problem import BatchSplit, NodeIndex, SearchProblem, SearchSpace, StageType
@@ -244,7 +244,7 @@ def more_in_flight(
         most: number of microbatches in flight that every stage has memory for.
 
     >>> from vtp_plugin.plan.schedule.cost.costs import uniform_costs
-    >>> from vtp_plugin.plan.schedule.order.actions import plain_placement
+    >>> from vtp_plugin.plan.schedule.order.placement import plain_placement
     >>> costs = uniform_costs(plain_placement(2), latency=3.0)
     >>> [*more_in_flight(plain_placement(2), costs, 8, (8, 1))]
     [(3, 1), (4, 1), (5, 1), (6, 1)]
@@ -348,6 +348,20 @@ def held_by(
     )
 
 
+def fits_memory(num_bytes: int, limit: int | None) -> bool:
+    """Tell whether a card has memory for what a rank holds; all that the search drops for its memory is asked here.
+
+    That is: stages with more layers than any place has memory for (:func:`most_held`), an edge's two parts
+    (``fixed_edge``), the layers of a stage at its place (``layer_split``), and an order at its fullest moments
+    (``evaluate``).
+
+    Args:
+        num_bytes: bytes that the rank holds.
+        limit: memory of the card, see :meth:`~vtp_plugin.tune.search.problem.SearchSpace.memory_bytes`.
+    """
+    return limit is None or num_bytes <= limit
+
+
 def peer_s(space: SearchSpace, stage_type: StageType, nodes: Sequence[NodeIndex]) -> float:
     """Give the seconds of a message between ranks that share experts, over the slowest link between two of them.
 
@@ -381,7 +395,9 @@ def _most_held(space: SearchSpace, stage_type: StageType) -> int:
 
     def fits(number: int) -> bool:
         return any(
-            held_by(split, stage_type, (start, start + number), peak, is_first=False, is_last=is_last) <= limit
+            fits_memory(
+                held_by(split, stage_type, (start, start + number), peak, is_first=False, is_last=is_last), limit
+            )
             for is_last, peak in positions
             for start in range(num_layers - number + 1)
         )

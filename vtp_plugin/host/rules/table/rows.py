@@ -83,6 +83,10 @@ STEP_RULES: tuple[OptionRule, ...] = refused_planned(
 """Arguments of Megatron's function that runs a step."""
 
 
+MEGATRON_RULES: tuple[OptionRule, ...] = (*RULES, *OLDER_RULES, *MINDSPEED_RULES)
+"""Options of the command line: Megatron's, those of older ones, and MindSpeed's."""
+
+
 def check_options(args: object, context: OptionContext) -> tuple[str, ...]:
     """Find the options that do not work with the stage sizes of a run.
 
@@ -100,7 +104,7 @@ def check_options(args: object, context: OptionContext) -> tuple[str, ...]:
     >>> check_options(SimpleNamespace(use_sharp=True), OptionContext(tp_sizes=(4, 4)))
     ()
     """
-    return refusals((*RULES, *OLDER_RULES, *MINDSPEED_RULES), args, context)
+    return refusals(MEGATRON_RULES, args, context)
 
 
 def option_warnings(args: object, context: OptionContext) -> tuple[str, ...]:

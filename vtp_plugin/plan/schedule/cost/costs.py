@@ -17,7 +17,7 @@ from itertools import pairwise
 from types import MappingProxyType
 
 from vtp_plugin.errors import ConfigError, PlanError
-from vtp_plugin.plan.schedule.order.actions import Placement, u_placement
+from vtp_plugin.plan.schedule.order.placement import Placement, u_placement
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ class Costs:
 def uniform_costs(placement: Placement, *, forward: float = 1.0, backward: float = 2.0, latency: float = 0.0) -> Costs:
     """Give every virtual stage the same durations and every boundary the same latency, without limit of bandwidth.
 
-    >>> from vtp_plugin.plan.schedule.order.actions import plain_placement
+    >>> from vtp_plugin.plan.schedule.order.placement import plain_placement
     >>> uniform_costs(plain_placement(3), latency=0.5).latency
     (0.5, 0.5)
     """
@@ -111,7 +111,7 @@ def split_costs(placement: Placement, costs: Costs) -> Costs:
         placement: Placement with its replicas.
         costs: Costs of one microbatch in `placement`, where replicas run them in turn.
 
-    >>> from vtp_plugin.plan.schedule.order.actions import plain_placement
+    >>> from vtp_plugin.plan.schedule.order.placement import plain_placement
     >>> placement = plain_placement(3, num_replicas=(1, 1, 2))
     >>> costs = replace(uniform_costs(placement), message_bytes=(8, 8))
     >>> split_costs(placement, costs).forward, split_costs(placement, costs).message_bytes
@@ -222,7 +222,7 @@ def parse_costs(words: Sequence[str], placement: Placement, *, message_bytes: in
     Raises:
         ConfigError: A name is unknown or repeated, a value is not a number, or the count of values is wrong.
 
-    >>> from vtp_plugin.plan.schedule.order.actions import u_placement
+    >>> from vtp_plugin.plan.schedule.order.placement import u_placement
     >>> costs = parse_costs(("forward_ms=40,80,90,40", "latency_ms=20", "mbit=100", "message_kib=256"), u_placement(3))
     >>> costs.backward, costs.latency, costs.bandwidth
     ((80.0, 160.0, 180.0, 80.0), (20.0, 0.0, 20.0), (12500.0, inf, 12500.0))
@@ -292,7 +292,7 @@ def combine_reports(reports: Sequence[Mapping[str, Mapping[str, float]]], placem
             stages have measured that. Keys are text, as in JSON.
         placement: Which stage holds which virtual stage; every one has been measured by some rank.
 
-    >>> from vtp_plugin.plan.schedule.order.actions import plain_placement
+    >>> from vtp_plugin.plan.schedule.order.placement import plain_placement
     >>> edge = {"forward_ms": {"0": 4.0}, "backward_ms": {"0": 8.0}, "latency_ms": {"0": 3.0}}
     >>> slow = {"forward_ms": {"1": 5.0}, "backward_ms": {"1": 9.0}}
     >>> fast = {"forward_ms": {"1": 4.5}, "backward_ms": {"1": 9.5}}
@@ -475,7 +475,7 @@ def make_route(placement: Placement, costs: Costs, *, forward_only: bool = False
     """Line up the legs of a microbatch.
 
     >>> from vtp_plugin.plan.schedule.cost.costs import u_costs
-    >>> from vtp_plugin.plan.schedule.order.actions import u_placement
+    >>> from vtp_plugin.plan.schedule.order.placement import u_placement
     >>> route = make_route(u_placement(2), u_costs(2, latency=4.0))
     >>> route.stages, route.durations, route.latency, route.span
     ((0, 1, 0, 0, 1, 0), (1.0, 2.0, 1.0, 2.0, 4.0, 2.0), (4.0, 4.0, 0.0, 4.0, 4.0, 0.0), 28.0)
@@ -525,7 +525,7 @@ def in_flight_needed(placement: Placement, costs: Costs) -> int:
     a cloud stage, and the one-way latency L.
 
     >>> from vtp_plugin.plan.schedule.cost.costs import u_costs
-    >>> from vtp_plugin.plan.schedule.order.actions import u_placement
+    >>> from vtp_plugin.plan.schedule.order.placement import u_placement
     >>> [in_flight_needed(u_placement(3), u_costs(3, cloud=2.0, latency=latency)) for latency in (0, 1, 2, 4)]
     [3, 4, 5, 6]
     """
@@ -562,7 +562,7 @@ def lower_bound(route: MicrobatchRoute, num_microbatches: int, limits: Sequence[
         limits: Most microbatches in flight, by worker.
 
     >>> from vtp_plugin.plan.schedule.cost.costs import u_costs
-    >>> from vtp_plugin.plan.schedule.order.actions import u_placement
+    >>> from vtp_plugin.plan.schedule.order.placement import u_placement
     >>> route = make_route(u_placement(3), u_costs(3))
     >>> lower_bound(route, 16, (16, 16, 16))  # the last cloud stage works 96, and 9 pass before and after
     105.0

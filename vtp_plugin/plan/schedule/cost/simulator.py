@@ -19,7 +19,6 @@ from vtp_plugin.plan.schedule.cost.costs import ROUNDING, Costs
 from vtp_plugin.plan.schedule.order.actions import (
     Action,
     Op,
-    Placement,
     Schedule,
     advance_orders,
     channel_of,
@@ -29,6 +28,7 @@ from vtp_plugin.plan.schedule.order.actions import (
     started_by,
 )
 from vtp_plugin.plan.schedule.order.add_communication import lower
+from vtp_plugin.plan.schedule.order.placement import Placement
 from vtp_plugin.plan.schedule.proof.check_schedule import (
     Mode,
     is_lowered,

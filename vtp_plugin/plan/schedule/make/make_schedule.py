@@ -10,7 +10,7 @@ from itertools import product
 from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.plan.schedule.cost.costs import ROUNDING, Costs, u_costs, uniform_costs
 from vtp_plugin.plan.schedule.cost.simulator import CompiledSchedule, choose_lookahead
-from vtp_plugin.plan.schedule.make.leg_orders import fill_waits, time_of_whole
+from vtp_plugin.plan.schedule.make.split_backward import fill_waits, time_of_whole
 from vtp_plugin.plan.schedule.make.u_shape import (
     UOrder,
     choose_limits,
@@ -21,8 +21,9 @@ from vtp_plugin.plan.schedule.make.u_shape import (
     plain_forward_only,
     plan_u_shape,
 )
-from vtp_plugin.plan.schedule.order.actions import Op, Placement, Schedule, interleaved_placement, num_rings
+from vtp_plugin.plan.schedule.order.actions import Op, Schedule
 from vtp_plugin.plan.schedule.order.add_communication import lower
+from vtp_plugin.plan.schedule.order.placement import Placement, interleaved_placement, num_rings
 from vtp_plugin.plan.schedule.proof.check_schedule import most_activations, peak_in_flight, peaks_kept, require_valid
 
 _PATIENCES = (0.0, 0.5, 1.0)
@@ -70,7 +71,7 @@ def choose_split(bases: Sequence[Schedule], costs: Costs, kept: Sequence[int]) -
     Args:
         bases: Orders of compute with whole backwards, for one placement; each keeps the limits.
         costs: Costs of the placement.
-        kept: Most microbatches on each worker, see :func:`~vtp_plugin.plan.schedule.make.leg_orders.fill_waits`.
+        kept: Most microbatches on each worker, see :func:`~vtp_plugin.plan.schedule.make.split_backward.fill_waits`.
     """
     wholes = [(time_of_whole(base, costs), base) for base in bases]
     whole_makespan, best = min(wholes, key=lambda pair: pair[0])
@@ -129,7 +130,7 @@ def make_schedule(request: ScheduleRequest) -> tuple[Schedule, str]:
     Raises:
         ConfigError: The placement is none of the three, or the order does not exist for these counts or limits.
 
-    >>> from vtp_plugin.plan.schedule.order.actions import plain_placement
+    >>> from vtp_plugin.plan.schedule.order.placement import plain_placement
     >>> schedule, reason = make_schedule(ScheduleRequest(placement=plain_placement(2), num_microbatches=1))
     >>> print(schedule.describe())
     stage 0: 0RECV_B0 0F0 0SEND_F0 0WAIT_RECV_B0 0WAIT_SEND_F0 0B0
@@ -147,7 +148,7 @@ def make_schedule(request: ScheduleRequest) -> tuple[Schedule, str]:
 def summarise(request: ScheduleRequest, schedule: Schedule) -> str:
     """Say in plain words what was planned; the reason of :func:`make_schedule` has the details.
 
-    >>> from vtp_plugin.plan.schedule.order.actions import plain_placement, u_placement
+    >>> from vtp_plugin.plan.schedule.order.placement import plain_placement, u_placement
     >>> for placement in (plain_placement(2), u_placement(2)):
     ...     request = ScheduleRequest(placement=placement, num_microbatches=8)
     ...     print(summarise(request, make_schedule(request)[0]))
@@ -177,7 +178,7 @@ def summarise(request: ScheduleRequest, schedule: Schedule) -> str:
 def compile_schedule(request: ScheduleRequest) -> CompiledSchedule:
     """Return the schedule of :func:`make_schedule`, proven and compiled for simulation.
 
-    >>> from vtp_plugin.plan.schedule.order.actions import plain_placement
+    >>> from vtp_plugin.plan.schedule.order.placement import plain_placement
     >>> compiled = compile_schedule(ScheduleRequest(placement=plain_placement(2), num_microbatches=4))
     >>> compiled.activations, len(compiled.messages)
     ((2, 1), 8)

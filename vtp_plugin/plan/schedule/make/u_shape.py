@@ -44,13 +44,10 @@ from vtp_plugin.plan.schedule.make.leg_orders import (
     mirrored,
     to_actions,
 )
-from vtp_plugin.plan.schedule.order.actions import (
-    Action,
-    Actions,
+from vtp_plugin.plan.schedule.order.actions import Action, Actions, Op, Schedule
+from vtp_plugin.plan.schedule.order.placement import (
     Joint,
-    Op,
     Placement,
-    Schedule,
     interleaved_placement,
     plain_placement,
     u_placement,
@@ -123,7 +120,7 @@ def choose_limits(
         ConfigError: What was asked for does not fit the stages, or is less than replicas that compute jointly need.
 
     >>> from vtp_plugin.plan.schedule.cost.costs import u_costs
-    >>> from vtp_plugin.plan.schedule.order.actions import u_placement
+    >>> from vtp_plugin.plan.schedule.order.placement import u_placement
     >>> choose_limits(None, u_placement(3), u_costs(3, latency=2.0), 16)
     ((7, 7, 7), 'need 5 + 2')
     >>> choose_limits((9, 4, 4), u_placement(3), u_costs(3), 8)
@@ -179,7 +176,7 @@ def rankings(route: MicrobatchRoute) -> Iterator[tuple[list[tuple[int, ...]], st
 
     >>> from vtp_plugin.plan.schedule.cost.costs import make_route
     >>> from vtp_plugin.plan.schedule.cost.costs import u_costs
-    >>> from vtp_plugin.plan.schedule.order.actions import u_placement
+    >>> from vtp_plugin.plan.schedule.order.placement import u_placement
     >>> next(rankings(make_route(u_placement(2, num_rings=2), u_costs(2, num_rings=2))))
     ([(0, 2, 7, 4, 9, 5), (8, 6, 3, 1)], 'edge F1>F2>B2>F3>B1>B3, cloud B first')
     """

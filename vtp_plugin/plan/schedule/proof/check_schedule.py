@@ -116,7 +116,7 @@ def peaks_kept(schedule: Schedule, stage: int) -> tuple[Kept, ...]:
     others is the fullest depends on what each kind takes.
 
     >>> from vtp_plugin.plan.schedule.cost.costs import uniform_costs
-    >>> from vtp_plugin.plan.schedule.make.leg_orders import fill_waits
+    >>> from vtp_plugin.plan.schedule.make.split_backward import fill_waits
     >>> from vtp_plugin.plan.schedule.make.u_shape import interleaved_one_f_one_b, one_f_one_b
     >>> order = one_f_one_b(3, 8)
     >>> [peaks_kept(order, stage) for stage in range(3)]

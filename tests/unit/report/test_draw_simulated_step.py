@@ -11,8 +11,9 @@ import pytest
 from vtp_plugin.plan.schedule.cost.costs import Costs, u_costs, uniform_costs
 from vtp_plugin.plan.schedule.cost.simulator import Timeline, simulate
 from vtp_plugin.plan.schedule.make.u_shape import one_f_one_b, plain_forward_only, plan_u_shape, reference_u_shape
-from vtp_plugin.plan.schedule.order.actions import channel_label, parse_action, plain_placement
-from vtp_plugin.report.pictures.draw_timeline import chrome_trace, draw_svg, draw_text, summarize
+from vtp_plugin.plan.schedule.order.actions import channel_label, parse_action
+from vtp_plugin.plan.schedule.order.placement import plain_placement
+from vtp_plugin.report.pictures.draw_simulated_step import chrome_trace, draw_svg, draw_text, summarize
 
 SVG = "{http://www.w3.org/2000/svg}"
 TIMELINES = {

@@ -27,7 +27,7 @@ from vtp_plugin.util.index_boxes import Box, intersect, volume, whole_box
 from vtp_plugin.util.typed_json import MAX_INDEX_BYTES, problem_of, read_bytes
 
 
-def reshard(contents: Contents, target: Path, form: str | None) -> tuple[PieceWriter, Ending]:
+def plan_rewrite(contents: Contents, target: Path, form: str | None) -> tuple[PieceWriter, Ending]:
     """Plan how a checkpoint is rewritten.
 
     Args:

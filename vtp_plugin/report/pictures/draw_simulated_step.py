@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from vtp_plugin.plan.schedule.cost.simulator import Span, Timeline
 from vtp_plugin.plan.schedule.order.actions import Action, Op, channel_label
 from vtp_plugin.report.pictures import svg
+from vtp_plugin.report.pictures.colours import COLOURS, LATER_CHUNKS
 
 # Lengths in letters.
 _LEAST_LETTERS = 2  # of a forward: of a single one nobody can tell whether it is a forward
@@ -21,12 +22,12 @@ _DIGIT_WIDTH = 6  # of the number of a microbatch
 
 # Meaning and colour.
 _KINDS = {
-    "forward-first": ("forward, first chunk", "#3f6ca8"),
-    "forward-later": ("forward, later chunk", "#2f7d78"),
-    "backward-first": ("backward, first chunk", "#b4540a"),
-    "backward-later": ("backward, later chunk", "#9a3f73"),
-    "weights-first": ("gradients of weights, first chunk", "#6b5a14"),
-    "weights-later": ("gradients of weights, later chunk", "#5f4b8b"),
+    "forward-first": ("forward, first chunk", COLOURS["forward"]),
+    "forward-later": ("forward, later chunk", LATER_CHUNKS["forward"]),
+    "backward-first": ("backward, first chunk", COLOURS["backward"]),
+    "backward-later": ("backward, later chunk", LATER_CHUNKS["backward"]),
+    "weights-first": ("gradients of weights, first chunk", COLOURS["weights"]),
+    "weights-later": ("gradients of weights, later chunk", LATER_CHUNKS["weights"]),
 }
 _RULES = "\n".join(f"rect.{kind} {{ fill: {colour}; }}" for kind, (_, colour) in _KINDS.items())
 _STYLE = f"""\
