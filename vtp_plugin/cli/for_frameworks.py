@@ -30,7 +30,8 @@ def add_for_flag(group: argparse._ArgumentGroup) -> None:
         "--for",
         dest="framework",
         choices=FRAMEWORKS,
-        help="end with the best layout of one size in the words of a framework that runs Megatron",
+        metavar="NAME",
+        help="megatron, bridge, swift, verl: end with its layout of one size",
     )
 
 

@@ -73,7 +73,7 @@ def add_arguments(parser: Parser) -> None:
         "--virtual-stages",
         type=read_sizes,
         metavar="2,4",
-        help="of every stage, to choose from beside one, where all stages have equally many layers (interleaving)",
+        help="of every stage, to choose from beside one, where stages have equally many layers",
     )
     group.add_argument("--num-best", type=int, default=3, metavar="N", help="layouts to print at most, default 3")
     about = "FILE.html: page to open in a browser; FILE.svg: picture of the best step and of stock Megatron's"

@@ -38,7 +38,7 @@ def add_have_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--have",
         metavar="8,6,8",
-        help="instead of TP sizes: devices of every node, with sites edge:1,cloud:8; a layout is fitted to them",
+        help="devices of every node, with sites edge:1,cloud:8: a layout of them is found",
     )
     group.add_argument(
         "--card-memory",

@@ -356,8 +356,9 @@ def test_plan_counts_what_split_backwards_keep(output_of: Output) -> None:
     total = sum(memory[3][part] for part in parts) + 3 * memory[3]["waiting_bytes"]
     assert line.split("  ")[-2:] == ["1 + 3", format_bytes(total)]
     assert "waiting: of one microbatch, from the gradient of its input to those of its weights" in lines
-    engine = output_of("plan", *model[:-2], "--vtp-split-backward", *sizes, "--bf16")
-    assert "waiting: not known but of Megatron's own layers" in engine and "  in flight" not in engine
+    experts = ["--num-experts", "2", "--moe-grouped-gemm", "--bf16"]
+    grouped = output_of(*split, *experts, *sizes)
+    assert "waiting: not known but of Megatron's own layers" in grouped and "  in flight" not in grouped
     # A layout that fits without a split has no room for what waits: it keeps whole backwards, or fewer in flight.
     have = ["--have", "1,1,1,1", "--vtp-stages", "4:4", "--vtp-data-parallel-size", "1"]
     whole = json.loads(output_of("plan", *model, *have, "--json"))["memory"]

@@ -85,8 +85,6 @@ def test_megatron_itself(capsys: pytest.CaptureFixture[str]) -> None:
             *MODEL,
             "--for",
             "megatron",
-            "--limit-s",
-            "2",
         ],
     )
     found = re.findall(r"torchrun --nproc-per-node (\d+) SCRIPT --tensor-model-parallel-size (\d+) --pipeline", text)

@@ -756,11 +756,13 @@ def test_adapters_of_mindspeed_are_not_supported_by_name(given_flag: dict[str, o
         assert all(line.startswith("--" + name.replace("_", "-")) for line, name in zip(lines, given_flag, strict=True))
 
 
+_PLANNED = ["--vtp-size-list", "1,2", "--vtp-schedule", "planned"]
+_LOCAL = ["--transformer-impl", "local"]
 PLANS = {
     Verdict.REFUSED_UNEQUAL_DP: ["--vtp-size-list", "1,2", "--vtp-dp-list", "2,1"],
-    Verdict.REFUSED_PLANNED: ["--vtp-size-list", "1,2", "--vtp-schedule", "planned"],
-    Verdict.REFUSED_SPLIT: ["--vtp-size-list", "1,2", "--vtp-schedule", "planned", "--vtp-split-backward"],
-    Verdict.REFUSED_ADAPTERS: ["--vtp-size-list", "1,2", "--vtp-lora-rank", "2"],
+    Verdict.REFUSED_PLANNED: _PLANNED,
+    Verdict.REFUSED_SPLIT: [*_PLANNED, "--vtp-split-backward", *_LOCAL],
+    Verdict.REFUSED_ADAPTERS: ["--vtp-size-list", "1,2", "--vtp-lora-rank", "2", *_LOCAL],
     Verdict.REFUSED_U_SHAPED: ["--vtp-size-list", "1,2", "--layerwise-disaggregated-training"],
 }
 """Flags of a run in which a row of that verdict stops it."""

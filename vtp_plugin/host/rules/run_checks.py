@@ -56,9 +56,11 @@ def with_judged(args: argparse.Namespace, words: Sequence[str], context: OptionC
 
     >>> context = OptionContext(tp_sizes=(1, 2))
     >>> with_judged(argparse.Namespace(disable_bias_linear=True), ["--use-torch-fsdp2", "--data-path", "a"], context)
-    Namespace(disable_bias_linear=True, add_bias_linear=False, data_path='a', use_torch_fsdp2=True)
+    Namespace(disable_bias_linear=True, add_bias_linear=False, use_torch_fsdp2=True, data_path='a')
     """
     found = {**vars(args), **_stored(args)}
+    if "transformer_impl" in found:
+        found["transformer_impl"] = found["transformer_impl"] or "transformer_engine"  # Megatron's default
     # Some rows ask for a second option, too.
     guessed = {_dest(flag): next(_readings(values)) for flag, values in _values(words).items()}
     found |= {name: value for name, value in guessed.items() if name not in found}
