@@ -67,6 +67,8 @@ def assert_close(found: dict[str, Any], wanted: dict[str, Any], tolerance: float
         pytest.param("qwen-2", "1,2 U", ALL, None, ["--sequence-parallel"], marks=pytest.mark.full),
         pytest.param("llama-3-tied", "1,2", ("q_proj", "v_proj"), [1, 2, 4], [], marks=pytest.mark.full),
         pytest.param("mistral", "1,2 U", ("v_proj", "up_proj"), None, [], marks=pytest.mark.full),
+        pytest.param("qwen-3-moe", "2,1,3", ALL[:4], None, [], marks=pytest.mark.full),
+        pytest.param("mixtral", "1,2 U", ("q_proj", "o_proj"), None, [], marks=pytest.mark.full),
     ],
 )
 def test_a_run_computes_what_peft_computes(
@@ -87,6 +89,7 @@ def test_a_run_computes_what_peft_computes(
     like = ("--like", published)
     told = run_json(capsys, "import", "--peft", tmp_path / "peft", *like, "--to", tmp_path / "adapters")
     words = [*flags, *TRAINING, *LAYOUTS[place].flags, *extra, *SGD, "--train-iters", str(LAST)]
+    words += [*LAYOUTS[place].expert_flags, "--sequence-parallel"] if kind.has_experts else []
     words += [word for flag in told["flags"] for word in flag.split()]
     folders = ["--pretrained-checkpoint", str(tmp_path / "start"), "--load", str(tmp_path / "adapters")]
     words += [*folders, "--save", str(tmp_path / "saved")]

@@ -53,6 +53,8 @@ class GatheredAttention(nn.Module):
         return self._mix(query, key, value, (every[None, :] > own[:, None]) & self.is_causal)
 
     def _mix(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        # Heads of a group share their keys and values.
+        key, value = (part.repeat_interleave(query.shape[2] // part.shape[2], dim=2) for part in (key, value))
         scores = torch.einsum("sbnh,tbnh->bnst", query, key) * self._scale
         scores = scores.masked_fill(hidden, float("-inf"))
         mixed = torch.einsum("bnst,tbnh->sbnh", scores.softmax(dim=-1), value)

@@ -108,6 +108,7 @@ CASES = [
     plain("adapters-sharded", "2,1", *ODD, *LORA, "--sequence-parallel", "--bf16"),
     plain("adapters-of-some", "1,2", *DEEP, *LORA, "q_proj", "v_proj", "--vtp-lora-layers", "2:7", *DISTRIBUTED, dp=2),
     plain("adapters-again", "1,2", *GATED, "--vtp-lora-rank", "4", *WHOLE, "uniform", *AGAIN),
+    plain("adapters-beside-experts", "1,2", *EXPERTS.split(), *GATED, *DEEP, *LORA[:3], "linear_qkv", "linear_proj"),
     plain("experts-unscored", "1,2", *EXPERTS.split(), "--disable-bias-linear", "--no-bias-gelu-fusion", "--bf16"),
 ]
 

@@ -32,7 +32,10 @@ INTERLEAVED = ["--num-virtual-stages-per-pipeline-rank", "2"]
 RECOMPUTE = ["--recompute-granularity", "full", "--recompute-method", "uniform", "--recompute-num-layers", "1"]
 U_SHAPE = ["--layerwise-disaggregated-training", "--num-layer-list"]
 LAYERS = ["--vtp-lora-layers"]
+PACKED = ["--dataloader-inter-document-masking", "--micro-batch-size", "1"]
+CP_2 = ["--context-parallel-size", "2"]
 HOOKS = ["random_adapters", "note_lora"]
+FULL = pytest.mark.full
 Reference = Callable[..., list[ScriptRun]]
 
 
@@ -49,10 +52,10 @@ def reference(scripts: Scripts, base: Path) -> Reference:
     """Runs of one process with adapters; each is made once."""
     known: dict[tuple[object, ...], list[ScriptRun]] = {}
 
-    def find(extra: Sequence[str] = (), *, dp: int = 1) -> list[ScriptRun]:
-        key = (tuple(extra), dp)
+    def find(extra: Sequence[str] = (), *, dp: int = 1, hooks: Sequence[str] = HOOKS) -> list[ScriptRun]:
+        key = (tuple(extra), dp, *hooks)
         if key not in known:
-            known[key] = train(scripts, "1", base, [*extra, "--global-batch-size", str(8 * dp)])
+            known[key] = train(scripts, "1", base, [*extra, "--global-batch-size", str(8 * dp)], hooks=hooks)
         return known[key]
 
     return find
@@ -112,6 +115,38 @@ def test_adapters_train_as_in_one_process(
         ranges = [map(int, word.split(":")) for word in same[same.index(LAYERS[0]) + 1].split(",")]
         number = sum(end - first for first, end in ranges) * (2 if "--vtp-lora-targets" in same else 7) * 2
     assert_same_factors(runs, wanted, number=number, atol=atol)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "extra", "num_ranks", "same", "hooks"),
+    [
+        pytest.param("1,2", [*U_SHAPE, "1,1,2", "--vtp-dp-list", "1,2"], 5, [], [], id="u-dp-1,2"),
+        pytest.param("2,1", ["--vtp-dp-list", "1,2", *SEQUENCE], 4, [], [], id="2,1-dp-1,2", marks=FULL),
+        pytest.param("1,2", ["--vtp-dp-list", "2,1", *PLANNED], 4, [], [], id="1,2-dp-2,1", marks=FULL),
+        pytest.param("1,2", ["--vtp-cp-list", "2,1"], 4, [], ["context_parallel"], id="1,2-cp-2,1"),
+        pytest.param("2,1", [*CP_2, *SEQUENCE], 6, [], ["context_parallel"], id="2,1-cp-2", marks=FULL),
+        pytest.param("1,2", [*PACKED, *SEQUENCE], 3, PACKED, ["packed_samples"], id="1,2-packed"),
+        pytest.param("1,2", [*U_SHAPE, "1,1,2"], 3, PACKED, ["packed_samples"], id="u-packed", marks=FULL),
+    ],
+)
+def test_adapters_on_parts_of_a_batch(
+    scripts: Scripts,
+    base: Path,
+    reference: Reference,
+    sizes: str,
+    extra: list[str],
+    num_ranks: int,
+    same: list[str],
+    hooks: list[str],
+) -> None:
+    """Other numbers of replicas by stage, sequences in parts, and several samples in a row."""
+    same = [*same, *SGD]
+    wanted = reference(same, dp=2, hooks=[*HOOKS, *hooks])
+    words = [*LLAMA_LIKE, *LORA, "--pretrained-checkpoint", str(base), *same, *extra]
+    command = {"arguments": arguments(sizes, dp=2, extra=words), "hooks": [*HOOKS, *hooks]}
+    runs = scripts.finish(num_ranks, command)
+    assert_same_training(runs, wanted)
+    assert_same_factors(runs, wanted)
 
 
 @pytest.mark.full

@@ -127,7 +127,7 @@ def plan_import_peft(folder: Path, like: Path, target: Path) -> Import:
 def _read_lora(folder: Path, shards: Shards, model: HFModel) -> Lora:
     """Read what the adapters are, from their config and from the names of their tensors."""
     config = _read_config(folder)
-    refuse(_variants(folder, config, shards, model))
+    refuse(_variants(folder, config, shards))
     found = [match for name in shards.names if (match := _NAME.fullmatch(name)) is not None]
     layers = sorted({int(match[1]) for match in found})
     named = {match[3] for match in found}
@@ -153,7 +153,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _variants(folder: Path, config: Mapping[str, Any], shards: Shards, model: HFModel) -> Iterator[str]:
+def _variants(folder: Path, config: Mapping[str, Any], shards: Shards) -> Iterator[str]:
     """Say what of the adapters the plugin does not compute."""
     way_out = "train adapters without it, or merge them with PEFT"
     for field, neutral in _NEUTRAL.items():
@@ -166,8 +166,6 @@ def _variants(folder: Path, config: Mapping[str, Any], shards: Shards, model: HF
             f"{folder / PEFT_CONFIG}: init_lora_weights is {start!r}; some such starts change the base; convert the "
             "adapters with PEFT's path_initial_model_for_weight_conversion, which writes true"
         )
-    if model.num_experts:
-        yield f"{folder}: {model.family} has experts; the plugin has no adapters for such models; {way_out}"
     known = {(each.block, each.published) for each in TARGETS}
     others = [
         name for name in shards.names if (match := _NAME.fullmatch(name)) is None or match.group(2, 3) not in known

@@ -369,7 +369,8 @@ def _experts(s: Sizes) -> int:
     rows = s.slices * s.batch.routing.topk * s.etp  # with those of the ranks that share the experts
     # Where one kernel does not do both, the output of the activation is kept before it is weighted.
     is_weighted = not (s.model.is_gated and s.batch.is_fused)
-    return s.inputs(rows * s.model.hidden) + _around(s, s.model.experts.ffn // s.etp, rows, is_weighted=is_weighted)
+    inputs = s.inputs(rows * s.model.hidden) if s.needs_input("linear_fc1") else 0
+    return inputs + _around(s, s.model.experts.ffn // s.etp, rows, is_weighted=is_weighted)
 
 
 def _shared_ffn(s: Sizes) -> int:
@@ -461,7 +462,7 @@ ROWS: Mapping[str, tuple[KeptRow, ...]] = {
             when=lambda s: not s.has_experts and not s.batch.recompute.feed_forward),
         KeptRow("adapters", "what is between two factors", "vtp_plugin/patches/lora_layers.py", _between_factors,
             when=lambda s: s.has_adapters),
-        KeptRow("router", "input", "transformer/moe/router.py", _hidden, when=lambda s: s.has_experts),
+        KeptRow("router", "input", "transformer/moe/router.py", _hidden, when=lambda s: s.has_experts and not s.lora),
         KeptRow("router", "scores, and where tokens go", "transformer/moe/router.py and token_dispatcher.py", _router,
             when=lambda s: s.has_experts),
         KeptRow("experts", "inputs, and around the activation", "transformer/moe/experts.py; module/grouped_linear.py",

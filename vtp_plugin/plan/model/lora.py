@@ -90,6 +90,14 @@ class Lora:
         """What the product of the factors is multiplied by."""
         return self.alpha / self.rank
 
+    def reaches(self, block: str) -> bool:
+        """Tell whether a module of a published layer has adapters.
+
+        >>> Lora(rank=2, alpha=4, targets=("q_proj",)).reaches("mlp")
+        False
+        """
+        return any(target.block == block for target in TARGETS if target.published in self.targets)
+
     def layer_numbers(self, num_layers: int) -> tuple[int, ...]:
         """List the layers with adapters of a model.
 

@@ -41,15 +41,6 @@ of sizes that divide 2
     lora = context.lora
     if lora is None:
         return
-    for flag, sizes, is_wrong in (
-        ("context-parallel", context.cp_sizes, max(context.cp_sizes, default=1) > 1),
-        ("data-parallel", context.dp_sizes, context.has_unequal_dp),
-    ):
-        if is_wrong:
-            yield (
-                f"--vtp-lora-rank {lora.rank} with stages of {flag} sizes {','.join(map(str, sizes))}; adapters were "
-                "never run so; leave either out"
-            )
     num_layers = getattr(args, "num_layers", None) or 0
     ends = [end for _, end in lora.layers]
     if max(ends, default=0) > num_layers:

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from vtp_plugin.host.rules.rule import OptionRule, above, case, given, on, refused_adapters
+from vtp_plugin.host.rules.rule import OptionContext, OptionRule, above, case, given, on, only, refused_adapters
+
+
+def _reaches_feed_forward(_args: object, context: OptionContext) -> bool:
+    return context.lora is None or context.lora.reaches("mlp")
+
 
 ADAPTER_RULES: tuple[OptionRule, ...] = (
     *refused_adapters(
         "the plugin has no adapters for experts, each of which would need a pair of its own",
-        case("--num-experts", given),
+        only("--num-experts", _reaches_feed_forward, given),
+        way_out="adapt the attention alone, with --vtp-lora-targets linear_qkv linear_proj",
     ),
     *refused_adapters(
         "the plugin has no adapters for latent attention, whose matrices are others", "--multi-latent-attention"
@@ -37,7 +43,6 @@ ADAPTER_RULES: tuple[OptionRule, ...] = (
         case("--heterogeneous-layers-config-path", given),
         case("--heterogeneous-layers-config-encoded-json", given),
     ),
-    *refused_adapters("adapters on packed samples were never run here", case("--sft", on)),
     *refused_adapters(
         "adapters are saved without their base, which these forms do not allow",
         "--ckpt-format torch",
