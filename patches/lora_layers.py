@@ -161,7 +161,8 @@ def add_adapters(chunk: Any, lora: Lora, *, seed: int) -> None:
             base = getattr(block, target.linear, None)
             if wanted := lora.targets_of(target.linear, is_gated=config.gated_linear_unit):
                 _adapt(base, wanted, lora, f"layers.{number}", seed, place)
-    if chunk.pre_process and config.recompute_granularity is not None:
+    has_adapters = any(layer.layer_number - 1 in numbers for layer in chunk.decoder.layers)
+    if chunk.pre_process and has_adapters and config.recompute_granularity is not None:
         # A reentrant checkpoint whose inputs need no gradient gives its outputs none, and trains nothing inside.
         chunk.embedding.register_forward_hook(_need_gradient)
 

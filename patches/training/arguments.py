@@ -11,6 +11,7 @@ import dataclasses
 import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from itertools import chain
 from typing import Any
 
 from vtp_plugin.checkpoint.hf.hf_model import take_settings
@@ -33,6 +34,7 @@ from vtp_plugin.patches.mindspeed import known_mm, multimodal
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.patches.training.command_line import asks_for_stages
 from vtp_plugin.patches.training.layers_of_stages import layers_of_stages, read_layers
+from vtp_plugin.plan.layout.pipeline_layout import join_layers
 from vtp_plugin.plan.model.lora import arguments_of
 from vtp_plugin.runtime.health.meeting_store import open_store
 from vtp_plugin.runtime.step.companion_tensors import packed_rows
@@ -81,7 +83,7 @@ def _validate(
         agree_on_request(session, store, read, rank=args.rank, world_size=args.world_size, timeout_s=timeout_s)
         session.ranks.agree("start-up check", prepare, timeout_s=timeout_s)
     session.learn(has_arguments=True)
-    session.describe(args.rank, layers_of_stages(args, session.planned.layout.num_stages))
+    session.describe(args.rank, _format_layers(session, args))
     # Not at the top: they import Megatron's optimizer, and apply() imports this module before a script does.
     from vtp_plugin.patches.training.checkpointing import lock_folders, require_common_folder
     from vtp_plugin.patches.training.vocab_utils import note_vocabulary
@@ -114,9 +116,12 @@ def _print(
     between them stands what the run is.
     """
     if session.is_planned:
-        layers = layers_of_stages(args, session.planned.layout.num_stages)
-        session.describe(args.rank, layers, is_behind_banner=True)
+        session.describe(args.rank, _format_layers(session, args), is_behind_banner=True)
     original(title, args, *rest, **options)
+
+
+def _format_layers(session: Session, args: argparse.Namespace) -> list[str]:
+    return [*map(join_layers, layers_of_stages(args, session.planned.layout.num_stages))]
 
 
 def _prepare(
@@ -159,6 +164,7 @@ def _prepare(
     session.learn(note=session.edge_seed.find(session.planned, args.rank, (args.load, args.pretrained_checkpoint)))
     session.start.open_audit(config, args.rank)
     session.start.open_records(session.planned, args.rank, session.ranks, session.recorder)
+    layers: tuple[int, ...] = ()
     written_layers: AbstractContextManager[None] = contextlib.nullcontext()
     has_lists = host.mindspeed is not None and multimodal.is_multimodal(args)
     if has_lists and session.planned.is_active:
@@ -184,6 +190,10 @@ def _prepare(
     # Megatron divides the world by this stage's sizes, so it gets the world of stages that are all like this one.
     with UndoStack().during(Name(args, "world_size"), layout.uniform_world_size(args.rank)), written_layers:
         check()
+    if config.lora is not None:
+        # Of a U along the model; of others chunk by chunk.
+        chunks = zip(*layers_of_stages(args, layout.num_stages), strict=True)
+        session.learn(layers=layers or tuple(chain.from_iterable(chunks)))
     return statement
 
 

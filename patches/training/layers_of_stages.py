@@ -11,7 +11,6 @@ from vtp_plugin.host.rules.checks.stage_layers import COUNTED_AS_LAYERS, ELSEWHE
 from vtp_plugin.host.rules.rule import RING_RULES
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.plan.layout.layer_lists import check_layers, plain_chunks
-from vtp_plugin.plan.layout.pipeline_layout import format_layers, join_layers
 from vtp_plugin.session import Session
 
 
@@ -48,8 +47,8 @@ def read_layers(session: Session, host: MegatronHost, args: argparse.Namespace, 
     return layers
 
 
-def layers_of_stages(args: argparse.Namespace, num_stages: int) -> tuple[str, ...]:
-    """Give the layers of every stage, chunk by chunk, as text; nothing where they are not known.
+def layers_of_stages(args: argparse.Namespace, num_stages: int) -> tuple[tuple[int, ...], ...]:
+    """Give the layers of every stage, chunk by chunk; nothing where they are not known.
 
     Args:
         args: Megatron's, validated.
@@ -57,7 +56,7 @@ def layers_of_stages(args: argparse.Namespace, num_stages: int) -> tuple[str, ..
 
     >>> args = argparse.Namespace(num_layers=5, decoder_first_pipeline_num_layers=1)
     >>> layers_of_stages(args, 3), layers_of_stages(argparse.Namespace(num_layers=5), 2)
-    (('1', '2', '2'), ())
+    (((1,), (2,), (2,)), ())
     """
 
     def given(name: str) -> Any:
@@ -68,7 +67,7 @@ def layers_of_stages(args: argparse.Namespace, num_stages: int) -> tuple[str, ..
     placed: Any = given("pipeline_model_parallel_layout")
     if placed is not None:
         rows = getattr(placed, "layout", None)
-        return () if rows is None else tuple(join_layers(map(_num_layers, row)) for row in rows)
+        return () if rows is None else tuple(tuple(map(_num_layers, row)) for row in rows)
     try:
         stages = plain_chunks(
             args.num_layers,
@@ -79,7 +78,7 @@ def layers_of_stages(args: argparse.Namespace, num_stages: int) -> tuple[str, ..
         )
     except ConfigError:
         return ()
-    return format_layers(stages)
+    return tuple(tuple(len(chunk.layers) for chunk in chunks) for chunks in stages)
 
 
 def _num_layers(part: Iterable[Any]) -> int:

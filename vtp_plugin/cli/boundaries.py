@@ -36,6 +36,7 @@ class PlansView:
         replica_name: name of this one.
         unit_samples: samples of a unit, in which a bridge counts the batch.
         dimensions: names of the plans' dimensions.
+        has_gradient: whether the backward plan is carried out.
     """
 
     name: str
@@ -46,6 +47,7 @@ class PlansView:
     replica_name: str = ""
     unit_samples: int = 1
     dimensions: tuple[str, ...] = ("S", "B", "H")
+    has_gradient: bool = True
 
     def num_bytes(self, *transfers: Transfer) -> int | None:
         """Return the bytes of messages together; None if the size of the tensor is unknown."""
@@ -79,7 +81,7 @@ def pattern_of(boundary: PipelineBoundary, view: PlansView) -> tuple[object, ...
     ends = boundary.src.ranks, boundary.dst.ranks
     local = {rank: (side, index) for side, ranks in enumerate(ends) for index, rank in enumerate(ranks)}
     transfers = tuple((local[t.src], local[t.dst], t.boxes) for t in view.forward.transfers)
-    choice = boundary.strategy, boundary.reason, view.num_replicas
+    choice = boundary.strategy, boundary.reason, view.num_replicas, view.has_gradient
     return *choice, transfers, view.forward.finish.kind, *map(len, ends)
 
 
@@ -104,7 +106,14 @@ def _view_boundary(flags: Run, first: PipelineBoundary, num_replicas: int) -> Pl
         batch = flags.replicas.micro_batch(first.upstream, size) * first.src.num_replicas
         shape, is_sharded = (rows, batch, hidden), flags.is_sharded
         plans = tuple(c.plan(shape, src_sharded=is_sharded, dst_sharded=is_sharded) for c in (forward, backward))
+    placement, ends = flags.placement, (first.upstream, first.downstream)
+    crossing = [
+        v
+        for v in range(placement.num_vstages - 1)
+        if (placement.stages[v], placement.stages[placement.successors[v]]) == ends
+    ]
     return PlansView(
+        has_gradient=any(map(placement.is_trained, crossing)),
         name=f"{first.upstream}->{first.downstream}",
         forward=plans[0],
         backward=plans[1],
@@ -121,6 +130,9 @@ def explain(view: PlansView) -> Iterator[str]:
     yield from _collective_lines(view.forward.start, "first")
     yield from _transfers(view)
     yield from _collective_lines(view.forward.finish, "then")
+    if not view.has_gradient:
+        yield "no gradient comes back: nothing before it has adapters"
+        return
     there = {(t.src, t.dst): t.num_elements for t in view.forward.transfers}
     back = {(t.dst, t.src): t.num_elements for t in view.backward.transfers}
     start = "; ".join(_collective_lines(view.backward.start, "first"))

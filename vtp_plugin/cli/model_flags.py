@@ -12,7 +12,7 @@ from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.host.rules.checks.divisibility import feed_forward_size
 from vtp_plugin.host.rules.checks.stage_layers import COUNTED_AS_LAYERS, ELSEWHERE, check_stage_layers
 from vtp_plugin.host.rules.rule import OptionContext
-from vtp_plugin.plan.layout.layer_lists import plain_chunks, u_chunks
+from vtp_plugin.plan.layout.layer_lists import Chunk, plain_chunks, u_chunks
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.plan.layout.replica_map import ReplicaMap
 from vtp_plugin.plan.memory.activation_rows import Microbatch, Recompute, Routing
@@ -277,17 +277,27 @@ def read_footprints(
     Raises:
         ConfigError: the layers cannot be shared out.
     """
-    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
-    if u_layers is not None:
-        chunks = u_chunks(u_layers)
-    else:
-        chunks = plain_chunks(args.num_layers, layout.num_stages, num_chunks, first=first, last=last, layers=layers)
+    chunks = read_chunks(args, layout, num_chunks, u_layers, layers)
     model, training = read_model(args, layout), read_training(args, layout)
     if why_no_activations(args, layout):
         return footprints(model, training, layout, chunks)
     microbatch = read_microbatch(args)
     samples = [replicas.micro_batch(stage, microbatch.size) for stage in range(layout.num_stages)]
     return footprints(model, training, layout, chunks, microbatch, samples)
+
+
+def read_chunks(
+    args: argparse.Namespace,
+    layout: PipelineLayout,
+    num_chunks: int,
+    u_layers: Sequence[int] | None = None,
+    layers: Sequence[int] | None = None,
+) -> tuple[tuple[Chunk, ...], ...]:
+    """Share out the layers over the chunks of all stages; arguments and errors are those of :func:`read_footprints`."""
+    if u_layers is not None:
+        return u_chunks(u_layers)
+    first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers
+    return plain_chunks(args.num_layers, layout.num_stages, num_chunks, first=first, last=last, layers=layers)
 
 
 def expert_layers(text: str, num_layers: int) -> tuple[bool, ...]:

@@ -161,6 +161,7 @@ def read_run(args: argparse.Namespace, *, takes_all_costs: bool = False) -> Run:
     why_no_activations = model_flags.why_no_activations(args, layout)
     spans = expert_spans(layout, replicas)
     placement = place_workers(replicas, num_chunks=num_chunks, num_rings=config.num_rings, expert_spans=spans)
+    placement = dataclasses.replace(placement, num_frozen=_num_frozen(args, config, layout, placement, fitted))
     takes_costs = (takes_all_costs or config.split_backward) and not config.layerwise_disaggregated
     return Run(
         config=config,
@@ -246,6 +247,21 @@ def _layout(args: argparse.Namespace, config: VtpConfig, sizes: tuple[int, ...])
         ep=args.expert_model_parallel_size or 1,
         etp=args.expert_tensor_parallel_size,
     )
+
+
+def _num_frozen(
+    args: argparse.Namespace, config: VtpConfig, layout: PipelineLayout, placement: Placement, fitted: Fitted | None
+) -> int:
+    """Count the virtual stages before the first adapters, as a run does; 0 where it has none, or nothing is known."""
+    parts, is_u_shaped = config.num_layer_list, config.layerwise_disaggregated
+    is_known = args.num_layers and (parts is not None or not is_u_shaped)
+    if config.lora is None or not (config.has_planned_schedule and is_known):
+        return 0
+    layers = None if fitted is None or is_u_shaped else fitted.candidate.layers
+    num_chunks = placement.num_vstages // placement.num_stages
+    stages = model_flags.read_chunks(args, layout, num_chunks, parts if is_u_shaped else None, layers)
+    along = [stages[stage][placement.chunk(v)] for v, stage in enumerate(placement.stages)]
+    return config.lora.num_frozen([len(chunk.layers) for chunk in along])
 
 
 def _memory(

@@ -200,6 +200,7 @@ class PlannedRun:
         companions: kinds of tensors that later stages need beside activations.
         first_ring: what crosses in the first of two rings, where MindSpeed-MM's JSON says it; else chunks of the model
             do.
+        layers: number of layers of every virtual stage, along the model; empty where it is not known.
         check_batch: raises an error if the script must not read such a batch; None allows any.
         notes: lines at the end of the start-up summary.
         has_arguments: whether the plan follows from arguments that megatron.training has validated, and lasts as long
@@ -215,6 +216,7 @@ class PlannedRun:
     has_packed_rows: bool = False
     companions: tuple[Companion, ...] = ()
     first_ring: FirstRing | None = None
+    layers: tuple[int, ...] = ()
     check_batch: Callable[[Any], None] | None = None
     notes: tuple[str, ...] = ()
     has_arguments: bool = False
@@ -320,6 +322,8 @@ class PlannedRun:
         if self.first_ring is not None and not self.first_ring.is_trained:
             # It ends where the edge's second chunk begins.
             placement = replace(placement, num_frozen=num_stages)
+        if config.lora is not None and config.has_planned_schedule:
+            placement = replace(placement, num_frozen=config.lora.num_frozen(self.layers))
         if self.is_recorded and (num_stages == 1 or not self.is_active):
             option = "--vtp-timing" if config.trace is None else f"--vtp-trace {config.trace}"
             sizes = ",".join(map(str, layout.tp_sizes))

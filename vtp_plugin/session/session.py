@@ -580,6 +580,7 @@ class Session:
         has_arguments: bool | None = None,
         companion: Companion | None = None,
         first_ring: FirstRing | None = None,
+        layers: tuple[int, ...] | None = None,
         note: str | None = None,
     ) -> None:
         """Add what the model's options say to the plan: attributes of ``PlannedRun``, a companion, a note."""
@@ -591,6 +592,7 @@ class Session:
             "check_batch": check_batch,
             "has_arguments": has_arguments,
             "first_ring": first_ring,
+            "layers": layers,
         }
         changes: dict[str, object] = {name: value for name, value in known.items() if value is not None}
         if companion is not None:

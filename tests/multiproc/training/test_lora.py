@@ -98,6 +98,10 @@ def _case(
         _case(
             "u-cloud", "2,1,3", [*U_SHAPE, "1,1,1,1", "--vtp-lora-layers", "cloud"], same=["--vtp-lora-layers", "1:3"]
         ),
+        _case("u-last", "2,1,3", [*U_SHAPE, "1,1,1,1"], same=[*LAYERS, "3:4"]),
+        _case("u-split-cloud", "1,2", [*U_SHAPE, "1,1,2", "--vtp-split-backward"], same=[*LAYERS, "1:3"]),
+        _case("planned-last", "2,1", PLANNED, same=[*LAYERS, "2:4"], full=False),
+        _case("planned-interleaved-last", "2,1", [*INTERLEAVED, *PLANNED, *RECOMPUTE], same=[*LAYERS, "2:4"]),
         _case("per-token", "1,2", same=["--calculate-per-token-loss"]),
         _case("selective", "2,1", ["--recompute-granularity", "selective", "--recompute-modules", "mlp"]),
     ],
@@ -115,6 +119,20 @@ def test_adapters_train_as_in_one_process(
         ranges = [map(int, word.split(":")) for word in same[same.index(LAYERS[0]) + 1].split(",")]
         number = sum(end - first for first, end in ranges) * (2 if "--vtp-lora-targets" in same else 7) * 2
     assert_same_factors(runs, wanted, number=number, atol=atol)
+
+
+@pytest.mark.parametrize(("layers", "num_back"), [("2:4", 0), pytest.param("0:4", 1, marks=FULL)])
+def test_no_gradient_crosses_before_the_first_adapter(
+    scripts: Scripts, base: Path, reference: Reference, layers: str, num_back: int
+) -> None:
+    """Between sites, by the bytes that the edge counts: adapters of its last layers alone need nothing back."""
+    shape = [*U_SHAPE, "1,1,2", "--vtp-sites", "edge,cloud", "--vtp-edge-seed", "shared", "--vtp-timing"]
+    words = [*LAYERS, layers]
+    runs = train(scripts, "1,2", base, [*shape, *words])
+    assert_same_training(runs, reference(words))
+    # Of each of 4 microbatches an activation [12, 2, 64] in fp32 crosses each way, and else a gradient each way, too.
+    num_bytes = 4 * (1 + num_back) * 12 * 2 * 64 * 4
+    assert f"edge: sent {num_bytes:,} bytes, received {num_bytes:,} bytes" in runs[0].output
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,9 @@ PLACEMENTS = [
     u_placement(3, num_replicas=(1, 2, 2)),
     u_placement(2, num_rings=2),
     replace(u_placement(3), num_frozen=2),
+    replace(u_placement(3), num_frozen=3),
+    replace(plain_placement(3), num_frozen=1),
+    replace(interleaved_placement(2, 2), num_frozen=2),
     Placement(stages=(0, 1, 2), successors=(2, 2)),
 ]
 

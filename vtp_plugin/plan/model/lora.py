@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, Final
 
 
@@ -106,6 +107,18 @@ class Lora:
         """
         ranges = self.layers or ((0, num_layers),)
         return tuple(layer for layer in range(num_layers) if any(first <= layer < end for first, end in ranges))
+
+    def num_frozen(self, layers: Sequence[int]) -> int:
+        """Count the first virtual stages that have no adapters, so that nothing before them needs a gradient.
+
+        Args:
+            layers: number of layers of every virtual stage, along the model.
+
+        >>> Lora(rank=2, alpha=4, targets=("q_proj",), layers=((3, 5),)).num_frozen((1, 2, 2))
+        2
+        """
+        first = min(self.layer_numbers(sum(layers)), default=0)
+        return sum(end <= first for end in accumulate(layers))
 
     def targets_of(self, linear: str, *, is_gated: bool) -> tuple[LoraTarget, ...]:
         """List the published matrices of a layer of Megatron's that have adapters.

@@ -205,7 +205,12 @@ def _order(request: ScheduleRequest) -> tuple[Schedule, int, str]:
                 "chunks on each stage; an interleaved order is that of one replica each; plan one replica, or one chunk"
             )
         schedule = interleaved_one_f_one_b(
-            num_stages, num_chunks, num_microbatches, group_size=request.group_size, forward_only=request.forward_only
+            num_stages,
+            num_chunks,
+            num_microbatches,
+            group_size=request.group_size,
+            num_frozen=placement.num_frozen,
+            forward_only=request.forward_only,
         )
         return schedule, 1, ""
     if request.forward_only:

@@ -292,6 +292,9 @@ def one_f_one_b(
     stage 0: 0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3
     stage 1 replica 0: 1F0 1B0 1F2 1B2
     stage 1 replica 1: 1F1 1B1 1F3 1B3
+    >>> print(one_f_one_b(Placement(stages=(0, 1), num_frozen=1), 2).describe())
+    stage 0: 0F0 0F1
+    stage 1: 1F0 1B0 1F1 1B1
     >>> print(one_f_one_b(Placement(stages=(0, 1, 2), successors=(2, 2)), 2, in_flight=(2, 1, 1)).describe())
     stage 0: 0F0 0F1 0B0 0B1
     stage 1: 1F0 1B0 1F1 1B1
@@ -305,7 +308,12 @@ def one_f_one_b(
         forwards = _computes(Op.F, placement, worker, num_microbatches)
         backwards = _computes(Op.B, placement, worker, num_microbatches)
         orders.append(_one_f_one_b_order(forwards, backwards, in_flight[placement.stage_of(worker)] - 1))
-    schedule = Schedule(name="1f1b", placement=placement, num_microbatches=num_microbatches, orders=tuple(orders))
+    schedule = Schedule(
+        name="1f1b",
+        placement=placement,
+        num_microbatches=num_microbatches,
+        orders=tuple(_trained(placement, order) for order in orders),
+    )
     # Without joint computes the condition above is enough, and the default limits are enough in any case.
     if in_flight != (least := one_f_one_b_limits(placement)) and max(map(max, placement.joint)) > 1 and check(schedule):
         raise too_few_in_flight(in_flight, least)
@@ -345,6 +353,7 @@ def interleaved_one_f_one_b(
     num_microbatches: int,
     *,
     group_size: int | None = None,
+    num_frozen: int = 0,
     forward_only: bool = False,
 ) -> Schedule:
     """Order an interleaved pipeline as Megatron's `forward_backward_pipelining_with_interleaving` does (0.19).
@@ -357,6 +366,7 @@ def interleaved_one_f_one_b(
         num_chunks: Model chunks on each stage, at least 2.
         num_microbatches: Microbatches of the step, m.
         group_size: Megatron's `microbatch_group_size_per_vp_stage`, from P to m; P by default.
+        num_frozen: Virtual stages that train nothing. See :attr:`Placement.num_frozen`.
         forward_only: No backward pass.
 
     Raises:
@@ -370,14 +380,15 @@ def interleaved_one_f_one_b(
     require_counts(num_stages, num_microbatches)
     group_size = num_stages if group_size is None else group_size
     _check_groups(num_stages, num_chunks, num_microbatches, group_size)
-    placement = interleaved_placement(num_stages, num_chunks)
+    placement = replace(interleaved_placement(num_stages, num_chunks), num_frozen=num_frozen)
     orders: list[Actions] = []
     for stage in range(num_stages):
         vstages = placement.vstages(stage)
         forwards = [_compute(Op.F, v, n) for v, n in _grouped(vstages, num_microbatches, group_size)]
         backwards = [_compute(Op.B, v, n) for v, n in _grouped(vstages[::-1], num_microbatches, group_size)]
         num_warmup = 2 * (num_stages - 1 - stage) + (num_chunks - 1) * group_size
-        orders.append(tuple(forwards) if forward_only else _one_f_one_b_order(forwards, backwards, num_warmup))
+        order = tuple(forwards) if forward_only else _one_f_one_b_order(forwards, backwards, num_warmup)
+        orders.append(_trained(placement, order))
     return Schedule(
         name="interleaved-forward-only" if forward_only else "interleaved-1f1b",
         placement=placement,
@@ -433,6 +444,11 @@ def _one_f_one_b_order(forwards: list[Action], backwards: list[Action], num_warm
     """Run `num_warmup` forwards, then a forward and a backward in turn, then the remaining backwards."""
     steady = [action for pair in zip(forwards[num_warmup:], backwards, strict=False) for action in pair]
     return (*forwards[:num_warmup], *steady, *backwards[len(steady) // 2 :])
+
+
+def _trained(placement: Placement, order: Actions) -> Actions:
+    """Leave out the backwards of what trains nothing: then less waits, and no stage for another one in a circle."""
+    return tuple(action for action in order if action.op is Op.F or placement.is_trained(action.vstage))
 
 
 def _grouped(vstages: tuple[int, ...], num_microbatches: int, group_size: int) -> list[tuple[int, int]]:
