@@ -171,8 +171,11 @@ def test_layers_of_transformer_engine_load_an_import(tmp_path: Path, capsys: pyt
 
 @pytest.mark.full
 @pytest.mark.needs("our_example")
-def test_the_example_goes_there_and_back(tmp_path: Path) -> None:
-    """Import, ten steps in 1,2, export, and tokens that transformers generates."""
-    printed = start_python("examples/hugging_face.py", "--out", str(tmp_path / "out"))
+@pytest.mark.parametrize("words", [(), ("--adapter",)], ids=["weights", "adapter"])
+def test_the_example_goes_there_and_back(tmp_path: Path, words: Sequence[str]) -> None:
+    """Import, ten steps in 1,2 or over an edge and a cloud, export, and tokens that transformers, or PEFT, generates."""
+    if words:
+        pytest.importorskip("peft", reason="it loads the adapter: vtp-plugin[lora]")
+    printed = start_python("examples/hugging_face.py", "--out", str(tmp_path / "out"), *words)
     assert len(re.findall(r"iteration +\d+/ +10 .* lm loss: ", printed)) == 10
     assert re.search(r"^tokens: 1 2 3 4( \d+){1,8}$", printed, re.MULTILINE)
