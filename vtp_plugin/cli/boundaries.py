@@ -60,8 +60,9 @@ class PlansView:
         return Fraction(sum(transfer.num_elements for transfer in transfers), math.prod(self.forward.src.shape))
 
     def directions(self) -> dict[str, object]:
-        """Return both plans for JSON."""
-        return {"forward": self._direction(self.forward), "backward": self._direction(self.backward)}
+        """Return both plans for JSON; None for the backward one where no gradient comes back."""
+        back = self._direction(self.backward) if self.has_gradient else None
+        return {"forward": self._direction(self.forward), "backward": back}
 
     def _direction(self, plan: BoundaryPlan) -> dict[str, object]:
         transfers = [
@@ -204,7 +205,8 @@ def site_traffic(flags: Run, views: Views) -> dict[tuple[str, str], tuple[float,
     found: dict[tuple[str, str], tuple[float, int | None]] = {}
     for boundary, view in views.items() if flags.sites else ():
         up, down = flags.sites[boundary.upstream], flags.sites[boundary.downstream]
-        for ends, plan in (((up, down), view.forward), ((down, up), view.backward)) if up != down else ():
+        plans = [((up, down), view.forward), *([((down, up), view.backward)] if view.has_gradient else [])]
+        for ends, plan in plans if up != down else ():
             share, num_bytes = found.get(ends, (0.0, 0))
             more_bytes = view.num_bytes(*plan.transfers)
             share += float(view.share(*plan.transfers))

@@ -23,6 +23,7 @@ class Recipe:
         scripts: that every node starts, in the order of their numbers.
         memory_gib: of a GPU of each node.
         layout: value of LAYOUT; empty where there is one layout.
+        base_model: value of BASE_MODEL; empty where there is one model.
     """
 
     folder: str
@@ -30,14 +31,16 @@ class Recipe:
     scripts: tuple[str, ...] = ("train.sh", "train.sh")
     memory_gib: tuple[int, ...] = (80, 80)
     layout: str = ""
+    base_model: str = ""
 
     def __str__(self) -> str:
-        return " ".join((self.folder, self.layout)).strip()
+        return " ".join((self.folder, self.layout or self.base_model)).strip()
 
     def variables(self, node: int) -> dict[str, str]:
         """Give the variables with which a node starts its script."""
         given = {"NODE_RANK": str(node), "MASTER_ADDR": "10.0.0.1"}
-        return {**given, "LAYOUT": self.layout} if self.layout else given
+        chosen = {"LAYOUT": self.layout, "BASE_MODEL": self.base_model}
+        return given | {name: value for name, value in chosen.items() if value}
 
 
 ALL = (
@@ -46,6 +49,10 @@ ALL = (
     Recipe(folder="qwen-3-30b-a3b", model="Qwen 3 30B A3B", layout="two-nodes"),
     Recipe(folder="qwen-3-30b-a3b", model="Qwen 3 30B A3B", layout="old-and-new", memory_gib=(40, 80)),
     Recipe(folder="qwen-2.5-32b-u", model="Qwen 2.5 32B", scripts=("edge.sh", "cloud.sh")),
+    *(
+        Recipe(folder="lora-u", model=model, scripts=("edge.sh", "cloud.sh"), memory_gib=(24, 80), base_model=name)
+        for model, name in (("Llama 3.1 8B", "llama-3.1-8b"), ("Qwen 2.5 32B", "qwen-2.5-32b"))
+    ),
 )
 
 

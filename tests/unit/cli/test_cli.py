@@ -347,7 +347,10 @@ def test_plan_keeps_nothing_before_the_first_adapters(output_of: Output) -> None
     adapted = ["plan", *model, "--num-layer-list", "1,2,1", "--vtp-lora-rank", "2", "--vtp-lora-layers"]
     edge, cloud, _ = json.loads(output_of(*adapted, "3:4", "--json"))["memory"]
     assert cloud["in_flight"] == 0 and edge["in_flight"] > 0, (edge, cloud)
-    assert output_of(*adapted, "3:4").count("no gradient comes back: nothing before it has") == 2
+    text = output_of(*adapted, "3:4", "--vtp-sites", "edge,cloud")
+    assert text.count("no gradient comes back: nothing before it has") == 2
+    # Of activations [64, 1, 8] in fp32.
+    assert "edge sends to site cloud: 2 KiB for each" in text and "cloud sends to site edge: 2 KiB for each" in text
     assert json.loads(output_of(*adapted, "1:4", "--json"))["memory"][1]["in_flight"] > 0
 
 
