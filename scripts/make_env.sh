@@ -17,7 +17,7 @@ while IFS= read -r line; do
 done <"${BASH_SOURCE[0]%/*}/../vtp_plugin/host/versions/known_versions.py"
 newest=${known[-1]}
 extras=demo,test,host-${host/./-}
-[[ $host != "$newest" ]] || extras=browser,demo,dev,hf,site,tune,host-${host/./-}
+[[ $host != "$newest" ]] || extras=browser,demo,dev,hf,lora,site,tune,host-${host/./-}
 
 # pythons: minor versions of Python 3 that have wheels of this Megatron, best first; known_versions.py has the same.
 # packages, no_deps: what pip installs, and what it installs without dependencies.
