@@ -1,4 +1,4 @@
-"""Each section of a Chinese page has the blocks of text, commands, links and figures of the English one."""
+"""Each section of a Chinese page has the blocks of text, commands, links, figures and quotations of the English one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Two GPUs, 8,192 tokens, 0.4 s. See [start](docs/start.md#first-run), [guide](doc
 
 ## First run
 
-Takes `--size 2` and a minute:
+Takes `--size 2` and a minute, and prints "all done":
 
     vtp plan --have 8,6   # for 14 GPUs
 
@@ -37,7 +37,7 @@ TRANSLATED = f"""# Tool
 
 ## {RUN}
 
-`--size 2`:
+`--size 2`, \u201call done\u201d:
 
     vtp plan --have 8,6   # 14 GPU
 
@@ -93,6 +93,11 @@ def test_every_chinese_page_is_held() -> None:
         ("    vtp doctor\n", "", f"{RUN} (First run): code: not translated: nothing; only translated: 'vtp doctor'"),
         ("--have 8,6", "--have 8,4", f"{RUN} (First run): code: not translated: 'vtp plan --have 8,4'; only"),
         ("`--size 2`", "`--size 3`", f"{RUN} (First run): code in the text: not translated: '--size 3'; only"),
+        (
+            '"all done"',
+            '"all gone"',
+            f"{RUN} (First run): quoted: not translated: 'all gone'; only translated: 'all done'",
+        ),
         ("#first-run", "#tool", "Tool (Tool): links: not translated: 'docs/zh/start.md#tool'; only"),
         ("start.md", "end.md", "Tool (Tool): links: not translated: 'docs/end.md#first-run'; only"),
         ("* one item", "* one item\n* another", f"{RUN} (First run): blocks of text: "),

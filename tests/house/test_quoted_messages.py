@@ -33,7 +33,7 @@ def quoted() -> list[str]:
     """Return the messages of the page: code with a space that is neither a command nor flags nor Python."""
     text = re.sub(r"^    .*$", "", PAGE.read_text(), flags=re.MULTILINE)
     found = (" ".join(code.split()) for code in re.findall(r"`([^`]+)`", text))
-    other = (*(f"{name} " for name in PROGRAMS), "-", "plan ", "if ", "this type", "1 2")
+    other = (*(f"{name} " for name in PROGRAMS), "-", "plan ", "if ", "1 2")
     return [code for code in found if " " in code and not code.startswith(other)]
 
 

@@ -1,4 +1,4 @@
-"""Compares a page with its translation, section by section: headings, text blocks, code, links and figures."""
+"""Compares a page with its translation, section by section: headings, text blocks, code, links, figures, quotations."""
 
 from __future__ import annotations
 
@@ -33,6 +33,8 @@ BLOCKS = {
 UNITS = "us|ms|s|KiB|MiB|GiB|TiB|KB|MB|GB|TB|Kbit|Mbit|Gbit|W|points"
 DIGITS = re.compile(rf"(\d+(?:,\d{{3}})*(?:\.\d+)*)(?:\s*({UNITS})(?![A-Za-z]))?")
 IMAGE = re.compile(r'<img src="([^"]+)"[^>]* alt="([^"]*)"')
+# What a program says, in the quotation marks of either language.
+QUOTED = re.compile(r"[\"\u201c]([ -!#-~]*[A-Za-z][ -!#-~]*)[\"\u201d]")
 COMMENT = re.compile(r"\s+# (.*)$", re.MULTILINE)
 
 
@@ -144,6 +146,11 @@ def figures(prose: Iterable[str], numbers: Mapping[str, str]) -> list[str]:
     return found
 
 
+def quotations(prose: Iterable[str]) -> list[str]:
+    """Return what a text quotes of programs, in small letters: such words are the same in every language."""
+    return [quoted.lower() for piece in prose for quoted in QUOTED.findall(piece)]
+
+
 def targets(links: Iterable[str], page: str) -> list[str]:
     """Return where the links of a page lead, by names in the repository."""
     found: list[str] = []
@@ -210,6 +217,7 @@ def _of_section(page: str, section: Section, other: Section, words: Words) -> It
             targets(other.links, words.pages[page]),
         ),
         "figures": (figures(section.prose, words.numbers[0]), figures(other.prose, words.numbers[1])),
+        "quoted": (quotations(section.prose), quotations(other.prose)),
     }
     for what, (ours, theirs) in pairs.items():
         only, more = Counter(ours) - Counter(theirs), Counter(theirs) - Counter(ours)
