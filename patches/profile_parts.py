@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -27,7 +27,7 @@ from vtp_plugin.patches.hosts import load_host
 from vtp_plugin.platform.interface import Platform, alone_in_world
 from vtp_plugin.runtime.step.weight_gradients import WeightGradients
 from vtp_plugin.session import Session
-from vtp_plugin.tune.cluster.machines import Part, Time
+from vtp_plugin.tune.cluster.machines import Part, Time, scatter
 
 # Enough that what a single layer does besides, as the norm behind the last one, hardly counts.
 _NUM_LAYERS = 2
@@ -62,7 +62,19 @@ class ProfileRequest:
     num_rounds: int
 
 
-def time_parts(asked: ProfileRequest, session: Session) -> Iterator[list[Time]]:
+class Timed(NamedTuple):
+    """What was timed together.
+
+    Attributes:
+        times: the times of the parts.
+        rounds_s: what each round took; of several ways to run a microbatch, those of the way that scatters most.
+    """
+
+    times: list[Time]
+    rounds_s: Sequence[float]
+
+
+def time_parts(asked: ProfileRequest, session: Session) -> Iterator[Timed]:
     """Yield the times of all parts, case after case; the peers of a tensor-parallel size do not exist.
 
     Args:
@@ -79,11 +91,11 @@ def time_parts(asked: ProfileRequest, session: Session) -> Iterator[list[Time]]:
         with _alone(tp, platform):
             for kind in asked.kinds:
                 own = _of_part(args, asked.vocabulary, kind)
-                timed = _Timed(own, kind, session, has_ends=kind == asked.kinds[0], can_split=can_split)
+                short = _ShortModel(own, kind, session, has_ends=kind == asked.kinds[0], can_split=can_split)
                 for length, size, is_recomputed in _cases(asked):
-                    yield timed.times(length, size, asked.num_rounds, is_recomputed=is_recomputed)
-                if timed.has_ends:
-                    yield [timed.update(asked)]
+                    yield short.times(length, size, asked.num_rounds, is_recomputed=is_recomputed)
+                if short.has_ends:
+                    yield short.update(asked)
 
 
 def num_cases(asked: ProfileRequest) -> int:
@@ -155,7 +167,7 @@ def _alone(tp: int, platform: Platform) -> Iterator[None]:
             parallel_state.destroy_model_parallel()
 
 
-class _Timed:
+class _ShortModel:
     """A short model that is timed.
 
     Args:
@@ -188,20 +200,22 @@ class _Timed:
         decoder.register_forward_pre_hook(self._watch.before_layers, with_kwargs=True)
         decoder.register_forward_hook(self._watch.behind_layers)
 
-    def times(self, length: int, size: int, num_rounds: int, *, is_recomputed: bool) -> list[Time]:
+    def times(self, length: int, size: int, num_rounds: int, *, is_recomputed: bool) -> Timed:
         """Give the times of the parts; of the ends, which no layer changes, only once."""
         self._recompute(is_recomputed)
         found = self._medians(size, length, num_rounds, None)
+        rounds_s = self._watch.rounds_s
         weights_s = None
         if self._waiting is not None:
             apart = self._medians(size, length, num_rounds, self._waiting)
             both_s = apart["layers backward"] + apart["layers weights"]
             weights_s = found["layers backward"] * apart["layers weights"] / both_s / _NUM_LAYERS
+            rounds_s = max(rounds_s, self._watch.rounds_s, key=scatter)
         parts: list[tuple[Part, str, int]] = [(self._kind, "layers", _NUM_LAYERS)]
         if self.has_ends and not is_recomputed:
             parts.append(("embedding", "embedding", 1))
             parts.append(("head", "head", 1))
-        return [
+        times = [
             Time(
                 part=part,
                 tp=self._args.tensor_model_parallel_size,
@@ -214,6 +228,7 @@ class _Timed:
             )
             for part, name, number in parts
         ]
+        return Timed(times, rounds_s)
 
     def _recompute(self, is_recomputed: bool) -> None:
         """Let whole layers run forward again or not; what else runs again stays as the flags say."""
@@ -248,7 +263,7 @@ class _Timed:
                     self._watch.note("layers weights")
         return self._watch.medians(num_rounds)
 
-    def update(self, asked: ProfileRequest) -> Time:
+    def update(self, asked: ProfileRequest) -> Timed:
         """Time the optimizer for each million of parameters."""
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
@@ -265,7 +280,7 @@ class _Timed:
             self._watch.note("update")
         seconds = self._watch.medians(asked.num_rounds)["update"]
         numel = sum(parameter.numel() for parameter in self._model.parameters())
-        return Time(
+        time_of_update = Time(
             part="update",
             tp=args.tensor_model_parallel_size,
             micro_batch_size=asked.micro_batch_sizes[0],
@@ -273,12 +288,18 @@ class _Timed:
             forward_s=1e6 * seconds / numel,
             backward_s=0.0,
         )
+        return Timed([time_of_update], self._watch.rounds_s)
 
 
 class _Stopwatch:
-    """Notes when the device is done with each part; the hooks of the layers stop it, too."""
+    """Notes when the device is done with each part; the hooks of the layers stop it, too.
+
+    Attributes:
+        rounds_s: what all parts of each round took, of the rounds of the last medians.
+    """
 
     def __init__(self, platform: Platform) -> None:
+        self.rounds_s: list[float] = []
         self._module = platform.module()
         self._took_s: defaultdict[str, list[float]] = defaultdict(list)
         self._last_s = 0.0
@@ -295,7 +316,9 @@ class _Stopwatch:
 
     def medians(self, number: int) -> dict[str, float]:
         """Give the medians of the last so many notes of each part, and forget all."""
-        found = {part: statistics.median(each[-number:]) for part, each in self._took_s.items()}
+        last = {part: each[-number:] for part, each in self._took_s.items()}
+        found = {part: statistics.median(each) for part, each in last.items()}
+        self.rounds_s = [*map(sum, zip(*last.values(), strict=False))]
         self._took_s.clear()
         return found
 

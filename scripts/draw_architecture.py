@@ -24,7 +24,7 @@ _ROWS: tuple[dict[str, str], ...] = (
     {"plan": "who is where, what crosses, when", "link": "between sites, for nobody else"},
     {"util": "log, texts, files", "errors": "one line each"},
 )
-_NOT_DRAWN = {"__init__", "__main__"}
+_NOT_DRAWN = {"__init__", "__main__", "can_start"}
 # What lies outside, beside the row of the package that touches it; on the left what the plugin is put into.
 _LEFT = {"api": "your script", "patches": "Megatron"}
 _RIGHT = {"elastic": "devices", "runtime": "other ranks", "checkpoint": "disk"}

@@ -1,6 +1,12 @@
 """Every pipeline stage of a Megatron run gets its own tensor-parallel size."""
 
-from __future__ import annotations
+import sys
+
+# First of all, and nothing that Python 3.6 cannot compile: an older Python ends here, with a line.
+from vtp_plugin.can_start import end_with, why_not
+
+if why_not(sys.version_info[:2]):
+    end_with(why_not(sys.version_info[:2]))
 
 from vtp_plugin.api import (
     apply,

@@ -55,7 +55,7 @@ from vtp_plugin.runtime.comm.plain_data import PlainData
 from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.runtime.comm.transfers import Headers
 from vtp_plugin.runtime.comm.work import Recorder
-from vtp_plugin.runtime.health import meeting_store
+from vtp_plugin.runtime.health import ask_store, meeting_store
 from vtp_plugin.runtime.health.meeting_store import agree_on_attempt, open_own_store
 from vtp_plugin.runtime.health.monitor import EarlyExits, LivenessCheck, Monitor, Together
 from vtp_plugin.runtime.health.position import Standing, follow
@@ -800,7 +800,7 @@ class _Listener:
 def _take_doctor(answers: list[bytes | None]) -> None:
     listener = _Listener(answers)
     try:
-        _require_lines(meeting_store.test_rendezvous(f"127.0.0.1:{listener.port}", 0.02)[0])
+        _require_lines(ask_store.test_rendezvous(f"127.0.0.1:{listener.port}", 0.02)[0])
     finally:
         listener.close()
 
@@ -1107,7 +1107,7 @@ ENTRIES: list[Entry] = [
     Entry(
         name="what answers where doctor looks for a store",
         places=[
-            *(f"{_HEALTH}/meeting_store.py:{name}" for name in ("test_rendezvous", "_ask_store.ask")),
+            *(f"{_HEALTH}/ask_store.py:{name}" for name in ("test_rendezvous", "_ask_store.ask")),
             f"{_HEALTH}/meeting_store.py:attach",
         ],
         make=_make_answers,

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # A part (a package or module right below vtp_plugin) may import itself and the parts of lower layers, never its own
 # layer's other parts. `__init__` is what `import vtp_plugin` binds.
 LAYERS: tuple[frozenset[str], ...] = (
-    frozenset({"errors"}),
+    frozenset({"can_start", "errors"}),
     frozenset({"util"}),
     frozenset({"link", "plan"}),
     frozenset({"trace"}),
@@ -92,6 +92,7 @@ INNER_LAYERS: dict[str, tuple[frozenset[str], ...]] = {
 # Packages that need nothing but the standard library, so that plans can be made and checked without torch.
 PURE_PARTS = frozenset(
     {
+        "can_start",
         "checkpoint.format",
         "checkpoint.hf",
         "checkpoint.save",

@@ -26,6 +26,7 @@ from vtp_plugin.config import VtpConfig
 from vtp_plugin.errors import VtpError
 from vtp_plugin.host.mindspeed import UNKNOWN, UNKNOWN_ADAPTOR, has_mindspeed, import_adaptor
 from vtp_plugin.host.versions import family_of, find_megatron, find_torch, problems_of
+from vtp_plugin.runtime.health.ask_store import test_rendezvous
 from vtp_plugin.util.log import wrap
 from vtp_plugin.util.text import own_command
 
@@ -56,7 +57,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "after losses, each patch with its reason, and the table of Megatron's options",
     )
     parser.add_argument(
-        "--rendezvous", metavar="HOST:PORT", help="test whether the store of a run answers this machine there"
+        "--rendezvous",
+        metavar="HOST:PORT",
+        help="test only whether the store of a run answers this machine there; with --verbose all else, too",
     )
     parser.add_argument(
         "--link",
@@ -77,8 +80,11 @@ def run(options: argparse.Namespace) -> None:
         report_listeners(options)
     device = VtpConfig(device=options.device).device
     report = _Report()
-    with progress(_NUM_TRIALS, "doctor", is_bytes=False) as tell:
-        report.look(device, options.rendezvous, tell)
+    if options.rendezvous is not None and not options.verbose:
+        report.ask_store(options.rendezvous)  # at once: all else takes many seconds
+    else:
+        with progress(_NUM_TRIALS, "doctor", is_bytes=False) as tell:
+            report.look(device, options.rendezvous, tell)
     exit_code = 1 if report.problems else 0
     patches = [named(one, "id", "state", "target", "skipped", "foreign_wrapper") for one in report.patches]
     lines = (piece for line in report.lines(options) for piece in wrap(line))
@@ -142,14 +148,18 @@ class _Report:
     def _try_network(self, rendezvous: str | None) -> None:
         """Find out where a run that is started like this would listen, and ask the store of a run."""
         from vtp_plugin.plan.launch.launch_commands import describe_launchers
-        from vtp_plugin.runtime.health.meeting_store import describe_listening, test_rendezvous
+        from vtp_plugin.runtime.health.meeting_store import describe_listening
 
         self.listening = describe_listening(os.environ)
         self.launchers = describe_launchers(os.environ)
         if rendezvous is not None:
-            self.rendezvous, is_well = test_rendezvous(rendezvous)
-            if not is_well:
-                self.problems.append(f"rendezvous {rendezvous}: {self.rendezvous[-1]}")
+            self.ask_store(rendezvous)
+
+    def ask_store(self, address: str) -> None:
+        """Ask the store of a run."""
+        self.rendezvous, is_well = test_rendezvous(address)
+        if not is_well:
+            self.problems.append(f"rendezvous {address}: {self.rendezvous[-1]}")
 
     def _try_platform(self, device: DeviceName) -> None:
         from vtp_plugin.platform.detect import detect
@@ -202,14 +212,15 @@ class _Report:
 
     def lines(self, options: argparse.Namespace) -> Iterator[str]:
         """Write the report as text; the verdict comes last."""
-        if not self.versions:
+        if not self.versions and not self.rendezvous:
             if options.rendezvous is not None:
                 yield f"rendezvous {options.rendezvous}: not tested; install what is missing first"
             yield f"verdict: {' | '.join(self.problems)}"
             return
-        yield ", ".join(f"{name} {number}" for name, number in self.versions.items())
-        yield f"Megatron {self.host}, device {(self.platform or 'none').partition(' (')[0]}"
-        yield f"patches: {sum(patch.applied for patch in self.patches)} of {len(self.patches)} applied, then reverted"
+        if self.versions:
+            yield ", ".join(f"{name} {number}" for name, number in self.versions.items())
+            yield f"Megatron {self.host}, device {(self.platform or 'none').partition(' (')[0]}"
+            yield f"patches: {sum(one.applied for one in self.patches)} of {len(self.patches)} applied, then reverted"
         if self.rendezvous:
             yield "rendezvous"
             yield from (f"    {line}" for line in self.rendezvous)

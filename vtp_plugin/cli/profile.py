@@ -25,10 +25,10 @@ from vtp_plugin.errors import ConfigError, VtpError
 from vtp_plugin.host.mindspeed import has_mindspeed, import_adaptor
 from vtp_plugin.host.versions import find_host
 from vtp_plugin.plan.model.gpt_model import GPTModel
-from vtp_plugin.tune.cluster.machines import Links, Location, Origin, Part, Time
+from vtp_plugin.tune.cluster.machines import Links, Location, Origin, Part, Time, scatter
 from vtp_plugin.tune.cluster.read_cluster import write_links, write_profile
 from vtp_plugin.tune.fit.fit_layout import without
-from vtp_plugin.util.text import own_command, plain
+from vtp_plugin.util.text import in_digits, own_command, plain
 
 if TYPE_CHECKING:
     from vtp_plugin.session import Session
@@ -42,6 +42,8 @@ _OWN = ("--out", "--tp-sizes", "--micro-batch-sizes", "--seq-lengths", "--rounds
 _MOST_CARDS = 8
 _NAMES = {"dense": "layer", "experts": "layer with experts"}
 _LINES_SHOWN = 40
+# Rounds on a quiet machine scatter by a few percent; above this another process took turns with them.
+_MOST_SCATTER = 0.2
 
 
 def add_arguments(parser: Parser) -> None:
@@ -135,21 +137,33 @@ def _profile(
     )
     origin = Origin(name=options.out.name, device=platform.card_name(), megatron=find_host()[1].version, model=model_of)
     times: list[Time] = []
+    scatters: list[float] = []
     stdout, stderr = sys.stdout, sys.stderr
     with progress(num_cases(asked), "profile", is_bytes=False) as tell, _quiet():
         if not options.json:
             about = f"Megatron {origin.megatron}, medians of {options.rounds} rounds, forward + backward"
             print(f"{origin.device}, {about}", file=stdout, flush=True)
         try:
-            for found in time_parts(asked, session):
+            for found, rounds_s in time_parts(asked, session):
                 times += found
+                scatters.append(scatter(rounds_s))
                 tell(1)
                 if not options.json:
-                    print(_line_of(found), file=stdout, flush=True)
+                    print(_line_of(found, scatters[-1]), file=stdout, flush=True)
         except KeyboardInterrupt:
             print(f"vtp_plugin: interrupted; {options.out} has what was timed so far", file=stderr)
     write_file(options.out, write_profile(origin, times), flag="--out")
-    _say_next(options, len(times), "[cards.NAME]")
+    worst = max(scatters, default=0.0)
+    _say_next(options, len(times), "[cards.NAME]", _about_scatter(worst), scatter=worst)
+
+
+def _about_scatter(worst: float) -> Iterator[str]:
+    """Warn of rounds that lie too far apart for their median to be believed."""
+    if worst > _MOST_SCATTER:
+        yield (
+            "warning: the machine was too busy to believe these times: rounds of one line scatter by "
+            f"{100 * worst:.0f} %, above {100 * _MOST_SCATTER:.0f} %; profile again when nothing else runs there"
+        )
 
 
 @contextmanager
@@ -192,28 +206,28 @@ def _end_of(file: TextIO, most: int) -> str:
     return plain("\n".join(file.read().splitlines()[-most:]))
 
 
-def _line_of(found: Sequence[Time]) -> str:
-    """Write one measurement, such as of a layer and of the ends of the model."""
-    first = found[0]
+def _line_of(found: Sequence[Time], scattered: float) -> str:
+    """Write one measurement, such as of a layer and of the ends of the model, with the scatter of its rounds."""
+    first, rounds = found[0], f"; rounds scatter by {100 * scattered:.0f} %"
     if first.part == "update":
-        return f"tp {first.tp}: optimizer {1e3 * first.forward_s:.4g} ms for each million parameters"
+        return f"tp {first.tp}: optimizer {in_digits(1e3 * first.forward_s)} ms for each million parameters{rounds}"
     parts = (
-        f"{_NAMES.get(time.part, time.part)} {1e3 * time.forward_s:.4g} + {1e3 * time.backward_s:.4g} ms"
-        + ("" if time.weights_s is None else f" ({1e3 * time.weights_s:.4g} of weights)")
+        f"{_NAMES.get(time.part, time.part)} {in_digits(1e3 * time.forward_s)} + {in_digits(1e3 * time.backward_s)} ms"
+        + ("" if time.weights_s is None else f" ({in_digits(1e3 * time.weights_s)} of weights)")
         for time in found
     )
     how = ", recomputed" if first.is_recomputed else ""
-    return f"tp {first.tp}, {first.micro_batch_size} x {first.seq_length} tokens{how}: {', '.join(parts)}"
+    return f"tp {first.tp}, {first.micro_batch_size} x {first.seq_length} tokens{how}: {', '.join(parts)}{rounds}"
 
 
-def _say_next(options: argparse.Namespace, number: int, table: str, lines: Iterable[str] = ()) -> None:
-    """Name what was written, and what to do with it, behind other lines."""
+def _say_next(options: argparse.Namespace, number: int, table: str, lines: Iterable[str] = (), **known: float) -> None:
+    """Name what was written, and what to do with it, behind other lines; `known` is for ``--json``."""
     next_one = (
         f'next: write profile = "{options.out.name}" under {table} in the cluster file (docs/guides/search.md), then'
     )
     command = f"    {own_command()} search --cluster CLUSTER.toml [Megatron's flags of the model]"
     text = (*lines, f"wrote {options.out}: {number} times", next_one, command)
-    print_answer(options, {"out": options.out, "num_times": number}, text)
+    print_answer(options, {"out": options.out, "num_times": number, **known}, text)
 
 
 def _megatron_argv(argv: Sequence[str]) -> list[str]:
@@ -253,4 +267,4 @@ def _lines_of_links(links: Links) -> Iterator[str]:
         named += [(f"all-reduce of {number} ranks {name}".rstrip(), link) for number, link in each.items()]
     for name, link in named:
         at_once = f", {link.at_once} at a time" if link.at_once else ""
-        yield f"{name}: {1e6 * link.latency_s:.4g} us, {link.bytes_per_s / 1e9:.4g} GB/s{at_once}"
+        yield f"{name}: {in_digits(1e6 * link.latency_s)} us, {in_digits(link.bytes_per_s / 1e9)} GB/s{at_once}"

@@ -37,16 +37,17 @@ from vtp_plugin.tune.search.find_best import SearchResult, find_best
 from vtp_plugin.tune.search.problem import StageType
 from vtp_plugin.tune.search.schedule_time import compiled_for
 from vtp_plugin.tune.search.stage_cost import held_by
-from vtp_plugin.util.text import plain
+from vtp_plugin.util.text import in_digits, plain
 
-_LEAST_GAIN = 1.05
+_LEAST_PERCENT = 5
+_LEAST_GAIN = 1 + _LEAST_PERCENT / 100
 _COLUMNS = ("", "TP sizes", "layers", "replicas", "microbatch size", "devices", "step")
 _COLUMNS_BEHIND = ("tokens/s", "price per M tokens", "times from")
 _TEXT = """\
 Every layout (TP sizes, replicas, layers of each stage) that the devices allow is bounded or simulated; nothing is
 started. Times of layers come from the cluster's file: measured by `profile`, fitted to that, or from data sheets. What
 a file holds: docs/guides/search.md."""
-# Once all stages are busy, every further microbatch looks like the one before.
+# Once all stages are busy, every further microbatch looks like the one before. Of a replica so many are drawn.
 _MOST_MICROBATCHES = 16
 
 
@@ -131,14 +132,21 @@ def _search(request: SearchRequest, options: argparse.Namespace) -> SearchResult
 
         def say(share: float, best_s: float) -> None:
             nonlocal done
-            tell(share - done, f"best step so far {best_s:.4g} s")
+            tell(share - done, f"best step so far {in_digits(best_s)} s")
             done = share
 
-        return find_best(request.problem, num_best=options.num_best, limit_s=options.limit_s, tell=say)
+        return find_best(
+            request.problem,
+            unlimited=request.unlimited,
+            num_best=options.num_best,
+            limit_s=options.limit_s,
+            tell=say,
+        )
 
 
 def _lines(request: SearchRequest, result: SearchResult) -> Iterator[str | TextTable]:
     best = result.best[0]
+    yield _verdict(request, result)
     if not result.is_complete:
         yield "the search ended before all layouts were bounded: there may be better ones; --limit-s gives it more time"
     named = _named(request, result)
@@ -156,9 +164,39 @@ def _lines(request: SearchRequest, result: SearchResult) -> Iterator[str | TextT
         yield f"--vtp-transport {best.transport}: all ranks of neighbouring stages connect, also those of two sites"
 
 
+def _verdict(request: SearchRequest, result: SearchResult) -> str:
+    """Say whether to leave stock Megatron, and for which layout."""
+    best, stock, unlimited = result.best[0], result.stock, result.unlimited
+    number = best.num_replicas
+    layout = f"--vtp-size-list {format_value(best.sizes)} in {number} replica{'s'[: number > 1]}"
+    if request.constraints.ends is not None:
+        return f"only with the plugin: {layout}; Megatron has no U-shape, but may be quicker with another pipeline"
+    if stock is None:
+        text = (
+            f"only with the plugin: {layout}; no layout of one size that the flags of {request.megatron} can say fits"
+        )
+    elif _advised(request, result) is not stock:
+        text = f"{_percent(stock, best):g} % over the best of stock Megatron: {layout}"
+    elif stock.step_s > best.step_s:
+        text = f"stay with stock Megatron: the plugin gains {_percent(stock, best):g} %; "
+        text += f"below {_LEAST_PERCENT} % such a prediction says little"
+    else:
+        text = "stay with stock Megatron: nothing is quicker"
+    if unlimited is not None:
+        more = _percent(unlimited, best)
+        text += f"; without {' '.join(request.limits)} stock Megatron takes {in_digits(unlimited.step_s)} s a step, "
+        text += f"{abs(more):g} % {'more' if more >= 0 else 'less'} than that layout"
+    return text
+
+
+def _percent(stock: Candidate, best: Candidate) -> float:
+    """Give how much longer stock takes; rounded down, so that no gain below a limit seems to reach it."""
+    return math.floor(1000 * (stock.step_s / best.step_s - 1) + 1e-6) / 10
+
+
 def _named(request: SearchRequest, result: SearchResult) -> list[tuple[str, Candidate]]:
     """Name the layouts; one that has the flags and the replicas of another has several names."""
-    stocks = (("stock", result.stock), ("equal", result.equal))
+    stocks = (("stock", result.stock), ("equal", result.equal), ("unlimited", result.unlimited))
     all_names = [(str(number), candidate) for number, candidate in enumerate(result.best, start=1)]
     all_names += [(name, candidate) for name, candidate in stocks if candidate is not None]
     found: dict[tuple[object, ...], tuple[str, Candidate]] = {}
@@ -172,18 +210,16 @@ def _named(request: SearchRequest, result: SearchResult) -> list[tuple[str, Cand
 def _compared(request: SearchRequest, result: SearchResult) -> Iterator[str]:
     """Say what stock Megatron can do, whether the best layout is worth the plugin, and the flags of what is."""
     best, stock, equal = result.best[0], result.stock, result.equal
-    if request.constraints.ends is not None:
-        yield "stock: Megatron has no U-shape; without that flag other pipelines are searched"
-    elif stock is None:
-        yield f"stock: no layout of one size that the flags of {request.megatron} can say fits these devices"
-    else:
+    if (unlimited := result.unlimited) is not None:
+        limits, ratio = " ".join(request.limits), unlimited.step_s / best.step_s
+        yield f"unlimited, stock without {limits}, takes {ratio:.3f} times as long: {_bottleneck(unlimited)}"
+        yield f"flags of unlimited: {shlex.join(flags(request, unlimited))}"
+    if stock is not None:
         gain = stock.step_s / best.step_s
         yield f"stock, the best of {request.megatron} by itself, takes {gain:.3f} times as long: {_bottleneck(stock)}"
         if equal is not None and equal.layers != stock.layers:
             yield f"equal, its best with equally many layers, takes {equal.step_s / best.step_s:.3f} times as long"
         if _advised(request, result) is stock:
-            why = f"a gain below {100 * (_LEAST_GAIN - 1):.0f} % is less than such a prediction is worth"
-            yield f"stay with stock Megatron: {why if gain > 1 else 'nothing is quicker'}"
             yield f"flags of stock: {shlex.join(flags(request, stock))}"
             return
     if padding := about_padding(best.sizes, request.constraints):
@@ -207,10 +243,10 @@ def _row(request: SearchRequest, name: str, candidate: Candidate) -> list[str]:
         str(candidate.split.num_replicas),
         str(candidate.split.micro_batch_size),
         str(candidate.num_cards),
-        f"{candidate.step_s:.4g} s",
-        *([f"{(candidate.whole or candidate).step_s:.4g} s"] if request.problem.split_backward else []),
-        f"{_tokens_per_s(request, candidate):.4g}",
-        "-" if price is None else f"{price:.3g}",
+        f"{in_digits(candidate.step_s)} s",
+        *([f"{in_digits((candidate.whole or candidate).step_s)} s"] if request.problem.split_backward else []),
+        in_digits(_tokens_per_s(request, candidate)),
+        "-" if price is None else in_digits(price, 3),
         candidate.source,
     ]
 
@@ -290,19 +326,20 @@ def _why_nothing(request: SearchRequest, result: SearchResult) -> str:
 
 
 def _answer(request: SearchRequest, result: SearchResult) -> dict[str, object]:
-    """Keys of --json: is_complete (false: the time was over, or Ctrl-C came), megatron (whose flags layouts are given
-    in), and layouts: best; stock, the best one that this Megatron can run without the plugin (one size, any layers
-    that its flags can say, equal replicas; null without one); equal, likewise with equally many layers on every
-    stage. Each has: sizes, layers, num_chunks (virtual stages of each stage), num_replicas, micro_batch_size,
+    """Keys of --json: verdict (the first line of the text), is_complete (false: the time was over, or Ctrl-C came),
+    megatron (whose flags layouts are given in), and layouts: best; stock, the best one that this Megatron can run
+    without the plugin (one size, any layers that its flags can say, equal replicas; null without one); equal, likewise
+    with equally many layers on every stage; unlimited, like stock but without the flags that limit the search (null
+    without such). Each has: sizes, layers, num_chunks (virtual stages of each stage), num_replicas, micro_batch_size,
     in_flight (microbatches, of every part), transport, nodes (of every stage, by replica), num_cards, step_s,
     whole_step_s (with whole backwards; null where they are not split), pipeline_s, sums_s (gradients), update_s,
     tokens_per_s, price_per_million_tokens (null without prices), busy (share of the step that each stage computes),
     memory_bytes (of a rank, by stage), source (of the times: measured, fitted, data sheet), flags.
     """
-    stock, equal = (each and _facts(request, each) for each in (result.stock, result.equal))
+    layouts = {name: getattr(result, name) for name in ("stock", "equal", "unlimited")}
     best = [_facts(request, candidate) for candidate in result.best]
-    about = {"is_complete": result.is_complete, "megatron": request.megatron}
-    return {**about, "best": best, "stock": stock, "equal": equal}
+    about = {"verdict": _verdict(request, result), "is_complete": result.is_complete, "megatron": request.megatron}
+    return {**about, "best": best, **{name: each and _facts(request, each) for name, each in layouts.items()}}
 
 
 def _facts(request: SearchRequest, candidate: Candidate) -> dict[str, object]:
@@ -334,19 +371,19 @@ def _page(
     launch: Launch,
 ) -> ReportPage:
     """Show what was found, and how the layout that is advised is started."""
-    table, notes = split_parts(parts)
+    table, (verdict, *notes) = split_parts(parts)
     is_stock = advised is result.stock
     sites = advised.sites if any(advised.sites) else ()
     rules = TransportRules() if is_stock else replace(request.problem.rules, transport=advised.transport, sites=sites)
     rings = num_rings(advised.placement)
     is_ring = not rings and advised.num_chunks > 1
     return ReportPage(
-        title=f"{'stock: ' if is_stock else ''}--vtp-size-list {format_value(advised.sizes)}",
+        title=verdict,
         notes=notes,
         table=table,
         about_table="Layouts that were found",
         step=draw_found(result),
-        about_step="A simulated step of the best layout, above the best of stock Megatron",
+        about_step="A simulated step: as many samples of the best layout and of stock Megatron's",
         launch=launch,
         sites=sites,
         picture=draw_pipeline(launch.layout, is_ring=is_ring, rules=rules, num_rings=rings),
@@ -365,23 +402,41 @@ def _bars(candidate: Candidate, launch: Launch) -> Iterator[MemoryBar]:
 
 
 def draw_found(result: SearchResult) -> str:
-    """Draw the stages of both layouts over one axis of seconds, as SVG."""
+    """Draw the stages of both layouts over one axis of seconds, for as many samples of both, as SVG."""
     shown = {"best": result.best[0]} | ({} if result.stock is None else {"stock": result.stock})
-    most = max(candidate.split.num_microbatches for candidate in shown.values())
-    title = "One simulated step" if most <= _MOST_MICROBATCHES else f"The first {_MOST_MICROBATCHES} microbatches"
+    splits = [candidate.split for candidate in shown.values()]
+    batch = splits[0].num_microbatches * splits[0].num_replicas * splits[0].micro_batch_size
+    samples = samples_drawn([split.num_replicas * split.micro_batch_size for split in splits], batch)
+    title = "One simulated step" if samples == batch else f"The first {samples} samples"
     groups: list[Group] = []
     for name, candidate in shown.items():
         split = candidate.split
         sizes = f"--vtp-size-list {format_value(candidate.sizes)}, layers {format_value(candidate.layers)}"
-        counts = f"{split.num_replicas} replicas, {split.num_microbatches} microbatches"
-        note = f"{counts}, step {candidate.step_s:.4g} s"
-        groups.append(Group(name=f"{name}: {sizes}", note=note, rows=[*_boxes(candidate)]))
+        number = samples // (split.num_replicas * split.micro_batch_size)
+        drawn = "" if samples == batch else f" (drawn: {number} each)"
+        counts = f"{split.num_replicas} replicas, {split.num_microbatches} microbatches{drawn}"
+        note = f"{counts}, step {in_digits(candidate.step_s)} s"
+        groups.append(Group(name=f"{name}: {sizes}", note=note, rows=[*_boxes(candidate, number)]))
     return draw_rows(groups, title=f"{title} of the layouts that search found", unit="s")
 
 
-def _boxes(candidate: Candidate) -> Iterator[tuple[str, list[Box]]]:
-    """Yield the boxes of every stage; behind those of a whole step there are gradients and optimizer."""
-    number, order = min(_MOST_MICROBATCHES, candidate.split.num_microbatches), candidate.order
+def samples_drawn(samples: Sequence[int], batch: int) -> int:
+    """Choose how many samples of a step are drawn: of all layouts as many, in whole microbatches of every replica.
+
+    Args:
+        samples: for each layout the samples of one microbatch of all its replicas.
+        batch: samples of a step.
+
+    >>> samples_drawn([2, 3], 96), samples_drawn([1, 1], 12), samples_drawn([17, 16], 544)
+    (30, 12, 272)
+    """
+    common = math.lcm(*samples)
+    return min(batch, max(1, _MOST_MICROBATCHES * min(samples) // common) * common)
+
+
+def _boxes(candidate: Candidate, number: int) -> Iterator[tuple[str, list[Box]]]:
+    """Yield the boxes of so many microbatches, by stage; behind a whole step there are gradients and optimizer."""
+    order = candidate.order
     compiled = compiled_for(
         candidate.placement,
         candidate.costs,

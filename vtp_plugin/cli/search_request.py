@@ -28,6 +28,7 @@ from vtp_plugin.tune.fit import fit_layout
 from vtp_plugin.tune.fit.constraints import Constraints
 from vtp_plugin.tune.search.evaluate import Candidate
 from vtp_plugin.tune.search.problem import BatchSplit, NodePool, SearchProblem
+from vtp_plugin.util.text import in_digits
 
 CARD_MEMORY = "--card-memory"
 """The flag with the memory of a device, for messages."""
@@ -104,7 +105,8 @@ def fit_to_cards(args: argparse.Namespace, config: VtpConfig) -> tuple[VtpConfig
 def _about_split(best: Candidate) -> str:
     if best.whole is None:
         return "--vtp-split-backward: gains nothing here, or the memory is too small; left out"
-    return f"--vtp-split-backward: a simulated step takes {best.step_s:.6g}, {best.whole.step_s:.6g} without"
+    step, whole = (in_digits(each.step_s, 6) for each in (best, best.whole))
+    return f"--vtp-split-backward: a simulated step takes {step}, {whole} without"
 
 
 def _with_memory(args: argparse.Namespace, constraints: Constraints) -> Constraints:
@@ -142,6 +144,8 @@ class SearchRequest:
         megatron: name and version of the Megatron in whose flags layouts are given.
         about_memory: what the memory figures include.
         silent: notes on what counts as zero, since the file does not give it.
+        limits: flags that leave layouts out which stock Megatron could run, too.
+        unlimited: the problem without them; None where they leave nothing out.
     """
 
     problem: SearchProblem
@@ -150,6 +154,8 @@ class SearchRequest:
     megatron: str
     about_memory: str
     silent: tuple[str, ...] = ()
+    limits: tuple[str, ...] = ()
+    unlimited: SearchProblem | None = None
 
 
 def read_request(args: argparse.Namespace, cluster: Cluster) -> SearchRequest:
@@ -162,6 +168,7 @@ def read_request(args: argparse.Namespace, cluster: Cluster) -> SearchRequest:
     Raises:
         ConfigError: a flag that the times follow from is missing, or says what is searched.
     """
+    limits, wider_args = _without_limits(args)
     sizes = args.micro_batch_sizes or [args.micro_batch_size]
     named = with_values(args, vtp_sites=_sites(args, cluster), micro_batch_size=args.micro_batch_size or sizes[0])
     constraints, model = read_any_list(named, "search")
@@ -201,6 +208,9 @@ def read_request(args: argparse.Namespace, cluster: Cluster) -> SearchRequest:
         split_backward=args.vtp_split_backward,
         tied_bytes=model.vocab * model.hidden * training.gradient_itemsize_bytes if model.is_tied else 0,
     )
+    wider = read_request(wider_args, cluster).problem if limits and constraints.ends is None else problem
+    is_limited = any(getattr(wider, name) != getattr(problem, name) for name in ("least_stages", "most_stages"))
+    is_limited |= len(wider.splits) > len(problem.splits)
     about = "overhead, " + ("estimated activations" if why_not or microbatch.is_estimated else "activations")
     about += f" ({why_not})" if why_not else ""
     return SearchRequest(
@@ -210,7 +220,17 @@ def read_request(args: argparse.Namespace, cluster: Cluster) -> SearchRequest:
         megatron=_megatron()[1],
         about_memory=f"memory of a rank (weights, gradients, optimizer, {about})",
         silent=tuple(dict.fromkeys(_silent(cluster))),
+        limits=limits if is_limited else (),
+        unlimited=wider if is_limited else None,
     )
+
+
+def _without_limits(args: argparse.Namespace) -> tuple[tuple[str, ...], argparse.Namespace]:
+    """Give the flags that limit stages and replicas, and the arguments without them; sizes of lists stay."""
+    names = ("stages", "data_parallel_size", *(f"{name}_list" for name in _LISTS))
+    given = {f"vtp_{name}": value for name in names if (value := getattr(args, f"vtp_{name}")) is not None}
+    limits = tuple(f"--{name.replace('_', '-')} {value}" for name, value in given.items())
+    return limits, with_values(args, vtp_stages=None, vtp_data_parallel_size=None, **_read_lists(args)[1])
 
 
 def _megatron() -> tuple[str, str]:

@@ -37,6 +37,7 @@ from vtp_plugin.plan.schedule.order.placement import Placement, num_rings, place
 from vtp_plugin.plan.schedule.proof.check_schedule import peaks_kept
 from vtp_plugin.report.page.report_page import ReportPage, TextTable
 from vtp_plugin.report.pictures.draw_simulated_step import chrome_trace, draw_svg, draw_text, summarize
+from vtp_plugin.util.text import in_digits
 
 _WIDTH = 120
 _MICROBATCHES = 8
@@ -247,7 +248,7 @@ def _why(flags: Run, request: ScheduleRequest, costs: Costs) -> tuple[str, float
         step = simulate(make_schedule(whole)[0], costs, mode="rendezvous").makespan
         return (
             "order: gradients of weights are computed apart, where a stage would wait (--vtp-split-backward); without "
-            f"that a step takes {step:.6g}",
+            f"that a step takes {in_digits(step, 6)}",
             None,
         )
     if not flags.config.layerwise_disaggregated:
@@ -265,7 +266,8 @@ def _why(flags: Run, request: ScheduleRequest, costs: Costs) -> tuple[str, float
     source = "what keeps the busiest stage busy, plus two" if request.in_flight is None else "--vtp-in-flight"
     return (
         "order: the shortest of many that were tried for these durations; no order can take less than "
-        f"{least:.6g} with at most {','.join(map(str, limits))} microbatches in flight on the stages ({source})",
+        f"{in_digits(least, 6)} with at most {','.join(map(str, limits))} microbatches in flight on the stages "
+        f"({source})",
         least,
     )
 

@@ -22,7 +22,7 @@ _STYLES: Final = tuple(
     for pattern, style in (
         (r"verdict: fine$|nothing was slow on its own|.* is intact: |.*: equal to the last bit$|wrote ", "green"),
         (r"(verdict|problem): |vtp_plugin: error: |.*\b(do|does) not fit\b", "bold red"),
-        (r"warning: |bottleneck |slow on its own |.*: \d+ tensors, \d+ differ$", "yellow"),
+        (r"warning: |bottleneck |(slow on its own|.*disturbed: step) |.*: \d+ tensors, \d+ differ$", "yellow"),
     )
 )
 _LEAST_S = 0.1  # between two states of a bar

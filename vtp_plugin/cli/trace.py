@@ -30,10 +30,12 @@ from vtp_plugin.trace.compare_steps import (
     median_s,
     slower_by_itself,
     split_asked_for,
+    undisturbed,
 )
 from vtp_plugin.trace.explain import arrivals
 from vtp_plugin.trace.stretches import COMPUTES, MEANINGS, Cause, RankFile, Stretch, read_files
 from vtp_plugin.trace.sums import RankPlace, SiteTraffic, traffic_between
+from vtp_plugin.util.text import in_digits
 
 _ENDINGS = {".json": "trace for Perfetto or Chrome", ".svg": "picture of the last step", PAGE: "page"}
 _NUM_SHOWN = 10
@@ -62,19 +64,21 @@ def run(options: argparse.Namespace) -> None:
     """Join, write and print."""
     check_ending(options.output, _ENDINGS)
     files = read_files(options.folder)
-    steps = join_files(files)
+    traced = join_files(files)
+    steps = undisturbed(traced)
     found = differences(steps)
     slower = slower_by_itself(steps, found)
     planned, asked_for = split_asked_for(steps, found)
     told = [*_asked_for(asked_for), *_between_sites(files, steps), _verdict(slower)]
-    parts = [*_summary(files, steps), "", _table(files, planned), *told]
+    parts = [*_disturbed(traced, steps), *_summary(files, steps), "", _table(files, planned), *told]
     by_ending = {
         PAGE: lambda: _page(files, steps, parts),
         ".svg": lambda: _picture(files, steps[-1]),
-        ".json": lambda: svg.chrome_text(_events(files, steps)),
+        ".json": lambda: svg.chrome_text(_events(files, traced)),
     }
     write_output(options, by_ending)
-    print_answer(options, _answer(files, steps, found, slower, options.output), [*parts, *written(options)])
+    answer = _answer(files, traced, steps, found, slower, options.output)
+    print_answer(options, answer, [*parts, *written(options)])
 
 
 def _page(files: Sequence[RankFile], steps: Sequence[TracedStep], parts: Sequence[str | TextTable]) -> ReportPage:
@@ -154,14 +158,30 @@ def _messages(step: TracedStep, zero_s: float) -> Iterator[tuple[str, tuple[int,
         yield wait.name, (_RUN, sender, sent_s - zero_s), (_RUN, share.rank, wait.end_s - zero_s)
 
 
+def _disturbed(traced: Sequence[TracedStep], steps: Sequence[TracedStep]) -> Iterator[str]:
+    """Say which of the traced steps had what others have not, and whether they are left out of the rest."""
+    named = [
+        f"step {step.number} ({one.cause} {in_digits(1e3 * one.took_s)} ms on rank {one.rank})"
+        for step in traced
+        for one in step.disturbances
+    ]
+    if not named:
+        return
+    shown = ", ".join(named[:_NUM_SHOWN]) + (f" and {len(named) - _NUM_SHOWN} more" if named[_NUM_SHOWN:] else "")
+    if steps is traced:
+        yield f"all traced steps were disturbed: {shown}; what follows says little; give other --vtp-trace-steps"
+    else:
+        yield f"disturbed: {shown}; what follows leaves such steps out"
+
+
 def _summary(files: Sequence[RankFile], steps: Sequence[TracedStep]) -> Iterator[str]:
     """Say what was traced, how well, and what it is compared with."""
     planned_s, step_s = max(step.planned_s for step in steps), median_s(steps)
     known = explained(steps)
     least = min(known, key=lambda rank: known[rank])
     yield (
-        f"{len(files)} ranks, steps {steps[0].number} to {steps[-1].number}: a step takes {1e3 * step_s:.1f} ms "
-        f"(median), the simulated one {1e3 * planned_s:.1f} ms without the optimizer"
+        f"{len(files)} ranks, steps {steps[0].number} to {steps[-1].number}: a step takes {1e3 * step_s:,.1f} ms "
+        f"(median), the simulated one {1e3 * planned_s:,.1f} ms without the optimizer"
     )
     source = "medians of this trace" if steps[-1].are_measured else "of the run"
     yield f"costs of the plan ({source}): {format_costs(steps[-1].costs)}"
@@ -182,7 +202,7 @@ def _clock_error_s(file: RankFile) -> float:
 def _table(files: Sequence[RankFile], found: Sequence[Difference]) -> TextTable:
     rows: list[tuple[str, ...]] = []
     for one in found[:_NUM_SHOWN]:
-        values = (f"{1e3 * each:.2f}" for each in (one.planned_s, one.ran_s, one.more_s))
+        values = (f"{1e3 * each:,.2f}" for each in (one.planned_s, one.ran_s, one.more_s))
         rows.append((str(one.rank), str(files[one.rank].owner.stage), str(one.cause), *values, one.where))
     header = ("rank", "stage", "cause", "planned ms", "ran ms", "more ms", "where")
     form = "{:>4}  {:>5}  {:<10}  {:>10}  {:>10}  {:>10}  {}"
@@ -193,7 +213,7 @@ def _table(files: Sequence[RankFile], found: Sequence[Difference]) -> TextTable:
 def _asked_for(found: Sequence[Difference]) -> Iterator[str]:
     """Name what no plan has, so that it explains the length of the steps and hides nothing."""
     if found:
-        named = (f"{one.cause} {1e3 * one.ran_s:.1f} ms (rank {one.rank})" for one in found)
+        named = (f"{one.cause} {1e3 * one.ran_s:,.1f} ms (rank {one.rank})" for one in found)
         yield "in no plan, since flags ask for it, in a step on average: " + ", ".join(named)
 
 
@@ -216,7 +236,7 @@ def _verdict(slower: Sequence[Difference]) -> str:
     if not slower:
         return "nothing was slow on its own: all that took longer than planned waited, or is below 2 % of a step"
     named = (
-        f"rank {one.rank} {one.cause} {1e3 * one.more_s:+.1f} ms" + (f" ({one.where})" if one.where else "")
+        f"rank {one.rank} {one.cause} {1e3 * one.more_s:+,.1f} ms" + (f" ({one.where})" if one.where else "")
         for one in slower[:_NUM_SHOWN]
     )
     return "slow on its own (not because it waited), more than planned in a step: " + "; ".join(named)
@@ -224,12 +244,14 @@ def _verdict(slower: Sequence[Difference]) -> str:
 
 def _answer(
     files: Sequence[RankFile],
+    traced: Sequence[TracedStep],
     steps: Sequence[TracedStep],
     found: Sequence[Difference],
     slower: Sequence[Difference],
     out: Path | None,
 ) -> Mapping[str, object]:
-    """Keys of --json, times in ms: steps (their numbers), step_ms (median, of the slowest rank), planned_ms, costs,
+    """Keys of --json, times in ms: steps (their numbers), disturbed (step, cause, rank, ms; such steps are left out of
+    all below if there are others), step_ms (median, of the slowest rank), planned_ms, costs,
     are_costs_measured (taken from the trace), clock_error_ms, explained (share of the steps with a known cause, by
     rank), differences (rank, stage, cause, planned_ms, ran_ms, where), slower_by_itself (the same), sites (site,
     sent_bytes, received_bytes, goodput_mbit, timed_bytes, timed_ms, exposed_ms and on_way_ms by stage, num_resent;
@@ -242,7 +264,12 @@ def _answer(
         return {"rank": one.rank, "stage": stage, "cause": one.cause, **times, "where": one.where}
 
     return {
-        "steps": [step.number for step in steps],
+        "steps": [step.number for step in traced],
+        "disturbed": [
+            {"step": step.number, "cause": one.cause, "rank": one.rank, "ms": 1e3 * one.took_s}
+            for step in traced
+            for one in step.disturbances
+        ],
         "step_ms": 1e3 * median_s(steps),
         "planned_ms": 1e3 * max(step.planned_s for step in steps),
         "costs": format_costs(steps[-1].costs),

@@ -17,7 +17,7 @@ from vtp_plugin.plan.schedule.cost.costs import Costs
 from vtp_plugin.plan.schedule.cost.simulator import Timeline, simulate
 from vtp_plugin.plan.schedule.order.actions import Action, Actions, Op, Schedule, parse_action, peer_of, receives_for
 from vtp_plugin.plan.schedule.order.placement import Placement
-from vtp_plugin.trace.explain import TimeShare, arrivals, explain, on_one_clock, totals
+from vtp_plugin.trace.explain import TimeShare, arrivals, explain, flatten, on_one_clock, totals
 from vtp_plugin.trace.stretches import COMPUTES, Cause, Plan, RankFile, RankStep, Stretch
 
 _COMPUTES = {Op.F: Cause.FORWARD, Op.B: Cause.BACKWARD, Op.I: Cause.BACKWARD, Op.W: Cause.WEIGHTS}
@@ -181,10 +181,27 @@ _ENDS = frozenset({Cause.GRADIENTS, Cause.OPTIMIZER})
 _FOLLOWING = frozenset({Cause.BUBBLE, Cause.MESSAGE, Cause.OPTIMIZER, Cause.LOG, Cause.PLAN})
 # The user's flags say when, so no plan of a step has it.
 _ASKED_FOR = frozenset({Cause.SAVE, Cause.EVALUATE, Cause.LOG})
-# A difference is named if it is at least this share of the planned step.
+# Other steps have none of it, so a step that has says nothing of them.
+_DISTURBS = (Cause.SAVE, Cause.EVALUATE)
+# A difference is named if it is at least this share of the planned step; so is what disturbs one, of its other time.
 _LEAST_SHARE = 0.02
 # Fewer messages in a step say too little of a link.
 _LEAST_MESSAGES = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Disturbance:
+    """What a step had that other steps have not, on the rank that it took longest.
+
+    Attributes:
+        cause: a save or an evaluation.
+        rank: the rank.
+        took_s: seconds.
+    """
+
+    cause: Cause
+    rank: int
+    took_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,6 +216,7 @@ class TracedStep:
         placement: placement of the plan.
         costs: costs that the plan was made for, in ms.
         are_measured: whether the costs were taken from the trace, since the run was planned without any.
+        disturbances: what it had that other steps have not.
     """
 
     number: int
@@ -208,6 +226,7 @@ class TracedStep:
     placement: Placement
     costs: Costs
     are_measured: bool
+    disturbances: tuple[Disturbance, ...] = ()
 
     @property
     def start_s(self) -> float:
@@ -296,7 +315,8 @@ def _beside_plan(
 ) -> TracedStep:
     plan = plans[number]
     same = [steps[other] for other, one in plans.items() if one == plan]
-    costs = plan.costs or measured_costs(plan.schedule.placement, same)
+    even = [each for each in same if not disturbances(each)]
+    costs = plan.costs or measured_costs(plan.schedule.placement, even or same)
     return TracedStep(
         number=number,
         run=explain(shares),
@@ -305,7 +325,31 @@ def _beside_plan(
         placement=plan.schedule.placement,
         costs=costs,
         are_measured=plan.costs is None,
+        disturbances=disturbances(shares),
     )
+
+
+def disturbances(shares: Sequence[TimeShare]) -> tuple[Disturbance, ...]:
+    """Find a save or an evaluation that took at least 2 % of a step's other time on a rank; the longest of each.
+
+    >>> noted = (Stretch(cause=Cause.SAVE, name="", start_s=1.0, end_s=4.0),)
+    >>> disturbances([TimeShare(rank=2, worker=2, start_s=0.0, end_s=4.0, stretches=noted)])
+    (Disturbance(cause=Cause.SAVE, rank=2, took_s=3.0),)
+    """
+    found: dict[Cause, Disturbance] = {}
+    for share in shares:
+        sums = totals(flatten(share))
+        for cause in _DISTURBS:
+            took_s = sums.get(cause, 0.0)
+            least_s = found[cause].took_s if cause in found else _LEAST_SHARE * (share.length_s - took_s)
+            if took_s > least_s:
+                found[cause] = Disturbance(cause=cause, rank=share.rank, took_s=took_s)
+    return tuple(found.values())
+
+
+def undisturbed(steps: Sequence[TracedStep]) -> Sequence[TracedStep]:
+    """Leave out steps in which a checkpoint was saved or the model evaluated; all stay if no other is left."""
+    return [step for step in steps if not step.disturbances] or steps
 
 
 def explained(steps: Sequence[TracedStep]) -> dict[int, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import sysconfig
 from collections.abc import Iterable
+from decimal import Decimal
 from enum import Enum
 from pathlib import Path
 from typing import Final
@@ -43,6 +44,16 @@ def one_line(text: str, most: int = MOST_CHARACTERS) -> str:
     if len(text) <= most and len(line) <= most:
         return line
     return f"{line[: most - len(_CUT)]}{_CUT}"
+
+
+def in_digits(value: float, digits: int = 4) -> str:
+    """Write a number with so many digits as people do: as ``g`` does, but without an exponent.
+
+    >>> in_digits(95030.4), in_digits(1.5), in_digits(1234567.8, 6), in_digits(0.00001234), in_digits(float("inf"))
+    ('95,030', '1.5', '1,234,570', '0.00001234', 'inf')
+    """
+    text = f"{value:.{digits}g}"
+    return f"{Decimal(text):,f}" if "e" in text else text
 
 
 class TextEnum(str, Enum):

@@ -781,7 +781,7 @@ def test_simulate_writes_a_picture_or_a_trace_and_sums_up(output_of: Output, tmp
         (("fly",), "fly is no command; the commands are run, path, plan"),
         (("simulte",), "simulte is no command; do you mean simulate?"),
         (("train.py", "--vtp-size-list", "1,2"), "train.py stands where a command is expected; write `run` before"),
-        (("plan", "--vtp-size-list", "1,2", "--num-layers", "5"), "--num-layers 5; 2 stages must hold equal numbers"),
+        (("plan", "--vtp-size-list", "1,2", "--num-layers", "5"), "--num-layers 5; 2 stages cannot hold equally"),
         (("--verbose",), "the following arguments are required: COMMAND"),
         (
             ("plan", "--vtp-size-list", "8,6", "--num-attention-heads", "32", "--hidden-size", "4096"),
@@ -1019,7 +1019,7 @@ def test_doctor_names_the_package_that_is_missing(
 
     monkeypatch.setattr(doctor, "find_megatron", lambda: None)
     said: list[str] = []
-    for words in ([], ["--rendezvous", "192.0.2.1:29511"]):
+    for words in ([], ["--verbose", "--rendezvous", "192.0.2.1:29511"]):
         with pytest.raises(SystemExit) as left:
             main(["doctor", *words])
         assert left.value.code == 1
@@ -1027,3 +1027,35 @@ def test_doctor_names_the_package_that_is_missing(
     verdict = "verdict: Megatron is missing: there is no megatron.core; run: pip install 'megatron-core"
     assert said[0].startswith(verdict)
     assert said[1] == f"rendezvous 192.0.2.1:29511: not tested; install what is missing first {said[0]}"
+
+
+# `doctor --rendezvous` where somebody listens, then where nobody does; neither torch nor Megatron can be imported.
+ASKING = """\
+import socket
+import sys
+from vtp_plugin.cli import main
+
+sys.modules["megatron"] = sys.modules["torch"] = None
+listener = socket.create_server(("127.0.0.1", 0))
+port = listener.getsockname()[1]
+for _ in range(2):
+    try:
+        main(["doctor", "--rendezvous", f"127.0.0.1:{port}"])
+    except SystemExit as left:
+        print("ended with", left.code)
+    listener.close()
+"""
+
+
+def test_doctor_asks_a_rendezvous_and_nothing_else(tmp_path: Path) -> None:
+    """What takes seconds is not done: no patch is tried, and torch is imported only to talk with who listens."""
+    (tmp_path / "asking.py").write_text(ASKING)
+    env = {"PYTHONPATH": PYTHON_PATH, "PATH": "/usr/bin:/bin"}
+    done = subprocess.run([sys.executable, "asking.py"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stderr, done.stderr
+    there, gone, rest = done.stdout.split("ended with 1\n")
+    for said, line in ((there, "torch is missing, so the store cannot be asked; run: pip"), (gone, "no connection to")):
+        lines = said.splitlines()
+        assert lines[:2] == ["rendezvous", "    127.0.0.1 is 127.0.0.1"] and line in lines[-2]
+        assert lines[-2].startswith("problem: rendezvous 127.0.0.1:") and lines[-1] == "verdict: 1 problem, see above"
+    assert "connected to port" in there and rest == ""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 import signal
 import subprocess
 import sys
@@ -52,6 +54,17 @@ def test_the_best_layouts_are_printed_beside_those_of_stock_megatron(capsys: pyt
     assert f"with equally many layers, takes {equal['step_s'] / best['step_s']:.3f} times as long" in text
     assert best["price_per_million_tokens"] > 0 and best["source"] == "data sheet"
     assert " ".join(best["flags"]) in text
+    # What to do stands first, then what it leaves out.
+    gain = 100 * (stock["step_s"] / best["step_s"] - 1)
+    sizes = ",".join(map(str, best["sizes"]))
+    verdict, *_ = text.splitlines()
+    assert verdict == data["verdict"] and gain > 5
+    assert re.match(
+        rf"[\d.]+ % over the best of stock Megatron: --vtp-size-list {sizes} in \d replicas?; without", verdict
+    )
+    assert gain - 0.1 < float(verdict.split(" %")[0]) <= gain
+    tokens = 96 * 4096 / best["step_s"]
+    assert f" {float(f'{tokens:.4g}'):,.0f} " in text and tokens > 1e4 and not re.search(r"\de\+\d", text)
     started = {rank: node["node"] for node in data["launch"]["nodes"] for rank in node["ranks"]}
     on_nodes = [name for names, size in zip(best["nodes"], best["sizes"], strict=True) for name in names * size]
     assert sorted(started) == [*range(best["num_cards"])] and sorted(started.values()) == sorted(on_nodes)
@@ -64,6 +77,39 @@ def test_the_best_layouts_are_printed_beside_those_of_stock_megatron(capsys: pyt
     pairs = zip(best["sizes"], best["layers"], best["nodes"], strict=True)
     rates = {nodes[0].split(".")[0]: layers / size for size, layers, nodes in pairs}
     assert rates["new"] > rates["old"]
+
+
+def test_what_stock_reaches_without_the_limits_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    """Flags that limit the layouts limit those of stock Megatron, too."""
+    words = ("--cluster", CLUSTER, "--json")
+    whole = json.loads(found(capsys, *words))
+    assert whole["unlimited"] is None and "without" not in whole["verdict"]
+    limits = (
+        ("--vtp-stages", "1:2"),
+        ("--vtp-data-parallel-size", "1"),
+        ("--vtp-stages", "2:3", "--vtp-data-parallel-size", "1"),
+    )
+    for limit in limits:
+        data = json.loads(found(capsys, *words, *limit))
+        best, stock, unlimited = data["best"][0], data["stock"], data["unlimited"]
+        assert unlimited["step_s"] == pytest.approx(whole["stock"]["step_s"], rel=2e-3) < stock["step_s"], limit
+        more = unlimited["step_s"] / best["step_s"] - 1
+        end = f" {'more' if more >= 0 else 'less'} than that layout"
+        named = f"; without {' '.join(limit)} stock Megatron takes {unlimited['step_s']:.4g} s a step, "
+        assert named in data["verdict"] and data["verdict"].endswith(end)
+        assert float(data["verdict"].removesuffix(f" %{end}").split()[-1]) == pytest.approx(abs(100 * more), abs=0.11)
+    text = found(capsys, "--cluster", CLUSTER, *limits[0])
+    assert "\nunlimited, stock without --vtp-stages 1:2, takes " in text and "\nflags of unlimited: --tensor" in text
+    # What leaves nothing out is no limit.
+    assert json.loads(found(capsys, *words, "--vtp-stages", "1:24"))["unlimited"] is None
+
+
+def test_lists_limit_the_stages(capsys: pytest.CaptureFixture[str]) -> None:
+    """They say how many there are; what else they say holds for stock, too."""
+    data = json.loads(found(capsys, "--cluster", CLUSTER, "--vtp-cp-list", "2,2", "--json"))
+    assert "; without --vtp-cp-list 2,2 stock Megatron takes " in data["verdict"]
+    whole = json.loads(found(capsys, "--cluster", CLUSTER, "--context-parallel-size", "2", "--json"))
+    assert data["unlimited"]["step_s"] == pytest.approx(whole["stock"]["step_s"], rel=2e-3)
 
 
 def test_what_was_parsed_stays_as_it_was() -> None:
@@ -292,9 +338,24 @@ def test_the_best_step_and_that_of_stock_megatron_are_drawn(tmp_path: Path, caps
         sizes = ",".join(map(str, one["sizes"]))
         assert f"{name}: --vtp-size-list {sizes}, layers" in text and f"step {one['step_s']:.4g} s" in text
     # A row for each stage, and in each a box for the forward and the backward pass of every microbatch that is drawn.
-    num_stages = len(data["best"][0]["sizes"]) + len(data["stock"]["sizes"])
-    assert text.count(">stage ") == num_stages
-    assert [text.count(colour) for colour in ("#3f6ca8", "#b4540a")] == [1 + 16 * num_stages] * 2
+    layouts = (data["best"][0], data["stock"])
+    assert text.count(">stage ") == sum(len(one["sizes"]) for one in layouts)
+    samples = int(text.split("The first ")[1].split(" samples of the layouts")[0])
+    drawn = [samples // one["num_replicas"] for one in layouts]
+    assert (
+        max(drawn) <= 16
+        and [one["num_replicas"] * number for one, number in zip(layouts, drawn, strict=True)] == [samples] * 2
+    )
+    boxes = sum(len(one["sizes"]) * number for one, number in zip(layouts, drawn, strict=True))
+    assert [text.count(colour) for colour in ("#3f6ca8", "#b4540a")] == [1 + boxes] * 2
+
+
+def test_as_many_samples_of_unlike_layouts_are_drawn() -> None:
+    """Of two and of three replicas, as of two sizes of microbatches: so the lengths of two groups can be compared."""
+    for samples, batch in (([2, 3], 96), ([3, 2], 96), ([1, 8], 64), ([4, 4], 8), ([7, 5], 70), ([1, 1], 1000)):
+        drawn = search.samples_drawn(samples, batch)
+        assert 0 < drawn <= batch and not any(drawn % each for each in samples)
+        assert drawn == batch or drawn + math.lcm(*samples) > 16 * min(samples)
 
 
 def test_equal_cards_stay_with_stock_megatron(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -304,9 +365,8 @@ def test_equal_cards_stay_with_stock_megatron(tmp_path: Path, capsys: pytest.Cap
         "[links.inside]\nlatency_us = 1\ngbyte_per_s = 1000\n"
     )
     text = found(capsys, "--cluster", str(path))
-    assert (
-        "stay with stock Megatron: " in text and "flags of 1" not in text and "--vtp-" not in text.split("flags of")[1]
-    )
+    assert text.startswith("stay with stock Megatron: ")
+    assert "flags of 1" not in text and "--vtp-" not in text.split("flags of")[1]
     assert "flags of stock: --tensor-model-parallel-size " in text
     # Without the plugin.
     assert " SCRIPT FLAGS --tensor-model-parallel-size " in text.split("start (")[1] and "vtp_plugin" not in text
@@ -459,5 +519,5 @@ def test_ctrl_c_prints_the_best_so_far(capsys: pytest.CaptureFixture[str], monke
 
     monkeypatch.setattr(find_best, "evaluate", interrupted)
     text = found(capsys, "--cluster", CLUSTER, "--vtp-stages", "1:4")
-    assert text.startswith("the search ended before all layouts were bounded")
+    assert text.splitlines()[1].startswith("the search ended before all layouts were bounded")
     assert f"{min(one.step_s for one in judged if one is not None):.4g} s" in text

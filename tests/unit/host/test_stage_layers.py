@@ -27,7 +27,8 @@ CASES = [
     ({LAST: -1}, "1,2", "every stage at least one"),
     ({FIRST: 1, LAST: 1}, "1,2", "2 layers are left for the 0 other stages"),
     ({FIRST: 1, LAST: 5}, "1,2,1", "-2 layers are left"),
-    ({}, "1,2,1", "3 stages must hold equal numbers"),
+    ({}, "1,2,1", "3 stages cannot hold equally many layers"),
+    ({CHUNKS: 2}, "1,2,1", "3 stages must hold equal numbers"),
     ({CHUNKS: 0}, "1,2", "a stage has one chunk at least"),
     ({CHUNKS: 2}, "2", "the only stage has one chunk"),
     ({CHUNKS: 3}, "1,2", "each has 3 chunks"),
@@ -69,6 +70,17 @@ def test_layers_of_stages(flags: dict[str, object], sizes: str, line: str, capsy
             assert line in capsys.readouterr().err
         else:
             assert not line
+
+
+def test_the_way_out_is_one() -> None:
+    """Layers that a line advises for the first stage are those with which all stages have some."""
+    for num_layers, num_stages in ((5, 2), (4, 3), (7, 4), (33, 8), (63, 32), (9, 8)):
+        args, context = SimpleNamespace(num_layers=num_layers), OptionContext(tp_sizes=(1,) * num_stages)
+        (line,) = check_stage_layers(args, context)
+        args.decoder_first_pipeline_num_layers = int(line.split(f"{FIRST} ")[1].split(",")[0])
+        assert check_stage_layers(args, context) == (), line
+    (line,) = check_stage_layers(SimpleNamespace(num_layers=2), OptionContext(tp_sizes=(1,) * 3))
+    assert "and every stage at least one; change --num-layers" in line
 
 
 def test_predicting_layers_share_a_part() -> None:

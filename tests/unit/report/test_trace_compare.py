@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import xml.etree.ElementTree as ET
 from collections.abc import Callable
 from dataclasses import asdict, replace
@@ -26,7 +27,7 @@ from vtp_plugin.trace.compare_steps import (
     slower_by_itself,
 )
 from vtp_plugin.trace.explain import TimeShare, arrivals, explain, totals
-from vtp_plugin.trace.stretches import Cause, Stretch
+from vtp_plugin.trace.stretches import Cause, RankFile, Stretch
 from vtp_plugin.trace.sums import stage_times
 from vtp_plugin.util.typed_json import read_typed
 
@@ -49,27 +50,75 @@ def test_a_run_as_planned_differs_nowhere() -> None:
     assert explained(steps) == pytest.approx(dict.fromkeys(range(3), 1.0))
 
 
+def lengthen(files: list[RankFile], number: int, cause: Cause, *, by_s: float = 0.5) -> None:
+    """Let something follow one step of all ranks before its end; later steps stay where they are."""
+    for file in files:
+        step = file.steps[number]
+        more = Stretch(cause=cause, name="", start_s=step.end_s, end_s=step.end_s + by_s)
+        file.steps[number] = replace(step, end_s=more.end_s, stretches=(*step.stretches, more))
+
+
 @pytest.mark.parametrize("cause", [Cause.SAVE, Cause.EVALUATE, Cause.LOG])
 def test_what_the_flags_ask_for_is_not_slower_than_planned(
     cause: Cause, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A checkpoint after the last step, an evaluation, a line of the log: one line has their time, and no other."""
+    """A checkpoint after the only step, an evaluation, a line of the log: one line of the end has their time."""
     files = files_of(schedule_of(U, U_COSTS), U_COSTS, U_COSTS)
-    for file in files:
-        step = file.steps[-1]
-        more = Stretch(cause=cause, name="", start_s=step.end_s, end_s=step.end_s + 0.5)
-        file.steps[-1] = replace(step, end_s=more.end_s, stretches=(*step.stretches, more))
+    lengthen(files, -1, cause)
     steps = join_files(files)
     assert named(steps) == []
     assert [one.more_s for one in differences(steps) if one.cause is cause] == pytest.approx([0.25] * 3)
+    for file in files:
+        del file.steps[0]
     write(tmp_path, files)
     main(["trace", str(tmp_path)])
     lines = capsys.readouterr().out.splitlines()
-    assert [line for line in lines if f"{cause} 250.0" in line or f"  {cause}" in line] == lines[-2:-1]
+    assert [line for line in lines[1:] if f"{cause} 500" in line or f"  {cause}" in line] == lines[-2:-1]
+    assert lines[0].startswith(
+        f"all traced steps were disturbed: step 2 ({cause} 500 ms on rank " if cause is not Cause.LOG else "3 ranks, "
+    )
     assert lines[-2:] == [
-        f"in no plan, since flags ask for it, in a step on average: {cause} 250.0 ms (rank 0)",
+        f"in no plan, since flags ask for it, in a step on average: {cause} 500.0 ms (rank 0)",
         "nothing was slow on its own: all that took longer than planned waited, or is below 2 % of a step",
     ]
+
+
+def test_a_step_with_a_save_counts_for_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is said first, whatever it takes; medians, averages and the picture are those of the other steps."""
+    told = []
+    for disturbed in (False, True):
+        files = files_of(schedule_of(U, U_COSTS), U_COSTS, U_COSTS, num_steps=3)
+        if disturbed:
+            lengthen(files, 2, Cause.SAVE, by_s=27.329)
+            lengthen(files, 2, Cause.EVALUATE)
+            lengthen(files, 0, Cause.SAVE, by_s=0.001)  # which nobody would see
+        write(tmp_path, files)
+        main(["trace", str(tmp_path), "--out", str(tmp_path / "step.svg")])
+        told.append(capsys.readouterr().out.splitlines())
+        main(["trace", str(tmp_path), "--json"])
+        found = json.loads(capsys.readouterr().out)
+    step = r"step 3 \(save 27,330 ms on rank \d\), step 3 \(evaluate 500 ms on rank \d\)"
+    assert re.fullmatch(f"disturbed: {step}; what follows leaves such steps out", told[1][0])
+    assert told[1][1].replace("steps 1 to 2", "steps 1 to 3") == told[0][0] and "save" not in "".join(told[1][1:])
+    assert "step 2 on stages" in (tmp_path / "step.svg").read_text()
+    assert found["steps"] == [1, 2, 3] and found["step_ms"] < 1e3
+    assert [(one["step"], one["cause"], round(one["ms"])) for one in found["disturbed"]] == [
+        (3, "save", 27329),
+        (3, "evaluate", 500),
+    ]
+
+
+def test_costs_of_a_trace_are_those_of_steps_without_a_save() -> None:
+    """Whose forwards may have waited for it."""
+    placement = plain_placement(3)
+    quick, slow = (uniform_costs(placement, forward=ms, backward=25.0) for ms in (10.0, 40.0))
+    schedule = schedule_of(placement, None)
+    files = files_of(schedule, None, quick, num_steps=2)
+    for file, other in zip(files, files_of(schedule, None, slow, num_steps=5), strict=True):
+        file.steps += other.steps[2:]
+    for number in (2, 3, 4):
+        lengthen(files, number, Cause.SAVE)
+    assert join_files(files)[0].costs.forward == pytest.approx(quick.forward)
 
 
 @pytest.mark.parametrize("apart_s", [(), (0.0, 5.0, -700.0)])

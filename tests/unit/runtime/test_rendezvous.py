@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tests.support.pace import pace
 from tests.support.pool import free_port
-from vtp_plugin.runtime.health import meeting_store
+from vtp_plugin.runtime.health import ask_store, meeting_store
 from vtp_plugin.runtime.health.meeting_store import describe_listening, listening_address
 
 # Opens the store as rank 0 does, attaches by env://, and says on which addresses this process listens.
@@ -118,12 +118,12 @@ class TestRendezvousTest:
     def test_a_store(self) -> None:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         keys = store.num_keys()
-        lines, is_well = meeting_store.test_rendezvous(f"127.0.0.1:{store.port}")
+        lines, is_well = ask_store.test_rendezvous(f"127.0.0.1:{store.port}")
         assert is_well and "the store answers; round trip" in lines[-1], lines
         assert store.num_keys() == keys, "it joined the run"
 
     def test_nobody(self) -> None:
-        lines, is_well = meeting_store.test_rendezvous(f"127.0.0.1:{free_port()}", 5.0)
+        lines, is_well = ask_store.test_rendezvous(f"127.0.0.1:{free_port()}", 5.0)
         assert not is_well and "no connection to 127.0.0.1" in lines[-1] and "look for a wrong port" in lines[-1]
 
     def test_something_else(self) -> None:
@@ -131,15 +131,15 @@ class TestRendezvousTest:
             listener.bind(("127.0.0.1", 0))
             listener.listen()
             begin_s = time.monotonic()
-            lines, is_well = meeting_store.test_rendezvous(f"127.0.0.1:{listener.getsockname()[1]}", 2.0)
+            lines, is_well = ask_store.test_rendezvous(f"127.0.0.1:{listener.getsockname()[1]}", 2.0)
         assert time.monotonic() - begin_s < 4.0 * pace()
         assert not is_well and "is no store of torch" in lines[-1]
 
     @pytest.mark.parametrize("address", ["here", ":29500", "here:", "here:x", "here:99999"])
     def test_no_address(self, address: str) -> None:
-        lines, is_well = meeting_store.test_rendezvous(address, 1.0)
+        lines, is_well = ask_store.test_rendezvous(address, 1.0)
         assert not is_well and "is not HOST:PORT" in lines[0]
 
     def test_no_such_name(self) -> None:
-        lines, is_well = meeting_store.test_rendezvous("no-such-host.invalid:29500", 5.0)
+        lines, is_well = ask_store.test_rendezvous("no-such-host.invalid:29500", 5.0)
         assert not is_well and "has no address here" in lines[0]

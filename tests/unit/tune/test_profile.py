@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 import sys
 from dataclasses import replace
@@ -255,10 +257,34 @@ def test_a_cpu_gets_the_flags_that_it_needs() -> None:
 def test_links_are_printed_one_by_one() -> None:
     assert [*_lines_of_links(LINKS)] == [
         "inside a node: 5 us, 2 GB/s",
-        "between sites cloud and edge: 2e+04 us, 0.1 GB/s, 2 at a time",
-        "all-reduce of 2 ranks: 2.5e+05 us, 4e-09 GB/s",
-        "all-reduce of 2 ranks old: 5e+05 us, 8e-09 GB/s",
+        "between sites cloud and edge: 20,000 us, 0.1 GB/s, 2 at a time",
+        "all-reduce of 2 ranks: 250,000 us, 0.000000004 GB/s",
+        "all-reduce of 2 ranks old: 500,000 us, 0.000000008 GB/s",
     ]
+
+
+def test_a_machine_that_was_too_busy_is_said(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By rounds that lie apart: each line has their scatter, the end has a warning if one line's is too large."""
+    from vtp_plugin.cli import profile
+    from vtp_plugin.patches import profile_parts
+
+    quiet, busy = [1.0, 1.0, 1.25, 1.0], [1.0, 2.0, 1.0, 3.0, 1.0]
+    session: Any = SimpleNamespace(choose_platform=lambda: SimpleNamespace(card_name=lambda: "a card"))
+    monkeypatch.setattr(profile, "_device", lambda options: contextlib.nullcontext(session))
+    out = tmp_path / "new.toml"
+    for rounds_s, scattered in ((quiet, "6 %"), (busy, "100 %")):
+        timed = [profile_parts.Timed([LAYER], quiet), profile_parts.Timed([TIMES[-1]], rounds_s)]
+        monkeypatch.setattr(profile_parts, "time_parts", lambda asked, session, timed=timed: iter(timed))
+        main(["profile", *MODEL_WORDS, "--tp-sizes", "1", "--out", str(out)])
+        _, layer, optimizer, *rest = capsys.readouterr().out.splitlines()
+        assert layer.endswith(" ms (2500 of weights); rounds scatter by 6 %")
+        assert optimizer.endswith(f"for each million parameters; rounds scatter by {scattered}")
+        said = [line for line in rest if line.startswith("warning: the machine was too busy to believe these times: ")]
+        assert len(said) == (rounds_s is busy) and all("scatter by 100 %, above 20 %" in line for line in said)
+        main(["profile", *MODEL_WORDS, "--tp-sizes", "1", "--out", str(out), "--json"])
+        assert json.loads(capsys.readouterr().out)["scatter"] == (1.0 if rounds_s is busy else 0.0625)
 
 
 def test_peers_that_do_not_exist_hold_what_this_process_holds() -> None:

@@ -8,6 +8,7 @@ one ring has two rows, one with two rings three.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -97,9 +98,15 @@ def plain_chunks(
         named = ", ".join([f"--num-layers {num_layers}", *flags])
         if num_stages == 1:
             raise ConfigError(f"{named}; the only stage has all layers; leave the number of its layers out")
-        stages = f"{num_stages} stages"
-        if flags:
-            stages = f"{rest} layers are left for the {num_rest} other stages, which"
+        if not flags and num_chunks == 1 and num_layers >= num_stages:
+            each = math.ceil(num_layers / num_stages)
+            each -= each * (num_stages - 1) >= num_layers
+            raise ConfigError(
+                f"{named}; {num_stages} stages cannot hold equally many layers; give "
+                f"--decoder-first-pipeline-num-layers {num_layers - each * (num_stages - 1)}, or the layers of all "
+                "stages by --pipeline-model-parallel-layout"
+            )
+        stages = f"{rest} layers are left for the {num_rest} other stages, which" if flags else f"{num_stages} stages"
         raise ConfigError(
             f"{named}; {stages} must hold equal numbers, and every stage at least one; change --num-layers, "
             "--decoder-first-pipeline-num-layers or --decoder-last-pipeline-num-layers, or give the layers of all "

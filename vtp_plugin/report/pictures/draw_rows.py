@@ -9,6 +9,7 @@ from itertools import islice
 
 from vtp_plugin.report.pictures import svg
 from vtp_plugin.report.pictures.colours import COLOURS
+from vtp_plugin.util.text import in_digits
 
 # Lengths in pixels. The whole picture is as wide as the column of a page, so that no reader scales its texts down.
 _WIDTH, _ROW_HEIGHT, _BOX_HEIGHT = 800, 30, 20
@@ -109,7 +110,7 @@ def _about(groups: Sequence[Group], end: float, unit: str, kinds: Sequence[str])
         f"{group.name}{f', {group.note}' if group.note else ''}: {len(group.rows)} rows, from {group.rows[0][0]} on"
         for group in groups
     )
-    return f"Rows of boxes over time, which ends at {end:.4g} {unit}. {named}. Boxes: {', '.join(kinds)}."
+    return f"Rows of boxes over time, which ends at {in_digits(end)} {unit}. {named}. Boxes: {', '.join(kinds)}."
 
 
 _STYLE = """\

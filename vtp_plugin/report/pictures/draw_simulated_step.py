@@ -10,6 +10,7 @@ from vtp_plugin.plan.schedule.cost.simulator import Span, Timeline
 from vtp_plugin.plan.schedule.order.actions import Action, Op, channel_label
 from vtp_plugin.report.pictures import svg
 from vtp_plugin.report.pictures.colours import COLOURS, LATER_CHUNKS
+from vtp_plugin.util.text import in_digits
 
 # Lengths in letters.
 _LEAST_LETTERS = 2  # of a forward: of a single one nobody can tell whether it is a forward
@@ -74,8 +75,8 @@ def draw_text(timeline: Timeline, *, columns: int = 120) -> str:
         lines.append(f"{label:{max(map(len, labels))}} |{row}|")
     lines.append(_LEGEND + (_SPLIT_LEGEND if _is_split(timeline) else ""))
     if len(windows) > 1:
-        length = f"{windows[0][1]:.4g}"
-        of_all = f"the last {length} of {timeline.makespan:.6g} are drawn"
+        length = in_digits(windows[0][1])
+        of_all = f"the last {length} of {in_digits(timeline.makespan, 6)} are drawn"
         lines.append(f"Only the first {length} and {of_all}; --output step.svg draws all.")
     return "\n".join(lines)
 
@@ -126,7 +127,7 @@ def summarize(timeline: Timeline, *, unit: str = "") -> str:
     shares = timeline.utilization
     busiest = shares.index(max(shares))
     return (
-        f"simulated step {timeline.makespan:.6g}{f' {unit}' if unit else ''}; the stages compute "
+        f"simulated step {in_digits(timeline.makespan, 6)}{f' {unit}' if unit else ''}; the stages compute "
         f"{100 * sum(shares) / len(shares):.1f} % of it on average, the busiest "
         f"({timeline.placement.label(busiest)}) {100 * shares[busiest]:.1f} %"
     )

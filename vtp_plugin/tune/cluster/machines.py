@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import statistics
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -65,6 +66,18 @@ class Time:
         if self.weights_s is not None:
             return self.weights_s
         return max(0.0, self.backward_s - self.forward_s * self.is_recomputed) / 2
+
+
+def scatter(rounds_s: Sequence[float]) -> float:
+    """Say how far apart rounds of one measurement lie: the range of their middle half, as a share of their median.
+
+    >>> scatter([1.0, 1.0, 1.0, 1.25, 9.0]), scatter([2.0])
+    (0.25, 0.0)
+    """
+    if len(rounds_s) < 2:
+        return 0.0
+    low, middle, high = statistics.quantiles(rounds_s, n=4, method="inclusive")
+    return (high - low) / middle if middle else 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -49,6 +49,7 @@ class SearchResult:
         stock: the best layout that stock Megatron can run: one tensor-parallel size, any layers that its flags can
             express. None if there is none, or with the objective ``cards``.
         equal: the best layout that stock Megatron can run with equally many layers on every stage.
+        unlimited: the best layout that stock Megatron can run without the limits of the search; None if it has none.
         is_complete: whether every list was simulated or shown to be no better; else the time was over, or Ctrl-C came.
         num_simulated: number of layouts that were simulated.
     """
@@ -58,6 +59,7 @@ class SearchResult:
     equal: Candidate | None
     is_complete: bool
     num_simulated: int
+    unlimited: Candidate | None = None
 
 
 Tell = Callable[[float, float], None]
@@ -65,19 +67,27 @@ Tell = Callable[[float, float], None]
 
 
 def find_best(
-    problem: SearchProblem, *, num_best: int = 5, limit_s: float = math.inf, tell: Tell | None = None
+    problem: SearchProblem,
+    *,
+    unlimited: SearchProblem | None = None,
+    num_best: int = 5,
+    limit_s: float = math.inf,
+    tell: Tell | None = None,
 ) -> SearchResult:
     """Find the best layouts; the result depends on the problem alone, unless the time is over.
 
     Args:
         problem: the search problem.
+        unlimited: the same without its limits, in which stock Megatron's best layout is looked for as well.
         num_best: how many layouts to return at most.
         limit_s: processor seconds after which the best layouts so far are returned, as after a KeyboardInterrupt; not
             with the objective ``cards``.
         tell: called with the progress.
     """
     try:
-        return _with_most_cards(problem) if problem.objective == "cards" else _fastest(problem, num_best, limit_s, tell)
+        if problem.objective == "cards":
+            return _with_most_cards(problem)
+        return _fastest(problem, unlimited, num_best, limit_s, tell)
     finally:
         forget_compiled()
 
@@ -96,11 +106,13 @@ def _with_most_cards(problem: SearchProblem) -> SearchResult:
     return SearchResult(best=tuple(best), stock=None, equal=None, is_complete=True, num_simulated=num_simulated)
 
 
-def _fastest(problem: SearchProblem, num_best: int, limit_s: float, tell: Tell | None) -> SearchResult:
+def _fastest(
+    problem: SearchProblem, unlimited: SearchProblem | None, num_best: int, limit_s: float, tell: Tell | None
+) -> SearchResult:
     """Find the layouts with the shortest steps, those of stock Megatron first."""
     start_s, done = time.process_time(), 0.0
     searches: list[_Search] = []
-    for phase_problem, number, share in _phases(problem, num_best):
+    for phase_problem, number, share in _phases(problem, num_best, 1.0 if unlimited is None else 1.0 - _STOCK_SHARE):
         say = None if tell is None else partial(_say_part, tell, done, share)
         search = _Search(phase_problem, number, start_s + limit_s * (done + share), say)
         for known in searches:
@@ -112,22 +124,33 @@ def _fastest(problem: SearchProblem, num_best: int, limit_s: float, tell: Tell |
         done += share
     of_stock = [search for search in searches if search.problem.is_stock]
     equal, stock = (next(iter(search.best), None) for search in of_stock) if of_stock else (None, None)
+    best, wider = searches[-1].best, None
+    if of_stock and unlimited is not None:
+        whole = replace(unlimited, split_backward=False)
+        searches.append(_Search(in_megatron(whole, unlimited.layers), 1, start_s + limit_s, None))
+        searches[-1].keep(*of_stock[-1].best)
+        if not any(each.is_interrupted for each in searches):
+            searches[-1].try_quickest()
+        wider = next(iter(searches[-1].best), None)
     return SearchResult(
-        best=tuple(searches[-1].best),
+        best=tuple(best),
         stock=stock,
         equal=equal,
+        unlimited=wider,
         is_complete=all(search.is_complete for search in searches),
         num_simulated=sum(search.num_simulated for search in searches),
     )
 
 
-def _phases(problem: SearchProblem, num_best: int) -> Iterator[tuple[SearchProblem, int, float]]:
+def _phases(problem: SearchProblem, num_best: int, left: float) -> Iterator[tuple[SearchProblem, int, float]]:
     """Yield the problems to solve one after another, each with how many layouts to return and its share of the time.
+
+    All shares together are ``left``.
 
     Those of stock Megatron come first, and whole backwards before split ones, which take longer to plan: each result
     prunes the next search early.
     """
-    whole, left = replace(problem, split_backward=False), 1.0
+    whole = replace(problem, split_backward=False)
     if problem.edge_layers is None:
         yield in_megatron(whole, "equal"), 1, _EQUAL_SHARE
         yield in_megatron(whole, problem.layers), 1, _STOCK_SHARE

@@ -12,6 +12,7 @@ from vtp_plugin.plan.boundary.endpoint import Sharding
 from vtp_plugin.plan.boundary.strategies.leaders import plan_rank0, promise_leaders
 from vtp_plugin.plan.boundary.strategies.slices import plan_divided, plan_sliced, promise_divided, promise_sliced
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
+from vtp_plugin.util.text import in_digits
 
 Planner = Callable[[Sharding, Sharding], BoundaryPlan]
 """Makes the plan from the upstream to the downstream sharding; equal arguments give equal plans on every rank."""
@@ -200,7 +201,7 @@ class TransportRules:
 def _shown(num_bytes: int) -> str:
     """Write a number of bytes.
 
-    >>> _shown(999), _shown(32768)
-    ('999 bytes', '32 KiB')
+    >>> _shown(999), _shown(32768), _shown(16 << 20)
+    ('999 bytes', '32 KiB', '16,384 KiB')
     """
-    return f"{num_bytes} bytes" if num_bytes % 1024 and num_bytes < 10240 else f"{num_bytes / 1024:.4g} KiB"
+    return f"{num_bytes} bytes" if num_bytes % 1024 and num_bytes < 10240 else f"{in_digits(num_bytes / 1024, 6)} KiB"

@@ -18,6 +18,7 @@ from types import MappingProxyType
 
 from vtp_plugin.errors import ConfigError, PlanError
 from vtp_plugin.plan.schedule.order.placement import Placement, u_placement
+from vtp_plugin.util.text import in_digits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,7 +280,9 @@ def format_costs(costs: Costs) -> str:
         del rows["mbit"]
     if not costs.weights:
         del rows["weights_ms"]
-    return " ".join(f"{name}={','.join(f'{value:.4g}' for value in row)}" for name, row in rows.items())
+    return " ".join(
+        f"{name}={','.join(in_digits(value).replace(',', '') for value in row)}" for name, row in rows.items()
+    )
 
 
 def combine_reports(reports: Sequence[Mapping[str, Mapping[str, float]]], placement: Placement) -> Costs:

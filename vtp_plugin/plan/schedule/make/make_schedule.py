@@ -25,6 +25,7 @@ from vtp_plugin.plan.schedule.order.actions import Op, Schedule
 from vtp_plugin.plan.schedule.order.add_communication import lower
 from vtp_plugin.plan.schedule.order.placement import Placement, interleaved_placement, num_rings
 from vtp_plugin.plan.schedule.proof.check_schedule import most_activations, peak_in_flight, peaks_kept, require_valid
+from vtp_plugin.util.text import in_digits
 
 _PATIENCES = (0.0, 0.5, 1.0)
 
@@ -59,8 +60,8 @@ class SplitOrder:
         'split backwards: step 27, 33 without'
         """
         if not self.is_split:
-            return f"split backwards gain nothing: step {self.makespan:.6g}"
-        return f"split backwards: step {self.makespan:.6g}, {self.whole_makespan:.6g} without"
+            return f"split backwards gain nothing: step {in_digits(self.makespan, 6)}"
+        return f"split backwards: step {in_digits(self.makespan, 6)}, {in_digits(self.whole_makespan, 6)} without"
 
 
 def choose_split(bases: Sequence[Schedule], costs: Costs, kept: Sequence[int]) -> SplitOrder:

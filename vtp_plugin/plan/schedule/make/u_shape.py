@@ -53,6 +53,7 @@ from vtp_plugin.plan.schedule.order.placement import (
     u_placement,
 )
 from vtp_plugin.plan.schedule.proof.check_schedule import check
+from vtp_plugin.util.text import in_digits
 
 # Microbatches above the need. With two, a step of 16 microbatches under a latency of 1, 2 and 4 forwards of the edge's
 # first part takes at most 1.05, 1.10 and 1.20 times a step without latency; more memory gains next to nothing.
@@ -510,12 +511,14 @@ class UOrder:
     def reason(self) -> str:
         """Say in one line what was chosen and why."""
         is_optimal = self.makespan <= self.lower_bound * (1 + ROUNDING)
-        bound = "which no order can beat" if is_optimal else f"lower bound {self.lower_bound:.6g}"
-        reference = "" if self.reference_makespan is None else f", reference order {self.reference_makespan:.6g}"
+        bound = "which no order can beat" if is_optimal else f"lower bound {in_digits(self.lower_bound, 6)}"
+        reference = (
+            "" if self.reference_makespan is None else f", reference order {in_digits(self.reference_makespan, 6)}"
+        )
         by = "stage" if max(self.schedule.placement.num_replicas) == 1 else "worker (stage by stage)"
         return (
             f"U-shaped schedule {self.schedule.digest}: {self.candidate}, best of {self.num_candidates} candidates; "
-            f"step {self.makespan:.6g} ({bound}{reference}), "
+            f"step {in_digits(self.makespan, 6)} ({bound}{reference}), "
             f"microbatches in flight by {by} {','.join(map(str, self.in_flight))}"
         )
 
