@@ -277,6 +277,8 @@ def _num_steps(given: Mapping[str, Any]) -> tuple[int, int]:
 
     >>> _num_steps({"total_loss_dict": {"advanced iterations": 1, "skipped iterations": 0}, "skipped_iter": 0})
     (2, 0)
+    >>> _num_steps({"total_loss_dict": {"advanced iterations": 1}, "skipped_iter": 1})
+    (1, 1)
     """
     sums, is_skipped = given["total_loss_dict"], int(given["skipped_iter"])
     return sums.get("advanced iterations", 0) + 1 - is_skipped, sums.get("skipped iterations", 0) + is_skipped

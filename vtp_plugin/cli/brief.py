@@ -31,6 +31,7 @@ from vtp_plugin.util.text import one_line, plain
 
 _NUM_LAST, _TAIL_BYTES = 20, 1 << 16
 _LINE_BUFFERED = 1  # _IOLBF of the C libraries of Linux
+_Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 _ERROR = re.compile(rb"\[vtp(?: rank \d+)?\] error: ")
 
 
@@ -82,9 +83,7 @@ def begin(environment: Mapping[str, str] = os.environ) -> None:
         handler.to_terminal(f"all else that this node prints goes into {path}")
 
 
-def _with_line(
-    before: Callable[[type[BaseException], BaseException, TracebackType | None], object],
-) -> Callable[[type[BaseException], BaseException, TracebackType | None], object]:
+def _with_line(before: _Hook) -> _Hook:
     """Make an exception hook that says the error in a line of the plugin's, too, behind its traceback."""
 
     def report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
