@@ -1,8 +1,8 @@
 """``run --brief``: a few lines on the terminal; all else that the ranks of a node print goes into one file.
 
 The file descriptors 1 and 2 themselves lead there, so what C libraries and child processes print goes there, too. Each
-line is in the file when it is written: a run that is killed leaves it whole. What the ranks of a node have said is
-looked up in the file, so nothing is kept here.
+line is in the file when it is written: a run that is killed leaves it whole. What other ranks of the node have said is
+looked up at the end of the file, where it is if they have said it at the same time.
 """
 
 from __future__ import annotations
@@ -17,19 +17,21 @@ import os
 import re
 import socket
 import sys
+import time
 import warnings
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import ClassVar, TextIO
+from typing import IO, ClassVar, TextIO
 
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.runtime.health.redaction import describe_error
 from vtp_plugin.util import log
 from vtp_plugin.util.text import one_line, plain
 
-_NUM_LAST, _TAIL_BYTES = 20, 1 << 16
+_NUM_LAST, _END_BYTES = 20, 1 << 20
+_NUM_KEPT, _NUM_TRIES = 1000, 50
 _LINE_BUFFERED = 1  # _IOLBF of the C libraries of Linux
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 _ERROR = re.compile(rb"\[vtp(?: rank \d+)?\] error: ")
@@ -107,7 +109,8 @@ class BriefHandler(log.Handler):
     def __init__(self, path: Path, output: int, errors: int) -> None:
         super().__init__()
         self._path, self._output, self._errors = path, output, errors
-        self._begin = path.stat().st_size  # what is before that may be of an earlier attempt
+        self._begin = self._size()  # what is before that may be of an earlier attempt
+        self._said: deque[str] = deque(maxlen=_NUM_KEPT)  # warnings of this process
 
     def to_terminal(self, text: str) -> None:
         """Write a text to the terminal."""
@@ -140,7 +143,12 @@ class BriefHandler(log.Handler):
     def _warn(self, text: str) -> None:
         text = one_line(text)  # not cut into lines, which would depend on the width of the rank's number
         known = re.compile(rb"\[vtp(?: rank \d+)?\] warning: %b\n" % re.escape(text.encode(errors="backslashreplace")))
-        self._is_new(log.format_record(logging.WARNING, text, rank=self.rank, width=sys.maxsize), known)
+        line = log.format_record(logging.WARNING, text, rank=self.rank, width=sys.maxsize)
+        if text in self._said:
+            _write(2, line)
+        else:
+            self._said.append(text)
+            self._is_new(line, known)
 
     def _is_new(self, line: str, known: re.Pattern[bytes], begin: int = 0) -> bool:
         """Write a line to the file and, unless a line there is known, to the terminal; tell whether that was done.
@@ -148,25 +156,39 @@ class BriefHandler(log.Handler):
         Args:
             line: what is written.
             known: begins a line with which a rank of this node has said it.
-            begin: where in the file such a line may be.
+            begin: from where on such a line counts.
         """
         is_new = True
         with contextlib.suppress(OSError), self._path.open("ab+") as file:
-            with contextlib.suppress(OSError):  # some network file systems have no locks
-                fcntl.flock(file, fcntl.LOCK_EX)
-            file.seek(begin)
+            _lock(file)
+            file.seek(max(begin, self._size() - _END_BYTES))
             is_new = not any(map(known.match, file))
             _write(2, line)
         if is_new:
             _write(self._errors, line)
         return is_new
 
+    def _size(self) -> int:
+        return self._path.stat().st_size
+
     def _show_end(self) -> None:
         """Write the last lines of the file to the terminal."""
         with contextlib.suppress(OSError), self._path.open("rb") as file:
-            file.seek(max(0, self._path.stat().st_size - _TAIL_BYTES))
+            file.seek(max(0, self._size() - _END_BYTES))
             lines = [plain(line.decode(errors="replace").rstrip("\n")) for line in deque(file, maxlen=_NUM_LAST)]
             _write(self._errors, "\n".join([f"the last lines of {self._path}:", *lines, ""]))
+
+
+def _lock(file: IO[bytes]) -> None:
+    """Wait until no other rank of the node looks and writes, for a second at most: it may have been stopped."""
+    for _ in range(_NUM_TRIES):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            time.sleep(1.0 / _NUM_TRIES)
+        except OSError:  # some network file systems have no locks
+            return
 
 
 def _write(descriptor: int, text: str) -> None:
