@@ -67,8 +67,9 @@ CPU, and `revert()` undoes that too.
 FLAGS_INTRO = """\
 # Flags
 
-The plugin's flags stand among Megatron's. `vtp run --help-all` prints them too. A script without a
-command line gives them as keywords of `vtp_plugin.apply()`. A *stage* is a pipeline stage, a *replica* a copy of a
+The plugin's flags stand among Megatron's. `vtp run --help-all` prints them too. `vtp run --brief` alone stands before
+the script: a quiet run ([logging.md](../guides/logging.md)). A script without a command line gives the others as
+keywords of `vtp_plugin.apply()`. A *stage* is a pipeline stage, a *replica* a copy of a
 stage that works on other samples, a *microbatch* the share of a batch that goes through the pipeline at a time. U: the
 U-shaped pipeline of [u-shape.md](../guides/u-shape.md).
 """

@@ -19,7 +19,7 @@ from vtp_plugin.errors import ConfigError
 from vtp_plugin.host.patching import Writes, replaces
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.patches.training.builders_world import among_builders
-from vtp_plugin.runtime.step.step_times import StepSums
+from vtp_plugin.runtime.step.step_times import LoggedSteps, StepSums
 from vtp_plugin.session import Session
 from vtp_plugin.trace.stretches import Cause
 from vtp_plugin.util import log
@@ -158,7 +158,7 @@ def _log(session: Session, original: Callable[..., Any], *args: Any, **kwargs: A
     """Run `training_log`; on a site without the writer its first rank prints number and time, but no loss.
 
     Why: one rank of the world prints the line of an iteration, so only its site sees it; here a step of the optimizer
-    has ended, and a trace is told how long the log takes.
+    has ended, and a trace is told how long the log takes. With --brief that rank shows a shorter line.
     """
     from megatron.training.global_vars import get_args
 
@@ -169,14 +169,17 @@ def _log(session: Session, original: Callable[..., Any], *args: Any, **kwargs: A
         if session.is_planned:
             bound = inspect.signature(original).bind(*args, **kwargs)
             bound.apply_defaults()
-            iteration, is_first = bound.arguments["iteration"], bound.arguments.get("is_first_iteration", False)
+            given = bound.arguments
+            iteration, is_first = given["iteration"], given.get("is_first_iteration", False)
             is_due = iteration % options.log_interval == 0
             if is_due and session.start.timing is not None:
                 _log_timing(session.start.timing.report(), iteration)
             if session.progress is not None:
                 _note_step(session.progress, options, iteration)
             if is_due or is_first:
-                _log_on_site(session, options, iteration, is_first=is_first)
+                _log_on_site(session, options, given)
+                if log.is_brief() and dist.get_rank() == session.planned.writer_rank:
+                    log.to_terminal(str(_logged_steps(options, given)))
         return original(*args, **kwargs)
 
 
@@ -233,25 +236,60 @@ def _write(values: Mapping[str, float], iteration: int) -> None:
         wandb.log(values, iteration)
 
 
-def _log_on_site(session: Session, options: Any, iteration: int, *, is_first: bool) -> None:
+def _log_on_site(session: Session, options: Any, given: Mapping[str, Any]) -> None:
     """Print number and time of an iteration on a site that would see nothing.
 
     Args:
         session: session of this rank.
         options: Megatron's arguments.
-        iteration: number of the iteration.
-        is_first: Megatron logs the first iteration of a run by itself.
+        given: what `training_log` was given.
     """
-    from megatron.training.global_vars import get_timers
-
     rank, planned = dist.get_rank(), session.planned
     is_reporter = rank in planned.reporting_ranks.values()
     if is_reporter and planned.site_of(rank) != planned.site_of(planned.writer_rank):
-        timers: Any = get_timers()
-        # Before Megatron, which reads the same timer and sets it back.
-        elapsed_s = timers("interval-time").elapsed(reset=False, barrier=False)
-        elapsed_ms = 1e3 * elapsed_s / (1 if is_first else options.log_interval)
-        log.info(f"iteration {iteration}/{options.train_iters} | elapsed time per iteration (ms): {elapsed_ms:.1f}")
+        elapsed_ms = 1e3 * _step_s(sum(_num_steps(given)))
+        log.info(
+            f"iteration {given['iteration']}/{options.train_iters} | elapsed time per iteration (ms): {elapsed_ms:.1f}"
+        )
+
+
+def _logged_steps(options: Any, given: Mapping[str, Any]) -> LoggedSteps:
+    """Read what Megatron is about to log, and to set back: sums over the steps since its line before."""
+    from megatron.core.num_microbatches_calculator import get_current_global_batch_size
+
+    num_made, num_skipped = _num_steps(given)
+    sums, own = given["total_loss_dict"], {} if given["skipped_iter"] else given["loss_dict"]
+    losses = {name: float(sums.get(name, 0.0) + own.get(name, 0.0)) for name in given["loss_dict"]}
+    return LoggedSteps(
+        iteration=given["iteration"],
+        last=options.train_iters,
+        losses={name: value / num_made for name, value in losses.items()} if num_made else {},
+        num_skipped=num_skipped,
+        step_s=_step_s(num_made + num_skipped),
+        tokens=get_current_global_batch_size() * options.seq_length,
+    )
+
+
+def _num_steps(given: Mapping[str, Any]) -> tuple[int, int]:
+    """Count the steps since Megatron's line before, this one included: those of the optimizer, and skipped ones.
+
+    It logs the first step of a run by itself, and the next line is of that step, too.
+
+    >>> _num_steps({"total_loss_dict": {"advanced iterations": 1, "skipped iterations": 0}, "skipped_iter": 0})
+    (2, 0)
+    >>> _num_steps({"total_loss_dict": {"advanced iterations": 1}, "skipped_iter": 1})
+    (1, 1)
+    """
+    sums, is_skipped = given["total_loss_dict"], int(given["skipped_iter"])
+    return sums.get("advanced iterations", 0) + 1 - is_skipped, sums.get("skipped iterations", 0) + is_skipped
+
+
+def _step_s(num_steps: int) -> float:
+    """Give the time of a step, before Megatron reads the same timer and sets it back."""
+    from megatron.training.global_vars import get_timers
+
+    timers: Any = get_timers()
+    return timers("interval-time").elapsed(reset=False, barrier=False) / num_steps
 
 
 @replaces(

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import vtp_plugin
 from vtp_plugin.api import announce_exit, apply_flags, choose_device, report_failures
+from vtp_plugin.cli import brief
 from vtp_plugin.cli.command_base import Parser, print_error
 from vtp_plugin.cli.path import is_rank_script
 from vtp_plugin.cli.run_flags import MOST_USED
@@ -30,7 +31,8 @@ from vtp_plugin.elastic.progress import (
 )
 from vtp_plugin.errors import ConfigError, VtpError, is_final
 from vtp_plugin.host.mindspeed import ImportWatch, flags_of_mindspeed, has_mindspeed
-from vtp_plugin.runtime.health.redaction import START_PATIENCE_S, say_once
+from vtp_plugin.runtime.health.redaction import START_PATIENCE_S, describe_error, say_once
+from vtp_plugin.util import log
 
 if TYPE_CHECKING:
     from vtp_plugin.elastic.join import Membership
@@ -41,7 +43,13 @@ _OTHERS_S = 120.0
 
 def add_arguments(parser: Parser) -> None:
     """Declare the script. The flags are in the help text only: the script's parser reads them."""
-    parser.usage = "%(prog)s [-h] SCRIPT [flags of the script, of Megatron, and those below]"
+    parser.usage = "%(prog)s [-h] [--brief] SCRIPT [flags of the script, of Megatron, and those below]"
+    parser.add_argument(
+        "--brief",
+        action="store_true",
+        help="show the layout, one line for each logged step, each warning once and what ends the run; all else goes "
+        "into a file, which is named at the start",
+    )
     parser.add_argument("script", metavar="SCRIPT", help="the training script; everything after it is for the script")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="such as --vtp-size-list 1,4,4")
     flags = Parser(add_help=False)
@@ -69,6 +77,8 @@ def run(options: argparse.Namespace) -> None:
             require_unmarked(folder)
             os.environ[RUN_FOLDER_VARIABLE] = "" if folder is None else str(folder)
         _check()
+        if options.brief:
+            _begin_brief(script)
         if is_fitted:
             from vtp_plugin.cli.elastic_run import fit_run  # not at the top: other runs do without what a fit imports
 
@@ -90,6 +100,8 @@ def run(options: argparse.Namespace) -> None:
     except SystemExit as leave:
         # Python takes it for a normal end: rank 0 would wait for the others, and they for rank 0.
         is_consequence = announce_exit(leave)
+        if log.is_brief() and leave.code not in (None, 0):
+            log.error(f"the script has ended itself ({describe_error(leave)}); its last lines say why")
         if leave.code in (None, 0):
             _end(seat)
         elif is_final(leave):
@@ -106,6 +118,18 @@ def _check() -> None:
     except VtpError as error:
         leave_marker(str(error))
         _fail(str(error))
+
+
+def _begin_brief(script: Path) -> None:
+    """Lead the output away, unless help is asked for; leave at once where no step would be shown."""
+    names = {word.partition("=")[0] for word in sys.argv}
+    if {"-h", "--help"} & names:
+        return
+    if is_rank_script(script):
+        _fail("--brief; ms-swift logs its steps itself, so none would be shown; leave --brief out")
+    if "--vtp-size-list" not in names:
+        _fail("--brief without --vtp-size-list; no step would be shown; give the list, such as 1,1 for equal stages")
+    brief.begin()
 
 
 def _note_missing_sizes() -> None:

@@ -16,6 +16,7 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable
+from typing import ClassVar
 
 from vtp_plugin.util.text import plain
 
@@ -49,18 +50,31 @@ def error(text: str) -> None:
         _write(format_record(logging.ERROR, text, rank=launched_rank()))
 
 
-def install(level: str = "INFO") -> Callable[[], None]:
+def to_terminal(text: str) -> None:
+    """Write to the terminal of a run with ``--brief``, which shows little else; do nothing in other runs."""
+    if (handler := _handler()) is not None:
+        handler.to_terminal(text)
+
+
+def is_brief() -> bool:
+    """Tell whether this is a run with ``--brief``."""
+    handler = _handler()
+    return handler is not None and handler.is_brief
+
+
+def install(level: str = "INFO", handler: Handler | None = None) -> Callable[[], None]:
     """Show the plugin's records, and return the function that puts the logger back as it was.
 
     Until :func:`set_reporter` is called, rank 0 reports; a process without a launcher counts as rank 0.
 
     Args:
         level: least level that is shown.
+        handler: what shows them; None for one that writes them to standard error.
     """
     logger = logging.getLogger(_NAME)
     if logger.handlers:
         return lambda: None
-    handler = _Handler()
+    handler = handler or Handler()
     before = logger.level, logger.propagate
     logger.addHandler(handler)
     # Megatron gives the root logger a handler, which would print each line again.
@@ -92,7 +106,7 @@ def launched_rank() -> int | None:
     return int(rank) if rank.isdigit() else None
 
 
-def format_record(level: int, text: str, *, rank: int | None) -> str:
+def format_record(level: int, text: str, *, rank: int | None, width: int = WIDTH) -> str:
     r"""Return the lines of a record, each with the rank and cut to the width; an error is one line.
 
     Characters that a terminal would obey are written out: names of files and texts of other ranks may hold any.
@@ -108,7 +122,7 @@ def format_record(level: int, text: str, *, rank: int | None) -> str:
         return f"{prefix}error: {' '.join(text.split())}\n"
     if level >= logging.WARNING:
         text = f"warning: {text}"
-    lines = (piece for line in text.splitlines() for piece in wrap(line, WIDTH - len(prefix)))
+    lines = (piece for line in text.splitlines() for piece in wrap(line, width - len(prefix)))
     return "".join(f"{prefix}{line}\n" for line in lines)
 
 
@@ -142,8 +156,15 @@ def wrap_command(words: list[str], width: int = WIDTH - 40) -> str:
     return " \\\n".join(wrap(" ".join(words), width - 2))
 
 
-class _Handler(logging.Handler):
-    """Writes each record at once."""
+class Handler(logging.Handler):
+    """Writes each record at once.
+
+    Attributes:
+        rank: this rank; None without a launcher.
+        is_reporter: whether it shows INFO.
+    """
+
+    is_brief: ClassVar[bool] = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,13 +176,17 @@ class _Handler(logging.Handler):
         shows_details = logging.getLogger(_NAME).isEnabledFor(logging.DEBUG)
         return record.levelno != logging.INFO or self.is_reporter or shows_details
 
+    def to_terminal(self, text: str) -> None:
+        """Write what a run with ``--brief`` shows; nothing in another one, which shows everything."""
+
     def emit(self, record: logging.LogRecord) -> None:
+        """Write the record's lines."""
         _write(format_record(record.levelno, record.getMessage(), rank=self.rank))
 
 
-def _handler() -> _Handler | None:
+def _handler() -> Handler | None:
     """Return the plugin's handler; None if the script configured the logger."""
-    return next((handler for handler in logging.getLogger(_NAME).handlers if isinstance(handler, _Handler)), None)
+    return next((handler for handler in logging.getLogger(_NAME).handlers if isinstance(handler, Handler)), None)
 
 
 def _write(text: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import importlib
+import importlib.machinery
 import math
 import multiprocessing
 import os
@@ -34,7 +35,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import StragglerDetector
 from megatron.training import arguments as megatron_arguments
 from megatron.training import get_args
-from megatron.training.global_vars import get_tensorboard_writer
+from megatron.training.global_vars import get_tensorboard_writer, get_wandb_writer
 from torch.distributed.checkpoint import FileSystemWriter
 
 import vtp_plugin
@@ -240,6 +241,29 @@ def _flush_events() -> None:
     """Write the last of TensorBoard's events, of which Megatron leaves some to a thread when it ends."""
     if (writer := get_tensorboard_writer()) is not None:
         writer.flush()
+
+
+def note_writers(facts: Facts) -> Callable[[], None]:
+    """Stand in for the package of W&B, and note what is logged there, and which of Megatron's writers this rank has."""
+    logged: set[str] = set()
+    module: Any = types.ModuleType("wandb")
+    module.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
+    module.init, module.finish = (lambda **_options: None), (lambda: None)
+    module.log = lambda values, _iteration: logged.update(values)
+    sys.modules["wandb"] = module
+
+    def finish() -> None:
+        facts["writers"] = get_tensorboard_writer() is not None, get_wandb_writer() is not None
+        facts["wandb"] = logged
+        _flush_events()
+
+    return finish
+
+
+def under_one_launcher(facts: Facts) -> None:
+    """Set what torchrun sets, by which the ranks of a node know each other; the pool starts each by itself."""
+    folder = f"none_made_up/attempt_0/{os.environ['LOCAL_RANK']}"
+    os.environ["TORCHELASTIC_ERROR_FILE"] = f"{os.getcwd()}/{folder}/error.json"
 
 
 def note_device_waits(facts: Facts) -> None:

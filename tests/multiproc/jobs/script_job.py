@@ -96,7 +96,7 @@ def run_script(
     arguments: Sequence[str],
     by_rank: Mapping[int, Sequence[str]] | None = None,
     *,
-    how: Literal["run", "apply", "stock", "plain"] = "run",
+    how: Literal["run", "brief", "apply", "stock", "plain"] = "run",
     apply_kwargs: Mapping[str, Any] | None = None,
     script: str = EXAMPLE,
     hooks: Sequence[str] = (),
@@ -108,8 +108,8 @@ def run_script(
     Args:
         arguments: of the script.
         by_rank: further arguments of single ranks.
-        how: under ``vtp_plugin run``; with ``vtp_plugin.apply(**apply_kwargs)`` in front, as a script itself would;
-            stock Megatron without the plugin, on the CPU platform alone; or plain, as it stands.
+        how: under ``vtp_plugin run``, or ``run --brief``; with ``vtp_plugin.apply(**apply_kwargs)`` in front, as a
+            script itself would; stock Megatron without the plugin, on the CPU platform alone; or plain, as it stands.
         apply_kwargs: of ``apply()``.
         script: the script.
         hooks: names of :data:`HOOKS`, called before the script starts with the dictionary of facts; what a
@@ -126,6 +126,7 @@ def run_script(
         if pid == 0:
             start = {
                 "run": lambda: _run_command(script, arguments),
+                "brief": lambda: _run_command("--brief", [script, *arguments]),
                 "apply": lambda: _run_with_apply(script, arguments, apply_kwargs or {}),
                 "stock": lambda: _run_stock(script, arguments),
                 "plain": lambda: _run_plain(script, arguments),
@@ -150,10 +151,10 @@ def _is_stock(how: str, arguments: Sequence[str]) -> bool:
     return how == "stock" or (len({*sizes.split(",")}) == 1 and "--layerwise-disaggregated-training" not in arguments)
 
 
-def _run_command(script: str, arguments: Sequence[str]) -> None:
+def _run_command(first: str, others: Sequence[str]) -> None:
     from vtp_plugin.cli import main
 
-    words = ["run", script, *arguments]
+    words = ["run", first, *others]
     sys.argv = ["vtp_plugin", *words]
     main(words)
 

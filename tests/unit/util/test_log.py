@@ -77,6 +77,11 @@ def test_only_reporters_show_what_every_run_says(capfd: pytest.CaptureFixture[st
     assert capfd.readouterr().err == "[vtp rank 3] a\n[vtp rank 3] b\n"
 
 
+def test_a_run_that_shows_everything_has_no_lines_for_the_terminal_alone(capfd: pytest.CaptureFixture[str]) -> None:
+    log.to_terminal("text")
+    assert not log.is_brief() and capfd.readouterr() == ("", "")
+
+
 def test_the_root_logger_does_not_repeat_a_line(capfd: pytest.CaptureFixture[str]) -> None:
     root = logging.StreamHandler()
     logging.getLogger().addHandler(root)

@@ -607,6 +607,7 @@ class StepTime:
 
 
 _NUM_KEPT = 1000
+_LEAST_S = 1e-9  # a clock may stand still
 
 
 class StepSummary:
@@ -637,6 +638,48 @@ class StepSummary:
         """Return the number of steps and the median of the latest thousand; empty before the first."""
         if not self._durations_s:
             return ""
-        median_s = statistics.median(self._durations_s)
-        shown = f"{1e3 * median_s:.0f} ms" if median_s < 1.0 else f"{median_s:.2f} s"
+        shown = _duration(statistics.median(self._durations_s))
         return f"{self._num_steps} step{'s'[: self._num_steps != 1]}, median {shown}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoggedSteps:
+    """What a run with ``--brief`` shows where Megatron logs: the steps since the line before.
+
+    Attributes:
+        iteration: number of the latest step.
+        last: number of the run's last step.
+        losses: mean of each loss over the steps that were not skipped, by its name; empty if all were.
+        num_skipped: steps that fp16 has skipped.
+        step_s: time of a step.
+        tokens: of the latest step, in its whole batch.
+
+    >>> print(LoggedSteps(iteration=2, last=10, losses={"lm loss": 5.557638}, num_skipped=0, step_s=0.265, tokens=512))
+    iteration 2/10 | lm loss 5.557638 | 265 ms a step | 1,932 tokens/s | 0:00:02 left
+    >>> print(LoggedSteps(iteration=9, last=10, losses={}, num_skipped=1, step_s=90.0, tokens=512))
+    iteration 9/10 | 1 step skipped | 90.00 s a step | 6 tokens/s | 0:01:30 left
+    """
+
+    iteration: int
+    last: int
+    losses: Mapping[str, float]
+    num_skipped: int
+    step_s: float
+    tokens: int
+
+    def __str__(self) -> str:
+        """Return the line; a loss has the digits that Megatron prints."""
+        skipped = f"{self.num_skipped} step{'s'[: self.num_skipped != 1]} skipped"
+        parts = (
+            f"iteration {self.iteration}/{self.last}",
+            *(f"{name} {value:.7g}" for name, value in self.losses.items()),
+            *([skipped] if self.num_skipped else []),
+            f"{_duration(self.step_s)} a step",
+            f"{self.tokens / max(self.step_s, _LEAST_S):,.0f} tokens/s",
+            f"{timedelta(seconds=round((self.last - self.iteration) * self.step_s))} left",
+        )
+        return " | ".join(parts)
+
+
+def _duration(seconds: float) -> str:
+    return f"{1e3 * seconds:.0f} ms" if seconds < 1.0 else f"{seconds:.2f} s"

@@ -1,0 +1,85 @@
+"""A run with ``--brief`` trains and writes what another one does; its terminal shows the layout and the losses."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.multiproc.cases.script_cases import Scripts, arguments, losses
+from tests.support.lines import error_lines
+
+pytestmark = pytest.mark.needs("scripts_here")
+
+STEP = re.compile(
+    r"^iteration (\d)/4 \| lm loss (\S+) \| .* a step \| [\d,]+ tokens/s \| \d:\d\d:\d\d left$", re.MULTILINE
+)
+OF_MEGATRON = re.compile(r"\biteration +(\d)/ .*\blm loss: (\S+) \|")
+U_SHAPE = ("--layerwise-disaggregated-training", "--num-layer-list", "1,1,2")
+
+
+def steps(pattern: re.Pattern[str], output: str) -> list[tuple[str, float]]:
+    """Give the logged iterations and their losses."""
+    return [(number, float(loss)) for number, loss in pattern.findall(output)]
+
+
+@pytest.mark.parametrize(
+    ("extra", "writer"),
+    [
+        ((), 2),
+        pytest.param(("--log-interval", "2"), 2, marks=pytest.mark.full),
+        (U_SHAPE, 0),
+    ],
+    ids=["plain", "every second step", "u"],
+)
+def test_losses_are_those_that_megatron_prints(
+    scripts: Scripts, tmp_path: Path, extra: tuple[str, ...], writer: int
+) -> None:
+    """And one rank, the one that prints them, has the writers of TensorBoard and W&B."""
+    told = ("--wandb-project", "project", "--wandb-exp-name", "name", "--wandb-save-dir", str(tmp_path / "wandb"))
+    extra = (*extra, *told, "--tensorboard-dir", str(tmp_path / "events"))
+    loud = scripts.train("1,2", extra, hooks=["note_writers"])
+    folders = dict.fromkeys(range(3), str(tmp_path))
+    hooks = ["under_one_launcher", "note_writers"]
+    brief = scripts.train("1,2", extra, how="brief", hooks=hooks, folders=folders)
+    assert losses(brief) == losses(loud)
+    (file,) = tmp_path.glob("vtp-run-*-none_made_up.log")
+    text = file.read_text()
+    shown = steps(STEP, brief[writer].output)
+    assert shown == steps(OF_MEGATRON, loud[writer].output) == steps(OF_MEGATRON, text) and len(shown) > 1
+    name = f"all else that this node prints goes into {file}\n"
+    for rank, run in enumerate(brief):
+        assert (name in run.output) == (rank == 0), run.output
+        assert ("TP sizes 1,2" in run.output) == (rank == writer), run.output
+        assert bool(STEP.search(run.output)) == (rank == writer), run.output
+        assert len(run.output.splitlines()) < 20, run.output
+        for one in (run, loud[rank]):
+            assert one.facts["writers"] == (rank == writer, rank == writer)
+            assert ("lm loss" in one.facts["wandb"]) == (rank == writer)
+    assert "- arguments -" in text and text.count("[vtp rank 0] done: 4 steps") == 1
+    events = [path.read_bytes() for path in (tmp_path / "events").iterdir()]
+    assert len(events) == 2 and all(b"lm loss" in each for each in events)
+
+
+@pytest.mark.parametrize(
+    ("source", "code", "text"),
+    [
+        (
+            "print('why')\nraise SystemExit(3)\n",
+            3,
+            "the script has ended itself (SystemExit: 3); its last lines say why",
+        ),
+        ("print('why')\nraise OSError('no such thing')\n", 1, "OSError: no such thing"),
+    ],
+    ids=["exit", "error"],
+)
+def test_the_end_of_a_script_is_shown(scripts: Scripts, tmp_path: Path, source: str, code: int, text: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(source)
+    command = {"arguments": arguments("1"), "script": str(script), "how": "brief", "folders": {0: str(tmp_path)}}
+    (run,) = scripts.launch(1, command)
+    assert run.exit_code == code
+    first, *others = error_lines(run.output)
+    assert first == f"[vtp rank 0] error: {text}" and {*others} <= {first}, run.output
+    assert "\nwhy\n" in run.output.partition("the last lines of ")[2]
