@@ -139,9 +139,10 @@ def render() -> dict[str, str]:
         "how/architecture.md": _filled("how/architecture.md", {"layers": _layers()}),
         "guides/core-only.md": _filled("guides/core-only.md", {"examples/core_only.py": _core_only()}),
         "guides/edge-cloud.md": _filled("guides/edge-cloud.md", _crossing()),
-        "guides/hugging-face.md": _filled("guides/hugging-face.md", {"fields": _fields()}),
-        "guides/memory.md": _filled("guides/memory.md", {"rows": _kept()}),
-        "guides/split-backward.md": _filled("guides/split-backward.md", {"waiting": _kept(is_waiting=True)}),
+        "reference/hugging-face-fields.md": _filled("reference/hugging-face-fields.md", {"fields": _fields()}),
+        "reference/kept-activations.md": _filled(
+            "reference/kept-activations.md", {"rows": _kept(), "waiting": _kept(is_waiting=True)}
+        ),
         "how/transports.md": _filled("how/transports.md", {"sliced over rank0": _sliced_over_rank0()}),
         **_pictures(),
     }
@@ -312,7 +313,7 @@ def _pictures() -> dict[str, str]:
         "pictures/transport-rank0.svg": draw_pipeline(unequal, rules=TransportRules(transport="rank0")),
         "pictures/transport-sliced.svg": draw_pipeline(unequal, rules=TransportRules(transport="sliced")),
         "pictures/split-backward.svg": draw_svg(split, title="Split backwards: gradients of weights fill the waits"),
-        "pictures/split-backward-without.svg": draw_svg(without, title="1F1B with whole backwards"),
+        "pictures/split-backward-without.svg": draw_svg(without, title="1F1B without the split"),
         "pictures/u-shape-timeline.svg": draw_svg(step, title=title),
     }
 
@@ -440,7 +441,8 @@ def _kept(*, is_waiting: bool = False) -> str:
         dense = Sizes(model=model, batch=batch, tp=2)
         kinds = (dense, replace(dense, has_experts=True), replace(dense, num_again=1, num_layers=1))
         kinds += (Sizes(model=replace(model, latent=latent), batch=batch, tp=2),)
-        kinds += (replace(dense, lora=lora, has_adapters=True),)
+        if not batch.is_engine:  # adapters are not supported on its layers
+            kinds += (replace(dense, lora=lora, has_adapters=True),)
         found = next((size for size in map(row.size_bytes, kinds) if size), 0)
         return format_bytes(found) if found else "-"
 

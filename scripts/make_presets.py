@@ -33,15 +33,31 @@ from tests.multiproc.cases.presets import (  # noqa: E402
 )
 from tests.support.pool import Pool  # noqa: E402
 
+COMMAND = f"""
+    torchrun --nproc-per-node 3 -m vtp_plugin run examples/pretrain_gpt.py --vtp-size-list 1,2
+    {PRESETS["llama-3"].flags} {TRAINING} --lr 1e-3 --log-interval 1 --eval-interval 100 --eval-iters 1 --mock-data
+    --tokenizer-type NullTokenizer --vocab-size 256 --hidden-dropout 0 --attention-dropout 0
+    --transformer-impl local --no-gradient-accumulation-fusion --no-persist-layer-norm
+"""
+
+
+def _shown(command: str) -> str:
+    """Show a command over several lines; no flag ends one whose value begins the next."""
+    words = re.sub(r" (?!--)", "\0", " ".join(command.split()))
+    first, *more = textwrap.wrap(words, 106, break_on_hyphens=False, break_long_words=False)
+    return " \\\n        ".join((f"    {first}", *more)).replace("\0", " ") + "\n"
+
+
 INTRO = f"""\
 # Models of today, as presets
 
-This page shows which kinds of public models train on unequal stages, and with which flags. Each preset is a small
-version of a public configuration, trained through `megatron.training`, with flags alone, on four layouts. Each layout
-resumes from the `torch_dist` checkpoint that a uniform run wrote after {NUM_SAVED} steps, optimizer included
-(`{UNIFORM.sizes}`, {UNIFORM.dp} replicas). A number is the largest relative difference from the uniform run, over the
-losses and gradient norms of the next {NUM_STEPS} steps, in fp32 on CPUs.
-`tests/multiproc/training/test_presets.py` allows 1e-5.
+Flags with which small versions of public models train on unequal stages. Llama 3 on TP sizes 1 and 2:
+
+{_shown(COMMAND)}
+Each preset was trained through `megatron.training`, with flags alone, on four layouts. Each layout resumes from the
+`torch_dist` checkpoint that a uniform run wrote after {NUM_SAVED} steps, optimizer included (`{UNIFORM.sizes}`,
+{UNIFORM.dp} replicas). A number is the largest relative difference from the uniform run, over the losses and gradient
+norms of the next {NUM_STEPS} steps, in fp32 on CPUs. `tests/multiproc/training/test_presets.py` allows 1e-5.
 "Not supported" stands where the model's heads are not divisible by the sizes, with the flag that the error names.
 
 """
@@ -60,7 +76,7 @@ Written by this command, which takes about six minutes on two idle cores:
 
     python scripts/make_presets.py
 
-The same models in their real sizes, with launch lines: [recipes](../examples/README.md#recipes).
+The same models in their real sizes, with launch lines: [recipes](../../examples/README.md#recipes).
 """
 
 

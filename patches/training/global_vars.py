@@ -126,5 +126,5 @@ def _read_sizes(store: dist.Store) -> tuple[int, int]:
     topic = Topic.VOCABULARY
     size, padded_size = read_post(tuple[int, int], part_of(store, topic), "sizes", topic.key)
     if not 1 <= size <= padded_size <= _MOST_WORDS:
-        raise PostError(topic.key, "sizes", f"says {size} words, padded to {padded_size}, which is no vocabulary")
+        raise PostError(topic.key, "sizes", f"says {size} tokens, padded to {padded_size}, which is no vocabulary")
     return size, padded_size

@@ -77,8 +77,8 @@ def require_padding(session: Session, host: MegatronHost, load_dir: str | None, 
     flag = f"--padded-vocab-size {there}" if is_in(host.version, ">=0.15") else f"{_DIVISOR} {there // ends}"
     other = f"use TP sizes of which the first and the last divide {there}"
     keeps = f"give {flag}" if there % ends == 0 else other
-    said = f"checkpoint {load_dir} has a padded vocabulary of {there} words, and this run one of {here}"
-    new = f"{here - there} words are new, {_UNTRAINED}" if here > there else f"{there - here} words are dropped"
+    said = f"checkpoint {load_dir} has a padded vocabulary of {there} tokens, and this run one of {here}"
+    new = f"{here - there} tokens are new, {_UNTRAINED}" if here > there else f"{there - here} tokens are dropped"
     if session.loading.stored_optimizer is not None:
         raise ConfigError(
             f"{said}; an optimizer that is stored by bucket loads with the same number only; {keeps}, or "

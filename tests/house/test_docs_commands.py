@@ -27,7 +27,10 @@ from vtp_plugin.config.resolve import add_vtp_arguments, read_flags
 COMMANDS = list(dict.fromkeys(command for path in DOCUMENTS for command in commands(path)))
 # Of the plugin's commands those that only read and print; doctor and run have tests of their own.
 CHEAP = ("plan", "draw", "simulate")
-RUNS_HERE = [c for c in COMMANDS if c.words[0] == "torchrun" and "examples/pretrain_gpt.py" in c.words]
+GUIDES = {path.name for path in (ROOT / "docs/guides").glob("*.md")}  # test_guides_begin.py runs theirs
+RUNS_HERE = [
+    c for c in COMMANDS if c.words[0] == "torchrun" and "examples/pretrain_gpt.py" in c.words and c.source not in GUIDES
+]
 
 
 @pytest.fixture(scope="module")
@@ -113,8 +116,12 @@ def check_torchrun(flags: argparse.ArgumentParser, words: Sequence[str]) -> None
         return  # as of megatron
     assert rest[1] in ("pretrain_gpt.py", "pretrain_vlm.py") or (ROOT / rest[1]).exists()
     check_flags(flags, rest[2:])
-    sizes = flags.parse_args(rest[2:]).vtp_size_list
-    num_ranks = sum(map(int, sizes.split(",")))
+    args = flags.parse_args(rest[2:])
+    if args.vtp_size_list == "auto":
+        return  # as many as there are
+    sizes = [int(size) for size in args.vtp_size_list.split(",")]
+    replicas = [int(number) for number in (args.vtp_dp_list or ",".join("1" * len(sizes))).split(",")]
+    num_ranks = sum(size * number for size, number in zip(sizes, replicas, strict=True))
     assert int(launch.nproc_per_node) == num_ranks if launch.nnodes == "1:1" else int(launch.nproc_per_node) < num_ranks
 
 

@@ -21,7 +21,7 @@ from vtp_plugin.checkpoint.format.contents import Contents, kind_of
 from vtp_plugin.checkpoint.format.index import MANIFEST
 from vtp_plugin.checkpoint.format.resolver import BY_BLOCK, BY_BUCKET, BY_BUCKET_OLDER, BY_RANK, IN_MODEL_SPACE, PLAIN
 from vtp_plugin.checkpoint.format.shard_map import MAP
-from vtp_plugin.checkpoint.hf.hf_model import HFModel, free_flags, padding_flag, settings
+from vtp_plugin.checkpoint.hf.hf_model import HFModel, free_flags, settings
 from vtp_plugin.checkpoint.save.atomic_dir import EDGE_KEY, read_kept_key, write_edge_key
 from vtp_plugin.checkpoint.tools.verify import Verification, form_for_any, loses_random_states, note_of_experts
 from vtp_plugin.cli.boundaries import format_bytes
@@ -138,8 +138,8 @@ def _add_import(actions: Any) -> None:
         "Face, or of the trees that MindSpeed-MM's converters write, and print the flags with which Megatron builds "
         "it. If it was killed, the same command resumes it.",
         epilog=f"Which models, and what of their config: {_GUIDE}.\nKeys of --json: folder, family, num_bytes, flags "
-        "(that must be given), free_flags, vocab_flag (for a tokenizer with fewer words), passed (fields of the config "
-        "that change nothing), entries (of MindSpeed-MM's --mm-model, by their paths; null for other models).",
+        "(that must be given), free_flags, vocab_flag (for a tokenizer with fewer tokens), passed (fields of the "
+        "config that change nothing), entries (of MindSpeed-MM's --mm-model, by their paths; null for other models).",
     )
     source = parser.add_mutually_exclusive_group(required=True)
     _add_folder(source, "--hf", "folder with config.json and *.safetensors")
@@ -195,10 +195,7 @@ def _import(options: argparse.Namespace) -> None:
         lines += [f"{path} {value}" for path, value in told["entries"].items()]
     else:
         lines = [f"{wrote}, and with:", " ".join(told["flags"]), " ".join(told["free_flags"])]  # whole, to be pasted
-        lines.append(
-            f"a tokenizer with fewer words: {told['vocab_flag']}; before Megatron 0.15, or where a stage's size does "
-            f"not divide that: {padding_flag(model.vocab, 1)}, divided by the tensor-parallel size and rounded up"
-        )
+        lines.append(f"if the tokenizer has fewer than {model.vocab} tokens, add {told['vocab_flag']}")
     facts = {"folder": options.target, "family": model.family, "num_bytes": plan.num_bytes}
     print_answer(options, {**facts, **told, "passed": plan.passed}, lines)
 
@@ -255,7 +252,7 @@ def _export(options: argparse.Namespace) -> None:
     if plan.num_unproved:
         print(
             f"left out as padding: {plan.num_unproved} rows above the config's vocab_size; nothing here says how many "
-            "words the run's tokenizer had; if more, give with --like a folder whose config.json has their number",
+            "tokens the run's tokenizer had; if more, give with --like a folder whose config.json has their number",
             file=sys.stderr,
         )
     number = len(plan.files)

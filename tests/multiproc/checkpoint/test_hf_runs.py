@@ -66,7 +66,7 @@ def test_a_script_that_forgets_the_factor_computes_what_was_published_or_nothing
         ),
         pytest.param(
             ("--vocab-size", "60", "--make-vocab-size-divisible-by", "1"),
-            ("words, padding included, and", "are expected"),
+            ("tokens, padding included, and", "are expected"),
             marks=pytest.mark.full,
         ),
     ],
@@ -104,7 +104,7 @@ def test_a_tokenizer_with_fewer_words_than_the_model(
     own = (*own, "--make-vocab-size-divisible-by", "1")
     extra = words_of(kind, LAYOUTS["1,2"], flags, tmp_path, *own, "--train-iters", "1")
     runs = scripts.launch(3, {"arguments": arguments("1,2", extra=extra)})
-    assert_refused(runs, f"the vocabulary has 62 words, padding included, and {num_words} are expected")
+    assert_refused(runs, f"the vocabulary has 62 tokens, padding included, and {num_words} are expected")
     way_out = runs[0].output.partition("; give ")[2].partition(", and neither")[0]
     ways = [way_out, said["vocab_flag"]] if num_words % 2 == 0 else [way_out]
     assert way_out == f"--make-vocab-size-divisible-by {-(-num_words // 2)}"

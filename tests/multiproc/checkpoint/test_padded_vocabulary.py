@@ -40,7 +40,7 @@ def _text(runs: Sequence[ScriptRun]) -> str:
 
 def _said(text: str) -> tuple[int, int]:
     """Return the numbers of a line: stored, and here."""
-    found = re.search(r"has a padded vocabulary of (\d+) words, and this run one of (\d+)", text)
+    found = re.search(r"has a padded vocabulary of (\d+) tokens, and this run one of (\d+)", text)
     assert found is not None, text[-3000:]
     return int(found.group(1)), int(found.group(2))
 
@@ -64,14 +64,14 @@ def test_the_same_padding_keeps_the_loss(scripts: Scripts, saved_runs: SavedRuns
         runs = _load(scripts, folder, "4,1", flags)
         there, here = _said(runs[0].output)
         words = (
-            f"a padded vocabulary of {there} words, and this run one of {here}; an optimizer that is stored by bucket"
+            f"a padded vocabulary of {there} tokens, and this run one of {here}; an optimizer that is stored by bucket"
         )
         assert_refused(runs, words, "; give --")
         keeps = "; give"
     else:
         runs = resume(scripts, folder, "4,1", flags)
         there, here = _said(_text(runs))
-        assert f"{here - there} words are new, which are untrained" in _text(runs)
+        assert f"{here - there} tokens are new, which are untrained" in _text(runs)
         assert abs(losses(runs)[0] / losses(whole)[2] - 1) > 1e-3, "the words that are new are in the loss"
         keeps = "to keep the loss, give"
     assert here > there
@@ -94,7 +94,7 @@ def test_stages_that_cannot_cut_the_vocabulary_add_words(
     again = tmp_path / "again"
     main(["checkpoint", "reshard", "--from", str(folder), "--to", str(again)])
     runs = resume(scripts, again, "3,1", flags)
-    change = f"{here - there} words are new" if here > there else f"{there - here} words are dropped"
+    change = f"{here - there} tokens are new" if here > there else f"{there - here} tokens are dropped"
     assert change in _text(runs) and f"first and the last divide {there}" in _text(runs)
     other = [size for size in ("2,1", "1,1") if there % int(size[0]) == 0][0]
     keeps = _flags(_text(_load(scripts, again, "4,1", flags)), "to keep the loss, give")

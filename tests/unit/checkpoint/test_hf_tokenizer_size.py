@@ -56,7 +56,7 @@ def test_words_that_are_not_padded_are_compared_too(tmp_path: Path) -> None:
     (tmp_path / RELEASE / NOTE).write_text(json.dumps({"family": "llama", "vocab": 96, "settings": []}))
     args = Namespace(padded_vocab_size=None, pad_vocab_size=False, vocab_size=62, tensor_model_parallel_size=2)
     (line,) = check_note(str(tmp_path), args)
-    assert "has 62 words" in line and "nor --no-pad-vocab-size" in line
+    assert "has 62 tokens" in line and "nor --no-pad-vocab-size" in line
     assert [*check_note(str(tmp_path), Namespace(padded_vocab_size=None, pad_vocab_size=True, vocab_size=62))] == []
 
 
@@ -146,7 +146,7 @@ def test_words_above_the_config_are_not_cut_off(
     kept = 70
     if who in ("its run", "the carried tokenizer", "the tokenizer of its run"):
         assert code == 2 and len(lines) == 1 and not (tmp_path / "out").exists()
-        assert "100 words" in lines[0] and "has vocab_size 70; of 128 rows" in lines[0]
+        assert "100 tokens" in lines[0] and "has vocab_size 70; of 128 rows" in lines[0]
         assert lines[0].endswith("give with --like a folder whose config.json has vocab_size 100")
         published.edit(tmp_path / "like" / "config.json", vocab_size=100)
         code, lines, kept = *run_action(capsys, *words[1:], tmp_path / "like"), 100

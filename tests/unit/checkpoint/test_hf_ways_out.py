@@ -675,7 +675,7 @@ def test_an_import_knows_how_many_words_it_had(
     words = ("export", "--from", tmp_path / "start", "--hf", tmp_path / "out", "--like")
     for folder in (tmp_path / "start", tmp_path / "gone"):
         code, (line,) = run_action(capsys, *words, tmp_path / "like")
-        assert code == 2 and "the import had 70 words" in line and line.endswith("has vocab_size 70"), line
+        assert code == 2 and "the import had 70 tokens" in line and line.endswith("has vocab_size 70"), line
         (tmp_path / "start" / RELEASE / NOTE).unlink(missing_ok=True)
         _trained_with(monkeypatch, vtp_import=origin_of(None, {"vtp_import": {"folder": str(folder), "vocab": 70}}))
     assert run_action(capsys, *words, models("llama-3"))[0] == 0

@@ -435,7 +435,7 @@ def test_a_padding_that_changes_the_vocabulary_is_said(capsys: pytest.CaptureFix
     assert (
         "the vocabulary is padded to 129024 tokens, 128256 with TP size 1, so that every TP size of this model" in text
     )
-    assert "the first loss is about 0.006 higher; --make-vocab-size-divisible-by 1 pads to a multiple of" in text
+    assert "the first loss is about 0.006 higher; --make-vocab-size-divisible-by 1 pads to 128256" in text
     assert "padded" not in found(capsys, *words, "--vocab-size", "129024")
 
 

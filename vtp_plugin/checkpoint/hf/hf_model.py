@@ -623,7 +623,7 @@ def check_note(load_dir: str, args: Any) -> Iterator[str]:
     if padded is not None and padded < note.vocab:
         sizes = getattr(args, "vtp_size_list", None) or [getattr(args, "tensor_model_parallel_size", 1)]
         yield (
-            f"the vocabulary has {padded} words, padding included, and {note.vocab} are expected; {rule}; give "
+            f"the vocabulary has {padded} tokens, padding included, and {note.vocab} are expected; {rule}; give "
             f"{padding_flag(note.vocab, math.lcm(sizes[0], sizes[-1]))}, and neither --padded-vocab-size nor "
             "--no-pad-vocab-size"
         )

@@ -293,7 +293,7 @@ def _words_cut_off(contents: Contents, rows: int, model: HFModel, like: Path, no
     number, who = max(_words_of_run(contents, like, note)[0], default=(0, ""))
     if rows > model.vocab and number > model.vocab:
         yield (
-            f"{contents.folder}: {who} {number} words, and {like / CONFIG} has vocab_size {model.vocab}; of {rows} "
+            f"{contents.folder}: {who} {number} tokens, and {like / CONFIG} has vocab_size {model.vocab}; of {rows} "
             f"rows those above are left out, and these are not all padding; give with --like a folder whose {CONFIG} "
             f"has vocab_size {min(number, rows)}"
         )

@@ -477,7 +477,7 @@ ROWS: Mapping[str, tuple[KeptRow, ...]] = {
         KeptRow("rotary_pos_emb", "angles", _ROPE, lambda s: s.length * _rotated(s) * FULL_BYTES, when=_has_angles),
     ),
     "first": (
-        KeptRow("embedding", "words, and positions with weights", _WORDS,
+        KeptRow("embedding", "tokens, and positions with weights", _WORDS,
             lambda s: (2 if s.model.num_positions else 1) * s.positions * INDEX_BYTES),
         KeptRow("embedding", "mask of dropout", _WORDS, lambda s: s.slices * s.model.hidden,
             when=lambda s: s.batch.has_hidden_dropout),
@@ -492,8 +492,8 @@ ROWS: Mapping[str, tuple[KeptRow, ...]] = {
             lambda s: s.positions * (s.model.vocab // s.tp * FULL_BYTES + 1 + INDEX_BYTES)),
     ),
     "prediction": (
-        # Where ranks share the vocabulary, also whose the words are; and which of the targets count.
-        KeptRow("mtp", "next words and targets", _MTP,
+        # Where ranks share the vocabulary, also whose the tokens are; and which of the targets count.
+        KeptRow("mtp", "next tokens and targets", _MTP,
             lambda s: s.positions * (2 * INDEX_BYTES + (1 if s.tp > 1 else 0) + FULL_BYTES)),
         KeptRow("mtp", "mask of dropout", _WORDS, lambda s: s.slices * s.model.hidden * s.batch.has_hidden_dropout),
         KeptRow("mtp", "input of eh_proj", _MTP, lambda s: 2 * _hidden(s), lambda s: 2 * _hidden_inputs(s)),

@@ -355,22 +355,21 @@ def about_padding(sizes: Sequence[int], constraints: Constraints) -> str:
     'the vocabulary is padded to 512 tokens, 256 with TP size 1'
     """
     divisor = getattr(constraints.args, "make_vocab_size_divisible_by", None) or 128
-    ends, words = math.lcm(sizes[0], sizes[-1]), getattr(constraints.args, "vocab_size", None)
+    ends, tokens = math.lcm(sizes[0], sizes[-1]), getattr(constraints.args, "vocab_size", None)
     multiple = ends * (vocabulary_multiple(sizes, constraints) or 0)
     if multiple <= divisor:
         return ""
     least = lcm_of_sizes(ends, constraints.problems_of_size)
-    way_out = f"; --make-vocab-size-divisible-by 1 pads to a multiple of {least}"
     why = "so that every TP size of this model loads the checkpoints"
-    if not words:
-        return f"the vocabulary is padded to a multiple of {multiple} tokens, {why}; padding raises the loss{way_out}"
-    padded, usual, fewest = (-(-words // each) * each for each in (multiple, divisor, least))
+    way_out = "; --make-vocab-size-divisible-by 1 pads to"
+    if not tokens:
+        more = f"{why}, which raises the loss{way_out} a multiple of {least}"
+        return f"the vocabulary is padded to a multiple of {multiple} tokens, {more}"
+    padded, usual, fewest = (-(-tokens // each) * each for each in (multiple, divisor, least))
     if padded == usual:
         return ""
-    return (
-        f"the vocabulary is padded to {padded} tokens, {usual} with TP size 1, {why}; padding counts in the softmax: "
-        f"the first loss is about {math.log(padded / usual):.2g} higher{way_out}, here {fewest}"
-    )
+    more = f"{why}, and the first loss is about {math.log(padded / usual):.2g} higher{way_out} {fewest}"
+    return f"the vocabulary is padded to {padded} tokens, {usual} with TP size 1, {more}"
 
 
 def layer_flags(layers: Sequence[int], num_predicting: int) -> tuple[str, ...]:

@@ -114,7 +114,7 @@ CHECKPOINT_RULES: tuple[OptionRule, ...] = (
         "--ckpt-assume-constant-structure",
     ),
     *supported(
-        "weights and optimizer states load into any layout, in the forms of the table in docs/guides/checkpoints.md",
+        "weights and optimizer states load into any layout, in the formats of docs/reference/sharding-formats.md",
         _RESHARD,
         case("--load", given),
         "--dist-ckpt-optim-fully-reshardable",
