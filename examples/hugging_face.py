@@ -2,10 +2,11 @@
 
     python examples/hugging_face.py                          # a small random Llama, in out/hugging_face
     python examples/hugging_face.py --hf models/Llama-3.2-1B  # one that was published; it must fit into memory
-    python examples/hugging_face.py --adapter                 # train an adapter (LoRA) over an edge and a cloud; needs peft
+    python examples/hugging_face.py --adapter                 # an adapter (LoRA) over an edge and a cloud; needs peft
 
-With ``--adapter`` the model is frozen and cut as a U: its first and last layers and all samples stay on the edge. Both sites are
-on this machine and share a folder of checkpoints. All of it runs on the CPU. Tokens are made up, so what the model says afterwards means nothing.
+With ``--adapter`` the model is frozen and cut as a U: its first and last layers and all samples stay on the edge. Both
+sites are on this machine and share a folder of checkpoints. All of it runs on the CPU. Tokens are made up, so what the
+model says afterwards means nothing.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ SIZE_LIST = "1,2"
 SITES = {"edge": 1, "cloud": 2}
 """Ranks of the sites of the U, the edge first."""
 U_SHAPE = shlex.split("""
-    --layerwise-disaggregated-training --num-layer-list 1,2,1 --vtp-sites edge,cloud --vtp-lora-rank 4 --vtp-lora-alpha 8
+    --layerwise-disaggregated-training --num-layer-list 1,2,1 --vtp-sites edge,cloud
+    --vtp-lora-rank 4 --vtp-lora-alpha 8
 """)
 TRAINING = shlex.split("""
     --micro-batch-size 1 --global-batch-size 4 --seq-length 64 --train-iters 10 --save-interval 10 --lr 1e-4
@@ -112,8 +114,9 @@ def train(flags: list[str], num_words: int, sites: dict[str, int]) -> None:
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--nnodes", str(len(sites)), "--node-rank", str(number)),
             *("--nproc-per-node", str(num_ranks), "--master-addr", "127.0.0.1", "--master-port", str(port)),
-            *("-m", "vtp_plugin", "run", "examples/pretrain_gpt.py", "--vtp-size-list", SIZE_LIST, "--vtp-device", "cpu"),
-            *("--vocab-size", str(num_words), *TRAINING, *flags, *(["--vtp-site", site] if site else [])),
+            *("-m", "vtp_plugin", "run", "examples/pretrain_gpt.py", "--vtp-size-list", SIZE_LIST),
+            *("--vtp-device", "cpu", "--vocab-size", str(num_words), *TRAINING, *flags),
+            *(["--vtp-site", site] if site else []),
         ]
         environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}

@@ -173,7 +173,7 @@ def test_layers_of_transformer_engine_load_an_import(tmp_path: Path, capsys: pyt
 @pytest.mark.needs("our_example")
 @pytest.mark.parametrize("words", [(), ("--adapter",)], ids=["weights", "adapter"])
 def test_the_example_goes_there_and_back(tmp_path: Path, words: Sequence[str]) -> None:
-    """Import, ten steps in 1,2 or over an edge and a cloud, export, and tokens that transformers, or PEFT, generates."""
+    """Import, ten steps in 1,2 or over an edge and a cloud, export, and tokens that transformers or PEFT generates."""
     if words:
         pytest.importorskip("peft", reason="it loads the adapter: vtp-plugin[lora]")
     printed = start_python("examples/hugging_face.py", "--out", str(tmp_path / "out"), *words)

@@ -342,8 +342,9 @@ def test_plan_says_what_a_rank_holds_in_all(output_of: Output) -> None:
 def test_plan_keeps_nothing_before_the_first_adapters(output_of: Output) -> None:
     """A U whose last part alone has adapters: the cloud runs forwards, and holds nothing for a backward."""
     model = ["--num-layers", "4", "--hidden-size", "8", "--num-attention-heads", "2", "--vocab-size", "5000"]
-    model += ["--seq-length", "64", "--micro-batch-size", "1", "--position-embedding-type", "rope", "--transformer-impl"]
-    model += ["local", "--global-batch-size", "8", "--vtp-size-list", "1,2", "--layerwise-disaggregated-training"]
+    model += ["--seq-length", "64", "--micro-batch-size", "1", "--position-embedding-type", "rope"]
+    model += ["--transformer-impl", "local", "--global-batch-size", "8", "--vtp-size-list", "1,2"]
+    model += ["--layerwise-disaggregated-training"]
     adapted = ["plan", *model, "--num-layer-list", "1,2,1", "--vtp-lora-rank", "2", "--vtp-lora-layers"]
     edge, cloud, _ = json.loads(output_of(*adapted, "3:4", "--json"))["memory"]
     assert cloud["in_flight"] == 0 and edge["in_flight"] > 0, (edge, cloud)
