@@ -118,8 +118,8 @@ def run(folder: Path, block: str) -> str:
 
 def _runs() -> list[object]:
     names = [path.name for path in GUIDES if path.name not in (*ELSEWHERE, *RUN_BY)]
-    starts_ranks = {name: re.search(r"torchrun|python ", to_run(name)) for name in names}
-    return [pytest.param(name, marks=pytest.mark.full if starts_ranks[name] else ()) for name in names]
+    takes_long = {name: re.search(r"torchrun|python |vtp doctor", to_run(name)) for name in names}
+    return [pytest.param(name, marks=pytest.mark.full if takes_long[name] else ()) for name in names]
 
 
 @pytest.mark.needs("documents_of_0_19")
