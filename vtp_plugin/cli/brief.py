@@ -32,6 +32,7 @@ from vtp_plugin.util.text import one_line, plain
 
 _NUM_LAST, _END_BYTES = 20, 1 << 20
 _NUM_KEPT, _NUM_TRIES = 1000, 50
+_NUM_MADE_UP = 8  # letters with which tempfile makes a folder's name
 _LINE_BUFFERED = 1  # _IOLBF of the C libraries of Linux
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 _ERROR = re.compile(rb"\[vtp(?: rank \d+)?\] error: ")
@@ -44,12 +45,12 @@ def file_name(environment: Mapping[str, str], host: str) -> str:
         environment: variables of this process.
         host: name of the node.
 
-    >>> file_name({"RANK": "1", "TORCHELASTIC_ERROR_FILE": "/tmp/x/none_a1b2/attempt_0/1/error.json"}, "n3")
-    'vtp-run-n3-none_a1b2.log'
+    >>> file_name({"RANK": "1", "TORCHELASTIC_ERROR_FILE": "/tmp/x/none_ab12cd34/attempt_0/1/error.json"}, "n3")
+    'vtp-run-n3-ab12cd34.log'
     """
     error_file = Path(environment.get("TORCHELASTIC_ERROR_FILE", ""))
     launcher = os.getppid() if "RANK" in environment else os.getpid()
-    return f"vtp-run-{host}-{error_file.parent.parent.parent.name or launcher}.log"
+    return f"vtp-run-{host}-{error_file.parent.parent.parent.name[-_NUM_MADE_UP:] or launcher}.log"
 
 
 def begin(environment: Mapping[str, str] = os.environ) -> None:
@@ -126,7 +127,7 @@ class BriefHandler(log.Handler):
         line: str | None = None,
     ) -> None:
         """Show a warning of Python's as ``warnings.showwarning`` does, but as one of the plugin's."""
-        self._warn(f"{filename}:{lineno}: {category.__name__}: {message}")
+        self._warn(f"{category.__name__}: {message}", f" ({filename}:{lineno})")
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write a record."""
@@ -140,10 +141,11 @@ class BriefHandler(log.Handler):
             else:  # torch's exception hook collects a traceback there, which comes when the hook returns
                 atexit.register(self._show_end)
 
-    def _warn(self, text: str) -> None:
+    def _warn(self, text: str, where: str = "") -> None:
         text = one_line(text)  # not cut into lines, which would depend on the width of the rank's number
-        known = re.compile(rb"\[vtp(?: rank \d+)?\] warning: %b\n" % re.escape(text.encode(errors="backslashreplace")))
-        line = log.format_record(logging.WARNING, text, rank=self.rank, width=sys.maxsize)
+        written = re.escape(text.encode(errors="backslashreplace"))
+        known = re.compile(rb"\[vtp(?: rank \d+)?\] warning: %b(?: \(.*:\d+\))?\n" % written)
+        line = log.format_record(logging.WARNING, f"{text}{where}", rank=self.rank, width=sys.maxsize)
         if text in self._said:
             _write(2, line)
         else:

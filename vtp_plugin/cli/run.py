@@ -43,7 +43,7 @@ _OTHERS_S = 120.0
 
 def add_arguments(parser: Parser) -> None:
     """Declare the script. The flags are in the help text only: the script's parser reads them."""
-    parser.usage = "%(prog)s [-h] [--brief] SCRIPT [flags of the script, of Megatron, and those below]"
+    parser.usage = "%(prog)s [-h] [--brief] SCRIPT [its flags, those of Megatron, and those below]"
     parser.add_argument(
         "--brief",
         action="store_true",

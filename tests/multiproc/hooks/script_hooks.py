@@ -248,6 +248,7 @@ def note_writers(facts: Facts) -> Callable[[], None]:
     logged: set[str] = set()
     module: Any = types.ModuleType("wandb")
     module.__spec__ = importlib.machinery.ModuleSpec("wandb", None)
+    module.config = types.SimpleNamespace(update=lambda *_values, **_options: None)
     module.init, module.finish = (lambda **_options: None), (lambda: None)
     module.log = lambda values, _iteration: logged.update(values)
     sys.modules["wandb"] = module
@@ -262,7 +263,7 @@ def note_writers(facts: Facts) -> Callable[[], None]:
 
 def under_one_launcher(facts: Facts) -> None:
     """Set what torchrun sets, by which the ranks of a node know each other; the pool starts each by itself."""
-    folder = f"none_made_up/attempt_0/{os.environ['LOCAL_RANK']}"
+    folder = f"none_of_tests/attempt_0/{os.environ['LOCAL_RANK']}"
     os.environ["TORCHELASTIC_ERROR_FILE"] = f"{os.getcwd()}/{folder}/error.json"
 
 

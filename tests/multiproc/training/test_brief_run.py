@@ -44,7 +44,7 @@ def test_losses_are_those_that_megatron_prints(
     hooks = ["under_one_launcher", "note_writers"]
     brief = scripts.train("1,2", extra, how="brief", hooks=hooks, folders=folders)
     assert losses(brief) == losses(loud)
-    (file,) = tmp_path.glob("vtp-run-*-none_made_up.log")
+    (file,) = tmp_path.glob("vtp-run-*-of_tests.log")
     text = file.read_text()
     shown = steps(STEP, brief[writer].output)
     assert shown == steps(OF_MEGATRON, loud[writer].output) == steps(OF_MEGATRON, text) and len(shown) > 1
@@ -63,18 +63,21 @@ def test_losses_are_those_that_megatron_prints(
 
 
 @pytest.mark.parametrize(
-    ("source", "code", "text"),
+    ("source", "code", "last", "text"),
     [
         (
             "print('why')\nraise SystemExit(3)\n",
             3,
+            "why",
             "the script has ended itself (SystemExit: 3); its last lines say why",
         ),
-        ("print('why')\nraise OSError('no such thing')\n", 1, "OSError: no such thing"),
+        ("raise OSError('no such thing')\n", 1, "OSError: no such thing", "OSError: no such thing"),
     ],
     ids=["exit", "error"],
 )
-def test_the_end_of_a_script_is_shown(scripts: Scripts, tmp_path: Path, source: str, code: int, text: str) -> None:
+def test_the_end_of_a_script_is_shown(
+    scripts: Scripts, tmp_path: Path, source: str, code: int, last: str, text: str
+) -> None:
     script = tmp_path / "script.py"
     script.write_text(source)
     command = {"arguments": arguments("1"), "script": str(script), "how": "brief", "folders": {0: str(tmp_path)}}
@@ -82,4 +85,4 @@ def test_the_end_of_a_script_is_shown(scripts: Scripts, tmp_path: Path, source: 
     assert run.exit_code == code
     first, *others = error_lines(run.output)
     assert first == f"[vtp rank 0] error: {text}" and {*others} <= {first}, run.output
-    assert "\nwhy\n" in run.output.partition("the last lines of ")[2]
+    assert f"\n{last}\n" in run.output.partition("the last lines of ")[2]

@@ -37,13 +37,13 @@ sys.excepthook = collecting
 
 def launched(folder: Path, rank: int) -> dict[str, str]:
     """Give the variables of a rank of torchrun's."""
-    error_file = folder / "none_a1b2" / "attempt_0" / str(rank) / "error.json"
+    error_file = folder / "none_ab12cd34" / "attempt_0" / str(rank) / "error.json"
     return {"RANK": str(rank), "LOCAL_RANK": str(rank), "TORCHELASTIC_ERROR_FILE": str(error_file)}
 
 
 def named(folder: Path) -> Path:
     """Give the path of the file of this node."""
-    return folder / f"vtp-run-{socket.gethostname()}-none_a1b2.log"
+    return folder / f"vtp-run-{socket.gethostname()}-ab12cd34.log"
 
 
 def start(folder: Path, *words: str, rank: int = 0) -> Done:
@@ -92,11 +92,12 @@ for _ in range(2):
     log.warning({long!r})
     log.info("not shown")
 warnings.warn("of Python")
+warnings.warn("of Python")
 """
     code = BEGIN + warn
     where = code.splitlines().index('warnings.warn("of Python")') + 1
     ranks = [start(tmp_path, "-c", code, rank=rank) for rank in (0, 10)]
-    texts = ["same", "same and more", "own of 0", long.strip(), f"<string>:{where}: UserWarning: of Python"]
+    texts = ["same", "same and more", "own of 0", long.strip(), f"UserWarning: of Python (<string>:{where})"]
     assert ranks[0].stderr.splitlines() == [f"[vtp rank 0] warning: {text}" for text in texts]
     assert ranks[1].stderr == "[vtp rank 10] warning: own of 10\n"
     assert ranks[1].stdout == ""

@@ -672,7 +672,7 @@ class LoggedSteps:
         skipped = f"{self.num_skipped} step{'s'[: self.num_skipped != 1]} skipped"
         parts = (
             f"iteration {self.iteration}/{self.last}",
-            *(f"{name} {value:.7g}" for name, value in self.losses.items()),
+            *(f"{name} {value:#.7g}" for name, value in self.losses.items()),
             *([skipped] if self.num_skipped else []),
             f"{_duration(self.step_s)} a step",
             f"{self.tokens / max(self.step_s, _LEAST_S):,.0f} tokens/s",
