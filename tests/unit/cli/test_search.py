@@ -84,15 +84,12 @@ def test_what_stock_reaches_without_the_limits_is_said(capsys: pytest.CaptureFix
     words = ("--cluster", CLUSTER, "--json")
     whole = json.loads(found(capsys, *words))
     assert whole["unlimited"] is None and "without" not in whole["verdict"]
-    limits = (
-        ("--vtp-stages", "1:2"),
-        ("--vtp-data-parallel-size", "1"),
-        ("--vtp-stages", "2:3", "--vtp-data-parallel-size", "1"),
-    )
+    limits = (("--vtp-stages", "1:2"), ("--vtp-stages", "2:3", "--vtp-data-parallel-size", "1"))
     for limit in limits:
         data = json.loads(found(capsys, *words, *limit))
         best, stock, unlimited = data["best"][0], data["stock"], data["unlimited"]
-        assert unlimited["step_s"] == pytest.approx(whole["stock"]["step_s"], rel=2e-3) < stock["step_s"], limit
+        assert unlimited["step_s"] == pytest.approx(whole["stock"]["step_s"], rel=2e-3), limit
+        assert unlimited["step_s"] < stock["step_s"], limit
         more = unlimited["step_s"] / best["step_s"] - 1
         end = f" {'more' if more >= 0 else 'less'} than that layout"
         named = f"; without {' '.join(limit)} stock Megatron takes {unlimited['step_s']:.4g} s a step, "
