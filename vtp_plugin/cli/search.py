@@ -178,7 +178,8 @@ def _verdict(request: SearchRequest, result: SearchResult) -> str:
     elif _advised(request, result) is not stock:
         text = f"{_percent(stock, best):g} % over the best of stock Megatron: {layout}"
     elif stock.step_s > best.step_s:
-        text = f"stay with stock Megatron: the plugin gains {_percent(stock, best):g} %; "
+        gain = min(_percent(stock, best), _LEAST_PERCENT - 0.1)  # rounded, it might seem to be enough
+        text = f"stay with stock Megatron: the plugin gains {gain:g} %; "
         text += f"below {_LEAST_PERCENT} % such a prediction says little"
     else:
         text = "stay with stock Megatron: nothing is quicker"
@@ -190,8 +191,8 @@ def _verdict(request: SearchRequest, result: SearchResult) -> str:
 
 
 def _percent(stock: Candidate, best: Candidate) -> float:
-    """Give how much longer stock takes; rounded down, so that no gain below a limit seems to reach it."""
-    return math.floor(1000 * (stock.step_s / best.step_s - 1) + 1e-6) / 10
+    """Give how much longer stock takes."""
+    return round(100 * (stock.step_s / best.step_s - 1), 1)
 
 
 def _named(request: SearchRequest, result: SearchResult) -> list[tuple[str, Candidate]]:

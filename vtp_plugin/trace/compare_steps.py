@@ -339,10 +339,10 @@ def disturbances(shares: Sequence[TimeShare]) -> tuple[Disturbance, ...]:
     found: dict[Cause, Disturbance] = {}
     for share in shares:
         sums = totals(flatten(share))
+        least_s = _LEAST_SHARE * sum(length_s for cause, length_s in sums.items() if cause not in _DISTURBS)
         for cause in _DISTURBS:
             took_s = sums.get(cause, 0.0)
-            least_s = found[cause].took_s if cause in found else _LEAST_SHARE * (share.length_s - took_s)
-            if took_s > least_s:
+            if took_s > max(least_s, found[cause].took_s if cause in found else 0.0):
                 found[cause] = Disturbance(cause=cause, rank=share.rank, took_s=took_s)
     return tuple(found.values())
 

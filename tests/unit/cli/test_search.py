@@ -62,7 +62,7 @@ def test_the_best_layouts_are_printed_beside_those_of_stock_megatron(capsys: pyt
     assert re.match(
         rf"[\d.]+ % over the best of stock Megatron: --vtp-size-list {sizes} in \d replicas?; without", verdict
     )
-    assert gain - 0.1 < float(verdict.split(" %")[0]) <= gain
+    assert float(verdict.split(" %")[0]) == pytest.approx(gain, abs=0.051)
     tokens = 96 * 4096 / best["step_s"]
     assert f" {float(f'{tokens:.4g}'):,.0f} " in text and tokens > 1e4 and not re.search(r"\de\+\d", text)
     started = {rank: node["node"] for node in data["launch"]["nodes"] for rank in node["ranks"]}
@@ -84,20 +84,17 @@ def test_what_stock_reaches_without_the_limits_is_said(capsys: pytest.CaptureFix
     words = ("--cluster", CLUSTER, "--json")
     whole = json.loads(found(capsys, *words))
     assert whole["unlimited"] is None and "without" not in whole["verdict"]
-    limits = (
-        ("--vtp-stages", "1:2"),
-        ("--vtp-data-parallel-size", "1"),
-        ("--vtp-stages", "2:3", "--vtp-data-parallel-size", "1"),
-    )
+    limits = (("--vtp-stages", "1:2"), ("--vtp-stages", "2:3", "--vtp-data-parallel-size", "1"))
     for limit in limits:
         data = json.loads(found(capsys, *words, *limit))
         best, stock, unlimited = data["best"][0], data["stock"], data["unlimited"]
-        assert unlimited["step_s"] == pytest.approx(whole["stock"]["step_s"], rel=2e-3) < stock["step_s"], limit
+        assert unlimited["step_s"] == pytest.approx(whole["stock"]["step_s"], rel=2e-3), limit
+        assert unlimited["step_s"] < stock["step_s"], limit
         more = unlimited["step_s"] / best["step_s"] - 1
         end = f" {'more' if more >= 0 else 'less'} than that layout"
         named = f"; without {' '.join(limit)} stock Megatron takes {unlimited['step_s']:.4g} s a step, "
         assert named in data["verdict"] and data["verdict"].endswith(end)
-        assert float(data["verdict"].removesuffix(f" %{end}").split()[-1]) == pytest.approx(abs(100 * more), abs=0.11)
+        assert float(data["verdict"].removesuffix(f" %{end}").split()[-1]) == pytest.approx(abs(100 * more), abs=0.051)
     text = found(capsys, "--cluster", CLUSTER, *limits[0])
     assert "\nunlimited, stock without --vtp-stages 1:2, takes " in text and "\nflags of unlimited: --tensor" in text
     # What leaves nothing out is no limit.
