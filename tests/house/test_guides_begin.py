@@ -32,6 +32,7 @@ PRINTS = {
     "checkpoints.md": r"iteration +11/ +20 ",
     "core-only.md": r"step 10  loss ",
     "trace.md": r"more than planned in a step",
+    "logging.md": r"\niteration 10/10 \| lm loss 5\.05\d+ \|",
     "lost-cards.md": r"iteration +10/ +20 ",
 }
 _TITLE = ["heading_open", "inline", "heading_close"]
@@ -41,7 +42,11 @@ _BEGINS = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:(?:{'|'.join(PROGRAMS)}) |examples/|
 
 
 def first_block(text: str) -> str:
-    """Return the commands with which a page begins; empty where more than a title and a paragraph stands before."""
+    """Return the commands with which a page begins; empty where more than a title and a paragraph stands before.
+
+    The line that leads to the page in another language does not count.
+    """
+    text = re.sub(r"^English \| .*\n\n", "", text, flags=re.MULTILINE)
     tokens = MarkdownIt("commonmark").enable("table").parse(text)
     kinds = [token.type for token in tokens]
     place = 3 if kinds[:3] == _TITLE else len(kinds)
@@ -130,7 +135,7 @@ def test_the_first_command_runs(name: str, tmp_path: Path) -> None:
         pytest.skip("wg of wireguard-tools makes the keys")
     block = to_run(name)
     printed = run(tmp_path, block)
-    assert "examples/pretrain_gpt.py" not in block or "lm loss: " in printed, printed[-3000:]
+    assert "examples/pretrain_gpt.py" not in block or "lm loss" in printed, printed[-3000:]
     assert re.search(PRINTS.get(name, ""), printed), printed[-3000:]
 
 

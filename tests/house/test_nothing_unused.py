@@ -23,7 +23,6 @@ OUTER = {
 STAND_INS = ("vtp_plugin.platform.cpu", "vtp_plugin.platform.interface")
 CALLED_BY_OTHERS = {
     "commit_tensor": "of a load planner of torch's",
-    "emit": "of a logging handler",
     "find_class": "of an unpickler",
     "get_gtp_ranks": "of Megatron's rank generator",
     "group_count": "of torch's world",

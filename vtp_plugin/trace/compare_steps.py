@@ -334,7 +334,7 @@ def disturbances(shares: Sequence[TimeShare]) -> tuple[Disturbance, ...]:
 
     >>> noted = (Stretch(cause=Cause.SAVE, name="", start_s=1.0, end_s=4.0),)
     >>> disturbances([TimeShare(rank=2, worker=2, start_s=0.0, end_s=4.0, stretches=noted)])
-    (Disturbance(cause=Cause.SAVE, rank=2, took_s=3.0),)
+    (Disturbance(cause=<Cause.SAVE: 'save'>, rank=2, took_s=3.0),)
     """
     found: dict[Cause, Disturbance] = {}
     for share in shares:

@@ -202,6 +202,6 @@ def _shown(num_bytes: int) -> str:
     """Write a number of bytes.
 
     >>> _shown(999), _shown(32768), _shown(16 << 20)
-    ('999 bytes', '32 KiB', '16,384 KiB')
+    ('999 bytes', '32 KiB', '16384 KiB')
     """
     return f"{num_bytes} bytes" if num_bytes % 1024 and num_bytes < 10240 else f"{in_digits(num_bytes / 1024, 6)} KiB"
