@@ -72,10 +72,11 @@ def test_adapters_need_a_list() -> None:
         ({}, {"layers": ((0, 5),)}, "--vtp-lora-layers ends at 5; the model has 4 layers"),
         ({"swiglu": False}, {"named": ("gate_proj",)}, "no stage holds such a layer without --swiglu"),
         ({"num_query_groups": 1}, {}, "--num-query-groups 1 with stages of tp 1,2"),
-        ({"cp_sizes": (2, 2)}, {}, "--vtp-lora-rank 2 with stages of context-parallel sizes 2,2; adapters were never"),
-        ({"dp_sizes": (1, 2)}, {}, "--vtp-lora-rank 2 with stages of data-parallel sizes 1,2; adapters were never run"),
-        ({"sft": True}, {}, "--sft with --vtp-lora-rank; adapters on packed samples were never run here"),
-        ({"num_experts": 4}, {}, "--num-experts 4 with --vtp-lora-rank; the plugin has no adapters for experts"),
+        (
+            {"num_experts": 4},
+            {"targets": ("up_proj",)},
+            "--num-experts 4 with --vtp-lora-rank; the plugin has no adapters for experts",
+        ),
         ({"transformer_impl": "transformer_engine"}, {}, "--transformer-impl transformer_engine with --vtp-lora-rank"),
     ],
 )
@@ -83,7 +84,6 @@ def test_what_does_not_fit_the_model(changed: dict[str, Any], lora: dict[str, An
     args: dict[str, Any] = {"num_layers": 4, "num_attention_heads": 4, "group_query_attention": True}
     args |= {"num_query_groups": 2, "swiglu": True, "hidden_size": 8, "ffn_hidden_size": 8, **changed}
     given: dict[str, Any] = {"rank": 2, "alpha": 2, "targets": ("q_proj",), **lora}
-    of_context = {name: args.pop(name) for name in ("cp_sizes", "dp_sizes") if name in args}
-    context = OptionContext(tp_sizes=(1, 2), lora=Lora(**given), **of_context)
+    context = OptionContext(tp_sizes=(1, 2), lora=Lora(**given))
     lines = check_run(SimpleNamespace(**args), context, ReplicaMap(dp_sizes=(1, 1)))
     assert [line for line in lines if said in line], lines
