@@ -462,7 +462,7 @@ ROWS: Mapping[str, tuple[KeptRow, ...]] = {
             when=lambda s: not s.has_experts and not s.batch.recompute.feed_forward),
         KeptRow("adapters", "what is between two factors", "vtp_plugin/patches/lora_layers.py", _between_factors,
             when=lambda s: s.has_adapters),
-        KeptRow("router", "input", "transformer/moe/router.py", _hidden, when=lambda s: s.has_experts and not s.lora),
+        KeptRow("router", "input", "transformer/moe/router.py", _hidden, when=lambda s: s.has_experts),
         KeptRow("router", "scores, and where tokens go", "transformer/moe/router.py and token_dispatcher.py", _router,
             when=lambda s: s.has_experts),
         KeptRow("experts", "inputs, and around the activation", "transformer/moe/experts.py; module/grouped_linear.py",
