@@ -69,7 +69,8 @@ def test_parts_are_timed_and_searched_with(words: list[str], tmp_path: Path) -> 
     assert {time.part for time in times if time.weights_s is not None} == {*layers}
     assert all(0 < time.weights_s < time.backward_s for time in times if time.weights_s is not None)
     # What is timed, a line for each measurement, and what to do with the file; nothing of Megatron's.
-    first, *lines = text.splitlines()
+    # A busy machine adds a line.
+    first, *lines = (line for line in text.splitlines() if not line.startswith("warning: the machine was too busy"))
     assert ", Megatron 0." in first and "medians of 3 rounds, forward + backward" in first
     measured = [line for line in lines if re.match(r"tp [13], [12] x 48 tokens(, recomputed)?: layer .* ms", line)]
     assert len(measured) == len(layers) * 2 * 2 * 2
