@@ -7,7 +7,6 @@ import importlib.util
 import os
 import re
 import shlex
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,10 +15,8 @@ from torch.distributed.run import get_args_parser
 
 from tests.expected.of_megatron import megatron_parser
 from tests.rules.doc_commands import DOCUMENTS, Command, commands
-from tests.rules.launcher_commands import environment
+from tests.rules.launcher_commands import run_as_printed
 from tests.support.hosts import ROOT
-from tests.support.pace import pace
-from tests.support.pool import free_port
 from vtp_plugin import cli
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.config.resolve import add_vtp_arguments, read_flags
@@ -134,18 +131,8 @@ def test_the_reader_finds_commands() -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("command", RUNS_HERE, ids=lambda command: command.source)
 def test_first_run_of_the_readme(command: Command, tmp_path: Path) -> None:
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
-    done = subprocess.run(
-        ["bash", "-c", str(command)],  # as it is printed
-        cwd=tmp_path,  # as in the root of the repository, but for what is written there
-        env=environment(PET_MASTER_PORT=free_port()),  # others may have torchrun's own
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=250 * pace(),
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
-    assert re.findall(r"iteration +(\d+)/ +10 .* lm loss: ", done.stdout) == [str(n) for n in range(1, 11)]
+    printed = run_as_printed(tmp_path, str(command), limit_s=250)
+    assert re.findall(r"iteration +(\d+)/ +10 .* lm loss: ", printed) == [str(n) for n in range(1, 11)]
 
 
 def shown_outputs() -> list[object]:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 from markdown_it import MarkdownIt
 
 from tests.rules.doc_commands import PROGRAMS, ROOT
-from tests.rules.launcher_commands import environment
-from tests.support.pace import pace
-from tests.support.pool import free_port
+from tests.rules.launcher_commands import run_as_printed
 
 GUIDES = [path for path in sorted((ROOT / "docs/guides").glob("*.md")) if path.name != "index.md"]
 # What these show first needs NPUs and the trees of others, and was never run there.
@@ -99,26 +96,7 @@ def test_what_is_run_elsewhere_is() -> None:
     assert [test for test, says in RUN_BY.values() if says not in (ROOT / test).read_text()] == []
 
 
-def run(folder: Path, block: str) -> str:
-    """Run commands in a folder with a copy of the examples; return what they print.
-
-    Args:
-        folder: empty; what they write stays in it.
-        block: of the shell.
-    """
-    shutil.copytree(ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "tests").symlink_to(ROOT / "tests")
-    done = subprocess.run(
-        ["bash", "-ec", block],
-        cwd=folder,
-        env=environment(PET_MASTER_PORT=free_port()),  # others may have torchrun's own
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=400 * pace(),
-    )
-    assert done.returncode == 0, done.stdout[-3000:]
-    return done.stdout
+_LIMIT_S = 400
 
 
 def _runs() -> list[object]:
@@ -134,7 +112,7 @@ def test_the_first_command_runs(name: str, tmp_path: Path) -> None:
     if name == "link.md" and shutil.which("wg") is None:
         pytest.skip("wg of wireguard-tools makes the keys")
     block = to_run(name)
-    printed = run(tmp_path, block)
+    printed = run_as_printed(tmp_path, block, limit_s=_LIMIT_S)
     assert "examples/pretrain_gpt.py" not in block or "lm loss" in printed, printed[-3000:]
     assert re.search(PRINTS.get(name, ""), printed), printed[-3000:]
 
@@ -143,6 +121,7 @@ def test_the_first_command_runs(name: str, tmp_path: Path) -> None:
 @pytest.mark.full
 def test_the_page_of_lost_devices_says_what_happens_with_fewer(tmp_path: Path) -> None:
     three = begins("lost-cards.md")
-    printed = run(tmp_path, three + three.replace("--nproc-per-node 3", "--nproc-per-node 2"))
+    both = three + three.replace("--nproc-per-node 3", "--nproc-per-node 2")
+    printed = run_as_printed(tmp_path, both, limit_s=_LIMIT_S)
     assert [int(step) for step in re.findall(r"iteration +(\d+)/ +20 ", printed)] == list(range(1, 21))
     assert re.findall(r"TP sizes ([\d,]+)", printed)[0] != re.findall(r"TP sizes ([\d,]+)", printed)[-1]

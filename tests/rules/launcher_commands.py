@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.support.hosts import PYTHON_PATH, ROOT
-from tests.support.pool import ENVIRONMENT
+from tests.support.pace import pace
+from tests.support.pool import ENVIRONMENT, free_port
 from vtp_plugin.plan.launch.launch_commands import COMMANDS
 
 GUIDE = ROOT / "docs/guides/lost-cards.md"
@@ -49,3 +52,26 @@ def environment(**variables: object) -> dict[str, str]:
     known = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     given = {name: str(value) for name, value in variables.items()}
     return {**known, **ENVIRONMENT, "PATH": path, "PYTHONPATH": PYTHON_PATH, **given}
+
+
+def run_as_printed(folder: Path, block: str, *, limit_s: float) -> str:
+    """Run commands as a document prints them, in a folder with a copy of the examples; return what they print.
+
+    Args:
+        folder: empty; what they write stays in it.
+        block: of the shell.
+        limit_s: how long they may take, on a machine of the usual pace.
+    """
+    shutil.copytree(ROOT / "examples", folder / "examples", ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "tests").symlink_to(ROOT / "tests")
+    done = subprocess.run(
+        ["bash", "-ec", block],
+        cwd=folder,
+        env=environment(PET_MASTER_PORT=free_port()),  # others may have torchrun's own
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=limit_s * pace(),
+    )
+    assert done.returncode == 0, done.stdout[-3000:]
+    return done.stdout

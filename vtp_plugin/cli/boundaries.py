@@ -107,14 +107,10 @@ def _view_boundary(flags: Run, first: PipelineBoundary, num_replicas: int) -> Pl
         batch = flags.replicas.micro_batch(first.upstream, size) * first.src.num_replicas
         shape, is_sharded = (rows, batch, hidden), flags.is_sharded
         plans = tuple(c.plan(shape, src_sharded=is_sharded, dst_sharded=is_sharded) for c in (forward, backward))
-    placement, ends = flags.placement, (first.upstream, first.downstream)
-    crossing = [
-        v
-        for v in range(placement.num_vstages - 1)
-        if (placement.stages[v], placement.stages[placement.successors[v]]) == ends
-    ]
+    stages, ends = flags.placement.stages, (first.upstream, first.downstream)
+    crossing = (v for v, after in enumerate(flags.placement.successors) if (stages[v], stages[after]) == ends)
     return PlansView(
-        has_gradient=any(map(placement.is_trained, crossing)),
+        has_gradient=any(map(flags.placement.is_trained, crossing)),
         name=f"{first.upstream}->{first.downstream}",
         forward=plans[0],
         backward=plans[1],

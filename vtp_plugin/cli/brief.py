@@ -115,7 +115,7 @@ class BriefHandler(log.Handler):
 
     def to_terminal(self, text: str) -> None:
         """Write a text to the terminal."""
-        _write(self._output, f"{plain(text)}\n")
+        log.write_at_once(self._output, f"{plain(text)}\n")
 
     def show_warning(
         self,
@@ -147,7 +147,7 @@ class BriefHandler(log.Handler):
         known = re.compile(rb"\[vtp(?: rank \d+)?\] warning: %b(?: \(.*:\d+\))?\n" % written)
         line = log.format_record(logging.WARNING, f"{text}{where}", rank=self.rank, width=sys.maxsize)
         if text in self._said:
-            _write(2, line)
+            log.write_at_once(2, line)
         else:
             self._said.append(text)
             self._is_new(line, known)
@@ -165,9 +165,9 @@ class BriefHandler(log.Handler):
             _lock(file)
             file.seek(max(begin, self._size() - _END_BYTES))
             is_new = not any(map(known.match, file))
-            _write(2, line)
+            log.write_at_once(2, line)
         if is_new:
-            _write(self._errors, line)
+            log.write_at_once(self._errors, line)
         return is_new
 
     def _size(self) -> int:
@@ -178,7 +178,7 @@ class BriefHandler(log.Handler):
         with contextlib.suppress(OSError), self._path.open("rb") as file:
             file.seek(max(0, self._size() - _END_BYTES))
             lines = [plain(line.decode(errors="replace").rstrip("\n")) for line in deque(file, maxlen=_NUM_LAST)]
-            _write(self._errors, "\n".join([f"the last lines of {self._path}:", *lines, ""]))
+            log.write_at_once(self._errors, "\n".join([f"the last lines of {self._path}:", *lines, ""]))
 
 
 def _lock(file: IO[bytes]) -> None:
@@ -191,9 +191,3 @@ def _lock(file: IO[bytes]) -> None:
             time.sleep(1.0 / _NUM_TRIES)
         except OSError:  # some network file systems have no locks
             return
-
-
-def _write(descriptor: int, text: str) -> None:
-    """Write to a file descriptor in one call; a terminal that is gone must not end a run."""
-    with contextlib.suppress(OSError):
-        os.write(descriptor, text.encode(errors="backslashreplace"))

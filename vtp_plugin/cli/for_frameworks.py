@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import Final
 
@@ -99,21 +99,25 @@ def _processes(launch: Launch) -> list[tuple[str, int]]:
 
 
 def _start_megatron(stock: Candidate, launch: Launch) -> Iterator[str]:
-    words = shlex.join(word for name, value in _named(stock).items() for word in (f"--{name.replace('_', '-')}", value))
-    for node, number in _processes(launch):
-        yield f"    {node}: torchrun --nproc-per-node {number} SCRIPT {words}"
+    flags = (word for name, value in _named(stock).items() for word in (f"--{name.replace('_', '-')}", value))
+    return _on_nodes(launch, "torchrun --nproc-per-node {} SCRIPT", flags)
 
 
 def _start_bridge(stock: Candidate, launch: Launch) -> Iterator[str]:
-    words = shlex.join(f"model.{name}={_quoted(value)}" for name, value in _named(stock).items())
-    for node, number in _processes(launch):
-        yield f"    {node}: torchrun --nproc-per-node {number} RECIPE {words}"
+    overrides = (f"model.{name}={_quoted(value)}" for name, value in _named(stock).items())
+    return _on_nodes(launch, "torchrun --nproc-per-node {} RECIPE", overrides)
 
 
 def _start_swift(stock: Candidate, launch: Launch) -> Iterator[str]:
-    words = shlex.join(word for name, value in _named(stock).items() for word in (f"--{name}", value))
+    flags = (word for name, value in _named(stock).items() for word in (f"--{name}", value))
+    return _on_nodes(launch, "NPROC_PER_NODE={} megatron sft", flags)
+
+
+def _on_nodes(launch: Launch, command: str, words: Iterable[str]) -> Iterator[str]:
+    """Write what each node starts: a command with a place for its number of processes, and the words behind it."""
+    behind = shlex.join(words)
     for node, number in _processes(launch):
-        yield f"    {node}: NPROC_PER_NODE={number} megatron sft {words}"
+        yield f"    {node}: {command.format(number)} {behind}"
 
 
 def _start_verl(stock: Candidate, launch: Launch) -> Iterator[str]:

@@ -19,6 +19,7 @@ from vtp_plugin.plan.memory.activation_rows import Microbatch, Recompute, Routin
 from vtp_plugin.plan.memory.footprint import Footprint, Training, footprints
 from vtp_plugin.plan.model.gpt_model import Experts, GPTModel, Latent
 from vtp_plugin.plan.model.lora import lora_of
+from vtp_plugin.util.text import argument_of
 
 # Exchanges of context parallelism.
 _WITH_OWN_OUTPUT = (("a2a",), ("all_gather",))
@@ -115,7 +116,7 @@ def read_microbatch(args: argparse.Namespace) -> Microbatch:
 
 
 def _is_engine(args: argparse.Namespace) -> bool:
-    return args.transformer_impl in (None, "transformer_engine")
+    return args.transformer_impl == "transformer_engine"
 
 
 def _eight_bits(args: argparse.Namespace) -> Literal["", "tensor", "block"]:
@@ -204,9 +205,18 @@ def check_layers(args: argparse.Namespace, context: OptionContext) -> None:
     Raises:
         ConfigError: the layers cannot be shared out.
     """
-    unknown = {flag[2:].replace("-", "_") for flag in _unknown(args)}
-    odd = {name: True for name in (*ELSEWHERE, *COUNTED_AS_LAYERS) if name in unknown}
-    refuse(check_stage_layers(with_values(args, **odd), context))
+    refuse(check_stage_layers(with_values(args, **dict.fromkeys(_said_elsewhere(args), True)), context))
+
+
+def says_layers(args: argparse.Namespace) -> bool:
+    """Tell whether these flags say which layers the stages of a pipeline have that is no U."""
+    return bool(args.num_layers) and not (args.pipeline_model_parallel_layout or _said_elsewhere(args))
+
+
+def _said_elsewhere(args: argparse.Namespace) -> list[str]:
+    """List the arguments without a flag here that say which layers a stage has."""
+    unknown = {*map(argument_of, _unknown(args))}
+    return [name for name in (*ELSEWHERE, *COUNTED_AS_LAYERS) if name in unknown]
 
 
 def _unknown(args: argparse.Namespace) -> set[str]:
@@ -257,27 +267,16 @@ def read_training(args: argparse.Namespace, layout: PipelineLayout) -> Training:
 
 
 def read_footprints(
-    args: argparse.Namespace,
-    layout: PipelineLayout,
-    num_chunks: int,
-    u_layers: Sequence[int] | None,
-    layers: Sequence[int] | None,
-    replicas: ReplicaMap,
+    args: argparse.Namespace, layout: PipelineLayout, chunks: Sequence[Sequence[Chunk]], replicas: ReplicaMap
 ) -> tuple[Footprint, ...]:
     """Give the memory of every rank, without activations where these are not known.
 
     Args:
         args: parsed arguments.
         layout: layout of the run.
-        num_chunks: number of model chunks of every stage.
-        u_layers: number of layers of every part of a U-shape; None without one.
-        layers: number of layers of every stage, where they were fitted.
+        chunks: the chunks of every stage, see :func:`read_chunks`.
         replicas: the replicas of all stages.
-
-    Raises:
-        ConfigError: the layers cannot be shared out.
     """
-    chunks = read_chunks(args, layout, num_chunks, u_layers, layers)
     model, training = read_model(args, layout), read_training(args, layout)
     if why_no_activations(args, layout):
         return footprints(model, training, layout, chunks)
@@ -290,10 +289,21 @@ def read_chunks(
     args: argparse.Namespace,
     layout: PipelineLayout,
     num_chunks: int,
-    u_layers: Sequence[int] | None = None,
-    layers: Sequence[int] | None = None,
+    u_layers: Sequence[int] | None,
+    layers: Sequence[int] | None,
 ) -> tuple[tuple[Chunk, ...], ...]:
-    """Share out the layers over the chunks of all stages; arguments and errors are those of :func:`read_footprints`."""
+    """Share out the layers over the chunks of all stages.
+
+    Args:
+        args: parsed arguments.
+        layout: layout of the run.
+        num_chunks: number of model chunks of every stage.
+        u_layers: number of layers of every part of a U-shape; None without one.
+        layers: number of layers of every stage, where they were fitted.
+
+    Raises:
+        ConfigError: the layers cannot be shared out.
+    """
     if u_layers is not None:
         return u_chunks(u_layers)
     first, last = args.decoder_first_pipeline_num_layers, args.decoder_last_pipeline_num_layers

@@ -23,7 +23,7 @@ from vtp_plugin.host.megatron_flags import MODEL_FLAGS, RUN_FLAGS
 from vtp_plugin.host.rules.checks.stage_layers import count_chunks
 from vtp_plugin.host.rules.run_checks import check_run, judged_flags, with_judged
 from vtp_plugin.plan.boundary.strategies.known_strategies import TransportRules
-from vtp_plugin.plan.layout.layer_lists import check_layers, check_two_rings
+from vtp_plugin.plan.layout.layer_lists import Chunk, check_layers, check_two_rings
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
 from vtp_plugin.plan.layout.replica_map import ReplicaMap, expert_spans
 from vtp_plugin.plan.memory.footprint import Footprint
@@ -249,32 +249,39 @@ def _layout(args: argparse.Namespace, config: VtpConfig, sizes: tuple[int, ...])
     )
 
 
+def _chunks(
+    args: argparse.Namespace, config: VtpConfig, layout: PipelineLayout, num_chunks: int, fitted: Fitted | None
+) -> tuple[tuple[Chunk, ...], ...]:
+    """Share out the layers over the chunks of every stage, where flags or a fit say them."""
+    is_u_shaped = config.layerwise_disaggregated
+    parts = config.num_layer_list if is_u_shaped else None
+    layers = None if fitted is None or is_u_shaped else fitted.candidate.layers
+    return model_flags.read_chunks(args, layout, num_chunks, parts, layers)
+
+
 def _num_frozen(
     args: argparse.Namespace, config: VtpConfig, layout: PipelineLayout, placement: Placement, fitted: Fitted | None
 ) -> int:
     """Count the virtual stages before the first adapters, as a run does; 0 where it has none, or nothing is known."""
-    parts, is_u_shaped = config.num_layer_list, config.layerwise_disaggregated
-    is_known = args.num_layers and (parts is not None or not is_u_shaped)
+    has_parts = config.num_layer_list is not None
+    is_known = has_parts if config.layerwise_disaggregated else model_flags.says_layers(args)
     if config.lora is None or not (config.has_planned_schedule and is_known):
         return 0
-    layers = None if fitted is None or is_u_shaped else fitted.candidate.layers
-    num_chunks = placement.num_vstages // placement.num_stages
-    stages = model_flags.read_chunks(args, layout, num_chunks, parts if is_u_shaped else None, layers)
-    along = [stages[stage][placement.chunk(v)] for v, stage in enumerate(placement.stages)]
+    chunks = _chunks(args, config, layout, placement.num_vstages // placement.num_stages, fitted)
+    along = (chunks[stage][placement.chunk(vstage)] for vstage, stage in enumerate(placement.stages))
     return config.lora.num_frozen([len(chunk.layers) for chunk in along])
 
 
 def _memory(
     args: argparse.Namespace, config: VtpConfig, layout: PipelineLayout, num_chunks: int, fitted: Fitted | None
 ) -> tuple[Footprint, ...] | str:
-    is_u_shaped = config.layerwise_disaggregated
-    if reason := model_flags.why_unknown(args, lacks_parts=is_u_shaped and config.num_layer_list is None):
+    lacks_parts = config.layerwise_disaggregated and config.num_layer_list is None
+    if reason := model_flags.why_unknown(args, lacks_parts=lacks_parts):
         return reason
     if config.encoder_layer_list is not None:
         return "the sizes of the encoder are not among the flags"
-    parts = config.num_layer_list if is_u_shaped else None
-    layers = None if fitted is None or is_u_shaped else fitted.candidate.layers
-    return model_flags.read_footprints(args, layout, num_chunks, parts, layers, resolve.replica_map(config, layout))
+    chunks = _chunks(args, config, layout, num_chunks, fitted)
+    return model_flags.read_footprints(args, layout, chunks, resolve.replica_map(config, layout))
 
 
 def _check(args: argparse.Namespace, config: VtpConfig, layout: PipelineLayout, replicas: ReplicaMap) -> None:

@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Any, Literal
 
 from vtp_plugin.errors import LayoutError
+from vtp_plugin.util.text import argument_of
 
 
 def declare(
@@ -353,7 +354,7 @@ class Flag:
     @property
     def dest(self) -> str:
         """Name of its attribute among the parsed arguments."""
-        return self.name.removeprefix("--").replace("-", "_")
+        return argument_of(self.name)
 
     def read(self, value: object) -> object:
         """Return the value of the field for what was given; None stays None."""

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from vtp_plugin.util.text import argument_of
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronFlag:
@@ -51,7 +53,7 @@ class MegatronFlag:
         >>> flag_named("--num-layers").argument, flag_named("--disable-bias-linear").argument
         ('num_layers', 'add_bias_linear')
         """
-        return self.stored_as or self.name.removeprefix("--").replace("-", "_")
+        return self.stored_as or argument_of(self.name)
 
     def declare(self, group: argparse._ArgumentGroup) -> None:
         """Declare it for a command, which has it under its own name."""
@@ -151,7 +153,7 @@ MODEL_FLAGS: tuple[MegatronFlag, ...] = (
     _text("--moe-layer-freq", "which layers have experts: every N-th, or a pattern such as ([0]*1+[1]*3)", "1"),
     _text("--optimizer", "adam, the default, or sgd", "adam"),
     # Checks of options ask whether it was given.
-    _text("--transformer-impl", "transformer_engine, the default, or local"),
+    _text("--transformer-impl", "transformer_engine, the default, or local", "transformer_engine"),
     _text("--vocab-file", "of the tokenizer; not read, give --vocab-size"),
     # From here on: what a rank keeps of activations.
     _number("--moe-router-topk", "experts of a token, default 2", 2),

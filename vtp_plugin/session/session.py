@@ -711,7 +711,7 @@ class Session:
         self.start.is_described = True
         self.open_log(rank)
         log.info(self.planned.describe(layers, is_behind_banner=is_behind_banner))
-        if rank == self.planned.writer_rank:
+        if log.is_brief() and rank == self.planned.writer_rank:
             log.to_terminal(self.planned.describe(layers))
         log.debug(f"digest {self.planned.digest}: logs that show the same come from ranks with equal requests")
 

@@ -283,7 +283,8 @@ def join_files(files: Sequence[RankFile]) -> list[TracedStep]:
             raise ConfigError(f"step {number}: the file of rank 0 lacks its plan; trace the run again") from None
         orders = plans[number].schedule.orders
         steps[number] = [_share(file, step, orders[file.owner.worker]) for file, step in zip(files, own, strict=True)]
-    return [_beside_plan(number, shares, plans, steps) for number, shares in steps.items()]
+    disturbed = {number: disturbances(shares) for number, shares in steps.items()}
+    return [_beside_plan(number, plans, steps, disturbed) for number in steps]
 
 
 def _share(file: RankFile, step: RankStep, order: Actions) -> TimeShare:
@@ -311,12 +312,15 @@ def offset_at(clocks: Sequence[tuple[float, float, float]], at_s: float) -> floa
 
 
 def _beside_plan(
-    number: int, shares: list[TimeShare], plans: Mapping[int, Plan], steps: Mapping[int, list[TimeShare]]
+    number: int,
+    plans: Mapping[int, Plan],
+    steps: Mapping[int, list[TimeShare]],
+    disturbed: Mapping[int, tuple[Disturbance, ...]],
 ) -> TracedStep:
-    plan = plans[number]
-    same = [steps[other] for other, one in plans.items() if one == plan]
-    even = [each for each in same if not disturbances(each)]
-    costs = plan.costs or measured_costs(plan.schedule.placement, even or same)
+    plan, shares = plans[number], steps[number]
+    same = [other for other, one in plans.items() if one == plan]
+    even = [other for other in same if not disturbed[other]]
+    costs = plan.costs or measured_costs(plan.schedule.placement, [steps[other] for other in even or same])
     return TracedStep(
         number=number,
         run=explain(shares),
@@ -325,7 +329,7 @@ def _beside_plan(
         placement=plan.schedule.placement,
         costs=costs,
         are_measured=plan.costs is None,
-        disturbances=disturbances(shares),
+        disturbances=disturbed[number],
     )
 
 

@@ -202,5 +202,10 @@ def _write(text: str) -> None:
         return
     with contextlib.suppress(OSError, ValueError, AttributeError):
         stream.flush()
+    write_at_once(2, text)
+
+
+def write_at_once(descriptor: int, text: str) -> None:
+    """Write to a file descriptor in one call; a terminal that is gone must not end a run."""
     with contextlib.suppress(OSError):
-        os.write(2, text.encode(errors="backslashreplace"))
+        os.write(descriptor, text.encode(errors="backslashreplace"))

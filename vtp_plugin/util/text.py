@@ -15,6 +15,15 @@ MOST_CHARACTERS = 2000
 _CUT = " ... (cut)"
 
 
+def argument_of(flag: str) -> str:
+    """Name the argument that argparse makes of a flag.
+
+    >>> argument_of("--vtp-size-list")
+    'vtp_size_list'
+    """
+    return flag.removeprefix("--").replace("-", "_")
+
+
 def plain(text: str) -> str:
     r"""Write out every character that is not to be seen, but for ends of lines and tabs.
 

@@ -353,6 +353,10 @@ def test_plan_keeps_nothing_before_the_first_adapters(output_of: Output) -> None
     # Of activations [64, 1, 8] in fp32.
     assert "edge sends to site cloud: 2 KiB for each" in text and "cloud sends to site edge: 2 KiB for each" in text
     assert json.loads(output_of(*adapted, "1:4", "--json"))["memory"][1]["in_flight"] > 0
+    # Layers that a string shares out are not read; so nothing is left out, and nothing is rejected.
+    placed = ["--vtp-schedule", "planned", "--pipeline-model-parallel-layout", "Et*2|t*3L", "--num-layers", "5"]
+    words = [word for word in model if word != "--layerwise-disaggregated-training"]
+    assert "gradients come back: " in output_of("plan", *words, *placed, "--vtp-lora-rank", "2")
 
 
 def test_plan_counts_what_split_backwards_keep(output_of: Output) -> None:

@@ -24,6 +24,7 @@ from typing import Any, Final, NamedTuple
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.host.megatron_flags import MEGATRON_FLAGS, flag_named
 from vtp_plugin.plan.model.gpt_model import GPTModel, VisionTower
+from vtp_plugin.util.text import argument_of
 from vtp_plugin.util.typed_json import read_json
 
 LOW: Final = 1.0
@@ -340,7 +341,7 @@ def neutral_settings(*, has_experts: bool, is_seeing: bool) -> tuple[Setting, ..
     return tuple(
         Setting(
             row.flag,
-            row.flag.removeprefix("--").replace("-", "_"),
+            argument_of(row.flag),
             row.values[0],
             is_switch=isinstance(row.values[0], bool),
             is_given=False,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from vtp_plugin.host.versions import capability, family_of, is_in
 from vtp_plugin.plan.model.lora import Lora
-from vtp_plugin.util.text import TextEnum
+from vtp_plugin.util.text import TextEnum, argument_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -270,7 +270,7 @@ def case(option: str, test: Test | None = None, attribute: str = "") -> OptionRu
     False
     """
     flag, _, wanted = option.partition(" ")
-    name = attribute or flag.removeprefix("--").replace("-", "_")
+    name = attribute or argument_of(flag)
     is_used = test or ((lambda value: value == wanted) if wanted else on)
     # An older Megatron that has no such attribute cannot be using the option: every test says no to None.
     return OptionRule(option=option, attribute=name, applies=lambda args, _context: is_used(getattr(args, name, None)))

@@ -13,6 +13,7 @@ from vtp_plugin.host.rules.checks.stage_layers import check_layer_file
 from vtp_plugin.host.rules.rule import OptionContext, OptionRule
 from vtp_plugin.host.rules.table.rows import MEGATRON_RULES, check_options
 from vtp_plugin.plan.layout.replica_map import ReplicaMap
+from vtp_plugin.util.text import argument_of
 
 
 def check_run(args: object, context: OptionContext, replicas: ReplicaMap) -> tuple[str, ...]:
@@ -59,10 +60,8 @@ def with_judged(args: argparse.Namespace, words: Sequence[str], context: OptionC
     Namespace(disable_bias_linear=True, add_bias_linear=False, use_torch_fsdp2=True, data_path='a')
     """
     found = {**vars(args), **_stored(args)}
-    if "transformer_impl" in found:
-        found["transformer_impl"] = found["transformer_impl"] or "transformer_engine"  # Megatron's default
     # Some rows ask for a second option, too.
-    guessed = {_dest(flag): next(_readings(values)) for flag, values in _values(words).items()}
+    guessed = {argument_of(flag): next(_readings(values)) for flag, values in _values(words).items()}
     found |= {name: value for name, value in guessed.items() if name not in found}
     for rule, values in _judged(words):
         if not hasattr(args, rule.attribute):
@@ -77,13 +76,9 @@ def _stored(args: argparse.Namespace) -> dict[str, object]:
         flag.stored_as: (not value) if flag.is_switch else value
         for flag in MEGATRON_FLAGS
         if flag.stored_as and not hasattr(args, flag.stored_as)
-        for value in [getattr(args, _dest(flag.name), None)]
+        for value in [getattr(args, argument_of(flag.name), None)]
         if value is not None
     }
-
-
-def _dest(flag: str) -> str:
-    return flag.removeprefix("--").replace("-", "_")
 
 
 def judged_flags(words: Sequence[str]) -> set[str]:

@@ -113,8 +113,7 @@ def report(rank: int, text: str, *, is_consequence: bool = False) -> None:
     This does not use ``logging``, whose locks a stuck thread may hold. ``is_consequence``: another rank failed first.
     """
     write_error_file(text, is_consequence=is_consequence)
-    with contextlib.suppress(OSError):
-        os.write(2, log.format_record(logging.ERROR, text, rank=rank).encode(errors="backslashreplace"))
+    log.write_at_once(2, log.format_record(logging.ERROR, text, rank=rank))
 
 
 @contextlib.contextmanager
