@@ -10,18 +10,20 @@ sequence-parallel, so that `finalize_model_grads` sums their gradients over the 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from megatron.core.parallel_state import get_tensor_model_parallel_group
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_data_parallel_rng_tracker_name
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.host.patching import replaces
 from vtp_plugin.patches.patch_set import Moment
-from vtp_plugin.plan.model.lora import ADAPTER, TARGETS, Lora, LoraTarget, is_adapter
+from vtp_plugin.plan.model.lora import ADAPTER, Lora, LoraTarget, Matrices, is_adapter
 from vtp_plugin.runtime.step.adapter_start import fill, whole_factor
 from vtp_plugin.session import Session
 
@@ -59,7 +61,9 @@ class Pair(torch.nn.Module):
 
     def __init__(self, base: Any, rows: int, lora: Lora) -> None:
         super().__init__()
-        self.scale = lora.scale
+        self.scale, self.dropout = lora.scale, lora.dropout
+        self.group = _group_of(base)
+        self.cut_axis = -1 if isinstance(base, RowParallelLinear) else 0 if base.config.sequence_parallel else None
         options: dict[str, Any] = {"config": base.config, "init_method": _draw_nothing, "bias": False}
         if hasattr(base, "tp_group"):
             options["tp_group"] = base.tp_group
@@ -77,7 +81,31 @@ class Pair(torch.nn.Module):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Compute what the adapter adds to the layer's output, as that is cut."""
+        if self.dropout and self.training:
+            inputs = _drop(inputs, self.dropout, self.cut_axis, self.group)
         return _first(self.linear_out(_first(self.linear_in(inputs)) * self.scale))
+
+
+def _drop(inputs: torch.Tensor, share: float, cut_axis: int | None, group: Any) -> torch.Tensor:
+    """Leave out a share of the inputs; what is left is scaled up.
+
+    Masks are drawn for the whole tensor, by a random state that the ranks of a stage share, and cut as the tensor is;
+    recomputation sets that state back as Megatron's own.
+
+    Args:
+        inputs: what this rank has of them.
+        share: which share is left out.
+        cut_axis: the dimension of which each rank has a part; None where each has all.
+        group: the ranks of the stage.
+    """
+    shape = [*inputs.shape]
+    if cut_axis is not None:
+        shape[cut_axis] *= group.size()
+    with get_cuda_rng_tracker().fork(get_data_parallel_rng_tracker_name()):
+        kept = torch.empty(shape, device=inputs.device, dtype=torch.bool).bernoulli_(1 - share)
+    if cut_axis is not None:
+        kept = kept.chunk(group.size(), cut_axis)[group.rank()].contiguous()
+    return torch.where(kept, inputs, 0.0) / (1 - share)
 
 
 class Fused(torch.nn.ModuleDict):
@@ -150,21 +178,29 @@ def add_adapters(chunk: Any, lora: Lora, *, seed: int) -> None:
     """
     chunk.requires_grad_(False)
     config = chunk.config
-    numbers = lora.layer_numbers(config.num_layers)
+    numbers, model = lora.layer_numbers(config.num_layers), _matrices(config)
     for layer in chunk.decoder.layers:
         number = layer.layer_number - 1
         if number not in numbers:
             continue
         place = numbers.index(number), len(numbers)
-        for target in {target.linear: target for target in TARGETS}.values():
-            block = layer.self_attention if target.block == "self_attn" else layer.mlp
-            base = getattr(block, target.linear, None)
-            if wanted := lora.targets_of(target.linear, is_gated=config.gated_linear_unit):
-                _adapt(base, wanted, lora, f"layers.{number}", seed, place)
+        for linear, pairs in itertools.groupby(lora.pairs(model), key=lambda target: target.linear):
+            wanted = [*pairs]
+            block = layer.self_attention if wanted[0].block == "self_attn" else layer.mlp
+            _adapt(getattr(block, linear, None), wanted, lora, f"layers.{number}", seed, place)
     has_adapters = any(layer.layer_number - 1 in numbers for layer in chunk.decoder.layers)
     if chunk.pre_process and has_adapters and config.recompute_granularity is not None:
         # A reentrant checkpoint whose inputs need no gradient gives its outputs none, and trains nothing inside.
         chunk.embedding.register_forward_hook(_need_gradient)
+
+
+def _matrices(config: Any) -> Matrices:
+    """Say which published matrices the layers of a model have."""
+    return Matrices(
+        is_gated=config.gated_linear_unit,
+        is_latent=config.multi_latent_attention,
+        has_latent_queries=bool(getattr(config, "q_lora_rank", None)),
+    )
 
 
 def trained_besides(chunks: Sequence[torch.nn.Module]) -> Iterator[str]:
@@ -185,7 +221,7 @@ def _adapt(base: Any, wanted: Sequence[LoraTarget], lora: Lora, layer: str, seed
             f"--vtp-lora-rank with a layer of {type(base).__module__}.{type(base).__name__}; adapters are for "
             "Megatron's own linear layers; build the model with --transformer-impl local, or leave --vtp-lora-rank out"
         )
-    group = getattr(base, "tp_group", None) or get_tensor_model_parallel_group()
+    group = _group_of(base)
     if wanted[0].child:
         rows, num_groups = _fused_rows(base, wanted[0].linear, group.size())
         if num_groups % group.size():
@@ -206,6 +242,11 @@ def _adapt(base: Any, wanted: Sequence[LoraTarget], lora: Lora, layer: str, seed
             whole = whole_factor(f"{layer}.{target.place}.{name}", shape, seed=seed)
             fill(getattr(pair, name).weight, whole, rank=group.rank())
     base.__class__ = _adapted(type(base))
+
+
+def _group_of(base: Any) -> Any:
+    """Give the ranks that a layer is cut over."""
+    return getattr(base, "tp_group", None) or get_tensor_model_parallel_group()
 
 
 def _fused_rows(base: Any, linear: str, tp: int) -> tuple[dict[str, int], int]:

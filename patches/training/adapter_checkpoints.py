@@ -13,7 +13,7 @@ from vtp_plugin.errors import ConfigError
 from vtp_plugin.host.patching import replaces
 from vtp_plugin.patches.core.dist_checkpointing.serialization import index_of
 from vtp_plugin.patches.patch_set import Moment
-from vtp_plugin.plan.model.lora import is_adapter, lora_of
+from vtp_plugin.plan.model.lora import is_adapter, lora_of, matrices_of
 from vtp_plugin.session import Session
 from vtp_plugin.util.undo import replaced
 
@@ -95,11 +95,11 @@ def problems_of_adapters(folder: str | None, args: Any, stored: Any) -> Iterator
             "--vtp-lora-rank and the flags beside it, or merge them with checkpoint export --merge"
         )
         return
-    num_layers = args.num_layers or 0
+    num_layers, model = args.num_layers or 0, matrices_of(here)
     for flag, one, other in (
         ("rank", then.rank, now.rank),
         ("alpha", then.alpha, now.alpha),
-        ("targets", " ".join(then.targets), " ".join(now.targets)),
+        ("targets", *(" ".join(each.published for each in lora.pairs(model)) for lora in (then, now))),
         ("layers", then.layer_numbers(num_layers), now.layer_numbers(num_layers)),
     ):
         if one != other:

@@ -80,11 +80,19 @@ class AdapterFields:
         "32",
         type=float,
     )
+    lora_dropout: float = adapter_option(
+        same("vtp_lora_dropout"),
+        0.0,
+        "with --vtp-lora-rank: the share of its inputs that each pair leaves out in a training step; drawn for whole "
+        "tensors, so that it is the same for all TP sizes of as many stages",
+        "0.05",
+        type=float,
+    )
     lora_targets: tuple[str, ...] = adapter_option(
         same("vtp_lora_targets", separator=" "),
         (),
-        f"with --vtp-lora-rank: what gets adapters, some of {', '.join(TARGET_NAMES)}, of which the last four are "
-        "Megatron's layers and stand for all that they hold; default: all",
+        f"with --vtp-lora-rank: what gets adapters, some of {', '.join(TARGET_NAMES)}, of which those that begin with "
+        "linear are Megatron's layers and stand for all that they hold; default: all that the model has",
         "NAME",
         nargs="+",
         parse=parse_targets,
@@ -111,6 +119,7 @@ class AdapterFields:
         given = {
             "rank": self.lora_rank,
             "alpha": self.lora_alpha,
+            "dropout": self.lora_dropout,
             "targets": self.lora_targets,
             "layers": ",".join(self.lora_layers),
         }
@@ -134,7 +143,9 @@ class AdapterFields:
                 f"--vtp-lora-layers {named[0]} without --num-layer-list; that says what layers the sites of a U have; "
                 "give it, or ranges of layers"
             )
-        others["save-base"] = self.lora_save_base
+        if not 0 <= self.lora_dropout < 1:
+            raise LayoutError(f"--vtp-lora-dropout {self.lora_dropout}; it is a share below 1; give one, such as 0.05")
+        others |= {"dropout": self.lora_dropout, "save-base": self.lora_save_base}
         for name, value in others.items():
             if value and self.lora_rank is None:
                 raise LayoutError(

@@ -13,6 +13,11 @@ LORA = ["--vtp-lora-rank", "5", "--vtp-lora-alpha", "15"]
 LLAMA_LIKE = ["--swiglu", "--disable-bias-linear", "--group-query-attention", "--num-query-groups", "6"]
 LLAMA_LIKE += ["--normalization", "RMSNorm", "--position-embedding-type", "rope", "--no-rope-fusion"]
 LLAMA_LIKE += ["--no-bias-swiglu-fusion", "--untie-embeddings-and-output-weights"]
+# As DeepSeek-V3, whose queries have a latent form, and V2 Lite, whose queries have none.
+_LATENT = "--swiglu --disable-bias-linear --normalization RMSNorm --multi-latent-attention --kv-lora-rank 20"
+_LATENT += " --qk-head-dim 6 --qk-pos-emb-head-dim 4 --v-head-dim 8 --position-embedding-type rope --no-rope-fusion"
+LATENT_KEYS = [*_LATENT.split(), "--no-bias-swiglu-fusion", "--untie-embeddings-and-output-weights"]
+LATENT = [*LATENT_KEYS, "--q-lora-rank", "36", "--qk-layernorm"]
 NUM_FACTORS = 4 * 7 * 2
 """Layers, published matrices of each, factors of each pair."""
 Factors = dict[str, np.ndarray[Any, Any]]

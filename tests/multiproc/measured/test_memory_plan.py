@@ -109,6 +109,10 @@ CASES = [
     plain("adapters-of-some", "1,2", *DEEP, *LORA, "q_proj", "v_proj", "--vtp-lora-layers", "2:7", *DISTRIBUTED, dp=2),
     plain("adapters-again", "1,2", *GATED, "--vtp-lora-rank", "4", *WHOLE, "uniform", *AGAIN),
     plain("adapters-beside-experts", "1,2", *EXPERTS.split(), *GATED, *DEEP, *LORA[:3], "linear_qkv", "linear_proj"),
+    plain("adapters-dropout", "2,1", *ODD, *LORA[:2], "--vtp-lora-dropout", "0.1", "--sequence-parallel", "--bf16"),
+    plain("adapters-dropout-latent", "1,2", *LATENT.split(), *GATED, *LORA[:2], "--vtp-lora-dropout", "0.1"),
+    plain("adapters-latent", "1,2", *LATENT.split(), *GATED, "--qk-layernorm", *LORA[:2]),
+    plain("adapters-latent-sharded", "3,1", *LATENT.split(), *GATED, *LORA[:2], "--sequence-parallel", "--bf16"),
     plain("experts-unscored", "1,2", *EXPERTS.split(), "--disable-bias-linear", "--no-bias-gelu-fusion", "--bf16"),
 ]
 

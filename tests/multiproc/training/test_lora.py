@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from tests.multiproc.cases.lora_cases import LLAMA_LIKE, LORA, NUM_FACTORS, assert_same_factors
+from tests.multiproc.cases.lora_cases import (
+    LATENT,
+    LATENT_KEYS,
+    LLAMA_LIKE,
+    LORA,
+    NUM_FACTORS,
+    assert_same_factors,
+)
 from tests.multiproc.cases.script_cases import (
     ScriptRun,
     Scripts,
@@ -119,6 +126,66 @@ def test_adapters_train_as_in_one_process(
         ranges = [map(int, word.split(":")) for word in same[same.index(LAYERS[0]) + 1].split(",")]
         number = sum(end - first for first, end in ranges) * (2 if "--vtp-lora-targets" in same else 7) * 2
     assert_same_factors(runs, wanted, number=number, atol=atol)
+
+
+@pytest.mark.needs("latent_attention")
+@pytest.mark.parametrize(
+    ("model", "sizes", "extra", "num_matrices"),
+    [
+        pytest.param(LATENT, "1,2", [], 8, id="1,2"),
+        pytest.param(LATENT, "2,1", [*SEQUENCE, *RECOMPUTE], 8, id="2,1-sequence-recompute", marks=FULL),
+        pytest.param(LATENT_KEYS, "1,2", [*U_SHAPE, "1,1,2", *SEQUENCE], 7, id="u-without-query-rank", marks=FULL),
+        pytest.param(LATENT, "1,2", [*PLANNED, "--vtp-split-backward"], 8, id="1,2-split", marks=FULL),
+    ],
+)
+def test_latent_attention(
+    scripts: Scripts, tmp_path: Path, model: list[str], sizes: str, extra: list[str], num_matrices: int
+) -> None:
+    """Its published matrices are others, and each has a pair of its own."""
+    scripts.train(
+        "1", [*model, "--train-iters", "1", "--save", str(tmp_path), "--save-interval", "1"], hooks=["latent_attention"]
+    )
+    words, hooks = [*model, *LORA, *SGD, "--pretrained-checkpoint", str(tmp_path)], [*HOOKS, "latent_attention"]
+    wanted = scripts.train("1", words, hooks=hooks)
+    runs = scripts.train(sizes, [*words, *extra], hooks=hooks)
+    assert_same_training(runs, wanted)
+    assert_same_factors(runs, wanted, number=4 * num_matrices * 2)
+
+
+@pytest.mark.full
+@pytest.mark.needs("latent_attention")
+def test_adapters_of_latent_attention_move(scripts: Scripts, tmp_path: Path) -> None:
+    base, own = str(tmp_path / "base"), str(tmp_path / "own")
+    hooks = ["latent_attention"]
+    scripts.train("1", [*LATENT, "--train-iters", "1", "--save", base, "--save-interval", "1"], hooks=hooks)
+    words = [*LATENT, *LORA, *DISTRIBUTED, "--pretrained-checkpoint", base]
+    first = scripts.train("1,2", [*words, "--save", own, "--save-interval", "2"], hooks=[*HOOKS, *hooks])
+    (tmp_path / "own/latest_checkpointed_iteration.txt").write_text("2")
+    runs = scripts.train("2,1", [*words, *SEQUENCE, "--load", own], hooks=[*HOOKS, *hooks])
+    assert_same_training(runs, first, first=2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "extra"),
+    [
+        ("1,2", [*SEQUENCE, *RECOMPUTE]),
+        pytest.param("2,1", [], marks=FULL),
+        pytest.param("3,2", [*PLANNED, "--vtp-split-backward"], marks=FULL),
+        pytest.param("1,2", [*U_SHAPE, "1,1,2", *SEQUENCE], marks=FULL),
+    ],
+)
+def test_dropout_is_drawn_for_whole_tensors(
+    scripts: Scripts, base: Path, reference: Reference, sizes: str, extra: list[str]
+) -> None:
+    """Stages of every size leave out the same inputs, sharded sequences and recomputed layers included."""
+    words = [*SGD, "--vtp-lora-dropout", "0.3"]
+    shape = extra[: 3 * ("--num-layer-list" in extra)]
+    wanted = train(scripts, "1,1", base, [*words, *shape])
+    runs = train(scripts, sizes, base, [*words, *extra])
+    assert_same_training(runs, wanted)
+    assert_same_factors(runs, wanted)
+    with pytest.raises(AssertionError):
+        assert_same_training(runs, reference(SGD), tolerance=1e-3)
 
 
 @pytest.mark.parametrize(("layers", "num_back"), [("2:4", 0), pytest.param("0:4", 1, marks=FULL)])

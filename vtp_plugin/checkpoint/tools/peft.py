@@ -37,7 +37,7 @@ from vtp_plugin.checkpoint.tools.writer import (
 )
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.plan.model.gpt_model import LAYERS, GPTModel
-from vtp_plugin.plan.model.lora import TARGETS, Lora, LoraTarget, is_adapter, lora_of
+from vtp_plugin.plan.model.lora import Lora, LoraTarget, Matrices, is_adapter, lora_of, published_matrices
 from vtp_plugin.util.index_boxes import Box, whole_box
 
 PEFT_CONFIG: Final = "adapter_config.json"
@@ -62,6 +62,8 @@ _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "use_bdlora": (None, False),
     "megatron_config": (None,),
 }
+# What the published models that the plugin reads have; none of them has latent attention.
+_MATRICES: Final = published_matrices(Matrices(is_gated=True))
 _MAX_NAMED: Final = 3
 
 
@@ -137,8 +139,9 @@ def _read_lora(folder: Path, shards: Shards, model: HFModel) -> Lora:
     return Lora(
         rank=config["r"],
         alpha=config["lora_alpha"],
-        targets=tuple(each.published for each in TARGETS if each.published in named),
+        targets=tuple(each.published for each in _MATRICES if each.published in named),
         layers=() if is_all else tuple((begin, end + 1) for begin, end in zip(begins, ends, strict=True)),
+        dropout=config.get("lora_dropout", 0.0),
     )
 
 
@@ -150,6 +153,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise ConfigError(
             f"{file}: r {sizes[0]!r} and lora_alpha {sizes[1]!r}; both are positive; save the adapters again with PEFT"
         )
+    share = config.get("lora_dropout", 0.0)
+    if not isinstance(share, int | float) or not 0 <= share < 1:
+        raise ConfigError(f"{file}: lora_dropout {share!r}; it is a share below 1; save the adapters again with PEFT")
     return config
 
 
@@ -166,7 +172,7 @@ def _variants(folder: Path, config: Mapping[str, Any], shards: Shards) -> Iterat
             f"{folder / PEFT_CONFIG}: init_lora_weights is {start!r}; some such starts change the base; convert the "
             "adapters with PEFT's path_initial_model_for_weight_conversion, which writes true"
         )
-    known = {(each.block, each.published) for each in TARGETS}
+    known = {(each.block, each.published) for each in _MATRICES}
     others = [
         name for name in shards.names if (match := _NAME.fullmatch(name)) is None or match.group(2, 3) not in known
     ]
@@ -177,7 +183,7 @@ def _variants(folder: Path, config: Mapping[str, Any], shards: Shards) -> Iterat
 
 
 def _targets(lora: Lora) -> list[LoraTarget]:
-    return [each for each in TARGETS if each.published in lora.targets]
+    return [each for each in _MATRICES if each.published in lora.targets]
 
 
 def _name(layer: int, target: LoraTarget, factor: str) -> str:
@@ -292,7 +298,7 @@ def write_peft(adapters: Adapters, like: Path, target: Path, on_written: Callabl
         "base_model_name_or_path": str(like),
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
-        "lora_dropout": 0.0,
+        "lora_dropout": lora.dropout,
         "target_modules": list(lora.targets),
         "layers_to_transform": layers if lora.layers else None,
         "layers_pattern": "layers" if lora.layers else None,

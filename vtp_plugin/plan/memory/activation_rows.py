@@ -184,7 +184,10 @@ class Sizes:
         """Tell whether a gradient needs the input of a linear layer: of its weights, or of its adapters."""
         if self.lora is None:
             return True
-        return self.has_adapters and bool(self.lora.targets_of(linear, is_gated=self.model.is_gated))
+        is_read = self.has_adapters and not self.lora.dropout  # else each pair keeps what it has of it
+        return is_read and any(
+            linear == ROW_OF.get(each.linear, each.linear) for each in self.lora.pairs(self.model.matrices)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -298,7 +301,7 @@ def _latents(s: Sizes) -> int:
         total += _scales(s, width, s.slices) if is_normed else 0
         if s.batch.is_engine:  # which copies what lies beside something else
             total += s.inputs(s.slices * width)
-        else:
+        elif s.lora is None or s.needs_input("self_attention"):
             total += s.numbers(s.slices * width if is_normed and _is_raised(s) else s.positions * beside)
     return total
 
@@ -331,12 +334,25 @@ def _around(s: Sizes, ffn: int, rows: int, *, is_weighted: bool = False) -> int:
     """Give what is in front of an activation and inside it, and behind it as input of the second linear layer."""
     inside = ((2 if s.batch.is_fused else 4) if s.model.is_gated else 1) + is_weighted
     before = 0 if s.starts_at == "linear_fc2" else s.numbers(rows * inside * ffn)
-    return before + (s.inputs(rows * ffn) if s.needs_input("linear_fc2") else 0)
+    return before + (s.inputs(rows * ffn) if s.needs_input("mlp") else 0)
 
 
 def _between_factors(s: Sizes) -> int:
     assert s.lora is not None
-    return s.numbers(s.slices * s.lora.rank * len(s.lora.pairs(is_gated=s.model.is_gated)))
+    return s.numbers(s.slices * s.lora.rank * len(s.lora.pairs(s.model.matrices)))
+
+
+def _dropped(s: Sizes) -> int:
+    """Give what each pair keeps of its inputs, and which of them it left out."""
+    assert s.lora is not None
+    model, latent, places = s.model, s.model.latent, (s.slices, s.positions)
+    wide = {"linear_proj": s.context, "linear_fc2": model.ffn // s.tp}
+    if latent is not None:
+        wide |= {"linear_q_up_proj": latent.q_lora_rank, "linear_kv_up_proj": latent.kv_lora_rank}
+    pairs = s.lora.pairs(model.matrices)
+    cut = [target.linear in ("linear_proj", "linear_fc2") for target in pairs]
+    numel = sum(places[is_cut] * wide.get(each.linear, model.hidden) for each, is_cut in zip(pairs, cut, strict=True))
+    return s.numbers(numel) + numel
 
 
 def _router(s: Sizes) -> int:
@@ -419,6 +435,16 @@ _MLP = "transformer/mlp.py; module/linear.py"
 _WORDS = "models/common/embeddings/language_model_embedding.py"
 _MTP = "transformer/multi_token_prediction.py"
 
+ROW_OF: Mapping[str, str] = {
+    "linear_q_proj": "linear_qkv",
+    "linear_q_down_proj": "linear_qkv",
+    "linear_kv_down_proj": "linear_qkv",
+    "linear_q_up_proj": "self_attention",
+    "linear_kv_up_proj": "self_attention",
+    "linear_fc2": "mlp",
+}
+"""By layer that may have adapters, the module of :data:`ROWS` that its input is in; where it is another one."""
+
 ROWS: Mapping[str, tuple[KeptRow, ...]] = {
     "layer": (
         KeptRow("input_layernorm", "input and scales", _NORMS, _norm),
@@ -462,6 +488,8 @@ ROWS: Mapping[str, tuple[KeptRow, ...]] = {
             when=lambda s: not s.has_experts and not s.batch.recompute.feed_forward),
         KeptRow("adapters", "what is between two factors", "vtp_plugin/patches/lora_layers.py", _between_factors,
             when=lambda s: s.has_adapters),
+        KeptRow("adapters", "with dropout: what is left of inputs, and its mask", "vtp_plugin/patches/lora_layers.py",
+            _dropped, when=lambda s: s.has_adapters and s.lora and s.lora.dropout),
         KeptRow("router", "input", "transformer/moe/router.py", _hidden, when=lambda s: s.has_experts),
         KeptRow("router", "scores, and where tokens go", "transformer/moe/router.py and token_dispatcher.py", _router,
             when=lambda s: s.has_experts),

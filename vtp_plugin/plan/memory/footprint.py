@@ -34,7 +34,7 @@ from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.layout.grids import ExpertGrid, StageGrid
 from vtp_plugin.plan.layout.layer_lists import Chunk, Kept
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
-from vtp_plugin.plan.memory.activation_rows import ROWS, WAITING, KeptRow, Microbatch, Recompute, Sizes
+from vtp_plugin.plan.memory.activation_rows import ROW_OF, ROWS, WAITING, KeptRow, Microbatch, Recompute, Sizes
 from vtp_plugin.plan.model.gpt_model import (
     DENSE_LAYER,
     EXPERT_LAYER,
@@ -181,7 +181,7 @@ def adapter_parameters(model: GPTModel, chunk: Chunk, tp: int, lora: Lora) -> tu
 
 def _factors(model: GPTModel, tp: int, lora: Lora) -> Iterator[tuple[str, int]]:
     """Yield name and elements of every factor of a layer, from the rows of the matrices that they are beside."""
-    matrices = published_matrices(is_gated=model.is_gated)
+    matrices = published_matrices(model.matrices)
     for row in DENSE_LAYER:
         held = [target for target in matrices if f"{target.module}.weight" == row.name]
         for target, rows in zip(held, row.rows(model), strict=True) if held else ():
@@ -321,12 +321,12 @@ def _by_module(rows: Mapping[str, Sequence[KeptRow]], sizes: Sizes, chunks: Sequ
 
     def add(place: str, sizes: Sizes, times: int = 1) -> None:
         # Rows stand in the order in which the modules run.
-        start = {"linear_fc2": "mlp"}.get(sizes.starts_at, sizes.starts_at)
+        start = ROW_OF.get(sizes.starts_at, sizes.starts_at)
         for row in dropwhile(lambda row: start not in ("", row.module), rows.get(place, ())):
             kept[row.module] += times * row.size_bytes(sizes)
 
     adapted = sizes.lora.layer_numbers(model.num_layers) if sizes.lora else ()
-    pairs = sizes.lora.pairs(is_gated=model.is_gated) if sizes.lora else ()
+    pairs = sizes.lora.pairs(model.matrices) if sizes.lora else ()
     has_experts = model.experts.layers if model.experts and batch.routing else (False,) * model.num_layers
     for chunk in chunks:
         first = _first_trained(sizes, chunk)

@@ -23,6 +23,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
+from vtp_plugin.plan.model.lora import Matrices
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Latent:
@@ -111,6 +113,14 @@ class GPTModel:
     def keys(self) -> int:
         """Channels of all keys, and of all values."""
         return self.groups * self.kv_channels
+
+    @property
+    def matrices(self) -> Matrices:
+        """What says which published matrices its layers have."""
+        has_latent_queries = self.latent is not None and self.latent.q_lora_rank > 0
+        return Matrices(
+            is_gated=self.is_gated, is_latent=self.latent is not None, has_latent_queries=has_latent_queries
+        )
 
     @property
     def num_experts(self) -> int:

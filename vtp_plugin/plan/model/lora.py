@@ -7,10 +7,25 @@ canonical LoRA of Megatron-Bridge 0.6 (``peft/canonical_lora.py``: ``adapter_q``
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Final
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Matrices:
+    """What says which published matrices the layers of a model have.
+
+    Attributes:
+        is_gated: the feed-forward layers have a gate.
+        is_latent: attention is multi-latent.
+        has_latent_queries: its queries have a latent form, too.
+    """
+
+    is_gated: bool = False
+    is_latent: bool = False
+    has_latent_queries: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,12 +37,14 @@ class LoraTarget:
         block: module of a published layer that has it.
         linear: name of Megatron's layer that holds it.
         child: module of its pair beside that layer; empty where the layer holds no other matrix.
+        needs: tells whether a model has it.
     """
 
     published: str
     block: str
     linear: str
     child: str = ""
+    needs: Callable[[Matrices], bool] = lambda model: True
 
     @property
     def place(self) -> str:
@@ -53,17 +70,44 @@ SITES: Final = (EDGE, CLOUD)
 """What ``--vtp-lora-layers`` takes in a U, for all layers of a site."""
 ADAPTER: Final = "adapter"
 """The module of the pairs, inside the linear layer that they are beside."""
+
+
+def _plain(published: str, linear: str = "linear_qkv", child: str = "") -> LoraTarget:
+    return LoraTarget(
+        published=published, block="self_attn", linear=linear, child=child, needs=lambda model: not model.is_latent
+    )
+
+
+def _latent(published: str, linear: str, *, has_queries: bool | None = None) -> LoraTarget:
+    def needs(model: Matrices) -> bool:
+        return model.is_latent and has_queries in (None, model.has_latent_queries)
+
+    return LoraTarget(published=published, block="self_attn", linear=linear, needs=needs)
+
+
 TARGETS: Final = (
-    LoraTarget(published="q_proj", block="self_attn", linear="linear_qkv", child="adapter_q"),
-    LoraTarget(published="k_proj", block="self_attn", linear="linear_qkv", child="adapter_k"),
-    LoraTarget(published="v_proj", block="self_attn", linear="linear_qkv", child="adapter_v"),
+    _plain("q_proj", child="adapter_q"),
+    _plain("k_proj", child="adapter_k"),
+    _plain("v_proj", child="adapter_v"),
+    _latent("q_proj", "linear_q_proj", has_queries=False),
+    _latent("q_a_proj", "linear_q_down_proj", has_queries=True),
+    _latent("q_b_proj", "linear_q_up_proj", has_queries=True),
+    _latent("kv_a_proj_with_mqa", "linear_kv_down_proj"),
+    _latent("kv_b_proj", "linear_kv_up_proj"),
     LoraTarget(published="o_proj", block="self_attn", linear="linear_proj"),
-    LoraTarget(published="gate_proj", block="mlp", linear="linear_fc1", child="adapter_gate"),
+    LoraTarget(
+        published="gate_proj",
+        block="mlp",
+        linear="linear_fc1",
+        child="adapter_gate",
+        needs=lambda model: model.is_gated,
+    ),
     LoraTarget(published="up_proj", block="mlp", linear="linear_fc1", child="adapter_up"),
     LoraTarget(published="down_proj", block="mlp", linear="linear_fc2"),
 )
-"""All of them, those of one layer in the order in which Megatron fuses them."""
-TARGET_NAMES: Final = (*(target.published for target in TARGETS), *dict.fromkeys(target.linear for target in TARGETS))
+"""All of them, those of one layer in the order in which Megatron fuses them; those of latent attention as DeepSeek-V3
+names them."""
+TARGET_NAMES: Final = tuple(dict.fromkeys([*(each.published for each in TARGETS), *(each.linear for each in TARGETS)]))
 """What ``--vtp-lora-targets`` takes: published names, and Megatron's layers for all that they hold."""
 
 
@@ -78,6 +122,7 @@ class Lora:
         layers: numbers of the layers with adapters, from 0, first one and the one behind the last of each range; empty
             for all.
         named: the names of the targets as they were given.
+        dropout: share of the inputs of each pair that a training step leaves out.
     """
 
     rank: int
@@ -85,6 +130,7 @@ class Lora:
     targets: tuple[str, ...]
     layers: tuple[tuple[int, int], ...] = ()
     named: tuple[str, ...] = ()
+    dropout: float = 0.0
 
     @property
     def scale(self) -> float:
@@ -120,34 +166,49 @@ class Lora:
         first = min(self.layer_numbers(sum(layers)), default=0)
         return sum(end <= first for end in accumulate(layers))
 
-    def targets_of(self, linear: str, *, is_gated: bool) -> tuple[LoraTarget, ...]:
+    def targets_of(self, linear: str, model: Matrices) -> tuple[LoraTarget, ...]:
         """List the published matrices of a layer of Megatron's that have adapters.
 
         Args:
             linear: name of the layer.
-            is_gated: the feed-forward layers of the model have a gate.
+            model: what its layers have.
 
         >>> lora = Lora(rank=2, alpha=4, targets=("v_proj", "q_proj", "gate_proj", "up_proj"))
-        >>> [target.child for target in lora.targets_of("linear_qkv", is_gated=True)]
+        >>> [target.child for target in lora.targets_of("linear_qkv", Matrices())]
         ['adapter_q', 'adapter_v']
-        >>> [target.child for target in lora.targets_of("linear_fc1", is_gated=False)]
+        >>> [target.child for target in lora.targets_of("linear_fc1", Matrices())]
         ['adapter_up']
         """
-        return tuple(target for target in self.pairs(is_gated=is_gated) if target.linear == linear)
+        return tuple(target for target in self.pairs(model) if target.linear == linear)
 
-    def pairs(self, *, is_gated: bool) -> tuple[LoraTarget, ...]:
+    def pairs(self, model: Matrices) -> tuple[LoraTarget, ...]:
         """List the published matrices of a layer that have adapters, in the order in which they are computed.
 
-        >>> lora = Lora(rank=2, alpha=4, targets=("down_proj", "gate_proj", "q_proj"))
-        >>> [target.published for target in lora.pairs(is_gated=False)]
+        >>> lora = Lora(rank=2, alpha=4, targets=("down_proj", "gate_proj", "q_proj", "kv_b_proj"))
+        >>> [target.published for target in lora.pairs(Matrices())]
         ['q_proj', 'down_proj']
+        >>> [target.linear for target in lora.pairs(Matrices(is_latent=True))]
+        ['linear_q_proj', 'linear_kv_up_proj', 'linear_fc2']
         """
-        return tuple(target for target in published_matrices(is_gated=is_gated) if target.published in self.targets)
+        return tuple(target for target in published_matrices(model) if target.published in self.targets)
 
 
-def published_matrices(*, is_gated: bool) -> tuple[LoraTarget, ...]:
+def published_matrices(model: Matrices) -> tuple[LoraTarget, ...]:
     """List the published matrices that a layer has; without a gate the feed-forward layer has but one in front."""
-    return tuple(target for target in TARGETS if is_gated or target.published != "gate_proj")
+    return tuple(target for target in TARGETS if target.needs(model))
+
+
+def matrices_of(arguments: Mapping[str, Any]) -> Matrices:
+    """Read which matrices a model has from Megatron's arguments.
+
+    >>> matrices_of({"swiglu": True, "multi_latent_attention": True, "q_lora_rank": None})
+    Matrices(is_gated=True, is_latent=True, has_latent_queries=False)
+    """
+    return Matrices(
+        is_gated=any(arguments.get(name) for name in ("swiglu", "quick_geglu")),
+        is_latent=bool(arguments.get("multi_latent_attention")),
+        has_latent_queries=bool(arguments.get("q_lora_rank")),
+    )
 
 
 def lora_of(arguments: Mapping[str, Any]) -> Lora | None:
@@ -160,7 +221,7 @@ def lora_of(arguments: Mapping[str, Any]) -> Lora | None:
     >>> lora_of(edge).layers, lora_of(edge | {"vtp_lora_layers": "cloud"}).layers
     (((0, 2), (6, 9)), ((2, 6),))
     """
-    rank, alpha = arguments.get("vtp_lora_rank"), arguments.get("vtp_lora_alpha")
+    rank, alpha, dropout = (arguments.get(f"vtp_lora_{name}") for name in ("rank", "alpha", "dropout"))
     if rank is None:
         return None
     named, layers = tuple(arguments.get("vtp_lora_targets") or ()), arguments.get("vtp_lora_layers") or ""
@@ -171,6 +232,7 @@ def lora_of(arguments: Mapping[str, Any]) -> Lora | None:
         targets=published_targets(named),
         layers=tuple(ranges),
         named=named,
+        dropout=dropout or 0.0,
     )
 
 
@@ -195,6 +257,7 @@ def arguments_of(lora: Lora) -> dict[str, Any]:
     return {
         "vtp_lora_rank": lora.rank,
         "vtp_lora_alpha": float(lora.alpha),
+        "vtp_lora_dropout": lora.dropout,
         "vtp_lora_targets": list(lora.targets),
         "vtp_lora_layers": ",".join(f"{first}:{end}" for first, end in lora.layers) or None,
     }
@@ -213,6 +276,7 @@ def published_targets(names: Sequence[str]) -> tuple[str, ...]:
     """Replace names of Megatron's layers by those of the matrices that they hold; no name stands for all.
 
     >>> published_targets(["linear_qkv", "o_proj"]), len(published_targets([]))
-    (('q_proj', 'k_proj', 'v_proj', 'o_proj'), 7)
+    (('q_proj', 'k_proj', 'v_proj', 'o_proj'), 11)
     """
-    return tuple(target.published for target in TARGETS if not names or {target.published, target.linear} & set(names))
+    found = [each.published for each in TARGETS if not names or {each.published, each.linear} & set(names)]
+    return tuple(dict.fromkeys(found))

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from vtp_plugin.host.rules.rule import OptionContext
 from vtp_plugin.host.versions.known_versions import capability
-from vtp_plugin.plan.model.lora import Lora
+from vtp_plugin.plan.model.lora import Lora, matrices_of, published_matrices
 
 
 def check_version(lora: Lora | None, version: str) -> Iterator[str]:
@@ -48,11 +48,17 @@ of sizes that divide 2
             f"--vtp-lora-layers ends at {max(ends)}; the model has {num_layers} layers; give numbers of at most "
             f"{num_layers}"
         )
-    is_gated = any(getattr(args, name, None) for name in ("swiglu", "quick_geglu"))
-    if "gate_proj" in lora.named and not is_gated:
-        yield "--vtp-lora-targets gate_proj; no stage holds such a layer without --swiglu; leave it out"
-    groups = getattr(args, "num_query_groups", None)
-    if getattr(args, "group_query_attention", False) and groups and any(groups % size for size in context.tp_sizes):
+    known = vars(args)
+    model = matrices_of(known)
+    held = {name for each in published_matrices(model) for name in (each.published, each.linear)}
+    if others := [name for name in lora.named if name not in held]:
+        yield (
+            f"--vtp-lora-targets {' '.join(others)}; no stage of this model holds such a layer; leave it out, or name "
+            f"some of {', '.join(dict.fromkeys(each.published for each in published_matrices(model)))}"
+        )
+    groups = known.get("num_query_groups")
+    is_grouped = known.get("group_query_attention") and not model.is_latent
+    if is_grouped and groups and any(groups % size for size in context.tp_sizes):
         yield (
             f"--num-query-groups {groups} with stages of tp {','.join(map(str, context.tp_sizes))}; ranks would share "
             f"keys, of which adapters cannot be cut; give stages of sizes that divide {groups}"

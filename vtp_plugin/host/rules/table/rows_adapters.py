@@ -16,7 +16,8 @@ ADAPTER_RULES: tuple[OptionRule, ...] = (
         way_out="adapt the attention alone, with --vtp-lora-targets linear_qkv linear_proj",
     ),
     *refused_adapters(
-        "the plugin has no adapters for latent attention, whose matrices are others", "--multi-latent-attention"
+        "it makes one matrix of two published ones, of which each would need a pair of its own",
+        "--mla-down-proj-fusion",
     ),
     *refused_adapters(
         "the plugin has no adapters for the layers of multi-token prediction", case("--mtp-num-layers", above(0))
