@@ -16,14 +16,17 @@ from typing import Any
 
 import torch
 from megatron.core.parallel_state import get_tensor_model_parallel_group
+from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, get_data_parallel_rng_tracker_name
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.host.patching import replaces
 from vtp_plugin.patches.patch_set import Moment
-from vtp_plugin.plan.model.lora import ADAPTER, Lora, LoraTarget, Matrices, is_adapter
+from vtp_plugin.plan.model.lora import ADAPTER, EXPERTS, Lora, LoraTarget, Matrices, is_adapter
 from vtp_plugin.runtime.step.adapter_start import fill, whole_factor
 from vtp_plugin.session import Session
 
@@ -39,15 +42,26 @@ class ReplicatedFactor(torch.nn.Linear):
 
     def __init__(self, columns: int, rows: int, base: Any) -> None:
         super().__init__(columns, rows, bias=False, device=base.weight.device, dtype=base.weight.dtype)
-        self.weight.sequence_parallel = base.config.sequence_parallel
+        self.group, self.is_expert = _group_of(base), base.is_expert
+        self.weight.sequence_parallel = base.config.sequence_parallel and not base.is_expert
+        if base.is_expert:
+            self.weight.allreduce = base.weight.allreduce
 
     def reset_parameters(self) -> None:
         """Draw nothing: random states go on as without adapters, and :func:`add_adapters` fills it."""
 
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Multiply. Of an expert that is cut each rank has a part of the gradient, which the backward adds up."""
+        weight: torch.Tensor = self.weight
+        if self.is_expert and self.group.size() > 1:
+            weight = copy_to_tensor_model_parallel_region(weight, group=self.group)
+        return torch.nn.functional.linear(input, weight)
+
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> dict[str, Any]:
         """Say how it is stored: once, by one rank."""
         state = self.state_dict(prefix="", keep_vars=True)
-        return make_sharded_tensors_for_checkpoint(state, prefix, {}, sharded_offsets)
+        groups = {"tp_group": self.group, "dp_cp_group": metadata["dp_cp_group"]} if self.is_expert else {}
+        return make_sharded_tensors_for_checkpoint(state, prefix, {}, sharded_offsets, **groups)
 
 
 class Pair(torch.nn.Module):
@@ -55,35 +69,38 @@ class Pair(torch.nn.Module):
 
     Args:
         base: the layer that holds the matrix.
-        rows: rows of the whole matrix.
+        seconds: name of B and rows of the whole matrix; several where matrices share an A, in the order of their rows.
         lora: the adapters of the run.
     """
 
-    def __init__(self, base: Any, rows: int, lora: Lora) -> None:
+    def __init__(self, base: Any, seconds: Mapping[str, int], lora: Lora) -> None:
         super().__init__()
-        self.scale, self.dropout = lora.scale, lora.dropout
+        self.scale, self.dropout, self.seconds = lora.scale, lora.dropout, tuple(seconds)
         self.group = _group_of(base)
         self.cut_axis = -1 if isinstance(base, RowParallelLinear) else 0 if base.config.sequence_parallel else None
         options: dict[str, Any] = {"config": base.config, "init_method": _draw_nothing, "bias": False}
+        options |= {"is_expert": base.is_expert}
         if hasattr(base, "tp_group"):
             options["tp_group"] = base.tp_group
-        linear_in: Any
-        linear_out: Any
         if isinstance(base, ColumnParallelLinear):
-            linear_in = ReplicatedFactor(base.input_size, lora.rank, base)
-            linear_out = ColumnParallelLinear(lora.rank, rows, gather_output=False, **options)
+            self.linear_in: Any = ReplicatedFactor(base.input_size, lora.rank, base)
+            for name, rows in seconds.items():
+                self.add_module(name, ColumnParallelLinear(lora.rank, rows, gather_output=False, **options))
         else:
-            options |= {"input_is_parallel": True, "skip_bias_add": False}
-            linear_in = RowParallelLinear(base.input_size, lora.rank, **options)
-            linear_out = ReplicatedFactor(lora.rank, rows, base)
-        self.linear_in, self.linear_out = linear_in, linear_out
-        self.shapes = {"linear_in": (lora.rank, base.input_size), "linear_out": (rows, lora.rank)}
+            options |= {"input_is_parallel": True, "skip_bias_add": True}
+            self.linear_in = RowParallelLinear(base.input_size, lora.rank, **options)
+            for name, rows in seconds.items():
+                self.add_module(name, ReplicatedFactor(lora.rank, rows, base))
+        self.shapes = {"linear_in": (lora.rank, base.input_size)}
+        self.shapes |= {name: (rows, lora.rank) for name, rows in seconds.items()}
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         """Compute what the adapter adds to the layer's output, as that is cut."""
         if self.dropout and self.training:
             inputs = _drop(inputs, self.dropout, self.cut_axis, self.group)
-        return _first(self.linear_out(_first(self.linear_in(inputs)) * self.scale))
+        between = _first(self.linear_in(inputs)) * self.scale
+        added = [_first(getattr(self, name)(between)) for name in self.seconds]
+        return added[0] if len(added) == 1 else torch.cat(added, dim=-1)
 
 
 def _drop(inputs: torch.Tensor, share: float, cut_axis: int | None, group: Any) -> torch.Tensor:
@@ -139,6 +156,7 @@ class Adapted:
     adapter: torch.nn.Module
     adapter_place: tuple[int, int]
     """Which of the layers with adapters this is, and how many there are."""
+    is_expert: bool
 
     def forward(self, input_: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Run the layer, and add what its adapters compute."""
@@ -155,7 +173,9 @@ class Adapted:
         before = f"{prefix}{ADAPTER}."
         found = {key: value for key, value in stored.items() if not key.startswith(before)}
         place, count = self.adapter_place
-        own = [(axis, place, count) if axis == 0 else (axis, *rest) for axis, *rest in sharded_offsets]
+        # An expert's own dimension is the last of these.
+        has_layers = len(sharded_offsets) > (self.is_expert and not (metadata or {}).get("singleton_local_shards"))
+        own = [(0, place, count) if axis == 0 and has_layers else (axis, *rest) for axis, *rest in sharded_offsets]
         return found | _sharded(self.adapter, before, tuple(own), metadata)
 
 
@@ -178,26 +198,43 @@ def add_adapters(chunk: Any, lora: Lora, *, seed: int) -> None:
     """
     chunk.requires_grad_(False)
     config = chunk.config
-    numbers, model = lora.layer_numbers(config.num_layers), _matrices(config)
+    numbers = lora.layer_numbers(config.num_layers)
     for layer in chunk.decoder.layers:
         number = layer.layer_number - 1
         if number not in numbers:
             continue
         place = numbers.index(number), len(numbers)
-        for linear, pairs in itertools.groupby(lora.pairs(model), key=lambda target: target.linear):
+        has_experts = isinstance(layer.mlp, MoELayer)
+        model = _matrices(config, has_experts=has_experts)
+        for (block, linear), pairs in itertools.groupby(lora.pairs(model), key=lambda pair: (pair.block, pair.linear)):
             wanted = [*pairs]
-            block = layer.self_attention if wanted[0].block == "self_attn" else layer.mlp
-            _adapt(getattr(block, linear, None), wanted, lora, f"layers.{number}", seed, place)
+            for expert, module in _blocks(layer, block):
+                _adapt(getattr(module, linear, None), wanted, lora, model, f"layers.{number}", expert, seed, place)
     has_adapters = any(layer.layer_number - 1 in numbers for layer in chunk.decoder.layers)
     if chunk.pre_process and has_adapters and config.recompute_granularity is not None:
         # A reentrant checkpoint whose inputs need no gradient gives its outputs none, and trains nothing inside.
         chunk.embedding.register_forward_hook(_need_gradient)
 
 
-def _matrices(config: Any) -> Matrices:
-    """Say which published matrices the layers of a model have."""
+def _blocks(layer: Any, block: str) -> Iterator[tuple[int, Any]]:
+    """Yield the modules of a layer that hold matrices of a block, the experts of this rank with their numbers."""
+    if block != EXPERTS:
+        yield 0, layer.self_attention if block == "self_attn" else layer.mlp
+        return
+    experts = layer.mlp.experts
+    if not isinstance(experts, SequentialMLP):
+        raise ConfigError(
+            f"--vtp-lora-rank with {type(experts).__name__}; adapters of experts are for those that Megatron computes "
+            "one by one; leave --moe-grouped-gemm out, or adapt the attention alone"
+        )
+    yield from enumerate(experts.local_experts, experts.ep_group.rank() * experts.num_local_experts)
+
+
+def _matrices(config: Any, *, has_experts: bool) -> Matrices:
+    """Say which published matrices the layers of a model have, those with experts or those without."""
     return Matrices(
         is_gated=config.gated_linear_unit,
+        has_experts=has_experts,
         is_latent=config.multi_latent_attention,
         has_latent_queries=bool(getattr(config, "q_lora_rank", None)),
     )
@@ -214,7 +251,16 @@ def trained_besides(chunks: Sequence[torch.nn.Module]) -> Iterator[str]:
             return
 
 
-def _adapt(base: Any, wanted: Sequence[LoraTarget], lora: Lora, layer: str, seed: int, place: tuple[int, int]) -> None:
+def _adapt(
+    base: Any,
+    wanted: Sequence[LoraTarget],
+    lora: Lora,
+    model: Matrices,
+    layer: str,
+    expert: int,
+    seed: int,
+    place: tuple[int, int],
+) -> None:
     """Give one linear layer the adapters of the matrices that it holds."""
     if type(base) not in (ColumnParallelLinear, RowParallelLinear):
         raise ConfigError(
@@ -229,17 +275,18 @@ def _adapt(base: Any, wanted: Sequence[LoraTarget], lora: Lora, layer: str, seed
                 f"adapters of {num_groups} groups of queries on {group.size()} ranks; ranks would share keys, of which "
                 "adapters cannot be cut; give stages of sizes that divide the number of groups"
             )
-        pairs = {target.child: Pair(base, rows[target.child], lora) for target in wanted}
+        pairs = {target.child: Pair(base, {"linear_out": rows[target.child]}, lora) for target in wanted}
         own_rows = {name: number // group.size() for name, number in rows.items()}
         base.adapter = Fused(pairs, own_rows, num_groups // group.size())
     else:
-        base.adapter = Pair(base, base.output_size, lora)
+        seconds = wanted[0].seconds(model)
+        base.adapter = Pair(base, {name: base.output_size // len(seconds) for name in seconds}, lora)
         pairs = {"": base.adapter}
     base.adapter_place = place
     for target in wanted:
         pair = pairs[target.child]
         for name, shape in pair.shapes.items():
-            whole = whole_factor(f"{layer}.{target.place}.{name}", shape, seed=seed)
+            whole = whole_factor(f"{layer}.{target.place.format(expert=expert)}.{name}", shape, seed=seed)
             fill(getattr(pair, name).weight, whole, rank=group.rank())
     base.__class__ = _adapted(type(base))
 

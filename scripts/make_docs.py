@@ -435,7 +435,7 @@ def _kept(*, is_waiting: bool = False) -> str:
     )  # fmt: skip
     latent = Latent(q_lora_rank=1536, kv_lora_rank=512, qk_head_dim=128, qk_pos_emb_head_dim=64, v_head_dim=128)
     again = replace(batch, recompute=Recompute(core_attention=True))
-    lora = Lora(rank=16, alpha=32, targets=("q_proj", "v_proj"))
+    lora = Lora(rank=16, alpha=32, targets=("q_proj", "v_proj"), dropout=0.05)
 
     def kept(row: KeptRow, batch: Microbatch) -> str:
         dense = Sizes(model=model, batch=batch, tp=2)

@@ -18,6 +18,8 @@ _LATENT = "--swiglu --disable-bias-linear --normalization RMSNorm --multi-latent
 _LATENT += " --qk-head-dim 6 --qk-pos-emb-head-dim 4 --v-head-dim 8 --position-embedding-type rope --no-rope-fusion"
 LATENT_KEYS = [*_LATENT.split(), "--no-bias-swiglu-fusion", "--untie-embeddings-and-output-weights"]
 LATENT = [*LATENT_KEYS, "--q-lora-rank", "36", "--qk-layernorm"]
+EXPERTS = [*LLAMA_LIKE, "--num-experts", "6", "--moe-router-topk", "2", "--moe-ffn-hidden-size", "40"]
+EXPERTS += ["--moe-token-dispatcher-type", "alltoall", "--moe-router-load-balancing-type", "none"]
 NUM_FACTORS = 4 * 7 * 2
 """Layers, published matrices of each, factors of each pair."""
 Factors = dict[str, np.ndarray[Any, Any]]
@@ -30,9 +32,10 @@ def whole_factors(runs: Sequence[ScriptRun], fact: str = "adapters") -> Factors:
         assert run.facts["base is as it was"] and run.facts["num_base"] > 0
         for name, part in run.facts[fact].items():
             others = parts.setdefault(name, {})
-            if run.facts["tp_rank"] in others:
-                np.testing.assert_array_equal(part, others[run.facts["tp_rank"]])
-            others[run.facts["tp_rank"]] = part
+            rank = run.facts["etp_rank" if "experts" in name else "tp_rank"]
+            if rank in others:
+                np.testing.assert_array_equal(part, others[rank])
+            others[rank] = part
     return {name: _join(name, [of_ranks[rank] for rank in sorted(of_ranks)]) for name, of_ranks in parts.items()}
 
 

@@ -17,6 +17,7 @@ from vtp_plugin.cli import main
 peft = pytest.importorskip("peft", "0.19", reason="the adapters are compared with PEFT's: vtp-plugin[lora]")
 pytestmark = [pytest.mark.needs("scripts_here"), pytest.mark.filterwarnings("ignore::FutureWarning")]
 ALL = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+OF_EXPERTS = ("experts.gate_up_proj", "experts.down_proj")
 SGD = ["--optimizer", "sgd", "--lr", "3e-3", "--min-lr", "3e-3", "--weight-decay", "0", "--sgd-momentum", "0.9"]
 FIRST, LAST = 3, 7
 """The first two steps change nothing, the second one stores gradients; five steps of SGD follow."""
@@ -25,7 +26,12 @@ FIRST, LAST = 3, 7
 def make_adapters(model: Any, folder: Path, targets: Sequence[str], layers: Sequence[int] | None = None) -> Any:
     """Give a model adapters of PEFT's whose factors are both random, and save them."""
     config = peft.LoraConfig(
-        r=5, lora_alpha=15, target_modules=list(targets), layers_to_transform=layers, task_type="CAUSAL_LM"
+        r=5,
+        lora_alpha=15,
+        target_modules=[name for name in targets if name not in OF_EXPERTS],
+        target_parameters=[f"mlp.{name}" for name in targets if name in OF_EXPERTS] or None,
+        layers_to_transform=layers,
+        task_type="CAUSAL_LM",
     )
     adapted = peft.get_peft_model(model, config)
     torch.manual_seed(3)
@@ -70,6 +76,8 @@ def assert_close(found: dict[str, Any], wanted: dict[str, Any], tolerance: float
         pytest.param("mistral", "1,2 U", ("v_proj", "up_proj"), None, [], marks=pytest.mark.full),
         pytest.param("qwen-3-moe", "2,1,3", ALL[:4], None, [], marks=pytest.mark.full),
         pytest.param("mixtral", "1,2 U", ("q_proj", "o_proj"), None, [], marks=pytest.mark.full),
+        pytest.param("mixtral", "1,2", (*ALL[:4], *OF_EXPERTS), None, [], marks=pytest.mark.full),
+        pytest.param("qwen-3-moe", "2,1,3", ("v_proj", OF_EXPERTS[1]), None, [], marks=pytest.mark.full),
     ],
 )
 def test_a_run_computes_what_peft_computes(
@@ -125,7 +133,11 @@ def test_a_run_computes_what_peft_computes(
     np.testing.assert_allclose(logits_of(load(tmp_path / "merged"), tokens[0]), wanted, rtol=0, atol=LOGITS)
     before, merged = tensors_of(published), tensors_of(tmp_path / "merged")
     for key, value in before.items():
-        is_target = any(f".{target}." in key for target in targets)
+        is_target = any(f".{target}." in key for target in targets) or any(
+            ".experts." in key and (".w2." in key or ".down_proj." in key) == ("down" in target)
+            for target in targets
+            if target in OF_EXPERTS
+        )
         is_layer = layers is None or any(f".layers.{layer}." in key for layer in layers)
         assert torch.equal(merged[key], value) != (is_target and is_layer and key.endswith("weight")), key
     run_json(capsys, "import", "--peft", tmp_path / "trained", *like, "--to", tmp_path / "again")

@@ -9,7 +9,7 @@ from typing import Any
 import megatron.training.training as training
 import torch
 from megatron.core.models.gpt import gpt_model
-from megatron.core.parallel_state import get_tensor_model_parallel_rank
+from megatron.core.parallel_state import get_expert_tensor_parallel_rank, get_tensor_model_parallel_rank
 
 from tests.multiproc.hooks.in_place import Facts, after, around, before
 from vtp_plugin.patches import lora_layers
@@ -47,6 +47,7 @@ def note_lora(facts: Facts) -> Callable[[], None]:
             before_steps.append(parameters(are_adapters=False))
             facts["start"] = {name: weight.float().numpy() for name, weight in parameters(are_adapters=True).items()}
             facts["tp_rank"] = get_tensor_model_parallel_rank()
+            facts["etp_rank"] = get_expert_tensor_parallel_rank()
 
     def finish() -> None:
         facts["adapters"] = {name: weight.float().numpy() for name, weight in parameters(are_adapters=True).items()}
@@ -61,7 +62,11 @@ def _whole_name(chunk: Any, name: str) -> str:
     """Name a factor as in the whole model."""
     words = name.split(".")
     place = words.index("layers") + 1
-    words[place] = str(chunk.decoder.layers[int(words[place])].layer_number - 1)
+    layer = chunk.decoder.layers[int(words[place])]
+    words[place] = str(layer.layer_number - 1)
+    if "local_experts" in words:
+        experts, own = layer.mlp.experts, words.index("local_experts") + 1
+        words[own] = str(experts.ep_group.rank() * experts.num_local_experts + int(words[own]))
     return ".".join(words)
 
 

@@ -113,6 +113,8 @@ CASES = [
     plain("adapters-dropout-latent", "1,2", *LATENT.split(), *GATED, *LORA[:2], "--vtp-lora-dropout", "0.1"),
     plain("adapters-latent", "1,2", *LATENT.split(), *GATED, "--qk-layernorm", *LORA[:2]),
     plain("adapters-latent-sharded", "3,1", *LATENT.split(), *GATED, *LORA[:2], "--sequence-parallel", "--bf16"),
+    plain("adapters-of-experts", "1,2", *EXPERTS.split(), *GATED, *DEEP, *LORA[:2]),
+    plain("adapters-of-cut-experts", "2,1", *EXPERTS.split()[:-4], *GATED, *LORA[:3], "experts.down_proj", "q_proj"),
     plain("experts-unscored", "1,2", *EXPERTS.split(), "--disable-bias-linear", "--no-bias-gelu-fusion", "--bf16"),
 ]
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.multiproc.cases.lora_cases import (
+    EXPERTS,
     LATENT,
     LATENT_KEYS,
     LLAMA_LIKE,
@@ -163,6 +164,53 @@ def test_adapters_of_latent_attention_move(scripts: Scripts, tmp_path: Path) -> 
     (tmp_path / "own/latest_checkpointed_iteration.txt").write_text("2")
     runs = scripts.train("2,1", [*words, *SEQUENCE, "--load", own], hooks=[*HOOKS, *hooks])
     assert_same_training(runs, first, first=2)
+
+
+EP_1_2 = [*SEQUENCE, "--vtp-ep-list", "1,2", "--vtp-etp-list", "1,1"]
+ETP_1_2 = [*SEQUENCE, "--vtp-ep-list", "1,1", "--vtp-etp-list", "1,2"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "extra", "dp", "same"),
+    [
+        pytest.param("1,2", EP_1_2, 1, [], id="ep-1,2"),
+        pytest.param("1,2", ETP_1_2, 1, [], id="etp-1,2", marks=FULL),
+        pytest.param(
+            "2,1", [*SEQUENCE, "--vtp-ep-list", "2,1", "--vtp-etp-list", "1,1", *RECOMPUTE], 1, [], id="ep-2,1"
+        ),
+        pytest.param("1,2", EP_1_2, 2, [], id="ep-1,2-dp2", marks=FULL),
+        pytest.param("1,2", [*EP_1_2, *U_SHAPE, "1,1,2"], 1, [], id="u-ep-1,2", marks=FULL),
+        pytest.param("1,2", [*EP_1_2, *PLANNED, "--vtp-split-backward"], 1, [], id="split", marks=FULL),
+        pytest.param("1,2", EP_1_2, 1, ["--moe-layer-freq", "2"], id="every-second", marks=FULL),
+        pytest.param("1,2", ETP_1_2, 1, ["--vtp-lora-targets", "experts.down_proj"], id="down", marks=FULL),
+    ],
+)
+def test_experts(scripts: Scripts, tmp_path: Path, sizes: str, extra: list[str], dp: int, same: list[str]) -> None:
+    """A pair for each expert; gate and up share one A."""
+    scripts.train(
+        "1",
+        [
+            *EXPERTS,
+            *(same if "--moe-layer-freq" in same else []),
+            "--train-iters",
+            "1",
+            "--save",
+            str(tmp_path),
+            "--save-interval",
+            "1",
+        ],
+    )
+    words = [*EXPERTS, *LORA, *SGD, *same, "--pretrained-checkpoint", str(tmp_path)]
+    wanted = scripts.train("1", [*words, "--global-batch-size", str(8 * dp)], hooks=HOOKS)
+    runs = scripts.train(sizes, [*words, *extra], dp=dp, hooks=HOOKS)
+    assert_same_training(runs, wanted)
+    of_attention, of_expert = 4 * 2, 3 + 2
+    number = 4 * (of_attention + 6 * of_expert)
+    if "--moe-layer-freq" in same:
+        number = 4 * of_attention + 2 * 6 * of_expert + 2 * 3 * 2
+    if "--vtp-lora-targets" in same:
+        number = 4 * 6 * 2
+    assert_same_factors(runs, wanted, number=number)
 
 
 @pytest.mark.parametrize(

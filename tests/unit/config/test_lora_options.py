@@ -19,11 +19,14 @@ from vtp_plugin.plan.model.lora import TARGETS, Lora, arguments_of, lora_of
 def test_values() -> None:
     config = read_keywords({"lora_rank": 4, "lora_targets": "q_proj linear_fc1", "lora_layers": "0:2,5:6"})
     lora = config.lora
-    assert lora is not None and lora.scale == 1 and lora.targets == ("q_proj", "gate_proj", "up_proj")
+    assert lora is not None and lora.scale == 1
+    assert lora.targets == ("q_proj", "gate_proj", "up_proj", "experts.gate_up_proj")
     assert lora.layer_numbers(7) == (0, 1, 5)
     assert VtpConfig().lora is None
     everything = read_keywords({"lora_rank": 4, "lora_alpha": 8}).lora
-    assert everything is not None and everything.scale == 2 and len(everything.targets) == len(TARGETS)
+    assert (
+        everything is not None and everything.scale == 2 and len(everything.targets) == len(TARGETS) - 1
+    )  # two q_proj
     again = lora_of(arguments_of(lora))
     assert again is not None and (again.rank, again.targets, again.layers) == (4, lora.targets, lora.layers)
 
@@ -46,6 +49,8 @@ def test_layers_of_a_site(site: str, layers: tuple[int, ...]) -> None:
         ({"lora_rank": 4, "lora_layers": "0:2,egde"}, "the entry 'egde'; it is no range of layers"),
         ({"lora_rank": 0}, "--vtp-lora-rank 0; a rank is at least 1"),
         ({"lora_rank": 4, "lora_alpha": -1}, "--vtp-lora-alpha -1; it is positive"),
+        ({"lora_rank": 4, "lora_dropout": 1.0}, "--vtp-lora-dropout 1.0; it is a share below 1"),
+        ({"lora_dropout": 0.1}, "--vtp-lora-dropout without --vtp-lora-rank"),
         ({"lora_alpha": 8}, "--vtp-lora-alpha without --vtp-lora-rank"),
         ({"lora_targets": "q_proj"}, "--vtp-lora-targets without --vtp-lora-rank"),
         ({"lora_layers": "0:1"}, "--vtp-lora-layers without --vtp-lora-rank"),
@@ -70,12 +75,41 @@ def test_adapters_need_a_list() -> None:
     ("changed", "lora", "said"),
     [
         ({}, {"layers": ((0, 5),)}, "--vtp-lora-layers ends at 5; the model has 4 layers"),
-        ({"swiglu": False}, {"named": ("gate_proj",)}, "no stage holds such a layer without --swiglu"),
+        (
+            {"swiglu": False},
+            {"named": ("gate_proj",)},
+            "--vtp-lora-targets gate_proj; no stage of this model holds such",
+        ),
+        (
+            {},
+            {"named": ("linear_q_proj", "q_proj")},
+            "--vtp-lora-targets linear_q_proj; no stage of this model holds such",
+        ),
+        (
+            {},
+            {"named": ("experts.down_proj",)},
+            "--vtp-lora-targets experts.down_proj; no stage of this model holds such",
+        ),
+        (
+            {"multi_latent_attention": True},
+            {"named": ("k_proj",)},
+            "name some of q_proj, kv_a_proj_with_mqa, kv_b_proj,",
+        ),
         ({"num_query_groups": 1}, {}, "--num-query-groups 1 with stages of tp 1,2"),
         (
-            {"num_experts": 4},
+            {"num_experts": 4, "moe_grouped_gemm": True},
+            {"targets": ("experts.down_proj",)},
+            "--moe-grouped-gemm with --vtp-lora-rank; it computes the experts of a rank as one",
+        ),
+        (
+            {"num_experts": 4, "moe_shared_expert_intermediate_size": 8},
             {"targets": ("up_proj",)},
-            "--num-experts 4 with --vtp-lora-rank; the plugin has no adapters for experts",
+            "--moe-shared-expert-intermediate-size 8 with --vtp-lora-rank; the plugin has no adapters for",
+        ),
+        (
+            {"num_experts": 4},
+            {"targets": ("experts.down_proj",), "dropout": 0.5},
+            "--vtp-lora-dropout 0.5 with adapters of experts; ranks have other tokens for them",
         ),
         ({"transformer_impl": "transformer_engine"}, {}, "--transformer-impl transformer_engine with --vtp-lora-rank"),
     ],

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
-import torch
-
 from vtp_plugin.checkpoint.format.checkpoint_files import itemsize
 from vtp_plugin.checkpoint.format.contents import Contents, Part, Whole
 from vtp_plugin.checkpoint.format.safe_pickle import PickledObject
@@ -397,8 +395,7 @@ def write_export(plan: Export, target: Path, on_written: Callable[[int], None]) 
             with (part / name).open("wb") as file:
                 write_header(file, tensors)
                 for tensor in tensors:
-                    added = None if plan.adapters is None else plan.adapters.scaled_factors(tensor.name)
-                    for data in _elements(elements, plan.places[tensor.name], added):
+                    for data in _elements(elements, tensor.name, plan.places[tensor.name], plan.adapters):
                         InParts(file).write(data)
                         on_written(len(data))
         if len(plan.files) > 1:
@@ -408,15 +405,18 @@ def write_export(plan: Export, target: Path, on_written: Callable[[int], None]) 
 
 
 def _elements(
-    elements: Elements,
-    places: list[tuple[TensorShare, _Stored]],
-    added: tuple[torch.Tensor, torch.Tensor] | None = None,
+    elements: Elements, name: str, places: list[tuple[TensorShare, _Stored]], adapters: Adapters | None
 ) -> Iterator[memoryview]:
-    """Yield the bytes of a Hugging Face tensor, slab by slab."""
+    """Yield the bytes of a Hugging Face tensor, slab by slab, with what adapters add."""
     for share, stored in sorted(places, key=lambda place: place[0].first):
         for box in cut_pieces(share.box, itemsize(stored.dtype)):
             found = read_box(elements, stored.parts_of(share), box, stored.dtype)
-            if added is not None:
+            row = stored.tensor.row.parameter
+            if adapters is not None and row.is_routed:
+                (layer, _), (expert, _), *rest = box
+                if (added := adapters.scaled_of_expert(layer, row.module.rpartition(".")[2], expert)) is not None:
+                    found = merge_into_base(found, added, tuple(rest))
+            elif adapters is not None and (added := adapters.scaled_factors(name)) is not None:
                 found = merge_into_base(found, added, share.hf_box(box))
             yield bytes_of(found.contiguous())
 

@@ -2,13 +2,15 @@
 
 Follows ``peft.utils.save_and_load`` and ``peft.tuners.lora.config.LoraConfig`` of PEFT 0.21: ``adapter_config.json``,
 and ``adapter_model.safetensors`` with ``base_model.model.model.layers.{layer}.{block}.{matrix}.lora_{A,B}.weight``.
+Those of experts are of ``target_parameters`` (``peft.tuners.lora.layer.ParamWrapper``), which transformers 5 needs: one
+A ``[E * r, in]`` and one B ``[out, r * E]`` for all experts of a layer, in B the expert changing fastest.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -37,13 +39,16 @@ from vtp_plugin.checkpoint.tools.writer import (
 )
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.plan.model.gpt_model import LAYERS, GPTModel
-from vtp_plugin.plan.model.lora import Lora, LoraTarget, Matrices, is_adapter, lora_of, published_matrices
+from vtp_plugin.plan.model.lora import EXPERTS, GATE_UP, Lora, LoraTarget, is_adapter, lora_of, published_matrices
 from vtp_plugin.util.index_boxes import Box, whole_box
 
 PEFT_CONFIG: Final = "adapter_config.json"
 PEFT_WEIGHTS: Final = "adapter_model.safetensors"
 _NAME: Final = re.compile(r"base_model\.model\.model\.layers\.(\d{1,6})\.(\w+)\.(\w+)\.lora_([AB])\.weight")
-_FACTORS: Final = {"A": "linear_in", "B": "linear_out"}
+_EXPERTS_NAME: Final = re.compile(
+    r"base_model\.model\.model\.layers\.(\d{1,6})\.mlp\.experts\.(?:base_layer\.)?lora_[AB]\.weight"
+)
+_FIRST: Final = "linear_in"
 # Fields of LoraConfig that change what is computed, with the values with which nothing but the product is added.
 _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "peft_type": ("LORA",),
@@ -57,29 +62,37 @@ _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "alpha_pattern": ({},),
     "layer_replication": (None,),
     "trainable_token_indices": (None,),
-    "target_parameters": ((), None),
     "use_qalora": (False,),
     "use_bdlora": (None, False),
     "megatron_config": (None,),
 }
-# What the published models that the plugin reads have; none of them has latent attention.
-_MATRICES: Final = published_matrices(Matrices(is_gated=True))
 _MAX_NAMED: Final = 3
 
 
-def shape_of(target: LoraTarget, factor: str, lora: Lora, model: GPTModel) -> tuple[int, int]:
-    """Return rows and columns of a whole factor.
+def matrices_of(model: GPTModel) -> tuple[LoraTarget, ...]:
+    """List the published matrices of a layer of a published model."""
+    return published_matrices(model.matrices(has_experts=model.experts is not None))
+
+
+def factors_of(lora: Lora, model: GPTModel) -> list[tuple[LoraTarget, str, tuple[int, ...]]]:
+    """List the factors of a layer: the matrix that each is beside, its module and its shape, experts first.
 
     Args:
-        target: the published matrix that it is beside.
-        factor: ``A`` or ``B``.
         lora: the adapters.
         model: sizes of the model.
     """
-    wide = {"o_proj": model.queries, "down_proj": model.ffn}.get(target.published, model.hidden)
+    found: list[tuple[LoraTarget, str, tuple[int, ...]]] = []
+    kinds = model.matrices(has_experts=model.experts is not None)
+    ffn = model.ffn if model.experts is None else model.experts.ffn
+    wide = {"o_proj": model.queries, "down_proj": ffn, "experts.down_proj": ffn}
     rows = {"q_proj": model.queries, "k_proj": model.keys, "v_proj": model.keys}
-    rows |= dict.fromkeys(("gate_proj", "up_proj"), model.ffn)
-    return (lora.rank, wide) if factor == "A" else (rows.get(target.published, model.hidden), lora.rank)
+    rows |= dict.fromkeys(("gate_proj", "up_proj", GATE_UP), ffn)
+    for target in lora.pairs(kinds):
+        lead = (model.num_experts,) if target.block == EXPERTS else ()
+        found.append((target, _FIRST, (*lead, lora.rank, wide.get(target.published, model.hidden))))
+        shape = (*lead, rows.get(target.published, model.hidden), lora.rank)
+        found += [(target, second, shape) for second in target.seconds(kinds)]
+    return found
 
 
 def plan_import_peft(folder: Path, like: Path, target: Path) -> Import:
@@ -97,11 +110,9 @@ def plan_import_peft(folder: Path, like: Path, target: Path) -> Import:
     model, passed = begin_import(like, target)
     shards = Shards(folder, single=PEFT_WEIGHTS)
     lora = _read_lora(folder, shards, model)
-    layers = lora.layer_numbers(model.num_layers)
-    expected = {
-        _name(layer, each, factor): shape_of(each, factor, lora, model)
-        for layer, each, factor in product(layers, _targets(lora), _FACTORS)
-    }
+    layers, factors = lora.layer_numbers(model.num_layers), factors_of(lora, model)
+    refuse(_take_apart(shards, lora, model))
+    expected = {_name(layer, each, factor): shape for layer, (each, factor, shape) in product(layers, factors)}
     problems = [f"{name} is missing; every layer with adapters has those of all matrices" for name in expected]
     problems = [line for line in problems if line.partition(" ")[0] not in shards.names]
     problems += [
@@ -115,8 +126,8 @@ def plan_import_peft(folder: Path, like: Path, target: Path) -> Import:
     )
     pieces = [
         NewPiece(_key(each, factor), dtype, shape, box, parts=(TensorShare(name, 0, whole, 1),))
-        for each, factor in product(_targets(lora), _FACTORS)
-        for shape in ((len(layers), *shape_of(each, factor, lora, model)),)
+        for each, factor, own in factors
+        for shape in ((len(layers), *own),)
         for place, layer in enumerate(layers)
         for name in (_name(layer, each, factor),)
         for dtype in (shards.dtype_of(name),)
@@ -126,20 +137,62 @@ def plan_import_peft(folder: Path, like: Path, target: Path) -> Import:
     return Import(like, model, shards, (folder / PEFT_WEIGHTS,), tuple(pieces), tuple(passed), lora)
 
 
+def _take_apart(shards: Shards, lora: Lora, model: GPTModel) -> Iterator[str]:
+    """Give the shards a tensor for each factor of experts in the place of PEFT's; yield a line where that cannot be."""
+    for layer, (target, name) in product(lora.layer_numbers(model.num_layers), _names_of_experts(lora).items()):
+        names = [_name_in_experts(layer, name, factor) for factor in "AB"]
+        if missing := [each for each in names if each not in shards.names]:
+            yield f"{shards.folder}: {missing[0]} is missing; every layer with adapters has those of all matrices"
+            continue
+        shapes = {factor: shape for each, factor, shape in factors_of(lora, model) if each.published == target}
+        (number, rank, columns), seconds = shapes.pop(_FIRST), shapes
+        rows = sum(shape[1] for shape in seconds.values())
+        for each, wanted in zip(names, ((number * rank, columns), (rows, rank * number)), strict=True):
+            if shards.shape(each) != wanted:
+                yield f"{shards.folder}: {each} has the shape {shards.shape(each)}, and {wanted} is expected"
+                return
+        one, two = (shards.whole(each) for each in names)
+        of_target = next(each for each in matrices_of(model) if each.published == target)
+        shards.put(_name(layer, of_target, _FIRST), one.view(number, rank, columns), instead_of=names[0])
+        parts = two.view(rows, rank, number).permute(2, 0, 1).chunk(len(seconds), dim=1)
+        for factor, part in zip(seconds, parts, strict=True):
+            shards.put(_name(layer, of_target, factor), part, instead_of=names[1])
+        shards.drop(names)
+
+
+def _put_together(factors: Mapping[str, torch.Tensor], names: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give A and B of all experts of a layer as PEFT has them, from their factors, A first."""
+    one, *seconds = (factors[name] for name in names)
+    two = torch.cat(seconds, dim=1).permute(1, 2, 0)
+    return one.flatten(0, 1), two.reshape(len(two), -1)
+
+
+def _names_of_experts(lora: Lora) -> dict[str, str]:
+    """Say where PEFT keeps the factors of experts: the wrapper of one parameter lies inside that of the next one."""
+    found = [name for name in (GATE_UP, "experts.down_proj") if name in lora.targets]
+    return dict(zip(found, ("base_layer.", "") if len(found) > 1 else ("",), strict=True)) if found else {}
+
+
+def _name_in_experts(layer: int, inside: str, factor: str) -> str:
+    return f"base_model.model.model.layers.{layer}.mlp.experts.{inside}lora_{factor}.weight"
+
+
 def _read_lora(folder: Path, shards: Shards, model: HFModel) -> Lora:
     """Read what the adapters are, from their config and from the names of their tensors."""
     config = _read_config(folder)
-    refuse(_variants(folder, config, shards))
+    refuse(_variants(folder, config, shards, model))
     found = [match for name in shards.names if (match := _NAME.fullmatch(name)) is not None]
-    layers = sorted({int(match[1]) for match in found})
+    of_experts = [match for name in shards.names if (match := _EXPERTS_NAME.fullmatch(name)) is not None]
+    layers = sorted({int(match[1]) for match in [*found, *of_experts]})
     named = {match[3] for match in found}
+    named |= {f"experts.{each.rpartition('.')[2]}" for each in config.get("target_parameters") or ()}
     ends = [layer for layer in layers if layer + 1 not in layers]
     begins = [layer for layer in layers if layer - 1 not in layers]
     is_all = layers == list(range(model.num_layers))
     return Lora(
         rank=config["r"],
         alpha=config["lora_alpha"],
-        targets=tuple(each.published for each in _MATRICES if each.published in named),
+        targets=tuple(each.published for each in matrices_of(model) if each.published in named),
         layers=() if is_all else tuple((begin, end + 1) for begin, end in zip(begins, ends, strict=True)),
         dropout=config.get("lora_dropout", 0.0),
     )
@@ -159,7 +212,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def _variants(folder: Path, config: Mapping[str, Any], shards: Shards) -> Iterator[str]:
+def _variants(folder: Path, config: Mapping[str, Any], shards: Shards, model: GPTModel) -> Iterator[str]:
     """Say what of the adapters the plugin does not compute."""
     way_out = "train adapters without it, or merge them with PEFT"
     for field, neutral in _NEUTRAL.items():
@@ -172,9 +225,19 @@ def _variants(folder: Path, config: Mapping[str, Any], shards: Shards) -> Iterat
             f"{folder / PEFT_CONFIG}: init_lora_weights is {start!r}; some such starts change the base; convert the "
             "adapters with PEFT's path_initial_model_for_weight_conversion, which writes true"
         )
-    known = {(each.block, each.published) for each in _MATRICES}
+    known = {(each.block, each.published) for each in matrices_of(model)}
+    parameters = config.get("target_parameters") or []
+    for name in parameters if isinstance(parameters, list) else (parameters,):
+        if not isinstance(name, str) or (EXPERTS, ".".join(name.split(".")[-2:])) not in known:
+            yield (
+                f"{folder / PEFT_CONFIG}: target_parameters has {name!r}; the plugin's adapters are for "
+                f"experts.gate_up_proj and experts.down_proj of models with experts; {way_out}"
+            )
     others = [
-        name for name in shards.names if (match := _NAME.fullmatch(name)) is None or match.group(2, 3) not in known
+        name
+        for name in shards.names
+        if not (parameters and _EXPERTS_NAME.fullmatch(name))
+        and ((match := _NAME.fullmatch(name)) is None or match.group(2, 3) not in known)
     ]
     for name in others[:_MAX_NAMED]:
         yield f"{folder}: {name} is beside no matrix that the plugin's adapters are for; {way_out}"
@@ -182,16 +245,15 @@ def _variants(folder: Path, config: Mapping[str, Any], shards: Shards) -> Iterat
         yield f"{folder}: there is no tensor; adapters have two for each matrix; save them again with PEFT"
 
 
-def _targets(lora: Lora) -> list[LoraTarget]:
-    return [each for each in _MATRICES if each.published in lora.targets]
-
-
 def _name(layer: int, target: LoraTarget, factor: str) -> str:
-    return f"base_model.model.model.layers.{layer}.{target.block}.{target.published}.lora_{factor}.weight"
+    """Name a factor as PEFT does; one of experts as it would be, were it not in one tensor with others."""
+    block = target.block if target.block != EXPERTS else "mlp"
+    name = factor if target.block == EXPERTS else f"lora_{'A' if factor == _FIRST else 'B'}"
+    return f"base_model.model.model.layers.{layer}.{block}.{target.published}.{name}.weight"
 
 
 def _key(target: LoraTarget, factor: str) -> str:
-    return f"{LAYERS}.{target.place}.{_FACTORS[factor]}.weight"
+    return f"{LAYERS}.{target.place.replace(EXPERTS, 'mlp.experts.experts')}.{factor}.weight"
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,10 +263,12 @@ class Adapters:
     Attributes:
         lora: which they are.
         factors: whole factors, under their names in PEFT's file.
+        of_experts: those of experts, by layer and module of Megatron's, ``[E, rows, columns]``, A before B.
     """
 
     lora: Lora
     factors: Mapping[str, torch.Tensor]
+    of_experts: Mapping[tuple[int, str], tuple[torch.Tensor, torch.Tensor]]
 
     @property
     def num_bytes(self) -> int:
@@ -213,10 +277,17 @@ class Adapters:
 
     def scaled_factors(self, weight: str) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Return both factors beside a published weight in fp32, the second one scaled; None if it has none."""
-        names = [f"base_model.model.{weight.removesuffix('.weight')}.lora_{factor}.weight" for factor in _FACTORS]
+        names = [f"base_model.model.{weight.removesuffix('.weight')}.lora_{factor}.weight" for factor in "AB"]
         if names[0] not in self.factors:
             return None
         one, two = (self.factors[name].float() for name in names)
+        return one, two * self.lora.scale
+
+    def scaled_of_expert(self, layer: int, linear: str, expert: int) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Return the same for an expert's layer of Megatron's, such as ``linear_fc1``, whose rows they are for."""
+        if (layer, linear) not in self.of_experts:
+            return None
+        one, two = (factor[expert].float() for factor in self.of_experts[layer, linear])
         return one, two * self.lora.scale
 
 
@@ -258,8 +329,8 @@ def read_adapters(contents: Contents, like: Path) -> Adapters:
         )
     model, elements = read_model(read_config(like), like / CONFIG), Elements(contents.folder)
     layers, factors, problems = lora.layer_numbers(model.num_layers), dict[str, torch.Tensor](), list[str]()
-    for each, factor, (place, layer) in product(_targets(lora), _FACTORS, enumerate(layers)):
-        shape, key = shape_of(each, factor, lora, model), _key(each, factor)
+    for (each, factor, shape), (place, layer) in product(factors_of(lora, model), enumerate(layers)):
+        key = _key(each, factor)
         lead: tuple[int, ...] = (place,)
         whole = (len(layers), *shape)
         if key not in weights:  # Megatron stores each layer on its own where kinds of layers differ
@@ -274,7 +345,18 @@ def read_adapters(contents: Contents, like: Path) -> Adapters:
         f"{contents.folder}: {problem}; {like / CONFIG} says what the base is; give its own with --like"
         for problem in problems[:_MAX_NAMED]
     )
-    return Adapters(lora, factors)
+    of_experts, kinds = dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]](), matrices_of(model)
+    for layer, each in product(layers, (each for each in kinds if each.published in _names_of_experts(lora))):
+        names = [_name(layer, each, factor) for other, factor, _ in factors_of(lora, model) if other == each]
+        one, *seconds = (factors[name] for name in names)
+        of_experts[layer, each.linear] = one, torch.cat(seconds, dim=1)
+        joined = zip("AB", _put_together(factors, names), strict=True)
+        factors |= {
+            _name_in_experts(layer, _names_of_experts(lora)[each.published], factor): made for factor, made in joined
+        }
+        for name in names:
+            del factors[name]
+    return Adapters(lora, factors, of_experts)
 
 
 def write_peft(adapters: Adapters, like: Path, target: Path, on_written: Callable[[int], None]) -> None:
@@ -291,7 +373,7 @@ def write_peft(adapters: Adapters, like: Path, target: Path, on_written: Callabl
     """
     require_new(target)
     lora = adapters.lora
-    layers = sorted({int(name.split(".")[4]) for name in adapters.factors})
+    layers, experts = sorted({int(name.split(".")[4]) for name in adapters.factors}), _names_of_experts(lora)
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -299,7 +381,13 @@ def write_peft(adapters: Adapters, like: Path, target: Path, on_written: Callabl
         "r": lora.rank,
         "lora_alpha": int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha,
         "lora_dropout": lora.dropout,
-        "target_modules": list(lora.targets),
+        "target_modules": [name for name in lora.targets if name not in experts],
+        "target_parameters": [
+            f"{place}mlp.{name}"
+            for name in experts
+            for place in ([f"layers.{n}." for n in layers] if lora.layers else [""])
+        ]
+        or None,
         "layers_to_transform": layers if lora.layers else None,
         "layers_pattern": "layers" if lora.layers else None,
         "bias": "none",

@@ -281,6 +281,19 @@ class Shards:
         """
         self._tensors = {name: self._tensors[stored] for name, stored in names.items()}
 
+    def put(self, name: str, tensor: torch.Tensor, *, instead_of: str) -> None:
+        """Hold a tensor that was made of another one, which is held no longer unless others are made of it, too."""
+        self._tensors[name] = (_Held(tensor, self._slice(instead_of).get_dtype()), self.stored_name(instead_of))
+
+    def whole(self, name: str) -> torch.Tensor:
+        """Read a tensor at once."""
+        return self._slice(name)[:]
+
+    def drop(self, names: Iterable[str]) -> None:
+        """Hold some tensors no longer."""
+        for name in names:
+            del self._tensors[name]
+
     @property
     def names(self) -> list[str]:
         """Names of all tensors."""
@@ -325,6 +338,26 @@ class Shards:
         rows, *rest = (slice(start, stop) for start, stop in part.hf_box(box))
         found: torch.Tensor = self._slice(part.name)[(rows, *rest) if rest else rows]
         return found.contiguous().reshape(-1).view(torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A tensor in memory, read as one of a file."""
+
+    tensor: torch.Tensor
+    dtype: str
+
+    def get_slice(self, _name: str) -> _Held:
+        return self
+
+    def get_shape(self) -> list[int]:
+        return [*self.tensor.shape]
+
+    def get_dtype(self) -> str:
+        return self.dtype
+
+    def __getitem__(self, place: Any) -> torch.Tensor:
+        return self.tensor[place]
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from vtp_plugin.plan.model.gpt_model import GPTModel
-from vtp_plugin.plan.model.lora import Lora
+from vtp_plugin.plan.model.lora import EXPERTS, Lora, LoraTarget
 
 FULL_BYTES, INDEX_BYTES = 4, 8
 
@@ -185,9 +185,31 @@ class Sizes:
         if self.lora is None:
             return True
         is_read = self.has_adapters and not self.lora.dropout  # else each pair keeps what it has of it
-        return is_read and any(
-            linear == ROW_OF.get(each.linear, each.linear) for each in self.lora.pairs(self.model.matrices)
-        )
+        return is_read and linear in map(row_of, self.pairs)
+
+    @property
+    def pairs(self) -> tuple[LoraTarget, ...]:
+        """The published matrices of the layer that have adapters, if it has some."""
+        return () if self.lora is None else self.lora.pairs(self.model.matrices(has_experts=self.has_experts))
+
+
+def row_of(target: LoraTarget) -> str:
+    """Name the module of :data:`ROWS` that holds the input of a published matrix.
+
+    >>> from vtp_plugin.plan.model.lora import TARGETS
+    >>> [row_of(target) for target in TARGETS[3:8:2]]
+    ['linear_qkv', 'self_attention', 'self_attention']
+    """
+    if target.block == EXPERTS:
+        return "experts" if target.linear == "linear_fc1" else "experts.linear_fc2"
+    return {
+        "linear_q_proj": "linear_qkv",
+        "linear_q_down_proj": "linear_qkv",
+        "linear_kv_down_proj": "linear_qkv",
+        "linear_q_up_proj": "self_attention",
+        "linear_kv_up_proj": "self_attention",
+        "linear_fc2": "mlp",
+    }.get(target.linear, target.linear)
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,16 +352,21 @@ def _is_copied(s: Sizes) -> bool:
     return bool(batch.recompute.core_attention or batch.eight_bits or batch.size > 1 or batch.has_own_output)
 
 
-def _around(s: Sizes, ffn: int, rows: int, *, is_weighted: bool = False) -> int:
+def _around(s: Sizes, ffn: int, rows: int, place: str = "mlp", *, is_weighted: bool = False) -> int:
     """Give what is in front of an activation and inside it, and behind it as input of the second linear layer."""
     inside = ((2 if s.batch.is_fused else 4) if s.model.is_gated else 1) + is_weighted
-    before = 0 if s.starts_at == "linear_fc2" else s.numbers(rows * inside * ffn)
-    return before + (s.inputs(rows * ffn) if s.needs_input("mlp") else 0)
+    before = 0 if s.starts_at == place else s.numbers(rows * inside * ffn)
+    return before + (s.inputs(rows * ffn) if s.needs_input(place) else 0)
 
 
 def _between_factors(s: Sizes) -> int:
     assert s.lora is not None
-    return s.numbers(s.slices * s.lora.rank * len(s.lora.pairs(s.model.matrices)))
+    routed = [pair for pair in s.pairs if pair.block == EXPERTS]
+    numel = s.slices * (len(s.pairs) - len(routed))
+    if routed:
+        assert s.batch.routing is not None
+        numel += s.slices * s.batch.routing.topk * s.etp * len(routed)
+    return s.numbers(numel * s.lora.rank)
 
 
 def _dropped(s: Sizes) -> int:
@@ -349,7 +376,7 @@ def _dropped(s: Sizes) -> int:
     wide = {"linear_proj": s.context, "linear_fc2": model.ffn // s.tp}
     if latent is not None:
         wide |= {"linear_q_up_proj": latent.q_lora_rank, "linear_kv_up_proj": latent.kv_lora_rank}
-    pairs = s.lora.pairs(model.matrices)
+    pairs = s.pairs
     cut = [target.linear in ("linear_proj", "linear_fc2") for target in pairs]
     numel = sum(places[is_cut] * wide.get(each.linear, model.hidden) for each, is_cut in zip(pairs, cut, strict=True))
     return s.numbers(numel) + numel
@@ -385,8 +412,8 @@ def _experts(s: Sizes) -> int:
     rows = s.slices * s.batch.routing.topk * s.etp  # with those of the ranks that share the experts
     # Where one kernel does not do both, the output of the activation is kept before it is weighted.
     is_weighted = not (s.model.is_gated and s.batch.is_fused)
-    inputs = s.inputs(rows * s.model.hidden) if s.needs_input("linear_fc1") else 0
-    return inputs + _around(s, s.model.experts.ffn // s.etp, rows, is_weighted=is_weighted)
+    inputs = s.inputs(rows * s.model.hidden) if s.needs_input("experts") else 0
+    return inputs + _around(s, s.model.experts.ffn // s.etp, rows, "experts.linear_fc2", is_weighted=is_weighted)
 
 
 def _shared_ffn(s: Sizes) -> int:
@@ -434,16 +461,6 @@ _ROPE = "models/common/embeddings/rope_utils.py; attention/rope.py"
 _MLP = "transformer/mlp.py; module/linear.py"
 _WORDS = "models/common/embeddings/language_model_embedding.py"
 _MTP = "transformer/multi_token_prediction.py"
-
-ROW_OF: Mapping[str, str] = {
-    "linear_q_proj": "linear_qkv",
-    "linear_q_down_proj": "linear_qkv",
-    "linear_kv_down_proj": "linear_qkv",
-    "linear_q_up_proj": "self_attention",
-    "linear_kv_up_proj": "self_attention",
-    "linear_fc2": "mlp",
-}
-"""By layer that may have adapters, the module of :data:`ROWS` that its input is in; where it is another one."""
 
 ROWS: Mapping[str, tuple[KeptRow, ...]] = {
     "layer": (

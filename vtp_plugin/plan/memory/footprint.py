@@ -34,7 +34,7 @@ from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.layout.grids import ExpertGrid, StageGrid
 from vtp_plugin.plan.layout.layer_lists import Chunk, Kept
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
-from vtp_plugin.plan.memory.activation_rows import ROW_OF, ROWS, WAITING, KeptRow, Microbatch, Recompute, Sizes
+from vtp_plugin.plan.memory.activation_rows import ROWS, WAITING, KeptRow, Microbatch, Recompute, Sizes, row_of
 from vtp_plugin.plan.model.gpt_model import (
     DENSE_LAYER,
     EXPERT_LAYER,
@@ -147,7 +147,9 @@ def chunk_parameters(model: GPTModel, chunk: Chunk, grid: StageGrid, experts: Ex
     return tuple(_chunk(_Rank(model, grid.tp, experts), chunk))
 
 
-def adapter_parameters(model: GPTModel, chunk: Chunk, tp: int, lora: Lora) -> tuple[Parameter, ...]:
+def adapter_parameters(
+    model: GPTModel, chunk: Chunk, tp: int, experts: ExpertGrid, lora: Lora
+) -> tuple[Parameter, ...]:
     """List the factors of the adapters of a chunk on each rank of its stage, in the order of ``named_parameters()``.
 
     The factor that faces a cut side of its matrix is cut with it; the other one is whole on every rank.
@@ -156,6 +158,7 @@ def adapter_parameters(model: GPTModel, chunk: Chunk, tp: int, lora: Lora) -> tu
         model: the whole model.
         chunk: which layers of it.
         tp: tensor-parallel size of the stage.
+        experts: how the stage shares its experts.
         lora: the adapters.
 
     >>> model = GPTModel(num_layers=2, num_predicting=0, hidden=8, heads=2, groups=2, kv_channels=4, ffn=12, vocab=10,
@@ -163,36 +166,19 @@ def adapter_parameters(model: GPTModel, chunk: Chunk, tp: int, lora: Lora) -> tu
     ...     has_query_norm=False, is_tied=False)
     >>> chunk = Chunk(layers=(0,), is_first=True, is_last=False, is_whole=False)
     >>> lora = Lora(rank=2, alpha=2, targets=("v_proj", "down_proj"))
-    >>> [(p.name.split(".", 3)[-1], p.numel) for p in adapter_parameters(model, chunk, 2, lora)]
+    >>> [(p.name.split(".", 3)[-1], p.numel) for p in adapter_parameters(model, chunk, 2, ExpertGrid(2, 1, 1), lora)]
     ... # doctest: +NORMALIZE_WHITESPACE
     [('self_attention.linear_qkv.adapter.adapter_v.linear_in.weight', 16),
      ('self_attention.linear_qkv.adapter.adapter_v.linear_out.weight', 8),
      ('mlp.linear_fc2.adapter.linear_in.weight', 12), ('mlp.linear_fc2.adapter.linear_out.weight', 16)]
     """
-    factors = [*_factors(model, tp, lora)]
-    numbers = lora.layer_numbers(model.num_layers)
+    numbers, rank = lora.layer_numbers(model.num_layers), _Rank(model, tp, experts)
     return tuple(
-        Parameter(name=f"{LAYERS}.{layer}.{name}", numel=numel)
+        replace(parameter, name=f"{LAYERS}.{layer}.{parameter.name}")
         for layer in chunk.layers
         if layer in numbers
-        for name, numel in factors
+        for parameter in rank.factors(lora, has_experts=bool(model.experts and model.experts.layers[layer]))
     )
-
-
-def _factors(model: GPTModel, tp: int, lora: Lora) -> Iterator[tuple[str, int]]:
-    """Yield name and elements of every factor of a layer, from the rows of the matrices that they are beside."""
-    matrices = published_matrices(model.matrices)
-    for row in DENSE_LAYER:
-        held = [target for target in matrices if f"{target.module}.weight" == row.name]
-        for target, rows in zip(held, row.rows(model), strict=True) if held else ():
-            if target.published in lora.targets:
-                (columns,) = row.rest(model)
-                if row.cut == "rows":
-                    rows = _cut(row.name, rows, tp)
-                else:
-                    columns = _cut(row.name, columns, tp)
-                yield f"{target.place}.linear_in.weight", lora.rank * columns
-                yield f"{target.place}.linear_out.weight", lora.rank * rows
 
 
 def _chunk(rank: _Rank, chunk: Chunk) -> Iterator[Parameter]:
@@ -255,6 +241,28 @@ class _Rank:
             alike = [(row.name, self._numel(row, prefix)) for row in group]
             for number in numbers:
                 yield from ((name.format(expert=number), numel, is_routed) for name, numel in alike)
+
+    def factors(self, lora: Lora, *, has_experts: bool) -> Iterator[Parameter]:
+        """Yield the factors of a layer, from the rows of the matrices that they are beside."""
+        model, matrices = self.model, self.model.matrices(has_experts=has_experts)
+        pairs = published_matrices(matrices)
+        for is_routed, group in groupby(EXPERT_LAYER if has_experts else DENSE_LAYER, lambda row: row.is_routed):
+            size, alike = self._experts.tp if is_routed else self._tp, list[tuple[str, int]]()
+            for row in group:
+                held = [target for target in pairs if f"{target.module}.weight" == row.name]
+                rows = row.rows(model) if held else ()
+                for target, lengths in zip(held, [(each,) for each in rows] if len(held) > 1 else [rows], strict=False):
+                    if target.published in lora.targets:
+                        (columns,) = row.rest(model)
+                        if row.cut == "rows":
+                            lengths = tuple(_cut(row.name, length, size) for length in lengths)
+                        else:
+                            columns = _cut(row.name, columns, size)
+                        named = zip(("linear_in", *target.seconds(matrices)), (columns, *lengths), strict=True)
+                        alike += [(f"{target.place}.{name}.weight", lora.rank * width) for name, width in named]
+            for number in range(self._num_experts() if is_routed else 1):
+                for name, numel in alike:
+                    yield Parameter(name=name.format(expert=number), numel=numel, is_expert=is_routed)
 
     def _num_experts(self) -> int:
         assert self.model.experts is not None
@@ -321,12 +329,11 @@ def _by_module(rows: Mapping[str, Sequence[KeptRow]], sizes: Sizes, chunks: Sequ
 
     def add(place: str, sizes: Sizes, times: int = 1) -> None:
         # Rows stand in the order in which the modules run.
-        start = ROW_OF.get(sizes.starts_at, sizes.starts_at)
+        start = sizes.starts_at.partition(".")[0]
         for row in dropwhile(lambda row: start not in ("", row.module), rows.get(place, ())):
             kept[row.module] += times * row.size_bytes(sizes)
 
     adapted = sizes.lora.layer_numbers(model.num_layers) if sizes.lora else ()
-    pairs = sizes.lora.pairs(model.matrices) if sizes.lora else ()
     has_experts = model.experts.layers if model.experts and batch.routing else (False,) * model.num_layers
     for chunk in chunks:
         first = _first_trained(sizes, chunk)
@@ -337,8 +344,9 @@ def _by_module(rows: Mapping[str, Sequence[KeptRow]], sizes: Sizes, chunks: Sequ
         for (is_routed, has_adapters, is_first), number in Counter(
             (has_experts[layer], layer in adapted, layer == first) for layer in whole
         ).items():
-            start = pairs[0].linear if is_first and pairs else ""
-            add("layer", replace(sizes, has_experts=is_routed, has_adapters=has_adapters, starts_at=start), number)
+            here = replace(sizes, has_experts=is_routed, has_adapters=has_adapters)
+            start = next((row_of(pair) for pair in here.pairs), "") if is_first else ""
+            add("layer", replace(here, starts_at=start), number)
         add("chunk", replace(sizes, num_again=num_again, num_layers=len(chunk.layers) + num_predicting))
         if chunk.is_first:
             add("first", sizes)
@@ -479,7 +487,11 @@ def footprints(
         [
             (
                 *chunk_parameters(model, chunk, grid, layout.experts[stage]),
-                *(adapter_parameters(model, chunk, grid.tp, training.lora) if training.lora else ()),
+                *(
+                    adapter_parameters(model, chunk, grid.tp, layout.experts[stage], training.lora)
+                    if training.lora
+                    else ()
+                ),
             )
             for chunk in chunks[stage]
         ]

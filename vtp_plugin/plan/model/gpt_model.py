@@ -114,12 +114,13 @@ class GPTModel:
         """Channels of all keys, and of all values."""
         return self.groups * self.kv_channels
 
-    @property
-    def matrices(self) -> Matrices:
-        """What says which published matrices its layers have."""
-        has_latent_queries = self.latent is not None and self.latent.q_lora_rank > 0
+    def matrices(self, *, has_experts: bool) -> Matrices:
+        """Say which published matrices its layers have, those with experts or those without."""
         return Matrices(
-            is_gated=self.is_gated, is_latent=self.latent is not None, has_latent_queries=has_latent_queries
+            is_gated=self.is_gated,
+            has_experts=has_experts,
+            is_latent=self.latent is not None,
+            has_latent_queries=self.latent is not None and self.latent.q_lora_rank > 0,
         )
 
     @property

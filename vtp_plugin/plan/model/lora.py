@@ -19,11 +19,13 @@ class Matrices:
 
     Attributes:
         is_gated: the feed-forward layers have a gate.
+        has_experts: a feed-forward layer is one of experts.
         is_latent: attention is multi-latent.
         has_latent_queries: its queries have a latent form, too.
     """
 
     is_gated: bool = False
+    has_experts: bool = False
     is_latent: bool = False
     has_latent_queries: bool = False
 
@@ -50,17 +52,27 @@ class LoraTarget:
     def place(self) -> str:
         """Where its pair is in a layer of Megatron's.
 
-        >>> TARGETS[0].place, TARGETS[3].place
+        >>> TARGETS[0].place, TARGETS[8].place
         ('self_attention.linear_qkv.adapter.adapter_q', 'self_attention.linear_proj.adapter')
         """
         return ".".join((self.module, ADAPTER, *([self.child] if self.child else [])))
+
+    def seconds(self, model: Matrices) -> tuple[str, ...]:
+        """Name what follows A: B, or several where published matrices share an A.
+
+        >>> TARGETS[0].seconds(Matrices()), TARGETS[-2].seconds(Matrices(is_gated=True))
+        (('linear_out',), ('linear_out_gate', 'linear_out_up'))
+        """
+        if self.published != GATE_UP:
+            return ("linear_out",)
+        return ("linear_out_gate", "linear_out_up") if model.is_gated else ("linear_out_up",)
 
     @property
     def module(self) -> str:
         """Where the layer that holds it is in a layer of Megatron's.
 
-        >>> TARGETS[0].module, TARGETS[6].module
-        ('self_attention.linear_qkv', 'mlp.linear_fc2')
+        >>> TARGETS[0].module, TARGETS[-1].module
+        ('self_attention.linear_qkv', 'mlp.experts.local_experts.{expert}.linear_fc2')
         """
         return f"{'self_attention' if self.block == 'self_attn' else self.block}.{self.linear}"
 
@@ -68,6 +80,10 @@ class LoraTarget:
 EDGE, CLOUD = "edge", "cloud"
 SITES: Final = (EDGE, CLOUD)
 """What ``--vtp-lora-layers`` takes in a U, for all layers of a site."""
+EXPERTS: Final = "mlp.experts.local_experts.{expert}"
+"""Where an expert of a rank is in a layer of Megatron's."""
+GATE_UP: Final = "experts.gate_up_proj"
+"""The published matrix of an expert that Megatron's ``linear_fc1`` holds."""
 ADAPTER: Final = "adapter"
 """The module of the pairs, inside the linear layer that they are beside."""
 
@@ -85,6 +101,22 @@ def _latent(published: str, linear: str, *, has_queries: bool | None = None) -> 
     return LoraTarget(published=published, block="self_attn", linear=linear, needs=needs)
 
 
+def _dense(
+    published: str,
+    linear: str,
+    child: str = "",
+    *,
+    needs: Callable[[Matrices], bool] = lambda model: not model.has_experts,
+) -> LoraTarget:
+    return LoraTarget(published=published, block="mlp", linear=linear, child=child, needs=needs)
+
+
+def _expert(published: str, linear: str) -> LoraTarget:
+    return LoraTarget(
+        published=f"experts.{published}", block=EXPERTS, linear=linear, needs=lambda model: model.has_experts
+    )
+
+
 TARGETS: Final = (
     _plain("q_proj", child="adapter_q"),
     _plain("k_proj", child="adapter_k"),
@@ -95,18 +127,14 @@ TARGETS: Final = (
     _latent("kv_a_proj_with_mqa", "linear_kv_down_proj"),
     _latent("kv_b_proj", "linear_kv_up_proj"),
     LoraTarget(published="o_proj", block="self_attn", linear="linear_proj"),
-    LoraTarget(
-        published="gate_proj",
-        block="mlp",
-        linear="linear_fc1",
-        child="adapter_gate",
-        needs=lambda model: model.is_gated,
-    ),
-    LoraTarget(published="up_proj", block="mlp", linear="linear_fc1", child="adapter_up"),
-    LoraTarget(published="down_proj", block="mlp", linear="linear_fc2"),
+    _dense("gate_proj", "linear_fc1", "adapter_gate", needs=lambda model: model.is_gated and not model.has_experts),
+    _dense("up_proj", "linear_fc1", "adapter_up"),
+    _dense("down_proj", "linear_fc2"),
+    _expert("gate_up_proj", "linear_fc1"),
+    _expert("down_proj", "linear_fc2"),
 )
 """All of them, those of one layer in the order in which Megatron fuses them; those of latent attention as DeepSeek-V3
-names them."""
+names them, those of experts as PEFT's ``target_parameters``: gate and up of an expert share one A."""
 TARGET_NAMES: Final = tuple(dict.fromkeys([*(each.published for each in TARGETS), *(each.linear for each in TARGETS)]))
 """What ``--vtp-lora-targets`` takes: published names, and Megatron's layers for all that they hold."""
 
@@ -137,13 +165,13 @@ class Lora:
         """What the product of the factors is multiplied by."""
         return self.alpha / self.rank
 
-    def reaches(self, block: str) -> bool:
-        """Tell whether a module of a published layer has adapters.
+    def reaches(self, *blocks: str) -> bool:
+        """Tell whether some modules of a published layer may have adapters.
 
-        >>> Lora(rank=2, alpha=4, targets=("q_proj",)).reaches("mlp")
+        >>> Lora(rank=2, alpha=4, targets=("q_proj",)).reaches("mlp", EXPERTS)
         False
         """
-        return any(target.block == block for target in TARGETS if target.published in self.targets)
+        return any(target.block in blocks for target in TARGETS if target.published in self.targets)
 
     def layer_numbers(self, num_layers: int) -> tuple[int, ...]:
         """List the layers with adapters of a model.
@@ -198,14 +226,15 @@ def published_matrices(model: Matrices) -> tuple[LoraTarget, ...]:
     return tuple(target for target in TARGETS if target.needs(model))
 
 
-def matrices_of(arguments: Mapping[str, Any]) -> Matrices:
-    """Read which matrices a model has from Megatron's arguments.
+def matrices_of(arguments: Mapping[str, Any], *, has_experts: bool = False) -> Matrices:
+    """Read from Megatron's arguments which matrices the layers of a model have, those with experts or those without.
 
     >>> matrices_of({"swiglu": True, "multi_latent_attention": True, "q_lora_rank": None})
-    Matrices(is_gated=True, is_latent=True, has_latent_queries=False)
+    Matrices(is_gated=True, has_experts=False, is_latent=True, has_latent_queries=False)
     """
     return Matrices(
         is_gated=any(arguments.get(name) for name in ("swiglu", "quick_geglu")),
+        has_experts=has_experts,
         is_latent=bool(arguments.get("multi_latent_attention")),
         has_latent_queries=bool(arguments.get("q_lora_rank")),
     )
@@ -214,9 +243,9 @@ def matrices_of(arguments: Mapping[str, Any]) -> Matrices:
 def lora_of(arguments: Mapping[str, Any]) -> Lora | None:
     """Read the adapters of a run from its arguments, as they are stored with a checkpoint; None without any.
 
-    >>> lora_of({"vtp_lora_rank": 4, "vtp_lora_targets": ["linear_fc2"], "vtp_lora_layers": "0:2,5:6"})
-    ... # doctest: +NORMALIZE_WHITESPACE
-    Lora(rank=4, alpha=4, targets=('down_proj',), layers=((0, 2), (5, 6)), named=('linear_fc2',))
+    >>> lora = lora_of({"vtp_lora_rank": 4, "vtp_lora_targets": ["linear_fc2"], "vtp_lora_layers": "0:2,5:6"})
+    >>> lora.alpha, lora.targets, lora.layers, lora.named
+    (4, ('down_proj', 'experts.down_proj'), ((0, 2), (5, 6)), ('linear_fc2',))
     >>> edge = {"vtp_lora_rank": 4, "vtp_lora_layers": "edge", "num_layer_list": "2,4,3"}
     >>> lora_of(edge).layers, lora_of(edge | {"vtp_lora_layers": "cloud"}).layers
     (((0, 2), (6, 9)), ((2, 6),))
@@ -276,7 +305,7 @@ def published_targets(names: Sequence[str]) -> tuple[str, ...]:
     """Replace names of Megatron's layers by those of the matrices that they hold; no name stands for all.
 
     >>> published_targets(["linear_qkv", "o_proj"]), len(published_targets([]))
-    (('q_proj', 'k_proj', 'v_proj', 'o_proj'), 11)
+    (('q_proj', 'k_proj', 'v_proj', 'o_proj'), 13)
     """
     found = [each.published for each in TARGETS if not names or {each.published, each.linear} & set(names)]
     return tuple(dict.fromkeys(found))

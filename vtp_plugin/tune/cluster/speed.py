@@ -343,7 +343,10 @@ class Shares:
         """Count what is trained of a layer on a rank: weights whose gradients all replicas sum, and the others."""
         if lora is not None:
             chunk = Chunk(layers=(layer,), is_first=False, is_last=False, is_whole=False)
-            return count(adapter_parameters(model, chunk, self.tp, lora)), 0.0
+            experts = ExpertGrid(self.etp, self.peers // self.etp, 1)
+            parameters = adapter_parameters(model, chunk, self.tp, experts, lora)
+            own = float(count([parameter for parameter in parameters if parameter.is_expert]))
+            return (count(parameters) - own, own) if self.is_apart else (float(count(parameters)), 0.0)
         parameters = part_parameters(model, layer)
         routed = count([parameter for parameter in parameters if parameter.is_expert])
         dense, own = (count(parameters) - routed) / self.tp, routed / self.peers

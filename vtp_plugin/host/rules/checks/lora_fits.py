@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from vtp_plugin.host.rules.rule import OptionContext
 from vtp_plugin.host.versions.known_versions import capability
-from vtp_plugin.plan.model.lora import Lora, matrices_of, published_matrices
+from vtp_plugin.plan.model.lora import EXPERTS, Lora, matrices_of, published_matrices
 
 
 def check_version(lora: Lora | None, version: str) -> Iterator[str]:
@@ -50,11 +50,18 @@ of sizes that divide 2
         )
     known = vars(args)
     model = matrices_of(known)
-    held = {name for each in published_matrices(model) for name in (each.published, each.linear)}
+    kinds = [model, *([matrices_of(known, has_experts=True)] if known.get("num_experts") else [])]
+    matrices = [each for kind in kinds for each in published_matrices(kind)]
+    held = {name for each in matrices for name in (each.published, each.linear)}
     if others := [name for name in lora.named if name not in held]:
         yield (
             f"--vtp-lora-targets {' '.join(others)}; no stage of this model holds such a layer; leave it out, or name "
-            f"some of {', '.join(dict.fromkeys(each.published for each in published_matrices(model)))}"
+            f"some of {', '.join(dict.fromkeys(each.published for each in matrices))}"
+        )
+    if lora.dropout and known.get("num_experts") and lora.reaches(EXPERTS):
+        yield (
+            f"--vtp-lora-dropout {lora.dropout} with adapters of experts; ranks have other tokens for them, so no mask "
+            "can be the same for all sizes; leave it out, or adapt the attention alone"
         )
     groups = known.get("num_query_groups")
     is_grouped = known.get("group_query_attention") and not model.is_latent

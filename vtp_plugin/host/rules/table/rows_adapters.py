@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 from vtp_plugin.host.rules.rule import OptionContext, OptionRule, above, case, given, on, only, refused_adapters
+from vtp_plugin.plan.model.lora import EXPERTS
+
+
+def _reaches_experts(_args: object, context: OptionContext) -> bool:
+    return context.lora is not None and context.lora.reaches(EXPERTS)
 
 
 def _reaches_feed_forward(_args: object, context: OptionContext) -> bool:
-    return context.lora is None or context.lora.reaches("mlp")
+    return context.lora is not None and context.lora.reaches("mlp")
 
 
 ADAPTER_RULES: tuple[OptionRule, ...] = (
     *refused_adapters(
-        "the plugin has no adapters for experts, each of which would need a pair of its own",
-        only("--num-experts", _reaches_feed_forward, given),
-        way_out="adapt the attention alone, with --vtp-lora-targets linear_qkv linear_proj",
+        "it computes the experts of a rank as one, and the plugin's adapters lie beside the layers of each",
+        only("--moe-grouped-gemm", _reaches_experts, on),
+        way_out="leave it out, or adapt the attention alone, with --vtp-lora-targets linear_qkv linear_proj",
+    ),
+    *refused_adapters(
+        "the plugin has no adapters for shared experts",
+        only("--moe-shared-expert-intermediate-size", _reaches_feed_forward, given),
+        way_out="name --vtp-lora-targets without gate_proj, up_proj, down_proj, linear_fc1 and linear_fc2, such as "
+        "linear_qkv linear_proj experts.gate_up_proj experts.down_proj",
     ),
     *refused_adapters(
         "it makes one matrix of two published ones, of which each would need a pair of its own",
