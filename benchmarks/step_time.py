@@ -11,7 +11,8 @@ train a few steps in turn (see ``turns.py``), so that a slow moment of the machi
 its own. Printed are, of the time of a step and of the CPU time of all ranks in it, medians, the mean (geometric) of the
 ratios of the rounds with its 95 % interval, and their range. An interval that contains 1 shows no cost. With
 ``--traced`` the variants are the plugin forced on without and with ``--vtp-trace``, which records every measured step;
-with ``--split`` a planned order without and with split backwards.
+with ``--split`` a planned order without and with split backwards; with ``--adapters`` all weights
+trained, and adapters of rank 16 alone.
 """
 
 from __future__ import annotations
@@ -56,6 +57,7 @@ VARIANTS: dict[str, dict[str, object]] = {
     "plugin": {"force": True},
     "plugin, rank0": {"force": True, "transport": "rank0"},
     "plugin, traced": {"force": True, "trace_steps": (2, 1_000_000)},
+    "adapters": {"force": True, "lora_rank": 16},
     "planned": {"force": True, "schedule": "planned"},
     "planned, split": {"force": True, "schedule": "planned", "split_backward": True},
 }
@@ -81,8 +83,9 @@ def main() -> None:
 
 def _compare(options: argparse.Namespace) -> None:
     variants = ["Megatron", "plugin", "plugin, rank0"]
-    if options.traced or options.split:
-        variants = ["plugin", "plugin, traced"] if options.traced else ["planned", "planned, split"]
+    if options.traced or options.split or options.adapters:
+        variants = ["plugin", "plugin, traced" if options.traced else "adapters"]
+        variants = ["planned", "planned, split"] if options.split else variants
     command = [sys.executable, "-m", "benchmarks.step_time", *sys.argv[1:]]
     programs = [(ROOT, [*command, "--variant", name]) for name in variants]
     rounds = [in_turn(programs, NUM_TURNS) for _ in range(options.rounds)]
@@ -126,6 +129,7 @@ def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--traced", action="store_true", help="what --vtp-trace costs")
     parser.add_argument("--split", action="store_true", help="what --vtp-split-backward costs")
+    parser.add_argument("--adapters", action="store_true", help="a step of adapters (LoRA) beside one of all weights")
     parser.add_argument("--variant", choices=VARIANTS, default="plugin", help="with --turns")
     parser.add_argument("--turns", help="measure when told so over this address, see turns.py")
     parser.add_argument("--model", choices=("dense", "moe"), default="dense")

@@ -82,21 +82,26 @@ PACKED = ["--dataloader-inter-document-masking", "--micro-batch-size", "1", "--s
 PACKED += ["--max-position-embeddings", "28", "--global-batch-size", "4"]
 
 
+ADAPTERS = ["--vtp-lora-rank", "4", "--vtp-lora-layers", "edge"]
+
+
 @pytest.mark.parametrize(
-    ("sizes", "layers", "packing"),
+    ("sizes", "layers", "more"),
     [
         ("1,2", "1,1,2", []),
         pytest.param("1,2", "1,1,2", PACKED, id="packed", marks=pytest.mark.needs("fine_tuning")),
+        pytest.param("1,2", "1,1,2", ADAPTERS, id="adapters", marks=[pytest.mark.needs("adapters"), pytest.mark.full]),
         pytest.param("1,2,2", "1,1,1,1", [], marks=pytest.mark.full),
     ],
 )
 def test_no_sample_leaves_the_edge(
-    scripts: Scripts, tmp_path: Path, data: Path, sizes: str, layers: str, packing: list[str]
+    scripts: Scripts, tmp_path: Path, data: Path, sizes: str, layers: str, more: list[str]
 ) -> None:
     sites = ["--vtp-sites", ",".join(["edge", *["cloud"] * sizes.count(",")])]
     audit = ["--vtp-audit", str(tmp_path / "audit.jsonl")]
+    packing = more if more == PACKED else []
     hooks = ["watch_edge", *(["packed_samples"] if packing else [])]
-    runs = succeeded(_run(scripts, tmp_path, data, sizes, layers, hooks=hooks, extra=[*packing, *sites, *audit]))
+    runs = succeeded(_run(scripts, tmp_path, data, sizes, layers, hooks=hooks, extra=[*more, *sites, *audit]))
     edge, *cloud = (run.facts for run in runs)
     rows = 1 if packing else MICRO_BATCH_SIZE
     assert edge["num_samples"] >= 2 * NUM_STEPS * NUM_MICROBATCHES * rows

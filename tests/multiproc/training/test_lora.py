@@ -167,6 +167,8 @@ def test_adapters_of_latent_attention_move(scripts: Scripts, tmp_path: Path) -> 
 
 
 EP_1_2 = [*SEQUENCE, "--vtp-ep-list", "1,2", "--vtp-etp-list", "1,1"]
+# The first stage has no experts, and so nothing to train.
+LAST_EXPERTS = ["--moe-layer-freq", "([0]*2+[1]*2)", "--vtp-lora-targets", "experts.down_proj"]
 ETP_1_2 = [*SEQUENCE, "--vtp-ep-list", "1,1", "--vtp-etp-list", "1,2"]
 
 
@@ -183,6 +185,8 @@ ETP_1_2 = [*SEQUENCE, "--vtp-ep-list", "1,1", "--vtp-etp-list", "1,2"]
         pytest.param("1,2", [*EP_1_2, *PLANNED, "--vtp-split-backward"], 1, [], id="split", marks=FULL),
         pytest.param("1,2", EP_1_2, 1, ["--moe-layer-freq", "2"], id="every-second", marks=FULL),
         pytest.param("1,2", ETP_1_2, 1, ["--vtp-lora-targets", "experts.down_proj"], id="down", marks=FULL),
+        pytest.param("1,2", EP_1_2, 1, LAST_EXPERTS, id="dense-first", marks=FULL),
+        pytest.param("1,2", [*EP_1_2, *PLANNED], 1, LAST_EXPERTS, id="planned-dense-first", marks=FULL),
     ],
 )
 def test_experts(scripts: Scripts, tmp_path: Path, sizes: str, extra: list[str], dp: int, same: list[str]) -> None:
@@ -191,7 +195,7 @@ def test_experts(scripts: Scripts, tmp_path: Path, sizes: str, extra: list[str],
         "1",
         [
             *EXPERTS,
-            *(same if "--moe-layer-freq" in same else []),
+            *(same[:2] if "--moe-layer-freq" in same else []),
             "--train-iters",
             "1",
             "--save",
@@ -209,7 +213,7 @@ def test_experts(scripts: Scripts, tmp_path: Path, sizes: str, extra: list[str],
     if "--moe-layer-freq" in same:
         number = 4 * of_attention + 2 * 6 * of_expert + 2 * 3 * 2
     if "--vtp-lora-targets" in same:
-        number = 4 * 6 * 2
+        number = (2 if "--moe-layer-freq" in same else 4) * 6 * 2
     assert_same_factors(runs, wanted, number=number)
 
 
