@@ -71,6 +71,7 @@ def apply(
     keep_checkpoints: int | None = None,
     lora_rank: int | None = None,
     lora_alpha: float | None = None,
+    lora_dropout: float = 0.0,
     lora_targets: str | Sequence[str] = (),
     lora_layers: str | Sequence[tuple[int, int]] = (),
     lora_save_base: bool = False,
@@ -128,6 +129,7 @@ def apply(
         keep_checkpoints: how many of the newest checkpoints stay when one is saved; ``None`` keeps all.
         lora_rank: rank of the adapters (LoRA) that are trained in the place of the model; ``None`` trains the model.
         lora_alpha: the product of an adapter's factors is multiplied by this over the rank; ``None`` is the rank.
+        lora_dropout: share of its inputs that each adapter leaves out in a training step.
         lora_targets: what gets adapters, such as ``["q_proj", "linear_fc1"]``; empty is all.
         lora_layers: which layers do, as ranges of numbers from 0, such as ``"0:4,28:32"``, or in a U ``"edge"`` or
             ``"cloud"``; empty is all.

@@ -178,7 +178,12 @@ ETP_1_2 = [*SEQUENCE, "--vtp-ep-list", "1,1", "--vtp-etp-list", "1,2"]
         pytest.param("1,2", EP_1_2, 1, [], id="ep-1,2"),
         pytest.param("1,2", ETP_1_2, 1, [], id="etp-1,2", marks=FULL),
         pytest.param(
-            "2,1", [*SEQUENCE, "--vtp-ep-list", "2,1", "--vtp-etp-list", "1,1", *RECOMPUTE], 1, [], id="ep-2,1"
+            "2,1",
+            [*SEQUENCE, "--vtp-ep-list", "2,1", "--vtp-etp-list", "1,1", *RECOMPUTE],
+            1,
+            [],
+            id="ep-2,1",
+            marks=FULL,
         ),
         pytest.param("1,2", EP_1_2, 2, [], id="ep-1,2-dp2", marks=FULL),
         pytest.param("1,2", [*EP_1_2, *U_SHAPE, "1,1,2"], 1, [], id="u-ep-1,2", marks=FULL),

@@ -146,7 +146,9 @@ def context_of(rule: OptionRule, context: OptionContext) -> OptionContext:
         is_u_shaped=is_meant[Verdict.REFUSED_U_SHAPED],
         is_planned=is_meant[Verdict.REFUSED_PLANNED],
         has_split_backward=is_meant[Verdict.REFUSED_SPLIT],
-        lora=Lora(rank=2, alpha=2, targets=("q_proj", "up_proj")) if is_meant[Verdict.REFUSED_ADAPTERS] else None,
+        lora=Lora(rank=2, alpha=2, targets=("q_proj", "up_proj", "experts.down_proj"))
+        if is_meant[Verdict.REFUSED_ADAPTERS]
+        else None,
     )
 
 

@@ -194,21 +194,6 @@ class Lora:
         first = min(self.layer_numbers(sum(layers)), default=0)
         return sum(end <= first for end in accumulate(layers))
 
-    def targets_of(self, linear: str, model: Matrices) -> tuple[LoraTarget, ...]:
-        """List the published matrices of a layer of Megatron's that have adapters.
-
-        Args:
-            linear: name of the layer.
-            model: what its layers have.
-
-        >>> lora = Lora(rank=2, alpha=4, targets=("v_proj", "q_proj", "gate_proj", "up_proj"))
-        >>> [target.child for target in lora.targets_of("linear_qkv", Matrices())]
-        ['adapter_q', 'adapter_v']
-        >>> [target.child for target in lora.targets_of("linear_fc1", Matrices())]
-        ['adapter_up']
-        """
-        return tuple(target for target in self.pairs(model) if target.linear == linear)
-
     def pairs(self, model: Matrices) -> tuple[LoraTarget, ...]:
         """List the published matrices of a layer that have adapters, in the order in which they are computed.
 
