@@ -19,7 +19,7 @@ _ROWS: tuple[dict[str, str], ...] = (
     {"runtime": "the only code that communicates: health, comm, bridges, step"},
     {"tune": "which layout suits these machines", "platform": "NVIDIA, Ascend or CPU"},
     {"config": "what the user asked for, and what follows from it"},
-    {"report": "pictures, pages", "host": "what is known of Megatron", "checkpoint": "what lies on disk"},
+    {"certify": "what is shown", "report": "pictures", "host": "Megatron known", "checkpoint": "on disk"},
     {"trace": "what ranks record of their steps, and where their time went"},
     {"plan": "who is where, what crosses, when", "link": "between sites, for nobody else"},
     {"util": "log, texts, files", "errors": "one line each"},

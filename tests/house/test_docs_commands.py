@@ -18,6 +18,7 @@ from tests.rules.doc_commands import DOCUMENTS, Command, commands
 from tests.rules.launcher_commands import run_as_printed
 from tests.support.hosts import ROOT
 from vtp_plugin import cli
+from vtp_plugin.cli.main import _parser
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.config.resolve import add_vtp_arguments, read_flags
 
@@ -106,6 +107,9 @@ def check_torchrun(flags: argparse.ArgumentParser, words: Sequence[str]) -> None
     script, rest = launch.training_script, launch.training_script_args
     if not launch.module:
         check_file(script, rest)
+        return
+    if (script, rest[0]) == ("vtp_plugin", "certify"):
+        assert callable(_parser().parse_args(rest).command)
         return
     assert (script, rest[0]) == ("vtp_plugin", "run")
     rest = [word for word in rest if word != "--brief"]

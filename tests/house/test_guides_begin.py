@@ -21,7 +21,7 @@ RUN_BY = {
     "ms-swift.md": ("tests/swift/test_swift_grid.py", '"ms_swift" / "sft.sh"'),
 }
 # What a page shows -> what this machine can run in its place.
-SUBSTITUTED = {"gpus.md": ("--device cuda --share", "--device cpu")}
+SUBSTITUTED = {"gpus.md": ("--device cuda --ranks 3", "--device cpu --short")}
 # The page whose first block makes what this one reads.
 BEFORE = {"checkpoint-tools.md": "checkpoints.md"}
 # What a block prints besides the losses of a run.
@@ -101,7 +101,7 @@ _LIMIT_S = 400
 
 def _runs() -> list[object]:
     names = [path.name for path in GUIDES if path.name not in (*ELSEWHERE, *RUN_BY)]
-    takes_long = {name: re.search(r"torchrun|python |vtp doctor", to_run(name)) for name in names}
+    takes_long = {name: re.search(r"torchrun|python |vtp (doctor|certify)", to_run(name)) for name in names}
     return [pytest.param(name, marks=pytest.mark.full if takes_long[name] else ()) for name in names]
 
 

@@ -23,7 +23,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"link", "plan"}),
     frozenset({"trace"}),
     frozenset({"host", "report"}),
-    frozenset({"checkpoint"}),
+    frozenset({"certify", "checkpoint"}),
     frozenset({"config"}),
     frozenset({"platform", "tune"}),
     frozenset({"runtime"}),
@@ -93,6 +93,7 @@ INNER_LAYERS: dict[str, tuple[frozenset[str], ...]] = {
 PURE_PARTS = frozenset(
     {
         "can_start",
+        "certify",
         "checkpoint.format",
         "checkpoint.hf",
         "checkpoint.save",

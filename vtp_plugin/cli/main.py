@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Sequence
 
 import vtp_plugin
-from vtp_plugin.cli import checkpoint, doctor, link_actions, path, plan, profile, run, search, simulate, trace
+from vtp_plugin.cli import certify, checkpoint, doctor, link_actions, path, plan, profile, run, search, simulate, trace
 from vtp_plugin.cli.command_base import Parser, command_of, fail
 from vtp_plugin.cli.terminal import on_standard_output
 from vtp_plugin.errors import VtpError
@@ -33,6 +33,11 @@ _COMMANDS = {
         checkpoint.add_arguments,
         checkpoint.run,
         "show, verify, compare or rewrite checkpoints, without a run",
+    ),
+    "certify": (
+        certify.add_arguments,
+        certify.run,
+        "train on the layouts that fit these machines, and compare each with the uniform run",
     ),
     "trace": (trace.add_arguments, trace.run, "join the files of run --vtp-trace, beside the plan of the run"),
     "rendezvous": (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import sys
-import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,7 +14,7 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.transformer.moe import router
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from tests.multiproc.cases.core_cases import Case, Part
+from tests.multiproc.cases.core_cases import Case
 from tests.multiproc.hooks.gathered_attention import GatheredAttention, chunk_positions
 from tests.multiproc.hooks.grouped_products import stand_in_for_grouped_gemm
 
@@ -127,42 +126,6 @@ def drops_by_shard(case: Case) -> Iterator[None]:
         yield
     finally:
         setattr(router, name, original)
-
-
-def place_of(words: list[str], parameter: Any) -> tuple[list[str], int, int]:
-    """Give the global name of a parameter, and which of how many parts this rank has."""
-    if getattr(parameter, "allreduce", True):
-        return (
-            words,
-            parallel_state.get_tensor_model_parallel_rank(),
-            parallel_state.get_tensor_model_parallel_world_size(),
-        )
-    group = parallel_state.get_expert_tensor_parallel_group()
-    if "local_experts" in words:
-        at = words.index("local_experts") + 1
-        ep = parallel_state.get_expert_model_parallel_world_size()
-        first = parallel_state.get_expert_model_parallel_rank() * (NUM_EXPERTS // ep)
-        words = [*words[:at], str(first + int(words[at])), *words[at + 1 :]]
-    return words, group.rank(), group.size()
-
-
-def draw(parts: dict[str, tuple[Any, Part]]) -> None:
-    """Set weights to what depends on their global names only: Megatron's depend on the sizes, experts or not.
-
-    Args:
-        parts: parameters and what part of the whole they are, by global name.
-    """
-    for name, (parameter, part) in parts.items():
-        if parameter.dim() < 2:
-            continue
-        shape = list(parameter.shape)
-        if part.dim is not None:
-            shape[part.dim] *= part.count
-        generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-        whole = torch.randn(shape, generator=generator) * (0.5 if "router" in name else 0.1)
-        own = whole if part.dim is None else whole.chunk(part.count, dim=part.dim)[part.index]
-        with torch.no_grad():
-            parameter.copy_(own)
 
 
 def forget(model: Iterable[Any]) -> None:

@@ -32,6 +32,7 @@ from tests.support.pool import TIMEOUT_S, init_gloo
 from vtp_plugin.api import _Holder, current_session
 from vtp_plugin.host.versions import find_host
 from vtp_plugin.patches.activation import activate
+from vtp_plugin.patches.certified_tensors import bare, draw, global_words, named_parts
 from vtp_plugin.patches.hosts import load_host
 from vtp_plugin.platform.detect import detect
 
@@ -185,7 +186,7 @@ class Trainer:
         chunks = self._prepared(_chunks(case, self.config))
         if case.model.experts or case.model.is_drawn:
             for chunk in chunks:  # in a U two of them hold the word embedding
-                experts.draw(_named_parts([chunk]))
+                draw(named_parts([chunk], experts.NUM_EXPERTS))
         if case.checks.load:
             _load(chunks, case.checks.load)
         if case.checks.save:
@@ -377,7 +378,7 @@ class Trainer:
             return
         ends = [chunk for chunk in self.model if _holds_embedding(chunk)]
         with self._gathered_weights():
-            result.tied += [_bare(chunk).shared_embedding_or_output_weight().detach().clone() for chunk in ends]
+            result.tied += [bare(chunk).shared_embedding_or_output_weight().detach().clone() for chunk in ends]
 
 
 def _config(case: Case) -> TransformerConfig:
@@ -557,19 +558,13 @@ def _load(chunks: list[GPTModel], path: str) -> None:
         chunk.load_state_dict(loaded[f"model{i}"])
 
 
-def _bare(chunk: Any) -> Any:
-    while hasattr(chunk, "module"):
-        chunk = chunk.module
-    return chunk
-
-
 def _reads(chunk: Any) -> bool:
-    model = _bare(chunk)
+    model = bare(chunk)
     return model.pre_process or model.post_process or getattr(model, "mtp_process", False)
 
 
 def _holds_embedding(chunk: Any) -> bool:
-    model = _bare(chunk)
+    model = bare(chunk)
     is_output = model.post_process and model.share_embeddings_and_output_weights
     return model.pre_process or is_output or getattr(model, "mtp_process", False)
 
@@ -600,32 +595,22 @@ def _samples(case: Case, index: int) -> dict[str, torch.Tensor]:
 def _weights(model: list[Any]) -> dict[str, Part]:
     """Give a copy of every parameter, and of what balances experts, by a name with the layer's number in the model."""
     parts = {name: part for name, (_, part) in _named_parts(model).items()}
-    for chunk in map(_bare, model):
+    for chunk in map(bare, model):
         for name, buffer in chunk.named_buffers():
             if name.endswith("expert_bias"):
-                words = _global_words(chunk, name)
+                words = global_words(chunk, name)
                 index = parallel_state.get_tensor_model_parallel_rank()
                 count = parallel_state.get_tensor_model_parallel_world_size()
                 parts[".".join(words)] = Part(dim=None, index=index, count=count, tensor=buffer)
     return {name: replace(part, tensor=part.tensor.float().clone()) for name, part in parts.items()}
 
 
-def _global_words(chunk: Any, name: str) -> list[str]:
-    """Cut a name into words, with the layer's number in the whole model."""
-    words = name.split(".")
-    if words[:2] == ["decoder", "layers"]:
-        words[2] = str(chunk.decoder.layers[int(words[2])].layer_number)
-    return words
-
-
 def _named_parts(model: list[Any]) -> dict[str, tuple[Any, Part]]:
     """Give parameters, and what part of the whole they are, by a name that holds the layer's number in the model."""
-    parts = {}
-    for chunk in map(_bare, model):
-        for name, parameter in chunk.named_parameters():
-            words, index, count = experts.place_of(_global_words(chunk, name), parameter)
-            is_cut = getattr(parameter, "tensor_model_parallel", False)
-            dim = parameter.partition_dim if is_cut else None
-            part = Part(dim=dim, index=index, count=count, tensor=parameter.detach())
-            parts[".".join(words)] = parameter, part
-    return parts
+    return {
+        name: (
+            part.parameter,
+            Part(dim=part.dim, index=part.index, count=part.count, tensor=part.parameter.detach()),
+        )
+        for name, part in named_parts(model, experts.NUM_EXPERTS).items()
+    }

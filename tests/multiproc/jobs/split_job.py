@@ -24,13 +24,13 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.autograd.graph import register_multi_grad_hook, save_on_cpu, saved_tensors_hooks
 from torch.nn.utils.parametrize import register_parametrization
 
-from tests.multiproc.cases import experts
 from tests.multiproc.cases.core_cases import Case, RankResult
 from tests.multiproc.jobs.core_job import Trainer, _named_parts, applied, cpu_only, mapped_only, model_parallel
 from tests.support.pool import init_gloo
 from vtp_plugin.adapters import targets_of_chunks
 from vtp_plugin.api import _Holder
 from vtp_plugin.errors import ConfigError, PlanError
+from vtp_plugin.patches.certified_tensors import draw, named_parts
 from vtp_plugin.plan.schedule.order.actions import Action, Actions, Op, Schedule
 from vtp_plugin.runtime.step.executor import Executor
 from vtp_plugin.runtime.step.schedule_runner import ScheduleRunner
@@ -616,7 +616,7 @@ class _AdaptedTrainer(Trainer):
                 # It would ask for an entry that these layers do not make; the weights are drawn below.
                 _inject(chunk, self.config, held, init_lora_weights=False)
                 _mend(chunk, is_sharded=self.config.sequence_parallel)
-        experts.draw(_named_parts(chunks))
+        draw(named_parts(list(chunks)))
         return chunks
 
 

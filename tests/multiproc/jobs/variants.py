@@ -28,12 +28,13 @@ import vtp_plugin
 from tests.multiproc.cases.case_parts import VOCAB
 from tests.multiproc.cases.core_cases import Case, RankResult
 from tests.multiproc.hooks.gathered_attention import GatheredAttention
-from tests.multiproc.jobs.core_job import Trainer, _bare, applied, count_threads, cpu_only, model_parallel
+from tests.multiproc.jobs.core_job import Trainer, applied, count_threads, cpu_only, model_parallel
 from tests.ordering.recorder import Recorder
 from tests.ordering.trace import END_OF_STEP, format_trace
 from tests.support.pool import TIMEOUT_S, init_gloo
 from vtp_plugin.api import current_session
 from vtp_plugin.errors import ConfigError, VtpError
+from vtp_plugin.patches.certified_tensors import bare
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.platform.detect import detect
 
@@ -199,7 +200,7 @@ class Observed(Trainer):
         self.forwards: list[tuple[int, int, int]] = []
 
     def _forward_step(self, iterator: Any, chunk: Any) -> Any:
-        layers = _bare(chunk).decoder.layers
+        layers = bare(chunk).decoder.layers
         assert len({layer.current_microbatch for layer in layers}) == 1
         self.forwards.append((self.model.index(chunk), layers[0].current_microbatch, self.num_read))
         return super()._forward_step(iterator, chunk)
@@ -413,7 +414,7 @@ class PackedTrainer(Trainer):
         return map(self._count, _rows(self.case, step, self._num_samples))
 
     def _forward_step(self, iterator: Iterator[dict[str, torch.Tensor]] | None, chunk: Any) -> Any:
-        batch = _share(next(iterator) if iterator else {}, self.case, _bare(chunk))
+        batch = _share(next(iterator) if iterator else {}, self.case, bare(chunk))
         lengths, longest = batch["cu_seqlens"][0], int(batch["max_seqlen"])
         self.seen.append(lengths.tolist())
         packed = PackedSeqParams(

@@ -1,66 +1,82 @@
-"""What owners of devices run to certify the plugin, tried on CPU."""
+"""``vtp certify``: its short form passes, planted faults are named, and bad input is one line."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import json
+import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.device.certify import LAYOUTS, Outcome, table
 from tests.device.test_options import MODEL
 from tests.multiproc.cases.script_cases import Scripts
-from tests.support.hosts import ROOT
-from tests.support.pool import free_port
+from tests.multiproc.jobs.certify_job import FAULTS
+from tests.support.pool import Pool, start_python
+from vtp_plugin.certify.compare import Numbers, assemble
+from vtp_plugin.certify.layouts import CertifiedRun, Choice, choose
+from vtp_plugin.certify.report import judge_row
+
+# What each planted fault is called: the tensor, how it differs, and where.
+NAMED = {
+    "sum_left_out": r"output of decoder\.layers\.3\.mlp\.linear_fc2 .*(share|differs) on ranks 1, 2",
+    "gradient_by_tp": r"gradient of decoder\.layers\.4\.input_layernorm\.weight is 2 times .* on ranks 1, 2",
+    "gradient_of_stage": r"gradient of decoder\.layers\.2\.\S+ is 0\.5 times .* on rank 0",
+    "rows_swapped": r"output of decoder\.layers\.3\.self_attention\.linear_qkv differs on ranks 1, 2",
+    "one_nan": r"gradient of decoder\.layers\.3\.mlp\.linear_fc1\.weight has infinite numbers or NaN on rank 2",
+    "one_rank_alone": r"gradient of decoder\.layers\.3\.mlp\.linear_fc2\.weight is 3 times .* on rank 2",
+    "tied_copy_drifts": r"gradient of output_layer\.weight is 0\.25 times .* on ranks 1, 2",
+    "output_halved": r"output of decoder\.layers\.4\.self_attention\.linear_proj is 0\.5 times .* on ranks 1, 2",
+    "gradient_shares": r"gradient of decoder\.layers\.4\.input_layernorm\.weight is one rank's share on ranks 1, 2",
+    "one_rate": r"weight \S+ .*on ranks? [12]",
+}
+DEFAULT = ("sum_left_out", "gradient_shares", "one_nan")
 
 
-def certify(*words: str) -> tuple[int, str]:
-    """Run the script on this machine's CPU."""
-    command = [sys.executable, str(ROOT / "tests" / "device" / "certify.py"), "--device", "cpu"]
-    done = subprocess.run(
-        [*command, "--master-port", str(free_port()), "--steps", "3", *words],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=ROOT,
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-    )
-    return done.returncode, done.stdout + done.stderr
+@pytest.fixture(scope="module")
+def references(pool: Pool) -> list[Numbers]:
+    """The uniform run, and those with start weights that are changed by a rounding."""
+    choice: Choice = choose(3, is_short=True, without={})
+    return [numbers_of(pool, job) for job in choice.references]
 
 
-@pytest.mark.full
-def test_all_layouts_are_certified() -> None:
-    code, output = certify()
-    assert code == 0, output
-    verdicts = {line.split(" | ")[0].strip("| "): line.split(" | ")[-1].strip(" |") for line in output.splitlines()}
-    assert [verdicts[sizes] for sizes in LAYOUTS] == [
-        "trains" if {*sizes} == {"1", ","} else "equal" for sizes in LAYOUTS
-    ]
-
-
-def test_what_does_not_fit_or_run_is_named() -> None:
-    code, output = certify("--layouts", "1,1", "1,2", "--devices", "1")
-    assert code == 1
-    assert output.count("needs more than 1 devices on a machine") == 2
+def numbers_of(pool: Pool, job: CertifiedRun, fault: str = "") -> Numbers:
+    kwargs: dict[str, Any] = {"run": job, "fault": fault}
+    return assemble(pool.run(job.num_ranks, "tests.multiproc.jobs.certify_job:train", kwargs))
 
 
 @pytest.mark.parametrize(
-    ("words", "said"), [(("--device", "cuda"), "torch sees no such device"), (("--share",), "only GPUs can be shared")]
+    "fault", [pytest.param(name, marks=[] if name in DEFAULT else [pytest.mark.full]) for name in FAULTS]
 )
-def test_what_cannot_run_is_one_line(words: tuple[str, ...], said: str) -> None:
-    code, output = certify(*words)
-    assert code == 1 and said in output and "Traceback" not in output, output
+def test_a_planted_fault_is_named(pool: Pool, references: list[Numbers], fault: str) -> None:
+    job = CertifiedRun(shows=fault, sizes=(1, 2), is_sequence_parallel=fault != "sum_left_out")
+    reference, *changed = references
+    row = judge_row(job, numbers_of(pool, job, fault), 0.0, reference, changed)
+    assert row.verdict == "differs"
+    assert re.match(NAMED[fault], row.note), row.note
 
 
-def test_a_wrong_loss_is_wrong() -> None:
-    class Options:
-        device, machines, share = "npu", 2, False
+def test_short_form(tmp_path: Path) -> None:
+    """All is well, a killed rank is named, and the report speaks of what is installed, until it is changed."""
+    path = tmp_path / "report.json"
+    printed = start_python("-m", "vtp_plugin", "certify", "--short", "--device", "cpu", "--out", str(path))
+    assert "verdict: fine: 5 of 5 runs" in printed
+    report = json.loads(path.read_text())
+    assert [row["verdict"] for row in report["rows"]] == ["equal"] * 4 + ["named"]
+    assert str(tmp_path) not in path.read_text() and "/" not in re.sub(r"https?://", "", path.read_text())
+    assert "what is installed" in start_python("-m", "vtp_plugin", "certify", "--check", str(path))
 
-    outcomes = [Outcome("1,1", (2.0, 1.0)), Outcome("1,2", (2.0, 1.001)), Outcome("2,1", (2.0, 1.0))]
-    lines, is_well = table(outcomes, Options())  # type: ignore[arg-type]
-    assert not is_well
-    assert [line.rsplit(" | ", 1)[1] for line in lines[-3:]] == ["trains |", "**wrong** |", "equal |"]
+
+@pytest.mark.full
+def test_all_layouts_that_fit_four_ranks() -> None:
+    printed = start_python("-m", "vtp_plugin", "certify", "--ranks", "4", "--device", "cpu")
+    assert "verdict: fine" in printed and "not run: distributed optimizer, overlapped: needs 6 ranks" in printed
+
+
+@pytest.mark.full
+def test_started_by_torchrun() -> None:
+    words = ("-m", "torch.distributed.run", "--nproc-per-node", "3", "-m", "vtp_plugin", "certify", "--short")
+    assert start_python(*words).count("verdict: fine") == 1
 
 
 @pytest.mark.needs("our_example")

@@ -820,7 +820,20 @@ def help_of(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
     return lines
 
 
-NAMES = ("run", "plan", "draw", "simulate", "search", "profile", "checkpoint", "trace", "rendezvous", "link", "doctor")
+NAMES = (
+    "run",
+    "plan",
+    "draw",
+    "simulate",
+    "search",
+    "profile",
+    "certify",
+    "checkpoint",
+    "trace",
+    "rendezvous",
+    "link",
+    "doctor",
+)
 OF_A_CHECKPOINT = ("show", "verify", "diff", "reshard", "import", "export")
 OF_A_LINK = ("keys", "up", "down", "show", "run")
 

@@ -1,0 +1,156 @@
+"""Which part of which whole tensor a rank has: of parameters, and of what modules give out."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.tensor_parallel import ColumnParallelLinear
+
+from vtp_plugin.certify.compare import PartSketch
+from vtp_plugin.runtime.step.sketch import sketch
+
+_WATCHED = (
+    *("embedding", "input_layernorm", "linear_qkv", "core_attention", "linear_proj"),
+    *("pre_mlp_layernorm", "linear_fc1", "linear_fc2", "final_layernorm", "output_layer"),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NamedPart:
+    """A parameter on this rank.
+
+    Attributes:
+        parameter: Megatron's.
+        dim: the dimension along which it is cut; None where each tensor-parallel rank has all of it.
+        index: which part this rank has.
+        count: number of parts.
+    """
+
+    parameter: Any
+    dim: int | None
+    index: int
+    count: int
+
+    def sketch(self, name: str, values: torch.Tensor, noise: float = 0.0) -> PartSketch:
+        """Give the sketch of values that lie as this parameter does, such as its gradient.
+
+        Args:
+            name: of the parameter.
+            values: of its shape.
+            noise: norm of what their storage rounds away.
+        """
+        return sketch(name, values, dim=self.dim, index=self.index, count=self.count, noise=noise)
+
+
+def named_parts(chunks: list[Any], num_experts: int = 0) -> dict[str, NamedPart]:
+    """Give the parameters of this rank by names with the layers' and experts' numbers in the whole model.
+
+    Args:
+        chunks: model chunks of this rank, wrapped or not.
+        num_experts: of a layer; 0 for dense ones.
+    """
+    parts: dict[str, NamedPart] = {}
+    for chunk in map(bare, chunks):
+        for name, parameter in chunk.named_parameters():
+            words = global_words(chunk, name)
+            index, count = (
+                parallel_state.get_tensor_model_parallel_rank(),
+                parallel_state.get_tensor_model_parallel_world_size(),
+            )
+            if not getattr(parameter, "allreduce", True):
+                group: Any = parallel_state.get_expert_tensor_parallel_group()
+                index, count = group.rank(), group.size()
+                if "local_experts" in words:
+                    at = words.index("local_experts") + 1
+                    own = num_experts // parallel_state.get_expert_model_parallel_world_size()
+                    words[at] = str(parallel_state.get_expert_model_parallel_rank() * own + int(words[at]))
+            is_cut = getattr(parameter, "tensor_model_parallel", False)
+            dim = parameter.partition_dim if is_cut else None
+            parts[".".join(words)] = NamedPart(parameter=parameter, dim=dim, index=index, count=count)
+    return parts
+
+
+def global_words(chunk: Any, name: str) -> list[str]:
+    """Cut a parameter's name into words, with the layer's number in the whole model."""
+    words = name.split(".")
+    if words[:2] == ["decoder", "layers"]:
+        words[2] = str(chunk.decoder.layers[int(words[2])].layer_number)
+    return words
+
+
+def bare(chunk: Any) -> Any:
+    """Give the model inside Megatron's wrappers."""
+    while hasattr(chunk, "module"):
+        chunk = chunk.module
+    return chunk
+
+
+def draw(parts: Mapping[str, NamedPart]) -> None:
+    """Set all matrices to what depends on their names and whole shapes only, so that any stages start alike."""
+    for name, part in parts.items():
+        if part.parameter.dim() < 2:
+            continue
+        shape = list(part.parameter.shape)
+        if part.dim is not None:
+            shape[part.dim] *= part.count
+        generator = torch.Generator().manual_seed(seed_of(name))
+        whole = torch.randn(shape, generator=generator) * (0.5 if "router" in name else 0.1)
+        own = whole if part.dim is None else whole.chunk(part.count, dim=part.dim)[part.index]
+        with torch.no_grad():
+            part.parameter.copy_(own)
+
+
+def seed_of(name: str) -> int:
+    """Give a number that depends on a weight's name only; the two ends of a tied embedding have the same."""
+    return zlib.crc32(name.replace("output_layer", "embedding.word_embeddings").encode())
+
+
+class TensorRecorder:
+    """Keeps sketches of what the modules of this rank give out in the first microbatch, and of the gradients of that.
+
+    Args:
+        chunks: model chunks of this rank, wrapped or not.
+        scale: of the gradients; replicas divide the loss by their own microbatches, and average afterwards.
+
+    Attributes:
+        outputs: by name of the module, in the order in which they ran.
+        gradients: the same of the gradients, in the order of the backward.
+    """
+
+    def __init__(self, chunks: list[Any], scale: float = 1.0) -> None:
+        self._scale = scale
+        self.outputs: dict[str, PartSketch] = {}
+        self.gradients: dict[str, PartSketch] = {}
+        self._index = parallel_state.get_tensor_model_parallel_rank()
+        self._count = parallel_state.get_tensor_model_parallel_world_size()
+        for chunk in map(bare, chunks):
+            for name, module in chunk.named_modules():
+                is_layer = name.startswith("decoder.layers.") and name.count(".") == 2
+                if (is_layer or name.endswith(_WATCHED)) and "experts" not in name:
+                    self._watch(".".join(global_words(chunk, name)), module, chunk.config)
+
+    def _watch(self, name: str, module: Any, config: Any) -> None:
+        gated = name.endswith("linear_fc1") and config.gated_linear_unit
+
+        def behind(_module: Any, _inputs: Any, output: Any) -> None:
+            hook.remove()
+            values = output[0] if isinstance(output, tuple) else output
+            if not torch.is_tensor(values) or gated:  # a gate and its values lie by rank, not as in the whole
+                return
+            is_column = isinstance(module, ColumnParallelLinear) and not module.gather_output
+            dim = 2 if is_column or name.endswith("core_attention") else 0 if config.sequence_parallel else None
+            place: dict[str, Any] = {"dim": dim, "index": self._index, "count": self._count}
+            self.outputs[name] = sketch(name, values, **place)
+            if values.requires_grad:
+
+                def note(gradient: torch.Tensor) -> None:
+                    self.gradients.setdefault(name, sketch(name, gradient * self._scale, **place))
+
+                values.register_hook(note)
+
+        hook = module.register_forward_hook(behind)

@@ -1,0 +1,335 @@
+"""How the numbers of two runs are compared: sketches of whole tensors, tolerances from changed references, verdicts.
+
+A *sketch* of a tensor is what a few fixed random vectors give when multiplied with each block of its rows. Those of
+the parts of a tensor lie side by side in that of the whole one, so no tensor has to be moved to be compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Final
+
+FACTOR: Final = 10.0
+"""So many times what the changed references differ by is taken for rounding."""
+EPS: Final = {"fp32": 2.0**-23, "bf16": 2.0**-7}
+"""Relative distance of two neighbouring numbers, by type."""
+LEAST: Final = 8 * EPS["fp32"]
+"""Least tolerance: losses and gradients are added in fp32, and the order of a sum depends on the sizes."""
+TOO_LARGE: Final = 0.5
+"""With a larger tolerance of the losses, whatever a run computes would be accepted."""
+_NO_NUMBER: Final = "nan"
+
+
+def _value(value: object) -> float:
+    """Take a number, or the text that stands for none in JSON.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if value == _NO_NUMBER:
+        return math.nan
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"must be a number or {_NO_NUMBER}")
+    return float(value)
+
+
+def finite(value: Any) -> Any:
+    """Write text for what JSON has no number for, in lists and dictionaries of any depth.
+
+    >>> finite({"a": [1.0, math.nan], "b": (math.inf,)})
+    {'a': [1.0, 'nan'], 'b': ['nan']}
+    """
+    if isinstance(value, dict):
+        return {name: finite(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in value]
+    return _NO_NUMBER if isinstance(value, float) and not math.isfinite(value) else value
+
+
+Vector = tuple[Annotated[float, _value], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartSketch:
+    """The sketch of one rank's part of a tensor.
+
+    Attributes:
+        values: of the sketch, block by block; those of all parts make up the whole tensor's.
+        index: which part it is.
+        count: number of parts.
+        is_cut: the parts lie side by side; else each rank has the whole tensor.
+        noise: norm of what the storage of the values rounds away, in the measure of the sketch.
+    """
+
+    values: Vector
+    index: int = 0
+    count: int = 1
+    is_cut: bool = False
+    noise: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankNumbers:
+    """What one rank saw.
+
+    Attributes:
+        losses: mean of this replica's microbatches by step; empty where there is no loss.
+        gradient_norms: by step.
+        outputs: what modules gave out in the first microbatch, by name, in order of execution.
+        output_gradients: gradients of these, in order of the backward.
+        gradients: of the weights in the first step, before clipping, by name; none with the distributed optimizer.
+        changes: of the weights over all steps, by name.
+        step_s: time of the last step, in seconds.
+    """
+
+    losses: Vector = ()
+    gradient_norms: Vector = ()
+    outputs: Mapping[str, PartSketch] = field(default_factory=dict[str, PartSketch])
+    output_gradients: Mapping[str, PartSketch] = field(default_factory=dict[str, PartSketch])
+    gradients: Mapping[str, PartSketch] = field(default_factory=dict[str, PartSketch])
+    changes: Mapping[str, PartSketch] = field(default_factory=dict[str, PartSketch])
+    step_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbers:
+    """What a whole run computed, and which copies of a tensor were not the same.
+
+    Attributes:
+        vectors: losses and gradient norms by step, and sketches of whole tensors, by name; tensors in the order in
+            which they are computed.
+        parts: of each tensor, the ranks that hold a part of it, and the part.
+        drifts: lines about copies that differ.
+    """
+
+    vectors: Mapping[str, Vector]
+    parts: Mapping[str, Sequence[tuple[int, PartSketch]]] = field(default_factory=dict[str, Any])
+    drifts: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Judged:
+    """How far a number of a run lies from the reference's.
+
+    Attributes:
+        name: of the number or tensor.
+        difference: norm of the difference, relative to that of the reference.
+        tolerance: of it, see :func:`tolerances`.
+    """
+
+    name: str
+    difference: float
+    tolerance: float
+
+    @property
+    def is_equal(self) -> bool:
+        """Whether it is the same to rounding."""
+        return self.difference <= self.tolerance
+
+    @property
+    def ratio(self) -> float:
+        """The difference in tolerances; not a number, too, is too far."""
+        return self.difference / self.tolerance if self.tolerance else math.inf
+
+
+def relative_difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
+    """Give the norm of the difference over that of the second; infinite where a number is none, or lengths differ.
+
+    >>> relative_difference([3.0, 4.5], [3.0, 4.0]), relative_difference([0.0], [0.0])
+    (0.1, 0.0)
+    >>> relative_difference([math.nan], [1.0]), relative_difference([1.0], [0.0])
+    (inf, inf)
+    """
+    if len(ours) != len(theirs):
+        return math.inf
+    distance = math.dist(ours, theirs)
+    if distance == 0:
+        return 0.0
+    size = math.hypot(*theirs)
+    return distance / size if math.isfinite(distance) and 0 < size < math.inf else math.inf
+
+
+_TENSORS: Final[Mapping[str, Callable[[RankNumbers], Mapping[str, PartSketch]]]] = {
+    "output of": lambda rank: rank.outputs,
+    "gradient at": lambda rank: rank.output_gradients,
+    "gradient of": lambda rank: rank.gradients,
+    "weight": lambda rank: rank.changes,
+}
+
+
+def assemble(ranks: Sequence[RankNumbers]) -> Numbers:
+    """Put the numbers of a run together from those of its ranks.
+
+    >>> cut = [RankNumbers(gradients={"w": PartSketch(values=(n,), index=i, count=2, is_cut=True)})
+    ...        for i, n in enumerate((1.0, 2.0))]
+    >>> assemble(cut).vectors["gradient of w"]
+    (1.0, 2.0)
+    >>> assemble([RankNumbers(changes={"w": PartSketch(values=(n,))}) for n in (1.0, 2.0)]).drifts
+    ('weight w: rank 1 has 2 times what rank 0 has, but both hold the same part',)
+    """
+    replicas = [rank.losses for rank in ranks if rank.losses]
+    vectors: dict[str, Vector] = {}
+    if replicas:
+        vectors["losses"] = tuple(sum(step) / len(replicas) for step in zip(*replicas, strict=True))
+        vectors["gradient norms"] = ranks[0].gradient_norms
+    drifts: list[str] = []
+    for rank, own in enumerate(ranks):
+        if own.gradient_norms != ranks[0].gradient_norms:
+            drifts.append(f"gradient norms: rank {rank} has others than rank 0")
+    parts: dict[str, list[tuple[int, PartSketch]]] = {}
+    for kind, of_ranks in _TENSORS.items():
+        found: dict[str, list[tuple[int, PartSketch]]] = {}
+        numbered = list(enumerate(ranks))
+        for rank, own in reversed(numbered) if kind == "gradient at" else numbered:
+            for name, part in of_ranks(own).items():
+                found.setdefault(f"{kind} {name}", []).append((rank, part))
+        parts |= dict(reversed(found.items())) if kind == "gradient of" else found
+    parts = {name: sorted(held, key=lambda one: one[0]) for name, held in parts.items()}
+    vectors |= {name: _whole(name, held, drifts) for name, held in parts.items()}
+    return Numbers(vectors=vectors, parts=parts, drifts=tuple(drifts))
+
+
+def _whole(name: str, held: Sequence[tuple[int, PartSketch]], drifts: list[str]) -> Vector:
+    """Add the parts of a tensor; of copies, in a stage or on another one, the first counts, and others are noted."""
+    wholes: list[tuple[int, Vector]] = []
+    for count in dict.fromkeys(part.count for _, part in held):
+        first: dict[int, tuple[int, Vector]] = {}
+        for rank, part in held:
+            if part.count == count:
+                kept = first.setdefault(part.index if part.is_cut else 0, (rank, part.values))
+                _note_drift(name, kept, (rank, part.values), drifts)
+        sums = tuple(value for _, (_, values) in sorted(first.items()) for value in values)
+        wholes.append((min(rank for rank, _ in first.values()), sums))
+        _note_drift(name, wholes[0], wholes[-1], drifts)
+    return wholes[0][1]
+
+
+def _note_drift(name: str, first: tuple[int, Vector], other: tuple[int, Vector], drifts: list[str]) -> None:
+    """Note a copy that differs by more than what adding in another order gives."""
+    if len(other[1]) == len(first[1]) and relative_difference(other[1], first[1]) > EPS["fp32"]:
+        factor = factor_of(other[1], first[1])
+        how = f"{factor:.4g} times" if factor is not None else "other numbers than"
+        drifts.append(f"{name}: rank {other[0]} has {how} what rank {first[0]} has, but both hold the same part")
+
+
+def factor_of(ours: Sequence[float], theirs: Sequence[float], *, tolerance: float = 1e-3) -> float | None:
+    """Give the number by which one vector is a multiple of the other; None if it is none.
+
+    >>> factor_of([2.0, 4.0], [1.0, 2.0]), factor_of([2.0, 5.0], [1.0, 2.0])
+    (2.0, None)
+    """
+    square = sum(b * b for b in theirs)
+    if len(ours) != len(theirs) or not 0 < square < math.inf:
+        return None
+    factor = sum(a * b for a, b in zip(ours, theirs, strict=True)) / square
+    rest = relative_difference(ours, [factor * b for b in theirs])
+    return factor if factor and rest <= tolerance else None
+
+
+def tolerances(reference: Numbers, changed: Sequence[Numbers]) -> dict[str, float]:
+    """Give how far each number may lie from the reference's.
+
+    That is :data:`FACTOR` times what the reference differs by itself when each start weight is changed by a rounding:
+    a number that amplifies rounding gets a large tolerance, and one that does not a small one. The change of
+    a weight is the difference of two stored numbers, so it is not known better than these are stored.
+
+    Args:
+        reference: the uniform run.
+        changed: the same with changed start weights.
+
+    >>> one, other = (Numbers(vectors={"losses": (x,)}) for x in (1.0, 1.5))
+    >>> tolerances(one, [other])
+    {'losses': 5.0}
+    """
+    return {
+        name: max(
+            FACTOR * max((relative_difference(run.vectors.get(name, ()), values) for run in changed), default=0.0),
+            LEAST,
+            2 * _noise(reference.parts.get(name, ())) / (math.hypot(*values) or 1.0),
+        )
+        for name, values in reference.vectors.items()
+    }
+
+
+def _noise(parts: Sequence[tuple[int, PartSketch]]) -> float:
+    return math.hypot(*{part.index: part.noise for _, part in parts}.values())
+
+
+def judge(run: Numbers, reference: Numbers, allowed: Mapping[str, float]) -> list[Judged]:
+    """Compare all numbers of a run, the worst first.
+
+    A tensor that only one of them has is infinitely far; but a kind of tensors of which the run has none was not
+    recorded, such as gradients that the distributed optimizer cuts.
+
+    >>> one, other = (Numbers(vectors={"losses": (x,)}) for x in (1.0, 1.5))
+    >>> judge(other, one, {"losses": 0.1})
+    [Judged(name='losses', difference=0.5, tolerance=0.1)]
+    """
+    kinds = {_kind(name) for name in run.vectors}
+    names: Iterable[str] = dict.fromkeys([*(name for name in reference.vectors if _kind(name) in kinds), *run.vectors])
+    found = [
+        Judged(
+            name=name,
+            difference=relative_difference(run.vectors.get(name, ()), reference.vectors.get(name, ())),
+            tolerance=allowed.get(name, 0.0),
+        )
+        for name in names
+    ]
+    return sorted(found, key=lambda one: one.ratio, reverse=True)
+
+
+def _kind(name: str) -> str:
+    return next((kind for kind in _TENSORS if name.startswith(f"{kind} ")), name)
+
+
+def first_fault(run: Numbers, reference: Numbers, found: Iterable[Judged]) -> str:
+    """Describe the first tensor in order of execution that differs: on which ranks, and by which factor.
+
+    Args:
+        run: the run.
+        reference: the uniform one.
+        found: what :func:`judge` gave.
+
+    Returns:
+        A line; empty if all are the same to rounding.
+
+    >>> one, other = (assemble([RankNumbers(gradients={"w": PartSketch(values=(x, x))})]) for x in (1.0, 2.0))
+    >>> first_fault(other, one, judge(other, one, {"gradient of w": 0.1}))
+    'gradient of w is 2 times that of the uniform run on rank 0'
+    """
+    wrong = {one.name: one for one in found if not one.is_equal}
+    # Of weights, which all differ after a few steps, the worst.
+    ordered = [name for name in reference.parts if _kind(name) != "weight"]
+    name = next((name for name in [*ordered, *wrong] if name in wrong), None)
+    if name is None:
+        return ""
+    whole, held = reference.vectors.get(name, ()), run.parts.get(name, ())
+    if not whole or not held or name not in run.vectors:
+        return f"{name} differs" if whole and name in run.vectors else f"{name} is missing in one of the runs"
+    tolerance = wrong[name].tolerance
+    faults = {rank: (part, wanted) for rank, part in held if _differs(part, wanted := _own(part, whole), tolerance)}
+    where = f"on rank{'s'[: len(faults) != 1]} {', '.join(map(str, faults))}"
+    if any(math.isnan(value) for part, _ in faults.values() for value in part.values):
+        return f"{name} has infinite numbers or NaN {where}"
+    factors = {factor_of(part.values, wanted, tolerance=max(tolerance, 1e-3)) for part, wanted in faults.values()}
+    texts = {None if factor is None else f"{factor:.3g}" for factor in factors}
+    if len(texts) == 1 and None not in texts:
+        return f"{name} is {texts.pop()} times that of the uniform run {where}"
+    parts = [part.values for part, _ in faults.values()]
+    if not any(part.is_cut for part, _ in faults.values()) and len(parts) > 1:
+        sums = tuple(map(sum, zip(*parts, strict=True)))
+        if relative_difference(sums, whole) <= max(tolerance, 1e-3):
+            return f"{name} is one rank's share {where}: a sum over these ranks is left out"
+    return f"{name} differs {where}, by no single factor"
+
+
+def _own(part: PartSketch, whole: Vector) -> Vector:
+    """Give what a part should be, of the whole tensor; an empty one if blocks and parts do not fit together."""
+    size = len(whole) // part.count
+    return whole[part.index * size : (part.index + 1) * size] if part.is_cut else whole
+
+
+def _differs(part: PartSketch, wanted: Vector, tolerance: float) -> bool:
+    return relative_difference(part.values, wanted) > tolerance

@@ -1,0 +1,216 @@
+"""``certify``: train a small model on the layouts that fit these machines, and compare each with the uniform run.
+
+Exit code 0: every run went as it should; 1: one did not, or a report speaks of something else; 2: bad usage.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform as python_platform
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import vtp_plugin
+from vtp_plugin.certify.compare import Numbers, assemble
+from vtp_plugin.certify.layouts import CertifiedRun, SmallTraining, choose
+from vtp_plugin.certify.report import CertifyReport, Row, digest_of, judge_row, problems_of, text_of, unjudged
+from vtp_plugin.cli.command_base import Parser, add_json_flag, check_folder, print_answer, write_file
+from vtp_plugin.cli.terminal import progress
+from vtp_plugin.config import VtpConfig
+from vtp_plugin.errors import ConfigError
+from vtp_plugin.host.versions import find_host
+from vtp_plugin.util.text import own_command
+from vtp_plugin.util.typed_json import read_bytes, read_typed
+
+if TYPE_CHECKING:
+    from vtp_plugin.cli.certify_workers import Answer, Workers
+
+_PACKAGES = ("torch", "torch_npu", "mindspeed", "transformer_engine")
+_CPU_RANKS, _MOST_RANKS = 3, 8
+# So many ranks may share one GPU, if NCCL is 2.30 or later; each rank's kernels must find room beside the others'.
+_SHARED = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_NVLS_ENABLE": "0", "NCCL_MAX_CTAS": "2"}
+
+
+def add_arguments(parser: Parser) -> None:
+    """Declare the flags."""
+    parser.epilog = "Exit code 0: every run went as it should; 1: one did not, or a report speaks of something else."
+    parser.add_argument("--short", action="store_true", help="a few layouts, under 90 s on two cores")
+    parser.add_argument("--out", type=Path, metavar="FILE.json", help="also write the report, to send it")
+    parser.add_argument("--check", type=Path, metavar="REPORT", help="only: does a report speak of what is installed")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        metavar="N",
+        help="processes that it starts itself; default: one for each device, up to 8; 3 on CPUs. With more than there "
+        "are GPUs they share them (NCCL 2.30). A launcher such as torchrun starts others",
+    )
+    parser.add_argument("--device", default="auto", metavar="auto|cuda|npu|cpu", help="default: auto")
+    parser.add_argument("--timeout-s", type=float, default=120.0, metavar="S", help="longest time of one run; 120")
+    add_json_flag(parser)
+
+
+def run(options: argparse.Namespace) -> None:
+    """Certify, or check a report; leave with the exit code."""
+    if options.unknown:
+        raise ConfigError(f"{options.unknown[0]} is unknown; see: {own_command()} certify --help")
+    if options.check is not None:
+        _check(options)
+    if options.out is not None:
+        check_folder(options.out, flag="--out")
+    device = VtpConfig(device=options.device).device
+    with _workers(options, device) as (workers, num_ranks, card, is_first):
+        begin_s = time.monotonic()
+        rows, left_out = _certify(workers, num_ranks, options.short, card, is_first)
+        report = CertifyReport(
+            versions=_versions(),
+            sources=_sources(),
+            device=card,
+            num_ranks=num_ranks,
+            is_short=options.short,
+            rows=rows,
+            left_out=left_out,
+            seconds=round(time.monotonic() - begin_s),
+        ).signed()
+    if is_first:
+        print_answer(options, report, text_of(report))
+        if options.out is not None:
+            write_file(options.out, json.dumps(asdict(report), indent=1) + "\n", flag="--out")
+            print(f"wrote {options.out}", file=sys.stderr)
+    sys.exit(0 if report.is_well else 1)
+
+
+def _certify(
+    workers: Workers, num_ranks: int, is_short: bool, card: str, is_first: bool
+) -> tuple[tuple[Row, ...], dict[str, str]]:
+    """Run and judge all layouts that fit."""
+    without: dict[str, str] = {}
+    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < int(os.environ.get("WORLD_SIZE", "1")):
+        without["saved and loaded"] = "the ranks are on several machines, which may share no folder"
+    if card != "CPU" and find_spec("apex") is None:
+        needs = "on this device Megatron's own layers need Apex for sequence parallelism"
+        without |= dict.fromkeys(("sequence parallelism", "interleaved", "experts"), needs)
+    choice = choose(num_ranks, is_short=is_short, without=without)
+    references: dict[SmallTraining, list[Numbers]] = {}
+    rows: list[Row] = []
+    all_runs = (*choice.references, *choice.runs)
+    with progress(len(all_runs), "certify", is_bytes=False) as tell, tempfile.TemporaryDirectory() as folder:
+        for job in all_runs:
+            begin_s = time.monotonic()
+            answers = workers.run(job, folder)
+            tell(1, job.shows)
+            if is_first:
+                print(
+                    f"ran {job.shows} ({job.list_text}), {time.monotonic() - begin_s:.1f} s",
+                    file=sys.stderr,
+                    flush=True,
+                )
+            if job.killed_rank is not None:
+                rows.append(_judge_kill(job, answers))
+            elif failed := [answer.line for answer in answers if answer.numbers is None]:
+                known = next((line for line in failed if "rank" not in line), failed[0])
+                rows.append(unjudged(job, "failed", known))
+            elif job in choice.references:
+                references.setdefault(job.training, []).append(_numbers(answers))
+            elif job.training not in references:
+                rows.append(unjudged(job, "failed", "there is no uniform run to compare with"))
+            else:
+                step_s = max(answer.numbers.step_s for answer in answers if answer.numbers is not None)
+                reference, *changed = references[job.training]
+                rows.append(judge_row(job, _numbers(answers), step_s, reference, changed))
+    return tuple(rows), choice.left_out
+
+
+def _numbers(answers: list[Answer]) -> Numbers:
+    return assemble([answer.numbers for answer in answers if answer.numbers is not None])
+
+
+def _judge_kill(job: CertifiedRun, answers: list[Answer]) -> Row:
+    """Tell whether the ranks that live have named the one that was killed."""
+    others = [answer for rank, answer in enumerate(answers) if rank != job.killed_rank]
+    named = [answer for answer in others if f"rank {job.killed_rank}" in answer.line]
+    died_s = answers[job.killed_rank or 0].after_s
+    took_s = max((answer.after_s - died_s for answer in named), default=0.0)
+    note = f"{len(named)} of {len(others)} ranks named rank {job.killed_rank}, {took_s:.1f} s after it died"
+    has_hung = any(answer.numbers is not None or "no end" in answer.line for answer in others)
+    return unjudged(job, "named" if named and not has_hung else "not named", note)
+
+
+@contextmanager
+def _workers(options: argparse.Namespace, device: str) -> Iterator[tuple[Workers, int, str, bool]]:
+    """Start what runs the layouts, and give it with the number of ranks, the kind of device, and who prints."""
+    find_host()  # one line where Megatron or torch is missing
+    from vtp_plugin.cli.certify_workers import Workers
+    from vtp_plugin.platform.detect import detect
+    from vtp_plugin.runtime.health.meeting_store import is_agent_store, serve
+
+    platform = detect(device)  # type: ignore[arg-type]
+    num_devices = 0 if platform.name == "cpu" else platform.module().device_count()
+    card = "CPU" if platform.name == "cpu" else platform.card_name()
+    environment = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCH_GLOO_LAZY_INIT": "1"}
+    if "RANK" in os.environ:
+        if options.ranks is not None:
+            raise ConfigError(f"--ranks {options.ranks}; the launcher has started the ranks; leave it out")
+        rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        address, port, ranks = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), [rank]
+        is_server = rank == 0 and not is_agent_store(os.environ)
+    else:
+        num_ranks = options.ranks or (min(num_devices, _MOST_RANKS) if num_devices else _CPU_RANKS)
+        address, port, ranks, is_server = "127.0.0.1", 0, list(range(num_ranks)), True
+        if platform.name == "cpu":
+            environment["GLOO_SOCKET_IFNAME"] = "lo"
+    choose(num_ranks, is_short=options.short, without={})  # refuses too few, before anything starts
+    if 0 < num_devices < len(ranks):
+        environment |= _SHARED
+    from datetime import timedelta
+
+    from torch.distributed import TCPStore
+
+    wait = timedelta(seconds=1800)
+    store = serve(address, port, 1800) if is_server else TCPStore(address, port, is_master=False, timeout=wait)
+    environment |= {"MASTER_ADDR": address, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    workers = Workers(ranks, store, environment, platform.name, options.timeout_s)
+    try:
+        yield workers, num_ranks, card, 0 in ranks
+    finally:
+        workers.stop()
+
+
+def _versions() -> dict[str, str]:
+    found = {"vtp_plugin": vtp_plugin.__version__, "Python": python_platform.python_version()}
+    found["megatron-core"] = find_host()[1].version
+    for name in _PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _sources() -> str:
+    return digest_of([Path(vtp_plugin.__file__).parent, Path(vtp_plugin.__file__).parent / "patches"])
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Say whether a report speaks of what is installed; leave with the exit code."""
+    try:
+        report = read_typed(CertifyReport, read_bytes(options.check))
+    except ValueError as error:
+        raise ConfigError(f"--check {options.check} is no report: it {error}; give a file of certify --out") from None
+    problems = list(problems_of(report, _versions(), _sources()))
+    answer = {"report": asdict(report), "problems": problems}
+    about = (
+        f"{report.device}, {report.num_ranks} ranks: {'all' if report.is_well else 'not all'} runs went as they should"
+    )
+    lines = [about, *(f"problem: {line}" for line in problems)]
+    print_answer(options, answer, [*lines, f"it speaks of {'something else' if problems else 'what is installed'}"])
+    sys.exit(1 if problems or not report.is_well else 0)
