@@ -24,6 +24,7 @@ import vtp_plugin
 from vtp_plugin.api import choose_device, current_session
 from vtp_plugin.certify.compare import RankNumbers, finite
 from vtp_plugin.certify.layouts import CertifiedRun
+from vtp_plugin.host.mindspeed import has_mindspeed, import_adaptor
 from vtp_plugin.runtime.health.redaction import describe_error, names_a_path
 from vtp_plugin.util.text import one_line
 from vtp_plugin.util.typed_json import read_typed
@@ -135,7 +136,7 @@ class _Process:
     def __init__(self, rank: int, environment: Mapping[str, str], device: str) -> None:
         # A process that has begun with a GPU cannot be forked; on CPUs a fork saves seconds of imports.
         context: Any = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
-        if device == "cpu":
+        if device == "cpu" and not has_mindspeed():  # whose adaptor comes before Megatron
             multiprocessing.set_forkserver_preload([_TRAINER])
         self.output = tempfile.NamedTemporaryFile(prefix="vtp-certify-", suffix=".log")  # noqa: SIM115
         self.connection, theirs = context.Pipe()
@@ -193,6 +194,7 @@ def serve(theirs: Any, rank: int, environment: Mapping[str, str], device: str, o
     for stream in (1, 2):
         os.dup2(file, stream)
     os.environ.update(environment, RANK=str(rank))
+    os.environ.setdefault("LOCAL_RANK", str(rank))  # where no launcher has said it
     sys.argv = ["certify"]
     import torch
     import torch.distributed as dist
@@ -220,6 +222,8 @@ def _run_one(job: CertifiedRun, folder: str, store: Any, device: str) -> RankNum
     platform = detect(device)  # type: ignore[arg-type]
     os.environ["WORLD_SIZE"] = str(job.num_ranks)
     choose_device(device)  # type: ignore[arg-type]
+    if has_mindspeed():
+        import_adaptor()
     if device != "cpu":
         module = platform.module()
         module.set_device(int(os.environ.get("LOCAL_RANK", "0")) % module.device_count())
