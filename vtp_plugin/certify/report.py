@@ -174,11 +174,14 @@ def digest_of(folders: Iterable[Path]) -> str:
     """Give the digest of all Python files in some folders, which does not depend on where these lie.
 
     Args:
-        folders: the folders; links are followed.
+        folders: the folders; a file counts in the last of them that holds it, whether this is a link or not.
     """
+    folders = list(folders)
     digest = hashlib.sha256()
-    for folder in folders:
+    for number, folder in enumerate(folders):
         for path in sorted(folder.rglob("*.py")):
+            if any(path.is_relative_to(later) for later in folders[number + 1 :]):
+                continue
             digest.update(f"{path.relative_to(folder).as_posix()}\0".encode())
             digest.update(path.read_bytes())
     return digest.hexdigest()[:16]

@@ -197,7 +197,8 @@ def _versions() -> dict[str, str]:
 
 
 def _sources() -> str:
-    return digest_of([Path(vtp_plugin.__file__).parent, Path(vtp_plugin.__file__).parent / "patches"])
+    folder = Path(vtp_plugin.__file__).parent
+    return digest_of([folder, folder / "patches"])
 
 
 def _check(options: argparse.Namespace) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from vtp_plugin.certify.compare import PartSketch, RankNumbers, assemble, finite, first_fault, judge
-from vtp_plugin.certify.report import CertifyReport, Row
+from vtp_plugin.certify.compare import Numbers, PartSketch, RankNumbers, assemble, finite, first_fault, judge
+from vtp_plugin.certify.report import CertifyReport, Row, digest_of
 from vtp_plugin.cli import certify
 from vtp_plugin.cli.certify_workers import Answer
 from vtp_plugin.cli.main import main
@@ -63,6 +63,18 @@ def test_a_report_that_was_changed(tmp_path: Path, capsys: pytest.CaptureFixture
     assert code == 1 and "its fields were changed" in said
 
 
+def test_the_digest_is_that_of_the_files(tmp_path: Path) -> None:
+    """Whether the patches are a link, as in a checkout, or a folder, as where the plugin is installed."""
+    for name in ("a/x/1.py", "b/x/1.py", "patches/2.py"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text(name[-4:])
+    (tmp_path / "a/patches").symlink_to(tmp_path / "patches")
+    (tmp_path / "b/patches").mkdir()
+    (tmp_path / "b/patches/2.py").write_text("2.py"[-4:])
+    one, other = (digest_of([tmp_path / name, tmp_path / name / "patches"]) for name in "ab")
+    assert one == other != digest_of([tmp_path / "a", tmp_path / "b/x"])
+
+
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"versions": 3}', "NaN"])
 def test_what_is_no_report_is_one_line(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, said = check(tmp_path / "r.json", text, capsys)
@@ -86,8 +98,8 @@ def test_bad_input_is_one_line(words: tuple[str, ...], line: str, capsys: pytest
     assert leave.value.code == 2 and line in said and said.count("\n") == 1, said
 
 
-def run_of(*parts: PartSketch, kind: str = "gradients", **others: Any) -> Any:
-    return assemble([RankNumbers(**{kind: {"w": part}, **others}) for part in parts])
+def run_of(*parts: PartSketch) -> Numbers:
+    return assemble([RankNumbers(gradients={"w": part}) for part in parts])
 
 
 @pytest.mark.parametrize(
