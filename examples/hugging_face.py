@@ -61,7 +61,8 @@ def main() -> None:
     flags = [word for flag in (*said["flags"], *said["free_flags"]) for word in flag.split()]
     print("the model's flags:", *flags)
 
-    print(f"\n=== 2. Train ten steps with --vtp-size-list {SIZE_LIST}", flush=True)
+    where = f"as a U: {', '.join(f'{site} with {number}' for site, number in SITES.items())}" if options.adapter else ""
+    print(f"\n=== 2. Train ten steps with --vtp-size-list {SIZE_LIST} {where}".rstrip(), flush=True)
     folders = ["--save", str(out / "trained"), "--load", str(out / ("trained" if options.adapter else "imported"))]
     if options.adapter:
         folders += [*U_SHAPE, "--pretrained-checkpoint", str(out / "imported")]
