@@ -13,7 +13,7 @@ NUM_LAYERS: Final = 4
 NUM_MICROBATCHES: Final = 4
 """Microbatches of a step, over all replicas."""
 NUM_STEPS: Final = 3
-"""SmallTraining steps of a run."""
+"""Training steps of a run."""
 LEAST_RANKS: Final = 3
 """Fewer ranks make no stages of different sizes."""
 SEEDS: Final = (1, 2)
