@@ -78,6 +78,14 @@ def unsummed_factor(facts: Facts) -> None:
         self.weight.sequence_parallel = False
 
 
+def unsummed_expert(facts: Facts) -> None:
+    """The fault of Megatron-Bridge 5634: of an expert that is cut, nobody sums the replicated factor's gradient."""
+
+    @around(lora_layers, "copy_to_tensor_model_parallel_region")
+    def leave(_original: Any, weight: torch.Tensor, **_options: Any) -> torch.Tensor:
+        return weight
+
+
 def factors_of_shards(facts: Facts) -> None:
     """The fault of Megatron-Bridge 5840: factors are drawn for the part that a rank holds."""
 

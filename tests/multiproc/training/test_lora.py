@@ -312,6 +312,17 @@ def test_a_fault_is_seen(
         assert_same_factors(runs, wanted, atol=1e-3)
 
 
+@pytest.mark.full
+def test_a_fault_of_experts_is_seen(scripts: Scripts, tmp_path: Path) -> None:
+    scripts.train("1", [*EXPERTS, "--train-iters", "1", "--save", str(tmp_path), "--save-interval", "1"])
+    words = [*EXPERTS, *LORA, *SGD, "--pretrained-checkpoint", str(tmp_path)]
+    wanted = scripts.train("1", words, hooks=HOOKS)
+    runs = scripts.train("1,2", [*words, *ETP_1_2], hooks=[*HOOKS, "unsummed_expert"])
+    with pytest.raises(AssertionError):
+        assert_same_training(runs, wanted, tolerance=1e-3)
+        assert_same_factors(runs, wanted, number=4 * (4 * 2 + 6 * 5), atol=1e-3)
+
+
 def _keys(folder: Path) -> set[str]:
     return {*Contents(folder).index.tensors}
 
