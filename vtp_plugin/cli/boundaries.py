@@ -180,12 +180,12 @@ def _slice(box: Box, view: PlansView) -> str:
 def _collective_lines(collective: Collective, when: str) -> Iterator[str]:
     """Write at most one line about what the ranks of a stage do together, before (``first``) or after (``then``)."""
     for group in collective.groups[:1]:
-        root, others = group[0], format_ranks(group[1:])
+        root, others = group[0], f"rank{'s'[: len(group) > 2]} {format_ranks(group[1:])}"
         text = {
             CollectiveKind.SUM: f"ranks {format_ranks(group)} reduce-scatter their values",
-            CollectiveKind.GATHER: f"rank {root} gathers the slices of ranks {others}",
-            CollectiveKind.BROADCAST: f"rank {root} broadcasts the whole tensor to ranks {others}",
-            CollectiveKind.SCATTER: f"rank {root} scatters slices to ranks {others}",
+            CollectiveKind.GATHER: f"rank {root} gathers the slices of {others}",
+            CollectiveKind.BROADCAST: f"rank {root} broadcasts the whole tensor to {others}",
+            CollectiveKind.SCATTER: f"rank {root} scatters slices to {others}",
             CollectiveKind.ALL_GATHER: f"ranks {format_ranks(group)} all-gather the whole tensor from their parts",
         }[collective.kind]
         more = f"; {len(collective.groups) - 1} more groups alike" if len(collective.groups) > 1 else ""

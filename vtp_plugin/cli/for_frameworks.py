@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Final
 
+from vtp_plugin.cli.launch_text import launch_lines
 from vtp_plugin.config.flag import format_value
+from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.launch.launch_commands import Launch
 from vtp_plugin.tune.search.evaluate import Candidate
 
@@ -22,6 +24,9 @@ _VERL: Final = "actor_rollout_ref.actor.megatron."
 _TITLES: Final = {"megatron": "Megatron", "bridge": "Megatron-Bridge", "swift": "ms-swift", "verl": "verl"}
 FRAMEWORKS: Final = tuple(_TITLES)
 """What ``--for`` takes."""
+LEAST_PERCENT: Final = 5
+"""The gain in percent from which the plugin is advised."""
+_LEAST_GAIN: Final = 1 + LEAST_PERCENT / 100
 
 
 def add_for_flag(group: argparse._ArgumentGroup) -> None:
@@ -50,80 +55,95 @@ def layout_string(layers: Sequence[int], num_chunks: int = 1) -> str:
     return "E" + "|".join(texts) + "L"
 
 
-def framework_lines(name: str, best: tuple[Candidate, Launch], stock: tuple[Candidate, Launch] | None) -> Iterator[str]:
-    """Write how a framework is started with the best layout that stock Megatron can run, and what that loses.
+def advises_stock(best: Candidate, stock: Candidate | None) -> bool:
+    """Whether to start what stock Megatron can run: it is nearly as quick, and the best layout is no U."""
+    return stock is not None and len(best.layers) <= len(best.sizes) and stock.step_s < _LEAST_GAIN * best.step_s
+
+
+def framework_lines(
+    name: str,
+    best: tuple[Candidate, Launch],
+    stock: tuple[Candidate, Launch] | None,
+    note: str = "",
+    *,
+    is_slurm: bool,
+) -> Iterator[str]:
+    """Write how a framework is started: with the advised layout first, with one size or with the plugin.
 
     Args:
         name: one of :data:`FRAMEWORKS`.
         best: the best layout, and that on its nodes.
         stock: likewise the best one of one size with equal replicas; None without one.
+        note: what is to be said of the best layout's nodes.
+        is_slurm: whether as a batch script.
+
+    Raises:
+        ConfigError: there is no batch script of this framework.
     """
-    title, is_unequal = _TITLES[name], len({*best[0].sizes}) > 1
-    sizes = format_value(best[0].sizes)
-    yield ""
-    if name == "swift" and is_unequal:
-        layout = f"--pipeline_model_parallel_layout {shlex.quote(layout_string(best[0].layers, best[0].num_chunks))}"
-        yield f"ms-swift with the plugin (docs/guides/ms-swift.md), {_BESIDES[name]}:"
-        for node, number in _processes(best[1]):
-            yield f"    {node}: VTP_FLAGS='--vtp-size-list {sizes}' NPROC_PER_NODE={number} megatron sft \\"
-            yield f'        --external_plugins "$(vtp path swift)" {layout}'
-    elif is_unequal and name != "megatron":
-        yield f"{title} cannot run --vtp-size-list {sizes}"
-    if stock is None:
-        yield f"{title}: no layout of one size fits these devices"
-        return
-    if is_unequal:
+    if is_slurm and name in ("swift", "verl"):
+        raise ConfigError(f"--slurm --for {name}: the batch script starts torchrun; leave --slurm out")
+    title, sizes = _TITLES[name], format_value(best[0].sizes)
+    own, one = (
+        [*_with_plugin(name, *best, note, is_slurm=is_slurm)],
+        [f"{title}: no layout of one size fits the devices"],
+    )
+    if stock is not None:
+        one = [*_STARTS[name](*stock, is_slurm)]
         loss = stock[0].step_s / best[0].step_s
-        yield f"the best layout of one size takes {loss:.3f} times as long as {sizes}"
-    yield f"{title} with one size, {_BESIDES[name]}:"
-    yield from _STARTS[name](stock[0], stock[1])
+        if len({*best[0].sizes}) > 1:
+            one.insert(0, f"the best layout of one size takes {loss:.3f} times as long as {sizes}")
+            if advises_stock(best[0], stock[0]):
+                one[0] += f"; below {LEAST_PERCENT} % such a prediction says little: stay with one size"
+    blocks = (one, own) if stock is not None and advises_stock(best[0], stock[0]) else (own, one)
+    yield from (line for block in blocks if block for line in ("", *block))
 
 
-_OF_TORCHRUN: Final = "on each node with torchrun's --nnodes, --node-rank, --master-addr and --master-port"
-_BESIDES: Final = {
-    "megatron": _OF_TORCHRUN,
-    "bridge": f"{_OF_TORCHRUN}; RECIPE is your script",
-    "swift": "on each node with NNODES, NODE_RANK, MASTER_ADDR and MASTER_PORT set",
-    "verl": "started once, where Ray's cluster has all nodes",
-}
+def _with_plugin(name: str, best: Candidate, launch: Launch, note: str, *, is_slurm: bool) -> Iterator[str]:
+    """Write how the plugin starts the best layout, where it is in the framework; nothing where it is not needed."""
+    sizes, is_unequal = format_value(best.sizes), len({*best.sizes}) > 1
+    if name == "megatron":
+        if "vtp_plugin" in launch.program:
+            yield from launch_lines(launch, note, is_slurm=is_slurm)
+    elif name == "swift" and is_unequal:
+        layout = shlex.quote(layout_string(best.layers, best.num_chunks))
+        plugin = ("--external_plugins", '"$(vtp path swift)"', "--pipeline_model_parallel_layout", layout)
+        program = (f"VTP_FLAGS='--vtp-size-list {sizes}'", *_SWIFT, *plugin)
+        yield from _swift_lines("with the plugin", launch, program)
+    elif is_unequal:
+        yield f"{_TITLES[name]} cannot run --vtp-size-list {sizes}"
 
 
-def _processes(launch: Launch) -> list[tuple[str, int]]:
-    """Give how many processes each node starts; nodes alike in a row are one entry."""
-    found: list[tuple[str, int]] = []
-    for number, group in groupby(launch.nodes, key=lambda node: len(node.ranks)):
-        names = [node.name for node in group]
-        between = " to " if len(names) > 2 else " and "
-        found.append((names[0] if len(names) == 1 else f"{names[0]}{between}{names[-1]}", number))
-    return found
-
-
-def _start_megatron(stock: Candidate, launch: Launch) -> Iterator[str]:
+def _start_megatron(stock: Candidate, launch: Launch, is_slurm: bool) -> Iterator[str]:
     flags = (word for name, value in _named(stock).items() for word in (f"--{name.replace('_', '-')}", value))
-    return _on_nodes(launch, "torchrun --nproc-per-node {} SCRIPT", flags)
+    own = replace(launch, program=("SCRIPT", "FLAGS", *map(shlex.quote, flags)))
+    yield from launch_lines(own, is_slurm=is_slurm, what="start Megatron with one size")
 
 
-def _start_bridge(stock: Candidate, launch: Launch) -> Iterator[str]:
+def _start_bridge(stock: Candidate, launch: Launch, is_slurm: bool) -> Iterator[str]:
     overrides = (f"model.{name}={_quoted(value)}" for name, value in _named(stock).items())
-    return _on_nodes(launch, "torchrun --nproc-per-node {} RECIPE", overrides)
+    own, what = replace(launch, program=("RECIPE", *map(shlex.quote, overrides))), "start Megatron-Bridge with one size"
+    yield from launch_lines(own, is_slurm=is_slurm, what=what, flags="RECIPE: your script")
 
 
-def _start_swift(stock: Candidate, launch: Launch) -> Iterator[str]:
-    flags = (word for name, value in _named(stock).items() for word in (f"--{name}", value))
-    return _on_nodes(launch, "NPROC_PER_NODE={} megatron sft", flags)
+def _start_swift(stock: Candidate, launch: Launch, is_slurm: bool) -> Iterator[str]:
+    flags = (word for name, value in _named(stock).items() for word in (f"--{name}", shlex.quote(value)))
+    yield from _swift_lines("with one size", launch, (*_SWIFT, *flags))
 
 
-def _on_nodes(launch: Launch, command: str, words: Iterable[str]) -> Iterator[str]:
-    """Write what each node starts: a command with a place for its number of processes, and the words behind it."""
-    behind = shlex.join(words)
-    for node, number in _processes(launch):
-        yield f"    {node}: {command.format(number)} {behind}"
+_SWIFT: Final = ("megatron", "sft")
 
 
-def _start_verl(stock: Candidate, launch: Launch) -> Iterator[str]:
-    found = _processes(launch)
-    if len({number for _, number in found}) > 1:
-        shown = ", ".join(f"{number} on {node}" for node, number in found)
+def _swift_lines(how: str, launch: Launch, program: Sequence[str]) -> Iterator[str]:
+    own = replace(launch, program=(*program, "FLAGS"), by_variables=True)
+    flags = "FLAGS: your own of megatron sft; see docs/guides/ms-swift.md"
+    yield from launch_lines(own, is_slurm=False, what=f"start ms-swift {how}", flags=flags)
+
+
+def _start_verl(stock: Candidate, launch: Launch, is_slurm: bool) -> Iterator[str]:
+    yield "start verl with one size once, where Ray's cluster has all nodes:"
+    numbers = {launch.label(node): len(node.ranks) for node in launch.nodes}
+    if len({*numbers.values()}) > 1:
+        shown = ", ".join(f"{number} on {node}" for node, number in numbers.items())
         yield f"    not with verl's own launcher: trainer.n_gpus_per_node is one number, and this layout needs {shown}"
         return
     own = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
@@ -131,7 +151,7 @@ def _start_verl(stock: Candidate, launch: Launch) -> Iterator[str]:
         f"{_VERL}{name}={value}" if name in own else f"+{_VERL}override_transformer_config.{name}={_quoted(value)}"
         for name, value in _named(stock).items()
     ]
-    words += [f"trainer.n_gpus_per_node={found[0][1]}", f"trainer.nnodes={len(launch.nodes)}"]
+    words += [f"trainer.n_gpus_per_node={len(launch.nodes[0].ranks)}", f"trainer.nnodes={len(launch.nodes)}"]
     yield f"    python -m verl.trainer.main_ppo {shlex.join(words)}"
 
 

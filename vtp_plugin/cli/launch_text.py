@@ -26,6 +26,7 @@ _LAYOUT_FLAGS = (
 _FOUND = (*OF_A_FIT, "--vtp-split-backward")
 _RUN = ("-m", "vtp_plugin", "run")
 _SCRIPT = ("SCRIPT", "FLAGS")
+_ABOUT = "SCRIPT: your training script; FLAGS: its own and Megatron's"
 
 
 def add_slurm_flag(group: argparse._ArgumentGroup) -> None:
@@ -81,24 +82,27 @@ def launch_of_found(
     return Launch(layout=layout, nodes=named_nodes(node_names, layout), program=_quoted((*words, *flags)))
 
 
-def launch_lines(launch: Launch, note: str = "", *, is_slurm: bool) -> Iterator[str]:
+def launch_lines(
+    launch: Launch, note: str = "", *, is_slurm: bool, what: str = "start", flags: str = _ABOUT
+) -> Iterator[str]:
     """Write what to start.
 
     Args:
         launch: the layout on its nodes.
         note: what else is to be said, such as how the nodes were chosen.
         is_slurm: whether as a batch script.
+        what: what is started.
+        flags: what the words of the command stand for.
     """
-    flags = "SCRIPT: your training script; FLAGS: its own and Megatron's"
-    is_one, first = len(launch.nodes) == 1, launch.nodes[0].name
+    is_one, first = len(launch.nodes) == 1, launch.label(launch.nodes[0])
     if is_slurm:
         yield f"batch script for Slurm, to which you add what your cluster asks for ({flags}):"
         yield from launch.slurm_lines()  # not indented: sbatch reads its lines at their beginning only
     elif is_one:
-        yield f"start ({flags}):"
+        yield f"{what} ({flags}):"
         yield from launch.lines()
     else:
-        yield f"start on each node ({flags};"
+        yield f"{what} on each node ({flags};"
         yield f"MASTER_ADDR: address of {first}; MASTER_PORT: a port that is free there, such as 29500):"
         yield from launch.lines()
     yield from launch.warnings()

@@ -149,15 +149,16 @@ def run(options: argparse.Namespace) -> None:
     flags = read_run(options)
     views = view_boundaries(flags)
     launch, note = launch_of_run(options, flags)
+    start = [*_start(options, flags, launch, note)]
     write_output(options, {PAGE: lambda: _page(options, flags, views, launch, note)})
     answer = _answer(flags, views) | {"launch": launch.as_json(is_slurm=options.slurm)}
-    start = ["", *launch_lines(launch, note, is_slurm=options.slurm), *_for_framework(options, flags, launch)]
     start += written(options)
     print_answer(options, answer, chain(_plan_lines(flags, views, _MAX_LINES - len(start)), start))
 
 
-def _for_framework(options: argparse.Namespace, flags: Run, launch: Launch) -> Iterator[str]:
+def _start(options: argparse.Namespace, flags: Run, launch: Launch, note: str) -> Iterator[str]:
     if options.framework is None:
+        yield from ("", *launch_lines(launch, note, is_slurm=options.slurm))
         return
     if flags.fitted is None:
         raise ConfigError("--for with sizes that were given; it writes a layout that is found; give --have 8,6,8")
@@ -171,7 +172,8 @@ def _for_framework(options: argparse.Namespace, flags: Run, launch: Launch) -> I
             cp=max(flags.layout.cp_sizes),
         )
         of_stock = stock, Launch(layout=layout, nodes=named_nodes(stock.node_names, layout), program=())
-    yield from framework_lines(options.framework, (flags.fitted.candidate, launch), of_stock)
+    best = flags.fitted.candidate, launch
+    yield from framework_lines(options.framework, best, of_stock, note, is_slurm=options.slurm)
 
 
 def _page(options: argparse.Namespace, flags: Run, views: Views, launch: Launch, note: str) -> ReportPage:
@@ -250,7 +252,10 @@ def _tensor(flags: Run) -> Iterator[str]:
     else:
         what = f", here {list(flags.shape)} of {flags.itemsize_bytes} bytes each"
     yield f"What crosses: activations [S, B, H] (sequence, batch, hidden){what}."
-    part = "S[0:1/4] is the first quarter" if flags.shape is None else "S[0:512] is the first 512 positions"
+    part = "S[0:1/4] is the first quarter"
+    if flags.shape is not None:
+        most = min(512, flags.shape[0] // 2 or 1)
+        part = f"S[0:{most}] is the first {f'{most} positions' if most > 1 else 'position'}"
     yield f"Gradients of the same shape come back. {part} of the sequence; a part without S has all of it."
     if flags.config.num_rings > 1:
         yield (
@@ -289,7 +294,7 @@ def _boundaries(flags: Run, views: Views, *, is_short: bool) -> Iterator[str]:
 def _buffers(views: Views) -> Iterator[str]:
     """Say how large the channels' buffers are on HCCL, the only backend whose buffers the plugin sizes."""
     known = [(view.name, size) for one, view in views.items() if (size := _buffer_bytes(one)) is not None]
-    sizes = [f"{name} {format_bytes(size)}" for name, size in known]
+    sizes = [f"{name} {-(-size // 2**20)} MiB" for name, size in known]
     if len(sizes) > _MAX_BUFFERS_SHOWN:
         sizes[_MAX_BUFFERS_SHOWN:] = [f"and {len(sizes) - _MAX_BUFFERS_SHOWN} more"]
     if sizes:

@@ -213,7 +213,7 @@ def _line_of(found: Sequence[Time], scattered: float) -> str:
         return f"tp {first.tp}: optimizer {in_digits(1e3 * first.forward_s)} ms for each million parameters{rounds}"
     parts = (
         f"{_NAMES.get(time.part, time.part)} {in_digits(1e3 * time.forward_s)} + {in_digits(1e3 * time.backward_s)} ms"
-        + ("" if time.weights_s is None else f" ({in_digits(1e3 * time.weights_s)} of weights)")
+        + ("" if time.weights_s is None else f" ({in_digits(1e3 * time.weights_s)} ms for gradients of weights)")
         for time in found
     )
     how = ", recomputed" if first.is_recomputed else ""

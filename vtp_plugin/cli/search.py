@@ -13,7 +13,7 @@ from pathlib import Path
 
 from vtp_plugin.cli.boundaries import format_bytes
 from vtp_plugin.cli.command_base import PAGE, Parser, add_output_flag, check_ending, named, print_answer, read_sizes
-from vtp_plugin.cli.for_frameworks import add_for_flag, framework_lines
+from vtp_plugin.cli.for_frameworks import LEAST_PERCENT, add_for_flag, advises_stock, framework_lines
 from vtp_plugin.cli.launch_text import add_slurm_flag, launch_lines, launch_of_found
 from vtp_plugin.cli.page_sections import split_parts, write_output
 from vtp_plugin.cli.run_flags import add_run_flags, check_unknown
@@ -39,8 +39,6 @@ from vtp_plugin.tune.search.schedule_time import compiled_for
 from vtp_plugin.tune.search.stage_cost import held_by
 from vtp_plugin.util.text import in_digits, plain
 
-_LEAST_PERCENT = 5
-_LEAST_GAIN = 1 + _LEAST_PERCENT / 100
 _COLUMNS = ("", "TP sizes", "layers", "replicas", "microbatch size", "devices", "step")
 _COLUMNS_BEHIND = ("tokens/s", "price per M tokens", "times from")
 _TEXT = """\
@@ -101,23 +99,21 @@ def run(options: argparse.Namespace) -> None:
     advised = _advised(request, result)
     launch = _launch(request, advised, options.argv)
     lines = [*_lines(request, result)]
-    page_of = functools.partial(_page, options, request, result, advised, lines, launch)
-    write_output(options, {PAGE: page_of, ".svg": lambda: draw_found(result)})
-    answer = _answer(request, result) | {"launch": launch.as_json(is_slurm=options.slurm)}
-    start = [*launch_lines(launch, is_slurm=options.slurm)]
+    start = ["", *launch_lines(launch, is_slurm=options.slurm)]
     if options.framework is not None:
         best, stock = (each and (each, _launch(request, each, options.argv)) for each in (result.best[0], result.stock))
         assert best is not None
-        start += framework_lines(options.framework, best, stock)
-    print_answer(options, answer, [*lines, "", *start])
+        start = [*framework_lines(options.framework, best, stock, is_slurm=options.slurm)]
+    page_of = functools.partial(_page, options, request, result, advised, lines, launch)
+    write_output(options, {PAGE: page_of, ".svg": lambda: draw_found(result)})
+    answer = _answer(request, result) | {"launch": launch.as_json(is_slurm=options.slurm)}
+    print_answer(options, answer, [*lines, *start])
 
 
 def _advised(request: SearchRequest, result: SearchResult) -> Candidate:
     """Give the layout to start: the best one, but stock Megatron's where that is nearly as quick."""
     best, stock = result.best[0], result.stock
-    if stock is None or request.constraints.ends is not None:
-        return best
-    return stock if stock.step_s < _LEAST_GAIN * best.step_s else best
+    return stock if stock is not None and advises_stock(best, stock) else best
 
 
 def _launch(request: SearchRequest, candidate: Candidate, argv: Sequence[str]) -> Launch:
@@ -176,11 +172,11 @@ def _verdict(request: SearchRequest, result: SearchResult) -> str:
             f"only with the plugin: {layout}; no layout of one size that the flags of {request.megatron} can say fits"
         )
     elif _advised(request, result) is not stock:
-        text = f"{_percent(stock, best):g} % over the best of stock Megatron: {layout}"
+        text = f"{_percent(stock, best):g} % faster than the best of stock Megatron: {layout}"
     elif stock.step_s > best.step_s:
-        gain = min(_percent(stock, best), _LEAST_PERCENT - 0.1)  # rounded, it might seem to be enough
+        gain = min(_percent(stock, best), LEAST_PERCENT - 0.1)  # rounded, it might seem to be enough
         text = f"stay with stock Megatron: the plugin gains {gain:g} %; "
-        text += f"below {_LEAST_PERCENT} % such a prediction says little"
+        text += f"below {LEAST_PERCENT} % such a prediction says little"
     else:
         text = "stay with stock Megatron: nothing is quicker"
     if unlimited is not None:
@@ -285,7 +281,8 @@ def _bottleneck(candidate: Candidate) -> str:
     text = f"stage {stage} computes for {100 * busy[stage]:.0f} % of the step"
     if len(busy) > 1:
         text += f", the idlest for {100 * min(busy):.0f} %"
-    return text + f"; gradients and optimizer take {100 * tail / candidate.step_s:.0f} %"
+    percent = 100 * tail / candidate.step_s
+    return text + f"; gradients and optimizer take {f'{percent:.0f}' if percent >= 1 else 'less than 1'} %"
 
 
 def flags(request: SearchRequest, candidate: Candidate) -> Sequence[str]:
@@ -315,15 +312,25 @@ def _why_nothing(request: SearchRequest, result: SearchResult) -> str:
     largest = max(size for pool in split.pools for size in pool.speeds)
     stages = min(constraints.most_stages, request.problem.num_layers, max(1, cards // (largest * split.cp)))
     layers = math.ceil(request.problem.num_layers / stages)
-    first = StageType((0,), largest)
-    needed = held_by(split, first, (0, layers), stages, is_first=True, is_last=stages == 1)
-    have = f"; the largest device has {format_bytes(max(limits))}" if limits else ""
-    return (
-        f"no layout of {constraints.least_stages} to {constraints.most_stages} stages fits the {cards} devices: "
-        f"{layers} layers of the "
-        f"first of {stages} stages of {largest} ranks hold {format_bytes(needed)} on each rank{have}; give devices "
-        f"with {format_bytes(needed)}, more nodes, or recompute activations"
+    first, most, all_layers = StageType((0,), largest), max(limits, default=0), request.problem.num_layers
+    whole = held_by(split, first, (0, all_layers), 0, is_first=True, is_last=True)
+    in_all = whole * largest * split.cp * split.num_replicas
+    have = sum((pool.memory_bytes or 0) * node.num_cards for pool in split.pools for node in pool.nodes)
+    text = f"no layout of {constraints.least_stages} to {constraints.most_stages} stages fits the {cards} devices: "
+    text += f"weights, gradients and optimizer need about {format_bytes(in_all)} in all"
+    if len(limits) == len(split.pools):
+        text += f", the devices have {format_bytes(have)}"
+        if in_all > have:
+            return f"{text}; give more devices or larger ones, or a smaller model"
+    needed, steady = (
+        held_by(split, first, (0, layers), in_flight, is_first=True, is_last=stages == 1) for in_flight in (stages, 0)
     )
+    text += f"; with {stages} stages of TP size {largest} the first has {layers} layers, and each of its ranks "
+    text += f"holds {format_bytes(needed)} with activations, {format_bytes(steady)} without"
+    text += f"; the largest device has {format_bytes(most)}" if limits else ""
+    is_recomputed = constraints.args.recompute_granularity == "full"
+    more = "" if steady > most or is_recomputed else ", or recompute activations"
+    return f"{text}; give devices of {format_bytes(needed)}, or more of them{more}"
 
 
 def _answer(request: SearchRequest, result: SearchResult) -> dict[str, object]:

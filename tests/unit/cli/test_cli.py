@@ -412,7 +412,7 @@ def test_plan_takes_the_flags_of_a_run_and_shows_bytes(output_of: Output) -> Non
     assert lines[1].split()[:3] == ["0", "edge", "1"] and "rank 0 reports the loss" in lines[4]
     # 2048 * 1 * 4096 * 2 bytes.
     assert "  rank 0 -> rank 1: the whole tensor, 16 MiB" in lines
-    assert "  then rank 1 broadcasts the whole tensor to ranks 2" in lines
+    assert "  then rank 1 broadcasts the whole tensor to rank 2" in lines
     assert "boundary 2->0: rank0 (crosses from site cloud to site edge)" in lines
     assert any("on HCCL only" in line and line.endswith("0->1 16 MiB, 1->2 16 MiB, 2->0 16 MiB") for line in lines)
     # An activation down and a gradient down; the same up.

@@ -43,11 +43,12 @@ def test_megatron_reads_the_layout(layers: tuple[int, ...], num_chunks: int, sta
 
 def test_ms_swift_runs_the_list_itself(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, [*HAVE, "--for", "swift"])
-    assert "node 0: VTP_FLAGS='--vtp-size-list 8,4,2' NPROC_PER_NODE=8 megatron sft" in text
-    assert "node 1: VTP_FLAGS='--vtp-size-list 8,4,2' NPROC_PER_NODE=6 megatron sft" in text
+    for node, number in enumerate((8, 6)):
+        assert f"NNODES=2 NODE_RANK={node} NPROC_PER_NODE={number} MASTER_ADDR=$MASTER_ADDR MASTER_PORT=" in text
+    assert text.count("VTP_FLAGS='--vtp-size-list 8,4,2' megatron sft") == 2 and "torchrun" not in text
     assert text.count("--pipeline_model_parallel_layout 'Et*19|t*9|t*4L'") == 2
-    (command,) = re.findall(r"node 0: NPROC_PER_NODE=8 megatron sft (.*)", text)
-    flags = dict(zip(*[iter(shlex.split(command))] * 2, strict=True))
+    command, _ = re.findall(r"PORT \\\n +megatron sft ((?:.*\n)*?.*) FLAGS", text)
+    flags = dict(zip(*[iter(shlex.split(command.replace("\\\n", "")))] * 2, strict=True))
     assert flags["--tensor_model_parallel_size"] == "4" and flags["--pipeline_model_parallel_size"] == "3"
 
 
@@ -62,7 +63,7 @@ def test_a_framework_without_unequal_stages_says_so(capsys: pytest.CaptureFixtur
 
 def test_words_of_hydra(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed(capsys, [*HAVE, "--for", "bridge"])
-    (command,) = re.findall(r"node 0: torchrun --nproc-per-node 8 RECIPE (.*)", text)
+    (command,) = re.findall(r"--node-rank 0 --nproc-per-node 8 .*\n +RECIPE (.*)", text)
     words = shlex.split(command)
     assert words[:2] == ["model.tensor_model_parallel_size=4", "model.pipeline_model_parallel_size=3"]
     assert re.fullmatch(r'model\.pipeline_model_parallel_layout="Et\*\d+\|t\*\d+\|t\*\d+L"', words[2])
@@ -87,8 +88,22 @@ def test_megatron_itself(capsys: pytest.CaptureFixture[str]) -> None:
             "megatron",
         ],
     )
-    found = re.findall(r"torchrun --nproc-per-node (\d+) SCRIPT --tensor-model-parallel-size (\d+) --pipeline", text)
-    assert len(found) == 2
+    own, one = text.split("start Megatron with one size")
+    assert "run SCRIPT FLAGS --vtp-size-list" in own
+    assert len(re.findall(r"\n +SCRIPT FLAGS --tensor-model-parallel-size \d+ --pipeline", one)) == 4
+
+
+@pytest.mark.parametrize(("name", "plugin"), [("swift", "with the plugin"), ("megatron", "run SCRIPT FLAGS")])
+def test_what_is_advised_comes_first(capsys: pytest.CaptureFixture[str], name: str, plugin: str) -> None:
+    text = printed(capsys, ["plan", "--have", "4,2", *MODEL, "--for", name])
+    assert "says little: stay with one size\n" in text
+    assert 0 < text.index("with one size on each node") < text.index(plugin)
+
+
+def test_ms_swift_has_no_batch_script(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([*HAVE, "--for", "swift", "--slurm"])
+    assert "--slurm --for swift: the batch script starts torchrun; leave --slurm out" in capsys.readouterr().err
 
 
 def test_given_sizes_are_not_found(capsys: pytest.CaptureFixture[str]) -> None:

@@ -177,3 +177,14 @@ def test_alike_nodes_are_one_entry_of_a_text() -> None:
     assert "node 0 to node 9: ranks 0-79, 8 on each, stage 0; NODE_RANK from 0 to 9, in this order" in text
     assert "node 10 to node 14: ranks 80-119, 8 on each, stage 1; NODE_RANK from 10 to 14, in this order" in text
     assert text.count("--nnodes 15 --node-rank $NODE_RANK --nproc-per-node 8") == 2
+
+
+def test_numbers_of_nodes_are_node_ranks() -> None:
+    layout = PipelineLayout.from_sizes((2, 1, 1), world_size=4)
+    places = (("small 1", (0, 1)), ("node 0", (2,)), ("node 2", (3,)))
+    nodes = tuple(NodeRanks(name=name, ranks=ranks) for name, ranks in places)
+    launch = Launch(layout=layout, nodes=nodes, program=("x",))
+    assert [launch.label(node) for node in nodes] == ["node 0 (small 1)", "node 1 (your node 0)", "node 2"]
+    nodes = (NodeRanks(name="a", ranks=(0, 1, 3)), NodeRanks(name="b.0", ranks=(2,)))
+    launch = Launch(layout=layout, nodes=nodes, program=("x",))
+    assert [launch.label(node) for node in nodes] == ["nodes 0 and 2 (a)", "node 1 (b.0)"]

@@ -120,7 +120,7 @@ def test_what_several_chunks_keep_is_drawn_as_planned(monkeypatch: pytest.Monkey
 
 def test_a_search_has_the_best_layout_beside_stock(monkeypatch: pytest.MonkeyPatch) -> None:
     page = page_of(monkeypatch, COMMANDS["search"])
-    assert " % over the best of stock Megatron: --vtp-size-list " in page.title and page.title not in page.notes
+    assert " % faster than the best of stock Megatron: --vtp-size-list " in page.title and page.title not in page.notes
     assert "<h1>" + page.title in render(page, ["search"])
     assert page.table is not None and page.table.marked == 0
     names = ", ".join(row[0] for row in page.table.rows)

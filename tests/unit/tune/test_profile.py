@@ -279,7 +279,7 @@ def test_a_machine_that_was_too_busy_is_said(
         monkeypatch.setattr(profile_parts, "time_parts", lambda asked, session, timed=timed: iter(timed))
         main(["profile", *MODEL_WORDS, "--tp-sizes", "1", "--out", str(out)])
         _, layer, optimizer, *rest = capsys.readouterr().out.splitlines()
-        assert layer.endswith(" ms (2500 of weights); rounds scatter by 6 %")
+        assert layer.endswith(" ms (2500 ms for gradients of weights); rounds scatter by 6 %")
         assert optimizer.endswith(f"for each million parameters; rounds scatter by {scattered}")
         said = [line for line in rest if line.startswith("warning: the machine was too busy to believe these times: ")]
         assert len(said) == (rounds_s is busy) and all("scatter by 100 %, above 20 %" in line for line in said)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Final
 
@@ -237,14 +237,15 @@ class Launch:
         nodes: the nodes with their ranks, in the order of their first ranks.
         program: words behind those of torchrun, quoted for a shell.
         visible: variable that says which devices of a node a process sees.
+        by_variables: whether variables say what torchrun's flags would, as ms-swift reads them.
 
     >>> layout = PipelineLayout.from_sizes((2, 1), world_size=3)
     >>> nodes = (NodeRanks(name="a", ranks=(0, 1)), NodeRanks(name="b", ranks=(2,)))
     >>> print(*Launch(layout=layout, nodes=nodes, program=("SCRIPT",)).lines(), sep="\n")
-    a: ranks 0-1, stage 0
+    node 0 (a): ranks 0-1, stage 0
         torchrun --nnodes 2 --node-rank 0 --nproc-per-node 2 --master-addr $MASTER_ADDR --master-port $MASTER_PORT \
             SCRIPT
-    b: rank 2, stage 1
+    node 1 (b): rank 2, stage 1
         torchrun --nnodes 2 --node-rank 1 --nproc-per-node 1 --master-addr $MASTER_ADDR --master-port $MASTER_PORT \
             SCRIPT
     """
@@ -253,6 +254,7 @@ class Launch:
     nodes: tuple[NodeRanks, ...]
     program: tuple[str, ...]
     visible: str = "CUDA_VISIBLE_DEVICES"
+    by_variables: bool = False
 
     @property
     def is_consecutive(self) -> bool:
@@ -273,15 +275,29 @@ class Launch:
         firsts = sorted(agent.ranks.start for node in self.nodes for agent in self.agents(node))
         return {first: number for number, first in enumerate(firsts)}
 
+    def label(self, node: NodeRanks) -> str:
+        """Name a node by its torchrun's node rank, which no other number is then taken for."""
+        ranks = self.node_ranks()
+        if len(ranks) == 1:
+            return node.name
+        numbers = [str(ranks[agent.ranks.start]) for agent in self.agents(node)]
+        label = f"node{'s'[: len(numbers) > 1]} {' and '.join(numbers)}"
+        own = "your " if node.name.startswith("node ") else ""
+        return label if node.name == label else f"{label} ({own}{node.name})"
+
     def _starts(self, node: NodeRanks, numbers: Mapping[int, object]) -> tuple[str, ...]:
         """Return torchrun's own words of each command that a node starts; the program follows."""
         if len(numbers) == 1:
-            return (f"torchrun --nproc-per-node {len(node.ranks)}",)
+            return (f"{'NPROC_PER_NODE=' if self.by_variables else 'torchrun --nproc-per-node '}{len(node.ranks)}",)
         found = []
         for agent in self.agents(node):
             seen = f"{self.visible}={_listed(agent.devices)} " if agent.devices else ""
-            words = torchrun_words(len(numbers), numbers[agent.ranks.start], len(agent.ranks))
-            found.append(f"{seen}{words} {meeting_words()}")
+            number, size = numbers[agent.ranks.start], len(agent.ranks)
+            words = f"{torchrun_words(len(numbers), number, size)} {meeting_words()}"
+            if self.by_variables:
+                words = f"NNODES={len(numbers)} NODE_RANK={number} NPROC_PER_NODE={size} "
+                words += "MASTER_ADDR=$MASTER_ADDR MASTER_PORT=$MASTER_PORT"
+            found.append(f"{seen}{words}")
         return tuple(found)
 
     def commands(self) -> Iterator[tuple[NodeRanks, tuple[str, ...]]]:
@@ -310,8 +326,8 @@ class Launch:
 
     def _single(self, node: NodeRanks, numbers: Mapping[int, int]) -> Iterator[str]:
         *others, last = self._starts(node, numbers)
-        apart = "; they are not consecutive, so start these torchruns side by side:" if others else ""
-        yield f"{node}, {_stages_text(node.stages(self.layout))}{apart}"
+        apart = "; they are not consecutive, so start these side by side:" if others else ""
+        yield f"{replace(node, name=self.label(node))}, {_stages_text(node.stages(self.layout))}{apart}"
         for start in others:
             yield from self._wrapped(start, " &")
         yield from self._wrapped(last)
@@ -319,8 +335,8 @@ class Launch:
     def _folded(self, nodes: Sequence[NodeRanks], numbers: Mapping[int, int]) -> Iterator[str]:
         first, last = nodes[0].ranks[0], nodes[-1].ranks
         yield (
-            f"{nodes[0].name} to {nodes[-1].name}: ranks {format_ranks(range(first, last[-1] + 1))}, {len(last)} on "
-            f"each, {_stages_text(nodes[0].stages(self.layout))}; NODE_RANK from {numbers[first]} to "
+            f"{self.label(nodes[0])} to {self.label(nodes[-1])}: ranks {format_ranks(range(first, last[-1] + 1))}, "
+            f"{len(last)} on each, {_stages_text(nodes[0].stages(self.layout))}; NODE_RANK from {numbers[first]} to "
             f"{numbers[last[0]]}, in this order"
         )
         for start in self._starts(nodes[0], dict.fromkeys(numbers, "$NODE_RANK")):

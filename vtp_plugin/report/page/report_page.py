@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from vtp_plugin.plan.launch.launch_commands import Launch, NodeRanks
 from vtp_plugin.plan.layout.pipeline_layout import format_ranks, size_names, size_texts
+
+_NUMBER: Final = re.compile(r"-|(\d{1,3}(,\d{3})+|\d+)(\.\d+)?( [A-Za-z%]+)?")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +28,12 @@ class TextTable:
     rows: Sequence[Sequence[str]]
     lines: Sequence[str]
     marked: int | None = None
+
+    @property
+    def numeric(self) -> set[int]:
+        """The columns of numbers, with or without a unit, which a page aligns at the right."""
+        columns = enumerate(zip(*self.rows, strict=True))
+        return {number for number, cells in columns if all(map(_NUMBER.fullmatch, cells))}
 
     @classmethod
     def aligned(
@@ -44,6 +54,8 @@ class TextTable:
 
         >>> TextTable.aligned(("a", "step"), [("1,2", "3 s"), ("4", "")], right=(1,)).lines
         ['a    step', '1,2   3 s', '4']
+        >>> TextTable.aligned(("sizes", "rate", "step"), [("1,2", "74,950", "3.5 s"), ("4", "-", "3 s")]).numeric
+        {1, 2}
         """
         widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
         form = "  ".join(f"{{:{'>' if n in right else '<'}{width}}}" for n, width in enumerate(widths))

@@ -124,10 +124,12 @@ def summarize(timeline: Timeline, *, unit: str = "") -> str:
     >>> summarize(simulate(schedule, uniform_costs(schedule.placement)), unit="ms")
     'simulated step 9 ms; the stages compute 66.7 % of it on average, the busiest (stage 0) 66.7 %'
     """
-    shares = timeline.utilization
+    shares, step = timeline.utilization, timeline.makespan
+    if unit == "ms" and step >= 1000:
+        step, unit = step / 1000, "s"
     busiest = shares.index(max(shares))
     return (
-        f"simulated step {in_digits(timeline.makespan, 6)}{f' {unit}' if unit else ''}; the stages compute "
+        f"simulated step {in_digits(step, 6)}{f' {unit}' if unit else ''}; the stages compute "
         f"{100 * sum(shares) / len(shares):.1f} % of it on average, the busiest "
         f"({timeline.placement.label(busiest)}) {100 * shares[busiest]:.1f} %"
     )

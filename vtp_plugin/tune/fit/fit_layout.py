@@ -363,13 +363,13 @@ def about_padding(sizes: Sequence[int], constraints: Constraints) -> str:
     why = "so that every TP size of this model loads the checkpoints"
     way_out = "; --make-vocab-size-divisible-by 1 pads to"
     if not tokens:
-        more = f"{why}, which raises the loss{way_out} a multiple of {least}"
-        return f"the vocabulary is padded to a multiple of {multiple} tokens, {more}"
+        more = f"{why}, which raises the loss{way_out} a multiple of {least:,}"
+        return f"the vocabulary is padded to a multiple of {multiple:,} tokens, {more}"
     padded, usual, fewest = (-(-tokens // each) * each for each in (multiple, divisor, least))
     if padded == usual:
         return ""
-    more = f"{why}, and the first loss is about {math.log(padded / usual):.2g} higher{way_out} {fewest}"
-    return f"the vocabulary is padded to {padded} tokens, {usual} with TP size 1, {more}"
+    more = f"{why}, and the first loss is about {math.log(padded / usual):.2g} higher{way_out} {fewest:,}"
+    return f"the vocabulary is padded to {padded:,} tokens, {usual:,} with TP size 1, {more}"
 
 
 def layer_flags(layers: Sequence[int], num_predicting: int) -> tuple[str, ...]:

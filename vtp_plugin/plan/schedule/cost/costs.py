@@ -259,12 +259,13 @@ def parse_costs(words: Sequence[str], placement: Placement, *, message_bytes: in
 def format_costs(costs: Costs) -> str:
     """Write costs in ms for :func:`parse_costs`, which inverts this up to rounding to four digits.
 
-    If no link has a limit of bandwidth, `mbit` is left out; if only some have one, the others get 1,000,000 Mbit/s.
-    Messages of one size are written as one number. `weights_ms` is left out if it is not known.
+    If no link has a limit of bandwidth, `mbit` is left out, and with it messages of no size; if only some have one, the
+    others get 1,000,000 Mbit/s. Messages of one size are written as one number. `weights_ms` is left out
+    if it is not known.
 
     >>> from vtp_plugin.plan.schedule.cost.costs import u_costs
     >>> format_costs(u_costs(2, latency=0.5))
-    'forward_ms=1,2,1 backward_ms=2,4,2 latency_ms=0.5,0.5 message_kib=0'
+    'forward_ms=1,2,1 backward_ms=2,4,2 latency_ms=0.5,0.5'
     """
     rows = {
         "forward_ms": costs.forward,
@@ -278,6 +279,8 @@ def format_costs(costs: Costs) -> str:
         rows["message_kib"] = rows["message_kib"][:1] or (0.0,)
     if min(rows["mbit"], default=_MOST_MBIT) >= _MOST_MBIT:
         del rows["mbit"]
+        if not any(costs.message_bytes):
+            del rows["message_kib"]  # without a limit a size counts nothing, and a run need not know it
     if not costs.weights:
         del rows["weights_ms"]
     return " ".join(
@@ -300,7 +303,7 @@ def combine_reports(reports: Sequence[Mapping[str, Mapping[str, float]]], placem
     >>> slow = {"forward_ms": {"1": 5.0}, "backward_ms": {"1": 9.0}}
     >>> fast = {"forward_ms": {"1": 4.5}, "backward_ms": {"1": 9.5}}
     >>> format_costs(combine_reports([edge, slow, fast], plain_placement(2)))
-    'forward_ms=4,5 backward_ms=8,9.5 latency_ms=3 message_kib=0'
+    'forward_ms=4,5 backward_ms=8,9.5 latency_ms=3'
     """
 
     def slowest(name: str, vstage: int) -> float:
