@@ -156,7 +156,27 @@ def _load_all(session: Session, original: Callable[..., Any], *args: Any, **kwar
         kwargs["strict"] = False  # a checkpoint holds the base or the adapters
     with session.ranks.together("the load of a checkpoint"):
         load_base_first(session, get_args(), functools.partial(original, *args, **kwargs))
-        return original(*args, **kwargs)
+        result = original(*args, **kwargs)
+    _say_what_was_loaded(session, get_args(), result[0])
+    return result
+
+
+def _say_what_was_loaded(session: Session, args: Any, step: int) -> None:
+    """Say where training begins: Megatron goes on with new weights where nothing is in ``--load``."""
+    from megatron.training.checkpointing import checkpoint_exists
+
+    if not session.is_planned or args.load is None:
+        return
+    if step or checkpoint_exists(args.load):
+        session.show(f"loaded {args.load}: begins at step {step}")
+    elif getattr(args, "pretrained_checkpoint", None) is not None:
+        session.show(f"nothing in {args.load}: begins at step 0 with the weights of {args.pretrained_checkpoint}")
+    else:
+        line = f"nothing in {args.load}: begins at step 0 with new weights"
+        if args.load == args.save:  # the first start of a run that is to resume
+            session.show(line)
+        elif args.rank == session.planned.writer_rank:
+            log.warning(f"{line}; if it should resume, give the folder that a run saved in with --load")
 
 
 @replaces(
