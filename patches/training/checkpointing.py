@@ -70,7 +70,7 @@ def require_common_folder(session: Session, args: Any) -> None:
     """Refuse at start-up a folder for checkpoints that the ranks do not share, unless each writes for itself.
 
     Raises:
-        ConfigError: a rank does not find in its folder the file that rank 0 has put into its folder.
+        ConfigError: rank 0 cannot write into its folder, or a rank does not find in its own what rank 0 has put there.
     """
     store = session.ranks.store
     if store is None or args.save is None or args.ckpt_format == "torch" or "://" in args.save:
@@ -80,8 +80,14 @@ def require_common_folder(session: Session, args: Any) -> None:
 
     def put() -> dict[str, object]:
         if args.rank == 0:
-            make_folder(folder)
-            own.touch()
+            try:
+                make_folder(folder)
+                own.touch()
+            except OSError as error:
+                why = (error.strerror or type(error).__name__).lower()
+                raise ConfigError(
+                    f"--save {args.save} cannot be written: {why}; give another folder", is_final=False
+                ) from error
             topic.set("name", own.name)
         return {}
 
