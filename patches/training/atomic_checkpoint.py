@@ -189,6 +189,7 @@ def _finish(session: Session, saving: Saving) -> None:
         saving.publish(Kept(session.config.keep_checkpoints, interval))
     dist.barrier()
     session.savings.end(saving)
+    session.show(f"saved {saving.final}")
 
 
 def _read_again(saving: Saving, *, is_reader: bool) -> dict[str, object]:

@@ -70,7 +70,7 @@ def require_common_folder(session: Session, args: Any) -> None:
     """Refuse at start-up a folder for checkpoints that the ranks do not share, unless each writes for itself.
 
     Raises:
-        ConfigError: a rank does not find in its folder the file that rank 0 has put into its folder.
+        ConfigError: rank 0 cannot write into its folder, or a rank does not find in its own what rank 0 has put there.
     """
     store = session.ranks.store
     if store is None or args.save is None or args.ckpt_format == "torch" or "://" in args.save:
@@ -80,8 +80,14 @@ def require_common_folder(session: Session, args: Any) -> None:
 
     def put() -> dict[str, object]:
         if args.rank == 0:
-            make_folder(folder)
-            own.touch()
+            try:
+                make_folder(folder)
+                own.touch()
+            except OSError as error:
+                why = (error.strerror or type(error).__name__).lower()
+                raise ConfigError(
+                    f"--save {args.save} cannot be written: {why}; give another folder", is_final=False
+                ) from error
             topic.set("name", own.name)
         return {}
 
@@ -156,7 +162,27 @@ def _load_all(session: Session, original: Callable[..., Any], *args: Any, **kwar
         kwargs["strict"] = False  # a checkpoint holds the base or the adapters
     with session.ranks.together("the load of a checkpoint"):
         load_base_first(session, get_args(), functools.partial(original, *args, **kwargs))
-        return original(*args, **kwargs)
+        result = original(*args, **kwargs)
+    _say_what_was_loaded(session, get_args(), result[0])
+    return result
+
+
+def _say_what_was_loaded(session: Session, args: Any, step: int) -> None:
+    """Say where training begins: Megatron goes on with new weights where nothing is in ``--load``."""
+    from megatron.training.checkpointing import checkpoint_exists
+
+    if not session.is_planned or args.load is None:
+        return
+    if step or checkpoint_exists(args.load):
+        session.show(f"loaded {args.load}: begins at step {step}")
+    elif getattr(args, "pretrained_checkpoint", None) is not None:
+        session.show(f"nothing in {args.load}: begins at step 0 with the weights of {args.pretrained_checkpoint}")
+    else:
+        line = f"nothing in {args.load}: begins at step 0 with new weights"
+        if args.load == args.save:  # the first start of a run that is to resume
+            session.show(line)
+        elif args.rank == session.planned.writer_rank:
+            log.warning(f"{line}; if it should resume, give the folder that a run saved in with --load")
 
 
 @replaces(

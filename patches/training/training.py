@@ -137,15 +137,18 @@ def _evaluate(session: Session, original: Callable[..., Any], *args: Any, **kwar
     """Run `evaluate`; meanwhile the arguments have the microbatch size of evaluation.
 
     Why: with --eval-micro-batch-size it reads microbatches of another size, and scripts as NVIDIA's make memory for
-    those of training on the ranks that do not read: gloo ends the process.
+    those of training on the ranks that do not read: gloo ends the process. With --brief the losses are shown.
     """
-    if not session.is_active:
-        return original(*args, **kwargs)
     from megatron.training.global_vars import get_args
 
     options: Any = get_args()
-    with UndoStack().during(Name(options, "micro_batch_size"), options.eval_micro_batch_size):
-        return original(*args, **kwargs)
+    size = options.eval_micro_batch_size if session.is_active else options.micro_batch_size
+    with UndoStack().during(Name(options, "micro_batch_size"), size):
+        result = original(*args, **kwargs)
+    if result[0]:  # on the ranks with the loss, if there was time
+        losses = (f"{name} {float(value):#.7g}" for name, value in result[0].items())
+        session.show(f"evaluation | {' | '.join(losses)}")
+    return result
 
 
 @replaces(

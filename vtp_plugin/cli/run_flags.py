@@ -319,9 +319,5 @@ def _num_microbatches(args: argparse.Namespace, replicas: ReplicaMap) -> int | N
     if not batch or not size:
         return None
     parts = size * (max(replicas.dp_sizes) if replicas.is_split else replicas.num_teams)
-    if batch % parts:
-        raise ConfigError(
-            f"--global-batch-size {batch} is no multiple of --micro-batch-size {size} times the data-parallel size "
-            f"{parts // size}"
-        )
+    refuse(replicas.check_equal_batch(batch, size))
     return batch // parts

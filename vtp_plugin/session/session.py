@@ -711,9 +711,13 @@ class Session:
         self.start.is_described = True
         self.open_log(rank)
         log.info(self.planned.describe(layers, is_behind_banner=is_behind_banner))
-        if log.is_brief() and rank == self.planned.writer_rank:
-            log.to_terminal(self.planned.describe(layers))
+        self.show(self.planned.describe(layers))
         log.debug(f"digest {self.planned.digest}: logs that show the same come from ranks with equal requests")
+
+    def show(self, text: str) -> None:
+        """Write to the terminal of a run with ``--brief``, on the rank that logs there."""
+        if self.is_planned:
+            log.to_terminal(text, self.planned.writer_rank)
 
     def begin_step(self) -> None:
         """Note that a training step begins."""
@@ -731,6 +735,7 @@ class Session:
         peak_bytes = None if self._platform is None else self._platform.peak_memory_bytes()
         memory = "" if peak_bytes is None else f", peak memory of this rank {peak_bytes / 2**30:.1f} GiB"
         log.info(f"done: {steps}{saved}{memory}")
+        self.show(f"done: {steps}{saved}{memory}")
 
     def _how_to_resume(self) -> str:
         """Say, on one rank of a machine, how a run resumes that nobody restarts, once it has saved a checkpoint."""

@@ -50,9 +50,14 @@ def error(text: str) -> None:
         _write(format_record(logging.ERROR, text, rank=launched_rank()))
 
 
-def to_terminal(text: str) -> None:
-    """Write to the terminal of a run with ``--brief``, which shows little else; do nothing in other runs."""
-    if (handler := _handler()) is not None:
+def to_terminal(text: str, rank: int | None = None) -> None:
+    """Write to the terminal of a run with ``--brief``, which shows little else; do nothing in other runs.
+
+    Args:
+        text: what is written.
+        rank: the only rank that does; None for each that calls.
+    """
+    if (handler := _handler()) is not None and (rank is None or handler.rank in (None, rank)):
         handler.to_terminal(text)
 
 

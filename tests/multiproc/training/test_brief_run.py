@@ -62,6 +62,21 @@ def test_losses_are_those_that_megatron_prints(
     assert len(events) == 2 and all(b"lm loss" in each for each in events)
 
 
+def test_what_is_loaded_measured_and_saved_is_shown(scripts: Scripts, tmp_path: Path) -> None:
+    """A mistyped ``--load`` is told, at the step at which the run begins."""
+    saved, missing = tmp_path / "saved", tmp_path / "mistyped"
+    often = ("--eval-interval", "2", "--eval-iters", "1", "--save-interval", "4", "--save", str(saved))
+    folders = dict.fromkeys(range(3), str(tmp_path))
+    first = scripts.train("1,2", (*often, "--load", str(missing)), how="brief", folders=folders)
+    again = scripts.train("1,2", (*often, "--load", str(saved)), how="brief", folders=folders)
+    line = f"nothing in {missing}: begins at step 0 with new weights; if it should resume, give the folder"
+    assert [line in " ".join(run.output.split()) for run in first] == [False, False, True], first[2].output
+    shown, newest = first[2].output.splitlines(), saved / "iter_0000004"
+    assert len([each for each in shown if re.fullmatch(r"evaluation \| lm loss \d\.\d+", each)]) >= 2, shown
+    assert f"saved {newest}" in shown and re.match(rf"done: 4 steps, median .*, checkpoint {newest}", shown[-1]), shown
+    assert f"loaded {saved}: begins at step 4" in again[2].output.splitlines()
+
+
 @pytest.mark.parametrize(
     ("source", "code", "last", "text"),
     [

@@ -446,7 +446,8 @@ ELSEWHERE = {
     "test_a_missing_package_is_one_line_and_exit_code_2",
     "give {}, and neither --padded-vocab-size nor": "unit/checkpoint/test_hf_tokenizer_size.py::"
     "test_the_flag_pads_to_the_model",
-    "; {}; {}, or, where you mean it, {}": "unit/checkpoint/test_hf_ways_out.py::test_a_function_that_no_config_says",
+    "{}, which this run's flags are not: {}; {}": "unit/checkpoint/test_hf_ways_out.py::"
+    "test_a_run_with_other_flags_is_told_once_which_model_it_is",
     "{} has no {}; {} was taken": "unit/checkpoint/test_hf_ways_out.py::test_a_function_that_no_config_says",
     "{} says so": "unit/checkpoint/test_hf_ways_out.py::test_ways_out_of_an_export",
     "give its own with --like": "unit/checkpoint/test_hf_ways_out.py::test_ways_out_of_an_export",
@@ -641,16 +642,19 @@ def test_a_function_that_no_config_says(
     run = Namespace(rotary_percent=0.5, window_size=(6, 0), no_rope_freq=[0, 0], num_layers=2, softmax_type="vanilla")
     for rows in (note["settings"], [row[:5] for row in note["settings"] if row[2] == 2]):
         (start / RELEASE / NOTE).write_text(json.dumps({**note, "settings": rows}))
-        lines = [*check_note(str(start), run)]
-        assert [line.partition(";")[0] for line in lines] == [
+        (said,) = check_note(str(start), run)
+        assert said.split("; ")[:-2] == [
+            f"{start} was imported as a model of the family llama, which this run's flags are not: "
             "--rotary-percent is 0.5, and 1.0 is expected",
             "--window-size is (6, 0), and is not expected",
         ]
     file = start / RELEASE / NOTE
-    assert lines[0].endswith(f"; give --rotary-percent 1.0, or, where you mean it, rename {file} to {ASIDE}")
+    rename = f"rename {file} to {ASIDE}"
+    ways = "; give --rotary-percent 1.0; leave --window-size out, or, where you mean --rotary-percent and --window-size"
+    assert said.endswith(f"{ways}, {rename}"), said
     _trained_with(monkeypatch, rotary_percent=0.5, load=str(start))
     code, (line,) = run_action(capsys, "export", "--from", start, "--hf", tmp_path / "out")
-    assert code == 2 and "--rotary-percent is 0.5" in line and line.endswith(lines[0].rpartition(", or")[2]), line
+    assert code == 2 and "--rotary-percent is 0.5" in line and line.endswith(rename), line
     assert "give --rotary-percent 1.0 in a run that resumes from it, and export what that saves" in line
     file.rename(file.with_name(ASIDE))
     assert [*check_note(str(start), run)] == []
@@ -663,6 +667,23 @@ def test_a_function_that_no_config_says(
     _trained_with(monkeypatch, rotary_percent=1.0, load=str(start))
     export(start, tmp_path / "again", None)
     assert f"{start} has no {NOTE}; {start / 'hugging_face'} was taken" in capsys.readouterr().err
+
+
+def test_a_run_with_other_flags_is_told_once_which_model_it_is(
+    models: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What follows from a switch that is missing is not held against it, and a switch that stores the opposite is said
+    as it was given.
+    """
+    start = tmp_path / "start"
+    flags = run_json(capsys, "import", "--hf", models("llama-3"), "--to", start)["flags"]
+    run = Namespace(num_layers=4, add_bias_linear=True, add_qkv_bias=True)
+    (line,) = check_note(str(start), run)
+    problems = "--num-layers is 4, and 2 is expected; --disable-bias-linear is not given, and is expected"
+    said = f"which this run's flags are not: {problems}; start with the flags that the import printed: "
+    assert line == f"{start} was imported as a model of the family llama, {said}{' '.join(flags)}"
+    (line,) = check_note(str(start), Namespace(num_layers=2, add_bias_linear=False, add_qkv_bias=True))
+    assert ": --add-qkv-bias is given, and is not expected; start" in line
 
 
 def test_an_import_knows_how_many_words_it_had(

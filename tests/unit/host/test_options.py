@@ -31,6 +31,7 @@ from vtp_plugin.host.rules.checks.batch import check_batches, check_packed, own_
 from vtp_plugin.host.rules.checks.divisibility import check_sizes
 from vtp_plugin.host.rules.checks.stage_layers import check_layer_file
 from vtp_plugin.host.rules.rule import VERSION_RULES, OptionContext, OptionRule, Verdict
+from vtp_plugin.host.rules.run_checks import check_run
 from vtp_plugin.host.rules.table.rows import (
     CONFIG_RULES,
     RULES,
@@ -397,6 +398,15 @@ def test_equal_data_parallel_sizes_refuse_nothing_of_their_own(parser: argparse.
     assert len(rules) == len(check_options(args, OptionContext(tp_sizes=(1, 1), dp_sizes=(1, 2)))) == 9
     assert check_options(args, OptionContext(tp_sizes=(1, 4), dp_sizes=(2, 2))) == ()
     assert not OptionContext(tp_sizes=(1, 1), dp_sizes=(1, 2)).is_uniform
+
+
+def test_a_batch_of_equal_replicas_is_refused_in_the_words_of_a_plan() -> None:
+    """Megatron's own line speaks of evaluation, and comes much later."""
+    args, context = SimpleNamespace(micro_batch_size=2, global_batch_size=7), OptionContext(tp_sizes=(1, 2))
+    line = "--global-batch-size 7 is no multiple of --micro-batch-size 2 times the data-parallel size {}; use 8"
+    assert check_run(args, context, ReplicaMap(dp_sizes=(1, 1))) == (line.format(1),)
+    assert check_batches(args, ReplicaMap(dp_sizes=(2, 2))) == (line.format(2),)
+    assert check_batches(SimpleNamespace(micro_batch_size=2, global_batch_size=8), ReplicaMap(dp_sizes=(2, 2))) == ()
 
 
 def test_batches_of_all_stages() -> None:

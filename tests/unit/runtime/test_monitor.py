@@ -16,7 +16,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.pace import pace
-from vtp_plugin.errors import ConfigError
+from vtp_plugin.errors import ConfigError, PeerError
 from vtp_plugin.runtime.health.monitor import Monitor
 from vtp_plugin.runtime.health.store import Board, Leaver, Notices, connect_again
 
@@ -230,6 +230,17 @@ def test_a_failure_reaches_all_at_once(world: World, capfd: pytest.CaptureFixtur
     assert re.match(rf"rank 1 failed: a reason; this rank was not waiting at a boundary \(last: {PLACE}, ", texts[2])
     # The failing rank prints its own error; should it hang, it is ended too.
     world.wait(4)
+
+
+def test_an_error_of_its_own_says_no_boundary_that_the_rank_has_left(world: World) -> None:
+    monitor = world.monitors[1]
+    monitor.position.begin(PLACE, "rank 0").ended = True
+    assert monitor.describe_position(ConfigError("--a 1")) == monitor.describe_position(KeyError("a")) == ""
+    for error in (None, PeerError("no answer"), RuntimeError("Connection closed by peer")):
+        assert "was not waiting at a boundary (last: " in monitor.describe_position(error)
+    world.monitors[2].post_failure(ConfigError("the cause"))
+    monitor.post_failure(KeyError("a"))
+    assert "was not waiting at a boundary (last: " in monitor.describe_position(KeyError("a"))
 
 
 def test_the_first_failure_counts(world: World) -> None:

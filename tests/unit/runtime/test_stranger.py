@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -537,6 +538,20 @@ def test_rank_0_removes_no_file_that_the_store_names(tmp_path: Path) -> None:
             require_common_folder(session, args)
     assert victim.exists() and [path.name for path in tmp_path.iterdir()] != ["victim"]
     assert not [*(tmp_path / "save").iterdir()]
+
+
+def test_a_folder_that_rank_0_cannot_make_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vtp_plugin.patches.training.checkpointing import require_common_folder
+
+    def refuse_to_make(folder: Path) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(folder))
+
+    monkeypatch.setattr("vtp_plugin.patches.training.checkpointing.make_folder", refuse_to_make)
+    session: Any = SimpleNamespace(ranks=SimpleNamespace(store=dist.HashStore(), agree=lambda name, check: check()))
+    args = SimpleNamespace(save="../ro/ck", ckpt_format="torch_dist", rank=0)
+    with pytest.raises(ConfigError) as caught:
+        require_common_folder(session, args)
+    assert str(caught.value) == "--save ../ro/ck cannot be written: read-only file system; give another folder"
 
 
 @pytest.mark.parametrize("post", [*GARBAGE, b"[1]", b"[5, 4]", b"[0, 8]", b"[8, 99999999999]"])

@@ -8,7 +8,7 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
-from types import TracebackType
+from types import SimpleNamespace, TracebackType
 from typing import Any
 
 import pytest
@@ -167,6 +167,17 @@ def test_the_exception_hook_is_a_link_of_a_chain(monkeypatch: pytest.MonkeyPatch
     assert calls == ["before: theirs"] and "error: ours" in capfd.readouterr().err
     hook.remove()
     assert sys.excepthook is before
+
+
+def test_the_line_of_a_watched_rank_says_what_has_failed(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    """Who looks for the first line of the plugin's need not look for the traceback."""
+    monkeypatch.setattr(sys, "excepthook", kept_hook([], "before"))
+    monitor: Any = SimpleNamespace(failure=None, describe_position=lambda error: "", post_failure=lambda error: False)
+    hook = FailureHook(lambda: False, lambda: monitor)
+    hook.install()
+    sys.excepthook(*raised(FileNotFoundError("no data in x")))
+    hook.remove()
+    assert "error: this rank failed with the error above, FileNotFoundError: no data in x\n" in capfd.readouterr().err
 
 
 def test_a_hook_that_somebody_set_over_ours_stays(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:

@@ -299,6 +299,11 @@ class Setting:
         return self.flag if self.is_switch else f"{self.flag} {self.value}"
 
     @property
+    def is_inverted(self) -> bool:
+        """Whether it is a switch that stores the opposite, as ``--disable-bias-linear`` does."""
+        return self.is_switch and bool(self.value) != self.is_given
+
+    @property
     def is_of_function(self) -> bool:
         """Whether another value changes what is computed, and no weight's shape."""
         return self.flag in OF_FUNCTION
@@ -436,6 +441,7 @@ RELEASE: Final = "release"
 """What Megatron calls weights without a step: it loads neither an optimizer nor random states with them."""
 
 _OTHER_NAMES: Final = MappingProxyType({flag.argument: flag.renamed for flag in MEGATRON_FLAGS if flag.renamed})
+_FOLLOWS: Final = MappingProxyType({"add_qkv_bias": "add_bias_linear"})  # Megatron sets the one where the other is set
 _NOT_TAKEN: Final = tuple(flag.argument for flag in MEGATRON_FLAGS if not flag.is_taken)
 
 
@@ -491,13 +497,20 @@ def contradictions(wanted: Iterable[Setting], arguments: Mapping[str, Any]) -> I
     >>> [found] = contradictions((Setting("--window-size", "window_size", None),), {"window_size": (6, 0)})
     >>> found.problem, found.way_out
     ('--window-size is (6, 0), and is not expected', 'leave --window-size out')
+    >>> both = (
+    ...     Setting("--disable-bias-linear", "add_bias_linear", False, is_switch=True),
+    ...     Setting("--add-qkv-bias", "add_qkv_bias", False, is_switch=True, is_given=False),
+    ... )
+    >>> [found] = contradictions(both, {"add_bias_linear": True, "add_qkv_bias": True})
+    >>> found.problem, found.way_out
+    ('--disable-bias-linear is not given, and is expected', 'give --disable-bias-linear')
     """
     for each in wanted:
         found = arguments.get(name_in(arguments, each.argument), each.value)
-        if each.allows(found):
+        if each.allows(found) or (found and arguments.get(_FOLLOWS.get(each.argument, ""))):
             continue
         is_left_out = each.value is None or (each.is_switch and not each.is_given)
-        said = ("given" if found else "not given") if each.is_switch else found
+        said = ("given" if bool(found) != each.is_inverted else "not given") if each.is_switch else found
         expected = (
             "is not expected" if is_left_out else "is expected" if each.is_switch else f"{each.value} is expected"
         )
@@ -613,11 +626,20 @@ def check_note(load_dir: str, args: Any) -> Iterator[str]:
         return
     begin = load_dir if Path(load_dir).absolute() == Path(origin["folder"]) else origin["folder"]
     rule = f"{begin} was imported as a model of the family {note.family}"
-    for found in contradictions(note.settings, {**vars(args), **flat_entries(_json_model(args))}):
-        if not found.setting.is_of_function:
-            yield f"{found.problem}; {rule}; {found.way_out}"
-        elif not note.is_aside:
-            yield f"{found.problem}; {rule}; {found.way_out}, or, where you mean it, {how_to_go_on(begin)}"
+    wrong = [
+        each
+        for each in contradictions(note.settings, {**vars(args), **flat_entries(_json_model(args))})
+        if not (each.setting.is_of_function and note.is_aside)
+    ]
+    if wrong:
+        ways = [each.way_out for each in wrong]
+        if not all(each.setting.is_of_function for each in wrong):
+            flags = " ".join(each.text for each in note.settings if each.is_given)
+            ways = [f"start with the flags that the import printed: {flags}"]
+        if meant := [each.setting.flag for each in wrong if each.setting.is_of_function]:
+            ways[-1] += f", or, where you mean {' and '.join(meant)}, {how_to_go_on(begin)}"
+        problems = "; ".join(each.problem for each in wrong)
+        yield f"{rule}, which this run's flags are not: {problems}; {'; '.join(ways)}"
     padded = getattr(args, "padded_vocab_size", None)
     if padded is None and not getattr(args, "pad_vocab_size", True):
         padded = getattr(args, "vocab_size", None)

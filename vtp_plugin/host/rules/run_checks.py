@@ -32,15 +32,13 @@ def check_run(args: object, context: OptionContext, replicas: ReplicaMap) -> tup
     >>> len(check_run(args, OptionContext(tp_sizes=(1, 4)), ReplicaMap(dp_sizes=(1, 1))))
     2
     """
-    # Megatron itself refuses batches that do not fit equal data-parallel sizes, on all ranks alike.
-    batches = () if replicas.is_equal else check_batches(args, replicas, context.version)
     return (
         *check_options(args, context),
         *check_sizes(args, context),
         *check_adapters(args, context),
         *check_layer_file(args, context),
         *check_packed(args, context),
-        *batches,
+        *check_batches(args, replicas, context.version),
     )
 
 

@@ -159,6 +159,24 @@ class ReplicaMap:
                     f"large as the widest stage, which is not whole; use sizes that divide {largest}, or multiplex"
                 )
 
+    def check_equal_batch(self, batch: int, size: int) -> tuple[str, ...]:
+        """Check that equal replicas can share a global batch, as Megatron would, which says less.
+
+        Args:
+            batch: samples of a step.
+            size: size of a microbatch on the stage with most replicas.
+
+        >>> print(*ReplicaMap(dp_sizes=(1, 1)).check_equal_batch(7, 2))
+        --global-batch-size 7 is no multiple of --micro-batch-size 2 times the data-parallel size 1; use 8
+        """
+        unit = size * (max(self.dp_sizes) if self.is_split else self.num_teams)
+        if batch % unit == 0:
+            return ()
+        return (
+            f"--global-batch-size {batch} is no multiple of --micro-batch-size {size} times the data-parallel size "
+            f"{unit // size}; use {(batch // unit + 1) * unit}",
+        )
+
     def check_batch(self, option: str, batch: int, size: int) -> tuple[str, ...]:
         """Check that the stages can share a global batch.
 

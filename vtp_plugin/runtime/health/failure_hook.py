@@ -143,7 +143,7 @@ class FailureHook:
         self._has_failed = self._is_applied()
         position, has_lost = "", False
         if monitor is not None:
-            position = monitor.describe_position()
+            position = monitor.describe_position(error)
             # Before printing: torch may complain about a broken store, and the plugin's line must be the last.
             has_lost = monitor.post_failure(error)
             if monitor.failure is not None and not _says(monitor.failure, error):
@@ -157,7 +157,7 @@ class FailureHook:
                 text = "this rank lost a connection"  # what ended the other one says more than where this one waited
             elif not isinstance(error, VtpError):
                 before(kind, error, trace)
-                text = "this rank failed with the error above"
+                text = f"this rank failed with the error above, {describe_error(error)[:_NUM_COMPARED]}"
             if monitor is not None or isinstance(error, VtpError):
                 log.error(f"{text}{position}")
             write_error_file(f"{describe_error(error)}{position}", is_consequence=is_consequence)

@@ -56,6 +56,7 @@ from types import FrameType
 
 import torch.distributed as dist
 
+from vtp_plugin.errors import PeerError
 from vtp_plugin.runtime.health.position import (
     COLLECTIVES,
     BlockedCall,
@@ -564,13 +565,17 @@ class Monitor:
         """The first failure that was posted, once known; None also if it was this rank's."""
         return self._failure
 
-    def describe_position(self) -> str:
+    def describe_position(self, error: BaseException | None = None) -> str:
         """Describe where this rank is: its current wait, a collective, or the boundary that it used last.
+
+        Args:
+            error: what this rank ends with; the boundary that it used last only matters if another rank is the cause.
 
         Returns:
             The end of a line, with what goes before it; empty where there is nothing to say.
         """
-        where = self.together.position() or self.position.describe()
+        is_own = not (error is None or self._failure or isinstance(error, PeerError) or is_lost_connection(error))
+        where = self.together.position() or self.position.describe(has_last=not is_own)
         parts = [where] if where else []
         if self._stood_s > 0.3 * self.timeout_s:  # so long that others may have missed it
             parts.append(f"it stood still for {self._stood_s:.1f} s before (stopped or suspended)")

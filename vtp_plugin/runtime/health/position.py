@@ -286,8 +286,11 @@ class Position:
         last = "" if self._last_wait is None else f" (last at {self._last_wait.position})"
         return Standing(text=f"was not waiting at a boundary{last}")
 
-    def describe(self) -> str:
+    def describe(self, *, has_last: bool = True) -> str:
         """Describe where this rank is, for its own line: its current wait, or the boundary that it used last.
+
+        Args:
+            has_last: whether that one is said.
 
         Returns:
             The text; empty where there is nothing to say, before the first boundary.
@@ -297,7 +300,7 @@ class Position:
             return f"this rank waited {now_s - wait.begin_s:.1f} s at {wait.position} for {wait.peer}"
         if (collective := self._collective()) is not None:
             return f"this rank {collective.text}"
-        if (last := self._last_wait) is not None:
+        if has_last and (last := self._last_wait) is not None:
             ago_s = now_s - last.begin_s
             return f"this rank was not waiting at a boundary (last: {last.position}, {ago_s:.1f} s ago)"
         return ""
