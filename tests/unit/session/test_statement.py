@@ -42,6 +42,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "keep_checkpoints": {"keep_checkpoints": 2},
     "lora_rank": {"lora_rank": 4},
     "lora_alpha": {"lora_rank": 4, "lora_alpha": 8.0},
+    "lora_dropout": {"lora_rank": 4, "lora_dropout": 0.1},
     "lora_targets": {"lora_rank": 4, "lora_targets": ("q_proj",)},
     "lora_layers": {"lora_rank": 4, "lora_layers": ("0:1",)},
     "lora_save_base": {"lora_rank": 4, "lora_save_base": True},
