@@ -34,7 +34,7 @@ def check_batches(args: object, replicas: ReplicaMap, version: str = "") -> tupl
         One line for every such batch.
     """
     if replicas.is_equal:  # Megatron itself refuses the others, on all ranks alike
-        batch, size = (getattr(args, name, None) for name in ("global_batch_size", "micro_batch_size"))
+        batch, size = (getattr(args, name, None) or 0 for name in ("global_batch_size", "micro_batch_size"))
         is_free = not (batch and size) or getattr(args, "decrease_batch_size_if_needed", False)
         return () if is_free else replicas.check_equal_batch(batch, size)
     return tuple(line for batch in _batches(args, version) for line in replicas.check_batch(*batch))
