@@ -13,10 +13,11 @@ from typing import Any, Final
 
 import torch
 import torch.distributed as dist
-from megatron.core import dist_checkpointing, distributed, parallel_state, pipeline_parallel, tensor_parallel
+
+# Functions are asked of their modules: a name that is taken before the plugin is applied would stay the original.
+from megatron.core import dist_checkpointing, distributed, optimizer, parallel_state, pipeline_parallel, tensor_parallel
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
-from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -124,7 +125,7 @@ class _Trainer:
             for i, chunk in enumerate(self.chunks):
                 chunk.load_state_dict(loaded[f"model{i}"])
         self.model = [self._wrap(chunk, i) for i, chunk in enumerate(self.chunks)]
-        self.optimizer = get_megatron_optimizer(self._optimizer_config(), self.model)
+        self.optimizer = optimizer.get_megatron_optimizer(self._optimizer_config(), self.model)
         self.config.grad_scale_func = self.optimizer.scale_loss
         self.config.finalize_model_grads_func = distributed.finalize_model_grads
         if run.is_distributed:
@@ -301,7 +302,7 @@ class _Trainer:
         inner = chunk if self.run.training.dtype == "fp32" else Float16Module(self.config, chunk)
         return distributed.DistributedDataParallel(self.config, ddp_config, inner, disable_bucketing=number > 0)
 
-    def _optimizer_config(self) -> OptimizerConfig:
+    def _optimizer_config(self) -> optimizer.OptimizerConfig:
         training = self.run.training
         values: dict[str, Any] = {
             "optimizer": training.optimizer,
@@ -312,7 +313,8 @@ class _Trainer:
             "params_dtype": _DTYPES[training.dtype],
             "bf16": training.dtype == "bf16",
         }
-        return OptimizerConfig(**values, **_known(OptimizerConfig, overlap_param_gather=self.run.is_distributed))
+        kind = optimizer.OptimizerConfig
+        return kind(**values, **_known(kind, overlap_param_gather=self.run.is_distributed))
 
     def _batches(self, step: int) -> Iterator[torch.Tensor]:
         """Yield the text ``[B, S + 1]`` of every microbatch of this replica; any number of replicas share the same."""

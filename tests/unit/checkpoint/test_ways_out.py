@@ -51,6 +51,9 @@ _FOLDER, _VERIFIED = "multiproc/elastic/test_one_run_a_folder.py", "unit/checkpo
 _RATES = "multiproc/checkpoint/test_other_rates.py"
 # Words of a line, and the tests that do what it says.
 DONE: dict[str, tuple[str, ...]] = {
+    "if it should resume, give the folder": (
+        "multiproc/training/test_brief_run.py::test_what_is_loaded_measured_and_saved_is_shown",
+    ),
     "to make one: (umask 077": ("unit/checkpoint/test_edge_key_file.py::test_what_is_no_key",),
     "so others can read the key of the edge's layers": ("unit/checkpoint/test_edge_key_file.py::test_what_is_no_key",),
     "belongs to another run; each would overwrite": (f"{_FOLDER}::test_the_second_run_is_refused_on_all_ranks",),

@@ -25,6 +25,7 @@ _PRESENCE = "only whether a key is there"
 _NUMBERS = "numbers in memory of a shape that this rank has planned"
 _OBJECTS = "the objects are read by the entry `an object`"
 _PORT = "tests/attacker/at_the_port.py"
+_CERTIFY = "a check of one owner's machines, beside no run"
 NOT_PLAYED: Mapping[str, str] = {
     **{
         f"{_HEALTH}/store.py:{name}": _READERS
@@ -46,6 +47,11 @@ NOT_PLAYED: Mapping[str, str] = {
     "vtp_plugin/runtime/comm/transfers.py:Transfers.warm_up": _NUMBERS,
     "vtp_plugin/runtime/comm/ping.py:_one_way_s.go_and_return": _NUMBERS,
     "vtp_plugin/runtime/comm/ping.py:_gather_all": "a benchmark of one owner's cluster",
+    "vtp_plugin/cli/certify.py:_check": "a report, read as JSON of a declared shape by the reader of all files",
+    "vtp_plugin/cli/certify.py:_workers": _CERTIFY,
+    "vtp_plugin/cli/certify_workers.py:Workers.run": _CERTIFY,
+    "vtp_plugin/cli/certify_workers.py:_Process.answer": _CERTIFY,
+    "vtp_plugin/cli/certify_workers.py:serve": _CERTIFY,
     "patches/activation.py:activate": "turns the reader of objects on",
     "patches/core/dist_checkpointing/serialization.py:_is_by_bucket": "this rank's own state",
     "patches/core/dist_checkpointing/strategies/fully_parallel.py:_load": _OBJECTS,

@@ -158,6 +158,7 @@ def test_every_part_of_the_store_is_a_topic() -> None:
     """The plugin's code opens parts of the store in one module only, and so by topics of the closed list."""
     root = Path(__file__).resolve().parents[3]
     allowed = {"store.py", "startup.py", "meeting_store.py", "redaction.py"}
+    allowed |= {"certify_workers.py"}  # which starts runs of its own, in a store that no run of a user's is in
     for path in [*(root / "vtp_plugin").glob("**/*.py"), *(root / "patches").glob("**/*.py")]:
         if path.name not in allowed:
             assert "PrefixStore(" not in path.read_text(), path
