@@ -168,7 +168,7 @@ def choose(num_ranks: int, *, is_short: bool, without: dict[str, str]) -> Choice
             "start certify on more devices, or give --ranks"
         )
     runs: list[CertifiedRun] = []
-    left_out = {"adapters": "they need megatron.training, which certify does without"}
+    left_out = {"adapters": "certify has no run of them yet"}
     for row, lists in _rows():
         fitting = [each for sizes in lists if (each := replace(row, sizes=sizes)).num_ranks <= num_ranks]
         if row.shows in without:
