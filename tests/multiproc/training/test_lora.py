@@ -167,6 +167,7 @@ def test_adapters_of_latent_attention_move(scripts: Scripts, tmp_path: Path) -> 
 
 
 EP_1_2 = [*SEQUENCE, "--vtp-ep-list", "1,2", "--vtp-etp-list", "1,1"]
+EP_2_ETP_2 = [*SEQUENCE, "--vtp-ep-list", "1,2", "--vtp-etp-list", "1,2"]
 # The first stage has no experts, and so nothing to train.
 LAST_EXPERTS = ["--moe-layer-freq", "([0]*2+[1]*2)", "--vtp-lora-targets", "experts.down_proj"]
 ETP_1_2 = [*SEQUENCE, "--vtp-ep-list", "1,1", "--vtp-etp-list", "1,2"]
@@ -177,6 +178,7 @@ ETP_1_2 = [*SEQUENCE, "--vtp-ep-list", "1,1", "--vtp-etp-list", "1,2"]
     [
         pytest.param("1,2", EP_1_2, 1, [], id="ep-1,2"),
         pytest.param("1,2", ETP_1_2, 1, [], id="etp-1,2", marks=FULL),
+        pytest.param("1,2", EP_2_ETP_2, 2, [], id="ep-etp-2-dp2", marks=FULL),
         pytest.param(
             "2,1",
             [*SEQUENCE, "--vtp-ep-list", "2,1", "--vtp-etp-list", "1,1", *RECOMPUTE],
