@@ -12,6 +12,7 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import ColumnParallelLinear
 
 from vtp_plugin.certify.compare import PartSketch
+from vtp_plugin.runtime.step.adapter_start import fill
 from vtp_plugin.runtime.step.sketch import sketch
 
 _WATCHED = (
@@ -100,9 +101,7 @@ def draw(parts: Mapping[str, NamedPart]) -> None:
             shape[part.dim] *= part.count
         generator = torch.Generator().manual_seed(seed_of(name))
         whole = torch.randn(shape, generator=generator) * (0.5 if "router" in name else 0.1)
-        own = whole if part.dim is None else whole.chunk(part.count, dim=part.dim)[part.index]
-        with torch.no_grad():
-            part.parameter.copy_(own)
+        fill(part.parameter, whole, rank=part.index)
 
 
 def seed_of(name: str) -> int:

@@ -26,7 +26,7 @@ from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.host.patching import replaces
 from vtp_plugin.patches.patch_set import Moment
-from vtp_plugin.plan.model.lora import ADAPTER, EXPERTS, Lora, LoraTarget, Matrices, is_adapter
+from vtp_plugin.plan.model.lora import ADAPTER, EXPERTS, Lora, LoraTarget, Matrices, is_adapter, matrices_of
 from vtp_plugin.runtime.step.adapter_start import fill, whole_factor
 from vtp_plugin.session import Session
 
@@ -204,8 +204,7 @@ def add_adapters(chunk: Any, lora: Lora, *, seed: int) -> None:
         if number not in numbers:
             continue
         place = numbers.index(number), len(numbers)
-        has_experts = isinstance(layer.mlp, MoELayer)
-        model = _matrices(config, has_experts=has_experts)
+        model = matrices_of(vars(config), has_experts=isinstance(layer.mlp, MoELayer))
         for (block, linear), pairs in itertools.groupby(lora.pairs(model), key=lambda pair: (pair.block, pair.linear)):
             wanted = [*pairs]
             for expert, module in _blocks(layer, block):
@@ -228,16 +227,6 @@ def _blocks(layer: Any, block: str) -> Iterator[tuple[int, Any]]:
             "one by one; leave --moe-grouped-gemm out, or adapt the attention alone"
         )
     yield from enumerate(experts.local_experts, experts.ep_group.rank() * experts.num_local_experts)
-
-
-def _matrices(config: Any, *, has_experts: bool) -> Matrices:
-    """Say which published matrices the layers of a model have, those with experts or those without."""
-    return Matrices(
-        is_gated=config.gated_linear_unit,
-        has_experts=has_experts,
-        is_latent=config.multi_latent_attention,
-        has_latent_queries=bool(getattr(config, "q_lora_rank", None)),
-    )
 
 
 def trained_besides(chunks: Sequence[torch.nn.Module]) -> Iterator[str]:

@@ -83,19 +83,17 @@ def framework_lines(
     if is_slurm and name in ("swift", "verl"):
         raise ConfigError(f"--slurm --for {name}: the batch script starts torchrun; leave --slurm out")
     title, sizes = _TITLES[name], format_value(best[0].sizes)
-    own, one = (
-        [*_with_plugin(name, *best, note, is_slurm=is_slurm)],
-        [f"{title}: no layout of one size fits the devices"],
-    )
+    is_stock = advises_stock(best[0], stock and stock[0])
+    own = [*_with_plugin(name, *best, note, is_slurm=is_slurm)]
+    one = [f"{title}: no layout of one size fits the devices"]
     if stock is not None:
         one = [*_STARTS[name](*stock, is_slurm)]
         loss = stock[0].step_s / best[0].step_s
         if len({*best[0].sizes}) > 1:
             one.insert(0, f"the best layout of one size takes {loss:.3f} times as long as {sizes}")
-            if advises_stock(best[0], stock[0]):
+            if is_stock:
                 one[0] += f"; below {LEAST_PERCENT} % such a prediction says little: stay with one size"
-    blocks = (one, own) if stock is not None and advises_stock(best[0], stock[0]) else (own, one)
-    yield from (line for block in blocks if block for line in ("", *block))
+    yield from (line for block in ((one, own) if is_stock else (own, one)) if block for line in ("", *block))
 
 
 def _with_plugin(name: str, best: Candidate, launch: Launch, note: str, *, is_slurm: bool) -> Iterator[str]:

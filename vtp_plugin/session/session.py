@@ -734,8 +734,9 @@ class Session:
         saved = "" if self.savings.newest is None else f", checkpoint {self.savings.newest}"
         peak_bytes = None if self._platform is None else self._platform.peak_memory_bytes()
         memory = "" if peak_bytes is None else f", peak memory of this rank {peak_bytes / 2**30:.1f} GiB"
-        log.info(f"done: {steps}{saved}{memory}")
-        self.show(f"done: {steps}{saved}{memory}")
+        text = f"done: {steps}{saved}{memory}"
+        log.info(text)
+        self.show(text)
 
     def _how_to_resume(self) -> str:
         """Say, on one rank of a machine, how a run resumes that nobody restarts, once it has saved a checkpoint."""

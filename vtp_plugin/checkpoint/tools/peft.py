@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -69,12 +69,12 @@ _NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
 _MAX_NAMED: Final = 3
 
 
-def matrices_of(model: GPTModel) -> tuple[LoraTarget, ...]:
+def _matrices(model: GPTModel) -> tuple[LoraTarget, ...]:
     """List the published matrices of a layer of a published model."""
     return published_matrices(model.matrices(has_experts=model.experts is not None))
 
 
-def factors_of(lora: Lora, model: GPTModel) -> list[tuple[LoraTarget, str, tuple[int, ...]]]:
+def _factors(lora: Lora, model: GPTModel) -> list[tuple[LoraTarget, str, tuple[int, ...]]]:
     """List the factors of a layer: the matrix that each is beside, its module and its shape, experts first.
 
     Args:
@@ -110,7 +110,7 @@ def plan_import_peft(folder: Path, like: Path, target: Path) -> Import:
     model, passed = begin_import(like, target)
     shards = Shards(folder, single=PEFT_WEIGHTS)
     lora = _read_lora(folder, shards, model)
-    layers, factors = lora.layer_numbers(model.num_layers), factors_of(lora, model)
+    layers, factors = lora.layer_numbers(model.num_layers), _factors(lora, model)
     refuse(_take_apart(shards, lora, model))
     expected = {_name(layer, each, factor): shape for layer, (each, factor, shape) in product(layers, factors)}
     problems = [f"{name} is missing; every layer with adapters has those of all matrices" for name in expected]
@@ -139,12 +139,13 @@ def plan_import_peft(folder: Path, like: Path, target: Path) -> Import:
 
 def _take_apart(shards: Shards, lora: Lora, model: GPTModel) -> Iterator[str]:
     """Give the shards a tensor for each factor of experts in the place of PEFT's; yield a line where that cannot be."""
+    targets, factors = {each.published: each for each in _matrices(model)}, _factors(lora, model)
     for layer, (target, name) in product(lora.layer_numbers(model.num_layers), _names_of_experts(lora).items()):
         names = [_name_in_experts(layer, name, factor) for factor in "AB"]
         if missing := [each for each in names if each not in shards.names]:
             yield f"{shards.folder}: {missing[0]} is missing; every layer with adapters has those of all matrices"
             continue
-        shapes = {factor: shape for each, factor, shape in factors_of(lora, model) if each.published == target}
+        shapes = {factor: shape for each, factor, shape in factors if each.published == target}
         (number, rank, columns), seconds = shapes.pop(_FIRST), shapes
         rows = sum(shape[1] for shape in seconds.values())
         for each, wanted in zip(names, ((number * rank, columns), (rows, rank * number)), strict=True):
@@ -152,19 +153,16 @@ def _take_apart(shards: Shards, lora: Lora, model: GPTModel) -> Iterator[str]:
                 yield f"{shards.folder}: {each} has the shape {shards.shape(each)}, and {wanted} is expected"
                 return
         one, two = (shards.whole(each) for each in names)
-        of_target = next(each for each in matrices_of(model) if each.published == target)
-        shards.put(_name(layer, of_target, _FIRST), one.view(number, rank, columns), instead_of=names[0])
+        shards.put(_name(layer, targets[target], _FIRST), one.view(number, rank, columns), instead_of=names[0])
         parts = two.view(rows, rank, number).permute(2, 0, 1).chunk(len(seconds), dim=1)
         for factor, part in zip(seconds, parts, strict=True):
-            shards.put(_name(layer, of_target, factor), part, instead_of=names[1])
+            shards.put(_name(layer, targets[target], factor), part, instead_of=names[1])
         shards.drop(names)
 
 
-def _put_together(factors: Mapping[str, torch.Tensor], names: Sequence[str]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give A and B of all experts of a layer as PEFT has them, from their factors, A first."""
-    one, *seconds = (factors[name] for name in names)
-    two = torch.cat(seconds, dim=1).permute(1, 2, 0)
-    return one.flatten(0, 1), two.reshape(len(two), -1)
+def _put_together(one: torch.Tensor, two: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Give A and B of all experts of a layer as PEFT has them, from those of the experts."""
+    return {"A": one.flatten(0, 1), "B": two.permute(1, 2, 0).reshape(two.shape[1], -1)}
 
 
 def _names_of_experts(lora: Lora) -> dict[str, str]:
@@ -192,7 +190,7 @@ def _read_lora(folder: Path, shards: Shards, model: HFModel) -> Lora:
     return Lora(
         rank=config["r"],
         alpha=config["lora_alpha"],
-        targets=tuple(each.published for each in matrices_of(model) if each.published in named),
+        targets=tuple(each.published for each in _matrices(model) if each.published in named),
         layers=() if is_all else tuple((begin, end + 1) for begin, end in zip(begins, ends, strict=True)),
         dropout=config.get("lora_dropout", 0.0),
     )
@@ -225,7 +223,7 @@ def _variants(folder: Path, config: Mapping[str, Any], shards: Shards, model: GP
             f"{folder / PEFT_CONFIG}: init_lora_weights is {start!r}; some such starts change the base; convert the "
             "adapters with PEFT's path_initial_model_for_weight_conversion, which writes true"
         )
-    known = {(each.block, each.published) for each in matrices_of(model)}
+    known = {(each.block, each.published) for each in _matrices(model)}
     parameters = config.get("target_parameters") or []
     for name in parameters if isinstance(parameters, list) else (parameters,):
         if not isinstance(name, str) or (EXPERTS, ".".join(name.split(".")[-2:])) not in known:
@@ -329,7 +327,8 @@ def read_adapters(contents: Contents, like: Path) -> Adapters:
         )
     model, elements = read_model(read_config(like), like / CONFIG), Elements(contents.folder)
     layers, factors, problems = lora.layer_numbers(model.num_layers), dict[str, torch.Tensor](), list[str]()
-    for (each, factor, shape), (place, layer) in product(factors_of(lora, model), enumerate(layers)):
+    known = _factors(lora, model)
+    for (each, factor, shape), (place, layer) in product(known, enumerate(layers)):
         key = _key(each, factor)
         lead: tuple[int, ...] = (place,)
         whole = (len(layers), *shape)
@@ -345,17 +344,12 @@ def read_adapters(contents: Contents, like: Path) -> Adapters:
         f"{contents.folder}: {problem}; {like / CONFIG} says what the base is; give its own with --like"
         for problem in problems[:_MAX_NAMED]
     )
-    of_experts, kinds = dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]](), matrices_of(model)
-    for layer, each in product(layers, (each for each in kinds if each.published in _names_of_experts(lora))):
-        names = [_name(layer, each, factor) for other, factor, _ in factors_of(lora, model) if other == each]
-        one, *seconds = (factors[name] for name in names)
-        of_experts[layer, each.linear] = one, torch.cat(seconds, dim=1)
-        joined = zip("AB", _put_together(factors, names), strict=True)
-        factors |= {
-            _name_in_experts(layer, _names_of_experts(lora)[each.published], factor): made for factor, made in joined
-        }
-        for name in names:
-            del factors[name]
+    of_experts, inside = dict[tuple[int, str], tuple[torch.Tensor, torch.Tensor]](), _names_of_experts(lora)
+    for layer, each in product(layers, (each for each in _matrices(model) if each.published in inside)):
+        one, *seconds = (factors.pop(_name(layer, each, factor)) for other, factor, _ in known if other == each)
+        of_experts[layer, each.linear] = pair = one, torch.cat(seconds, dim=1)
+        for factor, made in _put_together(*pair).items():
+            factors[_name_in_experts(layer, inside[each.published], factor)] = made
     return Adapters(lora, factors, of_experts)
 
 

@@ -359,13 +359,18 @@ def _around(s: Sizes, ffn: int, rows: int, place: str = "mlp", *, is_weighted: b
     return before + (s.inputs(rows * ffn) if s.needs_input(place) else 0)
 
 
+def _routed_rows(s: Sizes) -> int:
+    """Count the tokens for a rank's experts, with those of the ranks that share the experts."""
+    assert s.batch.routing is not None
+    return s.slices * s.batch.routing.topk * s.etp
+
+
 def _between_factors(s: Sizes) -> int:
     assert s.lora is not None
     routed = [pair for pair in s.pairs if pair.block == EXPERTS]
     numel = s.slices * (len(s.pairs) - len(routed))
     if routed:
-        assert s.batch.routing is not None
-        numel += s.slices * s.batch.routing.topk * s.etp * len(routed)
+        numel += _routed_rows(s) * len(routed)
     return s.numbers(numel * s.lora.rank)
 
 
@@ -408,8 +413,8 @@ def _router(s: Sizes) -> int:
 
 
 def _experts(s: Sizes) -> int:
-    assert s.batch.routing is not None and s.model.experts is not None
-    rows = s.slices * s.batch.routing.topk * s.etp  # with those of the ranks that share the experts
+    assert s.model.experts is not None
+    rows = _routed_rows(s)
     # Where one kernel does not do both, the output of the activation is kept before it is weighted.
     is_weighted = not (s.model.is_gated and s.batch.is_fused)
     inputs = s.inputs(rows * s.model.hidden) if s.needs_input("experts") else 0
@@ -427,8 +432,8 @@ def _waiting_ffn(s: Sizes, ffn: int) -> int:
 
 def _waiting_experts(s: Sizes) -> int:
     """Give as for a feed-forward layer; the experts' inputs are parts of one tensor, and so are the last gradients."""
-    assert s.batch.routing is not None and s.model.experts is not None
-    rows = s.slices * s.batch.routing.topk * s.etp
+    assert s.model.experts is not None
+    rows = _routed_rows(s)
     return s.numbers(rows * (2 * s.model.hidden + (3 if s.model.is_gated else 2) * s.model.experts.ffn // s.etp))
 
 

@@ -212,13 +212,17 @@ def published_matrices(model: Matrices) -> tuple[LoraTarget, ...]:
 
 
 def matrices_of(arguments: Mapping[str, Any], *, has_experts: bool = False) -> Matrices:
-    """Read from Megatron's arguments which matrices the layers of a model have, those with experts or those without.
+    """Read which matrices the layers of a model have, those with experts or those without.
+
+    Args:
+        arguments: Megatron's arguments, or the fields of its config.
+        has_experts: those with experts.
 
     >>> matrices_of({"swiglu": True, "multi_latent_attention": True, "q_lora_rank": None})
     Matrices(is_gated=True, has_experts=False, is_latent=True, has_latent_queries=False)
     """
     return Matrices(
-        is_gated=any(arguments.get(name) for name in ("swiglu", "quick_geglu")),
+        is_gated=any(arguments.get(name) for name in ("swiglu", "quick_geglu", "gated_linear_unit")),
         has_experts=has_experts,
         is_latent=bool(arguments.get("multi_latent_attention")),
         has_latent_queries=bool(arguments.get("q_lora_rank")),
