@@ -330,16 +330,16 @@ _SEED = 1234  # as Megatron's --seed
 
 
 @replaces(
-    "megatron.core.models.gpt.gpt_model:GPTModel.__init__",
-    id="adapters",
-    when=Moment.LORA,
-    versions=">=0.19,<0.20",
-    why="the last point before a script's model is wrapped and its parameters are put into buffers, which frozen ones "
-    "do not enter",
-    remove_when="Megatron-core's own adapters are released and do not depend on the sizes",
+    "megatron.core.models.gpt.gpt_model:GPTModel.__init__", id="adapters", when=Moment.LORA, versions=">=0.19,<0.20"
 )
 def _build(session: Session, original: Callable[..., None], chunk: Any, *args: Any, **kwargs: Any) -> None:
-    """Build a `GPTModel`, freeze it, and give it the adapters of the run."""
+    """Build a `GPTModel`, freeze it, and give it the adapters of the run.
+
+    Why: the last point before a script's model is wrapped and its parameters are put into buffers, which frozen ones do
+    not enter.
+
+    Remove when: Megatron-core's own adapters are released and do not depend on the sizes.
+    """
     original(chunk, *args, **kwargs)
     lora = session.config.lora
     assert lora is not None

@@ -192,11 +192,12 @@ def _require_bounded(num_bytes: int, num_ranks: int) -> None:
     "megatron.core.dist_checkpointing.validation:_validate_common_state_dict",
     id="site-objects/common-state",
     when=Moment.SITES,
-    remove_when="it compares digests",
 )
 def _compare_common(original: Callable[[Any], None], common_state_dict: Any) -> None:
     """Replace `_validate_common_state_dict`: start-up has compared the arguments that must be equal.
 
     Why: it sends all arguments of rank 0 as an object to the other sites, whose folders and data differ, only to warn
     of that, and where a type differs it ends the save.
+
+    Remove when: it compares digests.
     """

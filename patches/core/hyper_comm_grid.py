@@ -15,7 +15,6 @@ from vtp_plugin.session import Session
     "megatron.core.hyper_comm_grid:HyperCommGrid.destroy",
     id="module-channels/destroy",
     when=Moment.BRIDGES,
-    remove_when="Megatron's schedules take an order of actions",
     versions=">=0.19,<0.20",
 )
 def _destroy(session: Session, original: Callable[..., None], grid: Any) -> None:
@@ -23,6 +22,8 @@ def _destroy(session: Session, original: Callable[..., None], grid: Any) -> None
 
     Why: a planned order opens channels between the stages of a module, of which its grid knows nothing; their groups
     end with those of the grid.
+
+    Remove when: Megatron's schedules take an order of actions.
     """
     if "pp" in grid.dim_names:
         # Without such a group there are no channels.

@@ -113,28 +113,20 @@ _CONFIG = Written(
 )
 
 
-@replaces(
-    f"{_MODULE}:is_pipeline_last_stage",
-    id="last-stage/chunk",
-    when=Moment.U_SHAPE,
-    remove_when="with `last-stage`",
-)
+@replaces(f"{_MODULE}:is_pipeline_last_stage", id="last-stage/chunk", when=Moment.U_SHAPE)
 def _is_last(session: Session, host: MegatronHost, original: Callable[..., bool], *args: Any, **kwargs: Any) -> bool:
     """Replace `is_pipeline_last_stage`: the model ends on the last chunk of the stage with the loss.
 
     Why: as `last-stage`, for callers that name a chunk, such as the readers of data.
+
+    Remove when: with `last-stage`.
     """
     num_chunks = parallel_state.get_virtual_pipeline_model_parallel_world_size()
     is_last_chunk = num_chunks is None or host.asks_for_chunk(num_chunks - 1, *args, **kwargs)
     return is_last_chunk and session.planned.own.stage == session.planned.loss_stage
 
 
-@replaces(
-    f"{_MODULE}:initialize_model_parallel",
-    id="parallel-state",
-    when=Moment.LIST,
-    remove_when="Megatron takes a list of tensor-parallel sizes",
-)
+@replaces(f"{_MODULE}:initialize_model_parallel", id="parallel-state", when=Moment.LIST)
 def _initialize(
     session: Session, host: MegatronHost, writes: Writes, original: Callable[..., None], *args: Any, **kwargs: Any
 ) -> None:
@@ -142,6 +134,8 @@ def _initialize(
 
     Why: the one place where all groups are made; it runs unchanged on our rank lists, so equal sizes give exactly
     Megatron's groups, in Megatron's order.
+
+    Remove when: Megatron takes a list of tensor-parallel sizes.
 
     With a uniform list it runs unchanged.
     """
@@ -365,16 +359,13 @@ def _choose_own_pipeline_group(planned: PlannedRun, writes: Writes) -> tuple[dis
     return pipeline_groups
 
 
-@replaces(
-    f"{_MODULE}:destroy_model_parallel",
-    id="parallel-state/destroy",
-    when=Moment.LIST,
-    remove_when="with `parallel-state`",
-)
+@replaces(f"{_MODULE}:destroy_model_parallel", id="parallel-state/destroy", when=Moment.LIST)
 def _destroy(session: Session, writes: Writes, original: Callable[[], None]) -> None:
     """Run `destroy_model_parallel` after our channels are closed and our writes undone.
 
     Why: our channels end with Megatron's groups.
+
+    Remove when: with `parallel-state`.
     """
     session.close()
     # Before Megatron forgets its groups: an undo after that would bring one of them back.

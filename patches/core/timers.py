@@ -93,17 +93,14 @@ class TimedStretch:
         return getattr(self._timer, name)
 
 
-@replaces(
-    "megatron.core.timers:Timers.__call__",
-    id="traced-timers",
-    when=Moment.LIST,
-    remove_when="Megatron can tell somebody else what its timers time",
-)
+@replaces("megatron.core.timers:Timers.__call__", id="traced-timers", when=Moment.LIST)
 def _tell(session: Session, original: Callable[..., Any], timers: Any, name: str, *args: Any, **kwargs: Any) -> Any:
     """Run `Timers.__call__`; a timer of what a trace knows tells the recorder.
 
     Why: Megatron says by its timers when it computes, reads, saves and evaluates; while somebody listens, a trace is
     told, whatever --timing-log-level says.
+
+    Remove when: Megatron can tell somebody else what its timers time.
     """
     timer = original(timers, name, *args, **kwargs)
     cause = _CAUSES.get(name)
@@ -112,12 +109,7 @@ def _tell(session: Session, original: Callable[..., Any], timers: Any, name: str
     return TimedStretch(timer, cause, session.recorder)
 
 
-@replaces(
-    "megatron.core.timers:Timers.log",
-    id="last-rank/timers",
-    when=Moment.U_SHAPE,
-    remove_when="with `last-stage`",
-)
+@replaces("megatron.core.timers:Timers.log", id="last-rank/timers", when=Moment.U_SHAPE)
 def _log_on_writer(
     session: Session,
     original: Callable[..., None],
@@ -131,5 +123,7 @@ def _log_on_writer(
 
     Why: where no rank is named it prints on the world's last one, a cloud rank here; other lines of the log come from
     the edge.
+
+    Remove when: with `last-stage`.
     """
     original(timers, names, session.planned.writer_rank if rank is None else rank, *args, **kwargs)

@@ -19,7 +19,6 @@ from vtp_plugin.session import Session
     id="batch-on-edge",
     when=Moment.COMMAND_LINE,
     unneeded={"<0.13": "the caller's chunk is known: the first one gets tokens, the last one labels and mask"},
-    remove_when="it asks for the chunk",
     aliases=("megatron.training.training:get_batch_on_this_tp_rank",),
 )
 def _share_batch(session: Session, host: MegatronHost, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -27,6 +26,8 @@ def _share_batch(session: Session, host: MegatronHost, original: Callable[..., A
 
     Why: it gives a first stage no labels and no loss mask, whichever chunk asks; scripts import its name, so it is
     replaced before they do, and acts as before where there is no U.
+
+    Remove when: it asks for the chunk.
     """
     if not session.config.layerwise_disaggregated:
         return original(*args, **kwargs)

@@ -21,14 +21,11 @@ class OlderHost(NotedMetrics):
         return get_model_type(model), config
 
 
-@replaces(
-    "megatron.legacy.fused_kernels:load",
-    id="fused-kernels",
-    when=Moment.CPU,
-    remove_when="Megatron 0.16 is no longer supported",
-)
+@replaces("megatron.legacy.fused_kernels:load", id="fused-kernels", when=Moment.CPU)
 def _load(original: Callable[[Any], None], args: Any) -> None:
     """Replace `load` by nothing: on CPU no fused kernel is used.
 
     Why: start-up calls nvcc to find out its version, also where no fused kernel is asked for.
+
+    Remove when: Megatron 0.16 is no longer supported.
     """

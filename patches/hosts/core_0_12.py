@@ -31,9 +31,6 @@ from vtp_plugin.runtime.comm.tensor_format import TensorFormat
 from vtp_plugin.session import Session
 from vtp_plugin.util.undo import Name, UndoStack
 
-_GONE = "Megatron 0.12 is no longer supported"
-_CHUNKS = "Megatron knows no chunks of different size on one stage; it asks here for every chunk"
-
 
 class Megatron012(OlderHost):
     """Megatron 0.12."""
@@ -130,17 +127,14 @@ class Megatron012(OlderHost):
 HOST = Megatron012
 
 
-@replaces(
-    "megatron.core.fp8_utils:quantize_param_shard",
-    id="fp8-step-without-te",
-    when=Moment.PLATFORM,
-    remove_when=_GONE,
-)
+@replaces("megatron.core.fp8_utils:quantize_param_shard", id="fp8-step-without-te", when=Moment.PLATFORM)
 def _quantize(original: Callable[..., None], model_params: Sequence[Any], *args: Any, **kwargs: Any) -> None:
     """Run `quantize_param_shard` where there is an FP8 parameter.
 
     Why: without Transformer Engine it fails in every step of the distributed optimizer, also where no parameter is FP8;
     with it, it returns at once then.
+
+    Remove when: Megatron 0.12 is no longer supported.
     """
     if model_params:
         original(model_params, *args, **kwargs)
@@ -167,14 +161,15 @@ def _lists_layers(config: Any) -> bool:
 
 
 @replaces(
-    "megatron.core.transformer.transformer_block:get_num_layers_to_build",
-    id="layers-of-chunk",
-    when=Moment.U_SHAPE,
-    why=_CHUNKS,
-    remove_when=_GONE,
+    "megatron.core.transformer.transformer_block:get_num_layers_to_build", id="layers-of-chunk", when=Moment.U_SHAPE
 )
 def _num_layers(session: Session, host: Megatron012, original: Callable[[Any], int], config: Any) -> int:
-    """Replace `get_num_layers_to_build`; MindSpeed-MM writes into a chunk's configuration how many it holds."""
+    """Replace `get_num_layers_to_build`; MindSpeed-MM writes into a chunk's configuration how many it holds.
+
+    Why: Megatron knows no chunks of different size on one stage; it asks here for every chunk.
+
+    Remove when: Megatron 0.12 is no longer supported.
+    """
     if _lists_layers(config):
         return original(config)
     return len(_own_layers(session, host, config))
@@ -184,11 +179,15 @@ def _num_layers(session: Session, host: Megatron012, original: Callable[[Any], i
     "megatron.core.transformer.transformer_layer:get_transformer_layer_offset",
     id="layers-of-chunk/offset",
     when=Moment.LIST,
-    why=f"{_CHUNKS}; and it takes all stages for alike, but MindSpeed-MM's layer lists give them different numbers",
-    remove_when=_GONE,
 )
 def _layer_offset(session: Session, host: Megatron012, original: Callable[[Any], int], config: Any) -> int:
-    """Replace `get_transformer_layer_offset` in a U-shape, and where lists say what all chunks hold."""
+    """Replace `get_transformer_layer_offset` in a U-shape, and where lists say what all chunks hold.
+
+    Why: Megatron knows no chunks of different size on one stage; it asks here for every chunk; and it takes all stages
+    for alike, but MindSpeed-MM's layer lists give them different numbers.
+
+    Remove when: Megatron 0.12 is no longer supported.
+    """
     if _lists_layers(config):
         rows = read_rows(config.pipeline_num_layers)
         return first_layer(rows, stage=session.planned.own.stage, chunk=_own_chunk())
@@ -201,13 +200,14 @@ def _layer_offset(session: Session, host: Megatron012, original: Callable[[Any],
     "megatron.core.transformer.transformer_block:TransformerBlock.sharded_state_dict",
     id="layers-of-chunk/stored",
     when=Moment.LIST,
-    remove_when=_GONE,
 )
 def _sharded_layers(original: Callable[..., dict[str, Any]], block: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
     """Run `TransformerBlock.sharded_state_dict` with the number of layers of the whole model, where lists say it.
 
     Why: MindSpeed-MM writes into a chunk's configuration how many layers there were if all chunks were like it, and
     every layer is stored as one part of that many.
+
+    Remove when: Megatron 0.12 is no longer supported.
     """
     config = block.config
     if not _lists_layers(config):
@@ -220,13 +220,14 @@ def _sharded_layers(original: Callable[..., dict[str, Any]], block: Any, *args: 
     "megatron.core.dist_checkpointing.strategies.torch:TorchDistLoadShardedStrategy.load",
     id="tied-embedding-load",
     when=Moment.U_SHAPE,
-    remove_when=_GONE,
 )
 def _load(original: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]:
     """Run `TorchDistLoadShardedStrategy.load`, a second time for what this rank loads twice.
 
     Why: the edge holds a tied embedding twice, and Megatron makes one tensor of all that a rank loads under one name,
     of which no part may be there twice.
+
+    Remove when: Megatron 0.12 is no longer supported.
     """
     return load_in_passes(original, *args)
 
@@ -235,13 +236,14 @@ def _load(original: Callable[..., dict[str, Any]], *args: Any) -> dict[str, Any]
     "megatron.core.dist_checkpointing.strategies.torch:CachedMetadataFileSystemReader",
     id="hashed-reads/reader-class",
     when=Moment.LIST,
-    remove_when=_GONE,
 )
 def _make_reader(session: Session, original: type[Any]) -> type[Any]:
     """Make a reader that checks what it reads.
 
     Why: it is what `hashed-reads` replaces in later families: torch reads a piece without looking whether a byte has
     changed.
+
+    Remove when: Megatron 0.12 is no longer supported.
     """
     return checking(original, session)
 
@@ -250,13 +252,14 @@ def _make_reader(session: Session, original: type[Any]) -> type[Any]:
     "megatron.training.checkpointing:fix_fp8_params_lose_precision_when_loading_dist_ckpt",
     id="fp8-load-without-te",
     when=Moment.PLATFORM,
-    remove_when=_GONE,
 )
 def _mend_fp8(original: Callable[[Any], None], state: Any) -> None:
     """Run `fix_fp8_params_lose_precision_when_loading_dist_ckpt` where there is a Transformer Engine.
 
     Why: without Transformer Engine, whose version it asks for, it fails at every load of a distributed checkpoint;
     there are no FP8 parameters then.
+
+    Remove when: Megatron 0.12 is no longer supported.
     """
     if importlib.util.find_spec("transformer_engine") is not None:
         original(state)
@@ -266,13 +269,14 @@ def _mend_fp8(original: Callable[[Any], None], state: Any) -> None:
     "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer.get_grad_stats_parallel_group",
     id="grad-stats-group",
     when=Moment.LIST,
-    remove_when=_GONE,
 )
 def _group_of_shares(original: Callable[[Any], dist.ProcessGroup | None], optimizer: Any) -> dist.ProcessGroup | None:
     """Run `DistributedOptimizer.get_grad_stats_parallel_group`, or give our group that sums over all ranks.
 
     Why: it is the world, whose sums cross between sites on many links; `parallel-state/optimizer-group` is this group
     in later families.
+
+    Remove when: Megatron 0.12 is no longer supported.
     """
     group = parallel_state.get_model_parallel_group()
     return group.shares if isinstance(group, ModelGroup) else original(optimizer)
@@ -282,13 +286,14 @@ def _group_of_shares(original: Callable[[Any], dist.ProcessGroup | None], optimi
     "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer._build_model_param_gbuf_map",
     id="tied-bucket-start",
     when=Moment.LIST,
-    remove_when=_GONE,
 )
 def _places_in_buckets(original: Callable[..., dict[Any, Any]], *args: Any) -> dict[Any, Any]:
     """Run `DistributedOptimizer._build_model_param_gbuf_map`, and name the cause where it fails.
 
     Why: it ends at an assertion that says nothing of its cause: a tied embedding has a bucket of its own, which begins
     at a multiple of 128 elements, and itself begins at one of 64.
+
+    Remove when: Megatron 0.12 is no longer supported.
     """
     try:
         return original(*args)
@@ -300,17 +305,14 @@ def _places_in_buckets(original: Callable[..., dict[Any, Any]], *args: Any) -> d
         ) from error
 
 
-@replaces(
-    "megatron.core.optimizer:_get_param_groups",
-    id="empty-expert-optimizer",
-    when=Moment.LIST,
-    remove_when=_GONE,
-)
+@replaces("megatron.core.optimizer:_get_param_groups", id="empty-expert-optimizer", when=Moment.LIST)
 def _same_groups(original: Callable[..., list[dict[str, Any]]], *args: Any, **kwargs: Any) -> list[dict[str, Any]]:
     """Run `_get_param_groups`; experts' groups of other ranks are added without parameters. A collective call.
 
     Why: on a stage without experts nobody would have the optimizer of the experts, and take part in its sums over the
     stages; later families make the groups of all ranks alike.
+
+    Remove when: Megatron 0.12 is no longer supported.
     """
     groups = original(*args, **kwargs)
     own = [{name: value for name, value in group.items() if name != "params"} for group in groups]
@@ -326,12 +328,7 @@ def _same_groups(original: Callable[..., list[dict[str, Any]]], *args: Any, **kw
     return groups
 
 
-@replaces(
-    "megatron.core.pipeline_parallel.p2p_communication:_communicate",
-    id="p2p-communication",
-    when=Moment.STAGES,
-    remove_when=_GONE,
-)
+@replaces("megatron.core.pipeline_parallel.p2p_communication:_communicate", id="p2p-communication", when=Moment.STAGES)
 def _communicate(
     session: Session,
     original: Callable[..., Any],
@@ -342,6 +339,8 @@ def _communicate(
     """Replace `_communicate`: exchange with both neighbours over channels, where there are any.
 
     Why: all functions that exchange tensors between stages go through it.
+
+    Remove when: Megatron 0.12 is no longer supported.
     """
     pipeline = session.pipelines.own
     if pipeline is None or pipeline.communicator is None:

@@ -28,12 +28,7 @@ class Megatron016(OlderHost, GroupedHost):
 HOST = Megatron016
 
 
-@replaces(
-    "megatron.core.transformer.moe.moe_utils:router_gating_linear",
-    id="router-without-te",
-    when=Moment.PLATFORM,
-    remove_when="Megatron 0.16 is no longer supported",
-)
+@replaces("megatron.core.transformer.moe.moe_utils:router_gating_linear", id="router-without-te", when=Moment.PLATFORM)
 def _gate(
     original: Callable[..., torch.Tensor],
     inp: torch.Tensor,
@@ -44,6 +39,8 @@ def _gate(
     """Run `router_gating_linear`; without Transformer Engine as a plain linear layer in the router's type.
 
     Why: without Transformer Engine it fails for every router: a name that it asks for is not defined.
+
+    Remove when: Megatron 0.16 is no longer supported.
 
     Args:
         original: Megatron's function.

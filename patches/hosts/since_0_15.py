@@ -53,12 +53,13 @@ def edge_alone() -> AbstractContextManager[None]:
     "megatron.core.pipeline_parallel.p2p_communication:P2PCommunicator._communicate",
     id="p2p-communication",
     when=Moment.STAGES,
-    remove_when="every entry point of Megatron takes a communicator",
 )
 def _communicate(session: Session, original: Callable[..., Any], communicator: Any, **options: Any) -> Any:
     """Exchange over the session's channels.
 
     Why: all nine public methods go through it, so timers, list handling and return types stay Megatron's.
+
+    Remove when: every entry point of Megatron takes a communicator.
     """
     return communicate(session, original, communicator, **options)
 

@@ -31,17 +31,14 @@ from vtp_plugin.util.undo import Name, UndoStack
 _VLM = "mindspeed_mm.models.vlm_model"
 
 
-@replaces(
-    known_mm.LAYER_COUNT,
-    id="vision-layer-count",
-    when=Moment.MM_RINGS,
-    remove_when="MindSpeed-MM counts all layers of these rows; until then only its pinned version is corrected",
-)
+@replaces(known_mm.LAYER_COUNT, id="vision-layer-count", when=Moment.MM_RINGS)
 def _attend(session: Session, original: Callable[..., Any], block: Any, *args: Any, **kwargs: Any) -> Any:
     """Run `Qwen2VLVisionTransformerBlock.forward`, its numbers of layers moved by what it counts too little.
 
     Why: of the rows before its own it counts only the stages before its own: none for the edge's second chunk, whose
     layers of full attention then see windows only.
+
+    Remove when: MindSpeed-MM counts all layers of these rows; until then only its pinned version is corrected.
     """
     config, ring = block.config, session.planned.first_ring
     if ring is None or not ring.is_counted or not getattr(config, "fullatt_block_indexes", None):
@@ -55,17 +52,14 @@ def _attend(session: Session, original: Callable[..., Any], block: Any, *args: A
         return original(block, *args, **kwargs)
 
 
-@replaces(
-    f"{_VLM}:VLMModel._build_text_decoder_model",
-    id="decoder-ends",
-    when=Moment.MM_RINGS,
-    remove_when="it builds the edge's ends by their chunks, as MindSpeed-MM's own feature does",
-)
+@replaces(f"{_VLM}:VLMModel._build_text_decoder_model", id="decoder-ends", when=Moment.MM_RINGS)
 def _build_decoder(original: Callable[..., Any], model: Any, config: Any) -> Any:
     """Run `VLMModel._build_text_decoder_model`, or build a part of a decoder one of whose ends has no layer.
 
     Why: it builds nothing where the lists have no layer: the edge would have neither embedding nor head, and the
     cloud's first and last layers would bring them along.
+
+    Remove when: it builds the edge's ends by their chunks, as MindSpeed-MM's own feature does.
     """
     rows = read_rows(config.pipeline_num_layers)
     *_, there, back = rows

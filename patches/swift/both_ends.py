@@ -14,30 +14,28 @@ from vtp_plugin.patches.swift import known_swift
 from vtp_plugin.session import Session
 
 
-@replaces(
-    known_swift.WRITER,
-    id="swift-writer",
-    when=Moment.SWIFT,
-    why="it takes the world's last rank for the one that writes the log and keeps the best checkpoint; in a U the edge "
-    "has the losses",
-    remove_when="ms-swift asks for the stage with the losses",
-)
+@replaces(known_swift.WRITER, id="swift-writer", when=Moment.SWIFT)
 def _is_writer(session: Session, original: Callable[[], bool]) -> bool:
-    """Run `is_last_rank`; in a U tell whether this is the edge's leader."""
+    """Run `is_last_rank`; in a U tell whether this is the edge's leader.
+
+    Why: it takes the world's last rank for the one that writes the log and keeps the best checkpoint; in a U the edge
+    has the losses.
+
+    Remove when: ms-swift asks for the stage with the losses.
+    """
     if session.is_planned and session.config.layerwise_disaggregated:
         return dist.get_rank() == session.planned.writer_rank
     return original()
 
 
-@replaces(
-    known_swift.NUMBERS,
-    id="swift-empty-chunk",
-    when=Moment.SWIFT,
-    why="it divides by the number of parameters",
-    remove_when="ms-swift describes a model without parameters",
-)
+@replaces(known_swift.NUMBERS, id="swift-empty-chunk", when=Moment.SWIFT)
 def _describe(original: Callable[..., str], model: torch.nn.Module, *args: Any, **kwargs: Any) -> str:
-    """Run `get_model_parameter_info`, but for a chunk without parameters."""
+    """Run `get_model_parameter_info`, but for a chunk without parameters.
+
+    Why: it divides by the number of parameters.
+
+    Remove when: ms-swift describes a model without parameters.
+    """
     if next(model.parameters(), None) is None:
         return f"{type(model).__name__}: no parameters"
     return original(model, *args, **kwargs)

@@ -17,13 +17,12 @@ from vtp_plugin.patches.swift import known_swift
 from vtp_plugin.runtime.comm.collectives import close_groups, open_group
 from vtp_plugin.session import Session
 
-_REMOVE = "mcore-bridge exports stages of unequal size"
 _DIST = Written(
     id="swift-bridge/sums",
     target="mcore_bridge.bridge.gpt_bridge:dist",
     when=Moment.SWIFT,
     why="it adds up what the stages know, where only one knows something; in a replica all ranks of a stage know it",
-    remove_when=_REMOVE,
+    remove_when="mcore-bridge exports stages of unequal size",
 )
 
 
@@ -33,15 +32,14 @@ def _reduce(own: dist.ProcessGroup, tensor: torch.Tensor, op: Any = None, group:
     return dist.all_reduce(tensor, default if op is None else op, group, **options)
 
 
-@replaces(
-    known_swift.BRIDGE,
-    id="swift-bridge",
-    when=Moment.SWIFT,
-    why="it sends a weight over the pipeline group, in which not all ranks are where stages differ: they would wait",
-    remove_when=_REMOVE,
-)
+@replaces(known_swift.BRIDGE, id="swift-bridge", when=Moment.SWIFT)
 def _join(session: Session, writes: Writes, original: Callable[..., None], bridge: Any, *args: Any, **kw: Any) -> None:
-    """Run `GPTBridge.__init__`; then let its pipeline group be all ranks of this replica."""
+    """Run `GPTBridge.__init__`; then let its pipeline group be all ranks of this replica.
+
+    Why: it sends a weight over the pipeline group, in which not all ranks are where stages differ: they would wait.
+
+    Remove when: mcore-bridge exports stages of unequal size.
+    """
     original(bridge, *args, **kw)
     layout, platform = session.planned.layout, session.planned.platform
     if layout.is_uniform:
@@ -55,15 +53,14 @@ def _join(session: Session, writes: Writes, original: Callable[..., None], bridg
             session.start.ending.callback(close_groups, (group,))
 
 
-@replaces(
-    known_swift.WEIGHT,
-    id="swift-bridge/vocabulary",
-    when=Moment.SWIFT,
-    why="what is exported has the rows of the model's vocabulary, without those that stages need besides",
-    remove_when=_REMOVE,
-)
+@replaces(known_swift.WEIGHT, id="swift-bridge/vocabulary", when=Moment.SWIFT)
 def _get_weight(original: Callable[..., Any], bridge: Any, weight: Any, key: Any, *args: Any, **kw: Any) -> Any:
-    """Run `GPTBridge._get_weight`, and cut rows off that only pad the vocabulary."""
+    """Run `GPTBridge._get_weight`, and cut rows off that only pad the vocabulary.
+
+    Why: what is exported has the rows of the model's vocabulary, without those that stages need besides.
+
+    Remove when: mcore-bridge exports stages of unequal size.
+    """
     tensor, scale = original(bridge, weight, key, *args, **kw)
     if key in ("embedding.word_embeddings.weight", "output_layer.weight") and tensor is not None:
         tensor = tensor[: bridge.config.actual_vocab_size]

@@ -15,15 +15,14 @@ from vtp_plugin.patches.swift import known_swift
 from vtp_plugin.runtime.step.adapter_start import first_factor
 
 
-@replaces(
-    known_swift.ADAPTERS,
-    id="swift-adapters",
-    when=Moment.SWIFT,
-    why="each rank draws its part of a first factor, as wide as the stage makes it",
-    remove_when="mcore-bridge draws adapters whole",
-)
+@replaces(known_swift.ADAPTERS, id="swift-adapters", when=Moment.SWIFT)
 def _prepare(original: Callable[[Any, Any], Any], args: Any, model: Any) -> Any:
-    """Run `prepare_adapter`, then draw the first factors whole, by their names, and keep this rank's parts."""
+    """Run `prepare_adapter`, then draw the first factors whole, by their names, and keep this rank's parts.
+
+    Why: each rank draws its part of a first factor, as wide as the stage makes it.
+
+    Remove when: mcore-bridge draws adapters whole.
+    """
     if next(model.parameters(), None) is None:  # the second chunk of a U's cloud; PEFT takes no model without targets
         return model
     made = original(args, model)

@@ -15,18 +15,15 @@ from vtp_plugin.plan.layout.layer_lists import layout_of
 from vtp_plugin.session import Session
 from vtp_plugin.util.undo import replaced
 
-_REMOVE = "ms-swift takes a list of tensor-parallel sizes"
 
-
-@replaces(
-    known_swift.ARGUMENTS,
-    id="swift-arguments",
-    when=Moment.SWIFT,
-    why="it switches sequence parallelism off where the one size is 1, and counts stages, before there are groups",
-    remove_when=_REMOVE,
-)
+@replaces(known_swift.ARGUMENTS, id="swift-arguments", when=Moment.SWIFT)
 def _read(session: Session, original: Callable[[Any], None], args: Any) -> None:
-    """Run `MegatronArguments.__post_init__` with the number of stages and the largest of their sizes."""
+    """Run `MegatronArguments.__post_init__` with the number of stages and the largest of their sizes.
+
+    Why: it switches sequence parallelism off where the one size is 1, and counts stages, before there are groups.
+
+    Remove when: ms-swift takes a list of tensor-parallel sizes.
+    """
     refuse(known_swift.problems_of_request(session.config))
     sizes = session.config.size_list
     assert isinstance(sizes, tuple)
@@ -68,15 +65,14 @@ def _contradicting_layout(args: Any, layers: tuple[int, ...]) -> list[str]:
     return [] if given in (None, wanted) else [f"{shown}; leave it out, or give {wanted}"]
 
 
-@replaces(
-    known_swift.GROUPS,
-    id="swift-groups",
-    when=Moment.SWIFT,
-    why="its caller divides the number of ranks by one size of all stages to count replicas",
-    remove_when=_REMOVE,
-)
+@replaces(known_swift.GROUPS, id="swift-groups", when=Moment.SWIFT)
 def _make_groups(session: Session, original: Callable[[Any], None], args: Any) -> None:
-    """Run `_initialize_mpu`; then let the world be as large as if all stages had the largest size."""
+    """Run `_initialize_mpu`; then let the world be as large as if all stages had the largest size.
+
+    Why: its caller divides the number of ranks by one size of all stages to count replicas.
+
+    Remove when: ms-swift takes a list of tensor-parallel sizes.
+    """
     original(args)
     layout = session.planned.layout
     args.world_size = args.tensor_model_parallel_size * layout.num_stages * layout.dp_sizes[0] * layout.cp_sizes[0]
@@ -84,29 +80,27 @@ def _make_groups(session: Session, original: Callable[[Any], None], args: Any) -
     args.vtp_size_list = [*layout.tp_sizes]
 
 
-@replaces(
-    known_swift.ROWS,
-    id="swift-rows",
-    when=Moment.SWIFT,
-    why="with sequence parallelism every stage cuts the rows of a microbatch, so its number is a multiple of all sizes",
-    remove_when=_REMOVE,
-)
+@replaces(known_swift.ROWS, id="swift-rows", when=Moment.SWIFT)
 def _row_multiple(session: Session, original: Callable[[Any], int | None], args: Any) -> int | None:
-    """Run `get_padding_to` for the least common multiple of all sizes."""
+    """Run `get_padding_to` for the least common multiple of all sizes.
+
+    Why: with sequence parallelism every stage cuts the rows of a microbatch, so its number is a multiple of all sizes.
+
+    Remove when: ms-swift takes a list of tensor-parallel sizes.
+    """
     multiple = math.lcm(*session.planned.layout.tp_sizes)
     with replaced(args, tensor_model_parallel_size=multiple):
         return original(args)
 
 
-@replaces(
-    known_swift.MODEL,
-    id="swift-model",
-    when=Moment.SWIFT,
-    why="it copies the one size into the model's configuration, from which layers and slices of weights are made",
-    remove_when=_REMOVE,
-)
+@replaces(known_swift.MODEL, id="swift-model", when=Moment.SWIFT)
 def _configure(session: Session, original: Callable[[Any, Any], Any], args: Any, hf_config: Any) -> Any:
-    """Run `get_mcore_model_config` with the stage's own size, and pad the vocabulary for the first and last stage."""
+    """Run `get_mcore_model_config` with the stage's own size, and pad the vocabulary for the first and last stage.
+
+    Why: it copies the one size into the model's configuration, from which layers and slices of weights are made.
+
+    Remove when: ms-swift takes a list of tensor-parallel sizes.
+    """
     layout, own = session.planned.layout, session.planned.own
     size = layout.tp_sizes[own.stage]
     with replaced(args, tensor_model_parallel_size=size, sequence_parallel=args.sequence_parallel and size > 1):

@@ -45,12 +45,7 @@ from vtp_plugin.util import log
 from vtp_plugin.util.undo import Name, UndoStack
 
 
-@replaces(
-    "megatron.training.arguments:validate_args",
-    id="argument-checks",
-    when=Moment.COMMAND_LINE,
-    remove_when="with `vtp-flags`",
-)
+@replaces("megatron.training.arguments:validate_args", id="argument-checks", when=Moment.COMMAND_LINE)
 def _validate(
     session: Session,
     host: MegatronHost,
@@ -63,6 +58,8 @@ def _validate(
 
     Why: it derives data parallelism from one tensor-parallel size; each rank shows it the world that there would be if
     all stages were like this rank's.
+
+    Remove when: with `vtp-flags`.
     """
 
     def check() -> Any:
@@ -101,12 +98,7 @@ def _validate(
     return args
 
 
-@replaces(
-    "megatron.training.arguments:_print_args",
-    id="argument-checks/summary",
-    when=Moment.LIST,
-    remove_when="with `argument-checks`",
-)
+@replaces("megatron.training.arguments:_print_args", id="argument-checks/summary", when=Moment.LIST)
 def _print(
     session: Session, original: Callable[..., None], title: str, args: argparse.Namespace, *rest: Any, **options: Any
 ) -> None:
@@ -114,6 +106,8 @@ def _print(
 
     Why: Megatron has just said the sizes of its world, those of rank 0's stage, and prints hundreds of lines next:
     between them stands what the run is.
+
+    Remove when: with `argument-checks`.
     """
     if session.is_planned:
         session.describe(args.rank, _format_layers(session, args), is_behind_banner=True)

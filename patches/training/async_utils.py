@@ -20,7 +20,6 @@ from vtp_plugin.session import Session
     unneeded={
         "<0.17": "it starts the process without arguments; on CPUs 0.12 saves in the background without that process"
     },
-    remove_when="with `cpu-rng-tracker`",
     aliases=("megatron.training.initialize:init_persistent_async_worker",),
 )
 def _start(original: Callable[..., None], rank: int, mp_mode: str = "spawn", **kwargs: Any) -> None:
@@ -28,6 +27,8 @@ def _start(original: Callable[..., None], rank: int, mp_mode: str = "spawn", **k
 
     Why: a newly started process divides by the number of CUDA devices, 0, and ends; the training then waits for it for
     ever. A fork knows the stand-in device.
+
+    Remove when: with `cpu-rng-tracker`.
     """
     original(rank, mp_mode="fork", **kwargs)
 
@@ -36,13 +37,14 @@ def _start(original: Callable[..., None], rank: int, mp_mode: str = "spawn", **k
     "megatron.training.async_utils:maybe_finalize_async_save",
     id="checkpoint-timeout/async-save",
     when=Moment.LIST,
-    remove_when="with `checkpoint-timeout`",
     aliases=("megatron.training.training:maybe_finalize_async_save",),
 )
 def _finalize(session: Session, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Run `maybe_finalize_async_save`, watched.
 
     Why: its ranks wait for each other, and for processes that write, without a limit.
+
+    Remove when: with `checkpoint-timeout`.
     """
     with session.ranks.together("the end of a save in the background"):
         original(*args, **kwargs)

@@ -22,12 +22,7 @@ from vtp_plugin.util.text import question
 _TENSOR_SIZE = "tensor_model_parallel_size"
 
 
-@replaces(
-    "megatron.training.arguments:parse_args",
-    id="vtp-flags",
-    when=Moment.COMMAND_LINE,
-    remove_when="Megatron has the option",
-)
+@replaces("megatron.training.arguments:parse_args", id="vtp-flags", when=Moment.COMMAND_LINE)
 def _parse(
     session: Session,
     host: MegatronHost,
@@ -38,6 +33,8 @@ def _parse(
     """Run `parse_args` with the plugin's flags behind those of the script.
 
     Why: it takes a provider of extra arguments, so the functions that declare Megatron's stay as they are.
+
+    Remove when: Megatron has the option.
     """
     _refuse_yaml(session)
     defaults: dict[str, Any] = {}

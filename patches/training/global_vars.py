@@ -22,7 +22,6 @@ _VOCABULARY = "vocabulary of the edge"
 _MOST_WORDS = 1 << 32
 
 
-_WHY = "it compares this rank with the world's last one, a cloud rank here, which has no loss"
 _TOKENIZER = Written(
     id="tokenizer-on-edge/global",
     target=f"{_MODULE}:_GLOBAL_TOKENIZER",
@@ -32,27 +31,17 @@ _TOKENIZER = Written(
 )
 
 
-@replaces(
-    f"{_MODULE}:_set_tensorboard_writer",
-    id="tensorboard-on-edge",
-    when=Moment.U_SHAPE,
-    why=_WHY,
-    remove_when="with `last-stage`",
-)
-@replaces(
-    f"{_MODULE}:_set_wandb_writer", id="wandb-on-edge", when=Moment.U_SHAPE, why=_WHY, remove_when="with `last-stage`"
-)
-@replaces(
-    f"{_MODULE}:_set_one_logger",
-    id="one-logger-on-edge",
-    when=Moment.U_SHAPE,
-    why=_WHY,
-    remove_when="with `last-stage`",
-)
+@replaces(f"{_MODULE}:_set_tensorboard_writer", id="tensorboard-on-edge", when=Moment.U_SHAPE)
+@replaces(f"{_MODULE}:_set_wandb_writer", id="wandb-on-edge", when=Moment.U_SHAPE)
+@replaces(f"{_MODULE}:_set_one_logger", id="one-logger-on-edge", when=Moment.U_SHAPE)
 def _on_writer(session: Session, original: Callable[[argparse.Namespace], None], args: argparse.Namespace) -> None:
     """Run `_set_tensorboard_writer` and its like, which write on the last rank, so that the rank with the loss writes.
 
+    Why: it compares this rank with the world's last one, a cloud rank here, which has no loss.
+
     Of a world that ends with the writer, this rank is the last one only if it is the writer.
+
+    Remove when: with `last-stage`.
     """
     with UndoStack().during(Name(args, "world_size"), session.planned.writer_rank + 1):
         original(args)
@@ -76,12 +65,7 @@ class NoTokenizer:
         )
 
 
-@replaces(
-    f"{_MODULE}:_build_tokenizer",
-    id="tokenizer-on-edge",
-    when=Moment.U_SHAPE,
-    remove_when="Megatron builds it where data is read",
-)
+@replaces(f"{_MODULE}:_build_tokenizer", id="tokenizer-on-edge", when=Moment.U_SHAPE)
 def _on_edge(
     session: Session,
     writes: Writes,
@@ -92,6 +76,8 @@ def _on_edge(
 
     Why: every rank builds the tokenizer at start-up; the cloud has no files for it and needs only two sizes of the
     vocabulary.
+
+    Remove when: Megatron builds it where data is read.
     """
     store = session.ranks.store
     assert store is not None

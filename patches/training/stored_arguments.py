@@ -16,10 +16,7 @@ from vtp_plugin.util.undo import replaced
 
 
 @replaces(
-    "megatron.training.checkpointing:load_args_from_checkpoint",
-    id="safe-load/arguments",
-    when=Moment.COMMAND_LINE,
-    remove_when="with `safe-load`",
+    "megatron.training.checkpointing:load_args_from_checkpoint", id="safe-load/arguments", when=Moment.COMMAND_LINE
 )
 def _load_args(
     session: Session,
@@ -32,6 +29,8 @@ def _load_args(
     """Run `load_args_from_checkpoint`, with a list, of a checkpoint that names nothing that may run.
 
     Why: it reads a checkpoint before the records of a list apply.
+
+    Remove when: with `safe-load`.
     """
     folder = getattr(args, load_arg, None)
     if folder is None or not asks_for_stages(session, args):

@@ -31,13 +31,14 @@ from vtp_plugin.util.undo import Name, UndoStack
     id="packed-length-stats",
     when=Moment.LIST,
     unneeded={"<0.18": "it counts no lengths of packed samples"},
-    remove_when="the sum is taken over the ranks of one stage",
 )
 def _sum_lengths(session: Session, original: Callable[[], Any]) -> tuple[float | None, float | None]:
     """Run `consume_seqlen_stats_in_iteration` for unequal stages: what the leaders with the loss have seen counts.
 
     Why: it sums the lengths of packed samples over all ranks that have seen some, and divides by this stage's numbers
     of ranks: unequal stages find different sums, and a rank without lengths lets the others hang.
+
+    Remove when: the sum is taken over the ranks of one stage.
     """
     if not session.is_active or not session.planned.has_packed_rows:
         return original()
@@ -57,17 +58,14 @@ def _sum_lengths(session: Session, original: Callable[[], Any]) -> tuple[float |
     return (total, squares) if total else (None, None)
 
 
-@replaces(
-    "megatron.training.training:dummy_train_step",
-    id="skipped-iterations",
-    when=Moment.LIST,
-    remove_when="it reads what each iterator of a stage has for the step, and shares nothing",
-)
+@replaces("megatron.training.training:dummy_train_step", id="skipped-iterations", when=Moment.LIST)
 def _skip_step(session: Session, original: Callable[[Any], None], data_iterator: Any) -> None:
     """Run `dummy_train_step` for any number of chunks: read a step's microbatches from each iterator.
 
     Why: with --iterations-to-skip it reads one iterator, but several chunks have a list of them and a middle stage has
     none; it then shares a batch inside the stage in a way that need not be the script's.
+
+    Remove when: it reads what each iterator of a stage has for the step, and shares nothing.
     """
     if not session.is_active and hasattr(data_iterator, "__next__"):
         original(data_iterator)
@@ -83,17 +81,14 @@ def _skip_step(session: Session, original: Callable[[Any], None], data_iterator:
                 next(iterator)
 
 
-@replaces(
-    "megatron.training.training:disable_forward_pre_hook",
-    id="early-evaluation",
-    when=Moment.LIST,
-    remove_when="Megatron evaluates before that step",
-)
+@replaces("megatron.training.training:disable_forward_pre_hook", id="early-evaluation", when=Moment.LIST)
 def _take_hooks_off(original: Callable[..., None], model_chunks: Any, *args: Any, **kwargs: Any) -> None:
     """Run `disable_forward_pre_hook`, once there are such hooks.
 
     Why: with --overlap-param-gather it takes off what was not put on before the first step that fp16 does not skip, and
     ends in a KeyError.
+
+    Remove when: Megatron evaluates before that step.
 
     Raises:
         ConfigError: there are none yet; on all ranks.
@@ -108,15 +103,14 @@ def _take_hooks_off(original: Callable[..., None], model_chunks: Any, *args: Any
 
 
 @replaces(
-    "megatron.training.checkpointing:maybe_save_dataloader_state",
-    id="skipped-iterations/dataloader",
-    when=Moment.LIST,
-    remove_when="it takes the first iterator of a list",
+    "megatron.training.checkpointing:maybe_save_dataloader_state", id="skipped-iterations/dataloader", when=Moment.LIST
 )
 def _save_loader(original: Callable[..., None], train_iterator: Any, *args: Any, **kwargs: Any) -> None:
     """Run `maybe_save_dataloader_state`; all chunks have read as far, so the first one's loader speaks for all.
 
     Why: for a script that sets args.dataloader_save; it takes one iterator, but several chunks have a list.
+
+    Remove when: it takes the first iterator of a list.
     """
     original(next(iter(_iterators(train_iterator)), None), *args, **kwargs)
 
@@ -131,13 +125,14 @@ def _iterators(given: Any) -> list[Any]:
     id="evaluation-batch-size",
     when=Moment.LIST,
     unneeded={"<0.18": "it has no --eval-micro-batch-size"},
-    remove_when="the arguments have the size of evaluation while it evaluates, or scripts ask for it",
 )
 def _evaluate(session: Session, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run `evaluate`; meanwhile the arguments have the microbatch size of evaluation.
 
     Why: with --eval-micro-batch-size it reads microbatches of another size, and scripts as NVIDIA's make memory for
     those of training on the ranks that do not read: gloo ends the process. With --brief the losses are shown.
+
+    Remove when: the arguments have the size of evaluation while it evaluates, or scripts ask for it.
     """
     from megatron.training.global_vars import get_args
 
@@ -151,17 +146,14 @@ def _evaluate(session: Session, original: Callable[..., Any], *args: Any, **kwar
     return result
 
 
-@replaces(
-    "megatron.training.training:training_log",
-    id="training-log",
-    when=Moment.LIST,
-    remove_when="Megatron knows sites, and times its log",
-)
+@replaces("megatron.training.training:training_log", id="training-log", when=Moment.LIST)
 def _log(session: Session, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Run `training_log`; on a site without the writer its first rank prints number and time, but no loss.
 
     Why: one rank of the world prints the line of an iteration, so only its site sees it; here a step of the optimizer
     has ended, and a trace is told how long the log takes. With --brief that rank shows a shorter line.
+
+    Remove when: Megatron knows sites, and times its log.
     """
     from megatron.training.global_vars import get_args
 
@@ -295,12 +287,7 @@ def _step_s(num_steps: int) -> float:
     return timers("interval-time").elapsed(reset=False, barrier=False) / num_steps
 
 
-@replaces(
-    "megatron.training.training:build_train_valid_test_data_iterators",
-    id="data-iterators",
-    when=Moment.U_SHAPE,
-    remove_when="the number of calls is the same on all ranks, and only ranks that read data call the provider",
-)
+@replaces("megatron.training.training:build_train_valid_test_data_iterators", id="data-iterators", when=Moment.U_SHAPE)
 def _build_iterators(
     session: Session, writes: Writes, original: Callable[..., Any], provider: Callable[..., Any]
 ) -> Any:
@@ -308,6 +295,8 @@ def _build_iterators(
 
     Why: it is called once for each chunk and talks to all ranks: with different numbers of chunks that hangs; and it
     calls the script's provider, which opens data, on every rank.
+
+    Remove when: the number of calls is the same on all ranks, and only ranks that read data call the provider.
     """
     if session.planned.own.stage == 0:
         return original(among_builders(writes, provider))

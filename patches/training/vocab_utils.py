@@ -93,7 +93,6 @@ def require_padding(session: Session, host: MegatronHost, load_dir: str | None, 
     id="padded-vocabulary/builder",
     when=Moment.LIST,
     unneeded={"<0.18": "the tokenizer alone pads the vocabulary; model builders take what it says"},
-    remove_when="with `padded-vocabulary`",
     aliases=(
         "megatron.training.models.gpt:calculate_padded_vocab_size",
         "megatron.training.models.hybrid:calculate_padded_vocab_size",
@@ -110,6 +109,8 @@ def _pad(
     """Run `calculate_padded_vocab_size` with a multiple that all stages can split, not with this stage's size.
 
     Why: model builders pad by this stage's size when the tokenizer did not.
+
+    Remove when: with `padded-vocabulary`.
     """
     multiple = session.planned.layout.vocab_multiple()
     return original(vocab_size, make_vocab_size_divisible_by, multiple, logging_enabled)

@@ -12,16 +12,13 @@ from vtp_plugin.patches.patch_set import Moment
 _WAY_OUT = "take more documents, leave the set out, or give the split 0 in --split"
 
 
-@replaces(
-    "megatron.core.datasets.gpt_dataset:GPTDataset._get_num_epochs",
-    id="empty-split",
-    when=Moment.LIST,
-    remove_when="Megatron rejects a split without documents",
-)
+@replaces("megatron.core.datasets.gpt_dataset:GPTDataset._get_num_epochs", id="empty-split", when=Moment.LIST)
 def _count_epochs(original: Callable[[Any, int], int], dataset: Any, num_tokens_per_epoch: int) -> int:
     """Run `_get_num_epochs`; refuse a split without tokens of which samples are wanted.
 
     Why: it adds the tokens of one epoch until there are enough; of no tokens it does so for ever, and all ranks wait.
+
+    Remove when: Megatron rejects a split without documents.
 
     Raises:
         ConfigError: there are no tokens.
@@ -38,12 +35,7 @@ def _count_epochs(original: Callable[[Any, int], int], dataset: Any, num_tokens_
     return original(dataset, num_tokens_per_epoch)
 
 
-@replaces(
-    "megatron.core.datasets.blended_dataset:BlendedDataset.__init__",
-    id="empty-split/blend",
-    when=Moment.LIST,
-    remove_when="with `empty-split`",
-)
+@replaces("megatron.core.datasets.blended_dataset:BlendedDataset.__init__", id="empty-split/blend", when=Moment.LIST)
 def _blend(
     original: Callable[..., None],
     blend: Any,
@@ -56,6 +48,8 @@ def _blend(
 
     Why: a set with no sample, or with fewer than its weight asks for, ends the rank that builds the blend in an
     AssertionError or IndexError that names no set.
+
+    Remove when: with `empty-split`.
 
     Raises:
         ConfigError: a set has too few samples.

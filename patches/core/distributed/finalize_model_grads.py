@@ -21,7 +21,6 @@ from vtp_plugin.trace.stretches import Cause
     "megatron.core.distributed.finalize_model_grads:finalize_model_grads",
     id="finalize-model-grads",
     when=Moment.STAGES,
-    remove_when="Megatron sends the token count through the model-parallel group and knows unequal cuts",
     aliases=(
         "megatron.core.distributed:finalize_model_grads",
         "megatron.training.training:finalize_model_grads",
@@ -40,6 +39,8 @@ def _finalize(
 
     Why: it broadcasts the token count over the pipeline group and all-reduces the shared embedding's gradient over
     ranks of a pipeline group: the first hangs and the second mixes rows when stages differ.
+
+    Remove when: Megatron sends the token count through the model-parallel group and knows unequal cuts.
     """
     session.pipelines.finish_step()
     with session.recorder.span(Cause.GRADIENTS):

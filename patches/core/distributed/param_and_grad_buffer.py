@@ -55,18 +55,15 @@ class _Gathers:
             work.wait()
 
 
-@replaces(
-    f"{_MODULE}:_ParamAndGradBucketGroup.start_param_sync",
-    id="gloo-param-gather",
-    when=Moment.CPU,
-    remove_when="torch guards the status that ProcessGroupGloo::runLoop writes",
-)
+@replaces(f"{_MODULE}:_ParamAndGradBucketGroup.start_param_sync", id="gloo-param-gather", when=Moment.CPU)
 def _start(writes: Writes, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Run `_ParamAndGradBucketGroup.start_param_sync` with plain all-gathers in place of one coalesced one.
 
     Why: it gathers through gloo's coalesced all-gather, whose long name the two threads of a gloo group write into one
     string without a lock: heap corruption (docs/development/gloo-double-free.md); the name of a plain all-gather needs
     no heap.
+
+    Remove when: torch guards the status that ProcessGroupGloo::runLoop writes.
     """
     gathers = _Gathers()
     with writes[_COALESCING].during(gathers.manager), writes[_GATHER].during(gathers.gather):

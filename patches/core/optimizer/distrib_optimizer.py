@@ -27,15 +27,6 @@ from vtp_plugin.util.undo import Name, UndoStack
 
 _PLAIN: Final = "megatron.core.optimizer.optimizer:FP32Optimizer"
 _HALF: Final = "megatron.core.optimizer.optimizer:Float16OptimizerWithFloat16Params"
-_WHY: Final = (
-    "it knows groups of parameters by their places (0.12) or by numbers, rates among them (since 0.19), and takes "
-    "their rates from the checkpoint: a resume with other ones keeps the old, or ends"
-)
-_ORDER: Final = (
-    "the numbers of the parameters of this run's groups are joined with stored groups by their places, which fails "
-    "where a rate of its own makes one more group, and SGD has no function that it calls to begin"
-)
-_WHEN: Final = "groups of parameters are known by names of their parameters"
 _KNOWS_RATES: Final = "max_lr" in getattr(megatron_optimizer, "param_group_identifier_keys", ())
 
 
@@ -53,12 +44,8 @@ def require_rates(where: str, own: Sequence[Group], found: Sequence[Group], rate
         )
 
 
-@replaces(
-    f"{_PLAIN}.sharded_state_dict", id="group-identity/plain-request", when=Moment.LIST, why=_ORDER, remove_when=_WHEN
-)
-@replaces(
-    f"{_HALF}.sharded_state_dict", id="group-identity/half-request", when=Moment.LIST, why=_ORDER, remove_when=_WHEN
-)
+@replaces(f"{_PLAIN}.sharded_state_dict", id="group-identity/plain-request", when=Moment.LIST)
+@replaces(f"{_HALF}.sharded_state_dict", id="group-identity/half-request", when=Moment.LIST)
 def _request(
     session: Session,
     original: Callable[..., dict[str, Any]],
@@ -68,7 +55,13 @@ def _request(
     *args: Any,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """Run `sharded_state_dict`; to load, nothing is said of this run's groups, which are found afterwards."""
+    """Run `sharded_state_dict`; to load, nothing is said of this run's groups, which are found afterwards.
+
+    Why: the numbers of the parameters of this run's groups are joined with stored groups by their places, which fails
+    where a rate of its own makes one more group, and SGD has no function that it calls to begin.
+
+    Remove when: groups of parameters are known by names of their parameters.
+    """
     lacks_state = is_loading and optimizer.init_state_fn is None  # of SGD Megatron has none, and calls it
     with UndoStack().during(Name(optimizer, "init_state_fn"), _begin_of_group) if lacks_state else nullcontext():
         state = original(optimizer, model_state, is_loading, *args, **kwargs)
@@ -77,10 +70,15 @@ def _request(
     return state
 
 
-@replaces(f"{_PLAIN}.load_state_dict", id="group-identity", when=Moment.LIST, why=_WHY, remove_when=_WHEN)
-@replaces(f"{_HALF}.load_state_dict", id="group-identity/half", when=Moment.LIST, why=_WHY, remove_when=_WHEN)
+@replaces(f"{_PLAIN}.load_state_dict", id="group-identity", when=Moment.LIST)
+@replaces(f"{_HALF}.load_state_dict", id="group-identity/half", when=Moment.LIST)
 def load_groups(session: Session, original: Callable[[Any, Any], None], optimizer: Any, state_dict: Any) -> None:
     """Run `load_state_dict` of an optimizer on the stored groups of this run's groups, in their order.
+
+    Why: it knows groups of parameters by their places (0.12) or by numbers, rates among them (since 0.19), and takes
+    their rates from the checkpoint: a resume with other ones keeps the old, or ends.
+
+    Remove when: groups of parameters are known by names of their parameters.
 
     Raises:
         ConfigError: the groups cannot be told, or rates differ and nothing says whose count; on all ranks.
@@ -160,17 +158,14 @@ def _look_at_uniform(own: Sequence[Group], stored: Sequence[Group], rates: Rates
 _CLASS = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
 
 
-@replaces(
-    f"{_CLASS}.state_dict",
-    id="torch-adam",
-    when=Moment.PLATFORM,
-    remove_when="Megatron reads the step of an optimizer without state as 0",
-)
+@replaces(f"{_CLASS}.state_dict", id="torch-adam", when=Moment.PLATFORM)
 def _state_dict(original: Callable[[Any], dict[str, Any]], optimizer: Any) -> dict[str, Any]:
     """Run `DistributedOptimizer.state_dict`; torch's Adam, which has no state before the first step, gets it first.
 
     Why: before the first step torch's Adam has no state yet, and the method asserts that all parameters have taken the
     same number of steps: loading a checkpoint fails.
+
+    Remove when: Megatron reads the step of an optimizer without state as 0.
     """
     if distrib_optimizer.HAVE_APEX_OR_TE:
         return original(optimizer)
@@ -214,18 +209,15 @@ def _begin(adam: torch.optim.Optimizer) -> None:
         state.setdefault("step", torch.tensor(0.0))
 
 
-@replaces(
-    f"{_CLASS}.load_state_dict",
-    id="torch-adam/load",
-    when=Moment.PLATFORM,
-    remove_when="every parameter gets a step tensor of its own, with the stored value",
-)
+@replaces(f"{_CLASS}.load_state_dict", id="torch-adam/load", when=Moment.PLATFORM)
 def _load_state_dict(session: Session, original: Callable[[Any, Any], None], optimizer: Any, state_dict: Any) -> None:
     """Run `DistributedOptimizer.load_state_dict`, then give each parameter of torch's Adam a step tensor of its own.
 
     Why: it gives all parameters one shared step tensor, which torch's Adam would count up once per parameter, then
     overwrites it with the step of the state that was there before; and in fp32 it writes into views of leaves outside
     no_grad; besides, what `group-identity` says.
+
+    Remove when: every parameter gets a step tensor of its own, with the stored value.
     """
     # In fp32 the main parameters are views of the model's, which autograd does not let a load overwrite.
     with torch.no_grad():
@@ -242,18 +234,15 @@ def _load_state_dict(session: Session, original: Callable[[Any, Any], None], opt
             group["step"] = int(step)
 
 
-@replaces(
-    f"{_CLASS}._set_main_param_and_optimizer_states",
-    id="torch-adam/set-states",
-    when=Moment.PLATFORM,
-    remove_when="Megatron leaves out what the checkpoint does not hold",
-)
+@replaces(f"{_CLASS}._set_main_param_and_optimizer_states", id="torch-adam/set-states", when=Moment.PLATFORM)
 def _set_states(
     original: Callable[[Any, Any, dict[str, Any]], None], optimizer: Any, model_param: Any, tensors: dict[str, Any]
 ) -> None:
     """Run `_set_main_param_and_optimizer_states` on tensors that a checkpoint may hold without their step.
 
     Why: it looks up every tensor of torch's Adam, but fully reshardable checkpoints hold no step per parameter.
+
+    Remove when: Megatron leaves out what the checkpoint does not hold.
     """
     # The stored step comes with the optimizer's state (`torch-adam/load`). Until then each has the one that all have:
     # Megatron 0.12 copies what it is given; later families skip it where it is no tensor.
@@ -262,17 +251,14 @@ def _set_states(
         original(optimizer, model_param, {"step": step, **tensors})
 
 
-@replaces(
-    f"{_CLASS}.__init__",
-    id="torch-adam/no-parameters",
-    when=Moment.PLATFORM,
-    remove_when="Megatron counts the steps of an optimizer without parameters, or stores none",
-)
+@replaces(f"{_CLASS}.__init__", id="torch-adam/no-parameters", when=Moment.PLATFORM)
 def _init(original: Callable[..., None], optimizer: Any, *args: Any, **kwargs: Any) -> None:
     """Run `DistributedOptimizer.__init__`; an optimizer without parameters counts its steps from then on.
 
     Why: every rank has an optimizer for experts with groups of their own where one stage has some; without parameters
     it takes no steps, but its number of steps is stored for all stages.
+
+    Remove when: Megatron counts the steps of an optimizer without parameters, or stores none.
     """
     original(optimizer, *args, **kwargs)
     adam = optimizer.optimizer
@@ -287,13 +273,14 @@ def _init(original: Callable[..., None], optimizer: Any, *args: Any, **kwargs: A
     unneeded={"<0.15": "it stores no optimizer so"},
     id="bucket-gaps",
     when=Moment.PLATFORM,
-    remove_when="Megatron cuts what it has joined",
 )
 def _reshardable_state(original: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
     """Run `sharded_param_state_fully_reshardable` with the places that parameters have without padding.
 
     Why: it joins buckets without their padding and cuts parameters where they lie with it: what follows a padded
     bucket, such as that of a tied embedding, is stored shifted.
+
+    Remove when: Megatron cuts what it has joined.
     """
     with ExitStack() as until:
         for buffer in optimizer.buffers:

@@ -39,7 +39,6 @@ _OLDER_CLASS = "megatron.core.optimizer.distrib_optimizer:DistributedOptimizer"
     f"{_OLDER_CLASS}.sharded_state_dict",
     id="bucket-map/older-request",
     when=Moment.LIST,
-    remove_when="Megatron 0.12 is no longer supported",
     unneeded={">=0.15": "bucket-map/request"},
 )
 def _older_state(
@@ -54,6 +53,8 @@ def _older_state(
 
     Why: it stores each parameter's state on one regular grid of blocks, which stages of unequal size have not, or
     without saying where it lies; by bucket, with a map, any layout can load it.
+
+    Remove when: Megatron 0.12 is no longer supported.
     """
     if is_loading and session.loading.stored_optimizer is not None:
         return request_state(optimizer, session.loading.stored_optimizer, cuts_of(model_state), session.loading.rates)
@@ -66,7 +67,6 @@ def _older_state(
     f"{_OLDER_CLASS}.get_parameter_state_fs_bucket_space",
     id="bucket-map/older-state",
     when=Moment.LIST,
-    remove_when="Megatron 0.12 is no longer supported",
     unneeded={">=0.15": "the caller does both"},
 )
 def _bucket_state(original: Callable[[Any], dict[Any, Any]], optimizer: Any) -> dict[Any, Any]:
@@ -74,6 +74,8 @@ def _bucket_state(original: Callable[[Any], dict[Any, Any]], optimizer: Any) -> 
 
     Why: its caller takes the step of torch's Adam for a tensor of the bucket, and leaves out padding before a rank's
     first parameter, so that Megatron's own check of what is stored fails.
+
+    Remove when: Megatron 0.12 is no longer supported.
     """
     state = original(optimizer)
     for number in range(len(optimizer.gbuf_ranges)):
@@ -91,7 +93,6 @@ def _bucket_state(original: Callable[[Any], dict[Any, Any]], optimizer: Any) -> 
     "megatron.core.dist_checkpointing.strategies.torch:sharded_tensor_to_torch_sharded_tensor",
     id="bucket-map/older-pieces",
     when=Moment.LIST,
-    remove_when="Megatron 0.12 is no longer supported",
     unneeded={">=0.15": "it takes pieces of any bucket"},
 )
 def _torch_tensor(original: Callable[..., Any], pieces: list[Any], rank: int | None = None, *args: Any) -> Any:
@@ -99,6 +100,8 @@ def _torch_tensor(original: Callable[..., Any], pieces: list[Any], rank: int | N
 
     Why: it fails where a rank stores more than one piece of a bucket, since it takes the place of the first for that of
     all.
+
+    Remove when: Megatron 0.12 is no longer supported.
 
     The shards that a rank lists for others only have to cover the tensor: torch keeps what each rank lists of its own.
     """
@@ -154,7 +157,6 @@ class MapPart:
     },
     id="bucket-map",
     when=Moment.LIST,
-    remove_when="Megatron stores a map of its buckets",
 )
 def _with_map(
     host: MegatronHost,
@@ -167,6 +169,8 @@ def _with_map(
     """Run what stores an optimizer by bucket; the first rank of a group adds its part of the map to what it saves.
 
     Why: what it stores does not say which parameter lies where in a bucket, so that only the same layout can load it.
+
+    Remove when: Megatron stores a map of its buckets.
     """
     state = original(optimizer, model_state, is_loading, *args)
     is_first = optimizer.data_parallel_group.rank() == 0 and optimizer.distributed_optimizer_instance_id == 0
@@ -189,7 +193,6 @@ def _own_buckets(optimizer: Any, model_state: Any, *, is_padded: bool) -> tuple[
     f"{_CLASS}.sharded_state_dict",
     id="bucket-map/request",
     when=Moment.LIST,
-    remove_when="with `bucket-map`",
     unneeded={"<0.15": "bucket-map/older-request"},
 )
 def _wanted_state(
@@ -204,6 +207,8 @@ def _wanted_state(
     """Run `sharded_state_dict`; where a checkpoint has other buckets, ask for nothing and note what is wanted of it.
 
     Why: it asks for the buckets of this layout, which a checkpoint of another one does not have.
+
+    Remove when: with `bucket-map`.
     """
     stored = session.loading.stored_optimizer
     if stored is None or not is_loading:
@@ -280,12 +285,13 @@ def _take_rest(stored: StoredOptimizer, rest: dict[str, Any], rates: Rates) -> N
     },
     id="bucket-map/load",
     when=Moment.LIST,
-    remove_when="with `bucket-map`",
 )
 def _fill(original: Callable[[Any, Any], None], optimizer: Any, state: Any) -> None:
     """Run what loads an optimizer by bucket, or read what was noted by `bucket-map/request`.
 
     Why: it takes tensors of the buckets of this layout; those of another one are cut and copied to their places.
+
+    Remove when: with `bucket-map`.
     """
     if isinstance(state, Request):
         state.fill(_tensors(optimizer, parameter) for parameter, _ in _held(optimizer))

@@ -103,7 +103,6 @@ _UNMARKED: Final = ("softmax_offset",)
     "megatron.core.optimizer:get_megatron_optimizer",
     id="sharding-marks",
     when=Moment.STAGES,
-    remove_when="Megatron marks what `sharded_state_dict` cuts",
     aliases=("megatron.training.training:get_megatron_optimizer",),
 )
 def _get_optimizer(
@@ -119,6 +118,8 @@ def _get_optimizer(
 
     Why: norms, clipping and numbers of zeros count a weight on every rank of a stage if it is marked as cut, on the
     first one if not, whatever it is; sinks are cut by heads and not marked.
+
+    Remove when: Megatron marks what `sharded_state_dict` cuts.
 
     Raises:
         ConfigError: a mark is wrong, or more is trained than adapters; on all ranks.
@@ -251,18 +252,15 @@ def _covers_less(item: ShardedTensor | ShardedTensorFactory) -> bool:
     return any(covered[place] < whole[place] for place in whole)
 
 
-@replaces(
-    "megatron.core.optimizer.optimizer:ChainedOptimizer.prepare_grads",
-    id="shared-loss-scale",
-    when=Moment.LIST,
-    remove_when="the optimizers of a rank share a loss scale",
-)
+@replaces("megatron.core.optimizer.optimizer:ChainedOptimizer.prepare_grads", id="shared-loss-scale", when=Moment.LIST)
 def _prepare(session: Session, original: Callable[[Any], bool], chain: Any) -> bool:
     """Run `ChainedOptimizer.prepare_grads`; on unequal stages all scales are the first's, and follow all overflows.
 
     Why: experts with groups of their own have an optimizer, and a loss scale, of their own, which follows their
     overflows alone; but the loss has the first optimizer's, so their gradients would be divided by another number than
     on a stage that has them in the first one.
+
+    Remove when: the optimizers of a rank share a loss scale.
     """
     members = (getattr(optimizer, "grad_scaler", None) for optimizer in chain.chained_optimizers)
     scalers = [scaler for scaler in members if scaler is not None]

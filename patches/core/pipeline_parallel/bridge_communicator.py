@@ -281,7 +281,6 @@ class _OverChannels:
     "megatron.core.pipeline_parallel.bridge_communicator:BridgeCommunicator",
     id="bridge-communicator",
     when=Moment.BRIDGES,
-    remove_when="Megatron's bridge takes a communicator as its pipelines do",
     versions=">=0.19,<0.20",
     aliases=("megatron.core.pipeline_parallel.multimodule_communicator:BridgeCommunicator",),
 )
@@ -290,6 +289,8 @@ def _in_this_run(session: Session, original: type) -> type:
 
     Why: its methods send whole tensors between leaders, one after another, and need sizes that divide; a subclass sends
     every overlap over its own link.
+
+    Remove when: Megatron's bridge takes a communicator as its pipelines do.
     """
     return bridge_class(lambda: session, original)
 

@@ -24,21 +24,22 @@ from vtp_plugin.runtime.step.schedule_runner import ScheduleRunner
 from vtp_plugin.session import Session
 from vtp_plugin.session.stage_comm_grid import JoinedModules, Joints, join_modules, plan_modules, watch_for_modules
 
-_WHY = "a planned order of several modules posts every receive before the compute that hides it"
-_REMOVE_WHEN = "Megatron's schedules take an order of actions"
-
 
 @replaces(
     "megatron.core.pipeline_parallel.multimodule_communicator:"
     "MultiModulePipelineCommunicator._build_rank_module_info_map",
     id="module-channels",
     when=Moment.BRIDGES,
-    why=f"{_WHY}, so the stages of a module need channels",
-    remove_when=_REMOVE_WHEN,
     versions=">=0.19,<0.20",
 )
 def _open_pipelines(session: Session, original: Callable[..., None], communicator: Any) -> None:
-    """Note what this rank does in its modules; before that open channels between the stages of every module."""
+    """Note what this rank does in its modules; before that open channels between the stages of every module.
+
+    Why: a planned order of several modules posts every receive before the compute that hides it, so the stages of a
+    module need channels.
+
+    Remove when: Megatron's schedules take an order of actions.
+    """
     if session.config.has_planned_schedule:
         watch_for_modules(session)
         for grid in communicator.module_to_grid_map.values():
@@ -55,12 +56,16 @@ def _open_pipelines(session: Session, original: Callable[..., None], communicato
     "megatron.core.pipeline_parallel.schedules:forward_backward_pipelining_without_interleaving",
     id="module-schedule",
     when=Moment.BRIDGES,
-    why=f"{_WHY}; Megatron's 1F1B waits for each message, and lets no encoder run ahead",
-    remove_when=_REMOVE_WHEN,
     versions=">=0.19,<0.20",
 )
 def _run_step(session: Session, original: Callable[..., Any], **arguments: Any) -> list[Any]:
-    """Run one step of several modules as planned; anything else by Megatron's function."""
+    """Run one step of several modules as planned; anything else by Megatron's function.
+
+    Why: a planned order of several modules posts every receive before the compute that hides it; Megatron's 1F1B waits
+    for each message, and lets no encoder run ahead.
+
+    Remove when: Megatron's schedules take an order of actions.
+    """
     communicator = arguments.get("p2p_communicator")
     if not session.config.has_planned_schedule or not isinstance(communicator, MultiModulePipelineCommunicator):
         return original(**arguments)

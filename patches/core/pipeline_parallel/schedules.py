@@ -52,7 +52,6 @@ _COMMON = (
     "megatron.core.pipeline_parallel.schedules:get_forward_backward_func",
     id="planned-schedule",
     when=Moment.LIST,
-    remove_when="Megatron's schedules take an order of actions",
     aliases=(
         "megatron.core.pipeline_parallel:get_forward_backward_func",
         "megatron.training.training:get_forward_backward_func",
@@ -70,6 +69,8 @@ def _choose(
 
     Why: training and evaluation both ask here for the function that runs a step; Megatron's own have no U-shape, and
     their 1F1B posts a receive only when it waits for it.
+
+    Remove when: Megatron's schedules take an order of actions.
     """
     stock = original(*args, **kwargs)
     own = session.pipelines.own
@@ -101,12 +102,7 @@ def microbatches_for_auxiliary_losses(session: Session, num_microbatches: float)
     return num_microbatches
 
 
-@replaces(
-    "megatron.core.pipeline_parallel.schedules:forward_step",
-    id="auxiliary-loss-scale",
-    when=Moment.LIST,
-    remove_when="Megatron knows stages with different numbers of replicas",
-)
+@replaces("megatron.core.pipeline_parallel.schedules:forward_step", id="auxiliary-loss-scale", when=Moment.LIST)
 def _forward_step(
     session: Session,
     original: Callable[..., Any],
@@ -122,6 +118,8 @@ def _forward_step(
     Why: it scales the losses of routers by this stage's numbers of microbatches and context-parallel ranks, but the
     gradients of all stages are averaged as those of the stage with the loss; and a trace tells the loss function, which
     may wait for other replicas, from what the stage computes.
+
+    Remove when: Megatron knows stages with different numbers of replicas.
 
     A recorder that is on is told what the script's loss function takes.
     """

@@ -16,7 +16,6 @@ from vtp_plugin.session import Session
     id="last-stage",
     when=Moment.U_SHAPE,
     unneeded={"<0.13": "all ask megatron.core.parallel_state:is_pipeline_last_stage, which `last-stage/chunk` carries"},
-    remove_when="Megatron has a placement of chunks that ends on another stage than the last",
     aliases=(
         "megatron.core.models.common.language_module.language_module:is_pp_last_stage",
         "megatron.core.pipeline_parallel.p2p_communication:is_pp_last_stage",
@@ -30,5 +29,7 @@ def _is_last(session: Session, original: Callable[..., bool], pp_group: dist.Pro
 
     Why: all that depends on the end of the model asks here: who builds the head, who turns its output into fp32, who
     averages and reports the loss.
+
+    Remove when: Megatron has a placement of chunks that ends on another stage than the last.
     """
     return dist.get_rank(pp_group) == session.planned.loss_stage

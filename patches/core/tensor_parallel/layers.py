@@ -71,7 +71,6 @@ _DEFAULTS = {"grad_output_buffer": None, "wgrad_deferral_limit": 0, "tp_group": 
     f"megatron.core.tensor_parallel.layers:{_NAME}",
     id="split-backward",
     when=Moment.SPLIT,
-    remove_when="Megatron's linear layers leave the gradients of weights for later",
     aliases=(f"megatron.core.tensor_parallel:{_NAME}",),
 )
 def _linear(
@@ -87,6 +86,8 @@ def _linear(
 
     Why: its backward computes the gradients of the input, for which the stage before waits, and of the weight, for
     which nobody waits before the step ends, at once.
+
+    Remove when: Megatron's linear layers leave the gradients of weights for later.
 
     Megatron's own layers give all options by name. Under autocast, whose types a backward takes over, backwards are
     whole.

@@ -20,12 +20,7 @@ def _given(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return parallel_state.get_tensor_model_parallel_group() if group is None else group
 
 
-@replaces(
-    f"{_MODULE}:_gather_along_first_dim",
-    id="gloo-uneven-gather",
-    when=Moment.CPU,
-    remove_when="gloo gathers tensors of different sizes",
-)
+@replaces(f"{_MODULE}:_gather_along_first_dim", id="gloo-uneven-gather", when=Moment.CPU)
 def _gather(
     original: Callable[..., torch.Tensor],
     input_: torch.Tensor,
@@ -37,6 +32,8 @@ def _gather(
     """Run `_gather_along_first_dim`; pieces of different sizes travel in boxes of the largest one.
 
     Why: gloo gathers only tensors of one size, and ranks of a stage send experts different numbers of tokens.
+
+    Remove when: gloo gathers tensors of different sizes.
     """
     group = _given(group)
     if output_split_sizes is None or group.size() == 1:
@@ -49,12 +46,7 @@ def _gather(
     return torch.cat([box[:size] for box, size in zip(boxes, sizes, strict=True)])
 
 
-@replaces(
-    f"{_MODULE}:_reduce_scatter_along_first_dim",
-    id="gloo-uneven-reduce-scatter",
-    when=Moment.CPU,
-    remove_when="gloo scatters sums of different sizes",
-)
+@replaces(f"{_MODULE}:_reduce_scatter_along_first_dim", id="gloo-uneven-reduce-scatter", when=Moment.CPU)
 def _reduce_scatter(
     original: Callable[..., torch.Tensor],
     input_: torch.Tensor,
@@ -66,6 +58,8 @@ def _reduce_scatter(
     """Run `_reduce_scatter_along_first_dim`; of pieces of different sizes each rank sums all and keeps its own.
 
     Why: as `gloo-uneven-gather`, on the way back.
+
+    Remove when: gloo scatters sums of different sizes.
     """
     group = _given(group)
     if input_split_sizes is None or group.size() == 1:

@@ -11,12 +11,7 @@ from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.platform.cpu import CpuPlatform
 
 
-@replaces(
-    "megatron.core.tensor_parallel.random:CudaRNGStatesTracker.fork",
-    id="cpu-rng-tracker",
-    when=Moment.CPU,
-    remove_when="Megatron's tracker knows the CPU",
-)
+@replaces("megatron.core.tensor_parallel.random:CudaRNGStatesTracker.fork", id="cpu-rng-tracker", when=Moment.CPU)
 @contextmanager
 def _fork(
     platform: CpuPlatform, original: Callable[..., AbstractContextManager[None]], *args: Any, **kwargs: Any
@@ -25,6 +20,8 @@ def _fork(
 
     Why: on CPU, dropout and weight initialisation draw from torch's default generator, while the tracker switches the
     device's; without this, tensor-parallel ranks would draw equal shards.
+
+    Remove when: Megatron's tracker knows the CPU.
 
     `fork` itself sees the host's as torch's default one: it warns where that has moved.
     """

@@ -18,13 +18,14 @@ from vtp_plugin.util.undo import Name, UndoStack
     id="attention-sinks",
     when=Moment.STAGES,
     unneeded={"<0.15": "its attention has no sinks"},
-    remove_when="Megatron draws what a stage cuts as a whole, as it does matrices",
 )
 def _init(session: Session, original: Callable[..., None], layer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
     """Run `DotProductAttention.__init__`; on unequal stages learnable sinks are drawn whole, and then cut.
 
     Why: each rank draws the sinks of its own heads from a generator that all ranks of a stage share, so heads of
     different ranks start alike; on CPUs the weights that are drawn after them depend on the size, too.
+
+    Remove when: Megatron draws what a stage cuts as a whole, as it does matrices.
     """
     groups = kwargs.get("pg_collection")
     if getattr(config, "softmax_type", "vanilla") != "learnable" or not session.pipelines.are_unequal(groups):

@@ -20,10 +20,6 @@ _MODULE = "megatron.core.transformer.multi_latent_attention"
 _LATENT: Final[Mapping[str, Any]] = {
     "when": Moment.STAGES,
     "unneeded": {"<0.19": "it has no such method; `latent-attention-refused` ends a run with latent attention"},
-    "why": "the positional part of the keys is one for all heads; in the backward pass each rank keeps what came "
-    "from its own heads, and nobody adds the others, so stages of several ranks would train with other gradients "
-    "than stages of one",
-    "remove_when": "Megatron sums the gradient of `k_pos_emb` over the tensor-parallel ranks",
 }
 
 
@@ -36,6 +32,12 @@ def _project(
     hidden_states: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run `_qkv_down_projection`; keys are returned whole, and their positional part adds up its gradients.
+
+    Why: the positional part of the keys is one for all heads; in the backward pass each rank keeps what came from its
+    own heads, and nobody adds the others, so stages of several ranks would train with other gradients than stages of
+    one.
+
+    Remove when: Megatron sums the gradient of `k_pos_emb` over the tensor-parallel ranks.
 
     With a uniform list it runs unchanged.
 
@@ -70,16 +72,19 @@ def _project(
 _NORM: Final[Mapping[str, Any]] = {
     "when": Moment.STAGES,
     "unneeded": {"<0.19": "`latent-attention-refused` ends a run with latent attention"},
-    "why": "`finalize_model_grads` adds up over the ranks of a stage what is called `q_layernorm`, which in other "
-    "attention sees heads of its rank only; here, without sequence parallelism, each rank has the whole of it",
-    "remove_when": "Megatron knows the norms to be summed by a mark, not by their names",
 }
 
 
 @replaces(f"{_MODULE}:MLASelfAttention.__init__", id="latent-attention-norm", **_NORM)
 @replaces(f"{_MODULE}:FusedMLASelfAttention.__init__", id="latent-attention-norm/fused", **_NORM)
 def _init(session: Session, original: Callable[..., None], layer: Any, config: Any, *args: Any, **kwargs: Any) -> None:
-    """Run `__init__`; on unequal stages each rank then gives its share of what Megatron will add up."""
+    """Run `__init__`; on unequal stages each rank then gives its share of what Megatron will add up.
+
+    Why: `finalize_model_grads` adds up over the ranks of a stage what is called `q_layernorm`, which in other attention
+    sees heads of its rank only; here, without sequence parallelism, each rank has the whole of it.
+
+    Remove when: Megatron knows the norms to be summed by a mark, not by their names.
+    """
     original(layer, config, *args, **kwargs)
     size = layer.tp_group.size()
     is_summed_whole = config.qk_layernorm and not config.sequence_parallel and hasattr(layer, "q_layernorm")
@@ -95,7 +100,6 @@ def _init(session: Session, original: Callable[..., None], layer: Any, config: A
     unneeded=dict.fromkeys(
         capability("latent_attention").versions, "`latent-attention-grad` and `latent-attention-grad/fused` correct it"
     ),
-    remove_when="latent attention was run with this Megatron",
 )
 def _refuse(
     session: Session, host: MegatronHost, original: Callable[..., None], layer: Any, *args: Any, **kwargs: Any
@@ -103,6 +107,8 @@ def _refuse(
     """Refuse to build latent attention for stages of different sizes.
 
     Why: its gradient depends on the size of the stage, and is corrected for Megatron 0.19 only.
+
+    Remove when: latent attention was run with this Megatron.
 
     Raises:
         ConfigError: the stages differ.

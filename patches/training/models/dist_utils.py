@@ -23,9 +23,6 @@ from vtp_plugin.session import Session
         "<0.18": "models are built by megatron.training.training:get_model alone, which `empty-chunks/get-model` "
         "carries"
     },
-    why="Megatron builds as many chunks on every stage; an empty one has no entry in a checkpoint, and loading fails. "
-    "What is drawn for the edge meanwhile follows from its own key (--vtp-edge-seed)",
-    remove_when="with `last-stage`",
     aliases=("megatron.training.models:build_virtual_pipeline_stages",),
 )
 @replaces(
@@ -33,14 +30,16 @@ from vtp_plugin.session import Session
     id="empty-chunks/get-model",
     when=Moment.U_SHAPE,
     why="as `empty-chunks`, for scripts with a model provider",
-    remove_when="with `last-stage`",
 )
 def _keep_full_chunks(
     session: Session, host: MegatronHost, original: Callable[..., list[Any]], *args: Any, **kwargs: Any
 ) -> list[Any]:
     """Build the chunks of this rank's stage, as `original` does, and keep two on the edge, one on the cloud.
 
-    The edge's are drawn from its key, if it has one.
+    Why: Megatron builds as many chunks on every stage; an empty one has no entry in a checkpoint, and loading fails.
+    What is drawn for the edge meanwhile follows from its own key (--vtp-edge-seed).
+
+    Remove when: with `last-stage`.
     """
     with drawing_edge(session):
         built = original(*args, **kwargs)
@@ -54,13 +53,14 @@ def _keep_full_chunks(
     id="cpu-initialization",
     when=Moment.PLATFORM,
     unneeded={"<0.18": "models are built by megatron.training.training:get_model alone, which moves them"},
-    remove_when="it moves what was drawn on the CPU",
 )
 def _move_to_device(original: Callable[..., list[Any]], model_list: list[Any], config: Any, *args: Any) -> list[Any]:
     """Move chunks that were drawn on the CPU onto this rank's device, then wrap them as `original` does.
 
     Why: its caller leaves a model that --use-cpu-initialization drew on the CPU, though its data are on the device;
     training.training:get_model moves it.
+
+    Remove when: it moves what was drawn on the CPU.
     """
     if config.use_cpu_initialization:
         for chunk in model_list:

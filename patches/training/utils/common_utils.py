@@ -18,7 +18,6 @@ from vtp_plugin.session import Session
     },
     id="last-rank",
     when=Moment.U_SHAPE,
-    remove_when="with `last-stage`",
     aliases=(
         "megatron.training.utils:is_last_rank",
         "megatron.training.training:is_last_rank",
@@ -29,5 +28,7 @@ def _is_writer(session: Session, original: Callable[[], bool]) -> bool:
     """Replace `is_last_rank`: its callers want the rank that reports, which lies on the edge.
 
     Why: Megatron's log lines, evaluation results and progress log come from the world's last rank, a cloud rank here.
+
+    Remove when: with `last-stage`.
     """
     return dist.get_rank() == session.planned.writer_rank

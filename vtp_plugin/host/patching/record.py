@@ -543,21 +543,26 @@ def replaces(target: str = "", **record: Any) -> Callable[[Function], Function]:
 
     Args:
         target: target of the record.
-        record: its other attributes, as of :class:`Replacement`; without ``why`` the function's docstring says that.
+        record: its other attributes, as of :class:`Replacement`; without ``why`` and ``remove_when`` paragraphs of the
+            function's docstring say that.
 
     The function asks for what it needs by the names of its parameters before ``original``. Several declarations may
     stand above one function.
 
-    >>> @replaces("host.state:setup", id="X1", when="always", remove_when="never")
+    >>> @replaces("host.state:setup", id="X1", when="always")
     ... def shout(end, original, text):
     ...     '''Run `setup`, louder.
     ...
     ...     Why: nobody hears it.
+    ...
+    ...     Remove when: all hear it.
     ...     '''
     ...     return original(text) + end
     >>> (record,) = declared_by(shout)
-    >>> record.id, record.why, record.needs, record.bound({"end": "!"}).build(str.upper)("hi")
-    ('X1', 'nobody hears it', ('end',), 'HI!')
+    >>> record.id, record.why, record.remove_when
+    ('X1', 'nobody hears it', 'all hear it')
+    >>> record.needs, record.bound({"end": "!"}).build(str.upper)("hi")
+    (('end',), 'HI!')
     """
     return _declare(target, record, partial(partial, wrap_with))
 
@@ -580,17 +585,17 @@ def _declare(
     def declare(function: Function) -> Function:
         names = list(inspect.signature(function).parameters)
         needs = tuple(names[: names.index(_ORIGINAL)])
-        given: dict[str, Any] = {"why": _why_of(function), **record}
-        found = Replacement(target=target, needs=needs, make=make(function), **given)
+        said = {"why": _said(function, "Why"), "remove_when": _said(function, "Remove when")}
+        found = Replacement(target=target, needs=needs, make=make(function), **(said | record))
         setattr(function, _MARK, (found, *declared_by(function)))
         return function
 
     return declare
 
 
-def _why_of(function: Callable[..., Any]) -> str:
-    """Return the paragraph of a docstring that begins with ``Why:``; empty where there is none."""
-    found = re.search(r"^Why: (.+?)\.(?:\n\n|\Z)", inspect.getdoc(function) or "", re.MULTILINE | re.DOTALL)
+def _said(function: Callable[..., Any], what: str) -> str:
+    """Return the paragraph of a docstring that begins with ``what:``; empty where there is none."""
+    found = re.search(rf"^{what}: (.+?)\.(?:\n\n|\Z)", inspect.getdoc(function) or "", re.MULTILINE | re.DOTALL)
     return " ".join(found[1].split()) if found else ""
 
 

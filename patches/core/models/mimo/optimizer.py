@@ -18,7 +18,6 @@ from vtp_plugin.session import Session
     "megatron.core.models.mimo.optimizer:get_mimo_optimizer",
     id="mimo-optimizer",
     when=Moment.BRIDGES,
-    remove_when="Megatron rejects it",
     versions=">=0.19,<0.20",
 )
 def _check_averages(session: Session, original: Callable[..., Any], mimo_model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -26,6 +25,8 @@ def _check_averages(session: Session, original: Callable[..., Any], mimo_model: 
 
     Why: each module averages its gradients over its own replicas, but all come from one loss: of an encoder with other
     replicas than the language model they would be wrong by a factor, silently.
+
+    Remove when: Megatron rejects it.
 
     Raises:
         ConfigError: they do not; on all ranks.

@@ -18,7 +18,6 @@ from vtp_plugin.session import Session
     },
     id="padded-vocabulary",
     when=Moment.LIST,
-    remove_when="the padded vocabulary is computed from all stages",
 )
 def _pad(
     session: Session, original: Callable[..., int], orig_vocab_size: int, args: Any, logging_enabled: bool = True
@@ -26,6 +25,8 @@ def _pad(
     """Run `vocab_size_with_padding` with a multiple that all stages can split.
 
     Why: it pads to a multiple of this stage's size, so stages would disagree about the vocabulary.
+
+    Remove when: the padded vocabulary is computed from all stages.
     """
     # A copy: `args` must keep saying this stage's size.
     padded_args = copy.copy(args)

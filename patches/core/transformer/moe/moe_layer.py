@@ -13,12 +13,7 @@ from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.session import Session
 
 
-@replaces(
-    "megatron.core.transformer.moe.moe_layer:MoELayer.__init__",
-    id="expert-optimizer",
-    when=Moment.LIST,
-    remove_when="Megatron gives experts an optimizer of their own in every layout",
-)
+@replaces("megatron.core.transformer.moe.moe_layer:MoELayer.__init__", id="expert-optimizer", when=Moment.LIST)
 def _init(
     session: Session,
     host: MegatronHost,
@@ -32,6 +27,8 @@ def _init(
 
     Why: it gives experts to the dense optimizer where a stage cuts them as the rest, and to one of their own elsewhere:
     optimizers would differ between the stages, and a checkpoint of one could not be read by another.
+
+    Remove when: Megatron gives experts an optimizer of their own in every layout.
 
     On stages of different sizes the layer takes no padding mask.
 

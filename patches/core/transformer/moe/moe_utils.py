@@ -22,12 +22,13 @@ from vtp_plugin.session import PlannedRun, Session
     },
     id="router-loss-log",
     when=Moment.LIST,
-    remove_when="Megatron sums these numbers inside each stage first, then over the model-parallel group",
 )
 def _sync(session: Session, host: MegatronHost, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
     """Replace `MoEMetricsTracker._sync_metrics`: inside the stage first, then over the stages.
 
     Why: it sums over the pipeline group, which hangs where a rank is in several of them; on CPU, gloo has no averages.
+
+    Remove when: Megatron sums these numbers inside each stage first, then over the model-parallel group.
     """
     if not session.is_active and session.planned.platform.name != "cpu":
         original(*args, **kwargs)
@@ -69,7 +70,6 @@ def _sum_stages(planned: PlannedRun, values: torch.Tensor) -> None:
     "megatron.core.transformer.moe.moe_utils:maybe_move_tensor_to_cpu",
     id="all-to-all-sizes",
     when=Moment.CPU,
-    remove_when="it gives arrays for tensors on the CPU too",
     aliases=("megatron.core.transformer.moe.token_dispatcher:maybe_move_tensor_to_cpu",),
 )
 def _move(original: Callable[..., Any], tensor: Any, as_numpy: bool = False, *args: Any, **kwargs: Any) -> Any:
@@ -77,6 +77,8 @@ def _move(original: Callable[..., Any], tensor: Any, as_numpy: bool = False, *ar
 
     Why: it turns tensors of a device into arrays and leaves those of the CPU as they are, which torch's
     all_to_all_single does not take as sizes.
+
+    Remove when: it gives arrays for tensors on the CPU too.
     """
     moved = original(tensor, as_numpy, *args, **kwargs)
     return moved.numpy() if as_numpy and torch.is_tensor(moved) and not moved.is_cuda else moved

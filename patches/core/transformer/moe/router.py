@@ -15,10 +15,7 @@ from vtp_plugin.session import Session
 
 
 @replaces(
-    "megatron.core.transformer.moe.router:TopKRouter.sinkhorn_load_balancing",
-    id="sinkhorn-routing",
-    when=Moment.LIST,
-    remove_when="Megatron gathers the logits here, too",
+    "megatron.core.transformer.moe.router:TopKRouter.sinkhorn_load_balancing", id="sinkhorn-routing", when=Moment.LIST
 )
 def _balance(
     session: Session, original: Callable[..., tuple[torch.Tensor, torch.Tensor]], router: Any, logits: torch.Tensor
@@ -27,6 +24,8 @@ def _balance(
 
     Why: it balances the tokens of a rank, which sequence and context parallelism cut, so stages of other sizes would
     send tokens to other experts; quantile balancing gathers the logits for this.
+
+    Remove when: Megatron gathers the logits here, too.
 
     With a uniform list it runs unchanged. So it does in evaluation, where Megatron balances nothing.
 

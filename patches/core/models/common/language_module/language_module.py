@@ -22,7 +22,6 @@ from vtp_plugin.util import log
     "megatron.core.models.common.language_module.language_module:LanguageModule.setup_embeddings_and_output_layer",
     id="embedding-start-value",
     when=Moment.STAGES,
-    remove_when="with `finalize-model-grads`",
 )
 def _setup(session: Session, host: MegatronHost, original: Callable[[Any], None], chunk: Any) -> None:
     """Run `setup_embeddings_and_output_layer`, then give the other copies of the word embedding the first one's values.
@@ -30,6 +29,8 @@ def _setup(session: Session, host: MegatronHost, original: Callable[[Any], None]
     Why: without an embedding group Megatron leaves other stages' copies at zero; also the first point where a model
     meets its groups, so a configuration made for another stage is rejected here, and so are positions that are not
     those of the flags.
+
+    Remove when: with `finalize-model-grads`.
 
     Megatron all-reduces between the stages for that, which needs slices of one size.
     """

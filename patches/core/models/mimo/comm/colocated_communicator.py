@@ -184,7 +184,6 @@ class _Colocated:
     "megatron.core.models.mimo.comm.colocated_communicator:ColocatedBridgeCommunicator",
     id="colocated-bridge",
     when=Moment.BRIDGES,
-    remove_when="Megatron's class takes any pair of grids",
     versions=">=0.19,<0.20",
     aliases=("megatron.core.models.mimo.model.base:ColocatedBridgeCommunicator",),
 )
@@ -193,5 +192,7 @@ def _in_this_run(session: Session, original: type) -> type:
 
     Why: its constructor supports neither context parallelism nor sizes that do not divide, and its method slices; a
     subclass moves any spread to any other.
+
+    Remove when: Megatron's class takes any pair of grids.
     """
     return colocated_class(lambda: session, original)

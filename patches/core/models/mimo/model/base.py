@@ -16,7 +16,6 @@ from vtp_plugin.patches.patch_set import Moment
     "megatron.core.models.mimo.model.base:MimoModel._attach_modality_split_sizes",
     id="mimo-split-sizes",
     when=Moment.BRIDGES,
-    remove_when="Megatron's bridge takes such samples in fan-in",
     versions=">=0.19,<0.20",
 )
 def _attach(
@@ -26,6 +25,8 @@ def _attach(
 
     Why: it asserts that the encoder has no more replicas than the language model where samples have different numbers
     of tokens; our bridge sends them along.
+
+    Remove when: Megatron's bridge takes such samples in fan-in.
     """
     # What it reads of the model; of modules on other ranks it would ask for their replicas.
     seen = SimpleNamespace(special_token_ids=model.special_token_ids, role=SimpleNamespace(mode=None))
