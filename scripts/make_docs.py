@@ -126,13 +126,12 @@ def stale(texts: Mapping[str, str], folder: Path) -> list[str]:
 def render() -> dict[str, str]:
     """Return the text of every file that is generated, or has generated parts, by its name."""
     from vtp_plugin.host.rules.table.rows import format_markdown
-    from vtp_plugin.host.rules.table.rows_kernels import MINDSPEED_RULES
 
     return {
         "reference/flags.md": f"{FLAGS_INTRO}\n{NOTE}\n{_flags()}",
         "reference/megatron-options.md": f"{OPTIONS_INTRO}\n{NOTE}\n\n{format_markdown()}\n",
         "reference/every-option.md": f"{NOTE}\n\n{_every_option()}",
-        "reference/ascend-options.md": f"{ASCEND_INTRO}\n{NOTE}\n\n{format_markdown(MINDSPEED_RULES)}\n",
+        "reference/ascend-options.md": f"{ASCEND_INTRO}\n{NOTE}\n\n{format_markdown('mindspeed')}\n",
         "reference/site-arguments.md": f"{SITES_INTRO}\n{NOTE}\n{_sites()}",
         "how/patches.md": f"{PATCHES_INTRO}\n{NOTE}\n{_patches()}",
         "reference/versions.md": f"{VERSIONS_INTRO}\n{NOTE}\n\n{_hosts()}\n",

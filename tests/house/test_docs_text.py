@@ -17,7 +17,7 @@ from tests.expected.of_megatron import megatron_parser
 from tests.rules.doc_commands import DOCUMENTS, ROOT, joined, programs_of_the_project
 from vtp_plugin.cli.main import _parser as cli_parser
 from vtp_plugin.config.resolve import VTP_FLAGS, add_vtp_arguments
-from vtp_plugin.host.rules.table.rows_kernels import MINDSPEED_RULES
+from vtp_plugin.host.rules.table.rows import documented
 from vtp_plugin.plan.boundary.message_kind import MESSAGE_FORMS, MessageKind
 from vtp_plugin.plan.schedule.cost.costs import COST_KEYS
 from vtp_plugin.runtime.health.store import Topic
@@ -40,7 +40,7 @@ FOREIGN_FLAGS = {
     "--context-parallel-algo",
     "--log-tps",
     "--virtual-pipeline-model-parallel-size",
-    *(rule.option for rule in MINDSPEED_RULES),
+    *(rule.option for rule in documented("mindspeed")),
 }
 _GENERATED = ("megatron-options.md", "every-option.md", "ascend-options.md", "site-arguments.md")
 WRITTEN_BY_HAND = [path for path in DOCUMENTS if path.name not in _GENERATED]

@@ -15,8 +15,7 @@ from functools import cache
 
 from tests.options.parsers import FOLDER, Option, by_name
 from vtp_plugin.host.rules.rule import OptionRule
-from vtp_plugin.host.rules.table.rows import RULES
-from vtp_plugin.host.rules.table.rows_architecture import OLDER_RULES
+from vtp_plugin.host.rules.table.rows import documented
 from vtp_plugin.util.text import TextEnum
 
 READ, GRID = "read", "grid"
@@ -121,7 +120,7 @@ def _group(subject: str, table: Mapping[str, object]) -> Group:
 def rows() -> dict[tuple[str, str], list[OptionRule]]:
     """Give the rows of the plugin's table by option and value; the value is empty where the row means all."""
     found: dict[tuple[str, str], list[OptionRule]] = {}
-    for rule in (*RULES, *OLDER_RULES):
+    for rule in documented():
         if match := _ROW.fullmatch(rule.option):
             found.setdefault((match[1], match[2] or ""), []).append(rule)
     return found

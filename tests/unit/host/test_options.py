@@ -39,6 +39,7 @@ from vtp_plugin.host.rules.table.rows import (
     check_config,
     check_options,
     check_step,
+    documented,
     format_markdown,
     format_table,
     option_warnings,
@@ -50,6 +51,7 @@ from vtp_plugin.host.versions.known_versions import between
 from vtp_plugin.plan.layout.replica_map import DpMode, ReplicaMap
 from vtp_plugin.plan.model.lora import Lora
 from vtp_plugin.util.text import nearest
+from vtp_plugin.util.typed_json import read_json
 
 UNEQUAL = OptionContext(tp_sizes=(1, 4))
 LATENT = {"multi_latent_attention": True, "transformer_impl": "local"}
@@ -57,6 +59,7 @@ FORCED = OptionContext(tp_sizes=(2, 2), forced=True)
 UNIFORM = OptionContext(tp_sizes=(2, 2))
 
 REFUSED_RULES = [rule for rule in (*RULES, *(OLDER_RULES if is_older() else ())) if rule.verdict.is_refusal]
+SUPPORTED_RULES = [rule for rule in documented() if rule.verdict is Verdict.SUPPORTED]
 WARNED_RULES = [rule for rule in RULES if rule.verdict in (Verdict.WARNED, Verdict.WARNED_UNIFORM)]
 _CAPACITY = ("--num-experts", "4", "--moe-expert-capacity-factor", "1")
 # How a rule is switched on where its name is no command line by itself.
@@ -181,14 +184,14 @@ def test_forced_uniform_list_refuses_only_what_is_always_refused(
     assert check_options(args, context_of(rule, UNIFORM)) == ()
 
 
-@pytest.mark.needs("fp4_param_gather", cases=("--fp4-param-gather",))
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.option)
 def test_rule_applies_to_what_its_option_parses_to(parser: argparse.ArgumentParser, rule: OptionRule) -> None:
     args = parser.parse_args(command_line(parser, rule))
     assert rule.applies(args, context_of(rule, UNEQUAL))
 
 
-@pytest.mark.parametrize("rule", [rule for rule in RULES if rule.verdict is Verdict.SUPPORTED], ids=lambda r: r.option)
+@pytest.mark.needs("fp4_param_gather", cases=("--fp4-param-gather",))
+@pytest.mark.parametrize("rule", SUPPORTED_RULES, ids=lambda rule: rule.option)
 def test_supported_option_is_not_refused(parser: argparse.ArgumentParser, rule: OptionRule) -> None:
     args = parser.parse_args(command_line(parser, rule))
     assert check_options(args, UNEQUAL) == ()
@@ -437,7 +440,12 @@ def test_own_batches_of_the_narrow_stage(mode: DpMode, own: tuple[int, int]) -> 
 
 
 def test_rows_are_complete_and_distinct() -> None:
-    rules = (*RULES, *OLDER_RULES, *CONFIG_RULES, *STEP_RULES)
+    rules = [rule for rule in documented() if rule not in VERSION_RULES]
+    assert {*rules} >= {*RULES, *OLDER_RULES, *CONFIG_RULES, *STEP_RULES}
+    told = read_json(ROOT / "vtp_plugin/host/rules/table/supported.json")
+    for table, groups in told.items():
+        shown = [rule for rule in documented(table) if rule.verdict is Verdict.SUPPORTED]
+        assert len(shown) == sum(len(group["options"]) for group in groups), "a row names none that it stands before"
     assert len({(rule.option, rule.verdict) for rule in rules}) == len(rules)
     for rule in rules:
         text = rule.reason + rule.way_out
@@ -450,7 +458,7 @@ def test_rows_are_complete_and_distinct() -> None:
 def test_printed_tables_hold_every_row() -> None:
     blocks = [block.splitlines() for block in format_table().split("\n\n")]
     markdown = format_markdown().splitlines()
-    for rule in (*RULES, *OLDER_RULES, *CONFIG_RULES, *STEP_RULES, *VERSION_RULES):
+    for rule in documented():
         shown_by = rule.evidence or f"way out: {rule.way_out}"
         if rule.evidence and rule.way_out:
             shown_by = f"{rule.evidence}. Way out: {rule.way_out}"

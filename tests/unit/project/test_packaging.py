@@ -71,6 +71,7 @@ def source_files() -> dict[str, bytes]:
     files |= {path: Path("vtp_plugin") / path.relative_to(ROOT) for path in (ROOT / "patches").rglob("*.py")}
     files[ROOT / "vtp_plugin" / "py.typed"] = Path("vtp_plugin/py.typed")
     files |= {path: path.relative_to(ROOT) for path in (ROOT / "vtp_plugin/report/page").glob("page.*")}
+    files |= {path: path.relative_to(ROOT) for path in (ROOT / "vtp_plugin").glob("host/**/*.json")}
     pins = (ROOT / "patches").rglob("pins.json")
     files |= {path: Path("vtp_plugin") / path.relative_to(ROOT) for path in pins}
     return {name.as_posix(): path.read_bytes() for path, name in files.items()}

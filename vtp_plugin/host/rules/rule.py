@@ -99,14 +99,6 @@ class OptionContext:
         return " ".join(f"{flag} {','.join(map(str, sizes))}" for flag, sizes in lists)
 
 
-PARITY = "tests/multiproc/training/test_parity.py::test_parity"
-OPTIONS = "tests/multiproc/options/test_options.py::test_supported_option"
-DEVICE = "tests/device/test_options.py"
-ENGINE = f"{DEVICE}::test_option_that_needs_transformer_engine"  # run on one GPU, docs/guides/gpus.md
-NEEDS_ENGINE = f"not run: needs CUDA and Transformer Engine, {DEVICE} does it"
-CLIPPING = "tests/multiproc/training/test_optimizer.py::test_inf_on_a_rank_that_leads_nothing"
-
-
 Test = Callable[[object], bool]
 """Takes the parsed value of an option and tells whether the option is in use."""
 
@@ -282,13 +274,11 @@ def only(option: str, test: Callable[[object, OptionContext], bool], is_used: Te
     return replace(rule, applies=lambda args, context: rule.applies(args, context) and test(args, context))
 
 
-def supported(reason: str, evidence: str, *cases: OptionRule | str) -> tuple[OptionRule, ...]:
-    """Make rows for options that work. Here and below, a string stands for ``case(string)``."""
-    return _rules(Verdict.SUPPORTED, reason, cases, evidence=evidence)
-
-
 def warned(reason: str, evidence: str, way_out: str, *cases: OptionRule | str) -> tuple[OptionRule, ...]:
-    """Make rows for options that a run names at its start: the sizes decide what they compute, or nothing does."""
+    """Make rows for options that a run names at its start: the sizes decide what they compute, or nothing does.
+
+    Here and below, a string stands for ``case(string)``.
+    """
     return _rules(Verdict.WARNED, reason, cases, way_out, evidence)
 
 

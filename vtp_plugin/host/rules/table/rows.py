@@ -2,7 +2,10 @@
 
 The table: which Megatron options work with stages of different sizes, which are refused, and why.
 
-The rows of each subject are in a file of their own, ``rows_*.py``. Here they are joined, in the order of the document.
+The rows of each subject are in a file of their own, ``rows_*.py``. What works changes no run and is data,
+``supported.json``: why, what it is shown by, and before which row's option the document has it, or else at its end.
+Here they are joined.
+
 Each row was decided by reading Megatron (0.19.2), and a supported one by a test as well:
 
 * An option that derives everything from this rank's groups is supported, and names the test that shows it.
@@ -13,14 +16,19 @@ Each row was decided by reading Megatron (0.19.2), and a supported one by a test
 
 from __future__ import annotations
 
+import functools
 import itertools
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
 
 from vtp_plugin.host.rules.rule import (
     VERSION_RULES,
     OptionContext,
     OptionRule,
+    Verdict,
     case,
     on,
     refused_planned,
@@ -39,6 +47,7 @@ from vtp_plugin.host.rules.table.rows_parallelism import (
 )
 from vtp_plugin.host.rules.table.rows_training import CHECKPOINT_RULES, DATA_RULES, TRAINING_RULES
 from vtp_plugin.host.versions.known_versions import between
+from vtp_plugin.util.typed_json import read_json
 
 RULES: tuple[OptionRule, ...] = (
     *PARALLELISM_RULES,
@@ -172,13 +181,33 @@ def refusals(rules: tuple[OptionRule, ...], args: object, context: OptionContext
 
 
 _COLUMNS = 100
-_ROWS = (*RULES, *OLDER_RULES, *CONFIG_RULES, *STEP_RULES, *VERSION_RULES)
+_WORKS: Final = Path(__file__).with_name("supported.json")
+_TABLES: Final[Mapping[str, tuple[OptionRule, ...]]] = {
+    "megatron": (*RULES, *OLDER_RULES, *CONFIG_RULES, *STEP_RULES, *VERSION_RULES),
+    "mindspeed": MINDSPEED_RULES,
+}
 _LEGEND = (
     "Where all stages have one TP size the plugin leaves Megatron as it is, and every option works as in Megatron. "
     'An option accepted "with a warning" is named when a run starts, with the reason. '
     'A run with an option that is "not supported" stops at start-up; that holds also for one TP size with '
     "`--vtp-force`."
 )
+
+
+@functools.cache
+def documented(table: str = "megatron") -> tuple[OptionRule, ...]:
+    """List the rows of Megatron's options, or MindSpeed's, as the documents do: what works before what does not.
+
+    >>> {rule.verdict.value for rule in documented("mindspeed")} >= {"supported", "not supported"}
+    True
+    """
+    works: dict[str, list[OptionRule]] = {}
+    for row in read_json(_WORKS)[table]:
+        same = {"reason": row["why"], "evidence": row["shown_by"], "versions": tuple(row.get("versions", ()))}
+        rules = [replace(case(option), verdict=Verdict.SUPPORTED, **same) for option in row["options"]]
+        works.setdefault(row.get("before", ""), []).extend(rules)
+    rows = [each for rule in _TABLES[table] for each in (*works.pop(rule.option, ()), rule)]
+    return (*rows, *works.pop("", ()))
 
 
 def format_table() -> str:
@@ -190,7 +219,7 @@ def format_table() -> str:
     """
     blocks = [textwrap.fill(_LEGEND, _COLUMNS)]
     for (verdict, versions, reason, next_step), rules in itertools.groupby(
-        _ROWS, key=lambda rule: (rule.verdict, _versions(rule), rule.reason, _next_step(rule))
+        documented(), key=lambda rule: (rule.verdict, _versions(rule), rule.reason, _next_step(rule))
     ):
         options = "\n".join(f"    {rule.option}" for rule in rules)
         title = f"{verdict} (Megatron: {versions})" if versions else verdict
@@ -198,12 +227,13 @@ def format_table() -> str:
     return "\n\n".join(blocks)
 
 
-def format_markdown(rules: Sequence[OptionRule] = _ROWS) -> str:
-    """Write rows for the documentation.
+def format_markdown(table: str = "megatron") -> str:
+    """Write the rows of :func:`documented` for the documentation.
 
     Returns:
         A sentence and a Markdown table without a final newline, in the order of the rows.
     """
+    rules = documented(table)
     titles = ("Option", "Verdict", "Megatron", "Why", "Shown by, or way out")
     cells = [(f"`{r.option}`", r.verdict.value, _versions(r) or "all", r.reason, _next_step(r)) for r in rules]
     if not any(rule.versions for rule in rules):

@@ -5,24 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 from vtp_plugin.host.rules.rule import (
-    OPTIONS,
-    PARITY,
     OptionContext,
     OptionRule,
     above,
     case,
     given,
-    off,
     on,
     only,
     refused,
     refused_unequal,
-    supported,
     warned,
     warned_uniform,
 )
-
-_TIED = "tests/multiproc/training/test_tied_embeddings.py::test_ends_are_equal_to_the_last_bit"
 
 
 def _recomputes_biases(args: object, _context: OptionContext) -> bool:
@@ -38,17 +32,6 @@ def _recomputes_biases(args: object, _context: OptionContext) -> bool:
 
 
 MODEL_RULES: tuple[OptionRule, ...] = (
-    *supported(
-        "the plugin copies and sums the tied weight between stages of different sizes",
-        _TIED,
-        case("without --untie-embeddings-and-output-weights", off, "untie_embeddings_and_output_weights"),
-    ),
-    *supported("the stages share no weight", PARITY, "--untie-embeddings-and-output-weights"),
-    *supported(
-        "it makes the initial weights independent of the sizes when stages and chunks are the same",
-        PARITY,
-        "--use-cpu-initialization",
-    ),
     *warned(
         "every rank draws masks for what it holds, so the run repeats none of other sizes",
         "tests/multiproc/options/test_options.py::test_dropout_repeats_itself",
@@ -56,7 +39,6 @@ MODEL_RULES: tuple[OptionRule, ...] = (
         case("--hidden-dropout", above(0)),
         case("--attention-dropout", above(0)),
     ),
-    *supported("activations are recomputed inside the stage", OPTIONS, case("--recompute-granularity", given)),
     *refused(
         "Megatron's layer returns its bias through CheckpointFunction, whose backward pass then calls itself without "
         "end, with any sizes",
@@ -138,12 +120,6 @@ def _has_layers_without_file(args: object, _context: OptionContext) -> bool:
 
 
 ARCHITECTURE_RULES: tuple[OptionRule, ...] = (
-    *supported(
-        "the plugin copies and sums the word embedding between all stages that hold it, whatever their sizes",
-        "tests/multiproc/training/test_mtp.py::test_prediction",
-        "--mtp-num-layers",
-        "--mtp-standalone",
-    ),
     *refused(
         "Megatron's sharded_state_dict asserts that the last chunk has no output layer, with any sizes, and it has one",
         replace(
@@ -169,22 +145,12 @@ ARCHITECTURE_RULES: tuple[OptionRule, ...] = (
         "decoder block spec only supports transformer engine implementation for now' or 'FLA is not installed'",
         "--experimental-attention-variant gated_delta_net",
     ),
-    *supported(
-        "heads are cut by each stage's size, and the gradients of what is one for all heads are those of one rank",
-        "tests/multiproc/training/test_attention.py::test_latent_attention",
-        "--multi-latent-attention",
-    ),
     *warned_uniform(
         "Megatron leaves out of the gradient of the keys' positional part what comes from other ranks' heads, and adds "
         "up that of normed queries, of which each rank has all, so both depend on the tensor-parallel size",
         "tests/multiproc/training/test_attention.py::test_latent_attention_of_megatron_depends_on_the_size",
         "compare with runs of this size only, or with stages of different sizes, which have the gradients of one rank",
         only("--multi-latent-attention", _adds_up_by_heads),
-    ),
-    *supported(
-        "sinks are cut by heads, drawn as a whole, and counted on every rank",
-        "tests/multiproc/training/test_attention.py::test_sinks_of_the_softmax",
-        "--softmax-type learnable",
     ),
     *warned_uniform(
         "Megatron draws the same sinks for the heads of all ranks of a stage, and norms, clipping and numbers of zeros "
@@ -199,17 +165,6 @@ ARCHITECTURE_RULES: tuple[OptionRule, ...] = (
         "--is-hybrid-model",
         case("--hybrid-layer-pattern", given),
         case("--hybrid-override-pattern", given),
-    ),
-    *supported(
-        "the mask of a window depends on positions and on the number of the layer",
-        "tests/multiproc/training/test_attention.py::test_attention",
-        case("--window-size", given),
-        case("--window-attn-skip-freq", given),
-    ),
-    *supported(
-        "the sizes of every layer in the file are checked against all stages",
-        "tests/multiproc/options/test_options.py::test_layers_of_a_file",
-        case("--heterogeneous-layers-config-path", given),
     ),
     *warned(
         "Megatron compares the sizes of the model with it and ignores those of single layers, so all layers are alike",

@@ -12,11 +12,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from vtp_plugin.host.rules.rule import (
-    CLIPPING,
-    DEVICE,
-    ENGINE,
-    NEEDS_ENGINE,
-    PARITY,
     OptionContext,
     OptionRule,
     Test,
@@ -28,14 +23,11 @@ from vtp_plugin.host.rules.rule import (
     refused_u_shaped,
     refused_unequal,
     refused_unequal_dp,
-    supported,
     warned_uniform,
 )
 from vtp_plugin.host.rules.table.rows_parallelism import has_experts
 from vtp_plugin.host.versions import is_in
 
-_LANE = "tests/mindspeed/test_lane.py::test_layout"
-_NOT_RUN = "not run: needs an NPU"
 _CHUNKS = (
     *("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank"),
     "virtual_pipeline_model_parallel_size",  # of MindSpeed-MM
@@ -165,37 +157,6 @@ MINDSPEED_RULES: tuple[OptionRule, ...] = (
         case("--noop-layers", on),
         case("--pipeline-num-transformer-layers", on),
     ),
-    *supported(
-        "it says how many layers each stage has, which does not depend on tensor-parallel sizes",
-        _LANE,
-        case("--num-layer-list of MindSpeed-LLM", on, "num_layer_list"),
-    ),
-    *supported(
-        "the plugin's channels send the shape before each tensor; MindSpeed's own exchange of shapes is not called",
-        "tests/mindspeed/test_mm_own_data.py::test_a_pipeline_of_own_lengths_equals_one_rank",
-        case("--variable-seq-lengths"),
-    ),
-    *supported(
-        "it sets options of Megatron's groups inside a stage",
-        _NOT_RUN,
-        case("--hccl-group-buffer", on),
-        case("--hccl-group-buffer-adaptive"),
-        case("--hccl-op-mode", on),
-    ),
-    *supported(
-        "it works inside a rank or a tensor-parallel group",
-        _NOT_RUN,
-        case("--use-ascend-mc2"),
-        case("--use-ascend-coc"),
-        case("--swap-attention"),
-        case("--swap-layer-input"),
-        case("--swap-optimizer"),
-        case("--smart-swap"),
-        case("--reuse-fp32-param"),
-        case("--virtual-optimizer", given),
-        case("--recompute-activation-function"),
-        case("--recompute-norm"),
-    ),
 )
 """Rows as in :data:`~vtp_plugin.host.rules.table.rows.RULES`; without MindSpeed no argument has these names."""
 
@@ -231,24 +192,10 @@ KERNEL_RULES: tuple[OptionRule, ...] = (
         replace(case("--transformer-impl transformer_engine on the cpu platform"), applies=_engine_on_cpu),
         way_out="use --transformer-impl local",
     ),
-    *supported(
-        "its layers take their size from the tensor-parallel group of their stage",
-        NEEDS_ENGINE,
-        "--transformer-impl transformer_engine",
-    ),
-    *supported(
-        "its layers take their size from the tensor-parallel group of their stage", PARITY, "--transformer-impl local"
-    ),
     *refused_unequal(
         "these layers are made for inference, which is not supported between unequal stages",
         "--transformer-impl inference_optimized",
         way_out="use --transformer-impl transformer_engine or local",
-    ),
-    *supported("master weights and scales stay on a rank, found-inf travels on the model group", CLIPPING, "--fp16"),
-    *supported(
-        "all optimizers of a rank have one loss scale, which follows the overflows of all",
-        "tests/multiproc/experts/test_experts.py::test_experts_and_the_rest_have_one_loss_scale",
-        replace(case("--fp16 with experts that have groups of their own", on, "fp16"), applies=_scales_experts_apart),
     ),
     *warned_uniform(
         "Megatron gives such experts an optimizer whose loss scale follows their overflows alone, but the loss has the "
@@ -256,14 +203,6 @@ KERNEL_RULES: tuple[OptionRule, ...] = (
         "tests/multiproc/experts/test_experts.py::test_loss_scales_of_megatron_part",
         "use --bf16, or a constant --loss-scale, or stages of different sizes, which have one loss scale",
         replace(case("--fp16 with experts that have groups of their own", on, "fp16"), applies=_scales_experts_apart),
-    ),
-    *supported("activations cross a boundary in the pipeline dtype", PARITY, "--bf16"),
-    *supported(
-        "get_fp8_context and get_fp4_context share the scaling factors of a tensor among the ranks of its stage, and "
-        "stages exchange activations in the pipeline dtype",
-        NEEDS_ENGINE,
-        case("--fp8-format", given, "fp8"),
-        case("--fp4-format", given, "fp4"),
     ),
     *refused_unequal_dp(
         "delayed scaling finds its factors among all replicas, which run their microbatches in orders of their own and "
@@ -275,17 +214,6 @@ KERNEL_RULES: tuple[OptionRule, ...] = (
         "it compares the norms of queries and keys between the replicas in every forward, which they run in orders of "
         "their own",
         "--test-mode",
-    ),
-    *supported(
-        "quantize_param_shard finds the scaling factors of a weight among the replicas of its stage",
-        NEEDS_ENGINE,
-        "--fp8-param-gather",
-        "--fp4-param-gather",
-    ),
-    *supported(
-        "its rules name modules and numbers of layers in the whole model",
-        NEEDS_ENGINE,
-        case("--te-precision-config-file", given),
     ),
     *refused(
         "a graph of the whole iteration would capture the plugin's transfers, which the CPU completes",
@@ -312,17 +240,6 @@ KERNEL_RULES: tuple[OptionRule, ...] = (
         "TransformerConfig wants --overlap-moe-expert-parallel-comm with it, which is not supported, and stock ends "
         "with 'Delaying wgrad compute is only supported with transformer_engine implementation'",
         "--delay-wgrad-compute",
-    ),
-    *supported(
-        "finish_embedding_wgrad_compute gathers among the ranks of the last stage, before gradients are summed",
-        f"not run: needs CUDA and APEX's fused weight gradients, {DEVICE} does it",
-        "--defer-embedding-wgrad-compute",
-    ),
-    *supported(
-        "PipelineOffloadManager moves what a rank has saved for its backward pass between its own device and host "
-        "memory",
-        ENGINE,
-        "--fine-grained-activation-offloading",
     ),
     *refused_unequal(
         "Megatron's TransformerConfig allows it for one stage only, 'there is no support for Pipeline "

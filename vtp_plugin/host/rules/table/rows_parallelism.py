@@ -5,9 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from vtp_plugin.host.rules.rule import (
-    NEEDS_ENGINE,
-    OPTIONS,
-    PARITY,
     OptionContext,
     OptionRule,
     Test,
@@ -23,12 +20,9 @@ from vtp_plugin.host.rules.rule import (
     refused_u_shaped,
     refused_unequal,
     refused_unequal_dp,
-    supported,
     warned,
     warned_uniform,
 )
-
-_EXPERTS = "tests/multiproc/experts/test_experts.py::test_experts"
 
 
 def has_experts(args: object, _context: OptionContext) -> bool:
@@ -68,25 +62,6 @@ def _balances_by(kind: str) -> Test:
 
 
 MOE_RULES: tuple[OptionRule, ...] = (
-    *supported(
-        "every stage cuts its experts by its own sizes and sums their gradients over its own copies",
-        _EXPERTS,
-        "--num-experts",
-        case("--expert-model-parallel-size", above(1)),
-        case("--expert-tensor-parallel-size", given),
-        case("--moe-shared-expert-intermediate-size", given),
-        case("--moe-layer-freq", lambda value: value not in (None, 1)),
-        "--moe-token-dispatcher-type allgather",
-        "--moe-token-dispatcher-type alltoall",
-    ),
-    *supported(
-        "routers balance inside a stage, and their losses count as often as the model's",
-        _EXPERTS,
-        case("--moe-router-load-balancing-type aux_loss", _balances_by("aux_loss")),
-        case("--moe-router-load-balancing-type seq_aux_loss", _balances_by("seq_aux_loss")),
-        case("--moe-z-loss-coeff", given),
-        "--moe-router-enable-expert-bias",
-    ),
     *warned(
         "each rank counts tokens in the type of the model, which rounds counts above 256 (--bf16) or 2048 (--fp16), "
         "and the sizes decide how many a rank counts, so the bias may repeat none of other sizes",
@@ -136,23 +111,12 @@ MOE_RULES: tuple[OptionRule, ...] = (
         ),
         way_out="add --num-experts, or leave it out",
     ),
-    *supported(
-        "the logits of all ranks that share a microbatch are gathered, and each takes its own tokens",
-        "tests/multiproc/experts/test_experts.py::test_tokens_are_shared_out_among_those_of_a_microbatch",
-        case("--moe-router-load-balancing-type sinkhorn", _balances_by("sinkhorn")),
-    ),
     *warned_uniform(
         "Megatron balances among the tokens of each rank, which the tensor- and context-parallel sizes cut, so the run "
         "repeats none of other sizes",
         "tests/multiproc/experts/test_experts.py::test_megatron_shares_out_the_tokens_of_a_rank",
         "compare with runs of this size only, or with stages of different sizes, which balance as one rank",
         only("--moe-router-load-balancing-type sinkhorn", _cuts_tokens, _balances_by("sinkhorn")),
-    ),
-    *supported("experts that are computed together lie on one rank", NEEDS_ENGINE, "--moe-grouped-gemm"),
-    *supported(
-        "the losses of the routers are summed inside each stage, then over the stages",
-        "tests/multiproc/experts/test_experts_training.py::test_logged_router_losses",
-        "--moe-per-layer-logging",
     ),
     *refused_unequal_dp(
         "the global loss is a running average over a stage's microbatches, whose number differs between the stages",
@@ -204,35 +168,8 @@ SPLIT_CONFIG_RULES = tuple(replace(rule, option=f"config.{rule.attribute}") for 
 """The same for what a script sets in the model's configuration, which does not say whose layers are used."""
 
 
-_SEQUENCE = "tests/multiproc/training/test_parity.py::test_sequence_parallelism"
-_CONTEXT = "tests/multiproc/training/test_parity.py::test_context_parallelism"
-
-
 PARALLELISM_RULES: tuple[OptionRule, ...] = (
     # The pipeline: its schedule, layers and rank order.
-    *supported(
-        "the interleaved schedule asks its communicator for every transfer, the ring's wrap-around included",
-        PARITY,
-        case("--num-virtual-stages-per-pipeline-rank", given),
-        case("--num-layers-per-virtual-pipeline-stage", given),
-        case("--no-overlap-p2p-communication", off, "overlap_p2p_comm"),
-    ),
-    *supported(
-        "the schedule only changes the order of the same transfers, which every rank of a stage issues alike",
-        OPTIONS,
-        case("--microbatch-group-size-per-virtual-pipeline-stage", given, "microbatch_group_size_per_vp_stage"),
-        case("--overlap-p2p-communication-warmup-flush", on, "overlap_p2p_comm_warmup_flush"),
-    ),
-    *supported(
-        "the layers of a stage follow from its pipeline rank, never from its size",
-        OPTIONS,
-        case("--decoder-first-pipeline-num-layers", given),
-        case("--decoder-last-pipeline-num-layers", given),
-        case("--pipeline-model-parallel-layout", given),
-        "--account-for-embedding-in-pipeline-split",
-        "--account-for-loss-in-pipeline-split",
-    ),
-    *supported("the layout knows both rank orders", PARITY, "--use-tp-pp-dp-mapping"),
     *refused(
         "the plugin's channels replace Megatron's point-to-point calls and have no ring exchange",
         "--use-ring-exchange-p2p",
@@ -245,16 +182,6 @@ PARALLELISM_RULES: tuple[OptionRule, ...] = (
     *refused("the start-up checks and the channels need real peers", "--fake-process-group"),
     *refused("it leaves out the group creation that gives every stage its size", "--lazy-mpu-init"),
     # Tensor, sequence and context parallelism.
-    *supported(
-        "boundary plans convert between copies and slices, and each stage's size says which it has",
-        _SEQUENCE,
-        "--sequence-parallel",
-    ),
-    *supported(
-        "boundaries join the ranks that share a sequence, whatever size each stage has",
-        _CONTEXT,
-        case("--context-parallel-size", above(1)),
-    ),
     *refused(
         "the plugin's group builder does not make the groups of nested context parallelism",
         case("--hierarchical-context-parallel-sizes", given),
@@ -276,24 +203,6 @@ PARALLELISM_RULES: tuple[OptionRule, ...] = (
 )
 
 DATA_PARALLEL_RULES: tuple[OptionRule, ...] = (
-    *supported(
-        "its shards and collectives stay among the data-parallel replicas of one stage",
-        PARITY,
-        "--use-distributed-optimizer",
-        "--overlap-grad-reduce",
-        "--overlap-param-gather",
-    ),
-    *supported(
-        "it only shifts when the buckets of a stage are reduced or gathered",
-        OPTIONS,
-        case("--no-align-grad-reduce", off, "align_grad_reduce"),
-        case("--no-align-param-gather", off, "align_param_gather"),
-    ),
-    *supported(
-        "it gathers the weights of a rank's first chunk among the replicas of its stage",
-        OPTIONS,
-        "--overlap-param-gather-with-optimizer-step",
-    ),
     *refused(
         "the plugin's group builder makes one distributed-optimizer instance",
         case("--num-distributed-optimizer-instances", above(1)),
