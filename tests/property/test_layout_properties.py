@@ -167,7 +167,7 @@ def test_grid_enumerates_as_megatrons(case: tuple[list[int], list[str], list[str
     shape, names, dims, offset = case
     with mock.patch.dict("os.environ", WORLD_SIZE="100000"):
         theirs = hyper_comm_grid()(shape, names, offset)
-    ours: RankGrid[object] = RankGrid(shape, names, offset)
+    ours: RankGrid = RankGrid(shape, names, offset)
     assert ours.get_rank_enum(dims) == theirs.get_rank_enum(dims)
     # Megatron's communicators call this one on a grid, with the dimensions in an order of their own.
     assert ours._gen_rank_enum(dims) == theirs._gen_rank_enum(dims)

@@ -6,13 +6,8 @@ Creating a process group is collective over the world, so every rank must create
 order of the lists is a part of the plan. :class:`LayoutRankGenerator` replaces the rank generator of Megatron's
 ``initialize_model_parallel`` for stages of different sizes; with a uniform layout it gives the same lists.
 
-An N-dimensional grid of ranks with the public API of Megatron's HyperCommGrid, without torch.
-
-The grid enumerates rank lists by integer arithmetic. Creating a process group from such lists is injected
-(``make_groups``), so the same class plans on a laptop and runs in a job. Exception types are those of HyperCommGrid
-(ConfigError is a ValueError), so callers written for one work with the other.
-
-`vtp_plugin.plan.layout.stage_grid` makes a grid of stages that differ out of such grids.
+An N-dimensional grid of ranks enumerates rank lists as Megatron's HyperCommGrid does, by integer arithmetic. Exception
+types are those of HyperCommGrid (ConfigError is a ValueError), so callers written for one work with the other.
 
 A grid of ranks whose pipeline stages have sizes of their own, with the interface of Megatron's HyperCommGrid.
 
@@ -28,10 +23,10 @@ have different numbers of replicas there is no such list of ranks for each: then
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol
 
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.layout.grids import check_replica_major
@@ -255,8 +250,6 @@ def rank_generators(layout: PipelineLayout) -> tuple[LayoutRankGenerator, Layout
     return dense, dense if dense.stages == expert.stages else expert
 
 
-GroupT = TypeVar("GroupT")
-
 _BASE_OF_GRID = "base"
 
 
@@ -299,19 +292,17 @@ class _View:
         return offsets
 
 
-class RankGrid(Generic[GroupT]):
-    """A rectangle of ranks with named dimensions, and the process groups made along them.
+class RankGrid:
+    """A rectangle of ranks with named dimensions.
 
     It covers the ranks ``rank_offset .. rank_offset + size - 1``. The first dimension changes fastest, as in the order
-    argument of Megatron's ``initialize_model_parallel``. For each combination of dimensions a group is created at most
-    once. ``create_pg`` is collective: every rank of the world calls it, in the same order, members or not.
+    argument of Megatron's ``initialize_model_parallel``.
 
     Attributes:
         shape: length of every dimension.
         dim_names: name of every dimension.
         rank_offset: first rank of the grid.
         size: number of ranks of the grid.
-        backend: backend that is handed to ``make_groups``; None means its default.
 
     >>> grid = RankGrid([2, 2, 2], ["tp", "cp", "dp"], rank_offset=1)
     >>> grid.get_rank_enum("cp")
@@ -320,34 +311,16 @@ class RankGrid(Generic[GroupT]):
     [[1, 2, 5, 6], [3, 4, 7, 8]]
     """
 
-    def __init__(
-        self,
-        shape: Sequence[int],
-        dim_names: Sequence[str],
-        rank_offset: int = 0,
-        backend: str | None = None,
-        *,
-        world_size: int | None = None,
-        rank: int | None = None,
-        make_groups: Callable[[list[list[int]], str | None, Mapping[str, object]], GroupT | None] | None = None,
-        destroy_group: Callable[[GroupT], None] | None = None,
-    ) -> None:
-        """Describe the grid; nothing is created.
+    def __init__(self, shape: Sequence[int], dim_names: Sequence[str], rank_offset: int = 0) -> None:
+        """Describe the grid.
 
         Args:
             shape: length of every dimension.
             dim_names: name of every dimension, all different.
             rank_offset: first rank of the grid.
-            backend: backend that is handed to ``make_groups``.
-            world_size: number of ranks of the world, to check that the grid fits; None skips the check.
-            rank: the rank of this process, for :meth:`is_current_rank_in_grid`; None in a pure plan.
-            make_groups: creates the groups of all the given rank lists and returns the one that this process is in,
-                or None. It gets the lists, the backend and the keyword arguments of ``create_pg``.
-            destroy_group: ends a group that this process is in.
 
         Raises:
             ConfigError: names and lengths do not match, or a length, a name or the offset is invalid.
-            RuntimeError: the grid is larger than the rest of the world.
         """
         self._views = {_BASE_OF_GRID: _make_view(_BASE_OF_GRID, shape, dim_names)}
         if rank_offset < 0:
@@ -356,16 +329,6 @@ class RankGrid(Generic[GroupT]):
         self.dim_names = list(dim_names)
         self.rank_offset = rank_offset
         self.size = math.prod(shape)
-        self.backend = backend
-        if world_size is not None and rank_offset + self.size > world_size:
-            raise RuntimeError(
-                f"grid {self.shape} at rank offset {rank_offset} needs ranks up to {rank_offset + self.size - 1}, "
-                f"but the world has {world_size}: make the grid smaller or start more processes"
-            )
-        self._rank = rank
-        self._make_groups = make_groups
-        self._destroy_group = destroy_group
-        self._groups: dict[tuple[str, tuple[str, ...]], GroupT | None] = {}
 
     def register_view(
         self, name: str, shape: Sequence[int], dim_names: Sequence[str], shared_dims: Sequence[str] | None = None
@@ -400,41 +363,6 @@ class RankGrid(Generic[GroupT]):
                 )
         self._views[name] = view
 
-    def create_pg(self, dims: str | Sequence[str], *, view: str | None = None, **kwargs: object) -> GroupT | None:
-        """Create the groups along ``dims`` and return the one that this process is in (None if in none).
-
-        Args:
-            dims: one dimension or several, in any order.
-            view: a registered view; None is the grid itself.
-            kwargs: handed to ``make_groups`` (for torch: timeout, pg_options, group_desc).
-
-        Raises:
-            ConfigError: a dimension is unknown.
-            KeyError: the view is unknown, or the groups exist already: the options of the first call would win
-                silently.
-            RuntimeError: the grid was made without ``make_groups``.
-        """
-        owner, ordered = self._owner(dims, view)
-        if (owner.name, ordered) in self._groups:
-            raise KeyError(f"process group {dims} of view {owner.name!r} has already been created: use get_pg")
-        if self._make_groups is None:
-            raise RuntimeError("this grid only plans: give make_groups to create process groups")
-        group = self._make_groups(owner.enumerate(ordered, self.rank_offset), self.backend, kwargs)
-        self._groups[owner.name, ordered] = group
-        return group
-
-    def get_pg(self, dims: str | Sequence[str], *, view: str | None = None) -> GroupT | None:
-        """Return the group that :meth:`create_pg` made for the same dimensions.
-
-        Raises:
-            ConfigError: a dimension is unknown.
-            KeyError: the view is unknown or the group has not been created.
-        """
-        owner, ordered = self._owner(dims, view)
-        if (owner.name, ordered) not in self._groups:
-            raise KeyError(f"process group {dims} of view {owner.name!r} has not been created: call create_pg first")
-        return self._groups[owner.name, ordered]
-
     def get_rank_enum(self, dims: str | Sequence[str], *, view: str | None = None) -> list[list[int]]:
         """Return the rank lists that :meth:`create_pg` uses for the same dimensions.
 
@@ -456,28 +384,6 @@ class RankGrid(Generic[GroupT]):
         """
         return frozenset(self._view(view).shared_dims)
 
-    def is_current_rank_in_grid(self) -> bool:
-        """Whether this process's rank belongs to the grid.
-
-        Raises:
-            RuntimeError: the grid was made without a rank.
-        """
-        if self._rank is None:
-            raise RuntimeError("this grid only plans: give rank to ask whether it is in the grid")
-        return self.contains(self._rank)
-
-    def contains(self, rank: int) -> bool:
-        """Whether ``rank`` belongs to the grid."""
-        return self.rank_offset <= rank < self.rank_offset + self.size
-
-    def destroy(self) -> None:
-        """End every group that this process is in, each once, and forget all groups, so they can be created again."""
-        mine = {id(group): group for group in self._groups.values() if group is not None}
-        self._groups.clear()
-        for group in mine.values():
-            if self._destroy_group is not None:
-                self._destroy_group(group)
-
     def _gen_rank_enum(self, dims: Sequence[str]) -> list[list[int]]:
         """Enumerate ``dims`` in the given order, the last one fastest.
 
@@ -491,18 +397,6 @@ class RankGrid(Generic[GroupT]):
         if chosen not in self._views:
             raise KeyError(f"view {chosen!r} is not registered: choose from {sorted(self._views)}")
         return self._views[chosen]
-
-    def _owner(self, dims: str | Sequence[str], view: str | None) -> tuple[_View, tuple[str, ...]]:
-        """Return the view that stores the group along ``dims``, and its sorted dimensions.
-
-        A view's shared dimensions are the base's groups: they are created and destroyed once.
-        """
-        chosen = self._view(view)
-        ordered = chosen.sorted_dims(dims)
-        if all(dim in chosen.shared_dims for dim in ordered):
-            chosen = self._views[_BASE_OF_GRID]
-            ordered = chosen.sorted_dims(ordered)
-        return chosen, ordered
 
 
 def _make_view(name: str, shape: Sequence[int], dim_names: Sequence[str], shared_dims: Sequence[str] = ()) -> _View:
@@ -555,7 +449,7 @@ class StageRanks:
         self.layout = PipelineLayout(tuple(StageGrid(*stage) for stage in stages), first_rank=rank_offset)
         self.dim_names = list(_NAMES)
         self._lists = LayoutRankGenerator(self.layout)
-        self._stages: tuple[RankGrid[None], ...] = tuple(
+        self._stages: tuple[RankGrid, ...] = tuple(
             RankGrid([stage.tp, stage.cp, stage.dp], _INSIDE, self.layout.leader(index))
             for index, stage in enumerate(self.layout.stages)
         )
@@ -580,7 +474,7 @@ class StageRanks:
         stage = self.layout.stages[self.layout.stage_of(rank) if self.contains(rank) else 0]
         return [stage.tp, stage.cp, stage.dp, self.layout.num_stages]
 
-    def boundary(self, *, is_last: bool) -> RankGrid[None]:
+    def boundary(self, *, is_last: bool) -> RankGrid:
         """Return the first or the last stage as a grid of its own, of one stage."""
         index = self.layout.num_stages - 1 if is_last else 0
         stage = self.layout.stages[index]
