@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from vtp_plugin.config.adapter_options import AdapterFields
-from vtp_plugin.config.flag import DeviceName, Flag, Trust
+from vtp_plugin.config.flag import DeviceName, Flag, Trust, said_of_attributes
 from vtp_plugin.config.options import (
     DpModeName,
     Failure,
@@ -118,11 +118,13 @@ def flags_of_fields() -> tuple[Flag, ...]:
     ('--vtp-size-list', 'vtp_size_list', 'size_list')
     """
     types = get_type_hints(VtpConfig)
+    said = {name: text for kind in VtpConfig.__mro__ for name, text in said_of_attributes(kind).items()}
     flags: list[Flag] = []
     for field in dataclasses.fields(VtpConfig):
         choices = get_args(types[field.name]) if get_origin(types[field.name]) is Literal else ()
         name = f"--vtp-{field.name.replace('_', '-')}"
-        given: dict[str, Any] = {"name": name, "keyword": field.name, "choices": choices, **field.metadata}
+        own = {"name": name, "keyword": field.name, "choices": choices, "help": said.get(field.name, "")}
+        given: dict[str, Any] = {**own, **field.metadata}
         given["metavar"] = given["metavar"] or "|".join(given["choices"]) or None
         flags.append(Flag(**given, field=field.name))
     return tuple(flags)

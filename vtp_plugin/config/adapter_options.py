@@ -62,56 +62,36 @@ adapter_option = functools.partial(declare, FlagGroup.ADAPTERS)
 
 @dataclass(frozen=True, kw_only=True)
 class AdapterFields:
-    """Options about adapters (LoRA)."""
+    """Options about adapters (LoRA).
 
-    lora_rank: int | None = adapter_option(
-        same("vtp_lora_rank"),
-        None,
-        "train adapters (LoRA) of this rank and freeze the model: a pair of factors for each published matrix, the "
-        "same for all TP sizes; needs --vtp-size-list, equal sizes will do",
-        "N",
-        type=int,
-    )
-    lora_alpha: float | None = adapter_option(
-        same("vtp_lora_alpha"),
-        None,
-        "with --vtp-lora-rank: the product of the factors is multiplied by this number divided by the rank; default: "
-        "the rank, which multiplies by 1",
-        "32",
-        type=float,
-    )
-    lora_dropout: float = adapter_option(
-        same("vtp_lora_dropout"),
-        0.0,
-        "with --vtp-lora-rank: the share of its inputs that each pair leaves out in a training step; drawn for whole "
-        "tensors, so that it is the same for all TP sizes of as many stages",
-        "0.05",
-        type=float,
-    )
+    Attributes:
+        lora_rank: train adapters (LoRA) of this rank and freeze the model: a pair of factors for each published matrix,
+            the same for all TP sizes; needs --vtp-size-list, equal sizes will do
+        lora_alpha: with --vtp-lora-rank: the product of the factors is multiplied by this number divided by the rank;
+            default: the rank, which multiplies by 1
+        lora_dropout: with --vtp-lora-rank: the share of its inputs that each pair leaves out in a training step; drawn
+            for whole tensors, so that it is the same for all TP sizes of as many stages
+        lora_layers: with --vtp-lora-rank: which layers get adapters, as ranges of their numbers from 0, without the
+            layer behind the colon, or in a U edge or cloud for all layers there; default: all
+        lora_save_base: with --vtp-lora-rank: save the frozen model with every checkpoint; without this a checkpoint
+            holds the adapters alone, and a run that resumes from it takes the model from --pretrained-checkpoint
+    """
+
+    lora_rank: int | None = adapter_option(same("vtp_lora_rank"), None, "N", type=int)
+    lora_alpha: float | None = adapter_option(same("vtp_lora_alpha"), None, "32", type=float)
+    lora_dropout: float = adapter_option(same("vtp_lora_dropout"), 0.0, "0.05", type=float)
     lora_targets: tuple[str, ...] = adapter_option(
         same("vtp_lora_targets", separator=" "),
         (),
-        f"with --vtp-lora-rank: what gets adapters, some of {', '.join(TARGET_NAMES)}, of which those that begin with "
-        "linear are Megatron's layers and stand for all that they hold; default: all that the model has",
         "NAME",
+        help=f"with --vtp-lora-rank: what gets adapters, some of {', '.join(TARGET_NAMES)}, of which those that begin "
+        "with linear are Megatron's layers and stand for all that they hold; default: all that the model has",
         nargs="+",
         parse=parse_targets,
     )
-    lora_layers: tuple[str, ...] = adapter_option(
-        same("vtp_lora_layers"),
-        (),
-        "with --vtp-lora-rank: which layers get adapters, as ranges of their numbers from 0, without the layer behind "
-        "the colon, or in a U edge or cloud for all layers there; default: all",
-        "0:4,28:32",
-        parse=parse_layers,
-    )
+    lora_layers: tuple[str, ...] = adapter_option(same("vtp_lora_layers"), (), "0:4,28:32", parse=parse_layers)
 
-    lora_save_base: bool = adapter_option(
-        same("vtp_lora_save_base"),
-        False,
-        "with --vtp-lora-rank: save the frozen model with every checkpoint; without this a checkpoint holds the "
-        "adapters alone, and a run that resumes from it takes the model from --pretrained-checkpoint",
-    )
+    lora_save_base: bool = adapter_option(same("vtp_lora_save_base"), False)
 
     @property
     def lora(self) -> Lora | None:

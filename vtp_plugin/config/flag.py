@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -13,22 +15,39 @@ from vtp_plugin.errors import LayoutError
 from vtp_plugin.util.text import argument_of
 
 
-def declare(
-    group: FlagGroup, compared: ComparisonRule, default: Any, help: str, metavar: str | None = None, **flag: Any
-) -> Any:
+def declare(group: FlagGroup, compared: ComparisonRule, default: Any, metavar: str | None = None, **flag: Any) -> Any:
     """Declare a field, with what :func:`~vtp_plugin.config.flags_of_fields` cannot take from its name and type.
+
+    What the option does is said by its class, among the attributes, if not by `help` among the others.
 
     Args:
         group: group of its flag in ``--help``.
         compared: whether all ranks must have one value.
         default: default value of the field and of the keyword.
-        help: what the option does.
         metavar: placeholder of its value in ``--help``; None for a switch or a list of choices.
         flag: other attributes of :class:`~vtp_plugin.config.flag.Flag`.
     """
     return dataclasses.field(
-        default=default, metadata={"group": group, "compared": compared, "help": help, "metavar": metavar, **flag}
+        default=default, metadata={"group": group, "compared": compared, "metavar": metavar, **flag}
     )
+
+
+def said_of_attributes(kind: type) -> dict[str, str]:
+    r"""Read what a class says of its attributes, by their names.
+
+    >>> class Box:
+    ...     '''A box.
+    ...
+    ...     Attributes:
+    ...         lid: What closes
+    ...             it.
+    ...     '''
+    >>> said_of_attributes(Box)
+    {'lid': 'What closes it.'}
+    """
+    section = (inspect.getdoc(kind) or "").partition("Attributes:\n")[2]
+    found = re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", section, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in found}
 
 
 DeviceName = Literal["auto", "cuda", "npu", "cpu"]
@@ -366,44 +385,36 @@ option = functools.partial(declare, FlagGroup.TRUST)
 
 @dataclass(frozen=True, kw_only=True)
 class Trust:
-    """Options about a run over several sites."""
+    """Options about a run over several sites.
+
+    Attributes:
+        sites: site of every stage; default: all in one
+        share_errors: several sites: let the other sites read the texts of this rank's errors and the values of its
+            arguments; without it they read the type of an error and where it happened. Each site decides for itself
+        edge_seed: U of two sites: what the edge's own layers are drawn from (embedding, its layers, head). random
+            (default): a key of 256 bits, which only the edge's ranks get, and which is kept beside its checkpoints;
+            shared: --seed, which the cloud has too, so it can draw these layers and read tokens from activations; FILE:
+            a key of your own, of 16 bytes or more, in a file of mode 0600, so that a run can be repeated
+        audit: record every message between stages, one JSON object a line; rank 3 writes FILE with .rank3 before its
+            suffix; sites may differ
+        link_is_protected: several sites on several machines: something that the plugin does not see, such as IPsec or
+            MACsec, encrypts all ways between them, those of InfiniBand and of the devices' own ports too. Without it a
+            public address on an interface that is no VPN is rejected, NCCL goes by sockets, and HCCL is not supported
+    """
 
     sites: tuple[str, ...] | None = option(
-        same("sites", at_start=True, none=""),
-        None,
-        "site of every stage; default: all in one",
-        "edge,cloud,cloud",
-        parse=parse_sites,
+        same("sites", at_start=True, none=""), None, "edge,cloud,cloud", parse=parse_sites
     )
     share_errors: bool = option(
         own("each site decides for itself"),
         False,
-        "several sites: let the other sites read the texts of this rank's errors and the values of its arguments; "
-        "without it they read the type of an error and where it happened. Each site decides for itself",
     )
-    edge_seed: str | None = option(
-        own("only the edge draws from it", is_path=True),
-        None,
-        "U of two sites: what the edge's own layers are drawn from (embedding, its layers, head). random (default): a "
-        "key of 256 bits, which only the edge's ranks get, and which is kept beside its checkpoints; shared: --seed, "
-        "which the cloud has too, so it can draw these layers and read tokens from activations; FILE: a key of your "
-        "own, of 16 bytes or more, in a file of mode 0600, so that a run can be repeated",
-        "random|shared|FILE",
-    )
-    audit: str | None = option(
-        own("each machine has its own files", is_path=True),
-        None,
-        "record every message between stages, one JSON object a line; rank 3 writes FILE with .rank3 before its "
-        "suffix; sites may differ",
-        "FILE",
-    )
+    edge_seed: str | None = option(own("only the edge draws from it", is_path=True), None, "random|shared|FILE")
+    audit: str | None = option(own("each machine has its own files", is_path=True), None, "FILE")
 
     link_is_protected: bool = option(
         same("vtp_link_is_protected", at_start=True),
         False,
-        "several sites on several machines: something that the plugin does not see, such as IPsec or MACsec, encrypts "
-        "all ways between them, those of InfiniBand and of the devices' own ports too. Without it a public address on "
-        "an interface that is no VPN is rejected, NCCL goes by sockets, and HCCL is not supported",
     )
 
     @property

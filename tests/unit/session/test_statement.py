@@ -85,10 +85,11 @@ def test_every_option_says_whether_ranks_may_differ() -> None:
         assert isinstance(flag.compared, ComparisonRule) and (flag.compared.name is None) == bool(
             flag.compared.reason
         ), flag
+    assert all(flag.help for flag in flags_of_fields())
     names = [flag.compared.name for flag in flags_of_fields() if flag.compared and flag.compared.name]
     assert len(set(names)) == len(names)
     with pytest.raises(TypeError):
-        declare(FlagGroup.WHERE, "auto", "a field whose first argument is forgotten")  # type: ignore[call-arg]
+        declare(FlagGroup.WHERE, "auto", metavar="a field whose first argument is forgotten")  # type: ignore[call-arg]
 
 
 def test_what_ranks_may_differ_in() -> None:
