@@ -246,13 +246,19 @@ def _core_only() -> str:
 
 def _crossing() -> dict[str, str]:
     """Return the closed lists of what crosses between sites."""
-    from vtp_plugin.plan.boundary.message_kind import MESSAGE_FORMS
+    from vtp_plugin.plan.boundary.message_kind import MessageKind
     from vtp_plugin.runtime.health.redaction import SHARED_NAMES
     from vtp_plugin.runtime.health.store import Topic
+    from vtp_plugin.util.text import said_of_attributes
 
     return {
-        "what crosses": _table(("kind", "form"), [(kind.value, form.says) for kind, form in MESSAGE_FORMS.items()]),
-        "what the store holds": _table(("key", "content"), [(f"`{topic.key}`", topic.sentence) for topic in Topic]),
+        "what crosses": _table(
+            ("kind", "form"),
+            [(MessageKind[name].value, text) for name, text in said_of_attributes(MessageKind).items()],
+        ),
+        "what the store holds": _table(
+            ("key", "content"), [(f"`{Topic[name].key}`", text) for name, text in said_of_attributes(Topic).items()]
+        ),
         "what is compared by value": ", ".join(sorted(SHARED_NAMES)) + ".",
     }
 

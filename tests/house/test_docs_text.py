@@ -21,6 +21,7 @@ from vtp_plugin.host.rules.table.rows import documented
 from vtp_plugin.plan.boundary.message_kind import MESSAGE_FORMS, MessageKind
 from vtp_plugin.plan.schedule.cost.costs import COST_KEYS
 from vtp_plugin.runtime.health.store import Topic
+from vtp_plugin.util.text import said_of_attributes
 
 LINK = re.compile(r"\]\(([^)\s]+)\)|<img src=\"([^\"]+)\"")
 PATH = re.compile(r"(?<![\w/.-])((?:tests|vtp_plugin|patches|benchmarks|examples|scripts|docs)/[\w./-]+)(?:::(\w+))?")
@@ -133,7 +134,8 @@ def test_every_kind_of_message_is_documented() -> None:
 
 def test_everything_that_the_store_holds_is_documented() -> None:
     table = (ROOT / "docs/guides/edge-cloud.md").read_text()
-    assert [topic.key for topic in Topic if f"| `{topic.key}` | {topic.sentence} |" not in table] == []
+    said = said_of_attributes(Topic)
+    assert [topic.key for topic in Topic if f"| `{topic.key}` | {said[topic.name]} |" not in table] == []
 
 
 def test_queries_are_documented() -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from vtp_plugin.config.adapter_options import AdapterFields
-from vtp_plugin.config.flag import DeviceName, Flag, Trust, said_of_attributes
+from vtp_plugin.config.flag import DeviceName, Flag, Trust
 from vtp_plugin.config.options import (
     DpModeName,
     Failure,
@@ -31,7 +31,7 @@ from vtp_plugin.config.options import (
     TransportName,
 )
 from vtp_plugin.errors import LayoutError
-from vtp_plugin.util.text import question
+from vtp_plugin.util.text import question, said_of_attributes
 
 __all__ = [
     "DeviceName",

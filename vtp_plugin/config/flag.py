@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import inspect
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -30,24 +28,6 @@ def declare(group: FlagGroup, compared: ComparisonRule, default: Any, metavar: s
     return dataclasses.field(
         default=default, metadata={"group": group, "compared": compared, "metavar": metavar, **flag}
     )
-
-
-def said_of_attributes(kind: type) -> dict[str, str]:
-    r"""Read what a class says of its attributes, by their names.
-
-    >>> class Box:
-    ...     '''A box.
-    ...
-    ...     Attributes:
-    ...         lid: What closes
-    ...             it.
-    ...     '''
-    >>> said_of_attributes(Box)
-    {'lid': 'What closes it.'}
-    """
-    section = (inspect.getdoc(kind) or "").partition("Attributes:\n")[2]
-    found = re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", section, re.MULTILINE)
-    return {name: " ".join(text.split()) for name, text in found}
 
 
 DeviceName = Literal["auto", "cuda", "npu", "cpu"]

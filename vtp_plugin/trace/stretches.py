@@ -11,14 +11,13 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.schedule.cost.costs import Costs, format_costs, parse_costs
 from vtp_plugin.plan.schedule.order.actions import Schedule, format_actions, parse_actions
 from vtp_plugin.plan.schedule.order.placement import Placement
-from vtp_plugin.util.text import TextEnum
+from vtp_plugin.util.text import TextEnum, said_of_attributes
 from vtp_plugin.util.typed_json import MAX_INDEX_BYTES, parse_json, read_text
 
 
@@ -27,6 +26,29 @@ class Cause(TextEnum):
 
     Ranks record the first ones. The last three are found by comparing all ranks: a wait, or a finish inside the stage,
     is ``BUBBLE`` until the other stage has sent, and ``MESSAGE`` after that.
+
+    Attributes:
+        FORWARD: a forward of one microbatch, with the collectives inside the stage that the model makes
+        BACKWARD: a backward of one microbatch, likewise; of a split one the gradient of the input
+        WEIGHTS: the gradients of weights of one microbatch, where backwards are split
+        LOSS: the script's loss function; it waits for other replicas where it sums over them (0.12)
+        BATCH: reading a batch, where the script times that
+        PACK: a tensor is made ready to cross: gathered inside the stage, cut, made dense
+        POST: a receive gets its memory and is handed to the backend
+        SEND: messages are handed to the backend
+        WAIT: for a message, or until one is sent
+        FINISH: a tensor that has come is completed inside the stage
+        GRADIENTS: gradients are summed over replicas and tied weights, after the last backward
+        OPTIMIZER: the optimizer's step with the norm of the gradients, for which all ranks wait, and what Megatron does
+            around it: all from the end of the gradients to the log or the next step
+        LOG: Megatron's line of the log, for which ranks wait, too
+        PLAN: an order is planned, links are measured, ranks compare real times with planned ones
+        SAVE: a checkpoint is saved
+        EVALUATE: an evaluation
+        TRACE: the trace itself is written
+        MESSAGE: waits after the other stage has sent, until all is there
+        BUBBLE: waits before the other stage has sent
+        OTHER: what nothing was noted of
     """
 
     FORWARD = "forward"
@@ -54,31 +76,7 @@ class Cause(TextEnum):
 COMPUTES = (Cause.FORWARD, Cause.BACKWARD, Cause.WEIGHTS)
 """What an order of computes is made of."""
 
-MEANINGS: Mapping[Cause, str] = MappingProxyType(
-    {
-        Cause.FORWARD: "a forward of one microbatch, with the collectives inside the stage that the model makes",
-        Cause.BACKWARD: "a backward of one microbatch, likewise; of a split one the gradient of the input",
-        Cause.WEIGHTS: "the gradients of weights of one microbatch, where backwards are split",
-        Cause.LOSS: "the script's loss function; it waits for other replicas where it sums over them (0.12)",
-        Cause.BATCH: "reading a batch, where the script times that",
-        Cause.PACK: "a tensor is made ready to cross: gathered inside the stage, cut, made dense",
-        Cause.POST: "a receive gets its memory and is handed to the backend",
-        Cause.SEND: "messages are handed to the backend",
-        Cause.WAIT: "for a message, or until one is sent",
-        Cause.FINISH: "a tensor that has come is completed inside the stage",
-        Cause.GRADIENTS: "gradients are summed over replicas and tied weights, after the last backward",
-        Cause.OPTIMIZER: "the optimizer's step with the norm of the gradients, for which all ranks wait, and what "
-        "Megatron does around it: all from the end of the gradients to the log or the next step",
-        Cause.LOG: "Megatron's line of the log, for which ranks wait, too",
-        Cause.PLAN: "an order is planned, links are measured, ranks compare real times with planned ones",
-        Cause.SAVE: "a checkpoint is saved",
-        Cause.EVALUATE: "an evaluation",
-        Cause.TRACE: "the trace itself is written",
-        Cause.MESSAGE: "waits after the other stage has sent, until all is there",
-        Cause.BUBBLE: "waits before the other stage has sent",
-        Cause.OTHER: "what nothing was noted of",
-    }
-)
+MEANINGS: Mapping[Cause, str] = {Cause[name]: text for name, text in said_of_attributes(Cause).items()}
 """What each cause means, for people."""
 
 

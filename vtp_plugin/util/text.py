@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import shutil
 import sysconfig
 from collections.abc import Iterable
@@ -22,6 +24,24 @@ def argument_of(flag: str) -> str:
     'vtp_size_list'
     """
     return flag.removeprefix("--").replace("-", "_")
+
+
+def said_of_attributes(kind: type) -> dict[str, str]:
+    r"""Read what a class says of its attributes, by their names.
+
+    >>> class Box:
+    ...     '''A box.
+    ...
+    ...     Attributes:
+    ...         lid: What closes
+    ...             it.
+    ...     '''
+    >>> said_of_attributes(Box)
+    {'lid': 'What closes it.'}
+    """
+    section = (inspect.getdoc(kind) or "").partition("Attributes:\n")[2]
+    found = re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", section, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in found}
 
 
 def plain(text: str) -> str:

@@ -19,6 +19,7 @@ from vtp_plugin.runtime.comm.transfers import Audit
 from vtp_plugin.runtime.health.redaction import Redaction
 from vtp_plugin.runtime.health.startup import Agreement
 from vtp_plugin.runtime.health.store import Topic
+from vtp_plugin.util.text import said_of_attributes
 
 SECRET, FOLDER = "4711, 4712", "/home/me/data"
 EDGE, CLOUD = Redaction(site="edge"), Redaction(site="cloud")
@@ -163,4 +164,5 @@ def test_every_part_of_the_store_is_a_topic() -> None:
         if path.name not in allowed:
             assert "PrefixStore(" not in path.read_text(), path
             assert not re.search(r"\b(ranks\.)?store\.set\(", path.read_text()) or path.name == "monitor.py", path
-    assert all(topic.sentence.endswith(".") for topic in Topic)
+    said = said_of_attributes(Topic)
+    assert all(said[topic.name].endswith(".") for topic in Topic)

@@ -124,62 +124,52 @@ def shown(data: bytes) -> str:
 
 
 class Topic(Enum):
-    """What the plugin posts to the store, with a sentence on its content."""
+    """What the plugin posts to the store, with a sentence on its content.
 
-    CHECKS = (
-        "agree",
-        "Start-up and step checks: the arguments that must be equal (between sites as digests, except values of the "
-        "plugin's layout flags), versions, sizes of the vocabulary, digests of plans; errors (between sites their "
-        "type, or the plugin's own text about layout flags); the numbers of ranks that are missing.",
-    )
-    WATCH = (
-        "monitor",
-        "Liveness: a counter for every rank; how often ranks got on, and the numbers of those that do nothing; when "
-        "one ends, its number, the reason (between sites as for the checks), the boundary, load or save at which it "
-        "stood, and how many checks and steps it has begun; when one is missed or has waited too long, where every "
-        "rank stands: boundary and microbatch, or the name of a collective and its ranks; a random name, under which "
-        "all this lies.",
-    )
-    REPORTS = (
-        "reports",
-        "Measured durations of computing, of steps and of the links, and the costs made of them; with --vtp-timing "
-        "what each rank did in a step and when, by names of boundaries and numbers of microbatches, between sites also "
-        "the bytes of each message, how many TCP segments were sent again, and a digest that tells network namespaces "
-        "apart; where a script "
-        "asks for adapters, the names of the layers of every stage and how many of each there are.",
-    )
-    CLOCKS = (
-        "clocks",
-        "With --vtp-trace and --vtp-timing: readings of clocks, by which ranks find out how far these are apart.",
-    )
-    ATTEMPTS = (
-        "attempts",
-        "Where the launcher keeps the store: how often ranks have met in it, how many they were, a random name of each "
-        "process, the numbers of ranks that are missing, and the port at which ranks meet with --vtp-stages.",
-    )
-    NODES = ("nodes", "How many ranks each node of the launcher has.")
-    CARDS = (
-        "cards",
-        "With --vtp-stages: of every rank the name of its machine (between sites a digest, or what --vtp-node says), "
-        "its site, the kind of its device, whether it works and versions; who gets which rank, the chosen layout, from "
-        "which each rank works out its own flags, and how far the attempt before came; an error (between sites as for "
-        "the checks); how many ranks have ended.",
-    )
-    FOLDER = (
-        "folder",
-        "A random file name, by which ranks find out whether they share the folder of --save, and a random name of the "
-        "run, which the lock of that folder and traces hold.",
-    )
-    VOCABULARY = ("vocabulary", "The two sizes of the edge's vocabulary.")
-    BRIDGES = (
-        "bridges",
-        "Checks of bridges between modules: the modules' grids, the type and dimensions of tensors, errors as for the "
-        "checks.",
-    )
+    Attributes:
+        CHECKS: Start-up and step checks: the arguments that must be equal (between sites as digests, except values of
+            the plugin's layout flags), versions, sizes of the vocabulary, digests of plans; errors (between sites their
+            type, or the plugin's own text about layout flags); the numbers of ranks that are missing.
+        WATCH: Liveness: a counter for every rank; how often ranks got on, and the numbers of those that do nothing;
+            when one ends, its number, the reason (between sites as for the checks), the boundary, load or save at which
+            it stood, and how many checks and steps it has begun; when one is missed or has waited too long, where every
+            rank stands: boundary and microbatch, or the name of a collective and its ranks; a random name, under which
+            all this lies.
+        REPORTS: Measured durations of computing, of steps and of the links, and the costs made of them; with
+            --vtp-timing what each rank did in a step and when, by names of boundaries and numbers of microbatches,
+            between sites also the bytes of each message, how many TCP segments were sent again, and a digest that tells
+            network namespaces apart; where a script asks for adapters, the names of the layers of every stage and how
+            many of each there are.
+        CLOCKS: With --vtp-trace and --vtp-timing: readings of clocks, by which ranks find out how far these are apart.
+        ATTEMPTS: Where the launcher keeps the store: how often ranks have met in it, how many they were, a random name
+            of each process, the numbers of ranks that are missing, and the port at which ranks meet with --vtp-stages.
+        NODES: How many ranks each node of the launcher has.
+        CARDS: With --vtp-stages: of every rank the name of its machine (between sites a digest, or what --vtp-node
+            says), its site, the kind of its device, whether it works and versions; who gets which rank, the chosen
+            layout, from which each rank works out its own flags, and how far the attempt before came; an error (between
+            sites as for the checks); how many ranks have ended.
+        FOLDER: A random file name, by which ranks find out whether they share the folder of --save, and a random name
+            of the run, which the lock of that folder and traces hold.
+        VOCABULARY: The two sizes of the edge's vocabulary.
+        BRIDGES: Checks of bridges between modules: the modules' grids, the type and dimensions of tensors, errors as
+            for the checks.
+    """
 
-    def __init__(self, key: str, sentence: str) -> None:
-        self.key = key
-        self.sentence = sentence
+    CHECKS = "agree"
+    WATCH = "monitor"
+    REPORTS = "reports"
+    CLOCKS = "clocks"
+    ATTEMPTS = "attempts"
+    NODES = "nodes"
+    CARDS = "cards"
+    FOLDER = "folder"
+    VOCABULARY = "vocabulary"
+    BRIDGES = "bridges"
+
+    @property
+    def key(self) -> str:
+        """Name of its part of the store."""
+        return self.value
 
 
 def part_of(store: dist.Store, topic: Topic, share: str = "") -> dist.Store:
