@@ -33,11 +33,6 @@ from vtp_plugin.util.text import in_digits, own_command, plain
 if TYPE_CHECKING:
     from vtp_plugin.session import Session
 
-_TEXT = """\
-One process on one device of each kind, without its peers, and without a list: sizes 1, 2, 4 and 8, or --tp-sizes, are
-timed one after another, each as rank 0 of a stage whose other ranks answer at once with what it sends. So messages cost
-nothing here; --links, started on all ranks by the run's launcher, times those. What is to be done with the files:
-docs/guides/search.md."""
 _OWN = ("--out", "--tp-sizes", "--micro-batch-sizes", "--seq-lengths", "--rounds", "--kind")
 _MOST_CARDS = 8
 _NAMES = {"dense": "layer", "experts": "layer with experts"}
@@ -48,7 +43,7 @@ _MOST_SCATTER = 0.2
 
 def add_arguments(parser: Parser) -> None:
     """Declare the flags."""
-    parser.description = _TEXT
+    parser.description = run.__doc__
     add_run_flags(parser, has_layout=False)
     group = parser.add_argument_group("Of the profile")
     group.add_argument("--out", type=Path, required=True, metavar="FILE.toml", help="what is written")
@@ -63,7 +58,11 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Time and write."""
+    """One process on one device of each kind, without its peers, and without a list: sizes 1, 2, 4 and 8, or
+    --tp-sizes, are timed one after another, each as rank 0 of a stage whose other ranks answer at once with what it
+    sends. So messages cost nothing here; --links, started on all ranks by the run's launcher, times those. What is
+    to be done with the files: docs/guides/search.md.
+    """
     check_folder(options.out, flag="--out")
     if options.links:
         _links(options)

@@ -41,17 +41,13 @@ from vtp_plugin.util.text import in_digits, plain
 
 _COLUMNS = ("", "TP sizes", "layers", "replicas", "microbatch size", "devices", "step")
 _COLUMNS_BEHIND = ("tokens/s", "price per M tokens", "times from")
-_TEXT = """\
-Every layout (TP sizes, replicas, layers of each stage) that the devices allow is bounded or simulated; nothing is
-started. Times of layers come from the cluster's file: measured by `profile`, fitted to that, or from data sheets. What
-a file holds: docs/guides/search.md."""
 # Once all stages are busy, every further microbatch looks like the one before. Of a replica so many are drawn.
 _MOST_MICROBATCHES = 16
 
 
 def add_arguments(parser: Parser) -> None:
     """Declare the flags."""
-    parser.description = _TEXT
+    parser.description = run.__doc__
     parser.epilog = _answer.__doc__
     add_run_flags(parser, has_layout=False)
     parser.most_used |= {
@@ -83,7 +79,10 @@ def add_arguments(parser: Parser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Search and print."""
+    """Every layout (TP sizes, replicas, layers of each stage) that the devices allow is bounded or simulated; nothing
+    is started. Times of layers come from the cluster's file: measured by `profile`, fitted to that, or from data
+    sheets. What a file holds: docs/guides/search.md.
+    """
     check_unknown(options.unknown)
     if options.num_best < 1 or not options.limit_s > 0:
         raise ConfigError(

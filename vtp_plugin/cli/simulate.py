@@ -42,15 +42,11 @@ from vtp_plugin.util.text import in_digits
 _WIDTH = 120
 _MICROBATCHES = 8
 _ENDINGS = {".svg": "picture", ".json": "trace for Perfetto or Chrome", PAGE: "page"}
-_TEXT = """\
-The order is that of a run with these flags. Durations and links come from --vtp-costs, here for every kind of
-schedule. Without it a forward takes 1 on each stage (2 on a cloud stage of a U), a backward twice as long, and
-messages take no time."""
 
 
 def add_arguments(parser: Parser) -> None:
     """Declare the flags."""
-    parser.description = _TEXT
+    parser.description = run.__doc__
     parser.epilog = _answer.__doc__
     add_run_flags(parser)
     add_bridge_flag(parser)
@@ -123,7 +119,10 @@ class _Simulation:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Simulate, print and write."""
+    """The order is that of a run with these flags. Durations and links come from --vtp-costs, here for every kind of
+    schedule. Without it a forward takes 1 on each stage (2 on a cloud stage of a U), a backward twice as long, and
+    messages take no time.
+    """
     check_ending(options.output, _ENDINGS)
     step = _of_modules(options) if options.bridge else _of_pipeline(options)
     found = [summarize(step.timeline, unit=step.unit), _table(step.timeline)]

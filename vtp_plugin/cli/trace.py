@@ -40,15 +40,11 @@ from vtp_plugin.util.text import in_digits
 _ENDINGS = {".json": "trace for Perfetto or Chrome", ".svg": "picture of the last step", PAGE: "page"}
 _NUM_SHOWN = 10
 _RUN, _PLAN = 0, 1
-_TEXT = """\
-Join the files that all ranks wrote with --vtp-trace, align their clocks, and compare with a simulated step of the same
-costs: those that the run measured or was given, or else medians of the trace itself. The file shows two processes, run
-and plan, with a row for each rank."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags."""
-    parser.description = _TEXT
+    parser.description = run.__doc__
     causes = "; ".join(f"{cause}: {meaning}" for cause, meaning in MEANINGS.items() if cause is not Cause.WAIT)
     parser.epilog = f"Causes: {causes}. {_answer.__doc__ or ''}"
     parser.add_argument("folder", type=Path, metavar="DIR", help="of --vtp-trace, with the files of all ranks")
@@ -61,7 +57,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> None:
-    """Join, write and print."""
+    """Join the files that all ranks wrote with --vtp-trace, align their clocks, and compare with a simulated step of
+    the same costs: those that the run measured or was given, or else medians of the trace itself. The file shows two
+    processes, run and plan, with a row for each rank.
+    """
     check_ending(options.output, _ENDINGS)
     files = read_files(options.folder)
     traced = join_files(files)

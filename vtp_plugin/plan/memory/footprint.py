@@ -48,7 +48,7 @@ from vtp_plugin.plan.model.gpt_model import (
     GPTModel,
     ParameterRow,
 )
-from vtp_plugin.plan.model.lora import Lora, is_adapter, published_matrices
+from vtp_plugin.plan.model.lora import Lora, LoraTarget, Matrices, is_adapter, published_matrices
 
 _MIB = 2**20
 # Low latency: 8 lines of 16 bytes for 512 threads in 8 steps; with 128 bytes: 120 times 8 bytes for 640; simple: 4 MiB.
@@ -244,25 +244,31 @@ class _Rank:
 
     def factors(self, lora: Lora, *, has_experts: bool) -> Iterator[Parameter]:
         """Yield the factors of a layer, from the rows of the matrices that they are beside."""
-        model, matrices = self.model, self.model.matrices(has_experts=has_experts)
+        matrices = self.model.matrices(has_experts=has_experts)
         pairs = published_matrices(matrices)
         for is_routed, group in groupby(EXPERT_LAYER if has_experts else DENSE_LAYER, lambda row: row.is_routed):
-            size, alike = self._experts.tp if is_routed else self._tp, list[tuple[str, int]]()
-            for row in group:
-                held = [target for target in pairs if f"{target.module}.weight" == row.name]
-                rows = row.rows(model) if held else ()
-                for target, lengths in zip(held, [(each,) for each in rows] if len(held) > 1 else [rows], strict=False):
-                    if target.published in lora.targets:
-                        (columns,) = row.rest(model)
-                        if row.cut == "rows":
-                            lengths = tuple(_cut(row.name, length, size) for length in lengths)
-                        else:
-                            columns = _cut(row.name, columns, size)
-                        named = zip(("linear_in", *target.seconds(matrices)), (columns, *lengths), strict=True)
-                        alike += [(f"{target.place}.{name}.weight", lora.rank * width) for name, width in named]
+            alike = [factor for row in group for factor in self._factors_of(row, lora, matrices, pairs)]
             for number in range(self._num_experts() if is_routed else 1):
                 for name, numel in alike:
                     yield Parameter(name=name.format(expert=number), numel=numel, is_expert=is_routed)
+
+    def _factors_of(
+        self, row: ParameterRow, lora: Lora, matrices: Matrices, pairs: Sequence[LoraTarget]
+    ) -> Iterator[tuple[str, int]]:
+        """Yield name and size of the factors beside a weight, which may hold several published matrices."""
+        held = [target for target in pairs if f"{target.module}.weight" == row.name]
+        size = self._experts.tp if row.is_routed else self._tp
+        rows = row.rows(self.model) if held else ()
+        for target, lengths in zip(held, [(each,) for each in rows] if len(held) > 1 else [rows], strict=False):
+            if target.published not in lora.targets:
+                continue
+            (columns,) = row.rest(self.model)
+            if row.cut == "rows":
+                lengths = tuple(_cut(row.name, length, size) for length in lengths)
+            else:
+                columns = _cut(row.name, columns, size)
+            for name, width in zip(("linear_in", *target.seconds(matrices)), (columns, *lengths), strict=True):
+                yield f"{target.place}.{name}.weight", lora.rank * width
 
     def _num_experts(self) -> int:
         assert self.model.experts is not None
