@@ -27,14 +27,7 @@ PADDED_VOCABULARY: Final = "vtp_padded_vocab_size"
 """Argument that a checkpoint keeps: the rows of the embedding, with those that only pad it."""
 
 
-@replaces(
-    known_swift.LOAD,
-    id="swift-load",
-    when=Moment.SWIFT,
-    why="it compares one size of all stages with the one that was saved: it would not load another layout's optimizer, "
-    "and would ask for random states of other ranks",
-    remove_when="ms-swift stores and compares all stages' sizes",
-)
+@replaces(known_swift.LOAD, id="swift-load", when=Moment.SWIFT)
 def _load(
     session: Session,
     host: MegatronHost,
@@ -44,7 +37,13 @@ def _load(
     load_arg: str = "mcore_model",
     **options: Any,
 ) -> int:
-    """Run `load_mcore_checkpoint`; all ranks first agree what is loaded, and how the optimizer gets there."""
+    """Run `load_mcore_checkpoint`; all ranks first agree what is loaded, and how the optimizer gets there.
+
+    Why: it compares one size of all stages with the one that was saved: it would not load another layout's optimizer,
+    and would ask for random states of other ranks.
+
+    Remove when: ms-swift stores and compares all stages' sizes.
+    """
     found: list[Any] = []
 
     def judge() -> dict[str, object]:
@@ -88,15 +87,14 @@ def _require_padding(args: Any, folder: Path, stored: Any) -> None:
         )
 
 
-@replaces(
-    known_swift.STATE,
-    id="swift-load/request",
-    when=Moment.SWIFT,
-    why="the part of another layout's optimizer that a rank reads is planned here, before a weight is changed",
-    remove_when="with `swift-load`",
-)
+@replaces(known_swift.STATE, id="swift-load/request", when=Moment.SWIFT)
 def _ask(session: Session, original: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
-    """Run `_generate_state_dict`, then prepare what is wanted of a stored optimizer."""
+    """Run `_generate_state_dict`, then prepare what is wanted of a stored optimizer.
+
+    Why: the part of another layout's optimizer that a rank reads is planned here, before a weight is changed.
+
+    Remove when: with `swift-load`.
+    """
     state = original(*args, **kwargs)
     if session.loading.stored_optimizer is not None:
         prepare_requests(state)

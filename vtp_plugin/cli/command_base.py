@@ -210,13 +210,12 @@ def check_folder(path: Path, *, flag: str = "--output") -> None:
         raise ConfigError(f"{flag} {path} may not be written; choose another file")
 
 
-def check_ending(path: Path | None, endings: Mapping[str, str], *, flag: str = "--output") -> None:
-    """Refuse a file whose ending names no format of the command, or that cannot be written.
+def check_ending(path: Path | None, endings: Mapping[str, str]) -> None:
+    """Refuse a file of ``--output`` whose ending names no format of the command, or that cannot be written.
 
     Args:
         path: path that the flag gave; None is accepted.
         endings: the formats by their endings.
-        flag: flag that gave the path, for the error.
 
     Raises:
         ConfigError: the ending is another one, or see :func:`check_folder`.
@@ -226,8 +225,8 @@ def check_ending(path: Path | None, endings: Mapping[str, str], *, flag: str = "
         return
     if path.suffix not in endings:
         known = " or ".join(f"{ending} ({what})" for ending, what in endings.items())
-        raise ConfigError(f"{flag} {path}: the name must end in {known}")
-    check_folder(path, flag=flag)
+        raise ConfigError(f"--output {path}: the name must end in {known}")
+    check_folder(path)
     if is_page(path):
         import_module("jinja2")  # now, and not when a search is over
 

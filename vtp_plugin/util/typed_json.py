@@ -288,7 +288,7 @@ Count = Annotated[int, whole_number(1)]
 Number = Annotated[float, positive_number]
 
 
-def read_typed(kind: type[_Kind], text: str | bytes, *, most_bytes: int = MOST_BYTES) -> _Kind:
+def read_typed(kind: type[_Kind], text: str | bytes) -> _Kind:
     """Read JSON.
 
     Texts in it become one plain line of at most :data:`~vtp_plugin.util.text.MOST_CHARACTERS` characters.
@@ -298,8 +298,7 @@ def read_typed(kind: type[_Kind], text: str | bytes, *, most_bytes: int = MOST_B
             ``tuple[X, ...]``, ``tuple[X, Y]``, ``dict[str, X]``, ``dict[int, X]`` and ``X | None``; ``object`` for
             anything. ``Annotated[X, f, g]`` is what ``g`` makes of what ``f`` makes of the value; each raises a
             ValueError that says what it must be.
-        text: text in UTF-8.
-        most_bytes: largest size of the text.
+        text: text in UTF-8, of at most :data:`MOST_BYTES`.
 
     Raises:
         ShapeError: it is no JSON, too long, or of another shape.
@@ -311,8 +310,8 @@ def read_typed(kind: type[_Kind], text: str | bytes, *, most_bytes: int = MOST_B
     ...
     vtp_plugin.util.typed_json.ShapeError: has true at [1], which is no float
     """
-    if len(text) > most_bytes:
-        raise ShapeError(f"has {len(text)} bytes, more than {most_bytes}")
+    if len(text) > MOST_BYTES:
+        raise ShapeError(f"has {len(text)} bytes, more than {MOST_BYTES}")
     try:
         value = parse_json(text)
     except ValueError as error:

@@ -45,7 +45,7 @@ def _digest(sources: Iterable[str]) -> str:
     return hashlib.sha256("\n".join(line for line in lines if line).encode()).hexdigest()[:16]
 
 
-def pins_of(targets: Iterable[str], host_prefix: str = "megatron") -> dict[str, str]:
+def pins_of(targets: Iterable[str]) -> dict[str, str]:
     """Digest the installed targets that the host defines itself.
 
     Raises:
@@ -53,7 +53,7 @@ def pins_of(targets: Iterable[str], host_prefix: str = "megatron") -> dict[str, 
     """
     values = {target: resolve_target(target).value for target in targets}
     homes = {target: str(getattr(functions(value)[0], "__module__", "")) for target, value in values.items()}
-    pins = {target: pin_of(value) for target, value in values.items() if homes[target].startswith(f"{host_prefix}.")}
+    pins = {target: pin_of(value) for target, value in values.items() if homes[target].startswith("megatron.")}
     return {target: pin for target, pin in sorted(pins.items()) if pin}
 
 

@@ -261,7 +261,7 @@ def arrow(name: str, number: int, start: tuple[int, int, float], end: tuple[int,
         yield common | {"pid": process, "tid": row, "ts": _us(at_s)}
 
 
-def chrome_text(events: Iterable[Event], about: Event | None = None) -> str:
+def chrome_text(events: Iterable[Event]) -> str:
     """Write events as one file.
 
     Processes get numbers behind those of all rows: a row with the number of its process is its main thread in Perfetto,
@@ -269,7 +269,6 @@ def chrome_text(events: Iterable[Event], about: Event | None = None) -> str:
 
     Args:
         events: the events, in any order.
-        about: further entries of the file.
 
     >>> text = chrome_text([box(0, 0, "", "", 0.0, 1.0), box(1, 0, "", "", 0.0, 1.0), box(1, 2, "", "", 0.0, 1.0)])
     >>> [(event["pid"], event["tid"]) for event in json.loads(text)["traceEvents"]]
@@ -278,7 +277,7 @@ def chrome_text(events: Iterable[Event], about: Event | None = None) -> str:
     known = list(events)
     first = 1 + max((int(str(event["tid"])) for event in known), default=0)
     numbered = [event | {"pid": first + int(str(event["pid"]))} for event in known]
-    whole: Event = {"displayTimeUnit": "ms", **(about or {}), "traceEvents": numbered}
+    whole: Event = {"displayTimeUnit": "ms", "traceEvents": numbered}
     return json.dumps(whole, separators=(",", ":")) + "\n"
 
 
