@@ -585,7 +585,7 @@ def _declare(
     def declare(function: Function) -> Function:
         names = list(inspect.signature(function).parameters)
         needs = tuple(names[: names.index(_ORIGINAL)])
-        said = {"why": _said(function, "Why"), "remove_when": _said(function, "Remove when"), **record}
+        said: dict[str, Any] = {"why": _said(function, "Why"), "remove_when": _said(function, "Remove when"), **record}
         found = Replacement(target=target, needs=needs, make=make(function), **said)
         setattr(function, _MARK, (found, *declared_by(function)))
         return function
