@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from tests.expected import schedule_oracle as oracle
 from tests.expected.schedule_oracle import peak_posted
+from tests.support.plans import channels, worker_boundaries
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.schedule.cost.costs import Costs, lower_bound, make_route
 from vtp_plugin.plan.schedule.cost.simulator import choose_lookahead, simulate
@@ -22,7 +23,7 @@ from vtp_plugin.plan.schedule.make.u_shape import (
     plan_u_shape,
     reference_u_shape,
 )
-from vtp_plugin.plan.schedule.order.actions import Action, Op, channels
+from vtp_plugin.plan.schedule.order.actions import Action, Op
 from vtp_plugin.plan.schedule.order.add_communication import lower
 from vtp_plugin.plan.schedule.order.placement import Placement, num_rings, plain_placement, u_placement
 from vtp_plugin.plan.schedule.proof.check_schedule import check
@@ -202,7 +203,7 @@ def test_channels_are_the_pairs_that_exchange(data: st.DataObject) -> None:
         for h in range(4 * max(placement.num_replicas))
         if placement.stages[v] != placement.stages[after]
     }
-    pairs = [(placement.stage_and_replica(a), placement.stage_and_replica(b)) for a, b in placement.worker_boundaries]
+    pairs = [(placement.stage_and_replica(a), placement.stage_and_replica(b)) for a, b in worker_boundaries(placement)]
     assert set(pairs) == crossing and len(pairs) == len(crossing)
     assert len(set(channels(placement))) == len(channels(placement)) == 2 * len(pairs)
     assert [placement.stage_and_replica(worker) for worker in range(placement.num_workers)] == oracle.workers(placement)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from vtp_plugin.plan.boundary.boundary_plan import BoundaryPlan
 from vtp_plugin.plan.boundary.endpoint import Sharding
 from vtp_plugin.plan.boundary.strategies.known_strategies import STRATEGIES
+from vtp_plugin.plan.layout.pipeline_layout import ChannelId, Direction
+from vtp_plugin.plan.schedule.order.placement import Placement
 from vtp_plugin.util.index_boxes import whole_box
 
 
@@ -25,3 +27,24 @@ def link_bytes(plan: BoundaryPlan, itemsize_bytes: int) -> dict[tuple[int, int],
         link = transfer.src, transfer.dst
         total_bytes[link] = total_bytes.get(link, 0) + transfer.num_elements * itemsize_bytes
     return total_bytes
+
+
+def worker_boundaries(placement: Placement) -> list[tuple[int, int]]:
+    """List the pairs of workers, upstream and downstream, between which activations cross, boundary by boundary."""
+    # One number of replicas divides the other, so after the larger number of microbatches the pairs repeat.
+    num, workers = placement.num_replicas, range(placement.num_workers)
+    own = [[one for one in workers if placement.stage_and_replica(one)[0] == stage] for stage in range(len(num))]
+    return [
+        (own[upstream][h % num[upstream]], own[downstream][h % num[downstream]])
+        for upstream, downstream in placement.boundaries
+        for h in range(max(num[upstream], num[downstream]))
+    ]
+
+
+def channels(placement: Placement) -> tuple[ChannelId, ...]:
+    """List all channels: for each pair of workers the forward one, then the backward one."""
+    return tuple(
+        ChannelId.between(upstream, downstream, direction)
+        for upstream, downstream in worker_boundaries(placement)
+        for direction in Direction
+    )

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from tests.support.plans import channels
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.boundary.channel_spec import pipeline_boundaries
 from vtp_plugin.plan.layout.pipeline_layout import Direction, PipelineLayout
 from vtp_plugin.plan.layout.replica_map import DpMode, ReplicaMap
-from vtp_plugin.plan.schedule.order.actions import channels
 from vtp_plugin.plan.schedule.order.placement import place_workers
 from vtp_plugin.runtime.step.communicator import own_channels
 

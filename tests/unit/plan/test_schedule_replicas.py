@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tests.expected import schedule_oracle as oracle
+from tests.support.plans import channels
 from tests.unit.plan.test_schedule import chain
 from vtp_plugin.plan.layout.pipeline_layout import ChannelId
 from vtp_plugin.plan.schedule.cost.costs import (
@@ -23,7 +24,7 @@ from vtp_plugin.plan.schedule.cost.costs import (
 )
 from vtp_plugin.plan.schedule.cost.simulator import simulate
 from vtp_plugin.plan.schedule.make.u_shape import one_f_one_b, one_f_one_b_limits, plain_forward_only, plan_u_shape
-from vtp_plugin.plan.schedule.order.actions import Action, Op, Schedule, channels, parse_actions
+from vtp_plugin.plan.schedule.order.actions import Action, Op, Schedule, parse_actions
 from vtp_plugin.plan.schedule.order.add_communication import lower
 from vtp_plugin.plan.schedule.order.placement import Placement, interleaved_placement, plain_placement, u_placement
 from vtp_plugin.plan.schedule.proof.check_schedule import check

@@ -123,26 +123,12 @@ def parse_actions(text: str) -> tuple[Action, ...]:
     return tuple(parse_action(word) for word in text.split())
 
 
-def channels(placement: Placement) -> tuple[ChannelId, ...]:
-    """List all channels: for each pair of workers the forward one, then the backward one.
-
-    >>> from vtp_plugin.plan.schedule.order.placement import plain_placement
-    >>> [str(channel) for channel in channels(plain_placement(2, num_replicas=(1, 2)))][1:3]
-    ['boundary 0->1, backward', 'boundary 0->2, forward']
-    """
-    return tuple(
-        ChannelId.between(upstream, downstream, direction)
-        for upstream, downstream in placement.worker_boundaries
-        for direction in Direction
-    )
-
-
 def channel_label(placement: Placement, channel: ChannelId) -> str:
     """Name a channel for a reader: by stages and replicas if there are replicas, otherwise as `str` does.
 
     >>> from vtp_plugin.plan.schedule.order.placement import plain_placement
     >>> placement = plain_placement(2, num_replicas=(1, 2))
-    >>> channel_label(placement, channels(placement)[2])
+    >>> channel_label(placement, ChannelId.between(0, 2, Direction.FORWARD))
     'boundary stage 0->stage 1 replica 1, forward'
     """
     if placement.num_workers == placement.num_stages:

@@ -227,21 +227,6 @@ class Placement:
         stage, replica = self.stage_and_replica(worker)
         return f"stage {stage}" + (f" replica {replica}" if self.num_replicas[stage] > 1 else "")
 
-    @property
-    def worker_boundaries(self) -> tuple[tuple[int, int], ...]:
-        """Pairs `(upstream worker, downstream worker)` between which activations cross, boundary by boundary.
-
-        >>> u_placement(3, num_replicas=(1, 2, 2)).worker_boundaries
-        ((0, 1), (0, 2), (1, 3), (2, 4), (3, 0), (4, 0))
-        """
-        # One number of replicas divides the other, so after the larger number of microbatches the pairs repeat.
-        first, num = self._first_workers, self.num_replicas
-        return tuple(
-            (first[upstream] + h % num[upstream], first[downstream] + h % num[downstream])
-            for upstream, downstream in self.boundaries
-            for h in range(max(num[upstream], num[downstream]))
-        )
-
 
 Joint = tuple[tuple[int, int], ...]
 """See :attr:`Placement.joint`."""
