@@ -5,11 +5,13 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 
 from vtp_plugin.tune.cluster.speed import Link, Speed
 from vtp_plugin.tune.search.enumerate_lists import StageCounts, enumerate_lists
+from vtp_plugin.tune.search.evaluate import evaluate
 from vtp_plugin.tune.search.layer_split import split_layers
 from vtp_plugin.tune.search.problem import BatchSplit, NodePool, SearchProblem, SearchSpace
 
@@ -59,6 +61,52 @@ def least(space: SearchSpace, row: StageCounts) -> float:
         for one in split_layers(space, order, math.inf, most_alike=10**9):
             found = min(found, one.bound_s)
     return found
+
+
+def freeze(problem: SearchProblem, num_frozen: int) -> SearchProblem:
+    """Take the backwards of the first layers away, as adapters in later layers do."""
+
+    def frozen(speed: Speed) -> Speed:
+        later = speed.backward_s[num_frozen:]
+        return replace(speed, backward_s=(0.0,) * num_frozen + later, first_s=(speed.first_s[0], 0.0))
+
+    splits = tuple(
+        replace(
+            split,
+            pools=tuple(
+                replace(pool, speeds={size: frozen(speed) for size, speed in pool.speeds.items()})
+                for pool in split.pools
+            ),
+        )
+        for split in problem.splits
+    )
+    return replace(problem, splits=splits, num_frozen=num_frozen)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_list_is_left_out_where_the_first_layers_have_no_backward(seed: int) -> None:
+    problem = random_question(seed)
+    check_lists(freeze(problem, 1 + seed % (problem.num_layers - 1)))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_bound_is_below_the_simulated_step_where_the_first_layers_have_no_backward(seed: int) -> None:
+    problem = random_question(seed)
+    problem = freeze(problem, 1 + seed % (problem.num_layers - 1))
+    space = SearchSpace.of(problem, *problem.splits)
+    layouts = [
+        (row.bound_s, order, one)
+        for row in enumerate_lists(space, lambda: math.inf)
+        for order in sorted(set(itertools.permutations(s for s, count in row.counts for _ in range(count))))
+        for one in split_layers(space, order, math.inf, most_alike=10**9)
+    ]
+    for bound_s, order, one in random.Random(seed).sample(layouts, min(12, len(layouts))):
+        found = evaluate(space, order, one.layers)
+        assert found is not None
+        assert max(bound_s, one.bound_s) <= found.step_s * (1 + 1e-9), (order, one.layers)
+        frozen = sum(end <= problem.num_frozen for end in itertools.accumulate(one.layers))
+        assert found.placement.num_frozen == frozen
+        assert found.order.is_planned or not frozen or len(one.layers) == 1
 
 
 @pytest.mark.parametrize("seed", range(80))

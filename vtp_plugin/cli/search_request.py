@@ -206,6 +206,7 @@ def read_request(args: argparse.Namespace, cluster: Cluster) -> SearchRequest:
         chunks=tuple(args.virtual_stages or ()),
         layers=constraints.layers,
         split_backward=args.vtp_split_backward,
+        num_frozen=training.lora.first_layer(model.num_layers) if training.lora else 0,
         tied_bytes=model.vocab * model.hidden * training.gradient_itemsize_bytes if model.is_tied else 0,
     )
     wider = read_request(wider_args, cluster).problem if limits and constraints.ends is None else problem

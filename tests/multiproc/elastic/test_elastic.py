@@ -28,6 +28,7 @@ from vtp_plugin.elastic.progress import MARKER
 FIT = ("--vtp-size-list", "auto", "--vtp-timeout-s", str(int(40 * pace())))
 NUM_STEPS = 40
 FIRST_OF_THREE = "--vtp-size-list 2,1 --make-vocab-size-divisible-by 768 --decoder-first-pipeline-num-layers 3"
+ADAPTED = ["--transformer-impl", "local", "--vtp-lora-rank", "4", "--vtp-lora-alpha", "64"]
 U_SHAPE = "--layerwise-disaggregated-training --num-layer-list 1,2,1 --vtp-sites edge,cloud"
 
 
@@ -46,12 +47,14 @@ def require_same(pool: Pool, cluster: Cluster, first: str, num_replicas: int = 1
 
 @pytest.mark.full
 @pytest.mark.needs("scripts_here")
-@pytest.mark.parametrize("optimizer", ["plain", "distributed"])
+@pytest.mark.parametrize("optimizer", ["plain", "distributed", "adapters"])
 def test_a_card_then_an_agent_are_lost(scripts: Scripts, tmp_path: Path, optimizer: str) -> None:
     flags = [*FIT, "--vtp-stages", "1:2", "--vtp-data-parallel-size", "1", "--train-iters", str(NUM_STEPS)]
     # Megatron 0.12 has no place for a tied embedding in the distributed optimizer of so narrow a model.
     untied = ["--untie-embeddings-and-output-weights"] if optimizer == "distributed" else []
     flags += [*untied, "--use-distributed-optimizer"] if untied else []
+    adapted = ADAPTED if optimizer == "adapters" else []
+    flags += [*adapted, "--vtp-lora-save-base"] if adapted else []
     with Cluster(tmp_path, flags) as cluster:
         cluster.start("b", 2)
         cluster.start("a", 2)
@@ -63,9 +66,10 @@ def test_a_card_then_an_agent_are_lost(scripts: Scripts, tmp_path: Path, optimiz
         cluster.lose("b")
         assert cluster.finish("a") == 0, cluster.tail()
         assert list(dict.fromkeys(step.sizes for step in cluster.steps())) == ["2,2", "2,1", "2"]
-        require_same(
-            scripts, cluster, shlex.join(["--vtp-size-list", "2,2", "--make-vocab-size-divisible-by", "768", *untied])
-        )
+        first = ["--vtp-size-list", "2,2", "--make-vocab-size-divisible-by", "768", *untied, *adapted]
+        require_same(scripts, cluster, shlex.join(first))
+        trained = losses(scripts, shlex.join(first), 1)
+        assert trained[1] - trained[NUM_STEPS] > 0.01 * trained[1]
 
 
 @pytest.mark.full

@@ -250,6 +250,34 @@ def test_search_and_simulate_agree_on_microbatches_in_flight(capsys: pytest.Capt
     assert steps[1] < 0.6 * steps[0]
 
 
+@pytest.mark.parametrize("is_u_shaped", [False, True])
+def test_adapters_in_later_layers_leave_out_the_backward_before_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], is_u_shaped: bool
+) -> None:
+    (tmp_path / "cluster.toml").write_text(
+        "[cards.one]\nteraflops = 100\n[[nodes]]\ncards = 'one'\ncards_per_node = 1\nsite = 'edge'\n"
+        "[[nodes]]\ncards = 'one'\ncards_per_node = 1\ncount = 3\nsite = 'cloud'\n"
+        "[links.between]\nlatency_us = 10\ngbyte_per_s = 10\n[links.across.'cloud edge']\nlatency_us = 10\n"
+        "gbyte_per_s = 1\n"
+    )
+    words = [
+        "--cluster",
+        str(tmp_path / "cluster.toml"),
+        "--vtp-stages",
+        "4:4",
+        "--transformer-impl",
+        "local",
+        "--json",
+    ]
+    words += ["--vtp-lora-rank", "16"]
+    words += ["--layerwise-disaggregated-training", "--num-layer-list", "6,12,6"] if is_u_shaped else []
+    every, later = (
+        json.loads(found(capsys, *words, *more))["best"][0] for more in ((), ("--vtp-lora-layers", "18:24"))
+    )
+    assert later["step_s"] < 0.8 * every["step_s"]
+    assert ("--vtp-schedule planned" in " ".join(later["flags"])) is not is_u_shaped
+
+
 def test_virtual_stages_are_taken_where_they_gain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Four cards that each hold a quarter of the model, and few microbatches: much of the step is filling it."""
     path = tmp_path / "cluster.toml"

@@ -112,6 +112,8 @@ def test_a_frozen_model_has_no_gradients_of_weights_and_sums_those_of_adapters()
     assert adapted.gradient_bytes == (3 * numel * BATCH.gradient_itemsize_bytes,) * 6
     some = speed_of(SHEET, Links(), MODEL, replace(BATCH, lora=replace(LORA, layers=((1, 3),))), 2, 2)
     assert [bool(number) for number in some.gradient_bytes] == [False, True, True, False, False, False]
+    # No gradient comes back before the first adapters.
+    assert some.backward_s == (0.0, *adapted.backward_s[1:]) and some.forward_s == whole.forward_s
 
 
 def test_context_parallel_ranks_share_the_sequence_and_hand_on_keys_and_values() -> None:

@@ -182,6 +182,14 @@ class Lora:
         ranges = self.layers or ((0, num_layers),)
         return tuple(layer for layer in range(num_layers) if any(first <= layer < end for first, end in ranges))
 
+    def first_layer(self, num_layers: int) -> int:
+        """Give the number of the first layer with adapters: nothing before it needs a gradient.
+
+        >>> Lora(rank=2, alpha=4, targets=("q_proj",), layers=((3, 5),)).first_layer(6)
+        3
+        """
+        return min(self.layer_numbers(num_layers), default=0)
+
     def num_frozen(self, layers: Sequence[int]) -> int:
         """Count the first virtual stages that have no adapters, so that nothing before them needs a gradient.
 
@@ -191,7 +199,7 @@ class Lora:
         >>> Lora(rank=2, alpha=4, targets=("q_proj",), layers=((3, 5),)).num_frozen((1, 2, 2))
         2
         """
-        first = min(self.layer_numbers(sum(layers)), default=0)
+        first = self.first_layer(sum(layers))
         return sum(end <= first for end in accumulate(layers))
 
     def pairs(self, model: Matrices) -> tuple[LoraTarget, ...]:

@@ -81,7 +81,8 @@ def speed_of(card: Card, links: Links, model: GPTModel, batch: Batch, tp: int, n
     shared, exchange = costs.shared, costs.exchange_s
     kinds = layer_kinds(model, batch.lora)
     known = {kind: costs.layer(kinds.index(kind), has_experts=kind[0]) for kind in sorted(set(kinds))}
-    layers = [known[kind] for kind in kinds]
+    num_frozen = batch.lora.first_layer(model.num_layers) if batch.lora else 0
+    layers = [known[kind] if layer >= num_frozen else known[kind].frozen() for layer, kind in enumerate(kinds)]
     updates, sums = [layer.update_s for layer in layers], [layer.gradient_bytes for layer in layers]
     # Both ends of the model belong to the first and the last layer's stage.
     for layer, parameters in ((0, part_parameters(model, is_first=True)), (-1, part_parameters(model, is_last=True))):
@@ -141,6 +142,10 @@ class _Layer(NamedTuple):
     gradient_bytes: int
     expert_bytes: int
     peer_messages: tuple[int, int]
+
+    def frozen(self) -> _Layer:
+        """Give what it costs where nothing up to it is trained: no gradient comes back so far."""
+        return self._replace(backward_s=0.0, weights_s=0.0, peer_messages=(self.peer_messages[0], 0))
 
 
 class _Costs:

@@ -300,14 +300,16 @@ def fitted_flags(
 def order_flags(candidate: Candidate, constraints: Constraints) -> tuple[str, ...]:
     """Write the order of a layout's microbatches as flags, besides how many are in flight.
 
-    A U and an interleaved pipeline of whole backwards have an order of their own.
+    A U and an interleaved pipeline of whole backwards have an order of their own; but only a planned one leaves out
+    the backward of a stage that trains nothing.
 
     Args:
         candidate: the layout.
         constraints: what it had to satisfy.
     """
     order, argv = candidate.order, list[str]()
-    if order.is_planned and constraints.ends is None and (candidate.num_chunks == 1 or order.is_split):
+    has_own = candidate.num_chunks > 1 and not order.is_split and not candidate.placement.num_frozen
+    if order.is_planned and constraints.ends is None and not has_own:
         argv += ["--vtp-schedule", "planned"]
     return (*argv, *["--vtp-split-backward"] * order.is_split)
 

@@ -43,6 +43,7 @@ class Candidate:
         stage_types: the type of every stage, in order.
         layers: number of layers of every stage; in a U one part more, the edge's last.
         num_chunks: number of virtual stages of every stage; 1 for a plain pipeline, and for a U.
+        placement: which stage holds which virtual stage.
         split: how the samples of the step are shared out.
         nodes: for every stage the node of each replica.
         transport: the transport that the run must be started with; ``auto`` where its own choice is best.
@@ -59,6 +60,7 @@ class Candidate:
     stage_types: tuple[StageType, ...]
     layers: tuple[int, ...]
     num_chunks: int
+    placement: Placement
     split: BatchSplit
     nodes: tuple[tuple[NodeIndex, ...], ...]
     transport: str
@@ -101,11 +103,6 @@ class Candidate:
         )
 
     @property
-    def placement(self) -> Placement:
-        """Which stage holds which virtual stage."""
-        return virtual_stages(len(self.stage_types), self.layers, self.num_chunks)[0]
-
-    @property
     def flagged(self) -> tuple[object, ...]:
         """What the flags of a run say of the layout: not its nodes, its order or its transport."""
         split = self.split
@@ -136,8 +133,10 @@ class Candidate:
         )
 
 
-def virtual_stages(num_stages: int, layers: Sequence[int], num_chunks: int) -> tuple[Placement, list[Part]]:
-    """Say which stage holds which virtual stage, and the layers of these.
+def virtual_stages(
+    num_stages: int, layers: Sequence[int], num_chunks: int, num_frozen: int = 0
+) -> tuple[Placement, list[Part]]:
+    """Say which stage holds which virtual stage, and the layers of these; ``num_frozen``: of the first layers.
 
     >>> virtual_stages(2, (4, 2), 2)[1], virtual_stages(2, (1, 4, 1), 1)[0].stages
     ([(0, 2), (2, 3), (3, 5), (5, 6)], (0, 1, 0))
@@ -149,7 +148,9 @@ def virtual_stages(num_stages: int, layers: Sequence[int], num_chunks: int) -> t
         placement, parts = interleaved_placement(num_stages, num_chunks), [n // num_chunks for n in layers] * num_chunks
     else:
         placement = plain_placement(num_stages)
-    return placement, [*pairwise(accumulate(parts, initial=0))]
+    ends = [*accumulate(parts)]
+    placement = replace(placement, num_frozen=sum(end <= num_frozen for end in ends))
+    return placement, [*pairwise((0, *ends))]
 
 
 def evaluate(
@@ -201,7 +202,8 @@ class _Evaluation:
         self.space, self.problem, self.split = space, space.problem, space.split
         self.stage_types, self.layers, self.num_chunks = stage_types, layers, num_chunks
         self.speeds = [space.speeds[stage_type] for stage_type in stage_types]
-        self.placement, self.parts = virtual_stages(len(stage_types), layers, num_chunks)
+        num_frozen = self.problem.num_frozen
+        self.placement, self.parts = virtual_stages(len(stage_types), layers, num_chunks, num_frozen)
         self.by_stage = [
             [self.parts[vstage] for vstage in self.placement.vstages(stage)] for stage in range(len(stage_types))
         ]
@@ -265,6 +267,7 @@ class _Evaluation:
             stage_types=tuple(self.stage_types),
             layers=tuple(self.layers),
             num_chunks=self.num_chunks,
+            placement=self.placement,
             split=self.split,
             nodes=nodes,
             transport=transport,
@@ -302,7 +305,7 @@ class _Evaluation:
         for vstage, boundary in enumerate(boundaries):
             for end in (0, 1):
                 forwards[vstage + end] += boundary.forward_s[end]
-                backwards[vstage + end] += boundary.backward_s[end]
+                backwards[vstage + end] += boundary.backward_s[end] * self.placement.is_trained(vstage)
         return Costs(
             forward=tuple(forwards),
             backward=tuple(backwards),

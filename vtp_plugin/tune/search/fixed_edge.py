@@ -121,6 +121,7 @@ def beside_edges(whole: SearchSpace, edge_layers: tuple[int, int]) -> Iterator[S
         least_stages=max(1, problem.least_stages - 1),
         most_stages=max(1, problem.most_stages - 1),
         tied_bytes=0,
+        num_frozen=min(max(0, problem.num_frozen - start), end - start),
     )
     space = SearchSpace.of(inner, cloud)
     for edge in stage_types_of(edges, is_mixing=True):

@@ -252,7 +252,9 @@ def _least(stages: _Stages, below_s: float, most_alike: int) -> list[LayerSplit]
     space, stage_types, speeds = stages.space, stages.stage_types, stages.speeds
     num_stages, num_layers, num_microbatches = len(stage_types), space.problem.num_layers, space.split.num_microbatches
     is_split = space.problem.split_backward
-    hops_s = [*(2 * best_hop_s(space, *pair) for pair in pairwise(stage_types)), 0.0]
+    # Where the first layers train nothing a gradient may not come back.
+    ways = 1 if space.problem.num_frozen else 2
+    hops_s = [*(ways * best_hop_s(space, *pair) for pair in pairwise(stage_types)), 0.0]
     # What is still to come after each stage, at best.
     rates, hops_left, least = [0.0], [0.0], [math.inf]
     for speed, hop in zip(reversed(speeds[1:]), reversed(hops_s[1:]), strict=True):
@@ -272,7 +274,7 @@ def _least(stages: _Stages, below_s: float, most_alike: int) -> list[LayerSplit]
                 left = num_layers - end
                 to_come_s = hops_left[stage] + (left * least[stage] if left else 0.0)
                 rest_s = num_microbatches * left / rates[stage] if left else 0.0
-                ending_s = 0.0 if stage else tail_s(space, stage_type, end)
+                ending_s = 0.0 if stage or end <= space.problem.num_frozen else tail_s(space, stage_type, end)
                 ahead_s = times[0] + hops_s[stage] / 2 if is_split else times[0] + times[1] + hops_s[stage] + ending_s
                 if first_s + ahead_s + rest_s >= below_s:
                     continue

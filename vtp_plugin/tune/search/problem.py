@@ -99,8 +99,10 @@ class SearchProblem:
         layers: how many layers stages may hold.
         is_stock: whether steps are stock Megatron's: its order, messages from rank to rank.
         split_backward: whether the layouts that are found may run with split backwards, where that is quicker.
+        num_frozen: number of the first layers, which train nothing; a planned order has no backward of a stage with
+            such layers alone.
         runs_ahead: whether stages may have more microbatches in flight than in 1F1B: where links between sites are
-            slow.
+            slow, and where the first layers have no backward.
     """
 
     num_layers: int
@@ -117,11 +119,13 @@ class SearchProblem:
     layers: LayerRule = "any"
     is_stock: bool = False
     split_backward: bool = False
+    num_frozen: int = 0
     runs_ahead: bool = field(init=False)
 
     def __post_init__(self) -> None:
         sites = {pool.site for split in self.splits for pool in split.pools}
-        object.__setattr__(self, "runs_ahead", len(sites) > 1 and self.objective == "step" and not self.is_stock)
+        gains = len(sites) > 1 or self.num_frozen > 0
+        object.__setattr__(self, "runs_ahead", gains and self.objective == "step" and not self.is_stock)
         if not 1 <= self.least_stages <= self.most_stages:
             raise LayoutError(
                 f"stages {self.least_stages}:{self.most_stages}; the fewest must be at least 1 and not above the most"

@@ -92,7 +92,7 @@ def in_megatron(problem: SearchProblem, layers: LayerRule) -> SearchProblem:
         for split in problem.splits
         for size in sorted({size for pool in split.pools for size in pool.speeds})
     )
-    return replace(problem, splits=splits, layers=layers, is_stock=True)
+    return replace(problem, splits=splits, layers=layers, is_stock=True, num_frozen=0)
 
 
 def _of_size(split: BatchSplit, size: int) -> BatchSplit:
@@ -237,16 +237,18 @@ def pipeline_time(
 def _cycle_s(compiled: CompiledSchedule, times: Times, costs: Costs, num_microbatches: int, most: int) -> float:
     """Give the seconds that a microbatch adds while all stages are busy.
 
-    The backward passes of the first virtual stage show it: over slow links it is more than what the busiest stage
-    computes. A U is planned so that its busiest stage never waits, which its first stage may do.
+    The backward passes of the first virtual stage that has some show it: over slow links it is more than what the
+    busiest stage computes. A U is planned so that its busiest stage never waits, which its first stage may do.
     """
     placement = compiled.schedule.placement
     if not num_rings(placement):
-        computes = (action for action in compiled.schedule.orders[0] if action.op.is_compute)
+        first = placement.num_frozen
+        stage = placement.stages[first]
+        computes = (action for action in compiled.schedule.orders[stage] if action.op.is_compute)
         ends = [
             times.of[end]
-            for action, end in zip(computes, compiled.ends[0], strict=True)
-            if action.whole.op is Op.B and action.vstage == 0
+            for action, end in zip(computes, compiled.ends[stage], strict=True)
+            if action.whole.op is Op.B and action.vstage == first
         ]
         last = num_microbatches - most - 1
         return (ends[last] - ends[last - 2 * most]) / (2 * most)
@@ -278,7 +280,7 @@ def choose_order(
     if placement.num_vstages > placement.num_stages:
         order = pipeline_time(placement, costs, num_microbatches)
         return order if fits(order.kept) else None
-    best = pipeline_time(placement, costs, num_microbatches, is_planned=False)
+    best = pipeline_time(replace(placement, num_frozen=0), costs, num_microbatches, is_planned=False)
     if most is None or not costs.latency:
         return best
     planned = [pipeline_time(placement, costs, num_microbatches)]
@@ -288,7 +290,8 @@ def choose_order(
             break
         planned.append(pipeline_time(placement, costs, num_microbatches, in_flight=in_flight))
         least_s = min(least_s, planned[-1].pipeline_s)
-    if least_s * (1 + _LEAST_GAIN) < best.pipeline_s:
+    # In Megatron's order a stage whose layers are all frozen has a backward, which the costs leave out.
+    if placement.num_frozen or least_s * (1 + _LEAST_GAIN) < best.pipeline_s:
         best = next(order for order in planned if order.pipeline_s <= least_s * (1 + _NEAR))
     return best
 
@@ -349,7 +352,8 @@ def least_pipeline_s(placement: Placement, costs: Costs, num_microbatches: int, 
         loads_s[stage] += sum(both)
         way_s += both[0] if is_split else sum(both)
         if vstage < len(costs.latency) and placement.stages[vstage + 1] != stage:
-            way_s += (1 if is_split else 2) * (costs.latency[vstage] + costs.transfer_time(vstage))
+            is_one_way = is_split or not placement.is_trained(vstage)
+            way_s += (1 if is_one_way else 2) * (costs.latency[vstage] + costs.transfer_time(vstage))
     return max(before_s[stage] + num_microbatches * load_s for stage, load_s in enumerate(loads_s))
 
 
