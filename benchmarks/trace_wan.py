@@ -104,7 +104,7 @@ def _train(words: list[str]) -> None:
     from vtp_plugin.runtime.comm import transfers
 
     rank, num_steps = int(os.environ["RANK"]), 0
-    train_step, packed, forward = training.train_step, transfers._packed, TransformerBlock.forward
+    train_step, pack, forward = training.train_step, transfers.Transmission._outgoing, TransformerBlock.forward
 
     class Waiting(torch.autograd.Function):
         @staticmethod
@@ -124,15 +124,16 @@ def _train(words: list[str]) -> None:
         num_steps += 1
         return train_step(*args, **kwargs)
 
-    def slow_packed(pieces: Any) -> torch.Tensor:
+    def slow_pack(self: transfers.Transmission, tensor: Any, position: str) -> Any:
         time.sleep(delay_s(0, PACK_DELAY_S))
-        return packed(pieces)
+        return pack(self, tensor, position)
 
     def slow_forward(self: TransformerBlock, *args: Any, **kwargs: Any) -> Any:
         time.sleep(COMPUTE_S + delay_s(1, FORWARD_DELAY_S))
         return Waiting.apply(forward(self, *args, **kwargs))
 
-    training.train_step, transfers._packed, TransformerBlock.forward = counting, slow_packed, slow_forward
+    training.train_step, TransformerBlock.forward = counting, slow_forward
+    transfers.Transmission._outgoing = slow_pack
     vtp(["run", str(ROOT / "examples" / "pretrain_gpt.py"), *words])
 
 

@@ -40,7 +40,7 @@ def plant_delays(facts: Facts) -> None:
     def extra_s(of_rank: int, delay_s: float) -> float:
         return delay_s if rank == of_rank and num_steps > NUM_STEPS_BEFORE else 0.0
 
-    before(transfers, "_packed")(lambda _pieces: time.sleep(extra_s(0, PACK_DELAY_S)))
+    before(transfers.Transmission, "_outgoing")(lambda *_: time.sleep(extra_s(0, PACK_DELAY_S)))
     _wait_in_forwards(facts, lambda: extra_s(1, FORWARD_DELAY_S))
 
 

@@ -63,7 +63,7 @@ class MessageForm:
     """Form of the tensors of one kind of message.
 
     Attributes:
-        dtype: type of the elements; a floating type may be any.
+        dtype: type of the elements by torch's name; ``"floating point"`` for any floating type.
         shape: length of every dimension, None where it may be any; None for any number of dimensions.
         num_elements: number of elements; None for any.
     """
@@ -71,24 +71,6 @@ class MessageForm:
     dtype: Literal["floating point", "int32", "int64"] = "floating point"
     shape: tuple[int | None, ...] | None = None
     num_elements: int | None = None
-
-    def fits(self, dtype: str, shape: Sequence[int], num_elements: int) -> bool:
-        """Whether a tensor has this form.
-
-        Args:
-            dtype: ``"floating point"`` for every floating type, otherwise torch's name of the type.
-            shape: shape of the tensor.
-            num_elements: number of its elements.
-
-        >>> form = MessageForm(dtype="int32", shape=(None, None, 4))
-        >>> form.fits("int32", (9, 2, 4), 72), form.fits("int32", (9, 2, 1), 18), form.fits("int64", (9, 2, 4), 72)
-        (True, False, False)
-        """
-        has_shape = self.shape is None or (
-            len(shape) == len(self.shape)
-            and all(wanted in (None, length) for wanted, length in zip(self.shape, shape, strict=True))
-        )
-        return dtype == self.dtype and has_shape and self.num_elements in (None, num_elements)
 
 
 _ROW_BY_ROW = (None, None, None)

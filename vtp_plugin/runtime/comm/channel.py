@@ -53,7 +53,8 @@ class BoundChannel:
         self.form = form
         self.shape = None if form.has_variable_shapes or shape is None else tuple(shape)
         # Where all tensors have one shape, it is worked out once how they cross.
-        self._known = None if self.shape is None else self._transmission(channel.whole_shape(self.shape, form))
+        whole = None if self.shape is None else channel.whole_shape(self.shape, form)
+        self._known = None if whole is None else channel.transmission(whole, form)
 
     def start_step(self) -> None:
         """Count microbatches from 0 again."""
@@ -69,13 +70,18 @@ class BoundChannel:
             ConfigError: the shape of the tensor is not known.
         """
         channel, form = self.channel, self.form
-        known = self._known if whole is None or form.has_variable_shapes else self._transmission(whole)
+        known = self._known if whole is None or form.has_variable_shapes else channel.transmission(whole, form)
         if known is None and not form.has_variable_shapes:
             raise ConfigError(f"{channel.spec.name}: the shape of what is received is not known; give it")
-        return channel.post(form, known)
+        receive = RecvWork(channel, form, known, f"{channel.counted} {channel.num_received}")
+        channel.num_received += 1
+        channel.receives.add(receive)
+        return receive
 
     def send(self, tensor: torch.Tensor, whole: Whole | None = None) -> SendWork:
         """Send this rank's part of a tensor `[S, B, H]`; it keeps its memory until the send is waited for.
+
+        With variable shapes a header goes before it.
 
         Args:
             tensor: this rank's part.
@@ -92,11 +98,12 @@ class BoundChannel:
             )
         known = self._known
         if known is None or whole is not None:
-            known = self._transmission(whole or channel.whole_shape(tensor.shape, form))
-        return channel.send(tensor, form, known)
-
-    def _transmission(self, whole: Whole) -> Transmission:
-        return self.channel.transmission(whole, self.form)
+            known = channel.transmission(whole or channel.whole_shape(tensor.shape, form), form)
+        position = f"{channel.counted} {channel.num_sent}"
+        header = channel.headers.announce(known.whole, form, position) if form.has_variable_shapes else None
+        channel.num_sent += 1
+        work = known.post_sends(tensor, position)
+        return work if header is None else header.joined_with(work)
 
 
 class RecvWork:
@@ -245,6 +252,9 @@ class Channel:
         transmission: gives how a tensor crosses, by the description of the whole and its form; made once for each.
         headers: what crosses before tensors of variable shapes.
         receives: the receives under way, also those of a channel beside it.
+        counted: name of the channel, and of the unit in which its messages are counted.
+        num_sent: number of tensors that were sent since the start of the step.
+        num_received: number of receives that were posted since then.
     """
 
     def __init__(
@@ -300,27 +310,12 @@ class Channel:
         self.transmission = transmission
         self.headers = Headers(spec, rank, peer, self.transfers, platform, is_coalesced=is_coalesced)
         self.receives = Receives() if beside is None else beside.receives
-        self._counted = f"{spec.name}, {spec.unit}"
-        self._num_sent = self._num_received = 0
+        self.counted = f"{spec.name}, {spec.unit}"
+        self.num_sent = self.num_received = 0
 
     def start_step(self) -> None:
         """Count microbatches from 0 again."""
-        self._num_sent = self._num_received = 0
-
-    def post(self, form: TensorFormat, known: Transmission | None) -> RecvWork:
-        """Post the receive of the next tensor, or of its header where it is not known how the tensor crosses."""
-        receive = RecvWork(self, form, known, f"{self._counted} {self._num_received}")
-        self._num_received += 1
-        self.receives.add(receive)
-        return receive
-
-    def send(self, tensor: torch.Tensor, form: TensorFormat, known: Transmission) -> SendWork:
-        """Send the next tensor, with variable shapes behind its header."""
-        position = f"{self._counted} {self._num_sent}"
-        header = self.headers.announce(known.whole, form, position) if form.has_variable_shapes else None
-        self._num_sent += 1
-        work = known.post_sends(tensor, position)
-        return work if header is None else header.joined_with(work)
+        self.num_sent = self.num_received = 0
 
     @property
     def sends_from_here(self) -> bool:

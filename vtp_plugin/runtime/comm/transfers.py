@@ -115,9 +115,12 @@ def require_allowed(kind: MessageKind, tensor: torch.Tensor) -> None:
     Raises:
         ConfigError: the tensor has another form.
     """
+    form, lengths = MESSAGE_FORMS[kind], (*tensor.shape,)
     dtype = "floating point" if tensor.is_floating_point() else str(tensor.dtype).removeprefix("torch.")
-    is_allowed = MESSAGE_FORMS[kind].fits(dtype, tensor.shape, tensor.numel())
-    if not is_allowed:
+    # Where any length may be, the tensor's own is.
+    wanted = [length if own is None else own for own, length in zip(form.shape or lengths, lengths, strict=False)]
+    has_shape = len(form.shape or lengths) == len(lengths) and wanted == [*lengths]
+    if dtype != form.dtype or not has_shape or form.num_elements not in (None, tensor.numel()):
         raise ConfigError(
             f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)} is no {kind}, and nothing else may leave this "
             "rank here; return an activation [S, B, H] from the stage"
@@ -377,7 +380,12 @@ class Transmission:
         local = tensor.detach()
         if plan.start is not None:
             local = self.transfers.stage.start(plan.start, local, position)
-        return [(dist.isend, _packed(_pieces(local, one, plan)), one.peer) for one in plan.sends]
+        messages: list[_Message] = []
+        for one in plan.sends:
+            pieces = _pieces(local, one, plan)
+            # A single piece that is dense already is not copied.
+            messages.append((dist.isend, pieces[0].contiguous() if len(pieces) == 1 else torch.cat(pieces), one.peer))
+        return messages
 
     def _allocate(
         self, position: str
@@ -408,11 +416,6 @@ class Transmission:
             messages.append((dist.irecv, buffer, one.peer))
             copies.append(() if one.buffer is None else [*zip(targets, buffer.split(one.lengths), strict=True)])
         return tensor, memory, messages, copies
-
-
-def _packed(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the pieces as one dense tensor; a single piece that is dense already is not copied."""
-    return pieces[0].contiguous() if len(pieces) == 1 else torch.cat(list(pieces))
 
 
 def _pieces(tensor: torch.Tensor, message: CompiledMessage, plan: CompiledPlan) -> list[torch.Tensor]:
