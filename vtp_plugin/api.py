@@ -63,6 +63,7 @@ def apply(
     encoder_layer_list: Sequence[int] | str | None = None,
     edge_seed: str | None = None,
     audit: str | None = None,
+    record_crossing: str | None = None,
     split_backward: bool = False,
     in_flight: int | str | Sequence[int] | None = None,
     costs: str | Sequence[str] | None = None,
@@ -121,6 +122,7 @@ def apply(
         edge_seed: what the edge of a U of two sites draws its layers from: ``"random"`` (as ``None``), ``"shared"``
             or a file, see :class:`~vtp_plugin.config.VtpConfig`; core scripts build in ``drawing_edge_weights()``.
         audit: file that records every message between stages; each rank adds its number to the name.
+        record_crossing: in a U a folder where the cloud keeps the first activations that come from the edge.
         split_backward: compute gradients of weights where a stage would wait; see docs/guides/split-backward.md.
         in_flight: most microbatches in flight in a U or a planned order, one number for all stages or one for each.
         costs: durations and links for which the order of a U is planned, such as ``"latency_ms=9"``; ``None`` measures.

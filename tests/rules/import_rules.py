@@ -23,7 +23,7 @@ LAYERS: tuple[frozenset[str], ...] = (
     frozenset({"link", "plan"}),
     frozenset({"trace"}),
     frozenset({"host", "report"}),
-    frozenset({"certify", "checkpoint"}),
+    frozenset({"certify", "checkpoint", "leak"}),
     frozenset({"config"}),
     frozenset({"platform", "tune"}),
     frozenset({"runtime"}),

@@ -10,7 +10,20 @@ import traceback
 from collections.abc import Sequence
 
 import vtp_plugin
-from vtp_plugin.cli import certify, checkpoint, doctor, link_actions, path, plan, profile, run, search, simulate, trace
+from vtp_plugin.cli import (
+    certify,
+    checkpoint,
+    doctor,
+    leak,
+    link_actions,
+    path,
+    plan,
+    profile,
+    run,
+    search,
+    simulate,
+    trace,
+)
 from vtp_plugin.cli.command_base import Parser, command_of, fail
 from vtp_plugin.cli.terminal import on_standard_output
 from vtp_plugin.errors import VtpError
@@ -39,6 +52,7 @@ _COMMANDS = {
         certify.run,
         "train on the layouts that fit these machines, and compare each with the uniform run",
     ),
+    "leak": (leak.add_arguments, leak.run, "measure how many tokens can be read from what crosses a cut"),
     "trace": (trace.add_arguments, trace.run, "join the files of run --vtp-trace, beside the plan of the run"),
     "rendezvous": (
         link_actions.add_rendezvous_arguments,

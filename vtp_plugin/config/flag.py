@@ -377,6 +377,8 @@ class Trust:
             a key of your own, of 16 bytes or more, in a file of mode 0600, so that a run can be repeated
         audit: record every message between stages, one JSON object a line; rank 3 writes FILE with .rank3 before its
             suffix; sites may differ
+        record_crossing: U: on the cloud, keep the first 256 activations that come from the edge, as numpy files, for
+            'leak --recorded', which measures what they give away; the edge's own ranks ignore it
         link_is_protected: several sites on several machines: something that the plugin does not see, such as IPsec or
             MACsec, encrypts all ways between them, those of InfiniBand and of the devices' own ports too. Without it a
             public address on an interface that is no VPN is rejected, NCCL goes by sockets, and HCCL is not supported
@@ -391,6 +393,7 @@ class Trust:
     )
     edge_seed: str | None = option(own("only the edge draws from it", is_path=True), None, "random|shared|FILE")
     audit: str | None = option(own("each machine has its own files", is_path=True), None, "FILE")
+    record_crossing: str | None = option(own("only the cloud of a U writes there", is_path=True), None, "FOLDER")
 
     link_is_protected: bool = option(
         same("vtp_link_is_protected", at_start=True),

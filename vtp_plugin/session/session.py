@@ -43,7 +43,7 @@ from vtp_plugin.platform.detect import detect
 from vtp_plugin.platform.interface import Platform
 from vtp_plugin.runtime.comm.channel import Channel
 from vtp_plugin.runtime.comm.tensor_format import TensorFormat
-from vtp_plugin.runtime.comm.transfers import Audit
+from vtp_plugin.runtime.comm.transfers import Audit, CrossingRecord
 from vtp_plugin.runtime.comm.work import Recorder
 from vtp_plugin.runtime.health.store import gather_node_sizes
 from vtp_plugin.runtime.step.communicator import (
@@ -293,6 +293,7 @@ def open_pipeline(
     *,
     stage_group: dist.ProcessGroup | None,
     pipeline_groups: tuple[dist.ProcessGroup, ...],
+    record_folder: str | None = None,
 ) -> Pipeline | None:
     """Open the channels of a pipeline. All ranks of the world call this at the same point, once its groups are made.
 
@@ -304,6 +305,7 @@ def open_pipeline(
         recorder: notes what this rank does.
         stage_group: tensor-parallel group of this rank's stage.
         pipeline_groups: this rank's pipeline group in each replica that this rank works in.
+        record_folder: where the cloud of a U keeps what comes from the edge; None unless asked for.
 
     Returns:
         This rank's part; None outside the pipeline.
@@ -327,6 +329,10 @@ def open_pipeline(
         return Pipeline(plan=plan, stage_group=stage_group, pipeline_groups=pipeline_groups, agree=agree)
     worker = plan.worker(rank)
     channels = _settle_transport(plan, ranks, platform, own_channels(plan.boundaries, opened))
+    for name, channel in channels.items():
+        is_from_edge = name.direction is Direction.FORWARD and plan.placement.stage_of(name.src) == 0
+        if record_folder is not None and is_from_edge and name.dst == worker:
+            channel.receives.record = CrossingRecord(record_folder, rank)
     return Pipeline(
         plan=plan,
         stage_group=stage_group,
@@ -667,7 +673,10 @@ class Session:
 
     def _open(self, plan: PipelinePlan, **groups: Any) -> Pipeline | None:
         audit = self.start.open_audit(self.config, dist.get_rank()) if plan.is_active else None
-        pipeline = open_pipeline(plan, self.ranks, self.choose_platform(), audit, self.recorder, **groups)
+        folder = self.config.record_crossing if self.config.layerwise_disaggregated else None
+        pipeline = open_pipeline(
+            plan, self.ranks, self.choose_platform(), audit, self.recorder, record_folder=folder, **groups
+        )
         if pipeline is not None:
             self.pipelines.add(pipeline)
         return pipeline

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tests.multiproc.cases.script_cases import ScriptRun, Scripts, arguments, num_ranks, succeeded
@@ -98,7 +99,7 @@ def test_no_sample_leaves_the_edge(
     scripts: Scripts, tmp_path: Path, data: Path, sizes: str, layers: str, more: list[str]
 ) -> None:
     sites = ["--vtp-sites", ",".join(["edge", *["cloud"] * sizes.count(",")])]
-    audit = ["--vtp-audit", str(tmp_path / "audit.jsonl")]
+    audit = ["--vtp-audit", str(tmp_path / "audit.jsonl"), "--vtp-record-crossing", str(tmp_path / "crossed")]
     packing = more if more == PACKED else []
     hooks = ["watch_edge", *(["packed_samples"] if packing else [])]
     runs = succeeded(_run(scripts, tmp_path, data, sizes, layers, hooks=hooks, extra=[*more, *sites, *audit]))
@@ -123,6 +124,16 @@ def test_no_sample_leaves_the_edge(
     totals = [line for line in lines if "total" in line and line["way"] == "sent"]
     assert sum(line["messages"] for line in totals) == sum(sent.values())
     assert sum(line["bytes"] for line in totals) == sum(n * size * WIDTH[kind] for (_, kind, size), n in sent.items())
+    # What the cloud records is what the edge has sent: the same on all ranks of its first stage, and nowhere else.
+    recorded = {rank: sorted((tmp_path / "crossed").glob(f"rank{rank}-*.npy")) for rank in range(len(runs))}
+    first_stage = range(1, 1 + int(sizes.split(",")[1]))
+    assert {rank for rank, files in recorded.items() if files} == {*first_stage}
+    for files in zip(*(recorded[rank] for rank in first_stage), strict=True):
+        first, *others = [np.load(file, allow_pickle=False) for file in files]
+        assert first.size == 2 * SLICE and first.shape[:2] == (first.shape[0], rows)
+        assert np.isfinite(first).all() and first.any() and all(np.array_equal(first, other) for other in others)
+    forward = [line for line in lines if line.get("cargo") == "activation" and line["way"] == "sent" and line["bytes"]]
+    assert len(recorded[1]) * len({line["peer"] for line in forward}) == len(forward)
     # Of packed rows the cloud learns where their documents end, once for each row that crosses, and nothing else.
     assert sum(line.get("cargo") == "lengths" for line in lines) == len(edge["lengths"])
     assert set(edge["lengths"]) == set(edge["ends"])

@@ -51,6 +51,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "link_is_protected": {"link_is_protected": True},
     "edge_seed": {"edge_seed": "shared"},
     "audit": {"audit": "audit.jsonl"},
+    "record_crossing": {"record_crossing": "crossed"},
     "timeout_s": {"timeout_s": 5.0},
     "log_level": {"log_level": "DEBUG"},
     "trace": {"trace": "logs"},
@@ -94,7 +95,7 @@ def test_every_option_says_whether_ranks_may_differ() -> None:
 
 def test_what_ranks_may_differ_in() -> None:
     own = {flag.field for flag in flags_of_fields() if flag.compared and flag.compared.name is None}
-    assert own == {"data_parallel_size", "device", "share_errors", "edge_seed", "audit", "log_level"}
+    assert own == {"data_parallel_size", "device", "share_errors", "edge_seed", "audit", "record_crossing", "log_level"}
 
 
 @pytest.mark.parametrize("flag", flags_of_fields(), ids=lambda flag: flag.field)

@@ -29,7 +29,7 @@ from vtp_plugin.plan.boundary.message_kind import HeaderCodec, MessageKind, Whol
 from vtp_plugin.platform.interface import Platform
 from vtp_plugin.runtime.comm.collectives import close_groups
 from vtp_plugin.runtime.comm.tensor_format import TensorFormat
-from vtp_plugin.runtime.comm.transfers import Audit, ChannelGroups, Headers, Transfers, Transmission
+from vtp_plugin.runtime.comm.transfers import Audit, ChannelGroups, CrossingRecord, Headers, Transfers, Transmission
 from vtp_plugin.runtime.comm.work import PendingRecv, Recorder, SendWork, TimedWaits, ranks_text
 from vtp_plugin.runtime.health.monitor import Monitor
 
@@ -184,9 +184,13 @@ class Receives:
     What comes over one connection is posted in the order in which it was sent. With variable shapes one header is under
     way at a time: when it has come, its tensor is posted, and right behind it what follows, so that both endpoints use
     the connection in one order. Finishes inside the stage run in the order of posting.
+
+    Attributes:
+        record: keeps what comes; None unless it is asked for.
     """
 
     def __init__(self) -> None:
+        self.record: CrossingRecord | None = None
         self._waiting: deque[RecvWork] = deque()
         self._unposted: deque[RecvWork] = deque()
         self._header: PendingRecv | None = None
@@ -214,7 +218,9 @@ class Receives:
             self._waiting.popleft()
             pending, oldest.pending, oldest.is_done = oldest.pending, None, True
             assert pending is not None
-            pending.wait()
+            tensor = pending.wait()
+            if self.record is not None:
+                self.record.note(tensor)
 
     def _post(self) -> None:
         """Post what is not posted, up to the first tensor whose shape is not known: of that one the header."""

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -190,6 +191,33 @@ class Audit:
         for (way, kind), count in sorted(self._num_messages.items()):
             self._file.write({"total": kind, "way": way, "messages": count, "bytes": self._num_bytes[way, kind]})
         self._file.close()
+
+
+class CrossingRecord:
+    """Keeps the first activations that came from the edge, for ``leak``: numpy files in fp32, ``[S, B, H]`` each.
+
+    Args:
+        folder: folder of the files; it is made.
+        rank: this rank, which the names begin with.
+
+    Raises:
+        ConfigError: the folder cannot be made.
+    """
+
+    MOST = 256
+
+    def __init__(self, folder: str, rank: int) -> None:
+        self._folder, self._rank, self._number = Path(folder), rank, 0
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--vtp-record-crossing {folder}: {error.strerror}; name another folder") from None
+
+    def note(self, tensor: torch.Tensor) -> None:
+        """Keep an activation, unless there are enough."""
+        if self._number < self.MOST and tensor.is_floating_point():
+            np.save(self._folder / f"rank{self._rank}-{self._number:03}.npy", tensor.detach().float().cpu().numpy())
+            self._number += 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

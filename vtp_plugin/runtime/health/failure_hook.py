@@ -141,26 +141,30 @@ class FailureHook:
             return
         monitor = self._get_monitor()
         self._has_failed = self._is_applied()
-        position, has_lost = "", False
+        cause = position = ""
+        has_lost = False
         if monitor is not None:
             position = monitor.describe_position(error)
             # Before printing: torch may complain about a broken store, and the plugin's line must be the last.
             has_lost = monitor.post_failure(error)
             if monitor.failure is not None and not _says(monitor.failure, error):
-                position += f"; before that, {monitor.failure}"
+                if has_lost or isinstance(error, PeerError):
+                    cause = f"{monitor.failure}; then, "  # says more than where this rank waited for it
+                else:
+                    position += f"; before that, {monitor.failure}"
         is_consequence = monitor is not None and monitor.failure is not None
         if isinstance(error, VtpError) and error.is_known_to_node:
             say_once(describe_error(error), log.error, limit_s=_PATIENCE_S)
         else:
             text = str(error)
             if has_lost and not isinstance(error, VtpError):
-                text = "this rank lost a connection"  # what ended the other one says more than where this one waited
+                text = "this rank lost a connection"
             elif not isinstance(error, VtpError):
                 before(kind, error, trace)
                 text = f"this rank failed with the error above, {describe_error(error)[:_NUM_COMPARED]}"
             if monitor is not None or isinstance(error, VtpError):
-                log.error(f"{text}{position}")
-            write_error_file(f"{describe_error(error)}{position}", is_consequence=is_consequence)
+                log.error(f"{cause}{text}{position}")
+            write_error_file(f"{cause}{describe_error(error)}{position}", is_consequence=is_consequence)
         self._note(error, is_consequence)
 
     def announce(self, error: BaseException) -> bool:

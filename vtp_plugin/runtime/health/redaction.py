@@ -196,9 +196,13 @@ def describe_error(error: BaseException) -> str:
 
 
 def first_line(text: str) -> str:
-    """Return the first line that is not empty."""
+    """Return the first line that is not empty, without the place in gloo's source that it may begin with.
+
+    >>> first_line("[/pytorch/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:4711")
+    'Connection closed by peer [127.0.0.1]:4711'
+    """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[0] if lines else ""
+    return re.sub(r"^\[\S+\.cc:\d+\] ", "", lines[0]) if lines else ""
 
 
 SPEAKER_VARIABLE = "VTP_SPEAKER"
