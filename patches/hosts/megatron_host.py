@@ -34,15 +34,15 @@ class SeenDistributed:
 
 
 class SeenTorch:
-    """``torch`` with such a ``torch.distributed``.
+    """``torch`` with another ``torch.distributed``.
 
-    >>> seen = SeenTorch(6)
+    >>> seen = SeenTorch(SeenDistributed(6))
     >>> seen.distributed.get_world_size(), seen.float32, seen.distributed.is_available()
     (6, torch.float32, True)
     """
 
-    def __init__(self, world_size: int) -> None:
-        self.distributed = SeenDistributed(world_size)
+    def __init__(self, distributed: object) -> None:
+        self.distributed: Any = distributed
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -265,7 +265,7 @@ class MegatronHost(ABC):
             world_size: that it counts its groups with.
             put_torch: assigns to the name ``torch`` in Megatron's ``parallel_state``, inside a ``with`` block.
         """
-        return put_torch(SeenTorch(world_size))
+        return put_torch(SeenTorch(SeenDistributed(world_size)))
 
     @abstractmethod
     def is_reshardable(self, state: Mapping[str, Any]) -> bool:

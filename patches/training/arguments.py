@@ -82,11 +82,11 @@ def _validate(
     session.learn(has_arguments=True)
     session.describe(args.rank, _format_layers(session, args))
     # Not at the top: they import Megatron's optimizer, and apply() imports this module before a script does.
-    from vtp_plugin.patches.training.checkpointing import lock_folders, require_common_folder
+    from vtp_plugin.patches.training.checkpointing import lock_folders, share_folder
     from vtp_plugin.patches.training.vocab_utils import note_vocabulary
 
     if session.is_active:
-        require_common_folder(session, args)
+        share_folder(session, host, args)
     lock_folders(session, args)
     layout, replicas = session.planned.layout, session.planned.replicas
     if not replicas.is_equal:

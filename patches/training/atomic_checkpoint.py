@@ -7,11 +7,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
-from vtp_plugin.checkpoint.format.resolver import asked_by
-from vtp_plugin.checkpoint.save.atomic_dir import HAS_EDGE_KEY, HAS_MANIFEST, final_of
+from vtp_plugin.checkpoint.format.resolver import asked_by, number_of
+from vtp_plugin.checkpoint.save.atomic_dir import HAS_EDGE_KEY, HAS_MANIFEST, final_of, make_folder, tracker_text
 from vtp_plugin.checkpoint.save.saving import Kept, Saving, naming_what_failed
+from vtp_plugin.errors import PeerError
 from vtp_plugin.host.patching import replaces
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.session import Session
@@ -78,8 +80,13 @@ def _name(session: Session, original: Callable[..., str], *args: Any, **kwargs: 
     final = Path(original(*args, **kwargs | {"return_base_dir": True}))
     saving = savings.current
     if saving is None:
-        saving = savings.begin(Saving(final, is_by_rank=not kwargs.get("return_base_dir", False)))
+        is_by_rank = not kwargs.get("return_base_dir", False)
+        is_part = session.parts.run is not None and not is_by_rank
+        part = session.parts.part_of(final, session.planned) if is_part else None
+        saving = savings.begin(Saving(final, is_by_rank=is_by_rank, part=part))
         dist.barrier()  # nobody writes before all have cleared away what was there
+        if saving.part is not None:  # Megatron makes it on rank 0 alone
+            make_folder(saving.partial)
     if final != saving.final:
         return name
     own = Path(name)
@@ -176,17 +183,23 @@ def _finish(session: Session, saving: Saving) -> None:
     """Publish a checkpoint, on all ranks at once."""
     from megatron.training.global_vars import get_args
 
-    rank = dist.get_rank()
-    saving.sync_own(is_first=rank == 0)
+    is_first = session.parts.is_first(session.planned) if session.is_planned else dist.get_rank() == 0
+    saving.sync_own(is_first=is_first)
     if session.savings.checks(saving) and session.ranks.store is not None:
         # The last rank to come has written all that rank 0 reads.
         dist.barrier()
-        session.ranks.agree("check of what was saved", lambda: _read_again(saving, is_reader=rank == 0))
-    publishes = saving.claim() if saving.is_by_rank else rank == 0
+        session.ranks.agree("check of what was saved", lambda: _read_again(saving, is_reader=is_first))
+    publishes = saving.claim() if saving.is_by_rank else is_first
     dist.barrier()
+    place = saving.place if publishes else lambda: None
+    if saving.part is None:
+        place()
+    else:
+        # Whole on all sites, or no site goes on: only then is it the newest, and an older one may go.
+        _confirm(session, saving, place)
     if publishes:
         interval = getattr(get_args(), "save_retain_interval", None)
-        saving.publish(Kept(session.config.keep_checkpoints, interval))
+        saving.note(Kept(session.config.keep_checkpoints, interval))
     dist.barrier()
     session.savings.end(saving)
     session.show(f"saved {saving.final}")
@@ -201,3 +214,32 @@ def _read_again(saving: Saving, *, is_reader: bool) -> dict[str, object]:
     if is_reader:
         saving.read_again()
     return {}
+
+
+def _confirm(session: Session, saving: Saving, place: Callable[[], None]) -> None:
+    """Put this site's part in its place, and go on when all ranks of all sites have seen theirs there: one round trip.
+
+    What crosses are three numbers of each rank: the iteration, 63 bits of the digest of the save, and 1 if all is well.
+
+    Raises:
+        ConfigError: the disk does not take it.
+        PeerError: a part of another site is not there.
+    """
+    assert saving.part is not None
+    problem: Exception | None = None
+    try:
+        with naming_what_failed(saving.final.parent):
+            place()
+    except Exception as error:  # the other sites must learn of it, whatever it is
+        problem = error
+    iteration = number_of(tracker_text(saving.final))
+    said = [iteration, int(saving.part.save, 16) >> 65, int(problem is None)]
+    own = torch.tensor(said, device=session.planned.platform.device())
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(found, own)
+    if problem is not None:
+        raise problem
+    wrong = {session.planned.site_of(rank) for rank, each in enumerate(found) if each.tolist() != said}
+    if wrong:
+        text = f"iteration {iteration} is partial: site {' and '.join(sorted(wrong))} does not have its part whole"
+        raise PeerError(f"{text}; the checkpoint before stays the newest; look at its output", shared=text)

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import functools
 import os
-import uuid
 from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from vtp_plugin.checkpoint.format.checkpoint_files import load_object, naming_broken_files
-from vtp_plugin.checkpoint.format.index import DamagedError, Extent
+from vtp_plugin.checkpoint.format.index import DamagedError, Extent, read_index
 from vtp_plugin.checkpoint.format.resolver import Asked, asked_by
 from vtp_plugin.checkpoint.hf.hf_model import ORIGIN, check_note, origin_of
 from vtp_plugin.checkpoint.load.stored_optimizer import Rates
@@ -22,7 +21,8 @@ from vtp_plugin.checkpoint.save.atomic_dir import SITE_ARGUMENTS, make_folder
 from vtp_plugin.checkpoint.save.saving import LOCK_VARIABLE, patience_s
 from vtp_plugin.errors import ConfigError, refuse
 from vtp_plugin.host.patching import replaces
-from vtp_plugin.patches.core.dist_checkpointing.serialization import plain_only
+from vtp_plugin.patches.core.dist_checkpointing.one_site import is_own_part, require_held
+from vtp_plugin.patches.core.dist_checkpointing.serialization import index_of, plain_only
 from vtp_plugin.patches.hosts import MegatronHost
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.patches.training.adapter_checkpoints import load_base_first, problems_of_adapters
@@ -44,7 +44,7 @@ from vtp_plugin.patches.training.choose_checkpoint import (
     stored_tp_sizes,
 )
 from vtp_plugin.patches.training.vocab_utils import require_padding
-from vtp_plugin.runtime.health.store import Topic, name_run, part_of, read_word
+from vtp_plugin.runtime.health.store import name_run
 from vtp_plugin.session import Session
 from vtp_plugin.util import log
 
@@ -66,46 +66,64 @@ _PER_STAGE = (
 )
 
 
-def require_common_folder(session: Session, args: Any) -> None:
-    """Refuse at start-up a folder for checkpoints that the ranks do not share, unless each writes for itself.
+def share_folder(session: Session, host: MegatronHost, args: Any) -> None:
+    """Find out at start-up whether all ranks share the folder for checkpoints, or those of each site do.
+
+    The first rank of each site leaves a file in its folder, all with one name but for the site's number; every rank
+    looks which of them it sees. Nothing is done where each rank writes for itself.
 
     Raises:
-        ConfigError: rank 0 cannot write into its folder, or a rank does not find in its own what rank 0 has put there.
+        ConfigError: a folder cannot be written, ranks of one site have different ones, or this Megatron cannot let each
+            site keep a part.
     """
     store = session.ranks.store
     if store is None or args.save is None or args.ckpt_format == "torch" or "://" in args.save:
         return
-    folder, topic = Path(args.save), part_of(store, Topic.FOLDER)
-    own = folder / f".vtp-{uuid.uuid4().hex}"
+    folder, named = Path(args.save), f".vtp-{name_run(store)}"
+    firsts = session.planned.reporting_ranks if session.config.has_several_sites else {"": 0}
+    site = session.planned.site_of(args.rank) if len(firsts) > 1 else ""
+    files = {each: folder / f"{named}-{number}" for number, each in enumerate(firsts)}
+    is_apart = False
 
     def put() -> dict[str, object]:
-        if args.rank == 0:
+        if args.rank == firsts[site]:
             try:
                 make_folder(folder)
-                own.touch()
+                files[site].touch()
             except OSError as error:
                 why = (error.strerror or type(error).__name__).lower()
                 raise ConfigError(
                     f"--save {args.save} cannot be written: {why}; give another folder", is_final=False
                 ) from error
-            topic.set("name", own.name)
         return {}
 
     def look() -> dict[str, object]:
-        if not (folder / read_word(topic, "name", Topic.FOLDER.key, r"\.vtp-[0-9a-f]{32}")).exists():
+        nonlocal is_apart
+        seen = {each for each, file in files.items() if file.exists()}
+        if site not in seen:
+            whose = "rank 0" if len(firsts) == 1 else f"rank {firsts[site]}, the first of site {site}"
             raise ConfigError(
-                f"--save {args.save} is not the folder of rank 0 (other machine or path), and --ckpt-format "
-                f"{args.ckpt_format} writes one checkpoint together; use a folder that all ranks share, or "
-                "--ckpt-format torch, which lets every site keep its own part"
+                f"--save {args.save} is not the folder of {whose} (other machine or path), and --ckpt-format "
+                f"{args.ckpt_format} writes one checkpoint together; use a folder that all ranks share"
+                f"{'' if len(firsts) == 1 else ' at a site'}, or --ckpt-format torch"
             )
-        return {}
+        is_apart = len(firsts) > 1 and seen == {site}
+        if is_apart and (args.ckpt_format != "torch_dist" or not host.can("saves_by_site")):
+            text = (
+                f"--save differs between the sites, and with --ckpt-format {args.ckpt_format} Megatron {host.name} "
+                "plans a checkpoint over all ranks; use a folder that all share, or --ckpt-format torch"
+            )
+            raise ConfigError(text, shared=text)
+        return {"whether each site has a --save of its own": is_apart}
 
     session.ranks.agree("check of --save", put)
     try:
         session.ranks.agree("check of --save", look)
     finally:
-        if args.rank == 0:
-            own.unlink(missing_ok=True)  # never what the store names: others can write there
+        if args.rank == firsts[site]:
+            files[site].unlink(missing_ok=True)
+    if is_apart:
+        session.parts.keep_apart(name_run(store))
 
 
 def lock_folders(session: Session, args: Any) -> None:
@@ -213,12 +231,12 @@ def _load(
         session.loading.note_rates(Rates.OWN if args.override_opt_param_scheduler else given)
         if session.config.load_newest_valid and load_dir is not None:
             choose(session, asked, args)
-        settle_trackers(session, asked)
+        settle_trackers(session, asked, args)
         # Megatron looks again in a collective, which only ranks that see a checkpoint enter.
         _agree(session, functools.partial(_look, session, asked, args, rank0=rank0))
     elif (wanted := kwargs.get("sharded_state_dict")) is not None:
         # What is missing is found before Megatron changes a weight.
-        _agree(session, functools.partial(_prepare, wanted, load_dir, args))
+        _agree(session, functools.partial(_prepare, session, asked, wanted, args))
     checkpoint, is_read = asked.checkpoint, True
     try:
         with naming_broken_files(asked):
@@ -290,16 +308,18 @@ def _look(session: Session, asked: Asked, args: Any, *, rank0: bool) -> dict[str
     }
 
 
-def _prepare(wanted: Any, load_dir: str | None, args: Any) -> dict[str, object]:
+def _prepare(session: Session, asked: Asked, wanted: Any, args: Any) -> dict[str, object]:
     """Compare the model with an import, and plan what this rank reads of another layout's optimizer.
 
     `bucket-map/request` reads it.
 
     Raises:
-        ConfigError: the checkpoint is another model, or does not hold the optimizer.
+        ConfigError: the checkpoint is another model, or does not hold the optimizer, or layers of this site.
     """
-    if load_dir is not None:
-        refuse(check_note(load_dir, args))
+    if asked.load_dir is not None:
+        refuse(check_note(asked.load_dir, args))
+    if (checkpoint := asked.checkpoint) is not None and is_own_part(session, checkpoint):
+        require_held(index_of(session, checkpoint) or read_index(checkpoint), wanted)
     prepare_requests(wanted)
     return {}
 

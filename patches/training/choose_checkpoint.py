@@ -11,14 +11,22 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject
 from torch.distributed.checkpoint import FileSystemReader
 
-from vtp_plugin.checkpoint.format.checkpoint_files import TORCH_DIST, check_files, check_trackers, format_of
+from vtp_plugin.checkpoint.format.checkpoint_files import (
+    TORCH_DIST,
+    broken_file,
+    check_files,
+    check_trackers,
+    format_of,
+)
 from vtp_plugin.checkpoint.format.contents import Contents
 from vtp_plugin.checkpoint.format.index import MANIFEST, Index, Manifest, load_manifest, problems_of_pieces
 from vtp_plugin.checkpoint.format.resolver import IN_MODEL_SPACE, RELEASE, Asked, Found, number_of, overruled
+from vtp_plugin.checkpoint.format.site_part import save_of
 from vtp_plugin.checkpoint.hf.hf_model import read_note
 from vtp_plugin.checkpoint.load.stored_optimizer import Request, StoredOptimizer, require_masters
 from vtp_plugin.checkpoint.save.atomic_dir import HAS_EDGE_KEY, problem_of, problem_without_manifest, share_out
@@ -243,7 +251,7 @@ def _stored_sizes(stored: Any, by_stage: str, of_all: str, *, missing: int) -> t
 
 
 # As a rank of another site may write them.
-_NAME = re.compile(r"[0-9]{1,18}|release")
+_NAME = re.compile(r"[0-9]{1,18}( [0-9a-f]{32})?|release")
 
 
 def look_at(session: Session, asked: Asked, args: Any) -> None:
@@ -344,6 +352,8 @@ def require_plain_files(session: Session, checkpoint: Path | None, own: Path | N
 def choose(session: Session, asked: Asked, args: Any) -> Found | None:
     """Let Megatron load the newest checkpoint that is whole; all ranks call it, and read a part each.
 
+    Where sites keep parts, it is whole if all sites have theirs of one save; a tracker is then only a hint.
+
     Args:
         session: the applied plugin.
         asked: where the run looks.
@@ -355,6 +365,12 @@ def choose(session: Session, asked: Asked, args: Any) -> Found | None:
     Raises:
         ConfigError: none is whole, or a step is asked for.
     """
+    if session.config.load_newest_valid:
+        _require_folders(asked)
+    return _choose_of(session, asked, args, _of_all(session, _read(asked.names)))
+
+
+def _require_folders(asked: Asked) -> None:
     for flag, value in (("--load", asked.load_dir), ("--non-persistent-global-ckpt-dir", asked.other)):
         if "://" in (value or ""):
             raise ConfigError(
@@ -363,9 +379,16 @@ def choose(session: Session, asked: Asked, args: Any) -> Found | None:
             )
     if asked.step is not None:
         raise ConfigError(f"--vtp-load-newest-valid with --ckpt-step {asked.step}; leave one of them out")
+
+
+def _choose_of(session: Session, asked: Asked, args: Any, rows: Sequence[Sequence[str]]) -> Found | None:
     passed: list[str] = []
-    for found in (names := asked.merged(_of_all(session, _read(asked.names)))):
-        if not (problem := _agreed(session, _problem_here(found.checkpoint, args))):
+    names = [found for found in asked.merged(rows) if asked.step in (None, number_of(found.name))]
+    for found in names:
+        own = None
+        if session.config.load_newest_valid or args.rank in session.planned.reporting_ranks.values():
+            own = _problem_here(found, args, is_thorough=session.config.load_newest_valid)
+        if not (problem := _agreed(session, own, _said_of(session, found))):
             for each in passed:
                 log.info(f"skipped: {each}")
             log.info(f"loads {found.checkpoint}, the newest intact checkpoint")
@@ -373,21 +396,60 @@ def choose(session: Session, asked: Asked, args: Any) -> Found | None:
                 hides = found.is_persistent and not is_persistent
                 session.savings.trackers[folder] = None if hides else found.name
             return found
+        if own and found.save:
+            log.warning(own)  # what others read of it names no path
         passed.append(problem)
-    if names:
-        raise ConfigError(f"{asked.load_dir} holds no intact checkpoint: {'; '.join(passed)}; load another folder")
+    if any(rows):
+        is_noted = any(asked.tracker(folder) is not None for folder, _ in asked.folders)
+        if (
+            names
+            and all(found.save for found in names)
+            and not _agreed(session, "noted" if is_noted else None, "noted")
+        ):
+            log.warning(
+                f"{'; '.join(passed)}; no site has noted one, so the first save was stopped: it restarts from scratch"
+            )
+            session.savings.trackers.update({folder: None for folder, _ in asked.folders})
+            return None
+        problems = "; ".join(passed) or f"there is none of --ckpt-step {asked.step}"
+        raise ConfigError(f"{asked.load_dir} holds no intact checkpoint: {problems}; load another folder")
     return None
 
 
-def settle_trackers(session: Session, asked: Asked) -> None:
+def _said_of(session: Session, found: Found) -> str | None:
+    """Say what other sites may know of a part that is not whole here."""
+    if not found.save or not session.is_planned:
+        return None
+    site = session.planned.site_of(dist.get_rank())
+    return f"iteration {found.name} is partial: site {site} does not have its part of that save whole"
+
+
+def settle_trackers(session: Session, asked: Asked, args: Any) -> None:
     """Let all ranks load the newest checkpoint that one of their trackers names, as Megatron does.
 
-    Sites may have folders of their own, and a run may have been killed before all trackers were written.
+    Sites may have folders of their own, and a run may have been killed before all trackers were written. Of parts the
+    newest is loaded that all sites have whole.
     """
-    own = _read(lambda: [[name] if (name := asked.tracker(folder)) else [] for folder, _ in asked.folders])
-    for (folder, _), mine, names in zip(asked.folders, own, _of_all(session, own), strict=False):
-        if names and RELEASE not in names and mine not in ([], names[:1]):
-            session.savings.trackers[folder] = names[0]
+
+    def names() -> list[list[str]]:
+        rows = asked.names() if session.is_planned and session.config.has_several_sites else [[] for _ in asked.folders]
+        return [
+            row
+            if " " in "".join(row) and folder not in asked.trackers
+            else [name]
+            if (name := asked.tracker(folder))
+            else []
+            for row, (folder, _) in zip(rows, asked.folders, strict=True)
+        ]
+
+    own = _read(names)
+    rows = _of_all(session, own)
+    if " " in "".join(name for row in rows for name in row):
+        _choose_of(session, asked, args, rows)
+        return
+    for (folder, _), mine, found in zip(asked.folders, own, rows, strict=False):
+        if found and RELEASE not in found and mine not in ([], found[:1]):
+            session.savings.trackers[folder] = found[0]
 
 
 def _read(names: Callable[[], list[list[str]]]) -> list[list[str]]:
@@ -407,11 +469,31 @@ def _of_all(session: Session, own: Sequence[Sequence[str]]) -> Sequence[Sequence
 
 def _join(posts: Sequence[dict[str, dict[str, float]]]) -> str:
     rows = [{name for post in posts for name in post.get(place, ()) if _NAME.fullmatch(name)} for place in ("0", "1")]
-    return json.dumps([sorted(row, key=lambda name: (name == RELEASE, number_of(name)), reverse=True) for row in rows])
+    return json.dumps(
+        [
+            sorted(row, key=lambda name: (name == RELEASE, number_of(name.split()[0]), name), reverse=True)
+            for row in rows
+        ]
+    )
 
 
-def _problem_here(checkpoint: Path, args: Any) -> str | None:
-    """Say what is wrong with the share of this rank; in the old format those are its own files."""
+def _problem_here(found: Found, args: Any, *, is_thorough: bool) -> str | None:
+    """Say what is wrong with the share of this rank; in the old format those are its own files.
+
+    Args:
+        found: the checkpoint.
+        args: Megatron's arguments.
+        is_thorough: whether its files are read, and not only their lengths.
+    """
+    checkpoint = found.checkpoint
+    if checkpoint.is_dir():
+        try:
+            if save_of(checkpoint) != found.save:
+                return f"{checkpoint} is of another save than iteration {found.name} of another site, or of another run"
+        except ConfigError as error:
+            return str(error).partition(";")[0]
+    if not is_thorough:
+        return broken_file(checkpoint) if checkpoint.is_dir() else f"{checkpoint} is missing"
 
     def share(manifest: Manifest) -> Callable[[str], bool]:
         if not any(checkpoint.glob("mp_rank_*")):
@@ -432,12 +514,12 @@ def own_folders(checkpoint: Path) -> set[str]:
     return {Path(get_checkpoint_name(str(checkpoint.parent), 0)).parent.name}
 
 
-def _agreed(session: Session, problem: str | None) -> str:
-    """Give all ranks the first problem that one of them found; empty if none did."""
+def _agreed(session: Session, problem: str | None, shared: str | None = None) -> str:
+    """Give all ranks the first problem that one of them found, or what may be said of it; empty if none did."""
     if session.ranks.store is None:
         return problem or ""
     first: Callable[[Sequence[dict[str, Any]]], str] = lambda found: next((key for each in found for key in each), "")  # noqa: E731
-    own = {} if problem is None else {session.ranks.redaction.describe(ConfigError(problem)): {}}
+    own = {} if problem is None else {session.ranks.redaction.describe(ConfigError(problem, shared=shared)): {}}
     return one_line(session.ranks.share_reports(own, first))
 
 

@@ -28,6 +28,7 @@ from tests.attacker.play import Entry
 from tests.attacker.served import Served
 from vtp_plugin import adapters
 from vtp_plugin.checkpoint.format.shard_map import Block, Bucket, BucketEntry, ShardSpec, Strided
+from vtp_plugin.checkpoint.format.site_part import PART, read_part
 from vtp_plugin.checkpoint.save import saving
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.config.resolve import ScheduleOptions
@@ -40,7 +41,6 @@ from vtp_plugin.link.site_file import read_site
 from vtp_plugin.patches.core.dist_checkpointing.serialization import _text_of
 from vtp_plugin.patches.mindspeed import multimodal, two_rings
 from vtp_plugin.patches.site_objects import _BoundedMemory
-from vtp_plugin.patches.training.checkpointing import require_common_folder
 from vtp_plugin.patches.training.choose_checkpoint import _agreed, _of_all
 from vtp_plugin.patches.training.global_vars import _read_sizes
 from vtp_plugin.plan.boundary.boundary_plan import compile_plan
@@ -264,15 +264,6 @@ def _take_sizes(post: bytes) -> None:
     store = Served()
     part_of(store, Topic.VOCABULARY).set("sizes", post)
     _read_sizes(store)
-
-
-def _take_folder(post: bytes) -> None:
-    store = Served()
-    part_of(store, Topic.FOLDER).set("name", post)
-    agree: Any = lambda name, check: check()  # noqa: E731
-    session: Any = SimpleNamespace(ranks=SimpleNamespace(store=store, agree=agree))
-    with tempfile.TemporaryDirectory() as folder:
-        require_common_folder(session, SimpleNamespace(save=folder, ckpt_format="torch_dist", rank=1))
 
 
 # --- what ranks report to each other ---
@@ -525,6 +516,9 @@ def _take_beside(given: tuple[str, bytes]) -> None:
         elif name == FAILED_STARTS:
             environment = {"VTP_RUN_FOLDER": folder, "VTP_START": "f a"}
             note_failed_start(OSError("disk"), environment)
+        elif name == PART:
+            part = read_part(Path(folder))
+            _require_lines([] if part is None else [part.site, *part.sites, part.save])
         elif name == LOCK:
             _require_lines([saving._describe(data.decode(errors="replace"))])
         else:
@@ -533,12 +527,13 @@ def _take_beside(given: tuple[str, bytes]) -> None:
 
 _PROGRESS = {**_SEATS["last"]}
 _HOLDER = {"run": "r1", "host": "n2", "process": 7, "since": "2026-01-01 00:00:00", "token": "t"}
+_PART = {"site": "edge", "sites": ["edge", "cloud"], "save": "0f" * 16}
 _STARTS = {"flags": "f", "reasons": {"OSError: disk": [2, "b"]}}
 _MEMORY = {"forgiven by": "x", "cards": {"a local rank 1": {"failures": 2, "is bad": False, "why": "erring: y"}}}
 
 
 def _make_beside(inputs: Inputs) -> tuple[str, bytes]:
-    files = {PROGRESS: _PROGRESS, FAILED_STARTS: _STARTS, MEMORY: _MEMORY, LOCK: _HOLDER}
+    files = {PROGRESS: _PROGRESS, FAILED_STARTS: _STARTS, MEMORY: _MEMORY, LOCK: _HOLDER, PART: _PART}
     name = inputs.random.choice([*files])
     return name, inputs.post(files[name])
 
@@ -980,12 +975,6 @@ ENTRIES: list[Entry] = [
         make=lambda inputs: inputs.post([50257, 50304]),
         take=_take_sizes,
     ),
-    Entry(
-        name="the file by which ranks find a common folder",
-        places=["patches/training/checkpointing.py:require_common_folder.look"],
-        make=lambda inputs: inputs.word(".vtp-0123456789abcdef0123456789abcdef"),
-        take=_take_folder,
-    ),
     *_reported(
         "costs of an order", _take_costs, _REPORT, _COSTS, [f"{_STEP}/schedule_runner.py:ScheduleRunner._combine"]
     ),
@@ -1057,6 +1046,7 @@ ENTRIES: list[Entry] = [
             f"{_ELASTIC}/progress.py:_read_starts",
             f"{_ELASTIC}/failed_cards.py:_read",
             "vtp_plugin/checkpoint/save/saving.py:_holder",
+            "vtp_plugin/checkpoint/format/site_part.py:read_part",
         ],
         make=_make_beside,
         take=_take_beside,

@@ -12,7 +12,7 @@ import pytest
 import vtp_plugin
 from tests.rules.import_rules import ROOT
 from vtp_plugin import errors
-from vtp_plugin.checkpoint.format import index, shard_map
+from vtp_plugin.checkpoint.format import index, shard_map, site_part
 from vtp_plugin.checkpoint.hf import hf_model
 from vtp_plugin.checkpoint.save import saving
 from vtp_plugin.cli.main import _parser
@@ -75,7 +75,7 @@ def test_commands_are_listed() -> None:
 
 def test_files_are_listed() -> None:
     names = {
-        *(index.MANIFEST, shard_map.MAP, hf_model.NOTE, saving.LOCK),
+        *(index.MANIFEST, shard_map.MAP, site_part.PART, hf_model.NOTE, saving.LOCK),
         *(failed_cards.MEMORY, progress.FAILED_STARTS, progress.MARKER, progress.PROGRESS),
     }
     assert set(re.findall(r"`(vtp_\w+\.\w+)`", section("Files"))) == names

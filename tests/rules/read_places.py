@@ -13,7 +13,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 _FOLDERS = ("vtp_plugin", "patches")
-_POSTS = {"read_post", "read_number", "read_text", "read_word", "require_word", "parse_post", "shown"}
+_POSTS = {"read_post", "read_number", "read_text", "require_word", "parse_post", "shown"}
 # Functions that read what others have written, by their module.
 _READERS = {
     "vtp_plugin.runtime.health.store": _POSTS | {"count", "open_round", "name_run"},

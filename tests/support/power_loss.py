@@ -232,6 +232,14 @@ class Disk:
                     _apply(folders, change)
                 yield folders
 
+    def after(self, end: int) -> dict[int, dict[str, int]]:
+        """Return what the folders hold after some ops where the power stays."""
+        folders: dict[int, dict[str, int]] = {number: {} for number in self._now}
+        for change in self._changes:
+            if change.number < end:
+                _apply(folders, change)
+        return folders
+
     def _is_safe(self, change: _Change, end: int) -> bool:
         folders = {folder for folder, _, _ in change.entries}
         return all(any(change.number < sync < end for sync, _ in self.nodes[folder].syncs) for folder in folders)

@@ -62,6 +62,7 @@ from vtp_plugin.session.edge_seed import EdgeSeed, protected_link
 from vtp_plugin.session.loading import Loading
 from vtp_plugin.session.planned_run import PipelinePlan, PlannedRun, Start, plan_module
 from vtp_plugin.session.ranks import Agree, AllRanks
+from vtp_plugin.session.site_parts import SiteParts
 from vtp_plugin.util import log
 
 if TYPE_CHECKING:
@@ -473,6 +474,7 @@ class Session:
         applied: sets of patches in the order of application.
         pipelines: pipelines that this rank works in: the run's own, and those of modules.
         savings, loading: checkpoints that are being written; what is known of one that is being read.
+        parts: checkpoints of which each site keeps a part.
         edge_seed: what an edge's layers are drawn from. writes: names of Megatron and torch that patches may write.
         steps: the training steps of this process.
         progress: notes the steps of a fitted run; None in other runs.
@@ -492,6 +494,7 @@ class Session:
         self.ranks = AllRanks(lambda: self.config.timeout_s, self._finish, self._how_to_resume)
         self.applied, self.writes = AppliedSets(), Writes()
         self.savings, self.loading, self.edge_seed = Savings(), Loading(), EdgeSeed()
+        self.parts = SiteParts()
         self._config, self._platform = config, platform
         self._close_log: Callable[[], None] | None = None
         self._recorder: Recorder | None = None

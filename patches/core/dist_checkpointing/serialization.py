@@ -50,6 +50,7 @@ from vtp_plugin.checkpoint.format.resolver import BY_BUCKET, BY_BUCKET_OLDER, FO
 from vtp_plugin.checkpoint.format.shard_map import MAP, Bucket, dump_map
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.host.patching import replaces
+from vtp_plugin.patches.core.dist_checkpointing.one_site import as_one_site, is_own_part
 from vtp_plugin.patches.core.optimizer.moved_state import MapPart
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.runtime.comm.plain_data import ObjectError
@@ -244,11 +245,19 @@ def _save(session: Session, original: Callable[..., Any], state: Any, folder: An
     values = nested_values(state) if is_by_bucket else ()
     parts = [value.obj for value in values if isinstance(value, LocalNonpersistentObject)]
     own = [part.buckets() for part in parts if isinstance(part, MapPart)]
-    with session.ranks.together("the save of a checkpoint"):
+    is_part = (saving := session.savings.find(folder)) is not None and saving.part is not None
+    with session.ranks.together("the save of a checkpoint"), as_one_site(session, is_meant=is_part):
         result = original(state, folder, *args, **kwargs)
         if is_by_bucket:
-            _write(Path(folder), own)
+            _write(Path(folder), own, session.parts.open(session.planned) if is_part else None)
+    if is_part and result is not None:  # the rest comes when all is written
+        result.finalize_fns[:] = [functools.partial(_end_part, session, end) for end in result.finalize_fns]
     return result
+
+
+def _end_part(session: Session, end: Callable[[], None]) -> None:
+    with as_one_site(session):
+        end()
 
 
 @replaces(
@@ -262,10 +271,15 @@ def _load(session: Session, original: Callable[..., Any], *args: Any, **kwargs: 
     """Run `load`, watched; torch wraps what is refused while it reads.
 
     Why: scripts on megatron-core call it without what `checkpoint-timeout` watches.
+
+    A site reads its part of a checkpoint by itself.
     """
+    folder = kwargs.get("checkpoint_dir", *args[1:2])
     try:
         with session.ranks.together("the load of a checkpoint"), naming_broken_files(None):
-            return original(*args, **kwargs)
+            is_part = "://" not in str(folder) and is_own_part(session, Path(folder))
+            with as_one_site(session, is_meant=is_part):
+                return original(*args, **kwargs)
     finally:
         session.loading.drop_index()
 
@@ -297,11 +311,11 @@ def _is_by_bucket(state: Any, content: Mapping[str, Any]) -> bool:
     return any(isinstance(part, dict) and part.get(TYPE) == BY_BUCKET_OLDER for part in parts)
 
 
-def _write(folder: Path, own: list[tuple[Bucket, ...] | None]) -> None:
-    """Write what all ranks have, on rank 0, if all know it. Whoever reads the file finds it whole or not at all."""
-    is_writer = dist.get_rank() == 0
-    found: list[Any] | None = [None] * dist.get_world_size() if is_writer else None
-    dist.gather_object(own, found)
+def _write(folder: Path, own: list[tuple[Bucket, ...] | None], group: dist.ProcessGroup | None) -> None:
+    """Write what all ranks have, on the first one, if all know it; who reads the file finds it whole or not at all."""
+    is_writer = dist.get_rank(group) == 0
+    found: list[Any] | None = [None] * dist.get_world_size(group) if is_writer else None
+    dist.gather_object(own, found, dst=0 if group is None else dist.get_global_rank(group, 0), group=group)
     if found is None:
         return
     text = _text_of(found)

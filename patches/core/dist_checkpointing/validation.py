@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.mapping import is_main_replica
 
 from vtp_plugin.host.patching import replaces
+from vtp_plugin.patches.core.dist_checkpointing.one_site import box_of_shard
 from vtp_plugin.patches.core.dist_checkpointing.serialization import require_plain_checkpoint
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.session import Session
@@ -30,33 +31,29 @@ _MODULE = "megatron.core.dist_checkpointing.validation"
     remove_when="the check works on element coverage",
 )
 def _validate_sharding(
-    original: Callable[[Any], list[Exception]], rank_sharding: Sequence[tuple[int, Any]]
+    session: Session, original: Callable[[Any], list[Exception]], rank_sharding: Sequence[tuple[int, Any]]
 ) -> list[Exception]:
     """Replace `_validate_sharding_for_key` where shards differ in shape: every element must be stored exactly once.
 
-    Why: it counts accesses on one regular grid of shards, but stages of unequal size have a grid each.
+    Why: it counts accesses on one regular grid of shards, but stages of unequal size have a grid each, and one site of
+    several has a part of it.
     """
     shards = [shard for _, shard in rank_sharding]
-    if len({(shard.local_shape, shard.axis_fragmentations) for shard in shards}) == 1:
+    is_part = session.parts.is_seen
+    if len({(shard.local_shape, shard.axis_fragmentations) for shard in shards}) == 1 and not is_part:
         return original(rank_sharding)
     first = shards[0]
     for shard in shards:
         if (shard.dtype, shard.global_shape) != (first.dtype, first.global_shape):
             found = f"{shard.dtype} {shard.global_shape} beside {first.dtype} {first.global_shape}"
             return [CheckpointingException(f"{first.key}: two tensors are stored under one name: {found}")]
-    boxes = [_box(shard) for shard in shards if is_main_replica(shard.replica_id)]
+    boxes = [box_of_shard(shard) for shard in shards if is_main_replica(shard.replica_id)]
     problems = ["shards overlap"] if next(overlaps(boxes), None) is not None else []
     # Where nothing overlaps, equal volumes mean that nothing is missing.
     missing = prod(first.global_shape) - sum(volume(box) for box in boxes)
-    if missing > 0:
+    if missing > 0 and not is_part:
         problems.append(f"{missing} elements are not stored by any rank")
     return [CheckpointingException(f"{first.key}: {problem}") for problem in problems]
-
-
-def _box(shard: Any) -> tuple[tuple[int, int], ...]:
-    """Give the shard's interval in every global dimension; prepended dimensions have length 1 locally."""
-    lengths = (1,) * shard.prepend_axis_num + tuple(shard.local_shape)
-    return tuple((start, start + length) for start, length in zip(shard.global_offset, lengths, strict=True))
 
 
 @replaces(
@@ -66,13 +63,13 @@ def _box(shard: Any) -> tuple[tuple[int, int], ...]:
     remove_when="with `checkpoint-integrity`",
 )
 def _validate_objects(
-    original: Callable[[Any], list[Exception]], sharded_objects: Sequence[tuple[int, Any]]
+    session: Session, original: Callable[[Any], list[Exception]], sharded_objects: Sequence[tuple[int, Any]]
 ) -> list[Exception]:
     """Replace `_validate_objects_for_key` where grids differ in width: no object may be stored twice.
 
-    Why: random states are stored on a (stage, tp) grid, whose width differs between stages.
+    Why: random states are stored on a (stage, tp) grid, whose width differs between stages; a site has a part of it.
     """
-    if len({obj.global_shape for _, obj in sharded_objects}) == 1:
+    if len({obj.global_shape for _, obj in sharded_objects}) == 1 and not session.parts.is_seen:
         return original(sharded_objects)
     keys = Counter(obj.unique_key for _, obj in sharded_objects if is_main_replica(obj.replica_id))
     return [CheckpointingException(f"{key} is stored {count} times") for key, count in keys.items() if count > 1]

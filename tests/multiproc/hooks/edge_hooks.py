@@ -8,13 +8,14 @@ from typing import Any
 
 import megatron.training.training as training
 import torch
+import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.training import get_args
 from megatron.training.initialize import _set_random_seed
 
-from tests.multiproc.hooks.in_place import Facts, after
+from tests.multiproc.hooks.in_place import Facts, after, around, before
 from tests.multiproc.hooks.leak_watch import Outgoing, Watch
 from vtp_plugin.api import current_session
 
@@ -154,3 +155,22 @@ def _holds(item: Outgoing, key: bytes) -> bool:
         memory += bytes(values.to(torch.uint8).flatten().tolist())
     parts = [key, key[:16], key[-16:]]
     return any(form in memory for part in parts for form in (part, part.hex().encode(), str([*part])[1:-1].encode()))
+
+
+def count_world(facts: Facts) -> None:
+    """Note how many collectives over all ranks each save makes."""
+    from vtp_plugin.checkpoint.save import saving
+
+    counts: list[int] = []
+    facts["world_collectives"] = counts
+
+    def counted(original: Any, *args: Any, **kwargs: Any) -> Any:
+        group = kwargs.get("group") or next((each for each in args if isinstance(each, dist.ProcessGroup)), None)
+        if counts and (group is None or group is dist.group.WORLD):
+            counts[-1] += 1
+        return original(*args, **kwargs)
+
+    for name in ("barrier", "all_gather_object", "all_gather", "all_reduce", "broadcast", "broadcast_object_list"):
+        around(dist, name)(counted)
+    around(dist, "gather_object")(counted)
+    before(saving.Savings, "begin")(lambda *_: counts.append(0))

@@ -98,7 +98,7 @@ def kill_in_save(facts: Facts) -> None:
     _count(killer, pieces)
     _watch_pieces(killer, pieces)
     _watch_files(killer)
-    _know_which(killer, saving.Saving, "publish", lambda self: self.final)
+    _know_which(killer, saving.Saving, "place", lambda self: self.final)
     killer.around(FileSystemWriter, "finish", "before metadata", "after metadata")
     _know_which(killer, FileSystemWriter, "finish", lambda self: self.path)
     killer.around(saving, "finish_folder", "before manifest")
@@ -156,7 +156,7 @@ def _know_which(killer: _Killer, owner: Any, name: str, folder_of: Callable[[Any
     @around(owner, name)
     def call(original: Any, self: Any, *args: Any) -> None:
         kept, killer.iteration = killer.iteration, _iteration_of(folder_of(self))
-        killer.published = killer.iteration if name == "publish" else killer.published
+        killer.published = killer.iteration if name == "place" else killer.published
         original(self, *args)
         killer.iteration = kept
 

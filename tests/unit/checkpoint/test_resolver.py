@@ -293,11 +293,12 @@ def test_ranks_with_folders_of_their_own_load_the_newest_of_all(megatron: Megatr
         (_trackers("9" * 40, "../x"), load / "iter_0000002"),  # of a rank that means harm
     ):
         megatron.session.savings.trackers.clear()
+        megatron.session.is_planned = False
         megatron.session.ranks = SimpleNamespace(
             store=object(), share_reports=lambda own, join, others=others: join([own, others])
         )
         asked = Asked(load_dir=str(load), kind="global", trackers=megatron.session.savings.trackers)
-        settle_trackers(megatron.session, asked)
+        settle_trackers(megatron.session, asked, args)
         assert asked.checkpoint == megatron(args) == wanted
 
 

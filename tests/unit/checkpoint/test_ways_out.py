@@ -50,7 +50,17 @@ OTHER_FILES = (
 _FOLDER, _VERIFIED = "multiproc/elastic/test_one_run_a_folder.py", "unit/checkpoint/test_show_and_verify.py"
 _RATES = "multiproc/checkpoint/test_other_rates.py"
 # Words of a line, and the tests that do what it says.
+_PARTS_OF_SITES = "multiproc/sites/test_parts.py"
 DONE: dict[str, tuple[str, ...]] = {
+    "the checkpoint before stays the newest; look at its output": (
+        f"{_PARTS_OF_SITES}::test_a_site_whose_disk_fails_ends_the_run_and_both_keep_the_save_before",
+    ),
+    "so the first save was stopped: it restarts from scratch": (
+        f"{_PARTS_OF_SITES}::test_a_run_whose_first_save_was_stopped_starts_from_scratch",
+    ),
+    "--save differs between the sites": (
+        "multiproc/u_shape/test_edge_seed.py::test_each_site_keeps_its_part_and_dropout_goes_on",
+    ),
     "if it should resume, give the folder": (
         "multiproc/training/test_brief_run.py::test_what_is_loaded_measured_and_saved_is_shown",
     ),

@@ -29,7 +29,7 @@ _CERTIFY = "a check of one owner's machines, beside no run"
 NOT_PLAYED: Mapping[str, str] = {
     **{
         f"{_HEALTH}/store.py:{name}": _READERS
-        for name in ("parse_post", "read_post", "read_number", "read_text", "read_word", "require_word")
+        for name in ("parse_post", "read_post", "read_number", "read_text", "require_word")
     },
     f"{_HEALTH}/meeting_store.py:_Table.open.missing": _PRESENCE,
     f"{_HEALTH}/meeting_store.py:_Table.enter.is_whole": _PRESENCE,
@@ -42,6 +42,7 @@ NOT_PLAYED: Mapping[str, str] = {
     "vtp_plugin/session/ranks.py:AllRanks.name_run": "`the name of the run`",
     "vtp_plugin/session/ranks.py:AllRanks.share_reports": "hands on; each report has an entry",
     "patches/training/checkpointing.py:lock_folders.lock": "`the name of the run`",
+    "patches/training/checkpointing.py:share_folder": "`the name of the run`",
     "vtp_plugin/runtime/comm/collectives.py:_Swapping.__init__": _NUMBERS,
     "vtp_plugin/runtime/comm/transfers.py:Transmission._allocate": _NUMBERS,
     "vtp_plugin/runtime/comm/transfers.py:Transfers.warm_up": _NUMBERS,

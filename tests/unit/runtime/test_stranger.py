@@ -519,39 +519,61 @@ def test_reports_are_of_their_shape(post: Any) -> None:
         read_shared(tuple[float, float], post.decode(errors="replace"))
 
 
+_NO_HOST: Any = None  # who has one site asks it nothing
+
+
+def _session_of(store: dist.Store) -> Any:
+    ranks = SimpleNamespace(store=store, agree=lambda name, check: check())
+    return SimpleNamespace(ranks=ranks, config=SimpleNamespace(has_several_sites=False), parts=SimpleNamespace())
+
+
 def test_rank_0_removes_no_file_that_the_store_names(tmp_path: Path) -> None:
-    from vtp_plugin.patches.training.checkpointing import require_common_folder
+    from vtp_plugin.patches.training.checkpointing import share_folder
 
     class Stranger(dist.PrefixStore):
-        def get(self, key: str) -> bytes:
-            return b"../victim" if key.endswith("name") else super().get(key)
+        def compare_set(self, key: str, expected_value: str, desired_value: str) -> bytes:
+            return b"../victim"
 
     victim = tmp_path / "victim"
     victim.touch()
-    hash_store = Stranger("", dist.HashStore())
-    agree = lambda name, check: check()  # noqa: E731
-    session: Any = SimpleNamespace(ranks=SimpleNamespace(store=hash_store, agree=agree))
+    hash_store: Any = Stranger("", dist.HashStore())
     args = SimpleNamespace(save=str(tmp_path / "save"), ckpt_format="torch_dist", rank=0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vtp_plugin.patches.training.checkpointing.part_of", lambda store, topic: store)
-        with pytest.raises(PeerError, match="the post folder/name in the store is '../victim'"):
-            require_common_folder(session, args)
-    assert victim.exists() and [path.name for path in tmp_path.iterdir()] != ["victim"]
-    assert not [*(tmp_path / "save").iterdir()]
+        patch.setattr("vtp_plugin.runtime.health.store.part_of", lambda store, topic: store)
+        with pytest.raises(PeerError, match="the post folder/run in the store is '../victim'"):
+            share_folder(_session_of(hash_store), _NO_HOST, args)
+    assert victim.exists() and not (tmp_path / "save").exists()
 
 
 def test_a_folder_that_rank_0_cannot_make_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vtp_plugin.patches.training.checkpointing import require_common_folder
+    from vtp_plugin.patches.training.checkpointing import share_folder
 
     def refuse_to_make(folder: Path) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(folder))
 
     monkeypatch.setattr("vtp_plugin.patches.training.checkpointing.make_folder", refuse_to_make)
-    session: Any = SimpleNamespace(ranks=SimpleNamespace(store=dist.HashStore(), agree=lambda name, check: check()))
     args = SimpleNamespace(save="../ro/ck", ckpt_format="torch_dist", rank=0)
     with pytest.raises(ConfigError) as caught:
-        require_common_folder(session, args)
+        share_folder(_session_of(dist.HashStore()), _NO_HOST, args)
     assert str(caught.value) == "--save ../ro/ck cannot be written: read-only file system; give another folder"
+
+
+@pytest.mark.parametrize(("form", "knows_sites"), [("torch_dist", False), ("torch_dcp", True)])
+def test_folders_of_sites_that_megatron_cannot_keep_apart_are_refused(
+    tmp_path: Path, form: str, knows_sites: bool
+) -> None:
+    from vtp_plugin.patches.training.checkpointing import share_folder
+
+    session = _session_of(dist.HashStore())
+    session.config.has_several_sites = True
+    session.planned = SimpleNamespace(reporting_ranks={"edge": 0, "cloud": 1}, site_of=("edge", "cloud").__getitem__)
+    host: Any = SimpleNamespace(name="0.16", can=lambda name: knows_sites)
+    args = SimpleNamespace(save=str(tmp_path / "cloud"), ckpt_format=form, rank=1)
+    with pytest.raises(ConfigError) as caught:
+        share_folder(session, host, args)
+    said = f"--save differs between the sites, and with --ckpt-format {form} Megatron 0.16 plans a checkpoint over all"
+    assert str(caught.value).startswith(said) and caught.value.shared == str(caught.value)
+    assert not [*(tmp_path / "cloud").iterdir()]
 
 
 @pytest.mark.parametrize("post", [*GARBAGE, b"[1]", b"[5, 4]", b"[0, 8]", b"[8, 99999999999]"])

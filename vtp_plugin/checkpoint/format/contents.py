@@ -35,6 +35,7 @@ from vtp_plugin.checkpoint.format.shard_map import (
     load_map,
     row_major,
 )
+from vtp_plugin.checkpoint.format.site_part import read_part
 from vtp_plugin.errors import ConfigError, PlanError, VtpError, refuse
 from vtp_plugin.util.index_boxes import Box, box_shape, format_box, intersect, overlaps, volume, whole_box
 
@@ -157,7 +158,8 @@ class Contents:
                 buckets = tuple(infer_map(weights, self.pieces, self.arguments, is_joined=is_joined))
             except PlanError as error:
                 raise no_map(self.folder, str(error)) from None
-        refuse(check_map(str(self.folder / MAP), buckets, self.pieces, is_joined=is_joined))
+        is_part = read_part(self.folder) is not None
+        refuse(check_map(str(self.folder / MAP), buckets, self.pieces, is_joined=is_joined, is_part=is_part))
         return Stored(buckets, self.pieces)
 
     @cached_property

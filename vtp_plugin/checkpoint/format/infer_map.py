@@ -43,7 +43,12 @@ _NOT_TRAINED = (
 
 
 def check_map(
-    file: str, buckets: Sequence[Bucket], pieces: Iterable[StoredRange], *, is_joined: bool = False
+    file: str,
+    buckets: Sequence[Bucket],
+    pieces: Iterable[StoredRange],
+    *,
+    is_joined: bool = False,
+    is_part: bool = False,
 ) -> Iterator[str]:
     """Say where a map contradicts the stored pieces, or itself.
 
@@ -52,6 +57,7 @@ def check_map(
         buckets: the buckets of the map.
         pieces: the stored pieces of all buckets.
         is_joined: whether a piece holds several parameters.
+        is_part: whether elements may be missing, which another site keeps.
 
     Yields:
         Lines ``value; rule; way out``.
@@ -69,7 +75,7 @@ def check_map(
             return
     if stored:
         yield f"{file}: {next(iter(stored))} is stored and not in it; {_WRONG_MAP}"
-    elif (problem := _problem_of_shards(buckets)) is not None:
+    elif (problem := _problem_of_shards(buckets, is_part=is_part)) is not None:
         yield f"{file}: {problem}; {_WRONG_MAP}"
 
 
@@ -92,7 +98,7 @@ def _problem_of_bucket(bucket: Bucket, pieces: list[StoredRange], is_joined: boo
     return None
 
 
-def _problem_of_shards(buckets: Iterable[Bucket]) -> str | None:
+def _problem_of_shards(buckets: Iterable[Bucket], *, is_part: bool) -> str | None:
     """Name the first parameter that the ranks together do not hold exactly once."""
     boxes: defaultdict[tuple[str, tuple[int, ...]], list[Box]] = defaultdict(list)
     for shard in (part.shard for bucket in buckets for part in bucket.parts):
@@ -105,7 +111,8 @@ def _problem_of_shards(buckets: Iterable[Bucket]) -> str | None:
     if len(boxes) != len({name for name, _ in boxes}):
         return "one parameter has two shapes"
     for (name, shape), held in boxes.items():
-        if sum(map(volume, held)) != math.prod(shape) or next(overlaps(held), None) is not None:
+        is_all = is_part or sum(map(volume, held)) == math.prod(shape)
+        if not is_all or next(overlaps(held), None) is not None:
             return f"the ranks do not hold {name} {shape} once"
     return None
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Final
 
+from vtp_plugin.checkpoint.format.site_part import save_of
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.util.typed_json import read_bytes
 
@@ -110,11 +111,13 @@ class Found:
         folder: folder that holds it.
         name: its iteration, or ``release``.
         is_persistent: whether it is no non-persistent one.
+        save: digest of the save of which it is a part; empty for a whole one.
     """
 
     folder: Path
     name: str
     is_persistent: bool = True
+    save: str = ""
 
     @property
     def checkpoint(self) -> Path:
@@ -233,9 +236,9 @@ class Asked:
         return [_names_in(folder, self.tracker(folder), is_persistent) for folder, is_persistent in self.folders]
 
     def merged(self, names: Sequence[Sequence[str]]) -> list[Found]:
-        """Give the checkpoints of :attr:`folders` that have certain names, in that order."""
+        """Give the checkpoints of :attr:`folders` that have certain names, in that order; a save may be behind one."""
         rows = [
-            [Found(folder, name, is_persistent) for name in row]
+            [Found(folder, name, is_persistent, *save) for name, *save in map(str.split, row)]
             for (folder, is_persistent), row in zip(self.folders, names, strict=False)
         ]
         found: list[Found] = []
@@ -249,7 +252,13 @@ def _path(text: str | None) -> Path | None:
 
 
 def _names_in(folder: Path, text: str | None, is_persistent: bool) -> list[str]:
-    """Give the names of the candidates of one folder."""
+    """Give the names of the candidates of one folder; of parts of sites, with their saves, also what no tracker names.
+
+    A site notes the newest when all sites have it: where one was stopped before, it may be there on all of them.
+    """
+    saves = [(number, save_of(of_iteration(folder, str(number)))) for number in reversed(numbers_in(folder))]
+    if any(save for _, save in saves):
+        return [f"{number} {save}".rstrip() for number, save in saves]
     first = [text] if text is not None and (text.isdecimal() or (text == RELEASE and is_persistent)) else []
     last = number_of(text) if first and text != RELEASE else None
     return first + [str(number) for number in reversed(numbers_in(folder)) if last is None or number < last]

@@ -3,8 +3,9 @@
 A checkpoint that Megatron is writing: where its files go meanwhile, and how it is published.
 
 Steps, each on all ranks before the next: what stopped saves have left is cleared away; Megatron writes, into a folder
-beside the checkpoint's place, and each rank syncs what it has written; one rank of every folder writes the manifest,
-moves the folder to its place, then the tracker; what is no longer kept is removed.
+beside the checkpoint's place, and each rank syncs what it has written; one rank of every folder writes the manifest and
+moves the folder to its place; where sites keep parts, all confirm that; then that rank writes the tracker, and what is
+no longer kept is removed.
 :mod:`vtp_plugin.checkpoint.save.atomic_dir` has the moves.
 """
 
@@ -32,6 +33,7 @@ from vtp_plugin.checkpoint.format.checkpoint_files import iterations
 from vtp_plugin.checkpoint.format.contents import Contents
 from vtp_plugin.checkpoint.format.index import Extent, digest_of, dump_manifest, files_of, make_manifest
 from vtp_plugin.checkpoint.format.resolver import IN_BUCKETS, TRACKER, read_tracker
+from vtp_plugin.checkpoint.format.site_part import PART, SitePart
 from vtp_plugin.checkpoint.save.atomic_dir import (
     clear,
     discard,
@@ -276,6 +278,7 @@ class Saving:
         is_by_rank: whether every rank may have a folder of its own, as in the format ``torch``.
         own: this rank's folder in :attr:`partial`, where each rank has one.
         is_in_background: whether Megatron keeps writing when its function has returned.
+        part: which part this site keeps of it; None where it is one checkpoint.
         digests: hashes of the pieces that were hashed while they were written.
         afterwards: callbacks to run once others can see the checkpoint.
     """
@@ -284,6 +287,7 @@ class Saving:
     is_by_rank: bool
     own: Path | None = None
     is_in_background: bool = False
+    part: SitePart | None = None
     digests: dict[Extent, str] = field(default_factory=dict)
     afterwards: list[Callable[[], object]] = field(default_factory=list)
 
@@ -304,6 +308,8 @@ class Saving:
             is_first: whether this is rank 0, which writes what all ranks share.
         """
         if not self.is_by_rank:
+            if is_first and self.part is not None:
+                (self.partial / PART).write_text(self.part.dump())
             # Whoever wrote a piece has synced it, in this process or another: see `atomic-checkpoint/pieces`.
             for name in files_of(self.partial) if is_first else ():
                 if not name.endswith(".distcp"):
@@ -347,18 +353,21 @@ class Saving:
         """Tell whether this rank is the one that publishes the folder that it sees; all ask before one does."""
         return _claim(self.partial / _CLAIM)
 
-    def publish(self, kept: Kept) -> None:
-        """Move the checkpoint to its place, name it in the tracker, and begin to remove what is no longer kept.
-
-        Args:
-            kept: which older checkpoints stay.
-        """
+    def place(self) -> None:
+        """Move the checkpoint to its place, whole and synced; nothing names it yet, and nothing older goes."""
         for claim in self.partial.glob(f"{_CLAIM}*"):
             if text := read_text(claim):
                 self.digests |= {Extent(name, 0, size): digest for name, size, digest in parse_json(text)}
             claim.unlink()
-        folder = self.final.parent
         finish_folder(self.partial, self.final, dump_manifest(make_manifest(self.partial, self.digests)))
+
+    def note(self, kept: Kept) -> None:
+        """Name the checkpoint, which is whole everywhere, in the tracker, and begin to remove what is no longer kept.
+
+        Args:
+            kept: which older checkpoints stay.
+        """
+        folder = self.final.parent
         before = _iteration_of_tracker(folder)
         write_whole(folder / TRACKER, tracker_text(self.final))
         new = _iteration_of_tracker(folder)

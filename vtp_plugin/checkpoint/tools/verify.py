@@ -44,13 +44,14 @@ from vtp_plugin.checkpoint.format.resolver import (
     stored_optimizers,
 )
 from vtp_plugin.checkpoint.format.safe_pickle import dump_again, load_safely
+from vtp_plugin.checkpoint.format.site_part import read_part
 from vtp_plugin.checkpoint.save.atomic_dir import arguments_of, problem_without_manifest
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.util.index_boxes import box_shape, format_box, overlaps, volume
 
 _OF_A_GROUP: Final = re.compile(r"(?:chained_(\d+)\.)?optimizer\.distributed\.dp_group_idx_(\d+)\.(\w+)(?:/shard_.*)?")
 _RANDOM: Final = "rng_state/"
-_OF_RANKS: Final = (_RANDOM, "rerun_state_machine_state/")
+OF_RANKS: Final = (_RANDOM, "rerun_state_machine_state/")
 """What is stored by pipeline and tensor-parallel rank."""
 _BECOMES: Final = {
     None: None,
@@ -102,7 +103,7 @@ def is_kept(contents: Contents, key: str, form: str | None) -> bool:
     """
     if _OF_A_GROUP.match(key) or kind_of(key) != WEIGHT:
         return form == contents.form
-    return not (key.startswith("common_state/") or (key.startswith(_OF_RANKS) and _is_unequal(contents)))
+    return not (key.startswith("common_state/") or (key.startswith(OF_RANKS) and _is_unequal(contents)))
 
 
 def loses_random_states(contents: Contents) -> bool:
@@ -318,8 +319,10 @@ def check_fit(contents: Contents) -> Iterator[str]:
         yield f"{problem}; it says in which format the rest is; {_COPY}"
     sizes = {file: _size(contents.folder / file) for file in sorted({extent.file for _, extent in index.extents()})}
     yield from _check_lengths(index, sizes)
+    is_part = read_part(contents.folder) is not None
     for key, tensor in index.tensors.items():
-        yield from (f"{contents.folder}: {key} {problem}; {_COPY}" for problem in _problems_of_cover(tensor))
+        problems = problems_of_cover(tensor, is_part=is_part)
+        yield from (f"{contents.folder}: {key} {problem}; {_COPY}" for problem in problems)
     if contents.form in IN_BUCKETS and contents.has_map:
         yield from _check_map(contents)
 
@@ -342,8 +345,16 @@ def _check_lengths(index: Index, sizes: dict[str, int | None]) -> Iterator[str]:
         yield f"{index.folder / name} {problem}; a part of {key}{rest} must be there; {_COPY}"
 
 
-def _problems_of_cover(tensor: StoredTensor) -> Iterator[str]:
-    """Say whether parts of a tensor lie outside it, overlap, or leave elements out."""
+def problems_of_cover(tensor: StoredTensor, *, is_part: bool = False) -> Iterator[str]:
+    """Say whether parts of a tensor lie outside it, overlap, or leave elements out.
+
+    Args:
+        tensor: the tensor.
+        is_part: whether elements may be missing, which another site keeps.
+
+    Yields:
+        Texts that follow the tensor's name.
+    """
     boxes = [box for box, _ in tensor.extents]
     for box in boxes:
         if any(stop > length for (_, stop), length in zip(box, tensor.shape, strict=True)):
@@ -352,7 +363,7 @@ def _problems_of_cover(tensor: StoredTensor) -> Iterator[str]:
     pair = next(overlaps(boxes), None) if tensor.shape else None
     if pair is not None:
         yield f"{tensor.shape} is stored twice at {format_box(boxes[pair[1]])}; each element must be stored once"
-    elif (count := sum(map(volume, boxes))) != math.prod(tensor.shape):
+    elif not is_part and (count := sum(map(volume, boxes))) != math.prod(tensor.shape):
         yield f"{tensor.shape} is stored in {count} of {math.prod(tensor.shape)} elements; none may be missing"
 
 

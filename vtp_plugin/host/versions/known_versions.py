@@ -317,6 +317,12 @@ FACTS = (
         shown_by="tests/unit/host/test_host_seam.py::test_the_worker_that_saves_is_refused_on_cpus",
     ),
     Capability(
+        name="saves_by_site",
+        what="saves and loads of `torch_dist` were made to take the ranks of one site for all",
+        versions=_NEWEST,
+        shown_by="tests/multiproc/sites/test_parts.py",
+    ),
+    Capability(
         name="loss_summed_over_replicas",
         what="the loss function of its scripts sums every microbatch over the replicas of the stage",
         versions=("<0.13",),

@@ -105,13 +105,12 @@ def read_text(part: dist.Store, key: str) -> str:
     return shown(part.get(key))
 
 
-def read_word(part: dist.Store, key: str, topic: str, pattern: str) -> str:
-    """Read a word that a pattern matches as a whole; arguments and error are those of :func:`read_post`."""
-    return require_word(part.get(key), topic, key, pattern)
-
-
 def require_word(data: bytes, topic: str, key: str, pattern: str) -> str:
-    """Parse such a word from a post that was already read."""
+    """Parse a word that a pattern matches as a whole, from a post that was already read.
+
+    Raises:
+        PostError: the post is something else.
+    """
     if not re.fullmatch(pattern.encode(), data):
         raise PostError(topic, key, f"is {one_line(shown(data), _MOST_SHOWN)!r}, which is no such name")
     return data.decode()
@@ -139,17 +138,18 @@ class Topic(Enum):
             --vtp-timing what each rank did in a step and when, by names of boundaries and numbers of microbatches,
             between sites also the bytes of each message, how many TCP segments were sent again, and a digest that tells
             network namespaces apart; where a script asks for adapters, the names of the layers of every stage and how
-            many of each there are.
+            many of each there are; before a load the iterations that each rank has, with digests of their saves, and
+            which of them are partial at which site.
         CLOCKS: With --vtp-trace and --vtp-timing: readings of clocks, by which ranks find out how far these are apart.
         ATTEMPTS: Where the launcher keeps the store: how often ranks have met in it, how many they were, a random name
             of each process, the numbers of ranks that are missing, and the port at which ranks meet with --vtp-stages.
         NODES: How many ranks each node of the launcher has.
         CARDS: With --vtp-stages: of every rank the name of its machine (between sites a digest, or what --vtp-node
-            says), its site, the kind of its device, whether it works and versions; who gets which rank, the chosen
-            layout, from which each rank works out its own flags, and how far the attempt before came; an error (between
+            says), its site, the kind of its device, whether it works, what kind of error it has reported, and
+            versions; who gets which rank, the chosen layout, from which each rank works out its own flags, and how far the attempt before came; an error (between
             sites as for the checks); how many ranks have ended.
-        FOLDER: A random file name, by which ranks find out whether they share the folder of --save, and a random name
-            of the run, which the lock of that folder and traces hold.
+        FOLDER: A random name of the run, which the lock of the folder of --save and traces hold, and by which ranks find
+            out who shares that folder.
         VOCABULARY: The two sizes of the edge's vocabulary.
         BRIDGES: Checks of bridges between modules: the modules' grids, the type and dimensions of tensors, errors as
             for the checks.
