@@ -19,7 +19,7 @@ SHARED=(
     --optimizer adam --lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine --lr-decay-iters 200 --lr-warmup-iters 10
     --override-opt-param-scheduler
     --train-iters "$STEPS" --log-interval 1 --eval-interval 10 --eval-iters 2
-    --save-interval 10 --ckpt-format torch
+    --save-interval 10 --ckpt-format torch_dist
     --transformer-impl local --no-gradient-accumulation-fusion --no-persist-layer-norm
     --vtp-size-list "$SIZE_LIST" --layerwise-disaggregated-training --num-layer-list "$LAYERS"
     --vtp-sites "$SITES" --vtp-device "$DEVICE"

@@ -21,6 +21,7 @@ from vtp_plugin.checkpoint.format.contents import Contents, kind_of
 from vtp_plugin.checkpoint.format.index import MANIFEST
 from vtp_plugin.checkpoint.format.resolver import BY_BLOCK, BY_BUCKET, BY_BUCKET_OLDER, BY_RANK, IN_MODEL_SPACE, PLAIN
 from vtp_plugin.checkpoint.format.shard_map import MAP
+from vtp_plugin.checkpoint.format.site_part import read_part, require_whole
 from vtp_plugin.checkpoint.hf.hf_model import HFModel, free_flags, settings
 from vtp_plugin.checkpoint.save.atomic_dir import EDGE_KEY, read_kept_key, write_edge_key
 from vtp_plugin.checkpoint.tools.verify import Verification, form_for_any, loses_random_states, note_of_experts
@@ -34,6 +35,7 @@ from vtp_plugin.util.text import own_command, plain
 if TYPE_CHECKING:
     from vtp_plugin.checkpoint.tools.compare_checkpoints import ComparedTensor
     from vtp_plugin.checkpoint.tools.import_hf import Import
+    from vtp_plugin.checkpoint.tools.writer import Ending, PieceWriter
 
 
 _SIZES = {
@@ -239,6 +241,7 @@ def _export(options: argparse.Namespace) -> None:
     from vtp_plugin.checkpoint.tools.peft import read_adapters
 
     contents = Contents(find_checkpoint(options.source))
+    require_whole(contents.folder)
     like = options.like or find_like(contents, options.source)
     if options.peft is not None:
         _export_peft(options, contents, like)
@@ -288,6 +291,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_verify(actions)
     _add_diff(actions)
     _add_reshard(actions)
+    _add_merge(actions)
+    _add_split(actions)
     _add_import(actions)
     _add_export(actions)
 
@@ -354,6 +359,48 @@ def _add_reshard(actions: Any) -> None:
     _end(reshard, _reshard)
 
 
+def _add_merge(actions: Any) -> None:
+    merge = actions.add_parser(
+        "merge",
+        help="make one checkpoint of the parts that the sites of a run keep",
+        description="Write one checkpoint of all parts of a save, as one folder for all sites would hold it; pieces "
+        "are copied byte by byte. Run it where all parts may be seen. If it was stopped, the same command resumes it.",
+        epilog="Keys of --json: folder, num_pieces, num_bytes, num_bytes_found (written by an earlier attempt).",
+    )
+    _add_folder(
+        merge,
+        "--from",
+        "folders of the parts; of a folder of several, the newest",
+        nargs="+",
+        dest="sources",
+        required=True,
+    )
+    _add_folder(merge, "--to", "folder for --load; it must be new", dest="target", required=True)
+    _end(merge, _merge)
+
+
+def _add_split(actions: Any) -> None:
+    split = actions.add_parser(
+        "split",
+        help="make parts of a checkpoint, one for each site of a run",
+        description="Write the part of each site, as the sites of a U would save it, to DIR/edge and DIR/cloud. Run it "
+        "where all of it may be seen, and give each site its own. If it was stopped, the same command resumes it.",
+        epilog="Keys of --json: folders (by site), num_pieces, num_bytes, num_bytes_found (by an earlier attempt).",
+    )
+    _add_folder(split, "--from", _FOLDER, dest="source", required=True)
+    _add_folder(split, "--to", "folder for the folders of the sites; these must be new", dest="target", required=True)
+    split.add_argument(
+        "--num-layer-list",
+        type=lambda text: [*map(int, text.split(","))],
+        metavar="LIST",
+        help="layers of the U's parts; default: the run's",
+    )
+    split.add_argument(
+        "--vtp-sites", type=lambda text: text.split(","), metavar="LIST", help="site of every stage; default: the run's"
+    )
+    _end(split, _split)
+
+
 def _add_folder(parser: Any, name: str, text: str, **more: Any) -> None:
     parser.add_argument(name, type=Path, metavar="DIR", help=text, **more)
 
@@ -395,6 +442,9 @@ def _diff(options: argparse.Namespace) -> None:
     from vtp_plugin.checkpoint.tools.compare_checkpoints import Comparison
 
     a, b = (Contents(find_checkpoint(folder)) for folder in (options.a, options.b))
+    if (read_part(a.folder) is None) != (read_part(b.folder) is None):
+        require_whole(a.folder)
+        require_whole(b.folder)
     for each in () if options.weights_only else (a, b):
         require_masters(each)
     comparison = Comparison(a, b, is_weights_only=options.weights_only)
@@ -436,29 +486,16 @@ def _reshard(options: argparse.Namespace) -> None:
     form = form_for_any(contents, options.form)
     from vtp_plugin.checkpoint.load.stored_optimizer import require_masters
     from vtp_plugin.checkpoint.tools.rewrite_optimizer import plan_rewrite
-    from vtp_plugin.checkpoint.tools.writer import holding, writing_to
 
     if form != contents.form:
         require_masters(contents)
-    name = contents.folder.resolve().name
-    if not re.fullmatch(r"iter_\d{7,}|release", name):
-        name = f"iter_{contents.common.get('iteration') or 0:07d}"
-    target = options.target / name
-    kept = contents.folder.parent
-    key = read_kept_key(kept, f"--from {options.source}") if (kept / EDGE_KEY).exists() else None
+    require_whole(contents.folder)
+    target = options.target / _name_of(contents)
+    key = _key_beside(contents.folder.parent)
     work, ending = plan_rewrite(contents, target, form)
-    total = sum(piece.num_bytes for piece in work.pieces)
-    with progress(total, "reshard") as on_written, holding(options.target):
-        found = work.find_written()
-        on_written(found)
-        with writing_to(target):
-            work.write(ending, on_written)
-            if key is not None:
-                write_edge_key(options.target, key)
+    counts = _write("reshard", [(work, ending, options.target, key)])
     note = note_of_experts(contents)
-    counts = {"num_pieces": len(work.pieces), "num_bytes": total, "num_bytes_found": found}
-    before = f", {format_bytes(found)} of it by an earlier attempt" if found else ""
-    lines = [f"wrote {target}: {format_bytes(total)}{before}; load it with --load {shlex.quote(str(options.target))}"]
+    lines = [f"wrote {target}: {_said(counts)}; load it with --load {shlex.quote(str(options.target))}"]
     if form == contents.form:
         held = "there is no optimizer" if form is None else f"the optimizer was {form} before, and is copied"
         lines.append(f"{held}: any layout loads that")
@@ -469,3 +506,64 @@ def _reshard(options: argparse.Namespace) -> None:
     if loses_random_states(contents):
         lines.append("random states are left out: those of unequal stages have no place in another layout")
     print_answer(options, {"folder": target, "form": form, **counts, "experts": note}, lines)
+
+
+def _name_of(contents: Contents) -> str:
+    """Return the name of a checkpoint's folder, or that of its iteration where it has another one."""
+    name = contents.folder.resolve().name
+    is_usual = re.fullmatch(r"iter_\d{7,}|release", name)
+    return name if is_usual else f"iter_{contents.common.get('iteration') or 0:07d}"
+
+
+def _write(what: str, planned: Sequence[tuple[PieceWriter, Ending, Path, bytes | None]]) -> dict[str, int]:
+    """Write checkpoints, each into a folder of its own, with the edge's key beside those that get it; count them."""
+    from vtp_plugin.checkpoint.tools.writer import holding, writing_to
+
+    total, found = sum(piece.num_bytes for work, *_ in planned for piece in work.pieces), 0
+    with progress(total, what) as on_written:
+        for work, ending, folder, key in planned:
+            with holding(folder):
+                found += (before := work.find_written())
+                on_written(before)
+                with writing_to(work.final):
+                    work.write(ending, on_written)
+                    if key is not None:
+                        write_edge_key(folder, key)
+    num_pieces = sum(len(work.pieces) for work, *_ in planned)
+    return {"num_pieces": num_pieces, "num_bytes": total, "num_bytes_found": found}
+
+
+def _said(counts: Mapping[str, int]) -> str:
+    found = counts["num_bytes_found"]
+    before = f", {format_bytes(found)} of it by an earlier attempt" if found else ""
+    return f"{format_bytes(counts['num_bytes'])}{before}"
+
+
+def _key_beside(folder: Path) -> bytes | None:
+    return read_kept_key(folder, f"--from {folder}") if (folder / EDGE_KEY).exists() else None
+
+
+def _merge(options: argparse.Namespace) -> None:
+    from vtp_plugin.checkpoint.tools.merge_parts import plan_merge
+
+    parts = [Contents(find_checkpoint(source)) for source in options.sources]
+    target = options.target / _name_of(parts[0])
+    work, ending = plan_merge(parts, target)
+    key = next((key for part in parts if (key := _key_beside(part.folder.parent)) is not None), None)
+    counts = _write("merge", [(work, ending, options.target, key)])
+    line = f"wrote {target}: {_said(counts)}, of {len(parts)} sites; any layout loads it with --load {options.target}"
+    print_answer(options, {"folder": target, **counts}, (line,))
+
+
+def _split(options: argparse.Namespace) -> None:
+    from vtp_plugin.checkpoint.tools.merge_parts import cut_of, plan_split
+
+    contents = Contents(find_checkpoint(options.source))
+    cut = cut_of(contents, options.num_layer_list, options.vtp_sites)
+    folders = {site: options.target / site for site in dict.fromkeys(cut.sites)}
+    planned = plan_split(contents, cut, {site: folder / _name_of(contents) for site, folder in folders.items()})
+    key = _key_beside(contents.folder.parent)
+    works = [(*planned[site], folder, key if site == cut.sites[0] else None) for site, folder in folders.items()]
+    counts = _write("split", works)
+    lines = [f"wrote {folder}, the part of site {site}" for site, folder in folders.items()]
+    print_answer(options, {"folders": folders, **counts}, lines)

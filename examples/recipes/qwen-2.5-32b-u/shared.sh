@@ -46,7 +46,7 @@ TRAINING=(
 )
 DEVICE=(--bf16 --no-create-attention-mask-in-dataloader)
 INPUT=(--data-path "$DATA" --split 990,10,0 --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$TOKENIZER")
-SAVING=(--save "$CHECKPOINTS" --load "$CHECKPOINTS" --save-interval 100 --ckpt-format torch) # a file of each rank
+SAVING=(--save "$CHECKPOINTS" --load "$CHECKPOINTS" --save-interval 100 --ckpt-format torch_dist)
 
 if [ -n "${SMALL:-}" ]; then # fewer ranks, both sites on this machine
     RANKS=(1 2)

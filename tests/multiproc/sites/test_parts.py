@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import pickle
 import random
 import shutil
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +35,11 @@ from tests.support.hosts import (
 )
 from tests.support.lines import error_line
 from vtp_plugin.checkpoint.format.checkpoint_files import iterations
-from vtp_plugin.checkpoint.format.index import read_index
+from vtp_plugin.checkpoint.format.index import digest_of, read_index
 from vtp_plugin.checkpoint.format.resolver import TRACKER
 from vtp_plugin.checkpoint.format.site_part import read_part
 from vtp_plugin.checkpoint.save.atomic_dir import EDGE_KEY
+from vtp_plugin.cli import main
 
 pytestmark = pytest.mark.needs("scripts_here")
 
@@ -328,6 +331,96 @@ def _planted(checkpoint: Path) -> Iterator[tuple[str, bytes]]:
                 yield f"{key} {extent.offset}", values
 
 
+@pytest.mark.parametrize(
+    "extra",
+    [
+        pytest.param([*DISTRIBUTED, *LLAMA_LIKE], id="distributed"),
+        pytest.param(RESHARDABLE, id="reshardable", marks=FULL),
+    ],
+)
+def test_merged_and_split(
+    scripts: Scripts, tmp_path: Path, capsys: pytest.CaptureFixture[str], extra: list[str]
+) -> None:
+    """Merged parts are what one folder holds, map and pieces to the byte; of split ones each site loads its own."""
+    words = [*extra, "--train-iters", "4", "--vtp-edge-seed", "shared"]
+    one, parts = tmp_path / "one", tmp_path / "parts"
+    whole = scripts.train("1,2", [*u_shape("1,2,1"), *words, "--save", str(one), "--save-interval", "2"])
+    train(scripts, "1,2", "1,2,1", words, save=parts)
+    back_to(parts, 2)
+    for folder in ("two", "again"):
+        sources = [str(parts / site) for site in ("cloud", "edge")]
+        assert _checkpoint(capsys, "merge", "--from", *sources, "--to", str(tmp_path / folder)) == 0
+    single, merged, again = (root / "iter_0000002" for root in (one, tmp_path / "two", tmp_path / "again"))
+    assert _checkpoint(capsys, "diff", str(single), str(merged)) == 0
+    assert _checkpoint(capsys, "verify", str(merged)) == 0 and _checkpoint(capsys, "verify", str(parts / "cloud")) == 0
+    assert _pieces(single) == _pieces(merged)
+    for name in {file.name for file in merged.iterdir()} - {"vtp_manifest.json"}:
+        assert (merged / name).read_bytes() == (again / name).read_bytes(), name
+        if name.endswith(".json"):
+            assert (merged / name).read_bytes() == (single / name).read_bytes(), name
+
+    assert _checkpoint(capsys, "split", "--from", str(merged), "--to", str(tmp_path / "split")) == 0
+    for site in ("edge", "cloud"):
+        assert _pieces(tmp_path / "split" / site / "iter_0000002") == _pieces(parts / site / "iter_0000002")
+    runs = train(scripts, "1,2", "1,2,1", words, load=tmp_path / "split")
+    assert_same_training(runs, whole, first=2, tolerance=exact_resume_tolerance())
+
+
+def _checkpoint(capsys: pytest.CaptureFixture[str], *words: str) -> int:
+    try:
+        main(["checkpoint", *words])
+    except SystemExit as error:
+        return int(error.code or 0)
+    return 0
+
+
+def _pieces(checkpoint: Path) -> dict[tuple[str, object], str]:
+    """Give the hash of every stored piece, but of what all ranks share, which has the arguments of one folder."""
+    index = read_index(checkpoint)
+    boxes = [(key, box, extent) for key, tensor in index.tensors.items() for box, extent in tensor.extents]
+    boxes += [(key, None, extent) for key, extent in index.objects.items() if not key.startswith("common_state/")]
+    return {(key, box): digest_of(checkpoint, replace(extent)) for key, box, extent in boxes}
+
+
+def test_parts_that_do_not_fit_are_not_merged(
+    whole: tuple[Path, list[ScriptRun]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    edge, cloud = (whole[0] / site for site in ("edge", "cloud"))
+    other = tmp_path / "other"
+    shutil.copytree(cloud / "iter_0000004", other)
+    note = other / "vtp_part.json"
+    note.write_text(note.read_text().replace(json.loads(note.read_text())["save"], "0" * 32))
+    twice = tmp_path / "twice"
+    shutil.copytree(edge / "iter_0000004", twice)
+    (twice / "vtp_part.json").write_text((cloud / "iter_0000004/vtp_part.json").read_text())
+    lacks = tmp_path / "lacks"
+    shutil.copytree(cloud / "iter_0000004", lacks)
+    stored = pickle.loads((lacks / ".metadata").read_bytes())
+    del stored.state_dict_metadata["decoder.layers.mlp.linear_fc1.weight"].chunks[1:]
+    (lacks / ".metadata").write_bytes(pickle.dumps(stored))
+    for sources, words in (
+        ([edge], "the part of site cloud is not among"),
+        ([edge, edge / "iter_0000004"], "are parts of site edge; give one"),
+        ([edge, cloud / "iter_0000003"], "are parts of different iterations, 4 and 3;"),
+        ([edge, other], "are parts of different runs, or of one run that saved that iteration twice;"),
+        ([edge, twice], "stored twice"),
+        ([edge, lacks], "none may be missing"),
+    ):
+        found = ["--from", *map(str, sources), "--to", str(tmp_path / "new")]
+        assert _checkpoint(capsys, "merge", *found) == 2
+        said = capsys.readouterr().err
+        assert words in said and len(said.strip().splitlines()) == 1, said
+    for needy in (
+        ["reshard", "--from", str(edge), "--to", str(tmp_path / "new")],
+        ["export", "--from", str(edge), "--hf", str(tmp_path / "new")],
+        ["split", "--from", str(edge), "--to", str(tmp_path / "new")],
+    ):
+        assert _checkpoint(capsys, *needy) == 2
+        said = capsys.readouterr().err
+        assert "is the part of site edge, without the tensors of cloud" in said and "checkpoint merge --from" in said
+    assert not (tmp_path / "new").exists()
+
+
 @FULL
 def test_a_save_by_site_makes_one_round_trip_where_one_folder_makes_many(scripts: Scripts, tmp_path: Path) -> None:
     """Of the third save, which no check of the first ones adds to; what else crosses is there without sites, too."""
@@ -338,6 +431,27 @@ def test_a_save_by_site_makes_one_round_trip_where_one_folder_makes_many(scripts
         scripts.finish(3, {**each, "hooks": ["count_world"]})[0].facts["world_collectives"][-1] for each in (apart, one)
     ]
     assert 0 < numbers[0] < numbers[1], numbers
+
+
+def test_a_checkpoint_of_one_site_is_split_as_it_is_asked_for(
+    scripts: Scripts, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without a U nobody knows which layers the edge has; two sites then begin with the weights of one process."""
+    one, parts = tmp_path / "one", tmp_path / "parts"
+    whole = scripts.train("1", [*DISTRIBUTED, "--save", str(one), "--save-interval", "2"])
+    (one / TRACKER).write_text("2")
+    split = ["split", "--from", str(one), "--to", str(parts)]
+    for words, said in (
+        (split, "layers unknown at sites edge; each stage has some of 4 layers"),
+        ([*split, "--num-layer-list", "1,2,1"], "holds parameters of two sites; such a bucket is not cut;"),
+    ):
+        assert _checkpoint(capsys, *words) == 2
+        assert said in capsys.readouterr().err
+    assert _checkpoint(capsys, "reshard", "--from", str(one), "--to", str(tmp_path / "written")) == 0
+    split[2] = str(tmp_path / "written")
+    assert _checkpoint(capsys, *split, "--num-layer-list", "1,2,1") == 0
+    runs = train(scripts, "1,2", "1,2,1", [*DISTRIBUTED, *resharding_flags()], load=parts)
+    assert_same_training(runs, whole, first=2, tolerance=resume_tolerance())
 
 
 @FULL

@@ -21,13 +21,13 @@ FILES = (
         f"{_CHECKPOINT}/format/{name}.py"
         for name in (
             *("checkpoint_files", "contents", "index", "infer_map", "plan_copies", "resolver", "safe_pickle"),
-            "shard_map",
+            *("shard_map", "site_part"),
         )
     ),
     *(f"{_CHECKPOINT}/save/{name}.py" for name in ("atomic_dir", "saving")),
     f"{_CHECKPOINT}/load/stored_optimizer.py",
     "patches/core/optimizer/distrib_optimizer.py",
-    *(f"{_CHECKPOINT}/tools/{name}.py" for name in ("rewrite_optimizer", "verify", "writer")),
+    *(f"{_CHECKPOINT}/tools/{name}.py" for name in ("merge_parts", "rewrite_optimizer", "verify", "writer")),
     *(
         f"patches/training/{name}.py"
         for name in ("atomic_checkpoint", "checkpointing", "choose_checkpoint", "vocab_utils")
@@ -61,6 +61,22 @@ DONE: dict[str, tuple[str, ...]] = {
     "--save differs between the sites": (
         "multiproc/u_shape/test_edge_seed.py::test_each_site_keeps_its_part_and_dropout_goes_on",
     ),
+    "holds {} as {} {}, another part as": (f"{_PARTS_OF_SITES}::test_parts_that_do_not_fit_are_not_merged",),
+    "is a whole checkpoint, and no part": (f"{_PARTS_OF_SITES}::test_merged_and_split",),
+    "are parts of site {}; give one": (f"{_PARTS_OF_SITES}::test_parts_that_do_not_fit_are_not_merged",),
+    "are parts of different {}": (f"{_PARTS_OF_SITES}::test_parts_that_do_not_fit_are_not_merged",),
+    "the part of site {} is not among": (f"{_PARTS_OF_SITES}::test_parts_that_do_not_fit_are_not_merged",),
+    "give --num-layer-list, such as 1,2,1": (
+        f"{_PARTS_OF_SITES}::test_a_checkpoint_of_one_site_is_split_as_it_is_asked_for",
+    ),
+    "parts of one save fit together; copy them again": (
+        f"{_PARTS_OF_SITES}::test_parts_that_do_not_fit_are_not_merged",
+    ),
+    "one site has it; copy the parts again": (f"{_PARTS_OF_SITES}::test_parts_that_do_not_fit_are_not_merged",),
+    "holds parameters of two sites; such a bucket": (
+        f"{_PARTS_OF_SITES}::test_a_checkpoint_of_one_site_is_split_as_it_is_asked_for",
+    ),
+    "without the tensors of {}; give all of them": (f"{_PARTS_OF_SITES}::test_merged_and_split",),
     "if it should resume, give the folder": (
         "multiproc/training/test_brief_run.py::test_what_is_loaded_measured_and_saved_is_shown",
     ),
@@ -162,6 +178,8 @@ DONE: dict[str, tuple[str, ...]] = {
 }
 # Those that nobody can try here, and why.
 NOT_RUN = {
+    "as older Megatrons do; parts are loaded from 0.19 on": "reshard of their forms is tested where it is",
+    "layers; nobody knows whose it is": "Megatron stores all layers together, or each by its number",
     "cannot be locked ({}); nobody notices a second run": "a warning, on a file system without locks",
     "has none; use a newer torch": "every torch that is supported has them",
     "use the same --optimizer, or load only the weights": "Megatron on CPUs has one optimizer with state of its own",

@@ -277,6 +277,16 @@ def kind_of(key: str) -> str:
     return WEIGHT if match is None else _kind(match.group(2))
 
 
+def name_of(key: str) -> str:
+    """Return the name of the parameter of a stored tensor that is no bucket.
+
+    >>> name_of("optimizer.state.exp_avg.output_layer.weight"), name_of("output_layer.weight")
+    ('output_layer.weight', 'output_layer.weight')
+    """
+    match = _BY_NAME.fullmatch(key)
+    return key if match is None else match.group(3)
+
+
 def _kind(state: str) -> str:
     return MASTER if state in _MASTERS else state
 

@@ -578,10 +578,11 @@ class PieceWriter:
     Attributes:
         pieces: what is to be written, in order.
         places: the bytes of each written piece.
+        final: folder that appears when all pieces are written.
     """
 
     def __init__(self, pieces: Sequence[NewPiece], source: Source, target: Path, identity: str) -> None:
-        self._source, self._final, self._target = source, target, partial_of(target)
+        self._source, self.final, self._target = source, target, partial_of(target)
         self.pieces: Sequence[NewPiece] = pieces
         self.places: list[Extent] = []
         self._journal = self._target / JOURNAL
@@ -599,10 +600,10 @@ class PieceWriter:
         Raises:
             ConfigError: the folder holds a checkpoint, or part of another one.
         """
-        if (self._final / "metadata.json").exists():
-            raise ConfigError(f"{self._final} holds a checkpoint; none is overwritten; give another folder with --to")
-        if self._final.exists() and any(self._final.iterdir()):
-            raise ConfigError(f"{self._final} is not empty; nothing is overwritten; give another folder with --to")
+        if (self.final / "metadata.json").exists():
+            raise ConfigError(f"{self.final} holds a checkpoint; none is overwritten; give another folder with --to")
+        if self.final.exists() and any(self.final.iterdir()):
+            raise ConfigError(f"{self.final} is not empty; nothing is overwritten; give another folder with --to")
         if not self._journal.exists():
             return 0
         lines = self._lines()
@@ -636,7 +637,7 @@ class PieceWriter:
             ending: what comes after all pieces.
             on_written: called with the bytes of each piece.
         """
-        with whole_folder(self._final):
+        with whole_folder(self.final):
             self._keep_only_written()
             with self._journal.open("a") as journal:
                 for piece in self.pieces[len(self.places) :]:
