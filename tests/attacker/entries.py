@@ -430,7 +430,7 @@ def _as(take: Any, is_text: bool) -> Callable[[bytes], None]:
 
 # --- a fit ---
 
-_CARD = {"node": "a", "local_rank": 1, "site": "", "kind": "cpu", "why": "", "versions": "1"}
+_CARD = {"node": "a", "local_rank": 1, "site": "", "kind": "cpu", "why": "", "versions": "1", "reported": ""}
 _SEATS = {
     "seats": {"0": 0, "1": 1},
     "chosen": {"sizes": [1, 1], "layers": [2, 2], "num_replicas": 1, "sites": [], "in_flight": [2]},

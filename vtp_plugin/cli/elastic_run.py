@@ -7,6 +7,7 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from vtp_plugin.config import VtpConfig
 from vtp_plugin.config.resolve import read_flags
 from vtp_plugin.elastic.cards import RankCard, try_card
 from vtp_plugin.elastic.coordinator import Coordinator
+from vtp_plugin.elastic.failed_cards import forget_error, name_card, reported_error
 from vtp_plugin.elastic.join import Membership, join_run
 from vtp_plugin.elastic.orphans import end_orphans
 from vtp_plugin.elastic.progress import RUN_FOLDER_VARIABLE, name_start
@@ -69,6 +71,8 @@ def fit_run(argv: Sequence[str]) -> tuple[list[str], Membership]:
             redaction=redaction,
         )
         seat = join_run(own, coordinator, environment=os.environ, timeout_s=config.timeout_s)
+        if folder:
+            forget_error(Path(folder), name_card(own))
     finally:
         uninstall()
     if seat.rank is None:
@@ -93,7 +97,7 @@ def _own_card(args: argparse.Namespace, config: VtpConfig, redaction: Redaction)
     node = args.vtp_node or host
     limit_s = min(_MAX_PROBE_S, _PROBE_SHARE * config.timeout_s)
     kind, why = try_card(config.device, node, int(local), limit_s, _WITH_START_SHARE * config.timeout_s - limit_s)
-    return RankCard(
+    own = RankCard(
         # A name that the user gives is for all; a host's own name stays at its site.
         node=args.vtp_node or redaction.name(host),
         local_rank=int(local),
@@ -102,6 +106,10 @@ def _own_card(args: argparse.Namespace, config: VtpConfig, redaction: Redaction)
         why=why,
         versions=f"vtp_plugin {vtp_plugin.__version__}, torch {torch.__version__}, Megatron {find_host()[1].version}",
     )
+    # What a device has reported lies in the folder of its site, which rank 0 may not see.
+    folder = os.environ.get(RUN_FOLDER_VARIABLE)
+    error = reported_error(Path(folder), name_card(own)) if folder else ""
+    return replace(own, reported=f"erring: {error}" if error else "")
 
 
 def _warn_of_cyclic(args: argparse.Namespace) -> None:

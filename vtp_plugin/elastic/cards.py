@@ -90,6 +90,7 @@ class RankCard:
         kind: kind of the card, such as ``cuda``; empty if the card did not answer.
         why: why the card is bad; empty if it is good.
         versions: versions of the packages that must be the same on all nodes.
+        reported: what it has reported in an earlier attempt, as far as others may read it; empty for nothing.
     """
 
     node: str
@@ -98,6 +99,7 @@ class RankCard:
     kind: str
     why: str
     versions: str
+    reported: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,7 +224,10 @@ def settle_seats(
     part = part_of(store, Topic.CARDS)
     limited = functools.partial(time_limit, rank, timeout_s, "for the store at the choice of the layout: no answer")
     with limited():
-        part.set(str(rank), json.dumps(asdict(replace(own, why=redaction.reason(own.why)))))
+        part.set(
+            str(rank),
+            json.dumps(asdict(replace(own, why=redaction.reason(own.why), reported=redaction.reason(own.reported)))),
+        )
     if rank == 0:
         try:
             with limited():

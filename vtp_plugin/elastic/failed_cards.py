@@ -84,7 +84,7 @@ def leave_out(cards: Sequence[RankCard], folder: Path, *, forgives: str = "") ->
         name, kind = name_card(card), kind_of(card.why)
         entry = _whole(remembered.get(name, {"failures": 0, "is bad": False, "why": ""}))
         is_unknown = kind in UNTESTED or (kind == SILENT and card.node not in answering)
-        for why in (_take_error(folder, name), "" if is_unknown else card.why):
+        for why in (card.reported, "" if is_unknown else card.why):
             if why:
                 remembered[name] = entry = _after_failure(entry, why)
         if not card.why and name in remembered:
@@ -151,14 +151,17 @@ def _error_path(folder: Path, name: str) -> Path:
     return folder / f"{_ERROR}{re.sub(r'[^A-Za-z0-9.-]', '_', name)}"
 
 
-def _take_error(folder: Path, name: str) -> str:
-    """Read and delete what a card has reported; empty if there is nothing."""
-    path = _error_path(folder, name)
+def reported_error(folder: Path, name: str) -> str:
+    """Read what a card has reported into the folder of its site; empty if there is nothing."""
     with contextlib.suppress(OSError):
-        text = read_text(path)
-        path.unlink()
-        return text or "an error"
+        return read_text(_error_path(folder, name)) or "an error"
     return ""
+
+
+def forget_error(folder: Path, name: str) -> None:
+    """Delete what a card has reported, once all know it."""
+    with contextlib.suppress(OSError):
+        _error_path(folder, name).unlink()
 
 
 def _read(path: Path) -> dict[str, Any]:

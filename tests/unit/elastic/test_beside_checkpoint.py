@@ -23,7 +23,15 @@ from vtp_plugin.config import VtpConfig
 from vtp_plugin.config.flag import format_value
 from vtp_plugin.elastic.cards import RankCard
 from vtp_plugin.elastic.coordinator import Coordinator
-from vtp_plugin.elastic.failed_cards import CARD_VARIABLE, leave_out, note_error, note_for_next_start
+from vtp_plugin.elastic.failed_cards import (
+    CARD_VARIABLE,
+    forget_error,
+    leave_out,
+    name_card,
+    note_error,
+    note_for_next_start,
+    reported_error,
+)
 from vtp_plugin.elastic.progress import (
     FAILED_STARTS,
     MARKER,
@@ -50,6 +58,14 @@ def cards(*why: str) -> list[RankCard]:
         RankCard(node="b", local_rank=number, site="", kind="cpu", why=text, versions="1")
         for number, text in enumerate(why)
     ]
+
+
+def reporting(found: list[RankCard], folder: Path) -> list[RankCard]:
+    """Give cards as their ranks post them, with what they have reported into the folder of their site."""
+    posted = [replace(card, reported=reported_error(folder, name_card(card))) for card in found]
+    for card in found:
+        forget_error(folder, name_card(card))
+    return posted
 
 
 class TestCards:
@@ -83,15 +99,19 @@ class TestCards:
         fault = RuntimeError("CUDA error: an illegal memory access was encountered\nCompile with ...")
         for other in (RuntimeError("CUDA error: out of memory"), RuntimeError("NCCL error"), ValueError("bad sample")):
             note_error(other, environment)
-        assert leave_out(cards("", ""), tmp_path) == cards("", "")
+        site, good = tmp_path / "site", cards("", "")  # rank 0 keeps its memory elsewhere
+        site.mkdir()
+        environment[RUN_FOLDER_VARIABLE] = str(site)
+        assert leave_out(reporting(good, site), tmp_path) == good
         note_error(fault, environment)
-        assert leave_out(cards("", ""), tmp_path) == cards("", "")
-        assert leave_out(cards("", ""), tmp_path) == cards("", "")
+        assert not any(card.why for card in leave_out(reporting(good, site), tmp_path))
+        assert leave_out(reporting(good, site), tmp_path) == good
         note_error(fault, environment)
-        first, second = leave_out(cards("", ""), tmp_path)
+        first, second = leave_out(reporting(good, site), tmp_path)
         assert first.why.startswith("excluded: it failed 2 times, the last time as CUDA error: an illegal")
         assert not second.why
-        assert [path.name for path in tmp_path.iterdir()] == ["vtp_cards.json"]
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["site", "vtp_cards.json"]
+        assert not [*site.iterdir()]
 
     def test_a_file_that_cannot_be_read_is_named(self, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
         (tmp_path / "vtp_cards.json").write_text("{")

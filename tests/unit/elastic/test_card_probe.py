@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.pace import pace
 from vtp_plugin.elastic.cards import RankCard, try_card
-from vtp_plugin.elastic.failed_cards import MEMORY, leave_out, note_error
+from vtp_plugin.elastic.failed_cards import MEMORY, forget_error, leave_out, note_error, reported_error
 from vtp_plugin.elastic.progress import RUN_FOLDER_VARIABLE
 
 # Found before the real ones; the name of the node says what happens.
@@ -182,7 +182,10 @@ class TestMemory:
         for _ in range(2):
             note_error(RuntimeError("CUDA error: uncorrectable ECC error encountered"), environment)
             for start in ("hh", "gg", "gg", "gg"):  # noted, though the machine is busy just then
-                found = leave_out(self.cards(start), tmp_path)
+                first, *rest = self.cards(start)
+                reported = reported_error(tmp_path, "n local rank 0")
+                forget_error(tmp_path, "n local rank 0")
+                found = leave_out([replace(first, reported=reported), *rest], tmp_path)
         assert [bool(card.why) for card in found] == [True, False]
 
     @pytest.mark.parametrize(
