@@ -50,7 +50,7 @@ def run(options: argparse.Namespace) -> None:
         raise ConfigError("--recorded and --tokens belong together; give both, or neither")
     find_host()  # one line where torch is missing
     from vtp_plugin.leak.measure import measure, measure_recorded
-    from vtp_plugin.leak.small_gpt import Sizes
+    from vtp_plugin.leak.small_gpt import GPTSizes
 
     def say(line: str) -> None:
         print(line, file=sys.stderr, flush=True)
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> None:
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(options, name)}; must be at least 1")
         if options.width % 4:
             raise ConfigError(f"--width {options.width} is no multiple of the 4 heads; give another one")
-        sizes = Sizes(
+        sizes = GPTSizes(
             num_layers=options.num_layers,
             width=options.width,
             num_held_out=options.held_out,

@@ -13,7 +13,7 @@ import torch
 
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.leak.attacks import labels_from_gradients, name_clusters, search_tokens, train_inverter
-from vtp_plugin.leak.small_gpt import Sizes, SmallGPT, noisy, read_sequences, share, train
+from vtp_plugin.leak.small_gpt import GPTSizes, SmallGPT, noisy, read_sequences, share, train
 
 Start = Literal["published", "scratch", "recorded"]
 STARTS: tuple[Start, ...] = ("published", "scratch")
@@ -60,12 +60,12 @@ class Leak:
     num_trained_tokens: int
     by_frequency: float
     attacks: tuple[Attack, ...]
-    sizes: Sizes | None = None
+    sizes: GPTSizes | None = None
     one_seed: int = 0
     num_of_seed: int = 0
 
 
-def measure(sizes: Sizes, edge_layers: Sequence[int], say: Callable[[str], None]) -> Leak:
+def measure(sizes: GPTSizes, edge_layers: Sequence[int], say: Callable[[str], None]) -> Leak:
     """Measure what a cut behind so many layers gives away.
 
     Args:

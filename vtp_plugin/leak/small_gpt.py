@@ -23,8 +23,8 @@ _PIECES = re.compile(r" ?\w+| ?[^\w\s]+|\s+")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sizes:
-    """Sizes of a small GPT, and of its training.
+class GPTSizes:
+    """GPTSizes of a small GPT, and of its training.
 
     Attributes:
         num_layers: number of layers.
@@ -48,7 +48,7 @@ class Tokenizer:
 
     >>> tokenizer = Tokenizer("a bb a bb c", 5)
     >>> tokenizer.encode("a bb cc")
-    [0, 3, 1, 2, 2]
+    [1, 4, 0, 3, 3]
     """
 
     def __init__(self, text: str, vocab: int) -> None:
@@ -69,7 +69,7 @@ class Tokenizer:
                 yield from (self._numbers[character] for character in piece)
 
 
-def read_sequences(sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor]:
+def read_sequences(sizes: GPTSizes) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the sequences to train on, and those that are held out, `[N, S + 1]` each, from the whole text."""
     text = "\n".join(pydoc_data.topics.topics[name] for name in sorted(pydoc_data.topics.topics))
     numbers = torch.tensor(Tokenizer(text, sizes.vocab).encode(text))
@@ -120,7 +120,7 @@ class Layer(nn.Module):
 class SmallGPT(nn.Module):
     """A GPT with learned positions and an output layer of its own."""
 
-    def __init__(self, sizes: Sizes, seed: int) -> None:
+    def __init__(self, sizes: GPTSizes, seed: int) -> None:
         super().__init__()
         torch.manual_seed(seed)
         self.sizes = sizes

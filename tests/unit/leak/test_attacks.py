@@ -14,9 +14,9 @@ from vtp_plugin.cli.main import main
 from vtp_plugin.leak import measure as measuring
 from vtp_plugin.leak.attacks import labels_from_gradients, name_clusters, search_tokens, train_inverter
 from vtp_plugin.leak.measure import Leak, measure
-from vtp_plugin.leak.small_gpt import Sizes, SmallGPT, Tokenizer, noisy, read_sequences, share
+from vtp_plugin.leak.small_gpt import GPTSizes, SmallGPT, Tokenizer, noisy, read_sequences, share
 
-SIZES = Sizes(num_layers=3, width=16, vocab=300, length=6, num_held_out=10, num_epochs=1)
+SIZES = GPTSizes(num_layers=3, width=16, vocab=300, length=6, num_held_out=10, num_epochs=1)
 
 
 @pytest.fixture(scope="module")
@@ -85,7 +85,7 @@ def leak() -> Leak:
         return measure(SIZES, [1, 2], lambda _line: None)
 
 
-def _few_sequences(sizes: Sizes) -> tuple[torch.Tensor, torch.Tensor]:
+def _few_sequences(sizes: GPTSizes) -> tuple[torch.Tensor, torch.Tensor]:
     rows, held_out = read_sequences(sizes)
     return rows[:2000], held_out
 
