@@ -7,7 +7,7 @@ the parts of a tensor lie side by side in that of the whole one, so no tensor ha
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final
 
@@ -61,6 +61,7 @@ class PartSketch:
         count: number of parts.
         is_cut: the parts lie side by side; else each rank has the whole tensor.
         noise: norm of what the storage of the values rounds away, in the measure of the sketch.
+        norm: of the part itself.
     """
 
     values: Vector
@@ -68,6 +69,7 @@ class PartSketch:
     count: int = 1
     is_cut: bool = False
     noise: float = 0.0
+    norm: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,21 +77,15 @@ class RankNumbers:
     """What one rank saw.
 
     Attributes:
-        losses: mean of this replica's microbatches by step; empty where there is no loss.
-        gradient_norms: by step.
-        outputs: what modules gave out in the first microbatch, by name, in order of execution.
-        output_gradients: gradients of these, in order of the backward.
-        gradients: of the weights in the first step, before clipping, by name; none with the distributed optimizer.
-        changes: of the weights over all steps, by name.
+        logged: losses and gradient norm by step, by name; losses only where they are known.
+        batch: digests of the rows of the first step's batch, where this rank has them whole.
+        tensors: sketches of parts of tensors in order of execution, by name, by one of :data:`KINDS`.
         step_s: time of the last step, in seconds.
     """
 
-    losses: Vector = ()
-    gradient_norms: Vector = ()
-    outputs: Mapping[str, PartSketch] = field(default_factory=dict[str, PartSketch])
-    output_gradients: Mapping[str, PartSketch] = field(default_factory=dict[str, PartSketch])
-    gradients: Mapping[str, PartSketch] = field(default_factory=dict[str, PartSketch])
-    changes: Mapping[str, PartSketch] = field(default_factory=dict[str, PartSketch])
+    logged: Mapping[str, Vector] = field(default_factory=dict[str, Vector])
+    batch: Vector = ()
+    tensors: Mapping[str, Mapping[str, PartSketch]] = field(default_factory=dict[str, Any])
     step_s: float = 0.0
 
 
@@ -131,7 +127,7 @@ class Judged:
     @property
     def ratio(self) -> float:
         """The difference in tolerances; not a number, too, is too far."""
-        return self.difference / self.tolerance if self.tolerance else math.inf
+        return self.difference / self.tolerance if self.tolerance else math.inf if self.difference else 0.0
 
 
 def relative_difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
@@ -151,39 +147,41 @@ def relative_difference(ours: Sequence[float], theirs: Sequence[float]) -> float
     return distance / size if math.isfinite(distance) and 0 < size < math.inf else math.inf
 
 
-_TENSORS: Final[Mapping[str, Callable[[RankNumbers], Mapping[str, PartSketch]]]] = {
-    "output of": lambda rank: rank.outputs,
-    "gradient at": lambda rank: rank.output_gradients,
-    "gradient of": lambda rank: rank.gradients,
-    "weight": lambda rank: rank.changes,
-}
+KINDS: Final = ("start of", "output of", "gradient at", "gradient of", "weight")
+"""Of tensors, in order of execution: start weights as exact digests, what modules give out in the first microbatch and
+the gradients there, gradients of weights in the first step before clipping, and how much weights change in all steps.
+"""
+NORM: Final = "gradient norm"
+_EXACT: Final = ("start of", "batch")
 
 
 def assemble(ranks: Sequence[RankNumbers]) -> Numbers:
     """Put the numbers of a run together from those of its ranks.
 
-    >>> cut = [RankNumbers(gradients={"w": PartSketch(values=(n,), index=i, count=2, is_cut=True)})
+    >>> cut = [RankNumbers(tensors={"gradient of": {"w": PartSketch(values=(n,), index=i, count=2, is_cut=True)}})
     ...        for i, n in enumerate((1.0, 2.0))]
     >>> assemble(cut).vectors["gradient of w"]
     (1.0, 2.0)
-    >>> assemble([RankNumbers(changes={"w": PartSketch(values=(n,))}) for n in (1.0, 2.0)]).drifts
+    >>> assemble([RankNumbers(tensors={"weight": {"w": PartSketch(values=(n,))}}) for n in (1.0, 2.0)]).drifts
     ('weight w: rank 1 has 2 times what rank 0 has, but both hold the same part',)
     """
-    replicas = [rank.losses for rank in ranks if rank.losses]
     vectors: dict[str, Vector] = {}
-    if replicas:
-        vectors["losses"] = tuple(sum(step) / len(replicas) for step in zip(*replicas, strict=True))
-        vectors["gradient norms"] = ranks[0].gradient_norms
     drifts: list[str] = []
     for rank, own in enumerate(ranks):
-        if own.gradient_norms != ranks[0].gradient_norms:
-            drifts.append(f"gradient norms: rank {rank} has others than rank 0")
+        for name, values in own.logged.items():
+            if vectors.setdefault(name, values) != values:
+                drifts.append(f"{name}: rank {rank} has others than another rank")
+    batch = sorted({digest for rank in ranks for digest in rank.batch})
+    vectors = {
+        **({"batch": tuple(batch)} if batch else {}),
+        **dict(sorted(vectors.items(), key=lambda it: it[0] == NORM)),
+    }
     parts: dict[str, list[tuple[int, PartSketch]]] = {}
-    for kind, of_ranks in _TENSORS.items():
+    for kind in KINDS:
         found: dict[str, list[tuple[int, PartSketch]]] = {}
         numbered = list(enumerate(ranks))
         for rank, own in reversed(numbered) if kind == "gradient at" else numbered:
-            for name, part in of_ranks(own).items():
+            for name, part in own.tensors.get(kind, {}).items():
                 found.setdefault(f"{kind} {name}", []).append((rank, part))
         parts |= dict(reversed(found.items())) if kind == "gradient of" else found
     parts = {name: sorted(held, key=lambda one: one[0]) for name, held in parts.items()}
@@ -233,7 +231,8 @@ def tolerances(reference: Numbers, changed: Sequence[Numbers]) -> dict[str, floa
 
     That is :data:`FACTOR` times what the reference differs by itself when each start weight is changed by a rounding:
     a number that amplifies rounding gets a large tolerance, and one that does not a small one. The change of
-    a weight is the difference of two stored numbers, so it is not known better than these are stored.
+    a weight is the difference of two stored numbers, so it is not known better than these are stored. What every run
+    begins with, weights and batch, must be the same to the last bit.
 
     Args:
         reference: the uniform run.
@@ -244,7 +243,9 @@ def tolerances(reference: Numbers, changed: Sequence[Numbers]) -> dict[str, floa
     {'losses': 5.0}
     """
     return {
-        name: max(
+        name: 0.0
+        if _kind(name) in _EXACT
+        else max(
             FACTOR * max((relative_difference(run.vectors.get(name, ()), values) for run in changed), default=0.0),
             LEAST,
             2 * _noise(reference.parts.get(name, ())) / (math.hypot(*values) or 1.0),
@@ -255,6 +256,11 @@ def tolerances(reference: Numbers, changed: Sequence[Numbers]) -> dict[str, floa
 
 def _noise(parts: Sequence[tuple[int, PartSketch]]) -> float:
     return math.hypot(*{part.index: part.noise for _, part in parts}.values())
+
+
+def _norm(parts: Sequence[PartSketch]) -> float:
+    """Give the norm of a tensor, which no permutation changes."""
+    return math.hypot(*{part.index if part.is_cut else 0: part.norm for part in parts}.values())
 
 
 def judge(run: Numbers, reference: Numbers, allowed: Mapping[str, float]) -> list[Judged]:
@@ -280,8 +286,17 @@ def judge(run: Numbers, reference: Numbers, allowed: Mapping[str, float]) -> lis
     return sorted(found, key=lambda one: one.ratio, reverse=True)
 
 
+def is_loss(name: str) -> bool:
+    """Tell whether a number was logged by a script, and is no gradient norm.
+
+    >>> [name for name in ("batch", "lm loss", "gradient norm", "weight w") if is_loss(name)]
+    ['lm loss']
+    """
+    return _kind(name) == name and name not in (NORM, "batch")
+
+
 def _kind(name: str) -> str:
-    return next((kind for kind in _TENSORS if name.startswith(f"{kind} ")), name)
+    return next((kind for kind in KINDS if name.startswith(f"{kind} ")), name)
 
 
 def first_fault(run: Numbers, reference: Numbers, found: Iterable[Judged]) -> str:
@@ -295,34 +310,47 @@ def first_fault(run: Numbers, reference: Numbers, found: Iterable[Judged]) -> st
     Returns:
         A line; empty if all are the same to rounding.
 
-    >>> one, other = (assemble([RankNumbers(gradients={"w": PartSketch(values=(x, x))})]) for x in (1.0, 2.0))
+    >>> parts = [PartSketch(values=(x, x)) for x in (1.0, 2.0)]
+    >>> one, other = (assemble([RankNumbers(tensors={"gradient of": {"w": part}})]) for part in parts)
     >>> first_fault(other, one, judge(other, one, {"gradient of w": 0.1}))
     'gradient of w is 2 times that of the uniform run on rank 0'
     """
     wrong = {one.name: one for one in found if not one.is_equal}
-    # Of weights, which all differ after a few steps, the worst.
-    ordered = [name for name in reference.parts if _kind(name) != "weight"]
-    name = next((name for name in [*ordered, *wrong] if name in wrong), None)
-    if name is None:
+    name = first_wrong(wrong, reference)
+    if not name:
         return ""
+    if _kind(name) in _EXACT:
+        return f"{name} is not what the uniform run began with"
     whole, held = reference.vectors.get(name, ()), run.parts.get(name, ())
     if not whole or not held or name not in run.vectors:
         return f"{name} differs" if whole and name in run.vectors else f"{name} is missing in one of the runs"
     tolerance = wrong[name].tolerance
     faults = {rank: (part, wanted) for rank, part in held if _differs(part, wanted := _own(part, whole), tolerance)}
     where = f"on rank{'s'[: len(faults) != 1]} {', '.join(map(str, faults))}"
-    if any(math.isnan(value) for part, _ in faults.values() for value in part.values):
+    if any(not math.isfinite(value) for part, _ in faults.values() for value in part.values):
         return f"{name} has infinite numbers or NaN {where}"
     factors = {factor_of(part.values, wanted, tolerance=max(tolerance, 1e-3)) for part, wanted in faults.values()}
     texts = {None if factor is None else f"{factor:.3g}" for factor in factors}
     if len(texts) == 1 and None not in texts:
         return f"{name} is {texts.pop()} times that of the uniform run {where}"
-    parts = [part.values for part, _ in faults.values()]
-    if not any(part.is_cut for part, _ in faults.values()) and len(parts) > 1:
-        sums = tuple(map(sum, zip(*parts, strict=True)))
-        if relative_difference(sums, whole) <= max(tolerance, 1e-3):
-            return f"{name} is one rank's share {where}: a sum over these ranks is left out"
-    return f"{name} differs {where}, by no single factor"
+    parts = [part for part, _ in faults.values()]
+    sums = tuple(map(sum, zip(*(part.values for part in parts), strict=True)))
+    if not any(part.is_cut for part in parts) and relative_difference(sums, whole) <= max(tolerance, 1e-3):
+        return f"{name} is one rank's share {where}: a sum over these ranks is left out"
+    own, theirs = (_norm([part for _, part in run_of.parts[name]]) for run_of in (run, reference))
+    is_moved = theirs > 0 and relative_difference([own], [theirs]) <= max(tolerance, LEAST)
+    return f"{name} differs {where}, {'as if in another order' if is_moved else 'by no single factor'}"
+
+
+def first_wrong(wrong: Collection[str], reference: Numbers) -> str:
+    """Give the first of some names in order of execution; of weights, which all differ after some steps, the worst.
+
+    Args:
+        wrong: names of what differs, the worst first.
+        reference: the uniform run, which has them in order.
+    """
+    ordered = [name for name in ("batch", *reference.parts) if _kind(name) != "weight"]
+    return next((name for name in [*ordered, *wrong] if name in wrong), "")
 
 
 def _own(part: PartSketch, whole: Vector) -> Vector:

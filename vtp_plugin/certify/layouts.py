@@ -2,103 +2,84 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from vtp_plugin.errors import ConfigError
 
-NUM_LAYERS: Final = 4
-"""Transformer layers of the small model, whatever the stages."""
-NUM_MICROBATCHES: Final = 4
-"""Microbatches of a step, over all replicas."""
 NUM_STEPS: Final = 3
 """Training steps of a run."""
 LEAST_RANKS: Final = 3
 """Fewer ranks make no stages of different sizes."""
 SEEDS: Final = (1, 2)
 """Of the reference runs whose start weights are changed by a rounding."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SmallTraining:
-    """What a run computes: runs with equal ones must agree.
-
-    Attributes:
-        has_experts: the layers are mixtures of experts.
-        dtype: of weights and activations.
-        optimizer: of the steps.
-    """
-
-    has_experts: bool = False
-    dtype: Literal["fp32", "bf16"] = "fp32"
-    optimizer: Literal["sgd", "adam"] = "sgd"
+FOLDER: Final = "{folder}"
+"""Stands in words for the folder of the checkpoints."""
+_MODEL: Final = (
+    "--num-layers 4 --hidden-size 48 --ffn-hidden-size 96 --num-attention-heads 12 --kv-channels 4 --seq-length 24 "
+    "--max-position-embeddings 24 --micro-batch-size 2 --global-batch-size 8 --clip-grad 1.0 --train-iters 100 "
+    "--lr-decay-style constant --mock-data --tokenizer-type NullTokenizer --vocab-size 143 --num-workers 0 "
+    "--make-vocab-size-divisible-by 12 --transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion "
+    "--no-gradient-accumulation-fusion --use-cpu-initialization --vtp-timeout-s 60"
+)
+_EXPERTS = (
+    "--num-experts 4 --moe-ffn-hidden-size 48 --moe-router-topk 2 --moe-token-dispatcher-type alltoall "
+    "--moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 0.01 --disable-bias-linear"
+)
+_SGD, _ADAM = "--optimizer sgd --sgd-momentum 0 --lr 0.1", "--optimizer adam --lr 0.01"
+# What lets no two runs of a script differ, and ends it. Of equal flags the last counts.
+_ALIKE: Final = (
+    "--attention-dropout 0 --hidden-dropout 0 --log-interval 1 --eval-interval 1000000 --eval-iters 0 "
+    "--ckpt-format torch_dist --no-check-for-nan-in-loss-and-grad"
+)
+_START: Final = f"--load {FOLDER}/start-%s --finetune --no-load-optim --no-load-rng"
+_SAVE: Final = f"--save {FOLDER}/%s --save-interval 1"
+_SAVES: Final = (
+    "--save --load --save-interval --finetune --exit-interval --no-load-optim --no-load-rng --async-save "
+    "--use-checkpoint-args --pretrained-checkpoint --make-vocab-size-divisible-by --ckpt-step"
+)
+_LAYOUT: Final = (
+    "--layerwise-disaggregated-training --num-layer-list --tensor-model-parallel-size --pipeline-model-parallel-size "
+    "--num-layers-per-virtual-pipeline-stage --num-virtual-stages-per-pipeline-rank --context-parallel-size "
+    "--expert-model-parallel-size --expert-tensor-parallel-size"
+)
+_LORA: Final = "--vtp-lora"
+_UNIFORM: Final = "--vtp-size-list 1,1"
+Role = Literal["start", "reference", "again", "uniform", "list"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CertifiedRun:
-    """One run of the small model.
+    """One run of a training script.
 
     Attributes:
         shows: what it shows, in a few words.
-        sizes: tensor-parallel size of every stage.
-        training: what it computes.
-        dp_list: data-parallel size of every stage; empty means 1.
-        transport: how tensors cross boundaries.
-        num_chunks: model chunks of every stage; 2 interleave.
-        u_layers: layers of a U: the edge's first part, every cloud stage, the edge's last part.
-        is_planned: in the plugin's own order.
-        is_split: gradients of weights are computed where a stage would wait.
-        is_sequence_parallel: on every stage of more than one rank.
-        is_distributed: the distributed optimizer, with its communication overlapped.
-        saved_by: as many ranks in stages of these sizes train and save the first step; empty: nothing is saved.
+        layout: its stages, as a user writes them.
+        num_ranks: how many ranks it takes.
+        words: flags of the script.
+        role: "start" saves the weights with which all others begin; "reference" is what they are compared with,
+            "again" the same once more, and "uniform" another run of equal stages.
+        training: flags of what it computes; runs with equal ones must agree.
+        num_steps: after which it ends.
+        num_replicas: of the stage with the loss.
+        is_later: it goes on with what another run has saved.
         killed_rank: this rank dies in the second step.
         seed: of a reference whose start weights are changed by a rounding; 0 changes none.
     """
 
     shows: str
-    sizes: tuple[int, ...] = (1, 1)
-    training: SmallTraining = SmallTraining()
-    dp_list: tuple[int, ...] = ()
-    transport: Literal["auto", "rank0", "sliced", "divided"] = "auto"
-    num_chunks: int = 1
-    u_layers: tuple[int, ...] = ()
-    is_planned: bool = False
-    is_split: bool = False
-    is_sequence_parallel: bool = False
-    is_distributed: bool = False
-    saved_by: tuple[int, ...] = ()
+    layout: str
+    num_ranks: int
+    words: tuple[str, ...] = ()
+    role: Role = "list"
+    training: str = ""
+    num_steps: int = NUM_STEPS
+    num_replicas: int = 1
+    is_later: bool = False
     killed_rank: int | None = None
     seed: int = 0
-
-    @property
-    def dp_sizes(self) -> tuple[int, ...]:
-        """Data-parallel size of every stage."""
-        return self.dp_list or (1,) * len(self.sizes)
-
-    @property
-    def loss_stage(self) -> int:
-        """The stage that computes the loss."""
-        return 0 if self.u_layers else len(self.sizes) - 1
-
-    @property
-    def num_ranks(self) -> int:
-        """How many ranks it takes.
-
-        >>> CertifiedRun(shows="", sizes=(2, 1), dp_list=(1, 2)).num_ranks
-        4
-        """
-        return sum(tp * dp for tp, dp in zip(self.sizes, self.dp_sizes, strict=True))
-
-    @property
-    def list_text(self) -> str:
-        """The list of sizes as a user writes it, with what else sets the ranks.
-
-        >>> CertifiedRun(shows="", sizes=(2, 1), dp_list=(1, 2)).list_text
-        '2,1 dp 1,2'
-        """
-        text, dp = (",".join(map(str, sizes)) for sizes in (self.sizes, self.dp_list))
-        return f"{text} dp {dp}" if dp else text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,47 +87,45 @@ class Choice:
     """What is run, in order, and what is not.
 
     Attributes:
-        references: uniform runs, for every training first as it is, then changed by a rounding.
-        runs: what is compared with them.
+        runs: in their order; what others are compared with comes first.
         left_out: what a run would show, and why it is not run.
     """
 
-    references: tuple[CertifiedRun, ...]
     runs: tuple[CertifiedRun, ...]
     left_out: dict[str, str] = field(default_factory=dict[str, str])
 
 
-_EXPERTS = SmallTraining(has_experts=True)
-_ADAM = SmallTraining(optimizer="adam")
-_HALF = SmallTraining(dtype="bf16", optimizer="adam")
-_WIDE = ((2, 4), (1, 4), (1, 3), (1, 2))
-_WIDE_LAST = tuple(sizes[::-1] for sizes in _WIDE)
-_PAIR = ((2, 3), (1, 2))
+_WIDE = ("2,4", "1,4", "1,3", "1,2")
+_WIDE_LAST = ("4,2", "4,1", "3,1", "2,1")
+_PAIR = ("2,3", "1,2")
 _SHORT: Final = ("one rank sends for a stage", "interleaved", "planned order", "U", "a rank dies")
+_REPLICAS = ("4,2 --vtp-dp-list 1,2", "2,1 --vtp-dp-list 1,2")
+_DISTRIBUTED = ("1,2 --vtp-dp-list 2,2",)
 
 
-def _rows() -> Iterator[tuple[CertifiedRun, tuple[tuple[int, ...], ...]]]:
-    """Yield every run, and the sizes that may be taken, the widest first."""
-    run = CertifiedRun
-    yield run(shows="one rank sends for a stage", transport="rank0"), _WIDE
-    yield run(shows="slices", transport="sliced"), _WIDE_LAST
-    yield run(shows="divided between equal stages", transport="divided"), ((2, 2, 1, 1), (2, 2))
-    yield run(shows="sequence parallelism", is_sequence_parallel=True), _WIDE
-    yield run(shows="interleaved", num_chunks=2, is_sequence_parallel=True), _WIDE_LAST
-    yield run(shows="planned order", is_planned=True), _PAIR
-    yield run(shows="split backward", is_planned=True, is_split=True), _WIDE_LAST
-    yield run(shows="U", u_layers=(1, 2, 1)), _WIDE
-    yield run(shows="unequal replicas", dp_list=(1, 2)), ((4, 2), (2, 1))
-    yield run(shows="four stages"), ((1, 2, 1, 2), (1, 1, 1, 2))
-    yield run(shows="experts", training=_EXPERTS, is_sequence_parallel=True), _WIDE_LAST
-    yield run(shows="distributed optimizer, overlapped", training=_ADAM, is_distributed=True, dp_list=(2, 2)), ((1, 2),)
-    yield run(shows="bf16", training=_HALF), _WIDE
-    yield run(shows="saved and loaded", saved_by=(1, 2)), ((2, 1),)
-    yield run(shows="a rank dies", killed_rank=1), ((1, 2),)
+def _rows() -> Iterator[tuple[str, tuple[str, ...], str, str]]:
+    """Yield what a run shows, lists that may be taken, the widest first, and flags of its layout and its training."""
+    yield "one rank sends for a stage", _WIDE, "--vtp-transport rank0", _SGD
+    yield "slices", _WIDE_LAST, "--vtp-transport sliced", _SGD
+    yield "divided between equal stages", ("2,2,1,1", "2,2"), "--vtp-transport divided --vtp-force", _SGD
+    yield "sequence parallelism", _WIDE, "--sequence-parallel", _SGD
+    yield "interleaved", _WIDE_LAST, "--num-layers-per-virtual-pipeline-stage 1 --sequence-parallel", _SGD
+    yield "planned order", _PAIR, "--vtp-schedule planned", _SGD
+    yield "split backward", _WIDE_LAST, "--vtp-schedule planned --vtp-split-backward", _SGD
+    yield "U", _WIDE, "--layerwise-disaggregated-training --num-layer-list 1,2,1", _SGD
+    yield "unequal replicas", _REPLICAS, "", _SGD
+    yield "four stages", ("1,2,1,2", "1,1,1,2"), "", _SGD
+    yield "experts", _WIDE_LAST, "--sequence-parallel", f"{_EXPERTS} {_SGD}"
+    overlapped = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
+    yield "distributed optimizer, overlapped", _DISTRIBUTED, overlapped, _ADAM
+    yield "bf16", _WIDE, "", f"--bf16 {_ADAM}"
+    yield "adapters", _WIDE, "--sequence-parallel", f"--vtp-lora-rank 4 {_ADAM}"
+    yield "saved and loaded", ("2,1",), "", _SGD
+    yield "a rank dies", ("1,2",), "", _SGD
 
 
 def choose(num_ranks: int, *, is_short: bool, without: dict[str, str]) -> Choice:
-    """Choose the runs for so many ranks: each with the widest stages that fit.
+    """Choose the runs of the small model for so many ranks: each with the widest stages that fit.
 
     Args:
         num_ranks: ranks that are there.
@@ -157,8 +136,8 @@ def choose(num_ranks: int, *, is_short: bool, without: dict[str, str]) -> Choice
         ConfigError: so few ranks make no stages of different sizes.
 
     >>> choice = choose(3, is_short=True, without={})
-    >>> [run.list_text for run in choice.runs], len(choice.references)
-    (['1,2', '2,1', '1,2', '1,2', '1,2'], 3)
+    >>> [run.layout for run in choice.runs if run.role == "list"], len(choice.runs)
+    (['1,2', '2,1', '1,2', '1,2', '1,2'], 9)
     >>> choose(3, is_short=False, without={}).left_out["unequal replicas"]
     'needs 4 ranks'
     """
@@ -168,20 +147,184 @@ def choose(num_ranks: int, *, is_short: bool, without: dict[str, str]) -> Choice
             "start certify on more devices, or give --ranks"
         )
     runs: list[CertifiedRun] = []
-    left_out = {"adapters": "certify has no run of them yet"}
-    for row, lists in _rows():
-        fitting = [each for sizes in lists if (each := replace(row, sizes=sizes)).num_ranks <= num_ranks]
-        if row.shows in without:
-            left_out[row.shows] = without[row.shows]
-        elif is_short and row.shows not in _SHORT:
-            left_out[row.shows] = "--short leaves it out"
+    left_out = dict(without)
+    for shows, lists, flags, training in _rows():
+        words = [_words(training, flags, "--vtp-size-list", each) for each in lists]
+        fitting = [each for each in words if ranks_of(each) <= num_ranks]
+        if is_short and shows not in _SHORT:
+            left_out.setdefault(shows, "--short leaves it out")
         elif not fitting:
-            left_out[row.shows] = f"needs {min(replace(row, sizes=sizes).num_ranks for sizes in lists)} ranks"
-        else:
-            runs.append(fitting[0])
-    references = tuple(
-        CertifiedRun(shows="reference", training=training, seed=seed)
-        for training in dict.fromkeys(run.training for run in runs)
-        for seed in (0, *SEEDS)
+            left_out.setdefault(shows, f"needs {min(map(ranks_of, words))} ranks")
+        elif shows not in without:
+            runs += _runs_of(shows, fitting[0], training)
+    trainings = dict.fromkeys(run.training for run in runs if run.role == "list")
+    starts = {_start_of(each): _start_run(_words(each, _UNIFORM), each) for each in reversed(trainings)}
+    references = [_uniform_run(_words(each, _UNIFORM), each, seed=seed) for each in trainings for seed in (0, *SEEDS)]
+    return Choice(runs=(*reversed(starts.values()), *references, *runs), left_out=left_out)
+
+
+def _words(*flags: str) -> list[str]:
+    return " ".join((_MODEL, *flags)).split()
+
+
+def _start_of(training: str) -> str:
+    """Name the start weights of a training: those of the same model."""
+    return "experts" if _EXPERTS in training else "dense"
+
+
+def _runs_of(shows: str, words: Sequence[str], training: str) -> list[CertifiedRun]:
+    run = _list_run(shows, words, training)
+    if shows == "a rank dies":
+        return [replace(run, killed_rank=1)]
+    if shows != "saved and loaded":
+        return [run]
+    before = _list_run(shows, _words(training, "--vtp-size-list 1,2"), training, 1, _SAVE % "first")
+    after = _alike(words, NUM_STEPS, f"--load {FOLDER}/first")
+    later = replace(run, words=after, num_steps=NUM_STEPS - 1, is_later=True)
+    return [replace(before, role="start"), later]
+
+
+def choose_for_script(words: Sequence[str], num_ranks: int) -> Choice:
+    """Choose the runs of a user's script: its list, and stages of one size as many as the list has.
+
+    Args:
+        words: its flags.
+        num_ranks: ranks that are there.
+
+    Raises:
+        ConfigError: there is no list, or it needs more ranks.
+
+    >>> choice = choose_for_script(["--vtp-size-list", "1,2"], 3)
+    >>> [(run.role, run.layout) for run in choice.runs][-2:], choice.left_out
+    ([('again', 'TP 1'), ('list', '1,2')], {'TP 2': 'needs 4 ranks'})
+    """
+    sizes = sizes_of(words)
+    if not sizes:
+        raise ConfigError(
+            "the script's flags have no --vtp-size-list; certify compares a list with equal stages; give one"
+        )
+    if num_ranks < (needed := ranks_of(words)):
+        small = ",".join(["1"] * (len(sizes) - 1) + ["2"])
+        least = max(len(sizes) + 1, LEAST_RANKS)
+        which = f"{small} fits" if num_ranks >= least else f"{small} needs {least}"
+        raise ConfigError(
+            f"--vtp-size-list {','.join(map(str, sizes))} needs {needed} ranks, and {num_ranks} are there; {which}; "
+            "give --ranks, or another list"
+        )
+    references = [_uniform_run(words, seed=seed) for seed in (0, *SEEDS)]
+    others = [_uniform_run(words, role="uniform", size=size) for size in sorted({*sizes} - {1})]
+    runs = [_start_run(words), *references, _uniform_run(words, role="again"), *others, _list_run("the list", words)]
+    return Choice(
+        runs=tuple(run for run in runs if run.num_ranks <= num_ranks),
+        left_out={run.layout: f"needs {run.num_ranks} ranks" for run in others if run.num_ranks > num_ranks},
     )
-    return Choice(references=references, runs=tuple(runs), left_out=left_out)
+
+
+def sizes_of(words: Sequence[str], name: str = "--vtp-size-list") -> tuple[int, ...]:
+    """Read a list of sizes from flags; the last one counts.
+
+    Raises:
+        ConfigError: it is no list of numbers.
+
+    >>> sizes_of(["--vtp-size-list", "1,2"]), sizes_of(["--vtp-size-list=4"]), sizes_of([])
+    ((1, 2), (4,), ())
+    """
+    text = _value_of(words, name)
+    try:
+        return tuple(map(int, text.split(","))) if text else ()
+    except ValueError:
+        raise ConfigError(f"{name} {text} is no list of sizes; write them with commas, as 1,2") from None
+
+
+def ranks_of(words: Sequence[str]) -> int:
+    """Tell how many ranks a list takes.
+
+    >>> ranks_of("--vtp-size-list 2,1 --vtp-dp-list 1,2".split())
+    4
+    """
+    sizes = sizes_of(words)
+    lists = [sizes_of(words, f"--vtp-{name}-list") or (1,) * len(sizes) for name in ("dp", "cp")]
+    return sum(tp * dp * cp for tp, dp, cp in zip(sizes, *lists, strict=False))
+
+
+def _value_of(words: Sequence[str], name: str) -> str:
+    found = [i for i, word in enumerate(words) if _name(word) == name]
+    return (words[found[-1]].partition("=")[2] or "".join(words[found[-1] + 1 : found[-1] + 2])) if found else ""
+
+
+def _name(word: str) -> str:
+    return word.partition("=")[0]
+
+
+def _without(words: Sequence[str], is_dropped: Callable[[str], bool]) -> list[str]:
+    """Leave out flags, and the values behind them."""
+    kept: list[str] = []
+    drops = False
+    for word in words:
+        drops = is_dropped(_name(word)) if word.startswith("--") else drops
+        kept += [] if drops else [word]
+    return kept
+
+
+def _alike(words: Sequence[str], num_steps: int, *more: str, size: int = 0) -> tuple[str, ...]:
+    """Add what makes runs alike, with as much padding of the vocabulary as any of them needs.
+
+    Args:
+        words: flags with a list.
+        num_steps: after which the run ends.
+        more: further flags.
+        size: of all stages of a uniform run, whose flags stand in the place of the list's; 0 leaves the list.
+    """
+    sizes = sizes_of(words)
+    multiple = int(_value_of(words, "--make-vocab-size-divisible-by") or 128) * math.lcm(*sizes)
+    padding = f"--make-vocab-size-divisible-by {multiple // (size or math.lcm(sizes[0], sizes[-1]))}"
+    kept = _without(words, _SAVES.split().__contains__)
+    if size:
+        has_lora = any(word.startswith(_LORA) for word in kept)
+        kept = _without(
+            kept, lambda name: name in _LAYOUT.split() or (name.startswith("--vtp-") and not _is_kept(name))
+        )
+        equal = f"--tensor-model-parallel-size {size} --pipeline-model-parallel-size {len(sizes)}"
+        padding += f" --vtp-size-list {','.join([str(size)] * len(sizes))}" if has_lora else f" {equal}"
+    flags = " ".join((_ALIKE, f"--exit-interval {num_steps}", padding, *more))
+    return (*kept, *flags.split())
+
+
+def _is_kept(name: str) -> bool:
+    return name in ("--vtp-device", "--vtp-timeout-s") or name.startswith(_LORA)
+
+
+def _start_run(words: Sequence[str], training: str = "") -> CertifiedRun:
+    """Give the run that makes and saves the start weights: those after one step, in which it draws them."""
+    own = _without(words, lambda name: name.startswith(_LORA))
+    run, start = _uniform_run(words, training, role="start"), _start_of(training)
+    return replace(run, words=_alike(own, 1, _SAVE % f"start-{start}", size=1), num_steps=1)
+
+
+def _uniform_run(
+    words: Sequence[str], training: str = "", *, seed: int = 0, role: Role = "reference", size: int = 1
+) -> CertifiedRun:
+    return CertifiedRun(
+        shows=role,
+        layout=f"TP {size}",
+        num_ranks=size * len(sizes_of(words)),
+        words=_alike(words, NUM_STEPS, _START % _start_of(training), size=size),
+        role=role,
+        training=training,
+        seed=seed,
+    )
+
+
+def _list_run(
+    shows: str, words: Sequence[str], training: str = "", num_steps: int = NUM_STEPS, *more: str
+) -> CertifiedRun:
+    dp = sizes_of(words, "--vtp-dp-list")
+    return CertifiedRun(
+        shows=shows,
+        layout=_value_of(words, "--vtp-size-list") + f" dp {_value_of(words, '--vtp-dp-list')}" * bool(dp),
+        num_ranks=ranks_of(words),
+        words=_alike(words, num_steps, _START % _start_of(training), *more),
+        training=training,
+        num_steps=num_steps,
+        num_replicas=dp[0 if "--layerwise-disaggregated-training" in words else -1] if dp else 1,
+    )

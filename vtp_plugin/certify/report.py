@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Literal
 
-from vtp_plugin.certify.compare import FACTOR, TOO_LARGE, Numbers, first_fault, judge, tolerances
+from vtp_plugin.certify.compare import (
+    FACTOR,
+    NORM,
+    TOO_LARGE,
+    Numbers,
+    first_fault,
+    first_wrong,
+    is_loss,
+    judge,
+    tolerances,
+)
 from vtp_plugin.certify.layouts import CertifiedRun
 from vtp_plugin.report.page.report_page import TextTable
 from vtp_plugin.util.text import in_digits
 
-Verdict = Literal["equal", "differs", "failed", "named", "not named", "not judged"]
-WELL: Final = ("equal", "named")
+Verdict = Literal["equal", "differs", "Megatron's own", "failed", "named", "not named", "not judged"]
+WELL: Final = ("equal", "Megatron's own", "named")
 """Verdicts of runs that went as they should."""
 
 
@@ -35,6 +45,8 @@ class Row:
         worst_tolerance: what it was judged by.
         step_ms: time of the last step, in milliseconds.
         note: more, in a line.
+        first: the first that differs, in order of execution; empty if none does.
+        wrong: names of all that differ.
     """
 
     shows: str
@@ -48,6 +60,8 @@ class Row:
     worst_tolerance: str = ""
     step_ms: str = ""
     note: str = ""
+    first: str = ""
+    wrong: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +74,10 @@ class CertifyReport:
         device: kind of the devices.
         num_ranks: ranks that were there.
         is_short: whether a part of the runs was asked for.
+        conclusion: of a user's script: rounding, Megatron's own, or ours; else empty.
         rows: the runs.
         left_out: what was not run, and why.
         seconds: time of all runs.
-        digest: of all other fields.
     """
 
     versions: dict[str, str]
@@ -71,21 +85,15 @@ class CertifyReport:
     device: str
     num_ranks: int
     is_short: bool
+    conclusion: str
     rows: tuple[Row, ...]
     left_out: dict[str, str]
     seconds: int
-    digest: str = ""
 
     @property
     def is_well(self) -> bool:
         """Whether every run went as it should."""
         return all(row.verdict in WELL for row in self.rows)
-
-    def signed(self) -> CertifyReport:
-        """Give the report with its digest."""
-        values = {name: value for name, value in asdict(self).items() if name != "digest"}
-        text = json.dumps(values, sort_keys=True)
-        return replace(self, digest=hashlib.sha256(text.encode()).hexdigest()[:16])
 
 
 def judge_row(
@@ -100,31 +108,69 @@ def judge_row(
         reference: the uniform run of its training.
         changed: the same with start weights that are changed by a rounding.
 
-    >>> numbers = Numbers(vectors={"losses": (4.0, 3.0, 2.0)})
-    >>> row = judge_row(CertifiedRun(shows="slices"), numbers, 0.5, numbers, [])
+    >>> numbers, run = Numbers(vectors={"lm loss": (4.0, 3.0)}), CertifiedRun(shows="slices", layout="1,2", num_ranks=3)
+    >>> row = judge_row(run, numbers, 0.5, numbers, [])
     >>> row.verdict, row.worst, row.step_ms
-    ('equal', 'losses', '500')
+    ('equal', 'lm loss', '500')
     """
-    if run.saved_by:  # its first step has run with other stages
-        numbers, reference, *changed = (_later(each) for each in (numbers, reference, *changed))
-    allowed = tolerances(reference, list(changed))
-    found = judge(numbers, reference, allowed)
-    worst, losses = found[0], next(one for one in found if one.name == "losses")
-    is_judged = losses.tolerance < TOO_LARGE
-    verdict: Verdict = "equal" if worst.is_equal and not numbers.drifts else "differs"
+    if run.is_later:  # its first step has run with other stages, and it began with other weights
+        numbers, reference, *changed = (_later(each, run.num_steps) for each in (numbers, reference, *changed))
+    found = judge(numbers, reference, tolerances(reference, list(changed)))
+    worst = found[0]
+    losses = next((one for one in found if is_loss(one.name)), worst)
+    note, wrong = first_fault(numbers, reference, found), {one.name for one in found if not one.is_equal}
+    verdict: Verdict = "equal" if not wrong and not numbers.drifts else "differs"
+    if losses.tolerance >= TOO_LARGE:
+        verdict, note = (
+            "not judged",
+            f"{losses.name} changes by {losses.tolerance / FACTOR:.1e} when weights are rounded",
+        )
+    elif verdict == "differs" and run.role == "uniform":
+        verdict = "Megatron's own"
     return Row(
         shows=run.shows,
-        layout=run.list_text,
+        layout=run.layout,
         num_ranks=run.num_ranks,
-        verdict=verdict if is_judged else "not judged",
+        verdict=verdict,
         losses=f"{losses.difference:.1e}",
         losses_tolerance=f"{losses.tolerance:.1e}",
         worst=worst.name,
         worst_difference=f"{worst.difference:.1e}",
         worst_tolerance=f"{worst.tolerance:.1e}",
         step_ms=in_digits(1e3 * step_s, 3),
-        note="" if verdict == "equal" else "; ".join((first_fault(numbers, reference, found), *numbers.drifts[:1])),
+        note="; ".join((*filter(None, [note]), *numbers.drifts[:1])),
+        first=first_wrong(wrong, reference),
+        wrong=tuple(sorted(wrong)),
     )
+
+
+def conclude(rows: Sequence[Row], left_out: Mapping[str, str]) -> tuple[tuple[Row, ...], str]:
+    """Say why a script's list differs from equal stages, or that it does not.
+
+    Where stock Megatron with other equal stages differs at the tensor, too, at which the list first does, that is
+    Megatron's own.
+
+    Args:
+        rows: in the order of the runs: the reference once more, other equal stages, the list.
+        left_out: what was not run, and why.
+
+    Returns:
+        The rows, the list's with its verdict, and a line.
+    """
+    again, *equal, own = rows
+    spread = f"from run to run TP 1 differs by {again.worst_difference}"
+    others = [row for row in equal if row.verdict == "Megatron's own"]
+    same = [row for row in others if own.first in row.wrong or own.verdict == "failed"]
+    theirs = "; ".join(f"stock Megatron with {row.layout}: {row.note}" for row in same or others)
+    unseen = ", ".join(f"{what} {why}" for what, why in left_out.items())
+    if own.verdict == "equal":
+        line = f"rounding: {own.layout} computes what TP 1 does; {spread}"
+        return tuple(rows), f"{line}; of itself {theirs}" if theirs else line
+    if same:
+        own = replace(own, verdict="Megatron's own" if own.verdict == "differs" else own.verdict)
+        return (again, *equal, own), f"Megatron's own: its numbers depend on the TP size; {theirs}; {spread}"
+    line = f"ours: {own.note}" if own.verdict == "differs" else f"not run: {own.note}"
+    return tuple(rows), f"{line}; {spread}" + (f"; whether Megatron's own is not known: {unseen}" if unseen else "")
 
 
 def unjudged(run: CertifiedRun, verdict: Verdict, note: str) -> Row:
@@ -135,20 +181,20 @@ def unjudged(run: CertifiedRun, verdict: Verdict, note: str) -> Row:
         verdict: what came of it.
         note: why, in a line.
     """
-    return Row(shows=run.shows, layout=run.list_text, num_ranks=run.num_ranks, verdict=verdict, note=note)
+    return Row(shows=run.shows, layout=run.layout, num_ranks=run.num_ranks, verdict=verdict, note=note)
 
 
-def _later(numbers: Numbers) -> Numbers:
-    """Leave out what only a run from the first step on has."""
-    later = {name: numbers.vectors[name][-2:] for name in ("losses", "gradient norms")}
-    return replace(numbers, vectors={**numbers.vectors, **later})
+def _later(numbers: Numbers, num_steps: int) -> Numbers:
+    """Keep what was logged in the last steps."""
+    logged = {name: values[-num_steps:] for name, values in numbers.vectors.items() if is_loss(name) or name == NORM}
+    return Numbers(vectors=logged)
 
 
 def text_of(report: CertifyReport) -> Iterator[str | TextTable]:
     """Write a report for people."""
     yield f"{report.device}, {report.num_ranks} ranks{', --short' if report.is_short else ''}, {report.seconds} s"
     yield ", ".join(f"{name} {version}" for name, version in report.versions.items())
-    yield f"sources of the plugin {report.sources}, report {report.digest}"
+    yield f"sources of the plugin {report.sources}"
     yield ""
     header = ("shows", "stages", "verdict", "losses", "allowed", "furthest", "by", "allowed", "step")
     rows = [
@@ -167,23 +213,16 @@ def text_of(report: CertifyReport) -> Iterator[str | TextTable]:
     )
     yield from (f"not run: {what}: {why}" for what, why in report.left_out.items())
     num_well = sum(row.verdict in WELL for row in report.rows)
+    yield from [f"conclusion: {report.conclusion}"] * bool(report.conclusion)
     yield f"verdict: {'fine' if report.is_well else 'wrong'}: {num_well} of {len(report.rows)} runs went as they should"
 
 
-def digest_of(folders: Iterable[Path]) -> str:
-    """Give the digest of all Python files in some folders, which does not depend on where these lie.
-
-    Args:
-        folders: the folders; a file counts in the last of them that holds it, whether this is a link or not.
-    """
-    folders = list(folders)
+def digest_of(folder: Path) -> str:
+    """Give the digest of all Python files in a folder, which does not depend on where it lies, nor on links in it."""
     digest = hashlib.sha256()
-    for number, folder in enumerate(folders):
-        for path in sorted(folder.rglob("*.py")):
-            if any(path.is_relative_to(later) for later in folders[number + 1 :]):
-                continue
-            digest.update(f"{path.relative_to(folder).as_posix()}\0".encode())
-            digest.update(path.read_bytes())
+    paths = (Path(at, name) for at, _, names in os.walk(folder, followlinks=True) for name in names)
+    for path in sorted(path for path in paths if path.suffix == ".py"):
+        digest.update(f"{path.relative_to(folder).as_posix()}\0".encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
 
@@ -196,12 +235,10 @@ def problems_of(report: CertifyReport, versions: Mapping[str, str], sources: str
         sources: digest of the plugin that is installed.
 
     >>> report = CertifyReport(versions={"torch": "2.8"}, sources="ab", device="cpu", num_ranks=3, is_short=True,
-    ...                        rows=(), left_out={}, seconds=1).signed()
+    ...                        conclusion="", rows=(), left_out={}, seconds=1)
     >>> list(problems_of(report, {"torch": "2.9"}, "ab"))
     ['torch 2.8 in the report, 2.9 here']
     """
-    if report.signed().digest != report.digest:
-        yield "its fields were changed after it was written"
     if report.sources != sources:
         yield f"sources of the plugin {report.sources} in the report, {sources} here"
     for name in dict.fromkeys([*report.versions, *versions]):

@@ -1,5 +1,7 @@
 """``certify``: train a small model on the layouts that fit these machines, and compare each with the uniform run.
 
+``certify -- SCRIPT FLAGS`` does so with a script of the user's, and its list.
+
 Exit code 0: every run went as it should; 1: one did not, or a report speaks of something else; 2: bad usage.
 """
 
@@ -22,11 +24,21 @@ from typing import TYPE_CHECKING
 
 import vtp_plugin
 from vtp_plugin.certify.compare import Numbers, assemble
-from vtp_plugin.certify.layouts import CertifiedRun, SmallTraining, choose
-from vtp_plugin.certify.report import CertifyReport, Row, digest_of, judge_row, problems_of, text_of, unjudged
+from vtp_plugin.certify.layouts import CertifiedRun, Choice, choose, choose_for_script, ranks_of
+from vtp_plugin.certify.report import (
+    CertifyReport,
+    Row,
+    conclude,
+    digest_of,
+    judge_row,
+    problems_of,
+    text_of,
+    unjudged,
+)
 from vtp_plugin.cli.command_base import Parser, add_json_flag, check_folder, print_answer, write_file
 from vtp_plugin.cli.terminal import progress
 from vtp_plugin.config import VtpConfig
+from vtp_plugin.config.resolve import check_command_line
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.host.versions import find_host
 from vtp_plugin.util.text import own_command
@@ -56,11 +68,22 @@ def add_arguments(parser: Parser) -> None:
     )
     parser.add_argument("--device", default="auto", metavar="auto|cuda|npu|cpu", help="default: auto")
     parser.add_argument("--timeout-s", type=float, default=120.0, metavar="S", help="longest time of one run; 120")
+    parser.add_argument(
+        "--folder", type=Path, metavar="DIR", help="for start weights; several machines need a shared one"
+    )
+    parser.add_argument("--layers", type=int, metavar="N", help="give the script so many layers")
+    parser.add_argument(
+        "script",
+        nargs=argparse.REMAINDER,
+        metavar="-- SCRIPT FLAGS",
+        help="compare a script of yours with its uniform runs, such as -- pretrain_gpt.py --vtp-size-list 1,4 ...",
+    )
     add_json_flag(parser)
 
 
 def run(options: argparse.Namespace) -> None:
     """Certify, or check a report; leave with the exit code."""
+    options.script = options.script[1:] if options.script[:1] == ["--"] else options.script
     if options.unknown:
         raise ConfigError(f"{options.unknown[0]} is unknown; see: {own_command()} certify --help")
     if options.check is not None:
@@ -68,19 +91,23 @@ def run(options: argparse.Namespace) -> None:
     if options.out is not None:
         check_folder(options.out, flag="--out")
     device = VtpConfig(device=options.device).device
-    with _workers(options, device) as (workers, num_ranks, card, is_first):
+    if options.script and not Path(options.script[0]).is_file():
+        raise ConfigError(f"script {options.script[0]} does not exist; give the path of the training script")
+    with _workers(options, device) as (workers, choice, num_ranks, card):
+        is_first = 0 in workers.ranks
         begin_s = time.monotonic()
-        rows, left_out = _certify(workers, num_ranks, options.short, card, is_first)
+        rows, conclusion = _certify(workers, choice, options)
         report = CertifyReport(
             versions=_versions(),
-            sources=_sources(),
+            sources=digest_of(Path(vtp_plugin.__file__).parent),
             device=card,
             num_ranks=num_ranks,
             is_short=options.short,
+            conclusion=conclusion,
             rows=rows,
-            left_out=left_out,
+            left_out=choice.left_out,
             seconds=round(time.monotonic() - begin_s),
-        ).signed()
+        )
     if is_first:
         print_answer(options, report, text_of(report))
         if options.out is not None:
@@ -89,45 +116,42 @@ def run(options: argparse.Namespace) -> None:
     sys.exit(0 if report.is_well else 1)
 
 
-def _certify(
-    workers: Workers, num_ranks: int, is_short: bool, card: str, is_first: bool
-) -> tuple[tuple[Row, ...], dict[str, str]]:
-    """Run and judge all layouts that fit."""
-    without: dict[str, str] = {}
-    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < int(os.environ.get("WORLD_SIZE", "1")):
-        without["saved and loaded"] = "the ranks are on several machines, which may share no folder"
-    if card != "CPU" and find_spec("apex") is None:
-        needs = "on this device Megatron's own layers need Apex for sequence parallelism"
-        without |= dict.fromkeys(("sequence parallelism", "interleaved", "experts"), needs)
-    choice = choose(num_ranks, is_short=is_short, without=without)
-    references: dict[SmallTraining, list[Numbers]] = {}
+def _certify(workers: Workers, choice: Choice, options: argparse.Namespace) -> tuple[tuple[Row, ...], str]:
+    """Run and judge all that was chosen; of a user's script also say why it differs."""
+    references: dict[str, list[Numbers]] = {}
     rows: list[Row] = []
-    all_runs = (*choice.references, *choice.runs)
-    with progress(len(all_runs), "certify", is_bytes=False) as tell, tempfile.TemporaryDirectory() as folder:
-        for job in all_runs:
+    with progress(len(choice.runs), "certify", is_bytes=False) as tell:
+        for job in choice.runs:
             begin_s = time.monotonic()
-            answers = workers.run(job, folder)
+            answers = workers.run(job)
             tell(1, job.shows)
-            if is_first:
-                print(
-                    f"ran {job.shows} ({job.list_text}), {time.monotonic() - begin_s:.1f} s",
-                    file=sys.stderr,
-                    flush=True,
+            if 0 in workers.ranks:
+                took = f"{time.monotonic() - begin_s:.1f} s"
+                print(f"ran {job.role} {job.shows} ({job.layout}), {took}", file=sys.stderr, flush=True)
+            failed = [answer.line for answer in answers if answer.numbers is None]
+            known = next((line for line in failed if "rank" not in line), failed[0] if failed else "")
+            if failed and options.script and job.role not in ("uniform", "list"):
+                raise ConfigError(
+                    f"{options.script[0]} with equal stages: {known}; certify compares with what it computes then"
                 )
             if job.killed_rank is not None:
                 rows.append(_judge_kill(job, answers))
-            elif failed := [answer.line for answer in answers if answer.numbers is None]:
-                known = next((line for line in failed if "rank" not in line), failed[0])
+            elif failed:
                 rows.append(unjudged(job, "failed", known))
-            elif job in choice.references:
+            elif job.role == "reference":
                 references.setdefault(job.training, []).append(_numbers(answers))
-            elif job.training not in references:
+            elif job.role != "start" and job.training not in references:
                 rows.append(unjudged(job, "failed", "there is no uniform run to compare with"))
-            else:
+            elif job.role != "start":
                 step_s = max(answer.numbers.step_s for answer in answers if answer.numbers is not None)
                 reference, *changed = references[job.training]
                 rows.append(judge_row(job, _numbers(answers), step_s, reference, changed))
-    return tuple(rows), choice.left_out
+            if job.role == "again" and rows[-1].verdict != "equal":
+                raise ConfigError(
+                    f"two equal runs of {options.script[0]} cannot be compared: {rows[-1].note}; nothing can be "
+                    "judged by them; let it draw from --seed alone"
+                )
+    return conclude(rows, choice.left_out) if options.script else (tuple(rows), "")
 
 
 def _numbers(answers: list[Answer]) -> Numbers:
@@ -146,8 +170,8 @@ def _judge_kill(job: CertifiedRun, answers: list[Answer]) -> Row:
 
 
 @contextmanager
-def _workers(options: argparse.Namespace, device: str) -> Iterator[tuple[Workers, int, str, bool]]:
-    """Start what runs the layouts, and give it with the number of ranks, the kind of device, and who prints."""
+def _workers(options: argparse.Namespace, device: str) -> Iterator[tuple[Workers, Choice, int, str]]:
+    """Choose the runs and what starts them: give both, the number of ranks, and the kind of device."""
     find_host()  # one line where Megatron or torch is missing
     from vtp_plugin.cli.certify_workers import Workers
     from vtp_plugin.platform.detect import detect
@@ -156,33 +180,73 @@ def _workers(options: argparse.Namespace, device: str) -> Iterator[tuple[Workers
     platform = detect(device)  # type: ignore[arg-type]
     num_devices = 0 if platform.name == "cpu" else platform.module().device_count()
     card = "CPU" if platform.name == "cpu" else platform.card_name()
-    environment = {"OMP_NUM_THREADS": "1", "CUDA_DEVICE_MAX_CONNECTIONS": "1", "TORCH_GLOO_LAZY_INIT": "1"}
+    environment = {
+        "OMP_NUM_THREADS": "1",
+        "CUDA_DEVICE_MAX_CONNECTIONS": "1",
+        "TORCH_GLOO_LAZY_INIT": "1",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # each run has a store of its own, which a supervisor keeps
+    }
+    script, *words = options.script or [_own_script()]
+    words += ["--num-layers", str(options.layers)] * (options.layers is not None)
     if "RANK" in os.environ:
         if options.ranks is not None:
             raise ConfigError(f"--ranks {options.ranks}; the launcher has started the ranks; leave it out")
         rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        if options.folder is None and int(os.environ.get("LOCAL_WORLD_SIZE", "1")) < num_ranks:
+            raise ConfigError("the ranks are on several machines; give --folder DIR, which all of them reach")
         address, port, ranks = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), [rank]
         is_server = rank == 0 and not is_agent_store(os.environ)
     else:
-        num_ranks = options.ranks or (min(num_devices, _MOST_RANKS) if num_devices else _CPU_RANKS)
+        on_cpus = max(_CPU_RANKS, ranks_of(words))
+        num_ranks = options.ranks or (min(num_devices, _MOST_RANKS) if num_devices else on_cpus)
         address, port, ranks, is_server = "127.0.0.1", 0, list(range(num_ranks)), True
         if platform.name == "cpu":
             environment["GLOO_SOCKET_IFNAME"] = "lo"
-    choose(num_ranks, is_short=options.short, without={})  # refuses too few, before anything starts
+    if options.script:
+        check_command_line([script, *words], VtpConfig(), {})
+        choice = choose_for_script(words, num_ranks)
+    else:
+        choice = choose(num_ranks, is_short=options.short, without=_not_here(card))
     if 0 < num_devices < len(ranks):
-        environment |= _SHARED
+        environment |= {**_SHARED, "VTP_NUM_DEVICES": str(num_devices)}
     from datetime import timedelta
 
     from torch.distributed import TCPStore
 
     wait = timedelta(seconds=1800)
     store = serve(address, port, 1800) if is_server else TCPStore(address, port, is_master=False, timeout=wait)
-    environment |= {"MASTER_ADDR": address, "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    workers = Workers(ranks, store, environment, platform.name, options.timeout_s)
-    try:
-        yield workers, num_ranks, card, 0 in ranks
-    finally:
-        workers.stop()
+    environment["MASTER_ADDR"] = address
+    with tempfile.TemporaryDirectory(prefix="vtp-certify-", dir=options.folder) as folder:
+        workers = Workers(
+            ranks=ranks,
+            store=store,
+            environment=environment,
+            device=platform.name,
+            timeout_s=options.timeout_s,
+            script=script,
+            folder=folder,
+        )
+        yield workers, choice, num_ranks, card
+
+
+def _own_script() -> str:
+    """Give the script of Megatron's tree, or for a wheel, which has none, ours."""
+    found = find_spec("megatron.training")
+    if found is None or found.origin is None:
+        raise ConfigError(
+            "there is no megatron.training, which certify's runs need; put your Megatron-LM on PYTHONPATH"
+        )
+    theirs = Path(found.origin).parents[2] / "pretrain_gpt.py"
+    ours = Path(vtp_plugin.__file__).parent / "patches" / "certified" / "certified_gpt.py"
+    return str(theirs if theirs.is_file() else ours)
+
+
+def _not_here(card: str) -> dict[str, str]:
+    """Say what these machines cannot run, and why."""
+    if card == "CPU" or find_spec("apex") is not None:
+        return {}
+    needs = "on this device Megatron's own layers need Apex for sequence parallelism"
+    return dict.fromkeys(("sequence parallelism", "interleaved", "experts", "adapters"), needs)
 
 
 def _versions() -> dict[str, str]:
@@ -196,18 +260,13 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def _sources() -> str:
-    folder = Path(vtp_plugin.__file__).parent
-    return digest_of([folder, folder / "patches"])
-
-
 def _check(options: argparse.Namespace) -> None:
     """Say whether a report speaks of what is installed; leave with the exit code."""
     try:
         report = read_typed(CertifyReport, read_bytes(options.check))
     except ValueError as error:
         raise ConfigError(f"--check {options.check} is no report: it {error}; give a file of certify --out") from None
-    problems = list(problems_of(report, _versions(), _sources()))
+    problems = list(problems_of(report, _versions(), digest_of(Path(vtp_plugin.__file__).parent)))
     answer = {"report": asdict(report), "problems": problems}
     about = (
         f"{report.device}, {report.num_ranks} ranks: {'all' if report.is_well else 'not all'} runs went as they should"

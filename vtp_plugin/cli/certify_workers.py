@@ -1,4 +1,4 @@
-"""The processes that run the layouts of ``certify``: kept between runs, and started anew after one that failed."""
+"""The processes that run the layouts of ``certify``: one for each rank of a run, as a launcher would start them."""
 
 from __future__ import annotations
 
@@ -8,36 +8,35 @@ import json
 import multiprocessing
 import os
 import re
+import runpy
 import signal
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from datetime import timedelta
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from multiprocessing import connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-import vtp_plugin
-from vtp_plugin.api import choose_device, current_session
+from vtp_plugin.api import choose_device
 from vtp_plugin.certify.compare import RankNumbers, finite
-from vtp_plugin.certify.layouts import CertifiedRun
+from vtp_plugin.certify.layouts import FOLDER, CertifiedRun
 from vtp_plugin.host.mindspeed import has_mindspeed, import_adaptor
-from vtp_plugin.runtime.health.redaction import describe_error, names_a_path
+from vtp_plugin.runtime.health.redaction import names_a_path
 from vtp_plugin.util.text import one_line
 from vtp_plugin.util.typed_json import read_typed
 
 if TYPE_CHECKING:
     from torch.distributed import Store
 
-    from vtp_plugin.session import Session
-
-_TRAINER: Final = "vtp_plugin.patches.certified_run"
+_PROBE: Final = "vtp_plugin.patches.certified.certified_run"
+# What every rank imports, so that forks need not.
+_PRELOADED: Final = (_PROBE, "megatron.core.tokenizers.text", "vtp_plugin.cli.run", "vtp_plugin.patches.activation")
 _GRACE_S = 15.0  # after the first failure, for the other ranks to say which rank it was
 _START_S = 240.0  # to import torch and Megatron
-_POLL_S = 0.5
+_POLL_S = 0.2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,70 +54,73 @@ class Answer:
     after_s: float = 0.0
 
 
+@dataclass(slots=True, kw_only=True)
 class Workers:
-    """One process for each rank of this supervisor; all supervisors call the same methods in the same order.
+    """Runs a script with a process for each rank of this supervisor; all supervisors call it in the same order.
 
-    Args:
+    Attributes:
         ranks: global ranks of this supervisor's processes.
-        store: where supervisors and processes meet; its server outlives the processes.
-        environment: variables of every process: where the store is, and what the launcher has set.
+        store: where the supervisors meet.
+        environment: variables of every process, what the launcher has set among them.
         device: of the processes.
         timeout_s: longest time for one run, in seconds.
+        script: what is run.
+        folder: of the checkpoints; all take that of rank 0's supervisor.
+        number: of the runs until now.
     """
 
-    def __init__(
-        self,
-        ranks: Sequence[int],
-        store: Store,
-        environment: Mapping[str, str],
-        device: str,
-        timeout_s: float,
-    ) -> None:
-        self._ranks = ranks
-        self._store = store
-        self._environment = environment
-        self._device = device
-        self._timeout_s = timeout_s
-        self._number = 0
-        self._processes: dict[int, _Process] = {}
+    ranks: Sequence[int]
+    store: Store
+    environment: Mapping[str, str]
+    device: str
+    timeout_s: float
+    script: str
+    folder: str
+    number: int = 0
 
-    def run(self, job: CertifiedRun, folder: str = "") -> list[Answer]:
+    def __post_init__(self) -> None:
+        """Take the folder of rank 0's supervisor."""
+        if 0 in self.ranks:
+            self.store.set("certify/folder", self.folder)
+        self.folder = self.store.get("certify/folder").decode()
+
+    def run(self, job: CertifiedRun) -> list[Answer]:
         """Run a layout on its ranks, all supervisors together.
 
         Returns:
             The answers of its ranks, in their order, equal on all supervisors.
         """
-        self._number += 1
-        key = f"certify/{self._number}"
-        own = [rank for rank in self._ranks if rank < job.num_ranks]
+        from vtp_plugin.runtime.health.meeting_store import serve
+
+        self.number += 1
+        key, address = f"certify/{self.number}", self.environment["MASTER_ADDR"]
+        own = [rank for rank in self.ranks if rank < job.num_ranks]
+        server = serve(address, 0, self.timeout_s + _START_S) if 0 in own else None
+        if server is not None:
+            self.store.set(f"{key}/port", str(server.port))
+        words = [self.script, *(word.replace(FOLDER, self.folder) for word in job.words)]
+        if "--vtp-device" not in words:
+            words += ["--vtp-device", self.device]
+        environment = {**self.environment, "MASTER_PORT": self.store.get(f"{key}/port").decode()}
         begin_s = time.monotonic()
+        processes = {rank: _Process(replace(job, words=tuple(words)), rank, environment, self.device) for rank in own}
+        try:
+            found = self._collect(processes, begin_s)
+        finally:
+            for process in processes.values():
+                process.stop()
         for rank in own:
-            if rank not in self._processes:
-                self._processes[rank] = _Process(rank, self._environment, self._device)
-            self._processes[rank].post((job, folder, key))
-        found = self._collect(own, begin_s)
-        for rank in own:
-            self._store.set(f"{key}/{rank}", json.dumps(finite(asdict(found[rank]))))
-        answers = [read_typed(Answer, self._store.get(f"{key}/{rank}")) for rank in range(job.num_ranks)]
-        if any(answer.numbers is None for answer in answers):
-            self.stop()
-        return answers
+            self.store.set(f"{key}/{rank}", json.dumps(finite(asdict(found[rank]))))
+        return [read_typed(Answer, self.store.get(f"{key}/{rank}")) for rank in range(job.num_ranks)]
 
-    def stop(self) -> None:
-        """End all processes."""
-        for process in self._processes.values():
-            process.stop()
-        self._processes.clear()
-
-    def _collect(self, ranks: Sequence[int], begin_s: float) -> dict[int, Answer]:
+    def _collect(self, processes: Mapping[int, _Process], begin_s: float) -> dict[int, Answer]:
         """Wait for the answers of some ranks; once one has failed, for those of the others only a little."""
         found: dict[int, Answer] = {}
-        deadline_s = begin_s + self._timeout_s + (_START_S if self._number == 1 else 0)
-        while waiting := [rank for rank in ranks if rank not in found]:
-            connections = [self._processes[rank].connection for rank in waiting]
-            connection.wait(connections, timeout=_POLL_S)
+        deadline_s = begin_s + self.timeout_s + (_START_S if self.number == 1 else 0)
+        while waiting := [rank for rank in processes if rank not in found]:
+            connection.wait([processes[rank].connection for rank in waiting], timeout=_POLL_S)
             for rank in waiting:
-                answer = self._processes[rank].answer()
+                answer = processes[rank].answer()
                 if answer is not None:
                     found[rank] = Answer(numbers=answer[0], line=answer[1], after_s=time.monotonic() - begin_s)
                     if answer[0] is None:
@@ -133,37 +135,35 @@ class Workers:
 class _Process:
     """This side of one process."""
 
-    def __init__(self, rank: int, environment: Mapping[str, str], device: str) -> None:
+    def __init__(self, job: CertifiedRun, rank: int, environment: Mapping[str, str], device: str) -> None:
         # A process that has begun with a GPU cannot be forked; on CPUs a fork saves seconds of imports.
         context: Any = multiprocessing.get_context("forkserver" if device == "cpu" else "spawn")
         if device == "cpu" and not has_mindspeed():  # whose adaptor comes before Megatron
-            multiprocessing.set_forkserver_preload([_TRAINER])
-        self.output = tempfile.NamedTemporaryFile(prefix="vtp-certify-", suffix=".log")  # noqa: SIM115
+            multiprocessing.set_forkserver_preload([*_PRELOADED])
+        self._output = tempfile.NamedTemporaryFile(prefix="vtp-certify-", suffix=".log")  # noqa: SIM115
         self.connection, theirs = context.Pipe()
-        target = (theirs, rank, dict(environment), device, self.output.name)
+        target = (theirs, job, rank, dict(environment), device, self._output.name)
         self._process: Any = context.Process(target=serve, args=target, daemon=False)
         self._process.start()
         theirs.close()
 
-    def post(self, message: object) -> None:
-        """Give it a job."""
-        with contextlib.suppress(BrokenPipeError):
-            self.connection.send(message)
-
     def answer(self) -> tuple[RankNumbers | None, str] | None:
-        """Return what it answered, or how it died; None if it still works."""
+        """Return what it saw, or how it ended; None if it still works."""
         try:
             if self.connection.poll():
-                return self.connection.recv()
+                return self.connection.recv(), ""
         except (EOFError, OSError):
             pass
         else:
             if self._process.exitcode is None:
                 return None
         self._process.join()
-        lines = Path(self.output.name).read_text(errors="replace").splitlines()
+        lines = Path(self._output.name).read_text(errors="replace").splitlines()
         said = [line for line in lines if "vtp" in line and ("rror" in line or "rank" in line)]
-        return None, shown(said[-1] if said else f"its process ended with {self._process.exitcode}")
+        said = said or [line for line in lines if "rror:" in line]
+        return None, shown(
+            said[-1] if said else f"its process ended with {self._process.exitcode} before the last step"
+        )
 
     def stop(self) -> None:
         """End it, and what it has started, such as writers of a checkpoint."""
@@ -172,7 +172,7 @@ class _Process:
         self._process.kill()
         self._process.join()
         self.connection.close()
-        self.output.close()
+        self._output.close()
 
 
 def shown(line: str) -> str:
@@ -186,76 +186,38 @@ def shown(line: str) -> str:
     return " ".join(word for word in words if not names_a_path(word))
 
 
-def serve(theirs: Any, rank: int, environment: Mapping[str, str], device: str, output: str) -> None:
-    """Take jobs from the supervisor until it is gone; what the libraries print goes into a file."""
+def serve(theirs: Any, job: CertifiedRun, rank: int, environment: Mapping[str, str], device: str, output: str) -> None:
+    """Be one rank of a script, watched, up to its end; what it prints goes into a file."""
     os.setsid()
     _end_with_parent()
     file = os.open(output, os.O_WRONLY | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(file, stream)
-    os.environ.update(environment, RANK=str(rank))
-    os.environ.setdefault("LOCAL_RANK", str(rank))  # where no launcher has said it
-    sys.argv = ["certify"]
+    os.environ.update(environment, RANK=str(rank), WORLD_SIZE=str(job.num_ranks))
+    os.environ.setdefault("LOCAL_RANK", str(rank % int(environment.get("VTP_NUM_DEVICES", job.num_ranks))))
+    first = rank - int(os.environ["LOCAL_RANK"]) if "LOCAL_WORLD_SIZE" in os.environ else 0
+    num_here = min(int(os.environ.get("LOCAL_WORLD_SIZE", job.num_ranks)), job.num_ranks - first)
+    os.environ["LOCAL_WORLD_SIZE"] = str(num_here)
     import torch
-    import torch.distributed as dist
 
     torch.set_num_threads(1)
-    address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
-    store = dist.TCPStore(address, port, is_master=False, timeout=timedelta(seconds=_START_S))
-    while True:
-        try:
-            job, folder, key = theirs.recv()
-        except EOFError:
-            return
-        try:
-            answer = (_run_one(job, folder, dist.PrefixStore(key, store), device), "")
-        except Exception as error:
-            answer = (None, shown(describe_error(error)))
-        theirs.send(answer)
-
-
-def _run_one(job: CertifiedRun, folder: str, store: Any, device: str) -> RankNumbers:
-    import torch.distributed as dist
-
-    from vtp_plugin.platform.detect import detect
-
-    platform = detect(device)  # type: ignore[arg-type]
-    os.environ["WORLD_SIZE"] = str(job.num_ranks)
     choose_device(device)  # type: ignore[arg-type]
     if has_mindspeed():
         import_adaptor()
-    if device != "cpu":
-        module = platform.module()
-        module.set_device(int(os.environ.get("LOCAL_RANK", "0")) % module.device_count())
-    rank, timeout = int(os.environ["RANK"]), timedelta(seconds=300)
-    dist.init_process_group(platform.backend, store=store, rank=rank, world_size=job.num_ranks, timeout=timeout)
+    probe = importlib.import_module(_PROBE).Probe(job)
+    probe.install()
+    sys.argv = ["vtp_plugin", "run", *job.words]
     try:
-        return importlib.import_module(_TRAINER).train(job, applied, folder)
-    finally:
-        dist.destroy_process_group()
-
-
-@contextlib.contextmanager
-def applied(run: CertifiedRun) -> Iterator[Session]:
-    """Apply the plugin for a run inside a block, and take it back."""
-    has_layouts = importlib.import_module(_TRAINER).HAS_LAYOUTS
-    vtp_plugin.apply(
-        vtp_size_list=list(run.sizes),
-        vtp_dp_list=run.dp_list if len(set(run.dp_list)) > 1 else None,
-        transport=run.transport,
-        timeout_s=60.0,
-        schedule="planned" if run.is_planned or run.u_layers else "stock",
-        split_backward=run.is_split,
-        layerwise_disaggregated=bool(run.u_layers),
-        num_layer_list=None if has_layouts else run.u_layers or None,
-        log_level="ERROR",
-    )
-    try:
-        session = current_session()
-        assert session is not None
-        yield session
-    finally:
-        vtp_plugin.revert()
+        runpy.run_module("vtp_plugin", run_name="__main__")
+    except SystemExit as leave:
+        if leave.code:
+            os._exit(1 if isinstance(leave.code, str) else leave.code)
+    except BaseException as error:
+        sys.excepthook(type(error), error, error.__traceback__)
+        os._exit(1)
+    if probe.numbers is not None:
+        theirs.send(probe.numbers)
+    os._exit(0)
 
 
 def _end_with_parent() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -32,9 +33,10 @@ from tests.support.pool import TIMEOUT_S, init_gloo
 from vtp_plugin.api import _Holder, current_session
 from vtp_plugin.host.versions import find_host
 from vtp_plugin.patches.activation import activate
-from vtp_plugin.patches.certified_tensors import bare, draw, global_words, named_parts
+from vtp_plugin.patches.certified.certified_tensors import NamedPart, bare, global_words, named_parts
 from vtp_plugin.patches.hosts import load_host
 from vtp_plugin.platform.detect import detect
+from vtp_plugin.runtime.step.adapter_start import fill
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 KEYS = ["tokens", "labels", "mask"]
@@ -590,6 +592,21 @@ def _samples(case: Case, index: int) -> dict[str, torch.Tensor]:
         mask = (torch.rand(mask.shape, generator=generator) < (index % 4 + 1) / 5).long()
         mask[0, 0] = 1
     return {"tokens": text[:, :-1].contiguous(), "labels": text[:, 1:].contiguous(), "mask": mask}
+
+
+def draw(parts: Mapping[str, NamedPart]) -> None:
+    """Set all matrices to what depends on their names and whole shapes only, so that any stages start alike."""
+    for name, part in parts.items():
+        if part.parameter.dim() < 2:
+            continue
+        shape = list(part.parameter.shape)
+        if part.dim is not None:
+            shape[part.dim] *= part.count
+        # The two ends of a tied embedding are alike.
+        seed = zlib.crc32(name.replace("output_layer", "embedding.word_embeddings").encode())
+        generator = torch.Generator().manual_seed(seed)
+        whole = torch.randn(shape, generator=generator) * (0.5 if "router" in name else 0.1)
+        fill(part.parameter, whole, rank=part.index)
 
 
 def _weights(model: list[Any]) -> dict[str, Part]:

@@ -25,12 +25,20 @@ from torch.autograd.graph import register_multi_grad_hook, save_on_cpu, saved_te
 from torch.nn.utils.parametrize import register_parametrization
 
 from tests.multiproc.cases.core_cases import Case, RankResult
-from tests.multiproc.jobs.core_job import Trainer, _named_parts, applied, cpu_only, mapped_only, model_parallel
+from tests.multiproc.jobs.core_job import (
+    Trainer,
+    _named_parts,
+    applied,
+    cpu_only,
+    draw,
+    mapped_only,
+    model_parallel,
+)
 from tests.support.pool import init_gloo
 from vtp_plugin.adapters import targets_of_chunks
 from vtp_plugin.api import _Holder
 from vtp_plugin.errors import ConfigError, PlanError
-from vtp_plugin.patches.certified_tensors import draw, named_parts
+from vtp_plugin.patches.certified.certified_tensors import named_parts
 from vtp_plugin.plan.schedule.order.actions import Action, Actions, Op, Schedule
 from vtp_plugin.runtime.step.executor import Executor
 from vtp_plugin.runtime.step.schedule_runner import ScheduleRunner

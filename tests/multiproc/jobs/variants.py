@@ -34,7 +34,7 @@ from tests.ordering.trace import END_OF_STEP, format_trace
 from tests.support.pool import TIMEOUT_S, init_gloo
 from vtp_plugin.api import current_session
 from vtp_plugin.errors import ConfigError, VtpError
-from vtp_plugin.patches.certified_tensors import bare
+from vtp_plugin.patches.certified.certified_tensors import bare
 from vtp_plugin.platform.cpu import CpuPlatform
 from vtp_plugin.platform.detect import detect
 

@@ -5,53 +5,85 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.device.test_options import MODEL
+from tests.multiproc.cases.presets import LATENT
 from tests.multiproc.cases.script_cases import Scripts
-from tests.multiproc.jobs.certify_job import FAULTS
-from tests.support.pool import Pool, start_python
+from tests.support.pool import start_python
 from vtp_plugin.certify.compare import Numbers, assemble
-from vtp_plugin.certify.layouts import CertifiedRun, Choice, choose
+from vtp_plugin.certify.layouts import _SGD, CertifiedRun, _alike, _words
 from vtp_plugin.certify.report import judge_row
+from vtp_plugin.cli.certify import _own_script
 
-# What each planted fault is called: the tensor, how it differs, and where.
+START = ("start_differs", "marked_as_cut", "marked_as_whole", "layers_swapped", "one_element")
+"""Faults of what a run begins with; all others are planted behind."""
+DIFFERS = "is not what the uniform run began with"
+# What each planted fault is called: the tensor, how it differs, and where. The first ones are the default.
 NAMED = {
     "sum_left_out": r"output of decoder\.layers\.3\.mlp\.linear_fc2 .*(share|differs) on ranks 1, 2",
+    "gradient_shares": r"gradient of decoder\.layers\.4\.input_layernorm\.weight is one rank's share on ranks 1, 2",
+    "one_element": rf"start of decoder\.layers\.4\.mlp\.linear_fc2\.weight {DIFFERS}",
     "gradient_by_tp": r"gradient of decoder\.layers\.4\.input_layernorm\.weight is 2 times .* on ranks 1, 2",
     "gradient_of_stage": r"gradient of decoder\.layers\.2\.\S+ is 0\.5 times .* on rank 0",
-    "rows_swapped": r"output of decoder\.layers\.3\.self_attention\.linear_qkv differs on ranks 1, 2",
+    "rows_swapped": r"output of decoder\.layers\.3\.self_attention\.linear_qkv differs on ranks 1, 2, as if in another order",
     "one_nan": r"gradient of decoder\.layers\.3\.mlp\.linear_fc1\.weight has infinite numbers or NaN on rank 2",
     "one_rank_alone": r"gradient of decoder\.layers\.3\.mlp\.linear_fc2\.weight is 3 times .* on rank 2",
     "tied_copy_drifts": r"gradient of output_layer\.weight is 0\.25 times .* on ranks 1, 2",
     "output_halved": r"output of decoder\.layers\.4\.self_attention\.linear_proj is 0\.5 times .* on ranks 1, 2",
-    "gradient_shares": r"gradient of decoder\.layers\.4\.input_layernorm\.weight is one rank's share on ranks 1, 2",
     "one_rate": r"weight \S+ .*on ranks? [12]",
+    "start_differs": rf"start of decoder\.layers\.3\.self_attention\.linear_qkv\.weight {DIFFERS}",
+    "marked_as_cut": rf"start of decoder\.layers\.3\.input_layernorm\.weight {DIFFERS}",
+    "marked_as_whole": rf"start of decoder\.layers\.3\.mlp\.linear_fc1\.weight {DIFFERS}",
+    "layers_swapped": rf"start of decoder\.layers\.3\.mlp\.linear_fc1\.weight {DIFFERS}",
+    "labels_shifted": f"batch {DIFFERS}",
+    "norm_of_another_epsilon": r"output of decoder\.layers\.3\.pre_mlp_layernorm \S+ .*on ranks 1, 2",
+    "attention_scaled": r"output of decoder\.layers\.3\.self_attention\.core_attention is 1\.5 times .* on rank 2",
+    "lost_bits": r"output of decoder\.layers\.3\.input_layernorm differs on ranks 1, 2",
+    "permuted_sequence": r"output of decoder\.layers\.3\.input_layernorm differs on ranks 1, 2, as if in another order",
+    "permuted_columns": r"output of decoder\.layers\.4\.mlp\.linear_fc1 differs on ranks 1, 2, as if in another order",
+    "embedding_scaled": r"output of embedding is 1\.25 times .* on rank 0",
+    "negated": r"gradient of decoder\.layers\.2\.mlp\.linear_fc2\.weight is -1 times .* on rank 0",
+    "gradient_lost": r"gradient of embedding\.position_embeddings\.weight differs on rank 0",
+    "gradient_twice": r"gradient of decoder\.layers\.1\.mlp\.linear_fc1\.bias is 2 times .* on rank 0",
+    "infinite": r"gradient of decoder\.layers\.4\.mlp\.linear_fc1\.bias has infinite numbers or NaN on rank 1",
+    "copy_drifts": r".*gradient of decoder\.layers\.4\.input_layernorm\.weight",
+    "wrong_loss_scale": r"gradient at output_layer is 2 times .* on ranks 1, 2",
+    "layer_skipped_backward": r"gradient at decoder\.layers\.4\.pre_mlp_layernorm is missing",
+    "frozen": r"weight decoder\.layers\.3\.mlp\.linear_fc2\.bias",
+    "clips_otherwise": r"weight \S+ .*on ranks? [12]",
 }
-DEFAULT = ("sum_left_out", "gradient_shares", "one_nan")
+DEFAULT = 3
+
+
+def numbers_of(scripts: Scripts, num_ranks: int, words: tuple[str, ...], *hooks: str) -> Numbers:
+    command = {"arguments": [*words, "--vtp-device", "cpu"], "hooks": hooks, "script": _own_script()}
+    return assemble([rank.facts["numbers"] for rank in scripts.finish(num_ranks, command)])
+
+
+def words_of(*flags: str) -> list[str]:
+    return _words(_SGD, "--vtp-size-list 1,2", *flags)
 
 
 @pytest.fixture(scope="module")
-def references(pool: Pool) -> list[Numbers]:
-    """The uniform run, and those with start weights that are changed by a rounding."""
-    choice: Choice = choose(3, is_short=True, without={})
-    return [numbers_of(pool, job) for job in choice.references]
+def references(scripts: Scripts) -> list[Numbers]:
+    """The uniform run, and the same with start weights that are changed by a rounding."""
+    words = _alike(words_of(), 3, size=1)
+    return [numbers_of(scripts, 2, words, hook) for hook in ("certified", "certified_changed")]
 
 
-def numbers_of(pool: Pool, job: CertifiedRun, fault: str = "") -> Numbers:
-    kwargs: dict[str, Any] = {"run": job, "fault": fault}
-    return assemble(pool.run(job.num_ranks, "tests.multiproc.jobs.certify_job:train", kwargs))
-
-
+@pytest.mark.needs("scripts_here")
 @pytest.mark.parametrize(
-    "fault", [pytest.param(name, marks=[] if name in DEFAULT else [pytest.mark.full]) for name in FAULTS]
+    "fault",
+    [pytest.param(name, marks=[] if i < DEFAULT else [pytest.mark.full]) for i, name in enumerate(NAMED)],
 )
-def test_a_planted_fault_is_named(pool: Pool, references: list[Numbers], fault: str) -> None:
-    job = CertifiedRun(shows=fault, sizes=(1, 2), is_sequence_parallel=fault != "sum_left_out")
+def test_a_planted_fault_is_named(scripts: Scripts, references: list[Numbers], fault: str) -> None:
+    words = words_of(*["--sequence-parallel"] * (fault not in ("sum_left_out", "permuted_sequence")))
+    hooks = (fault, "certified") if fault in START else ("certified", fault)
     reference, *changed = references
-    row = judge_row(job, numbers_of(pool, job, fault), 0.0, reference, changed)
+    job = CertifiedRun(shows=fault, layout="1,2", num_ranks=3)
+    row = judge_row(job, numbers_of(scripts, 3, _alike(words, 3), *hooks), 0.0, reference, changed)
     assert row.verdict == "differs"
     assert re.match(NAMED[fault], row.note), row.note
 
@@ -77,6 +109,57 @@ def test_all_layouts_that_fit_four_ranks() -> None:
 def test_started_by_torchrun() -> None:
     words = ("-m", "torch.distributed.run", "--nproc-per-node", "3", "-m", "vtp_plugin", "certify", "--short")
     assert start_python(*words).count("verdict: fine") == 1
+
+
+_EXPERTS = (
+    "--disable-bias-linear --num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall --sequence-parallel"
+)
+ROUTER = r"output of decoder\.layers\.1\.mlp\.router differs"
+# Rows of numbers that depend on the TP size in stock Megatron 0.19; the script, its flags, and what is named.
+DEPENDENT = {
+    "sinkhorn": ("", f"{_EXPERTS} --moe-router-load-balancing-type sinkhorn", ROUTER),
+    "capacity": ("", f"{_EXPERTS} --moe-expert-capacity-factor 1.0", ROUTER),
+    "norms of latent heads": (
+        "latent_gpt",
+        f"{LATENT} --init-method-std 0.2",
+        r"gradient of decoder\.layers\.\d\.self_attention\.q_layernorm\.weight is 2 times",
+    ),
+    "positions of latent heads": (
+        "latent_gpt",
+        f"{LATENT.replace('--qk-layernorm', '')} --init-method-std 0.2 --sequence-parallel",
+        r"gradient",
+    ),
+    "sinks": (
+        "",
+        "--softmax-type learnable",
+        r"start of decoder\.layers\.1\.self_attention\.core_attention\.softmax_offset",
+    ),
+    "jitter": ("", f"{_EXPERTS} --moe-input-jitter-eps 0.1", ROUTER),
+}
+
+
+def certify_script(script: str, *words: str) -> str:
+    flags = ("certify", "--device", "cpu", "--ranks", "4", "--", script)
+    return start_python("-m", "vtp_plugin", *flags, *words)
+
+
+@pytest.mark.full
+@pytest.mark.needs("our_example")
+@pytest.mark.parametrize("row", DEPENDENT)
+def test_numbers_that_depend_on_the_size_in_megatron_itself(row: str) -> None:
+    script, flags, named = DEPENDENT[row]
+    path = f"tests/multiproc/faults/{script}.py" if script else _own_script()
+    printed = certify_script(path, *words_of(flags, "--vtp-size-list 2,2"))
+    assert re.search(rf"^equal stages \(TP 2\): {named}", printed, re.MULTILINE), printed
+    assert "stock Megatron with TP 2" in printed and "ours" not in printed
+
+
+@pytest.mark.full
+@pytest.mark.needs("our_example")
+@pytest.mark.parametrize("flags", ["--swiglu", "--layerwise-disaggregated-training --num-layer-list 1,2,1", "--bf16"])
+def test_a_script_computes_the_same(flags: str) -> None:
+    printed = certify_script("examples/pretrain_gpt.py", *words_of(flags))
+    assert "conclusion: rounding: 1,2 computes what TP 1 does; from run to run TP 1 differs by 0.0e+00" in printed
 
 
 @pytest.mark.needs("our_example")

@@ -52,7 +52,7 @@ NOT_PLAYED: Mapping[str, str] = {
     "vtp_plugin/cli/certify.py:_workers": _CERTIFY,
     "vtp_plugin/cli/certify_workers.py:Workers.run": _CERTIFY,
     "vtp_plugin/cli/certify_workers.py:_Process.answer": _CERTIFY,
-    "vtp_plugin/cli/certify_workers.py:serve": _CERTIFY,
+    "vtp_plugin/cli/certify_workers.py:Workers.__post_init__": _CERTIFY,
     "patches/activation.py:activate": "turns the reader of objects on",
     "patches/core/dist_checkpointing/serialization.py:_is_by_bucket": "this rank's own state",
     "patches/core/dist_checkpointing/strategies/fully_parallel.py:_load": _OBJECTS,

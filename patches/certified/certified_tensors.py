@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +10,11 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import ColumnParallelLinear
 
 from vtp_plugin.certify.compare import PartSketch
-from vtp_plugin.runtime.step.adapter_start import fill
 from vtp_plugin.runtime.step.sketch import sketch
 
 _WATCHED = (
     *("embedding", "input_layernorm", "linear_qkv", "core_attention", "linear_proj"),
-    *("pre_mlp_layernorm", "linear_fc1", "linear_fc2", "final_layernorm", "output_layer"),
+    *("pre_mlp_layernorm", "router", "linear_fc1", "linear_fc2", "final_layernorm", "output_layer"),
 )
 
 
@@ -30,22 +27,32 @@ class NamedPart:
         dim: the dimension along which it is cut; None where each tensor-parallel rank has all of it.
         index: which part this rank has.
         count: number of parts.
+        is_gated: each part has rows of a gate, then as many of the values: two tensors, which are cut alike.
     """
 
     parameter: Any
     dim: int | None
     index: int
     count: int
+    is_gated: bool = False
 
-    def sketch(self, name: str, values: torch.Tensor, noise: float = 0.0) -> PartSketch:
-        """Give the sketch of values that lie as this parameter does, such as its gradient.
+    def sketches(
+        self, name: str, values: torch.Tensor | None = None, noise: float = 0.0, *, is_exact: bool = False
+    ) -> dict[str, PartSketch]:
+        """Give the sketches, by name, of values that lie as this parameter does, such as its gradient.
 
         Args:
             name: of the parameter.
-            values: of its shape.
+            values: of its shape; default: those of the parameter.
             noise: norm of what their storage rounds away.
+            is_exact: digests instead.
         """
-        return sketch(name, values, dim=self.dim, index=self.index, count=self.count, noise=noise)
+        whole: torch.Tensor = self.parameter if values is None else values
+        place: dict[str, Any] = {"dim": self.dim, "index": self.index, "count": self.count}
+        names = [f"{name}[{half}]" for half in ("gate", "value")] if self.is_gated else [name]
+        halves = whole.detach().chunk(len(names))
+        found = zip(names, halves, strict=True)
+        return {one: sketch(one, half, **place, noise=noise, is_exact=is_exact) for one, half in found}
 
 
 def named_parts(chunks: list[Any], num_experts: int = 0) -> dict[str, NamedPart]:
@@ -72,7 +79,10 @@ def named_parts(chunks: list[Any], num_experts: int = 0) -> dict[str, NamedPart]
                     words[at] = str(parallel_state.get_expert_model_parallel_rank() * own + int(words[at]))
             is_cut = getattr(parameter, "tensor_model_parallel", False)
             dim = parameter.partition_dim if is_cut else None
-            parts[".".join(words)] = NamedPart(parameter=parameter, dim=dim, index=index, count=count)
+            is_gated = "linear_fc1" in words and chunk.config.gated_linear_unit
+            parts[".".join(words)] = NamedPart(
+                parameter=parameter, dim=dim, index=index, count=count, is_gated=is_gated
+            )
     return parts
 
 
@@ -89,24 +99,6 @@ def bare(chunk: Any) -> Any:
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
-
-
-def draw(parts: Mapping[str, NamedPart]) -> None:
-    """Set all matrices to what depends on their names and whole shapes only, so that any stages start alike."""
-    for name, part in parts.items():
-        if part.parameter.dim() < 2:
-            continue
-        shape = list(part.parameter.shape)
-        if part.dim is not None:
-            shape[part.dim] *= part.count
-        generator = torch.Generator().manual_seed(seed_of(name))
-        whole = torch.randn(shape, generator=generator) * (0.5 if "router" in name else 0.1)
-        fill(part.parameter, whole, rank=part.index)
-
-
-def seed_of(name: str) -> int:
-    """Give a number that depends on a weight's name only; the two ends of a tied embedding have the same."""
-    return zlib.crc32(name.replace("output_layer", "embedding.word_embeddings").encode())
 
 
 class TensorRecorder:
@@ -141,7 +133,8 @@ class TensorRecorder:
             values = output[0] if isinstance(output, tuple) else output
             if not torch.is_tensor(values) or gated:  # a gate and its values lie by rank, not as in the whole
                 return
-            is_column = isinstance(module, ColumnParallelLinear) and not module.gather_output
+            is_column = getattr(module, "parallel_mode", "") == "column"  # of Transformer Engine
+            is_column |= isinstance(module, ColumnParallelLinear) and not module.gather_output
             dim = 2 if is_column or name.endswith("core_attention") else 0 if config.sequence_parallel else None
             place: dict[str, Any] = {"dim": dim, "index": self._index, "count": self._count}
             self.outputs[name] = sketch(name, values, **place)
