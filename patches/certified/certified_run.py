@@ -21,6 +21,7 @@ from vtp_plugin.certify.compare import EPS, NORM, PartSketch, RankNumbers
 from vtp_plugin.certify.layouts import CertifiedRun
 from vtp_plugin.patches.certified.certified_tensors import TensorRecorder, bare, named_parts
 from vtp_plugin.runtime.step.sketch import sketch
+from vtp_plugin.util.undo import UndoStack
 
 _KILLED_AT: Final = 1  # so that one step has gone well
 _NORM_AT: Final = 5  # in what Megatron's train_step returns
@@ -49,7 +50,7 @@ class Probe:
         """Take the place of the functions of `megatron.training` that build the model and train a step."""
         for name, call in (("setup_model_and_optimizer", self._set_up), ("train_step", self._step)):
             original = getattr(training, name)
-            setattr(training, name, functools.wraps(original)(functools.partial(call, original)))
+            UndoStack().set(training, name, functools.wraps(original)(functools.partial(call, original)))
 
     def _set_up(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run `setup_model_and_optimizer`, which loads a checkpoint, too; then begin to watch."""
@@ -114,18 +115,17 @@ class Probe:
         """Keep the gradients of the first step; those of the distributed optimizer are shards, and are left out."""
         step = self._optimizer.step
 
-        def first() -> Any:
-            del self._optimizer.step
-            found: Sketches = {}
+        def kept() -> Any:
             args: Any = get_args()
-            for name, part in self._parts.items():
-                gradient = getattr(part.parameter, "main_grad", part.parameter.grad)
-                if gradient is not None and not args.use_distributed_optimizer:
-                    found |= part.sketches(name, gradient)
-            self._tensors["gradient of"] = found
+            if "gradient of" not in self._tensors and not args.use_distributed_optimizer:
+                found = self._tensors["gradient of"] = {}
+                for name, part in self._parts.items():
+                    gradient = getattr(part.parameter, "main_grad", part.parameter.grad)
+                    if gradient is not None:
+                        found |= part.sketches(name, gradient)
             return step()
 
-        self._optimizer.step = first
+        UndoStack().set(self._optimizer, "step", kept)
 
     def _note_batch(self, _module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Keep a digest of each row ``[S]`` of tokens or labels of the first step."""

@@ -302,6 +302,8 @@ def _kind(name: str) -> str:
 def first_fault(run: Numbers, reference: Numbers, found: Iterable[Judged]) -> str:
     """Describe the first tensor in order of execution that differs: on which ranks, and by which factor.
 
+    Behind it, the first weight whose gradient is a multiple of what it should be: that has a cause of its own.
+
     Args:
         run: the run.
         reference: the uniform one.
@@ -319,12 +321,19 @@ def first_fault(run: Numbers, reference: Numbers, found: Iterable[Judged]) -> st
     name = first_wrong(wrong, reference)
     if not name:
         return ""
+    own = [_described(one, wrong[one].tolerance, run, reference) for one in reference.parts if one in wrong]
+    scaled = next((line for line in own if line.startswith("gradient of") and " times " in line), "")
+    line = _described(name, wrong[name].tolerance, run, reference)
+    return f"{line}; {scaled}" if scaled and not line.startswith("gradient of") else line
+
+
+def _described(name: str, tolerance: float, run: Numbers, reference: Numbers) -> str:
+    """Say how a tensor differs."""
     if _kind(name) in _EXACT:
         return f"{name} is not what the uniform run began with"
     whole, held = reference.vectors.get(name, ()), run.parts.get(name, ())
     if not whole or not held or name not in run.vectors:
         return f"{name} differs" if whole and name in run.vectors else f"{name} is missing in one of the runs"
-    tolerance = wrong[name].tolerance
     faults = {rank: (part, wanted) for rank, part in held if _differs(part, wanted := _own(part, whole), tolerance)}
     where = f"on rank{'s'[: len(faults) != 1]} {', '.join(map(str, faults))}"
     if any(not math.isfinite(value) for part, _ in faults.values() for value in part.values):

@@ -100,7 +100,6 @@ _WIDE_LAST = ("4,2", "4,1", "3,1", "2,1")
 _PAIR = ("2,3", "1,2")
 _SHORT: Final = ("one rank sends for a stage", "interleaved", "planned order", "U", "a rank dies")
 _REPLICAS = ("4,2 --vtp-dp-list 1,2", "2,1 --vtp-dp-list 1,2")
-_DISTRIBUTED = ("1,2 --vtp-dp-list 2,2",)
 
 
 def _rows() -> Iterator[tuple[str, tuple[str, ...], str, str]]:
@@ -117,7 +116,7 @@ def _rows() -> Iterator[tuple[str, tuple[str, ...], str, str]]:
     yield "four stages", ("1,2,1,2", "1,1,1,2"), "", _SGD
     yield "experts", _WIDE_LAST, "--sequence-parallel", f"{_EXPERTS} {_SGD}"
     overlapped = "--use-distributed-optimizer --overlap-grad-reduce --overlap-param-gather"
-    yield "distributed optimizer, overlapped", _DISTRIBUTED, overlapped, _ADAM
+    yield "distributed optimizer, overlapped", ("1,2 --vtp-dp-list 2,2",), overlapped, _ADAM
     yield "bf16", _WIDE, "", f"--bf16 {_ADAM}"
     yield "adapters", _WIDE, "--sequence-parallel", f"--vtp-lora-rank 4 {_ADAM}"
     yield "saved and loaded", ("2,1",), "", _SGD
@@ -209,7 +208,7 @@ def choose_for_script(words: Sequence[str], num_ranks: int) -> Choice:
         which = f"{small} fits" if num_ranks >= least else f"{small} needs {least}"
         raise ConfigError(
             f"--vtp-size-list {','.join(map(str, sizes))} needs {needed} ranks, and {num_ranks} are there; {which}; "
-            "give --ranks, or another list"
+            "give --ranks, or smaller sizes"
         )
     references = [_uniform_run(words, seed=seed) for seed in (0, *SEEDS)]
     others = [_uniform_run(words, role="uniform", size=size) for size in sorted({*sizes} - {1})]
@@ -298,7 +297,8 @@ def _start_run(words: Sequence[str], training: str = "") -> CertifiedRun:
     """Give the run that makes and saves the start weights: those after one step, in which it draws them."""
     own = _without(words, lambda name: name.startswith(_LORA))
     run, start = _uniform_run(words, training, role="start"), _start_of(training)
-    return replace(run, words=_alike(own, 1, _SAVE % f"start-{start}", size=1), num_steps=1)
+    save = f"{_SAVE} --no-save-optim --no-save-rng" % f"start-{start}"
+    return replace(run, words=_alike(own, 1, save, size=1), num_steps=1)
 
 
 def _uniform_run(

@@ -36,7 +36,6 @@ from vtp_plugin.certify.report import (
     unjudged,
 )
 from vtp_plugin.cli.command_base import Parser, add_json_flag, check_folder, print_answer, write_file
-from vtp_plugin.cli.terminal import progress
 from vtp_plugin.config import VtpConfig
 from vtp_plugin.config.resolve import check_command_line
 from vtp_plugin.errors import ConfigError
@@ -120,37 +119,34 @@ def _certify(workers: Workers, choice: Choice, options: argparse.Namespace) -> t
     """Run and judge all that was chosen; of a user's script also say why it differs."""
     references: dict[str, list[Numbers]] = {}
     rows: list[Row] = []
-    with progress(len(choice.runs), "certify", is_bytes=False) as tell:
-        for job in choice.runs:
-            begin_s = time.monotonic()
-            answers = workers.run(job)
-            tell(1, job.shows)
-            if 0 in workers.ranks:
-                took = f"{time.monotonic() - begin_s:.1f} s"
-                print(f"ran {job.role} {job.shows} ({job.layout}), {took}", file=sys.stderr, flush=True)
-            failed = [answer.line for answer in answers if answer.numbers is None]
-            known = next((line for line in failed if "rank" not in line), failed[0] if failed else "")
-            if failed and options.script and job.role not in ("uniform", "list"):
-                raise ConfigError(
-                    f"{options.script[0]} with equal stages: {known}; certify compares with what it computes then"
-                )
-            if job.killed_rank is not None:
-                rows.append(_judge_kill(job, answers))
-            elif failed:
-                rows.append(unjudged(job, "failed", known))
-            elif job.role == "reference":
-                references.setdefault(job.training, []).append(_numbers(answers))
-            elif job.role != "start" and job.training not in references:
-                rows.append(unjudged(job, "failed", "there is no uniform run to compare with"))
-            elif job.role != "start":
-                step_s = max(answer.numbers.step_s for answer in answers if answer.numbers is not None)
-                reference, *changed = references[job.training]
-                rows.append(judge_row(job, _numbers(answers), step_s, reference, changed))
-            if job.role == "again" and rows[-1].verdict != "equal":
-                raise ConfigError(
-                    f"two equal runs of {options.script[0]} cannot be compared: {rows[-1].note}; nothing can be "
-                    "judged by them; let it draw from --seed alone"
-                )
+    for job in choice.runs:
+        answers = workers.run(job)
+        if 0 in workers.ranks:
+            took = f"{max(answer.after_s for answer in answers):.1f} s"
+            print(f"ran {job.shows} ({job.layout}), {took}", file=sys.stderr, flush=True)
+        failed = [answer.line for answer in answers if answer.numbers is None]
+        known = next((line for line in failed if "rank" not in line), failed[0] if failed else "")
+        if failed and options.script and job.role not in ("uniform", "list"):
+            raise ConfigError(
+                f"{options.script[0]} with equal stages: {known}; certify compares with what it computes then"
+            )
+        if job.killed_rank is not None:
+            rows.append(_judge_kill(job, answers))
+        elif failed:
+            rows.append(unjudged(job, "failed", known))
+        elif job.role == "reference":
+            references.setdefault(job.training, []).append(_numbers(answers))
+        elif job.role != "start" and job.training not in references:
+            rows.append(unjudged(job, "failed", "there is no uniform run to compare with"))
+        elif job.role != "start":
+            step_s = max(answer.numbers.step_s for answer in answers if answer.numbers is not None)
+            reference, *changed = references[job.training]
+            rows.append(judge_row(job, _numbers(answers), step_s, reference, changed))
+        if job.role == "again" and rows[-1].verdict != "equal":
+            raise ConfigError(
+                f"two equal runs of {options.script[0]} cannot be compared: {rows[-1].note}; nothing can be "
+                "judged by them; let it draw from --seed alone"
+            )
     return conclude(rows, choice.left_out) if options.script else (tuple(rows), "")
 
 
@@ -208,7 +204,7 @@ def _workers(options: argparse.Namespace, device: str) -> Iterator[tuple[Workers
     else:
         choice = choose(num_ranks, is_short=options.short, without=_not_here(card))
     if 0 < num_devices < len(ranks):
-        environment |= {**_SHARED, "VTP_NUM_DEVICES": str(num_devices)}
+        environment |= {**_SHARED, "CERTIFY_NUM_DEVICES": str(num_devices)}
     from datetime import timedelta
 
     from torch.distributed import TCPStore

@@ -126,9 +126,10 @@ class Workers:
                     if answer[0] is None:
                         deadline_s = min(deadline_s, time.monotonic() + _GRACE_S)
             if time.monotonic() > deadline_s:
-                for rank in waiting:
-                    line = f"no end within {time.monotonic() - begin_s:.0f} s"
-                    found.setdefault(rank, Answer(line=line, after_s=time.monotonic() - begin_s))
+                after_s = time.monotonic() - begin_s
+                return {
+                    rank: Answer(line=f"no end within {after_s:.0f} s", after_s=after_s) for rank in waiting
+                } | found
         return found
 
 
@@ -149,12 +150,9 @@ class _Process:
 
     def answer(self) -> tuple[RankNumbers | None, str] | None:
         """Return what it saw, or how it ended; None if it still works."""
-        try:
+        with contextlib.suppress(EOFError, OSError):
             if self.connection.poll():
                 return self.connection.recv(), ""
-        except (EOFError, OSError):
-            pass
-        else:
             if self._process.exitcode is None:
                 return None
         self._process.join()
@@ -194,10 +192,7 @@ def serve(theirs: Any, job: CertifiedRun, rank: int, environment: Mapping[str, s
     for stream in (1, 2):
         os.dup2(file, stream)
     os.environ.update(environment, RANK=str(rank), WORLD_SIZE=str(job.num_ranks))
-    os.environ.setdefault("LOCAL_RANK", str(rank % int(environment.get("VTP_NUM_DEVICES", job.num_ranks))))
-    first = rank - int(os.environ["LOCAL_RANK"]) if "LOCAL_WORLD_SIZE" in os.environ else 0
-    num_here = min(int(os.environ.get("LOCAL_WORLD_SIZE", job.num_ranks)), job.num_ranks - first)
-    os.environ["LOCAL_WORLD_SIZE"] = str(num_here)
+    os.environ.setdefault("LOCAL_RANK", str(rank % int(environment.get("CERTIFY_NUM_DEVICES", job.num_ranks))))
     import torch
 
     torch.set_num_threads(1)
@@ -209,12 +204,13 @@ def serve(theirs: Any, job: CertifiedRun, rank: int, environment: Mapping[str, s
     sys.argv = ["vtp_plugin", "run", *job.words]
     try:
         runpy.run_module("vtp_plugin", run_name="__main__")
-    except SystemExit as leave:
-        if leave.code:
-            os._exit(1 if isinstance(leave.code, str) else leave.code)
     except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-        os._exit(1)
+        if not isinstance(error, SystemExit):
+            sys.excepthook(type(error), error, error.__traceback__)
+        elif error.code:
+            print(error.code, file=sys.stderr, flush=True)
+        if not isinstance(error, SystemExit) or error.code:
+            os._exit(1)
     if probe.numbers is not None:
         theirs.send(probe.numbers)
     os._exit(0)

@@ -27,7 +27,7 @@ NAMED = {
     "one_element": rf"start of decoder\.layers\.4\.mlp\.linear_fc2\.weight {DIFFERS}",
     "gradient_by_tp": r"gradient of decoder\.layers\.4\.input_layernorm\.weight is 2 times .* on ranks 1, 2",
     "gradient_of_stage": r"gradient of decoder\.layers\.2\.\S+ is 0\.5 times .* on rank 0",
-    "rows_swapped": r"output of decoder\.layers\.3\.self_attention\.linear_qkv differs on ranks 1, 2, as if in another order",
+    "rows_swapped": r"output of decoder\.layers\.3\.self_attention\.linear_qkv differs on .*, as if in another order",
     "one_nan": r"gradient of decoder\.layers\.3\.mlp\.linear_fc1\.weight has infinite numbers or NaN on rank 2",
     "one_rank_alone": r"gradient of decoder\.layers\.3\.mlp\.linear_fc2\.weight is 3 times .* on rank 2",
     "tied_copy_drifts": r"gradient of output_layer\.weight is 0\.25 times .* on ranks 1, 2",
@@ -122,12 +122,12 @@ DEPENDENT = {
     "norms of latent heads": (
         "latent_gpt",
         f"{LATENT} --init-method-std 0.2",
-        r"gradient of decoder\.layers\.\d\.self_attention\.q_layernorm\.weight is 2 times",
+        r".*; gradient of decoder\.layers\.4\.self_attention\.q_layernorm\.(weight|bias) is 2 times",
     ),
     "positions of latent heads": (
         "latent_gpt",
-        f"{LATENT.replace('--qk-layernorm', '')} --init-method-std 0.2 --sequence-parallel",
-        r"gradient",
+        f"{LATENT.replace('--qk-layernorm', '')} --init-method-std 0.2",
+        r"gradient at decoder\.layers\.4\.input_layernorm differs",
     ),
     "sinks": (
         "",
@@ -150,7 +150,7 @@ def test_numbers_that_depend_on_the_size_in_megatron_itself(row: str) -> None:
     script, flags, named = DEPENDENT[row]
     path = f"tests/multiproc/faults/{script}.py" if script else _own_script()
     printed = certify_script(path, *words_of(flags, "--vtp-size-list 2,2"))
-    assert re.search(rf"^equal stages \(TP 2\): {named}", printed, re.MULTILINE), printed
+    assert re.search(rf"^uniform \(TP 2\): {named}", printed, re.MULTILINE), printed
     assert "stock Megatron with TP 2" in printed and "ours" not in printed
 
 

@@ -208,7 +208,7 @@ def test_why_a_script_differs(
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        (("--vtp-size-list", "2,4"), "2,4 needs 6 ranks, and 4 are there; 1,2 fits; give --ranks, or another list"),
+        (("--vtp-size-list", "2,4"), "2,4 needs 6 ranks, and 4 are there; 1,2 fits; give --ranks, or smaller sizes"),
         (("--vtp-size-list", "1,1,1,2"), "1,1,1,2 needs 5 ranks, and 4 are there; 1,1,1,2 needs 5; give --ranks"),
         (("--vtp-size-list", "1,x"), "x"),
         (("--vtp-size-lst", "1,2"), "--vtp-size-lst is unknown"),
