@@ -145,11 +145,11 @@ class Topic(Enum):
             of each process, the numbers of ranks that are missing, and the port at which ranks meet with --vtp-stages.
         NODES: How many ranks each node of the launcher has.
         CARDS: With --vtp-stages: of every rank the name of its machine (between sites a digest, or what --vtp-node
-            says), its site, the kind of its device, whether it works, what kind of error it has reported, and
-            versions; who gets which rank, the chosen layout, from which each rank works out its own flags, and how far the attempt before came; an error (between
-            sites as for the checks); how many ranks have ended.
-        FOLDER: A random name of the run, which the lock of the folder of --save and traces hold, and by which ranks find
-            out who shares that folder.
+            says), its site, the kind of its device, whether it works, what kind of error it has reported, and versions;
+            who gets which rank, the chosen layout, from which each rank works out its own flags, and how far the
+            attempt before came; an error (between sites as for the checks); how many ranks have ended.
+        FOLDER: A random name of the run, which the lock of the folder of --save and traces hold, and by which ranks
+            find out who shares that folder.
         VOCABULARY: The two sizes of the edge's vocabulary.
         BRIDGES: Checks of bridges between modules: the modules' grids, the type and dimensions of tensors, errors as
             for the checks.
