@@ -22,7 +22,7 @@ from vtp_plugin.host.rules.rule import EXPERT_RULES, LAYER_RULES, OptionContext
 from vtp_plugin.host.versions import HOSTS, Package, host_named, is_in
 from vtp_plugin.patches.core.transformer import multi_latent_attention
 from vtp_plugin.patches.hosts import load_host
-from vtp_plugin.patches.hosts.megatron_host import SeenTorch
+from vtp_plugin.patches.hosts.megatron_host import SeenDistributed, SeenTorch
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.patches.registry import declared_at, list_moments
 from vtp_plugin.plan.layout.pipeline_layout import PipelineLayout
@@ -213,7 +213,7 @@ def test_latent_attention_is_refused_where_it_was_not_run(name: str) -> None:
 
 
 def test_megatron_sees_another_world_and_nothing_else() -> None:
-    seen = SeenTorch(6)
+    seen = SeenTorch(SeenDistributed(6))
     assert seen.distributed.get_world_size() == 6
     assert seen.distributed.new_group is torch.distributed.new_group
     assert (seen.cuda, seen.Tensor) == (torch.cuda, torch.Tensor)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from megatron.core.dist_checkpointing.mapping import ShardedObject
 
 from vtp_plugin.host.patching import PatchRecord, declared
 from vtp_plugin.patches.core.dist_checkpointing import validation as patch
+from vtp_plugin.session.site_parts import SiteParts
 
 ROWS, COLUMNS, NUM_LAYERS = 12, 5, 4
 
@@ -21,10 +23,16 @@ Check = Callable[[Sequence[tuple[int, Any]]], list[Exception]]
 
 
 @pytest.fixture
-def check() -> dict[str, Check]:
+def parts() -> SiteParts:
+    return SiteParts()
+
+
+@pytest.fixture
+def check(parts: SiteParts) -> dict[str, Check]:
     """Both replaced checks, by what they look at, built around Megatron's own."""
     records = {record.id: record for record in declared(patch)}
-    tensors, objects = (records[name].bound({}) for name in ("checkpoint-integrity", "checkpoint-integrity/objects"))
+    given = {"session": SimpleNamespace(parts=parts)}
+    tensors, objects = (records[name].bound(given) for name in ("checkpoint-integrity", "checkpoint-integrity/objects"))
     assert isinstance(tensors, PatchRecord) and isinstance(objects, PatchRecord)
     return {
         "tensors": tensors.build(validation._validate_sharding_for_key),
@@ -53,6 +61,13 @@ def _texts(problems: list[Exception]) -> list[str]:
 
 def test_complete_shards_of_unequal_stages_pass(check: dict[str, Check]) -> None:
     assert check["tensors"](_shards()) == []
+
+
+def test_one_site_has_a_part_and_nothing_twice(check: dict[str, Check], parts: SiteParts) -> None:
+    parts.is_seen = True
+    assert check["tensors"](_shards()[:2]) == []
+    (problem,) = _texts(check["tensors"]([*_shards()[:2], _shard(1, 1, 0, 1)]))
+    assert "shards overlap" in problem
 
 
 def test_megatrons_own_check_does_not_take_them() -> None:

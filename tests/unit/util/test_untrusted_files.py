@@ -35,6 +35,7 @@ _OWN = {
     "tests/unit/checkpoint/test_plain_values.py": "shows what torch makes of it",
     "tests/unit/checkpoint/test_show_and_verify.py": "an index that the test has made",
     "tests/multiproc/checkpoint/test_saved_names.py": "an index that the test has made",
+    "tests/multiproc/sites/test_parts.py": "an index that the test has made",
 }
 # Texts that other ranks of the run have put into its store, and files that have readers of their own.
 _STORE = ("runtime/health/", "elastic/", "runtime/step/", "trace/sums.py", "training/global_vars.py")
