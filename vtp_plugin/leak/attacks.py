@@ -20,7 +20,7 @@ _SAME = 1e-3
 
 @torch.no_grad()
 def search_tokens(
-    model: SmallGPT, num_layers: int, states: torch.Tensor, *, num_tried: int | None = None
+    model: SmallGPT, num_layers: int, states: torch.Tensor, inverter: Inverter, *, num_tried: int | None = None
 ) -> torch.Tensor:
     """Find the tokens whose states are nearest, position by position, with the weights that the reader knows.
 
@@ -28,8 +28,9 @@ def search_tokens(
         model: the model as the reader knows it.
         num_layers: number of layers before the cut.
         states: what crossed, `[N, S, H]`.
-        num_tried: number of candidates for each position, those with the likeliest words first; None tries further ones
-            until a state is the same.
+        inverter: says which candidates are likely; the reader trains it on states of the same layers.
+        num_tried: number of candidates for each position, the likeliest first; None tries further ones until a state is
+            the same.
 
     Returns:
         Tokens, `[N, S]`.
@@ -41,7 +42,7 @@ def search_tokens(
     found = []
     for position in range(length):
         wanted = states[:, position]
-        order = _likeliest(model, wanted - model.places.weight[position])[:, :num_tried]
+        order = inverter(wanted).argsort(1, descending=True)[:, :num_tried]
         best, least = torch.zeros(number, dtype=torch.long), torch.full((number,), torch.inf)
         open_rows = torch.arange(number)
         for candidates in order.split(_AT_ONCE, 1):
@@ -62,13 +63,6 @@ def search_tokens(
             for (keys, values), (key, value) in zip(cache, kept, strict=True)
         ]
     return torch.stack(found, 1)
-
-
-def _likeliest(model: SmallGPT, states: torch.Tensor) -> torch.Tensor:
-    """Sort all tokens by how much their word vectors point the way of the states, `[N, H]` to `[N, V]`."""
-    words = model.words.weight
-    centred = functional.normalize(words - words.mean(0), dim=-1)
-    return (functional.normalize(states - states.mean(0), dim=-1) @ centred.T).argsort(1, descending=True)
 
 
 def _extend(

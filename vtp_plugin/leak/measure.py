@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from vtp_plugin.errors import ConfigError
-from vtp_plugin.leak.attacks import labels_from_gradients, name_clusters, search_tokens, train_inverter
+from vtp_plugin.leak.attacks import Inverter, labels_from_gradients, name_clusters, search_tokens, train_inverter
 from vtp_plugin.leak.small_gpt import GPTSizes, SmallGPT, noisy, read_sequences, share, train
 
 Start = Literal["published", "scratch", "recorded"]
@@ -82,8 +82,9 @@ def measure(sizes: GPTSizes, edge_layers: Sequence[int], say: Callable[[str], No
     rows, held_out = read_sequences(sizes)
     counts = rows.flatten().bincount(minlength=sizes.vocab)
     start = SmallGPT(sizes, seed=0)
-    own = held_out[:2, :-1]
-    one_seed = (search_tokens(start, edge_layers[0], start.states(own, edge_layers[0]).detach()) == own).sum().item()
+    own, first = held_out[:2, :-1], edge_layers[0]
+    seen = start.states(own, first).detach()
+    one_seed = (search_tokens(start, first, seen, _taught(start, first, rows)) == own).sum().item()
     half = len(rows) // 2
     found: list[Attack] = []
     for name in STARTS:
@@ -176,26 +177,31 @@ def _attacks(
         is_right = share(found.view(wanted.shape), wanted)
         return Attack(start=start, edge_layers=number, name=name, share=is_right, loss_more=loss_more)
 
-    exact = row("weights known", search_tokens(private, number, states))
+    public = rows[:, :-1].flatten()
+    inverters = {name: train_inverter(pairs[part], public[part], private.sizes.vocab) for name, part in _INVERTERS}
+    own = inverters[_INVERTERS[0][0]]
+    named = search_tokens(private, number, states, own)
+    exact = row("weights known", named)
     if exact.share < LEAST_EXACT:
         raise RuntimeError(f"the exact search behind {number} layers finds {exact.share:.1%}; the attack is broken")
     yield exact
-    yield row(
-        "weights known, of another text",
-        search_tokens(private, number, states, num_tried=_NUM_TRIED),
-        tokens.roll(1, 0),
-    )
-    yield row("start known", search_tokens(known, number, states, num_tried=_NUM_TRIED))
-    public = rows[:, :-1].flatten()
-    for name, part in _INVERTERS:
-        inverter = train_inverter(pairs[part], public[part], private.sizes.vocab)
+    yield row("weights known, of another text", named, tokens.roll(1, 0))
+    taught = _taught(known, number, rows)
+    yield row("start known", search_tokens(known, number, states, taught, num_tried=_NUM_TRIED))
+    for name, inverter in inverters.items():
         yield row(name, inverter(states).argmax(-1))
     yield row("clusters by frequency", name_clusters(states.flatten(0, 1), counts))
     loss = private.loss(held_out).item()
     for noise in NOISES:
         more = private.loss(held_out, number, noise).item() - loss
-        found = search_tokens(private, number, noisy(states, noise), num_tried=_NUM_TRIED)
+        found = search_tokens(private, number, noisy(states, noise), own, num_tried=_NUM_TRIED)
         yield row(f"weights known, noise {noise:g}", found, loss_more=more)
+
+
+def _taught(model: SmallGPT, number: int, rows: torch.Tensor) -> Inverter:
+    """Train an inverter on the states that a reader computes, with the weights that it knows, of texts it has."""
+    states = model.states(rows[:, :-1], number).detach().flatten(0, 1)
+    return train_inverter(states, rows[:, :-1].flatten(), model.sizes.vocab)
 
 
 def _gradients(model: SmallGPT, cut: int, rows: torch.Tensor) -> torch.Tensor:
