@@ -365,12 +365,6 @@ def choose(session: Session, asked: Asked, args: Any) -> Found | None:
     Raises:
         ConfigError: none is whole, or a step is asked for.
     """
-    if session.config.load_newest_valid:
-        _require_folders(asked)
-    return _choose_of(session, asked, args, _of_all(session, _read(asked.names)))
-
-
-def _require_folders(asked: Asked) -> None:
     for flag, value in (("--load", asked.load_dir), ("--non-persistent-global-ckpt-dir", asked.other)):
         if "://" in (value or ""):
             raise ConfigError(
@@ -379,6 +373,7 @@ def _require_folders(asked: Asked) -> None:
             )
     if asked.step is not None:
         raise ConfigError(f"--vtp-load-newest-valid with --ckpt-step {asked.step}; leave one of them out")
+    return _choose_of(session, asked, args, _of_all(session, _read(asked.names)))
 
 
 def _choose_of(session: Session, asked: Asked, args: Any, rows: Sequence[Sequence[str]]) -> Found | None:
@@ -432,24 +427,27 @@ def settle_trackers(session: Session, asked: Asked, args: Any) -> None:
     """
 
     def names() -> list[list[str]]:
-        rows = asked.names() if session.is_planned and session.config.has_several_sites else [[] for _ in asked.folders]
+        trackers = [[name] if (name := asked.tracker(folder)) else [] for folder, _ in asked.folders]
+        if not (session.is_planned and session.config.has_several_sites):
+            return trackers
         return [
-            row
-            if " " in "".join(row) and folder not in asked.trackers
-            else [name]
-            if (name := asked.tracker(folder))
-            else []
-            for row, (folder, _) in zip(rows, asked.folders, strict=True)
+            row if _are_parts(row) and folder not in asked.trackers else noted
+            for row, noted, (folder, _) in zip(asked.names(), trackers, asked.folders, strict=True)
         ]
 
     own = _read(names)
     rows = _of_all(session, own)
-    if " " in "".join(name for row in rows for name in row):
+    if any(map(_are_parts, rows)):
         _choose_of(session, asked, args, rows)
         return
     for (folder, _), mine, found in zip(asked.folders, own, rows, strict=False):
         if found and RELEASE not in found and mine not in ([], found[:1]):
             session.savings.trackers[folder] = found[0]
+
+
+def _are_parts(names: Sequence[str]) -> bool:
+    """Tell whether there are parts of sites among checkpoints: behind their names stand their saves."""
+    return any(" " in name for name in names)
 
 
 def _read(names: Callable[[], list[list[str]]]) -> list[list[str]]:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+
+import pytest
 
 _ERROR = re.compile(r"(?:\[vtp(?: rank \d+)?\]|vtp_plugin:) error: .*")
 
@@ -32,3 +35,15 @@ def warnings(output: str) -> list[str]:
             found[-1] += f" {ours[2].strip()}"
         is_open = bool(ours and (ours[1] or (is_open and ours[2].startswith("    "))))
     return [line for line in found if not line.startswith("not yet run with Megatron ")]
+
+
+def only_line_of_error(capsys: pytest.CaptureFixture[str], words: Sequence[str]) -> str:
+    """Run a command that ends with exit code 2, prints nothing else, and return the only line of its error."""
+    from vtp_plugin.cli import main
+
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    printed = capsys.readouterr()
+    assert left.value.code == 2 and printed.out == "", printed
+    (line,) = printed.err.splitlines()
+    return line

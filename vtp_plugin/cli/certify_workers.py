@@ -144,7 +144,7 @@ class _Process:
         self._output = tempfile.NamedTemporaryFile(prefix="vtp-certify-", suffix=".log")  # noqa: SIM115
         self.connection, theirs = context.Pipe()
         target = (theirs, job, rank, dict(environment), device, self._output.name)
-        self._process: Any = context.Process(target=serve, args=target, daemon=False)
+        self._process: Any = context.Process(target=be_rank, args=target, daemon=False)
         self._process.start()
         theirs.close()
 
@@ -184,7 +184,9 @@ def shown(line: str) -> str:
     return " ".join(word for word in words if not names_a_path(word))
 
 
-def serve(theirs: Any, job: CertifiedRun, rank: int, environment: Mapping[str, str], device: str, output: str) -> None:
+def be_rank(
+    theirs: Any, job: CertifiedRun, rank: int, environment: Mapping[str, str], device: str, output: str
+) -> None:
     """Be one rank of a script, watched, up to its end; what it prints goes into a file."""
     os.setsid()
     _end_with_parent()

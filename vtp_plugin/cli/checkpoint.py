@@ -28,6 +28,7 @@ from vtp_plugin.checkpoint.tools.verify import Verification, form_for_any, loses
 from vtp_plugin.cli.boundaries import format_bytes
 from vtp_plugin.cli.command_base import Parser, add_json_flag, print_answer
 from vtp_plugin.cli.terminal import progress
+from vtp_plugin.config.flag import parse_layer_list, parse_sites
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.plan.model.lora import arguments_of
 from vtp_plugin.util.text import own_command, plain
@@ -389,15 +390,8 @@ def _add_split(actions: Any) -> None:
     )
     _add_folder(split, "--from", _FOLDER, dest="source", required=True)
     _add_folder(split, "--to", "folder for the folders of the sites; these must be new", dest="target", required=True)
-    split.add_argument(
-        "--num-layer-list",
-        type=lambda text: [*map(int, text.split(","))],
-        metavar="LIST",
-        help="layers of the U's parts; default: the run's",
-    )
-    split.add_argument(
-        "--vtp-sites", type=lambda text: text.split(","), metavar="LIST", help="site of every stage; default: the run's"
-    )
+    split.add_argument("--num-layer-list", metavar="LIST", help="layers of the U's parts; default: the run's")
+    split.add_argument("--vtp-sites", metavar="LIST", help="site of every stage; default: the run's")
     _end(split, _split)
 
 
@@ -559,7 +553,9 @@ def _split(options: argparse.Namespace) -> None:
     from vtp_plugin.checkpoint.tools.merge_parts import cut_of, plan_split
 
     contents = Contents(find_checkpoint(options.source))
-    cut = cut_of(contents, options.num_layer_list, options.vtp_sites)
+    layers = None if options.num_layer_list is None else parse_layer_list(options.num_layer_list)
+    sites = None if options.vtp_sites is None else parse_sites(options.vtp_sites)
+    cut = cut_of(contents, layers, sites)
     folders = {site: options.target / site for site in dict.fromkeys(cut.sites)}
     planned = plan_split(contents, cut, {site: folder / _name_of(contents) for site, folder in folders.items()})
     key = _key_beside(contents.folder.parent)

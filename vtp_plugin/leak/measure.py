@@ -21,7 +21,8 @@ NOISES = (0.1, 0.3)
 # The right token of an exact search; what it misses says that the attack is broken, not that the cut holds.
 LEAST_EXACT = 0.95
 _NUM_TRIED = 256
-_INVERTERS = (("trained inverter", slice(None)), ("trained inverter, a tenth", slice(None, None, 10)))
+_ALL = slice(None)
+_INVERTERS = {"trained inverter": _ALL, "trained inverter, a tenth": slice(None, None, 10)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +85,7 @@ def measure(sizes: GPTSizes, edge_layers: Sequence[int], say: Callable[[str], No
     start = SmallGPT(sizes, seed=0)
     own, first = held_out[:2, :-1], edge_layers[0]
     seen = start.states(own, first).detach()
-    one_seed = (search_tokens(start, first, seen, _taught(start, first, rows)) == own).sum().item()
+    one_seed = (search_tokens(start, first, seen, _taught(start, first, rows)[0]) == own).sum().item()
     half = len(rows) // 2
     found: list[Attack] = []
     for name in STARTS:
@@ -142,7 +143,7 @@ def measure_recorded(folder: Path, tokens_path: Path) -> Leak:
     crossed, counts = states[read].flatten(0, 1), public.bincount(minlength=vocab)
     rows = {
         name: share(train_inverter(known[part], public[part], vocab)(crossed).argmax(-1), wanted)
-        for name, part in _INVERTERS
+        for name, part in _INVERTERS.items()
     }
     rows["clusters by frequency"] = share(name_clusters(crossed, counts), wanted)
     return Leak(
@@ -171,24 +172,22 @@ def _attacks(
     tokens = held_out[:, :-1]
     with torch.no_grad():
         states = private.states(tokens, number)
-        pairs = private.states(rows[:, :-1], number).flatten(0, 1)
 
     def row(name: str, found: torch.Tensor, wanted: torch.Tensor = tokens, loss_more: float | None = None) -> Attack:
         is_right = share(found.view(wanted.shape), wanted)
         return Attack(start=start, edge_layers=number, name=name, share=is_right, loss_more=loss_more)
 
-    public = rows[:, :-1].flatten()
-    inverters = {name: train_inverter(pairs[part], public[part], private.sizes.vocab) for name, part in _INVERTERS}
-    own = inverters[_INVERTERS[0][0]]
+    inverters = _taught(private, number, rows, *_INVERTERS.values())
+    own = inverters[0]
     named = search_tokens(private, number, states, own)
     exact = row("weights known", named)
     if exact.share < LEAST_EXACT:
         raise RuntimeError(f"the exact search behind {number} layers finds {exact.share:.1%}; the attack is broken")
     yield exact
     yield row("weights known, of another text", named, tokens.roll(1, 0))
-    taught = _taught(known, number, rows)
+    (taught,) = _taught(known, number, rows)
     yield row("start known", search_tokens(known, number, states, taught, num_tried=_NUM_TRIED))
-    for name, inverter in inverters.items():
+    for name, inverter in zip(_INVERTERS, inverters, strict=True):
         yield row(name, inverter(states).argmax(-1))
     yield row("clusters by frequency", name_clusters(states.flatten(0, 1), counts))
     loss = private.loss(held_out).item()
@@ -198,10 +197,10 @@ def _attacks(
         yield row(f"weights known, noise {noise:g}", found, loss_more=more)
 
 
-def _taught(model: SmallGPT, number: int, rows: torch.Tensor) -> Inverter:
-    """Train an inverter on the states that a reader computes, with the weights that it knows, of texts it has."""
-    states = model.states(rows[:, :-1], number).detach().flatten(0, 1)
-    return train_inverter(states, rows[:, :-1].flatten(), model.sizes.vocab)
+def _taught(model: SmallGPT, number: int, rows: torch.Tensor, *parts: slice) -> list[Inverter]:
+    """Train inverters on the states behind so many layers of texts that a reader has: one on all, or on each part."""
+    states, tokens = model.states(rows[:, :-1], number).detach().flatten(0, 1), rows[:, :-1].flatten()
+    return [train_inverter(states[part], tokens[part], model.sizes.vocab) for part in parts or (_ALL,)]
 
 
 def _gradients(model: SmallGPT, cut: int, rows: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,7 @@ _PIECES = re.compile(r" ?\w+| ?[^\w\s]+|\s+")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GPTSizes:
-    """GPTSizes of a small GPT, and of its training.
+    """Sizes of a small GPT, and of its training.
 
     Attributes:
         num_layers: number of layers.

@@ -16,7 +16,7 @@ import pytest
 import vtp_plugin
 from tests.rules.import_rules import ROOT
 from tests.support.hosts import PYTHON_PATH, host_name
-from tests.support.lines import error_line
+from tests.support.lines import error_line, only_line_of_error
 from tests.support.pool import Done, forked_python
 from vtp_plugin.cli import main, model_flags
 from vtp_plugin.cli.boundaries import format_bytes
@@ -70,12 +70,7 @@ def error_of(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(tmp_path)
 
     def run(*words: str) -> str:
-        with pytest.raises(SystemExit) as left:
-            main(words)
-        printed = capsys.readouterr()
-        assert left.value.code == 2 and printed.out == "", printed
-        (line,) = printed.err.splitlines()
-        return line
+        return only_line_of_error(capsys, words)
 
     return run
 
