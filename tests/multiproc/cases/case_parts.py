@@ -121,7 +121,7 @@ class Data:
     """
 
     micro_batch: int = MICRO_BATCH
-    num_steps: int = 3
+    num_steps: int = 4
     num_microbatches: int = 5
     rampup: bool = False
     seq: int = SEQ
