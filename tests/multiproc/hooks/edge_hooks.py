@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -174,3 +175,54 @@ def count_world(facts: Facts) -> None:
         around(dist, name)(counted)
     around(dist, "gather_object")(counted)
     before(saving.Savings, "begin")(lambda *_: counts.append(0))
+
+
+def watch_weights(facts: Facts) -> Callable[[], None]:
+    """Search what leaves the edge, rank 0, for names and values of its weights and optimizer's states, as it saves."""
+    planted: dict[str, bytes] = {}
+    watch = Watch(home=[0])
+    watch.watch_stores()
+    watch.__enter__()
+
+    @after(training, "train_step")
+    def note(_result: Any, _step: Any, _data: Any, model: Any, optimizer: Any, *_args: Any, **_kwargs: Any) -> None:
+        for chunk in model:
+            for name, weight in chunk.named_parameters():
+                planted[name.removeprefix("module.")] = name.removeprefix("module.").encode()
+                planted[f"values of {name}"] = _piece(weight)
+        for number, state in enumerate(optimizer.optimizer.state.values()):
+            planted.update({f"state {number} {name}": _piece(values) for name, values in state.items()})
+
+    def finish() -> None:
+        watch.__exit__(None, None, None)
+        pieces = {name: piece for name, piece in planted.items() if len({*piece}) > 8}
+        sent = [item.values if isinstance(item.values, bytes) else _raw(item.values) for item in watch.outgoing]
+        facts["num_planted"] = len(pieces)
+        found = {name: [data[:400] for data in sent if piece in data] for name, piece in pieces.items()}
+        facts["crossed"] = {name: data for name, data in found.items() if data}
+
+    return finish if os.environ["RANK"] == "0" else lambda: watch.__exit__(None, None, None)
+
+
+def send_a_weight(facts: Facts) -> None:
+    """Tell all ranks the edge's last norm, when it saves."""
+
+    @after(training, "train_step")
+    def send(_result: Any, _step: Any, _data: Any, model: Any, *_args: Any, **_kwargs: Any) -> None:
+        weight = list(model[-1].parameters())[0] if os.environ["RANK"] == "0" else torch.zeros(1)
+        dist.broadcast_object_list([weight.detach().numpy().tobytes()], 0)
+
+
+def _raw(values: torch.Tensor) -> bytes:
+    return values.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def _piece(values: torch.Tensor) -> bytes:
+    return _raw(values)[:64]
+
+
+def be_an_hour_ahead(facts: Facts) -> None:
+    """Let the clock of all ranks but the first, which is the edge's, be an hour ahead."""
+    if os.environ["RANK"] != "0":
+        around(time, "time")(lambda original: original() + 3600.0)
+        around(time, "time_ns")(lambda original: original() + 3600 * 10**9)

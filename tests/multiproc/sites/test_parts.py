@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import random
 import shutil
+import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.multiproc.cases.hf_cases import LAYOUTS, TRAINING
 from tests.multiproc.cases.lora_cases import LLAMA_LIKE, LORA
 from tests.multiproc.cases.script_cases import (
     JOB,
@@ -26,6 +29,7 @@ from tests.multiproc.cases.script_cases import (
     succeeded,
 )
 from tests.multiproc.hooks.kill_hooks import ORDER
+from tests.support.hf_models import KINDS, export, imported, make, tensors_of
 from tests.support.hosts import (
     background_flags,
     exact_resume_tolerance,
@@ -178,6 +182,59 @@ def test_a_site_whose_disk_fails_ends_the_run_and_both_keep_the_save_before(
     assert str(gone) in runs[1].output
     resumed = train(scripts, "1,2", "1,2,1", EVERY_STEP, load=tmp_path)
     assert losses(resumed) == losses(whole[1])[2:]
+
+
+def test_a_full_disk_of_the_cloud_ends_the_run_and_both_keep_the_save_before(
+    scripts: Scripts, whole: tuple[Path, list[ScriptRun]], tmp_path: Path
+) -> None:
+    """A disk that holds two of its parts, and half of the third."""
+    cloud = tmp_path / "cloud"
+    cloud.mkdir()
+    part_bytes = sum(file.stat().st_size for file in (whole[0] / "cloud/iter_0000003").iterdir())
+    disk = ["mount", "-t", "tmpfs", "-o", f"size={int(2.5 * part_bytes)}", "tmpfs", str(cloud)]
+    if (tried := subprocess.run(disk, capture_output=True, text=True, check=False)).returncode:
+        pytest.skip(f"no small disk can be mounted: {tried.stderr.strip()}")
+    try:
+        runs = scripts.launch(3, command("1,2", "1,2,1", EVERY_STEP, save=tmp_path))
+        assert all(run.exit_code not in (0, None) and "Traceback" not in run.output for run in runs)
+        assert "at site cloud" in error_line(runs[0].output) and str(cloud) not in runs[0].output
+        full = f"a checkpoint in {cloud} cannot be written: the file system is full; fix that, and resume"
+        assert any(full in error_line(run.output) for run in runs[1:])
+        assert [iterations(tmp_path / site, is_whole=True)[-1] for site in ("edge", "cloud")] == [2, 2]
+        resumed = train(scripts, "1,2", "1,2,1", EVERY_STEP, load=tmp_path)
+        assert losses(resumed) == losses(whole[1])[2:]
+    finally:
+        subprocess.run(["umount", str(cloud)], check=True)
+
+
+def test_clocks_that_differ_change_nothing(
+    scripts: Scripts, whole: tuple[Path, list[ScriptRun]], tmp_path: Path
+) -> None:
+    """The cloud's is an hour ahead, and at the edge the oldest iteration is the youngest by its files."""
+    kwargs = command("1,2", "1,2,1", EVERY_STEP, save=tmp_path)
+    runs = scripts.finish(3, {**kwargs, "hooks": ["be_an_hour_ahead"]})
+    assert losses(runs) == losses(whole[1])
+    shutil.rmtree(tmp_path / "cloud/iter_0000004")
+    for number, folder in enumerate(sorted((tmp_path / "edge").glob("iter_*"))):
+        for path in (folder, *folder.iterdir()):
+            os.utime(path, (4e9 - 1e6 * number,) * 2)
+    resumed = train(scripts, "1,2", "1,2,1", EVERY_STEP, load=tmp_path)
+    assert losses(resumed) == losses(whole[1])[3:]
+
+
+@pytest.mark.parametrize("how", ["apart", pytest.param("one folder", marks=FULL), pytest.param("sent", marks=FULL)])
+def test_no_name_and_no_value_of_the_edges_weights_crosses(scripts: Scripts, tmp_path: Path, how: str) -> None:
+    """The controls: one folder for both, whose plan names them, and a weight that is sent."""
+    words = ["--train-iters", "2", *EVERY_STEP, "--untie-embeddings-and-output-weights"]
+    kwargs = command("1,2", "1,2,1", words, save=tmp_path)
+    if how == "one folder":
+        kwargs = {"arguments": arguments("1,2", extra=[*u_shape("1,2,1"), *words, "--save", str(tmp_path / "one")])}
+    hooks = ["watch_weights", *(["send_a_weight"] if how == "sent" else [])]
+    facts = scripts.finish(3, {**kwargs, "hooks": hooks})[0].facts
+    assert facts["num_planted"] > 40
+    named = [name for name in facts["crossed"] if not name.startswith(("values", "state"))]
+    valued = [name for name in facts["crossed"] if name.startswith("values")]
+    assert (named != [], valued != []) == (how == "one folder", how == "sent"), facts["crossed"]
 
 
 BEFORE = ("half a shard", "before metadata", "after metadata", "before manifest", "after manifest", "before the move")
@@ -364,6 +421,30 @@ def test_merged_and_split(
         assert _pieces(tmp_path / "split" / site / "iter_0000002") == _pieces(parts / site / "iter_0000002")
     runs = train(scripts, "1,2", "1,2,1", words, load=tmp_path / "split")
     assert_same_training(runs, whole, first=2, tolerance=exact_resume_tolerance())
+
+
+@FULL
+def test_what_is_exported_of_merged_parts_is_what_one_folder_gives(
+    scripts: Scripts, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    published, layout = tmp_path / "published", LAYOUTS["1,2 U"]
+    make(KINDS["llama-3"], published)
+    flags = imported(published, tmp_path / "start", capsys)
+    words = [*flags, *TRAINING, *layout.flags, "--vtp-sites", "edge,cloud", "--vtp-edge-seed", "shared"]
+    words += ["--train-iters", "2", "--pretrained-checkpoint", str(tmp_path / "start")]
+    scripts.train(layout.sizes, [*words, "--save", str(tmp_path / "one")])
+    folders = by_site(layout.sizes, 1, {"--save": tmp_path / "parts"})
+    scripts.finish(num_ranks(layout.sizes), {"arguments": arguments(layout.sizes, extra=words), "by_rank": folders})
+    sources = [str(tmp_path / "parts" / site) for site in ("edge", "cloud")]
+    assert _checkpoint(capsys, "merge", "--from", *sources, "--to", str(tmp_path / "merged")) == 0
+    for name in ("one", "merged"):
+        export(tmp_path / name, tmp_path / f"{name} exported", published)
+    exported = [
+        {file.name: file.read_bytes() for file in (tmp_path / f"{name} exported").iterdir()}
+        for name in ("one", "merged")
+    ]
+    assert exported[0] == exported[1] and any(name.endswith(".safetensors") for name in exported[0])
+    assert tensors_of(tmp_path / "one exported").keys() == tensors_of(published).keys()
 
 
 def _checkpoint(capsys: pytest.CaptureFixture[str], *words: str) -> int:
