@@ -15,6 +15,7 @@ from vtp_plugin.checkpoint.save.atomic_dir import HAS_EDGE_KEY, HAS_MANIFEST, fi
 from vtp_plugin.checkpoint.save.saving import Kept, Saving, naming_what_failed
 from vtp_plugin.errors import PeerError
 from vtp_plugin.host.patching import replaces
+from vtp_plugin.patches.core.dist_checkpointing.one_site import waiting_for_site
 from vtp_plugin.patches.patch_set import Moment
 from vtp_plugin.session import Session
 
@@ -48,6 +49,8 @@ def _save(session: Session, original: Callable[..., None], iteration: int, *args
 def _save_whole(
     session: Session, arguments: Any, save: Callable[[], None], iteration: int, kwargs: Mapping[str, Any]
 ) -> None:
+    from megatron.training import checkpointing
+
     savings = session.savings
     is_local = kwargs.get("non_persistent_ckpt") and arguments.non_persistent_ckpt_type == "local"
     if is_local or arguments.ckpt_format not in _FORMATS or "://" in str(arguments.save):
@@ -57,7 +60,8 @@ def _save_whole(
     savings.copies_tensors = arguments.async_save and arguments.use_persistent_ckpt_worker
     with naming_what_failed(Path(arguments.save)):
         session.edge_seed.keep(Path(arguments.save))
-        with savings.call(iteration):
+        # Ranks of several sites wait for each other once, in `_confirm`: each time is a round trip of their line.
+        with savings.call(iteration), waiting_for_site(session, checkpointing):
             save()
         if (saving := savings.take()) is not None:
             _finish(session, saving)
@@ -84,7 +88,7 @@ def _name(session: Session, original: Callable[..., str], *args: Any, **kwargs: 
         is_part = session.parts.run is not None and not is_by_rank
         part = session.parts.part_of(final, session.planned) if is_part else None
         saving = savings.begin(Saving(final, is_by_rank=is_by_rank, part=part))
-        dist.barrier()  # nobody writes before all have cleared away what was there
+        _await_all(session, saving)  # nobody writes before all have cleared away what was there
         if saving.part is not None:  # Megatron makes it on rank 0 alone
             make_folder(saving.partial)
     if final != saving.final:
@@ -187,10 +191,10 @@ def _finish(session: Session, saving: Saving) -> None:
     saving.sync_own(is_first=is_first)
     if session.savings.checks(saving) and session.ranks.store is not None:
         # The last rank to come has written all that rank 0 reads.
-        dist.barrier()
+        _await_all(session, saving)
         session.ranks.agree("check of what was saved", lambda: _read_again(saving, is_reader=is_first))
     publishes = saving.claim() if saving.is_by_rank else is_first
-    dist.barrier()
+    _await_all(session, saving)
     place = saving.place if publishes else lambda: None
     if saving.part is None:
         place()
@@ -200,9 +204,14 @@ def _finish(session: Session, saving: Saving) -> None:
     if publishes:
         interval = getattr(get_args(), "save_retain_interval", None)
         saving.note(Kept(session.config.keep_checkpoints, interval))
-    dist.barrier()
+    _await_all(session, saving)
     session.savings.end(saving)
     session.show(f"saved {saving.final}")
+
+
+def _await_all(session: Session, saving: Saving) -> None:
+    """Wait for all ranks that write this checkpoint: those of the site, of a part, and none further away."""
+    dist.barrier(session.parts.open(session.planned) if saving.part is not None else None)
 
 
 def _read_again(saving: Saving, *, is_reader: bool) -> dict[str, object]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -27,7 +27,8 @@ from vtp_plugin.util.undo import Name, UndoStack
 
 _PACKAGE: Final = "megatron.core.dist_checkpointing"
 # Which ask for the world. Not `strategies.torch`: its tensors are placed by ranks of the world.
-_MODULES: Final = ("serialization", "validation", "exchange_utils", "strategies.state_dict_saver")
+_OF_STRATEGIES: Final = ("strategies.state_dict_saver", "strategies.async_utils")
+_MODULES: Final = ("serialization", "validation", "exchange_utils", *_OF_STRATEGIES)
 _OF_WORLD: Final = ("all_gather_object", "all_reduce", "barrier", "get_rank", "get_world_size")
 
 
@@ -36,10 +37,12 @@ class SiteDistributed:
 
     Args:
         group: the ranks of one site.
+        names: of the functions that take the group for the world.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, names: Collection[str] = _OF_WORLD) -> None:
         self._group = group
+        self._names = names
 
     def broadcast(self, tensor: torch.Tensor, src: int, group: Any = None, **kwargs: Any) -> Any:
         """Broadcast; over the site the source is the number of a rank in it."""
@@ -48,7 +51,7 @@ class SiteDistributed:
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(dist, name)
-        if name not in _OF_WORLD:
+        if name not in self._names:
             return found
 
         def call(*args: Any, group: Any = None, **kwargs: Any) -> Any:
@@ -90,6 +93,17 @@ def as_one_site(session: Session, *, is_meant: bool = True) -> Iterator[None]:
             (Name(session.parts, "is_seen"), True),
         ):
             stack.enter_context(undo.during(place, value))
+        yield
+
+
+@contextmanager
+def waiting_for_site(session: Session, module: Any) -> Iterator[None]:
+    """Let a module of Megatron's wait for the ranks of this site alone, where each site keeps its part."""
+    if session.parts.run is None:
+        yield
+        return
+    seen = SeenTorch(SiteDistributed(session.parts.open(session.planned), ("barrier",)))
+    with UndoStack().during(Name(module, "torch"), seen):
         yield
 
 

@@ -159,11 +159,11 @@ def _holds(item: Outgoing, key: bytes) -> bool:
 
 
 def count_world(facts: Facts) -> None:
-    """Note how many collectives over all ranks each save makes."""
+    """Note how many collectives over all ranks each save makes, without those of Megatron's timers around it."""
     from vtp_plugin.checkpoint.save import saving
 
     counts: list[int] = []
-    facts["world_collectives"] = counts
+    facts["world_collectives"] = []
 
     def counted(original: Any, *args: Any, **kwargs: Any) -> Any:
         group = kwargs.get("group") or next((each for each in args if isinstance(each, dist.ProcessGroup)), None)
@@ -175,6 +175,7 @@ def count_world(facts: Facts) -> None:
         around(dist, name)(counted)
     around(dist, "gather_object")(counted)
     before(saving.Savings, "begin")(lambda *_: counts.append(0))
+    after(saving.Savings, "end")(lambda *_: facts["world_collectives"].append(counts.pop()))
 
 
 def watch_weights(facts: Facts) -> Callable[[], None]:
