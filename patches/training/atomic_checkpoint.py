@@ -190,8 +190,8 @@ def _finish(session: Session, saving: Saving) -> None:
     is_first = session.parts.is_first(session.planned) if session.is_planned else dist.get_rank() == 0
     saving.sync_own(is_first=is_first)
     if session.savings.checks(saving) and session.ranks.store is not None:
-        # The last rank to come has written all that rank 0 reads.
-        _await_all(session, saving)
+        # The last rank to come has written all that is read, and of one that is gone a collective knows at once.
+        dist.barrier()
         session.ranks.agree("check of what was saved", lambda: _read_again(saving, is_reader=is_first))
     publishes = saving.claim() if saving.is_by_rank else is_first
     _await_all(session, saving)

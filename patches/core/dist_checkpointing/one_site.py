@@ -19,6 +19,8 @@ from torch.distributed.checkpoint.default_planner import create_default_global_s
 from vtp_plugin.checkpoint.format.index import Index
 from vtp_plugin.checkpoint.format.site_part import num_missing, read_part, require_whole
 from vtp_plugin.errors import ConfigError
+from vtp_plugin.host.versions import find_host
+from vtp_plugin.patches.hosts import load_host
 from vtp_plugin.patches.hosts.megatron_host import SeenTorch
 from vtp_plugin.session import Session
 from vtp_plugin.util.index_boxes import Box
@@ -128,11 +130,13 @@ def is_own_part(session: Session, checkpoint: Path) -> bool:
     """Tell whether a checkpoint is this site's part of one; all sites know it alike.
 
     Raises:
-        ConfigError: it is the part of another site, or this run has one site only.
+        ConfigError: it is the part of another site, or this run has one site only, or a Megatron before 0.19.
     """
     if (part := read_part(checkpoint)) is None:
         return False
-    if not (session.is_planned and session.config.has_several_sites):
+    # What older Megatrons load, they plan over all ranks.
+    is_apart = session.is_planned and session.config.has_several_sites
+    if not (is_apart and load_host(find_host()[0].name).can("saves_by_site")):
         require_whole(checkpoint)
     if (site := session.planned.site_of(dist.get_rank())) != part.site:
         raise ConfigError(

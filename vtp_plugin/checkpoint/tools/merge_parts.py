@@ -197,6 +197,11 @@ def plan_split(contents: Contents, cut: Cut, targets: Mapping[str, Path]) -> dic
             f"{contents.folder} holds the optimizer as {contents.form}, as older Megatrons do; parts are loaded from "
             f"0.19 on; {own_command()} checkpoint reshard --form {IN_MODEL_SPACE} writes it so"
         )
+    if encoder := next((key for key in contents.index.tensors if ".encoder." in f".{key}"), None):
+        raise ConfigError(
+            f"{contents.folder} holds {encoder}, and which site has an encoder's layers is not known here; let both "
+            "sites load it from one folder"
+        )
     owners = _owners_of_buckets(contents, cut)
     shared = next(key for key in contents.index.objects if key.startswith(_COMMON))
     common = read_extent(contents.folder, contents.index.objects[shared])
