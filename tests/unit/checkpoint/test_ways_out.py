@@ -63,6 +63,7 @@ DONE: dict[str, tuple[str, ...]] = {
     ),
     "holds {} as {} {}, another part as": (f"{_PARTS_OF_SITES}::test_parts_that_do_not_fit_are_not_merged",),
     "is a whole checkpoint, and no part": (f"{_PARTS_OF_SITES}::test_merged_and_split",),
+    "an encoder's layers is not known here": (f"{_PARTS_OF_SITES}::test_layers_of_an_encoder_are_not_split",),
     "are parts of site {}; give one": (f"{_PARTS_OF_SITES}::test_parts_that_do_not_fit_are_not_merged",),
     "are parts of different {}": (f"{_PARTS_OF_SITES}::test_parts_that_do_not_fit_are_not_merged",),
     "the part of site {} is not among": (f"{_PARTS_OF_SITES}::test_parts_that_do_not_fit_are_not_merged",),
