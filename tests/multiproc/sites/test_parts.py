@@ -508,6 +508,23 @@ def test_parts_that_do_not_fit_are_not_merged(
     assert not (tmp_path / "new").exists()
 
 
+def test_layers_of_an_encoder_are_not_split(
+    whole: tuple[Path, list[ScriptRun]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sources = [str(whole[0] / site) for site in ("edge", "cloud")]
+    assert _checkpoint(capsys, "merge", "--from", *sources, "--to", str(tmp_path / "one")) == 0
+    file = tmp_path / "one/iter_0000004/.metadata"
+    stored = pickle.loads(file.read_bytes())
+    old, name = "decoder.layers.mlp.linear_fc1.weight", "image_encoder.encoder.layers.mlp.weight"
+    stored.state_dict_metadata[name] = stored.state_dict_metadata.pop(old)
+    stored.storage_data = {
+        replace(index, fqn=name) if index.fqn == old else index: place for index, place in stored.storage_data.items()
+    }
+    file.write_bytes(pickle.dumps(stored))
+    assert _checkpoint(capsys, "split", "--from", str(tmp_path / "one"), "--to", str(tmp_path / "new")) == 2
+    assert f"holds {name}, and which site has an encoder's layers is not known here" in capsys.readouterr().err
+
+
 def test_a_save_by_site_makes_one_round_trip_where_one_folder_makes_many(scripts: Scripts, tmp_path: Path) -> None:
     """Of the third save, which no check of the first ones adds to; Megatron's timers, which log it, make their own."""
     words = ["--train-iters", "3", *EVERY_STEP]
