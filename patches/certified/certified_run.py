@@ -7,6 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -17,10 +18,13 @@ from megatron.core import parallel_state
 from megatron.training import training
 from megatron.training.global_vars import get_args
 
+from vtp_plugin.api import current_session
 from vtp_plugin.certify.compare import EPS, NORM, PartSketch, RankNumbers
 from vtp_plugin.certify.layouts import CertifiedRun
-from vtp_plugin.patches.certified.certified_tensors import TensorRecorder, bare, named_parts
+from vtp_plugin.patches.certified.certified_tensors import TensorRecorder, bare, feed, named_parts
+from vtp_plugin.runtime.comm.ping import time_links
 from vtp_plugin.runtime.step.sketch import sketch
+from vtp_plugin.tune.cluster.machines import Location
 from vtp_plugin.util.undo import UndoStack
 
 _KILLED_AT: Final = 1  # so that one step has gone well
@@ -65,6 +69,8 @@ class Probe:
         if parallel_state.get_data_parallel_rank() == 0:
             recorder = TensorRecorder(self._model, 1 / self._run.num_replicas)
             self._tensors |= {"output of": recorder.outputs, "gradient at": recorder.gradients}
+            if self._run.fed:
+                feed(self._model, Path(self._run.fed), is_kept=self._run.role == "reference")
         if parallel_state.get_context_parallel_world_size() == 1:
             self._hooks = [
                 bare(chunk).register_forward_pre_hook(self._note_batch, with_kwargs=True) for chunk in self._model
@@ -102,13 +108,22 @@ class Probe:
         }
         for chunk in overlapped:
             chunk.enable_forward_pre_hook()
-        self.numbers = RankNumbers(logged=self._logged, batch=tuple(self._batch), tensors=self._tensors, step_s=step_s)
+        self.numbers = RankNumbers(
+            logged=self._logged,
+            batch=tuple(self._batch),
+            tensors=self._tensors,
+            step_s=step_s,
+            link=_link() if self._run.role == "start" else (),
+        )
 
     def _sketches(self, *, is_exact: bool = False) -> Sketches:
+        """Sketch all weights: as the model has them, or, where the optimizer keeps them in fp32, as it has them."""
         found: Sketches = {}
         for name, part in self._parts.items():
-            eps = EPS["fp32" if part.parameter.dtype == torch.float32 else "bf16"]
-            found |= part.sketches(name, noise=eps * float(part.parameter.detach().norm()), is_exact=is_exact)
+            kept = None if is_exact else getattr(part.parameter, "main_param", None)
+            values = kept if kept is not None and kept.shape == part.parameter.shape else part.parameter
+            eps = EPS["fp32" if values.dtype == torch.float32 else "bf16"]
+            found |= part.sketches(name, values, noise=eps * float(values.detach().norm()), is_exact=is_exact)
         return found
 
     def _watch_gradients(self) -> None:
@@ -146,3 +161,10 @@ class Probe:
             with torch.no_grad():
                 part.parameter.mul_((1 + eps * signs).to(part.parameter.device))
         self._optimizer.reload_model_params()
+
+
+def _link() -> tuple[float, ...]:
+    """Time the link between ranks 0 and 1; the others learn nothing. All ranks call it."""
+    session = current_session()
+    links = session and time_links(session.choose_platform(), Location(node="", site="", kind=""))
+    return (links.inside[""].latency_s, links.inside[""].bytes_per_s) if links else ()

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,20 +39,19 @@ class NamedPart:
     is_gated: bool = False
 
     def sketches(
-        self, name: str, values: torch.Tensor | None = None, noise: float = 0.0, *, is_exact: bool = False
+        self, name: str, values: torch.Tensor, noise: float = 0.0, *, is_exact: bool = False
     ) -> dict[str, PartSketch]:
-        """Give the sketches, by name, of values that lie as this parameter does, such as its gradient.
+        """Give the sketches, by name, of values that lie as this parameter does: its own, or its gradient.
 
         Args:
             name: of the parameter.
-            values: of its shape; default: those of the parameter.
+            values: of its shape.
             noise: norm of what their storage rounds away.
             is_exact: digests instead.
         """
-        whole: torch.Tensor = self.parameter if values is None else values
         place: dict[str, Any] = {"dim": self.dim, "index": self.index, "count": self.count}
         names = [f"{name}[{half}]" for half in ("gate", "value")] if self.is_gated else [name]
-        halves = whole.detach().chunk(len(names))
+        halves = values.detach().chunk(len(names))
         found = zip(names, halves, strict=True)
         return {one: sketch(one, half, **place, noise=noise, is_exact=is_exact) for one, half in found}
 
@@ -87,9 +88,9 @@ def named_parts(chunks: list[Any], num_experts: int = 0) -> dict[str, NamedPart]
 
 
 def global_words(chunk: Any, name: str) -> list[str]:
-    """Cut a parameter's name into words, with the layer's number in the whole model."""
+    """Cut a parameter's or a module's name into words, with the layer's number in the whole model."""
     words = name.split(".")
-    if words[:2] == ["decoder", "layers"]:
+    if words[:2] == ["decoder", "layers"] and words[2:]:
         words[2] = str(chunk.decoder.layers[int(words[2])].layer_number)
     return words
 
@@ -99,6 +100,43 @@ def bare(chunk: Any) -> Any:
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
+
+
+def _named_modules(chunks: list[Any]) -> Iterator[tuple[str, Any, Any]]:
+    """Yield the modules of this rank: their names with the layers' numbers in the whole model, they, and the config."""
+    for chunk in map(bare, chunks):
+        for name, module in chunk.named_modules():
+            yield ".".join(global_words(chunk, name)), module, chunk.config
+
+
+def feed(chunks: list[Any], file: Path, *, is_kept: bool) -> None:
+    """Keep the input ``[S, B, H]`` of a layer in the first microbatch, or give the layer what a uniform run has kept.
+
+    Args:
+        chunks: model chunks of this rank, wrapped or not.
+        file: where it is kept; its name is the layer's.
+        is_kept: keep it. Each rank of this run has the whole input; that of another one takes its part.
+    """
+    index, count = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_tensor_model_parallel_world_size(),
+    )
+
+    def watch(module: Any, config: Any) -> None:
+        def before(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            hook.remove()
+            values = args[0] if args else kwargs["hidden_states"]
+            if is_kept:
+                torch.save(values.detach().cpu(), file)
+            else:
+                given = torch.load(file)
+                values.data.copy_(given.chunk(count)[index] if config.sequence_parallel else given)
+
+        hook = module.register_forward_pre_hook(before, with_kwargs=True)
+
+    for name, module, config in _named_modules(chunks):
+        if name == file.name:
+            watch(module, config)
 
 
 class TensorRecorder:
@@ -119,11 +157,10 @@ class TensorRecorder:
         self.gradients: dict[str, PartSketch] = {}
         self._index = parallel_state.get_tensor_model_parallel_rank()
         self._count = parallel_state.get_tensor_model_parallel_world_size()
-        for chunk in map(bare, chunks):
-            for name, module in chunk.named_modules():
-                is_layer = name.startswith("decoder.layers.") and name.count(".") == 2
-                if (is_layer or name.endswith(_WATCHED)) and "experts" not in name:
-                    self._watch(".".join(global_words(chunk, name)), module, chunk.config)
+        for name, module, config in _named_modules(chunks):
+            is_layer = name.startswith("decoder.layers.") and name.count(".") == 2
+            if (is_layer or name.endswith(_WATCHED)) and "experts" not in name:
+                self._watch(name, module, config)
 
     def _watch(self, name: str, module: Any, config: Any) -> None:
         gated = name.endswith("linear_fc1") and config.gated_linear_unit

@@ -7,6 +7,7 @@ the parts of a tensor lie side by side in that of the whole one, so no tensor ha
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final
@@ -81,12 +82,14 @@ class RankNumbers:
         batch: digests of the rows of the first step's batch, where this rank has them whole.
         tensors: sketches of parts of tensors in order of execution, by name, by one of :data:`KINDS`.
         step_s: time of the last step, in seconds.
+        link: latency, in seconds, and bytes per second between ranks 0 and 1, where they were timed.
     """
 
     logged: Mapping[str, Vector] = field(default_factory=dict[str, Vector])
     batch: Vector = ()
     tensors: Mapping[str, Mapping[str, PartSketch]] = field(default_factory=dict[str, Any])
     step_s: float = 0.0
+    link: Vector = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,6 +156,7 @@ the gradients there, gradients of weights in the first step before clipping, and
 """
 NORM: Final = "gradient norm"
 _EXACT: Final = ("start of", "batch")
+_LAYER: Final = re.compile(r"output of (decoder\.layers\.\d+|decoder\.final_layernorm|output_layer)(\.|$)")
 
 
 def assemble(ranks: Sequence[RankNumbers]) -> Numbers:
@@ -297,6 +301,16 @@ def is_loss(name: str) -> bool:
 
 def _kind(name: str) -> str:
     return next((kind for kind in KINDS if name.startswith(f"{kind} ")), name)
+
+
+def layer_of(name: str) -> str:
+    """Name the layer that gives out a tensor, or inside which one arises; empty for gradients, and other modules.
+
+    >>> [layer_of(name) for name in ("output of decoder.layers.3.mlp.linear_fc2", "output of output_layer", "weight w")]
+    ['decoder.layers.3', 'output_layer', '']
+    """
+    found = _LAYER.match(name)
+    return found[1] if found else ""
 
 
 def first_fault(run: Numbers, reference: Numbers, found: Iterable[Judged]) -> str:

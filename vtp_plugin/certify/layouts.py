@@ -67,6 +67,8 @@ class CertifiedRun:
         is_later: it goes on with what another run has saved.
         killed_rank: this rank dies in the second step.
         seed: of a reference whose start weights are changed by a rounding; 0 changes none.
+        fed: a file that is named after a layer: the reference keeps there what the layer gets in the first microbatch,
+            and other runs give that to the layer; empty for none.
     """
 
     shows: str
@@ -80,6 +82,11 @@ class CertifiedRun:
     is_later: bool = False
     killed_rank: int | None = None
     seed: int = 0
+    fed: str = ""
+
+    def with_fed(self, layer: str) -> CertifiedRun:
+        """Give the first step of the run once more, for a layer that is to get the reference's input."""
+        return replace(self, fed=f"{FOLDER}/{layer}", num_steps=1, words=(*self.words, "--exit-interval", "1"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

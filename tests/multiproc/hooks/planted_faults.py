@@ -16,23 +16,21 @@ from vtp_plugin.certify.layouts import CertifiedRun
 from vtp_plugin.patches.certified.certified_run import Probe
 from vtp_plugin.patches.certified.certified_tensors import bare, named_parts
 
+SMALL = 1e-6
 FAULTS: list[str] = []
 """Names of the hooks that plant a fault."""
 
 
-def certified(facts: Facts, seed: int = 0) -> None:
-    """Watch the run."""
-    probe = Probe(CertifiedRun(shows="", layout="", num_ranks=0, seed=seed))
+def certified(facts: Facts, *words: str) -> None:
+    """Watch the run, of which words such as ``seed=1`` tell the fields of :class:`CertifiedRun`."""
+    known: dict[str, Any] = dict(word.split("=", 1) for word in words)
+    known |= {name: int(value) for name, value in known.items() if value.isdigit()}
+    probe = Probe(CertifiedRun(**{"shows": "", "layout": "", "num_ranks": 0, **known}))
     probe.install()
 
     @after(training, "train_step")
     def note(*_args: Any, **_kwargs: Any) -> None:
         facts["numbers"] = probe.numbers
-
-
-def certified_changed(facts: Facts) -> None:
-    """Watch the run, whose start weights are changed by a rounding."""
-    certified(facts, seed=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +257,44 @@ def lost_bits(run: _Built) -> None:
     """What crosses a boundary is rounded to 16 bits."""
     for layer in (module for module in run.modules("input_layernorm", 3)):
         layer.register_forward_pre_hook(lambda _module, args: (args[0].to(torch.bfloat16).float(), *args[1:]))
+
+
+@_fault
+def boundary_scaled(run: _Built) -> None:
+    """What crosses a boundary comes too large."""
+    for chunk in map(bare, run.model):
+        for layer in (one for one in chunk.decoder.layers if one.layer_number == 3):
+            layer.register_forward_pre_hook(
+                lambda _module, args, kwargs: (args, {**kwargs, "hidden_states": kwargs["hidden_states"] * 1.001}),
+                with_kwargs=True,
+            )
+
+
+def amplifier(facts: Facts) -> None:
+    """Have a layer amplify one direction, which rounding hardly takes; this is the model's own, and no fault."""
+    del facts
+
+    @after(training, "setup_model_and_optimizer")
+    def act(built: Any, *_args: Any, **_kwargs: Any) -> None:
+        model = _Built(built[0], built[1])
+        for chunk in map(bare, model.model):
+            for layer in (one for one in chunk.decoder.layers if one.layer_number == 3):
+                layer.register_forward_pre_hook(_amplified, with_kwargs=True)
+
+
+def _amplified(_module: Any, args: Any, kwargs: Any) -> Any:
+    values, signs = kwargs["hidden_states"], _signs(kwargs["hidden_states"])
+    return args, {**kwargs, "hidden_states": values + 100 * signs * (values * signs).mean(-1, keepdim=True)}
+
+
+def _signs(values: torch.Tensor) -> torch.Tensor:
+    return 1 - 2 * (torch.arange(values.shape[-1]) % 2)
+
+
+@_fault
+def amplified(run: _Built) -> None:
+    """A layer's output differs by less than its tolerance, in a direction which the next one amplifies."""
+    run.change_output("linear_fc2", 2, lambda output: output + SMALL * output.std() * _signs(output))
 
 
 @_fault

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,9 @@ from tests.device.test_options import MODEL
 from tests.multiproc.cases.presets import LATENT
 from tests.multiproc.cases.script_cases import Scripts
 from tests.support.pool import start_python
-from vtp_plugin.certify.compare import Numbers, assemble
+from vtp_plugin.certify.compare import Numbers, assemble, layer_of
 from vtp_plugin.certify.layouts import _SGD, CertifiedRun, _alike, _words
-from vtp_plugin.certify.report import judge_row
+from vtp_plugin.certify.report import Row, blame, judge_row
 from vtp_plugin.cli.certify import _own_script
 
 START = ("start_differs", "marked_as_cut", "marked_as_whole", "layers_swapped", "one_element")
@@ -57,7 +58,7 @@ NAMED = {
 DEFAULT = 3
 
 
-def numbers_of(scripts: Scripts, num_ranks: int, words: tuple[str, ...], *hooks: str) -> Numbers:
+def numbers_of(scripts: Scripts, num_ranks: int, words: Sequence[str], *hooks: str) -> Numbers:
     command = {"arguments": [*words, "--vtp-device", "cpu"], "hooks": hooks, "script": _own_script()}
     return assemble([rank.facts["numbers"] for rank in scripts.finish(num_ranks, command)])
 
@@ -69,8 +70,18 @@ def words_of(*flags: str) -> list[str]:
 @pytest.fixture(scope="module")
 def references(scripts: Scripts) -> list[Numbers]:
     """The uniform run, and the same with start weights that are changed by a rounding."""
-    words = _alike(words_of(), 3, size=1)
-    return [numbers_of(scripts, 2, words, hook) for hook in ("certified", "certified_changed")]
+    return uniform_runs(scripts)
+
+
+def uniform_runs(scripts: Scripts, *hooks: str) -> list[Numbers]:
+    return [numbers_of(scripts, 2, _alike(words_of(), 3, size=1), f"certified role=reference seed={i}", *hooks) for i in (0, 1)]
+
+
+def judged(scripts: Scripts, references: list[Numbers], *hooks: str, words: Sequence[str] = ()) -> Row:
+    """Run a list, which a hook watches, and judge it."""
+    reference, *changed = references
+    job = CertifiedRun(shows="", layout="1,2", num_ranks=3)
+    return judge_row(job, numbers_of(scripts, 3, _alike(words_of(*words), 3), *hooks), 0.0, reference, changed)
 
 
 @pytest.mark.needs("scripts_here")
@@ -79,13 +90,44 @@ def references(scripts: Scripts) -> list[Numbers]:
     [pytest.param(name, marks=[] if i < DEFAULT else [pytest.mark.full]) for i, name in enumerate(NAMED)],
 )
 def test_a_planted_fault_is_named(scripts: Scripts, references: list[Numbers], fault: str) -> None:
-    words = words_of(*["--sequence-parallel"] * (fault not in ("sum_left_out", "permuted_sequence")))
-    hooks = (fault, "certified") if fault in START else ("certified", fault)
-    reference, *changed = references
-    job = CertifiedRun(shows=fault, layout="1,2", num_ranks=3)
-    row = judge_row(job, numbers_of(scripts, 3, _alike(words, 3), *hooks), 0.0, reference, changed)
+    words = ["--sequence-parallel"] * (fault not in ("sum_left_out", "permuted_sequence"))
+    row = judged(scripts, references, *((fault, "certified") if fault in START else ("certified", fault)), words=words)
     assert row.verdict == "differs"
     assert re.match(NAMED[fault], row.note), row.note
+
+
+FED = {
+    "boundary_scaled": (r"output of decoder\.layers\.3\.\S+ ", "before", ()),
+    "output_halved": (r"output of decoder\.layers\.4\.self_attention\.linear_proj ", "in", ()),
+    "amplified": (r"output of decoder\.layers\.3\.\S+ ", "before", ("amplifier",)),
+}
+"""Where a run first differs, and whether the fault lies before that layer or in it; hooks of the uniform run, too."""
+
+
+@pytest.mark.needs("scripts_here")
+@pytest.mark.parametrize("parallel", [(), ("--sequence-parallel",)])
+@pytest.mark.parametrize("fault", FED)
+def test_a_layer_is_suspected(
+    scripts: Scripts, references: list[Numbers], fault: str, parallel: tuple[str, ...], tmp_path: Path
+) -> None:
+    """It is run again with the reference's input, so that a fault upstream is not blamed on it."""
+    named, where, hooks = FED[fault]
+    references = uniform_runs(scripts, *hooks) if hooks else references
+
+    def run(role: str, num_ranks: int, words: Sequence[str], fed: str = "") -> Numbers:
+        planted = [fault] * (role == "list")
+        return numbers_of(scripts, num_ranks, words, *planted, f"certified role={role} fed={fed}", *hooks)
+
+    def list_run(fed: str = "") -> Numbers:
+        return run("list", 3, _alike(words_of(*parallel), 3), fed)
+
+    reference, *changed = references
+    row = judge_row(CertifiedRun(shows="", layout="1,2", num_ranks=3), list_run(), 0.0, reference, changed)
+    assert re.match(named, row.note), row.note
+    layer = layer_of(row.first)
+    run("reference", 2, _alike(words_of(), 3, size=1), str(tmp_path / layer))
+    row = blame(row, list_run(str(tmp_path / layer)), reference, changed)
+    assert f"the fault lies {where} {layer}" in row.note, row.note
 
 
 def test_short_form(tmp_path: Path) -> None:
