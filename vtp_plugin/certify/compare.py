@@ -80,7 +80,7 @@ class RankNumbers:
     Attributes:
         logged: losses and gradient norm by step, by name; losses only where they are known.
         batch: digests of the rows of the first step's batch, where this rank has them whole.
-        tensors: sketches of parts of tensors in order of execution, by name, by one of :data:`KINDS`.
+        tensors: sketches of parts of tensors in order of execution, by name, by a kind of :func:`kinds`.
         step_s: time of the last step, in seconds.
         link: latency, in seconds, and bytes per second between ranks 0 and 1, where they were timed.
     """
@@ -150,13 +150,27 @@ def relative_difference(ours: Sequence[float], theirs: Sequence[float]) -> float
     return distance / size if math.isfinite(distance) and 0 < size < math.inf else math.inf
 
 
-KINDS: Final = ("start of", "output of", "gradient at", "gradient of", "weight")
-"""Of tensors, in order of execution: start weights as exact digests, what modules give out in the first microbatch and
-the gradients there, gradients of weights in the first step before clipping, and how much weights change in all steps.
-"""
+START: Final = "start of"
+"""The kind of start weights, of which exact digests are kept."""
+
+
+def kinds(step: int) -> tuple[str, str, str, str]:
+    """Name the kinds of tensors of a step, from 1 on, in order of execution.
+
+    They are what modules give out, and the gradients there; gradients of weights before clipping; how much weights have
+    changed since the start.
+
+    >>> kinds(1)[0], kinds(2)[0]
+    ('output of', "step 2's output of")
+    """
+    when = f"step {step}'s " if step > 1 else ""
+    return (f"{when}output of", f"{when}gradient at", f"{when}gradient of", f"{when}weight")
+
+
 NORM: Final = "gradient norm"
-_EXACT: Final = ("start of", "batch")
-_LAYER: Final = re.compile(r"output of (decoder\.layers\.\d+|decoder\.final_layernorm|output_layer)(\.|$)")
+_EXACT: Final = (START, "batch")
+_KIND: Final = re.compile(r"start of|(step \d+'s )?(output of|gradient at|gradient of|weight)(?= )")
+_LAYER: Final = re.compile(r"output of (decoder\.layers\.\d+|decoder\.final_layernorm|output_layer)(\.\S+)?$")
 
 
 def assemble(ranks: Sequence[RankNumbers]) -> Numbers:
@@ -181,13 +195,13 @@ def assemble(ranks: Sequence[RankNumbers]) -> Numbers:
         **dict(sorted(vectors.items(), key=lambda it: it[0] == NORM)),
     }
     parts: dict[str, list[tuple[int, PartSketch]]] = {}
-    for kind in KINDS:
+    numbered = list(enumerate(ranks))
+    for kind in dict.fromkeys(kind for rank in ranks for kind in rank.tensors):
         found: dict[str, list[tuple[int, PartSketch]]] = {}
-        numbered = list(enumerate(ranks))
-        for rank, own in reversed(numbered) if kind == "gradient at" else numbered:
+        for rank, own in reversed(numbered) if kind.endswith("gradient at") else numbered:
             for name, part in own.tensors.get(kind, {}).items():
                 found.setdefault(f"{kind} {name}", []).append((rank, part))
-        parts |= dict(reversed(found.items())) if kind == "gradient of" else found
+        parts |= dict(reversed(found.items())) if kind.endswith("gradient of") else found
     parts = {name: sorted(held, key=lambda one: one[0]) for name, held in parts.items()}
     vectors |= {name: _whole(name, held, drifts) for name, held in parts.items()}
     return Numbers(vectors=vectors, parts=parts, drifts=tuple(drifts))
@@ -268,7 +282,7 @@ def _norm(parts: Sequence[PartSketch]) -> float:
 
 
 def judge(run: Numbers, reference: Numbers, allowed: Mapping[str, float]) -> list[Judged]:
-    """Compare all numbers of a run, the worst first.
+    """Compare all numbers of a run, the worst first; of a tensor that several ranks have, the copy that lies furthest.
 
     A tensor that only one of them has is infinitely far; but a kind of tensors of which the run has none was not
     recorded, such as gradients that the distributed optimizer cuts.
@@ -277,12 +291,19 @@ def judge(run: Numbers, reference: Numbers, allowed: Mapping[str, float]) -> lis
     >>> judge(other, one, {"losses": 0.1})
     [Judged(name='losses', difference=0.5, tolerance=0.1)]
     """
-    kinds = {_kind(name) for name in run.vectors}
-    names: Iterable[str] = dict.fromkeys([*(name for name in reference.vectors if _kind(name) in kinds), *run.vectors])
+    recorded = {_kind(name) for name in run.vectors}
+    theirs = (name for name in reference.vectors if _kind(name) in recorded)
+    names: Iterable[str] = dict.fromkeys([*theirs, *run.vectors])
     found = [
         Judged(
             name=name,
-            difference=relative_difference(run.vectors.get(name, ()), reference.vectors.get(name, ())),
+            difference=max(
+                relative_difference(values, reference.vectors.get(name, ()))
+                for values in (
+                    run.vectors.get(name, ()),
+                    *(p.values for _, p in run.parts.get(name, ()) if not p.is_cut),
+                )
+            ),
             tolerance=allowed.get(name, 0.0),
         )
         for name in names
@@ -300,7 +321,8 @@ def is_loss(name: str) -> bool:
 
 
 def _kind(name: str) -> str:
-    return next((kind for kind in KINDS if name.startswith(f"{kind} ")), name)
+    found = _KIND.match(name)
+    return found[0] if found else name
 
 
 def layer_of(name: str) -> str:
@@ -338,14 +360,16 @@ def first_fault(run: Numbers, reference: Numbers, found: Iterable[Judged]) -> st
     own = [_described(one, wrong[one].tolerance, run, reference) for one in reference.parts if one in wrong]
     scaled = next((line for line in own if line.startswith("gradient of") and " times " in line), "")
     line = _described(name, wrong[name].tolerance, run, reference)
-    return f"{line}; {scaled}" if scaled and not line.startswith("gradient of") else line
+    return f"{line}; {scaled}" if scaled and " times " not in line else line
 
 
 def _described(name: str, tolerance: float, run: Numbers, reference: Numbers) -> str:
     """Say how a tensor differs."""
-    if _kind(name) in _EXACT:
-        return f"{name} is not what the uniform run began with"
     whole, held = reference.vectors.get(name, ()), run.parts.get(name, ())
+    if _kind(name) in _EXACT:
+        differing = [str(rank) for rank, part in held if _differs(part, _own(part, whole), 0.0)]
+        where = f" on rank{'s'[: len(differing) != 1]} {', '.join(differing)}" if differing else ""
+        return f"{name} is not what the uniform run began with{where}"
     if not whole or not held or name not in run.vectors:
         return f"{name} differs" if whole and name in run.vectors else f"{name} is missing in one of the runs"
     faults = {rank: (part, wanted) for rank, part in held if _differs(part, wanted := _own(part, whole), tolerance)}
@@ -354,7 +378,7 @@ def _described(name: str, tolerance: float, run: Numbers, reference: Numbers) ->
         return f"{name} has infinite numbers or NaN {where}"
     factors = {factor_of(part.values, wanted, tolerance=max(tolerance, 1e-3)) for part, wanted in faults.values()}
     texts = {None if factor is None else f"{factor:.3g}" for factor in factors}
-    if len(texts) == 1 and None not in texts:
+    if len(texts) == 1 and not texts & {None, "1"}:
         return f"{name} is {texts.pop()} times that of the uniform run {where}"
     parts = [part for part, _ in faults.values()]
     sums = tuple(map(sum, zip(*(part.values for part in parts), strict=True)))
@@ -366,14 +390,16 @@ def _described(name: str, tolerance: float, run: Numbers, reference: Numbers) ->
 
 
 def first_wrong(wrong: Collection[str], reference: Numbers) -> str:
-    """Give the first of some names in order of execution; of weights, which all differ after some steps, the worst.
+    """Give the first of some names in order of execution; of weights, which change all at once, the worst.
 
     Args:
         wrong: names of what differs, the worst first.
         reference: the uniform run, which has them in order.
     """
-    ordered = [name for name in ("batch", *reference.parts) if _kind(name) != "weight"]
-    return next((name for name in [*ordered, *wrong] if name in wrong), "")
+    first = next((name for name in ("batch", *reference.parts, *wrong) if name in wrong), "")
+    return (
+        next((name for name in wrong if _kind(name) == _kind(first)), "") if _kind(first).endswith("weight") else first
+    )
 
 
 def _own(part: PartSketch, whole: Vector) -> Vector:

@@ -130,7 +130,7 @@ def judge_row(
     found = judge(numbers, reference, tolerances(reference, list(changed)))
     worst = found[0]
     losses = next((one for one in found if is_loss(one.name)), worst)
-    note, wrong = first_fault(numbers, reference, found), {one.name for one in found if not one.is_equal}
+    note, wrong = first_fault(numbers, reference, found), [one.name for one in found if not one.is_equal]
     verdict: Verdict = "equal" if not wrong and not numbers.drifts else "differs"
     if losses.tolerance >= TOO_LARGE:
         verdict, note = (

@@ -74,7 +74,10 @@ def references(scripts: Scripts) -> list[Numbers]:
 
 
 def uniform_runs(scripts: Scripts, *hooks: str) -> list[Numbers]:
-    return [numbers_of(scripts, 2, _alike(words_of(), 3, size=1), f"certified role=reference seed={i}", *hooks) for i in (0, 1)]
+    return [
+        numbers_of(scripts, 2, _alike(words_of(), 3, size=1), f"certified role=reference seed={i}", *hooks)
+        for i in (0, 1)
+    ]
 
 
 def judged(scripts: Scripts, references: list[Numbers], *hooks: str, words: Sequence[str] = ()) -> Row:
