@@ -133,8 +133,13 @@ class Judged:
         return self.difference / self.tolerance if self.tolerance else math.inf if self.difference else 0.0
 
 
-def relative_difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
+def relative_difference(ours: Sequence[float], theirs: Sequence[float], whole: Sequence[float] = ()) -> float:
     """Give the norm of the difference over that of the second; infinite where a number is none, or lengths differ.
+
+    Args:
+        ours: a vector.
+        theirs: another.
+        whole: over whose norm instead, where these are parts of it.
 
     >>> relative_difference([3.0, 4.5], [3.0, 4.0]), relative_difference([0.0], [0.0])
     (0.1, 0.0)
@@ -146,7 +151,7 @@ def relative_difference(ours: Sequence[float], theirs: Sequence[float]) -> float
     distance = math.dist(ours, theirs)
     if distance == 0:
         return 0.0
-    size = math.hypot(*theirs)
+    size = math.hypot(*(whole or theirs))
     return distance / size if math.isfinite(distance) and 0 < size < math.inf else math.inf
 
 
@@ -297,18 +302,18 @@ def judge(run: Numbers, reference: Numbers, allowed: Mapping[str, float]) -> lis
     found = [
         Judged(
             name=name,
-            difference=max(
-                relative_difference(values, reference.vectors.get(name, ()))
-                for values in (
-                    run.vectors.get(name, ()),
-                    *(p.values for _, p in run.parts.get(name, ()) if not p.is_cut),
-                )
-            ),
+            difference=_furthest(name, run, reference.vectors.get(name, ())),
             tolerance=allowed.get(name, 0.0),
         )
         for name in names
     ]
     return sorted(found, key=lambda one: one.ratio, reverse=True)
+
+
+def _furthest(name: str, run: Numbers, whole: Vector) -> float:
+    """Give the largest difference of a number or tensor, and of each rank's part or copy, relative to the whole."""
+    parts = [relative_difference(part.values, _own(part, whole), whole) for _, part in run.parts.get(name, ())]
+    return max([relative_difference(run.vectors.get(name, ()), whole), *parts])
 
 
 def is_loss(name: str) -> bool:
