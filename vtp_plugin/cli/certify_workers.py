@@ -163,8 +163,8 @@ class _Process:
                 return None
         self._process.join()
         lines = Path(self._output.name).read_text(errors="replace").splitlines()
-        said = [line for line in lines if "vtp" in line and ("rror" in line or "rank" in line)]
-        said = said or [line for line in lines if "rror:" in line]
+        said = [line for line in lines if "rror:" in line]
+        said = [line for line in said if "[vtp" in line or "vtp_plugin:" in line] or said
         return None, shown(
             said[-1] if said else f"its process ended with {self._process.exitcode} before the last step"
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,9 +15,7 @@ from vtp_plugin.certify.layouts import CertifiedRun
 from vtp_plugin.patches.certified.certified_run import Probe
 from vtp_plugin.patches.certified.certified_tensors import bare, named_parts
 
-SMALL = 1e-6
-FAULTS: list[str] = []
-"""Names of the hooks that plant a fault."""
+_SMALL = 1e-6  # less than what a layer's output may differ by
 
 
 def certified(facts: Facts, *words: str) -> None:
@@ -99,7 +96,6 @@ def _fault(plant: Callable[[_Built], object]) -> Callable[[Facts], None]:
             with torch.no_grad():
                 plant(_Built(built[0], built[1]))
 
-    FAULTS.append(plant.__name__)
     return hook
 
 
@@ -124,13 +120,6 @@ def gradient_of_stage(run: _Built) -> None:
 
 
 @_fault
-def rows_swapped(run: _Built) -> None:
-    """The rows of a layer's queries, keys and values come to lie in another order after the start."""
-    for module in run.modules("linear_qkv", 3):
-        module.weight.copy_(module.weight.roll(4, 0))
-
-
-@_fault
 def one_nan(run: _Built) -> None:
     """One gradient of one rank is no number."""
     if run.tp_rank == 1:
@@ -142,12 +131,6 @@ def one_rank_alone(run: _Built) -> None:
     """One rank's part of a gradient is too large."""
     if run.tp_rank == 1:
         run.change_gradient("3.mlp.linear_fc2.weight", lambda gradient: gradient.mul_(3))
-
-
-@_fault
-def tied_copy_drifts(run: _Built) -> None:
-    """The sum of the two ends of a tied embedding is left out at its end."""
-    run.change_gradient("output_layer.weight", lambda gradient: gradient.mul_(0.25))
 
 
 @_fault
@@ -172,20 +155,6 @@ def gradient_shares(run: _Built) -> None:
                 part.parameter.main_grad.copy_(shares.pop())
 
     config.finalize_model_grads_func = finalize
-
-
-@_fault
-def one_rate(run: _Built) -> None:
-    """One stage learns at another rate."""
-    if run.stage == 1:
-        step = run.optimizer.step
-
-        def instead() -> Any:
-            for group in run.optimizer.param_groups:
-                group["lr"] *= 2
-            return step()
-
-        run.optimizer.step = instead
 
 
 @_fault
@@ -239,13 +208,6 @@ def labels_shifted(run: _Built) -> None:
 
 
 @_fault
-def norm_of_another_epsilon(run: _Built) -> None:
-    """A norm has another epsilon."""
-    for module in run.modules("pre_mlp_layernorm", 3):
-        module.eps = 1e-2
-
-
-@_fault
 def attention_scaled(run: _Built) -> None:
     """Attention gives out too much on one rank."""
     if run.tp_rank == 1:
@@ -294,7 +256,7 @@ def _signs(values: torch.Tensor) -> torch.Tensor:
 @_fault
 def amplified(run: _Built) -> None:
     """A layer's output differs by less than its tolerance, in a direction which the next one amplifies."""
-    run.change_output("linear_fc2", 2, lambda output: output + SMALL * output.std() * _signs(output))
+    run.change_output("linear_fc2", 2, lambda output: output + _SMALL * output.std() * _signs(output))
 
 
 @_fault
@@ -325,19 +287,6 @@ def negated(run: _Built) -> None:
 def gradient_lost(run: _Built) -> None:
     """A gradient is nought."""
     run.change_gradient("position_embeddings.weight", lambda gradient: gradient.zero_())
-
-
-@_fault
-def gradient_twice(run: _Built) -> None:
-    """One bias gets the gradient of two steps."""
-    run.change_gradient("1.mlp.linear_fc1.bias", lambda gradient: gradient.mul_(2))
-
-
-@_fault
-def infinite(run: _Built) -> None:
-    """One gradient is infinite on one rank."""
-    if run.tp_rank == 0 and run.stage == 1:
-        run.change_gradient("4.mlp.linear_fc1.bias", lambda gradient: gradient[:1].fill_(torch.inf))
 
 
 @_fault
@@ -373,15 +322,6 @@ def frozen(run: _Built) -> None:
         return result
 
     run.optimizer.step = instead
-
-
-@_fault
-def clips_otherwise(run: _Built) -> None:
-    """A stage clips gradients at another norm."""
-    if run.stage == 1:
-        for one in run.optimizer.chained_optimizers:
-            one.config = copy(one.config)
-            one.config.clip_grad /= 2
 
 
 def _twice_backward(output: torch.Tensor) -> torch.Tensor:
