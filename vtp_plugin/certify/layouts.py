@@ -65,6 +65,7 @@ class CertifiedRun:
         num_steps: after which it ends.
         num_replicas: of the stage with the loss.
         cuts_samples: a rank has a part of each sample (context parallelism), so what modules give out is not recorded.
+        is_traced: messages cross over the plugin's boundaries, and are timed.
         is_later: it goes on with what another run has saved.
         killed_rank: this rank dies in the second step.
         seed: of a reference whose start weights are changed by a rounding; 0 changes none.
@@ -81,6 +82,7 @@ class CertifiedRun:
     num_steps: int = NUM_STEPS
     num_replicas: int = 1
     cuts_samples: bool = False
+    is_traced: bool = False
     is_later: bool = False
     killed_rank: int | None = None
     seed: int = 0
@@ -336,5 +338,6 @@ def _list_run(
         training=training,
         num_steps=num_steps,
         num_replicas=dp[0 if "--layerwise-disaggregated-training" in words else -1] if dp else 1,
+        is_traced=len({*sizes_of(words)}) > 1,
         cuts_samples=max(sizes_of(words, "--vtp-cp-list") + sizes_of(words, "--context-parallel-size"), default=1) > 1,
     )

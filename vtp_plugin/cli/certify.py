@@ -149,7 +149,7 @@ def _certify(workers: Workers, choice: Choice, options: argparse.Namespace) -> t
             step_s = max(answer.numbers.step_s for answer in answers if answer.numbers is not None)
             reference, *changed = references[job.training]
             row = judge_row(job, _numbers(answers), step_s, reference, changed)
-            if link and job.role == "list":
+            if link and job.is_traced:
                 row = beside_floor(row, join_files(read_files(Path(workers.trace)))[-1].shares, link)
             rows.append(row)
             if rows[-1].verdict == "differs" and (layer := layer_of(rows[-1].first)):

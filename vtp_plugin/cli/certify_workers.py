@@ -105,7 +105,7 @@ class Workers:
             self.store.set(f"{key}/port", str(server.port))
         *words, fed = [self.script, *(word.replace(FOLDER, self.folder) for word in (*job.words, job.fed))]
         words += ["--vtp-device", self.device] * ("--vtp-device" not in words)
-        words += ["--vtp-trace", self.trace, "--vtp-trace-steps", "1-3"] * (job.role == "list")
+        words += ["--vtp-trace", self.trace, "--vtp-trace-steps", "1-3"] * job.is_traced
         environment = {**self.environment, "MASTER_PORT": self.store.get(f"{key}/port").decode()}
         begin_s = time.monotonic()
         job = replace(job, words=tuple(words), fed=fed)
