@@ -130,11 +130,12 @@ class Probe:
         )
 
     def _sketches(self, *, is_exact: bool = False) -> Sketches:
-        """Sketch all weights: as the model has them, or, where the optimizer keeps them in fp32, as it has them."""
+        """Sketch all weights, as the model has them, or else the whole ones in fp32 that the optimizer keeps."""
         found: Sketches = {}
+        args: Any = get_args()
         for name, part in self._parts.items():
-            kept = None if is_exact else getattr(part.parameter, "main_param", None)
-            values = kept if kept is not None and kept.shape == part.parameter.shape else part.parameter
+            kept = None if is_exact or args.use_distributed_optimizer else getattr(part.parameter, "main_param", None)
+            values = part.parameter if kept is None else kept
             eps = EPS["fp32" if values.dtype == torch.float32 else "bf16"]
             found |= part.sketches(name, values, noise=eps * float(values.detach().norm()), is_exact=is_exact)
         return found
