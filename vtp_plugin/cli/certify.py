@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -150,7 +150,8 @@ def _certify(workers: Workers, choice: Choice, options: argparse.Namespace) -> t
             reference, *changed = references[job.training]
             row = judge_row(job, _numbers(answers), step_s, reference, changed)
             if link and job.is_traced:
-                row = beside_floor(row, join_files(read_files(Path(workers.trace)))[-1].shares, link)
+                with suppress(ConfigError):  # a short run ends before any of its steps is traced to its end
+                    row = beside_floor(row, join_files(read_files(Path(workers.trace)))[-1].shares, link)
             rows.append(row)
             if rows[-1].verdict == "differs" and (layer := layer_of(rows[-1].first)):
                 uniform = next(one for one in choice.runs if one.role == "reference" and one.training == job.training)
