@@ -18,13 +18,11 @@ from megatron.core import parallel_state
 from megatron.training import training
 from megatron.training.global_vars import get_args
 
-from vtp_plugin.api import current_session
 from vtp_plugin.certify.compare import EPS, NORM, START, PartSketch, RankNumbers, kinds
 from vtp_plugin.certify.layouts import CertifiedRun
 from vtp_plugin.patches.certified.certified_tensors import TensorRecorder, bare, feed, named_parts
-from vtp_plugin.runtime.comm.ping import time_links
+from vtp_plugin.platform.detect import detect
 from vtp_plugin.runtime.step.sketch import sketch
-from vtp_plugin.tune.cluster.machines import Location
 from vtp_plugin.util.undo import UndoStack
 
 _KILLED_AT: Final = 1  # so that one step has gone well
@@ -126,7 +124,7 @@ class Probe:
             batch=tuple(self._batch),
             tensors=self._tensors,
             step_s=step_s,
-            link=_link() if self._run.role == "start" else (),
+            link=_link(next(iter(self._parts.values())).parameter.device.type) if self._run.role == "start" else (),
         )
 
     def _sketches(self, *, is_exact: bool = False) -> Sketches:
@@ -167,18 +165,25 @@ class Probe:
                 self._batch |= {sketch("row", row[None], is_exact=True).values[0] for row in value}
 
     def _change_by_rounding(self) -> None:
-        """Make each start weight larger or smaller by the distance of two numbers, for a reference that is changed."""
+        """Make start weights larger or smaller by the distance of two numbers, for a reference that is changed.
+
+        In fp32 all; in bf16 one in four, since that distance is several times what sums in another order differ by.
+        """
         for number, part in enumerate(self._parts.values()):
             generator = torch.Generator().manual_seed(1000 * self._run.seed + number)
             signs = torch.randint(0, 2, part.parameter.shape, generator=generator) * 2 - 1
-            eps = EPS["fp32" if part.parameter.dtype == torch.float32 else "bf16"]
+            is_fp32 = part.parameter.dtype == torch.float32
+            eps = EPS["fp32" if is_fp32 else "bf16"]
+            signs *= torch.randint(0, 1 if is_fp32 else 4, signs.shape, generator=generator) == 0
             with torch.no_grad():
                 part.parameter.mul_((1 + eps * signs).to(part.parameter.device))
         self._optimizer.reload_model_params()
 
 
-def _link() -> tuple[float, ...]:
+def _link(device: Any) -> tuple[float, ...]:
     """Time the link between ranks 0 and 1; the others learn nothing. All ranks call it."""
-    session = current_session()
-    links = session and time_links(session.choose_platform(), Location(node="", site="", kind=""))
+    from vtp_plugin.runtime.comm.ping import time_links  # which other runs do without
+    from vtp_plugin.tune.cluster.machines import Location
+
+    links = time_links(detect(device), Location(node="", site="", kind=""))
     return (links.inside[""].latency_s, links.inside[""].bytes_per_s) if links else ()

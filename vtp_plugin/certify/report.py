@@ -166,12 +166,12 @@ def beside_floor(row: Row, shares: Sequence[TimeShare], link: Sequence[float]) -
         shares: the last step of all ranks, on one clock.
         link: its latency, in seconds, and bytes per second.
 
-    >>> sent = [(Cause.SEND, 0, 0.0, 0.1, 10), (Cause.WAIT, 1, -0.1, 0.5, 0)]
-    >>> shares = [
-    ...     TimeShare(rank=rank, worker=rank, start_s=0, end_s=1, stretches=(Stretch(
-    ...         cause=cause, name="boundary 0->1, replica 0, forward, microbatch 0", start_s=start, end_s=end,
-    ...         num_bytes=num_bytes),))
-    ...     for cause, rank, start, end, num_bytes in sent]
+    >>> from vtp_plugin.trace.stretches import Stretch
+    >>> name = "boundary 0->1, replica 0, forward, microbatch 0"
+    >>> sent = Stretch(cause=Cause.SEND, name=name, start_s=0.0, end_s=0.1, num_bytes=10)
+    >>> waited = Stretch(cause=Cause.WAIT, name=name, start_s=-0.1, end_s=0.5)
+    >>> shares = [TimeShare(rank=rank, worker=rank, start_s=0.0, end_s=1.0, stretches=(done,))
+    ...           for rank, done in enumerate((sent, waited))]
     >>> row = beside_floor(Row(shows="", layout="", num_ranks=2, verdict="equal"), shares, (0.05, 100.0))
     >>> row.boundary, row.boundary_ms, row.floor_ms
     ('0->1 forward', '500', '150')
