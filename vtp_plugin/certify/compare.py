@@ -94,18 +94,16 @@ class RankNumbers:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numbers:
-    """What a whole run computed, and which copies of a tensor were not the same.
+    """What a whole run computed.
 
     Attributes:
         vectors: losses and gradient norms by step, and sketches of whole tensors, by name; tensors in the order in
             which they are computed.
         parts: of each tensor, the ranks that hold a part of it, and the part.
-        drifts: lines about copies that differ.
     """
 
     vectors: Mapping[str, Vector]
     parts: Mapping[str, Sequence[tuple[int, PartSketch]]] = field(default_factory=dict[str, Any])
-    drifts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,20 +183,7 @@ def assemble(ranks: Sequence[RankNumbers]) -> Numbers:
     ...        for i, n in enumerate((1.0, 2.0))]
     >>> assemble(cut).vectors["gradient of w"]
     (1.0, 2.0)
-    >>> assemble([RankNumbers(tensors={"weight": {"w": PartSketch(values=(n,))}}) for n in (1.0, 2.0)]).drifts
-    ('weight w: rank 1 has 2 times what rank 0 has, but both hold the same part',)
     """
-    vectors: dict[str, Vector] = {}
-    drifts: list[str] = []
-    for rank, own in enumerate(ranks):
-        for name, values in own.logged.items():
-            if vectors.setdefault(name, values) != values:
-                drifts.append(f"{name}: rank {rank} has others than another rank")
-    batch = sorted({digest for rank in ranks for digest in rank.batch})
-    vectors = {
-        **({"batch": tuple(batch)} if batch else {}),
-        **dict(sorted(vectors.items(), key=lambda it: it[0] == NORM)),
-    }
     parts: dict[str, list[tuple[int, PartSketch]]] = {}
     numbered = list(enumerate(ranks))
     for kind in dict.fromkeys(kind for rank in ranks for kind in rank.tensors):
@@ -207,32 +192,19 @@ def assemble(ranks: Sequence[RankNumbers]) -> Numbers:
             for name, part in own.tensors.get(kind, {}).items():
                 found.setdefault(f"{kind} {name}", []).append((rank, part))
         parts |= dict(reversed(found.items())) if kind.endswith("gradient of") else found
+    for name in sorted(dict.fromkeys(name for rank in ranks for name in rank.logged), key=NORM.__eq__):
+        parts[name] = [(rank, PartSketch(values=own.logged[name])) for rank, own in numbered if name in own.logged]
     parts = {name: sorted(held, key=lambda one: one[0]) for name, held in parts.items()}
-    vectors |= {name: _whole(name, held, drifts) for name, held in parts.items()}
-    return Numbers(vectors=vectors, parts=parts, drifts=tuple(drifts))
+    batch = tuple(sorted({digest for rank in ranks for digest in rank.batch}))
+    vectors = {"batch": batch} if batch else {}
+    return Numbers(vectors=vectors | {name: _whole(held) for name, held in parts.items()}, parts=parts)
 
 
-def _whole(name: str, held: Sequence[tuple[int, PartSketch]], drifts: list[str]) -> Vector:
-    """Add the parts of a tensor; of copies, in a stage or on another one, the first counts, and others are noted."""
-    wholes: list[tuple[int, Vector]] = []
-    for count in dict.fromkeys(part.count for _, part in held):
-        first: dict[int, tuple[int, Vector]] = {}
-        for rank, part in held:
-            if part.count == count:
-                kept = first.setdefault(part.index if part.is_cut else 0, (rank, part.values))
-                _note_drift(name, kept, (rank, part.values), drifts)
-        sums = tuple(value for _, (_, values) in sorted(first.items()) for value in values)
-        wholes.append((min(rank for rank, _ in first.values()), sums))
-        _note_drift(name, wholes[0], wholes[-1], drifts)
-    return wholes[0][1]
-
-
-def _note_drift(name: str, first: tuple[int, Vector], other: tuple[int, Vector], drifts: list[str]) -> None:
-    """Note a copy that differs by more than what adding in another order gives."""
-    if len(other[1]) == len(first[1]) and relative_difference(other[1], first[1]) > EPS["fp32"]:
-        factor = factor_of(other[1], first[1])
-        how = f"{factor:.4g} times" if factor is not None else "other numbers than"
-        drifts.append(f"{name}: rank {other[0]} has {how} what rank {first[0]} has, but both hold the same part")
+def _whole(held: Sequence[tuple[int, PartSketch]]) -> Vector:
+    """Put the parts of a tensor side by side; of copies, in a stage or on another one, the first counts."""
+    count = held[0][1].count
+    first = {part.index if part.is_cut else 0: part.values for _, part in reversed(held) if part.count == count}
+    return tuple(value for _, values in sorted(first.items()) for value in values)
 
 
 def factor_of(ours: Sequence[float], theirs: Sequence[float], *, tolerance: float = 1e-3) -> float | None:
@@ -382,7 +354,7 @@ def _described(name: str, tolerance: float, run: Numbers, reference: Numbers) ->
     if any(not math.isfinite(value) for part, _ in faults.values() for value in part.values):
         return f"{name} has infinite numbers or NaN {where}"
     factors = {factor_of(part.values, wanted, tolerance=max(tolerance, 1e-3)) for part, wanted in faults.values()}
-    texts = {None if factor is None else f"{factor:.3g}" for factor in factors}
+    texts = {None if factor is None else f"{factor:.4g}" for factor in factors}
     if len(texts) == 1 and not texts & {None, "1"}:
         return f"{name} is {texts.pop()} times that of the uniform run {where}"
     parts = [part for part, _ in faults.values()]

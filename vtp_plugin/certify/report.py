@@ -131,7 +131,7 @@ def judge_row(
     worst = found[0]
     losses = next((one for one in found if is_loss(one.name)), worst)
     note, wrong = first_fault(numbers, reference, found), [one.name for one in found if not one.is_equal]
-    verdict: Verdict = "equal" if not wrong and not numbers.drifts else "differs"
+    verdict: Verdict = "differs" if wrong else "equal"
     if losses.tolerance >= TOO_LARGE:
         verdict, note = (
             "not judged",
@@ -150,7 +150,7 @@ def judge_row(
         worst_difference=f"{worst.difference:.1e}",
         worst_tolerance=f"{worst.tolerance:.1e}",
         step_ms=in_digits(1e3 * step_s, 3),
-        note="; ".join((*filter(None, [note]), *numbers.drifts[:1])),
+        note=note,
         first=first_wrong(wrong, reference),
         wrong=tuple(sorted(wrong)),
     )
