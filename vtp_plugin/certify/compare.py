@@ -20,6 +20,8 @@ LEAST: Final = 8 * EPS["fp32"]
 """Least tolerance: losses and gradients are added in fp32, and the order of a sum depends on the sizes."""
 TOO_LARGE: Final = 0.5
 """With a larger tolerance of the losses, whatever a run computes would be accepted."""
+_COARSE: Final = 1e-3
+"""A gradient that is known better than to this share has hardly an element whose sign is not known."""
 _NO_NUMBER: Final = "nan"
 
 
@@ -226,8 +228,9 @@ def tolerances(reference: Numbers, changed: Sequence[Numbers]) -> dict[str, floa
 
     That is :data:`FACTOR` times what the reference differs by itself when each start weight is changed by a rounding:
     a number that amplifies rounding gets a large tolerance, and one that does not a small one. The change of
-    a weight is the difference of two stored numbers, so it is not known better than these are stored. What every run
-    begins with, weights and batch, must be the same to the last bit.
+    a weight is the difference of two stored numbers, so it is not known better than these are stored; and Adam changes
+    a weight by the sign of its gradient, so where that is known to a share r only, as in bf16, a share r / pi of
+    the signs may be others. What every run begins with, weights and batch, must be the same to the last bit.
 
     Args:
         reference: the uniform run.
@@ -237,7 +240,7 @@ def tolerances(reference: Numbers, changed: Sequence[Numbers]) -> dict[str, floa
     >>> tolerances(one, [other])
     {'losses': 5.0}
     """
-    return {
+    found = {
         name: 0.0
         if _kind(name) in _EXACT
         else max(
@@ -247,6 +250,10 @@ def tolerances(reference: Numbers, changed: Sequence[Numbers]) -> dict[str, floa
         )
         for name, values in reference.vectors.items()
     }
+    for name in (name for name in found if _kind(name).endswith("weight")):
+        share = found.get(name.replace("weight ", "gradient of ", 1), 0.0)
+        found[name] = max(found[name], 2 * math.sqrt(share / math.pi) * (share > _COARSE))
+    return found
 
 
 def _noise(parts: Sequence[tuple[int, PartSketch]]) -> float:
