@@ -3,5 +3,4 @@
 Words:
     reference: the uniform run with which others are compared.
     tolerance: how far a number may lie from the reference's.
-    drift: what should be the same on several ranks, and is not.
 """

@@ -7,6 +7,7 @@ the parts of a tensor lie side by side in that of the whole one, so no tensor ha
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Final
@@ -19,6 +20,8 @@ LEAST: Final = 8 * EPS["fp32"]
 """Least tolerance: losses and gradients are added in fp32, and the order of a sum depends on the sizes."""
 TOO_LARGE: Final = 0.5
 """With a larger tolerance of the losses, whatever a run computes would be accepted."""
+_COARSE: Final = 1e-3
+"""A gradient that is known better than to this share has hardly an element whose sign is not known."""
 _NO_NUMBER: Final = "nan"
 
 
@@ -79,30 +82,30 @@ class RankNumbers:
     Attributes:
         logged: losses and gradient norm by step, by name; losses only where they are known.
         batch: digests of the rows of the first step's batch, where this rank has them whole.
-        tensors: sketches of parts of tensors in order of execution, by name, by one of :data:`KINDS`.
+        tensors: sketches of parts of tensors in order of execution, by name, by a kind of :func:`kinds`.
         step_s: time of the last step, in seconds.
+        link: latency, in seconds, and bytes per second between ranks 0 and 1, where they were timed.
     """
 
     logged: Mapping[str, Vector] = field(default_factory=dict[str, Vector])
     batch: Vector = ()
     tensors: Mapping[str, Mapping[str, PartSketch]] = field(default_factory=dict[str, Any])
     step_s: float = 0.0
+    link: Vector = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Numbers:
-    """What a whole run computed, and which copies of a tensor were not the same.
+    """What a whole run computed.
 
     Attributes:
         vectors: losses and gradient norms by step, and sketches of whole tensors, by name; tensors in the order in
             which they are computed.
         parts: of each tensor, the ranks that hold a part of it, and the part.
-        drifts: lines about copies that differ.
     """
 
     vectors: Mapping[str, Vector]
     parts: Mapping[str, Sequence[tuple[int, PartSketch]]] = field(default_factory=dict[str, Any])
-    drifts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,8 +133,13 @@ class Judged:
         return self.difference / self.tolerance if self.tolerance else math.inf if self.difference else 0.0
 
 
-def relative_difference(ours: Sequence[float], theirs: Sequence[float]) -> float:
+def relative_difference(ours: Sequence[float], theirs: Sequence[float], whole: Sequence[float] = ()) -> float:
     """Give the norm of the difference over that of the second; infinite where a number is none, or lengths differ.
+
+    Args:
+        ours: a vector.
+        theirs: another.
+        whole: over whose norm instead, where these are parts of it.
 
     >>> relative_difference([3.0, 4.5], [3.0, 4.0]), relative_difference([0.0], [0.0])
     (0.1, 0.0)
@@ -143,16 +151,31 @@ def relative_difference(ours: Sequence[float], theirs: Sequence[float]) -> float
     distance = math.dist(ours, theirs)
     if distance == 0:
         return 0.0
-    size = math.hypot(*theirs)
+    size = math.hypot(*(whole or theirs))
     return distance / size if math.isfinite(distance) and 0 < size < math.inf else math.inf
 
 
-KINDS: Final = ("start of", "output of", "gradient at", "gradient of", "weight")
-"""Of tensors, in order of execution: start weights as exact digests, what modules give out in the first microbatch and
-the gradients there, gradients of weights in the first step before clipping, and how much weights change in all steps.
-"""
+START: Final = "start of"
+"""The kind of start weights, of which exact digests are kept."""
+
+
+def kinds(step: int) -> tuple[str, str, str, str]:
+    """Name the kinds of tensors of a step, from 1 on, in order of execution.
+
+    They are what modules give out, and the gradients there; gradients of weights before clipping; how much weights have
+    changed since the start.
+
+    >>> kinds(1)[0], kinds(2)[0]
+    ('output of', "step 2's output of")
+    """
+    when = f"step {step}'s " if step > 1 else ""
+    return (f"{when}output of", f"{when}gradient at", f"{when}gradient of", f"{when}weight")
+
+
 NORM: Final = "gradient norm"
-_EXACT: Final = ("start of", "batch")
+_EXACT: Final = (START, "batch")
+_KIND: Final = re.compile(r"start of|(step \d+'s )?(output of|gradient at|gradient of|weight)(?= )")
+_LAYER: Final = re.compile(r"output of (decoder\.layers\.\d+|decoder\.final_layernorm|output_layer)(\.\S+)?$")
 
 
 def assemble(ranks: Sequence[RankNumbers]) -> Numbers:
@@ -162,54 +185,28 @@ def assemble(ranks: Sequence[RankNumbers]) -> Numbers:
     ...        for i, n in enumerate((1.0, 2.0))]
     >>> assemble(cut).vectors["gradient of w"]
     (1.0, 2.0)
-    >>> assemble([RankNumbers(tensors={"weight": {"w": PartSketch(values=(n,))}}) for n in (1.0, 2.0)]).drifts
-    ('weight w: rank 1 has 2 times what rank 0 has, but both hold the same part',)
     """
-    vectors: dict[str, Vector] = {}
-    drifts: list[str] = []
-    for rank, own in enumerate(ranks):
-        for name, values in own.logged.items():
-            if vectors.setdefault(name, values) != values:
-                drifts.append(f"{name}: rank {rank} has others than another rank")
-    batch = sorted({digest for rank in ranks for digest in rank.batch})
-    vectors = {
-        **({"batch": tuple(batch)} if batch else {}),
-        **dict(sorted(vectors.items(), key=lambda it: it[0] == NORM)),
-    }
     parts: dict[str, list[tuple[int, PartSketch]]] = {}
-    for kind in KINDS:
+    numbered = list(enumerate(ranks))
+    for kind in dict.fromkeys(kind for rank in ranks for kind in rank.tensors):
         found: dict[str, list[tuple[int, PartSketch]]] = {}
-        numbered = list(enumerate(ranks))
-        for rank, own in reversed(numbered) if kind == "gradient at" else numbered:
+        for rank, own in reversed(numbered) if kind.endswith("gradient at") else numbered:
             for name, part in own.tensors.get(kind, {}).items():
                 found.setdefault(f"{kind} {name}", []).append((rank, part))
-        parts |= dict(reversed(found.items())) if kind == "gradient of" else found
+        parts |= dict(reversed(found.items())) if kind.endswith("gradient of") else found
+    for name in sorted(dict.fromkeys(name for rank in ranks for name in rank.logged), key=NORM.__eq__):
+        parts[name] = [(rank, PartSketch(values=own.logged[name])) for rank, own in numbered if name in own.logged]
     parts = {name: sorted(held, key=lambda one: one[0]) for name, held in parts.items()}
-    vectors |= {name: _whole(name, held, drifts) for name, held in parts.items()}
-    return Numbers(vectors=vectors, parts=parts, drifts=tuple(drifts))
+    batch = tuple(sorted({digest for rank in ranks for digest in rank.batch}))
+    vectors = {"batch": batch} if batch else {}
+    return Numbers(vectors=vectors | {name: _whole(held) for name, held in parts.items()}, parts=parts)
 
 
-def _whole(name: str, held: Sequence[tuple[int, PartSketch]], drifts: list[str]) -> Vector:
-    """Add the parts of a tensor; of copies, in a stage or on another one, the first counts, and others are noted."""
-    wholes: list[tuple[int, Vector]] = []
-    for count in dict.fromkeys(part.count for _, part in held):
-        first: dict[int, tuple[int, Vector]] = {}
-        for rank, part in held:
-            if part.count == count:
-                kept = first.setdefault(part.index if part.is_cut else 0, (rank, part.values))
-                _note_drift(name, kept, (rank, part.values), drifts)
-        sums = tuple(value for _, (_, values) in sorted(first.items()) for value in values)
-        wholes.append((min(rank for rank, _ in first.values()), sums))
-        _note_drift(name, wholes[0], wholes[-1], drifts)
-    return wholes[0][1]
-
-
-def _note_drift(name: str, first: tuple[int, Vector], other: tuple[int, Vector], drifts: list[str]) -> None:
-    """Note a copy that differs by more than what adding in another order gives."""
-    if len(other[1]) == len(first[1]) and relative_difference(other[1], first[1]) > EPS["fp32"]:
-        factor = factor_of(other[1], first[1])
-        how = f"{factor:.4g} times" if factor is not None else "other numbers than"
-        drifts.append(f"{name}: rank {other[0]} has {how} what rank {first[0]} has, but both hold the same part")
+def _whole(held: Sequence[tuple[int, PartSketch]]) -> Vector:
+    """Put the parts of a tensor side by side; of copies, in a stage or on another one, the first counts."""
+    count = held[0][1].count
+    first = {part.index if part.is_cut else 0: part.values for _, part in reversed(held) if part.count == count}
+    return tuple(value for _, values in sorted(first.items()) for value in values)
 
 
 def factor_of(ours: Sequence[float], theirs: Sequence[float], *, tolerance: float = 1e-3) -> float | None:
@@ -231,8 +228,9 @@ def tolerances(reference: Numbers, changed: Sequence[Numbers]) -> dict[str, floa
 
     That is :data:`FACTOR` times what the reference differs by itself when each start weight is changed by a rounding:
     a number that amplifies rounding gets a large tolerance, and one that does not a small one. The change of
-    a weight is the difference of two stored numbers, so it is not known better than these are stored. What every run
-    begins with, weights and batch, must be the same to the last bit.
+    a weight is the difference of two stored numbers, so it is not known better than these are stored; and Adam changes
+    a weight by the sign of its gradient, so where that is known to a share r only, as in bf16, a share r / pi of
+    the signs may be others. What every run begins with, weights and batch, must be the same to the last bit.
 
     Args:
         reference: the uniform run.
@@ -242,7 +240,7 @@ def tolerances(reference: Numbers, changed: Sequence[Numbers]) -> dict[str, floa
     >>> tolerances(one, [other])
     {'losses': 5.0}
     """
-    return {
+    found = {
         name: 0.0
         if _kind(name) in _EXACT
         else max(
@@ -252,6 +250,10 @@ def tolerances(reference: Numbers, changed: Sequence[Numbers]) -> dict[str, floa
         )
         for name, values in reference.vectors.items()
     }
+    for name in (name for name in found if _kind(name).endswith("weight")):
+        share = found.get(name.replace("weight ", "gradient of ", 1), 0.0)
+        found[name] = max(found[name], 2 * math.sqrt(share / math.pi) * (share > _COARSE))
+    return found
 
 
 def _noise(parts: Sequence[tuple[int, PartSketch]]) -> float:
@@ -264,7 +266,7 @@ def _norm(parts: Sequence[PartSketch]) -> float:
 
 
 def judge(run: Numbers, reference: Numbers, allowed: Mapping[str, float]) -> list[Judged]:
-    """Compare all numbers of a run, the worst first.
+    """Compare all numbers of a run, the worst first; of a tensor that several ranks have, the copy that lies furthest.
 
     A tensor that only one of them has is infinitely far; but a kind of tensors of which the run has none was not
     recorded, such as gradients that the distributed optimizer cuts.
@@ -273,17 +275,24 @@ def judge(run: Numbers, reference: Numbers, allowed: Mapping[str, float]) -> lis
     >>> judge(other, one, {"losses": 0.1})
     [Judged(name='losses', difference=0.5, tolerance=0.1)]
     """
-    kinds = {_kind(name) for name in run.vectors}
-    names: Iterable[str] = dict.fromkeys([*(name for name in reference.vectors if _kind(name) in kinds), *run.vectors])
+    recorded = {_kind(name) for name in run.vectors}
+    theirs = (name for name in reference.vectors if _kind(name) in recorded)
+    names: Iterable[str] = dict.fromkeys([*theirs, *run.vectors])
     found = [
         Judged(
             name=name,
-            difference=relative_difference(run.vectors.get(name, ()), reference.vectors.get(name, ())),
+            difference=_furthest(name, run, reference.vectors.get(name, ())),
             tolerance=allowed.get(name, 0.0),
         )
         for name in names
     ]
     return sorted(found, key=lambda one: one.ratio, reverse=True)
+
+
+def _furthest(name: str, run: Numbers, whole: Vector) -> float:
+    """Give the largest difference of a number or tensor, and of each rank's part or copy, relative to the whole."""
+    parts = [relative_difference(part.values, _own(part, whole), whole) for _, part in run.parts.get(name, ())]
+    return max([relative_difference(run.vectors.get(name, ()), whole), *parts])
 
 
 def is_loss(name: str) -> bool:
@@ -296,7 +305,18 @@ def is_loss(name: str) -> bool:
 
 
 def _kind(name: str) -> str:
-    return next((kind for kind in KINDS if name.startswith(f"{kind} ")), name)
+    found = _KIND.match(name)
+    return found[0] if found else name
+
+
+def layer_of(name: str) -> str:
+    """Name the layer that gives out a tensor, or inside which one arises; empty for gradients, and other modules.
+
+    >>> [layer_of(name) for name in ("output of decoder.layers.3.mlp.linear_fc2", "output of output_layer", "weight w")]
+    ['decoder.layers.3', 'output_layer', '']
+    """
+    found = _LAYER.match(name)
+    return found[1] if found else ""
 
 
 def first_fault(run: Numbers, reference: Numbers, found: Iterable[Judged]) -> str:
@@ -324,14 +344,16 @@ def first_fault(run: Numbers, reference: Numbers, found: Iterable[Judged]) -> st
     own = [_described(one, wrong[one].tolerance, run, reference) for one in reference.parts if one in wrong]
     scaled = next((line for line in own if line.startswith("gradient of") and " times " in line), "")
     line = _described(name, wrong[name].tolerance, run, reference)
-    return f"{line}; {scaled}" if scaled and not line.startswith("gradient of") else line
+    return f"{line}; {scaled}" if scaled and " times " not in line else line
 
 
 def _described(name: str, tolerance: float, run: Numbers, reference: Numbers) -> str:
     """Say how a tensor differs."""
-    if _kind(name) in _EXACT:
-        return f"{name} is not what the uniform run began with"
     whole, held = reference.vectors.get(name, ()), run.parts.get(name, ())
+    if _kind(name) in _EXACT:
+        differing = [str(rank) for rank, part in held if _differs(part, _own(part, whole), 0.0)]
+        where = f" on rank{'s'[: len(differing) != 1]} {', '.join(differing)}" if differing else ""
+        return f"{name} is not what the uniform run began with{where}"
     if not whole or not held or name not in run.vectors:
         return f"{name} differs" if whole and name in run.vectors else f"{name} is missing in one of the runs"
     faults = {rank: (part, wanted) for rank, part in held if _differs(part, wanted := _own(part, whole), tolerance)}
@@ -339,8 +361,8 @@ def _described(name: str, tolerance: float, run: Numbers, reference: Numbers) ->
     if any(not math.isfinite(value) for part, _ in faults.values() for value in part.values):
         return f"{name} has infinite numbers or NaN {where}"
     factors = {factor_of(part.values, wanted, tolerance=max(tolerance, 1e-3)) for part, wanted in faults.values()}
-    texts = {None if factor is None else f"{factor:.3g}" for factor in factors}
-    if len(texts) == 1 and None not in texts:
+    texts = {None if factor is None else f"{factor:.4g}" for factor in factors}
+    if len(texts) == 1 and not texts & {None, "1"}:
         return f"{name} is {texts.pop()} times that of the uniform run {where}"
     parts = [part for part, _ in faults.values()]
     sums = tuple(map(sum, zip(*(part.values for part in parts), strict=True)))
@@ -352,14 +374,16 @@ def _described(name: str, tolerance: float, run: Numbers, reference: Numbers) ->
 
 
 def first_wrong(wrong: Collection[str], reference: Numbers) -> str:
-    """Give the first of some names in order of execution; of weights, which all differ after some steps, the worst.
+    """Give the first of some names in order of execution; of weights, which change all at once, the worst.
 
     Args:
         wrong: names of what differs, the worst first.
         reference: the uniform run, which has them in order.
     """
-    ordered = [name for name in ("batch", *reference.parts) if _kind(name) != "weight"]
-    return next((name for name in [*ordered, *wrong] if name in wrong), "")
+    first = next((name for name in ("batch", *reference.parts, *wrong) if name in wrong), "")
+    return (
+        next((name for name in wrong if _kind(name) == _kind(first)), "") if _kind(first).endswith("weight") else first
+    )
 
 
 def _own(part: PartSketch, whole: Vector) -> Vector:

@@ -64,9 +64,13 @@ class CertifiedRun:
         training: flags of what it computes; runs with equal ones must agree.
         num_steps: after which it ends.
         num_replicas: of the stage with the loss.
+        cuts_samples: a rank has a part of each sample (context parallelism), so what modules give out is not recorded.
+        is_traced: messages cross over the plugin's boundaries, and are timed.
         is_later: it goes on with what another run has saved.
         killed_rank: this rank dies in the second step.
         seed: of a reference whose start weights are changed by a rounding; 0 changes none.
+        fed: a file that is named after a layer: the reference keeps there what the layer gets in the first microbatch,
+            and other runs give that to the layer; empty for none.
     """
 
     shows: str
@@ -77,9 +81,16 @@ class CertifiedRun:
     training: str = ""
     num_steps: int = NUM_STEPS
     num_replicas: int = 1
+    cuts_samples: bool = False
+    is_traced: bool = False
     is_later: bool = False
     killed_rank: int | None = None
     seed: int = 0
+    fed: str = ""
+
+    def with_fed(self, layer: str) -> CertifiedRun:
+        """Give the first step of the run once more, for a layer that is to get the reference's input."""
+        return replace(self, fed=f"{FOLDER}/{layer}", num_steps=1, words=(*self.words, "--exit-interval", "1"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -327,4 +338,6 @@ def _list_run(
         training=training,
         num_steps=num_steps,
         num_replicas=dp[0 if "--layerwise-disaggregated-training" in words else -1] if dp else 1,
+        is_traced=len({*sizes_of(words)}) > 1,
+        cuts_samples=max(sizes_of(words, "--vtp-cp-list") + sizes_of(words, "--context-parallel-size"), default=1) > 1,
     )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Final, Literal
 
 from vtp_plugin.certify.compare import (
@@ -18,10 +20,14 @@ from vtp_plugin.certify.compare import (
     first_wrong,
     is_loss,
     judge,
+    layer_of,
     tolerances,
 )
 from vtp_plugin.certify.layouts import CertifiedRun
 from vtp_plugin.report.page.report_page import TextTable
+from vtp_plugin.trace.compare_steps import boundary_of, crossings_of
+from vtp_plugin.trace.explain import TimeShare
+from vtp_plugin.trace.stretches import Cause
 from vtp_plugin.util.text import in_digits
 
 Verdict = Literal["equal", "differs", "Megatron's own", "failed", "named", "not named", "not judged"]
@@ -44,6 +50,9 @@ class Row:
         worst_difference: its relative difference.
         worst_tolerance: what it was judged by.
         step_ms: time of the last step, in milliseconds.
+        boundary: between which stages a message takes longest, over the least time.
+        boundary_ms: the median time of a message there, in milliseconds.
+        floor_ms: the least time: that of its busiest sender's bytes on the link between ranks 0 and 1.
         note: more, in a line.
         first: the first that differs, in order of execution; empty if none does.
         wrong: names of all that differ.
@@ -59,6 +68,9 @@ class Row:
     worst_difference: str = ""
     worst_tolerance: str = ""
     step_ms: str = ""
+    boundary: str = ""
+    boundary_ms: str = ""
+    floor_ms: str = ""
     note: str = ""
     first: str = ""
     wrong: tuple[str, ...] = ()
@@ -118,8 +130,8 @@ def judge_row(
     found = judge(numbers, reference, tolerances(reference, list(changed)))
     worst = found[0]
     losses = next((one for one in found if is_loss(one.name)), worst)
-    note, wrong = first_fault(numbers, reference, found), {one.name for one in found if not one.is_equal}
-    verdict: Verdict = "equal" if not wrong and not numbers.drifts else "differs"
+    note, wrong = first_fault(numbers, reference, found), [one.name for one in found if not one.is_equal]
+    verdict: Verdict = "differs" if wrong else "equal"
     if losses.tolerance >= TOO_LARGE:
         verdict, note = (
             "not judged",
@@ -138,10 +150,75 @@ def judge_row(
         worst_difference=f"{worst.difference:.1e}",
         worst_tolerance=f"{worst.tolerance:.1e}",
         step_ms=in_digits(1e3 * step_s, 3),
-        note="; ".join((*filter(None, [note]), *numbers.drifts[:1])),
+        note=note,
         first=first_wrong(wrong, reference),
         wrong=tuple(sorted(wrong)),
     )
+
+
+def beside_floor(row: Row, shares: Sequence[TimeShare], link: Sequence[float]) -> Row:
+    """Add the boundary of a run where messages take longest over the least time that the link allows.
+
+    Only messages count whose receiver waited for them: of others it is not known when they came.
+
+    Args:
+        row: of the run.
+        shares: the last step of all ranks, on one clock.
+        link: its latency, in seconds, and bytes per second.
+
+    >>> from vtp_plugin.trace.stretches import Stretch
+    >>> name = "boundary 0->1, replica 0, forward, microbatch 0"
+    >>> sent = Stretch(cause=Cause.SEND, name=name, start_s=0.0, end_s=0.1, num_bytes=10)
+    >>> waited = Stretch(cause=Cause.WAIT, name=name, start_s=-0.1, end_s=0.5)
+    >>> shares = [TimeShare(rank=rank, worker=rank, start_s=0.0, end_s=1.0, stretches=(done,))
+    ...           for rank, done in enumerate((sent, waited))]
+    >>> row = beside_floor(Row(shows="", layout="", num_ranks=2, verdict="equal"), shares, (0.05, 100.0))
+    >>> row.boundary, row.boundary_ms, row.floor_ms
+    ('0->1 forward', '500', '150')
+    """
+    found: defaultdict[tuple[int, int, str], list[tuple[float, float]]] = defaultdict(list)
+    for _, name, took_s in crossings_of(shares):
+        sent = [
+            [one.num_bytes for one in share.stretches if (one.cause, one.name) == (Cause.SEND, name)]
+            for share in shares
+        ]
+        num_bytes = max(map(sum, sent))
+        if num_bytes and (boundary := boundary_of(name)):
+            found[boundary].append((took_s, link[0] + num_bytes / link[1]))
+    medians = {boundary: [median(column) for column in zip(*times, strict=True)] for boundary, times in found.items()}
+    if not medians:
+        return row
+    (source, target, way), (took_s, floor_s) = max(medians.items(), key=lambda one: one[1][0] / one[1][1])
+    times = {"boundary_ms": in_digits(1e3 * took_s, 3), "floor_ms": in_digits(1e3 * floor_s, 3)}
+    return replace(row, boundary=f"{source}->{target} {way}", **times)
+
+
+def blame(row: Row, fed: Numbers, reference: Numbers, changed: Sequence[Numbers]) -> Row:
+    """Say whether the layer where a run first differs does so from the uniform run's input, too.
+
+    Args:
+        row: of the run.
+        fed: what the run computes when the layer gets that input.
+        reference: the uniform run of its training.
+        changed: the same with start weights that are changed by a rounding.
+
+    >>> name = "output of output_layer"
+    >>> right, wrong = (Numbers(vectors={name: (x, 1.0)}) for x in (1.0, 2.0))
+    >>> row = Row(shows="", layout="", num_ranks=1, verdict="differs", first=name, note="it differs")
+    >>> [blame(row, fed, right, []).note for fed in (right, wrong)]  # doctest: +NORMALIZE_WHITESPACE
+    ['it differs; the fault lies before output_layer, which is right when it gets the input of the uniform run',
+     'it differs; the fault lies in output_layer, which differs when it gets the input of the uniform run, too']
+    """
+    layer = layer_of(row.first)
+    is_right = all(
+        one.is_equal for one in judge(fed, reference, tolerances(reference, changed)) if layer_of(one.name) == layer
+    )
+    which = (
+        f"before {layer}, which is right when it gets the input of the uniform run"
+        if is_right
+        else f"in {layer}, which differs when it gets the input of the uniform run, too"
+    )
+    return replace(row, note=f"{row.note}; the fault lies {which}")
 
 
 def conclude(rows: Sequence[Row], left_out: Mapping[str, str]) -> tuple[tuple[Row, ...], str]:
@@ -196,11 +273,15 @@ def text_of(report: CertifyReport) -> Iterator[str | TextTable]:
     yield ", ".join(f"{name} {version}" for name, version in report.versions.items())
     yield f"sources of the plugin {report.sources}"
     yield ""
-    header = ("shows", "stages", "verdict", "losses", "allowed", "furthest", "by", "allowed", "step")
+    header = (
+        *("shows", "stages", "verdict", "losses", "allowed", "furthest", "by", "allowed", "step ms"),
+        *("boundary", "message ms", "floor ms"),
+    )
     rows = [
         (
             *(row.shows, row.layout, row.verdict, row.losses, row.losses_tolerance),
-            *(row.worst, row.worst_difference, row.worst_tolerance, f"{row.step_ms} ms" if row.step_ms else ""),
+            *(row.worst, row.worst_difference, row.worst_tolerance, row.step_ms),
+            *(row.boundary, row.boundary_ms, row.floor_ms),
         )
         for row in report.rows
     ]
@@ -210,6 +291,10 @@ def text_of(report: CertifyReport) -> Iterator[str | TextTable]:
     yield (
         f"losses, furthest: norm of the difference from the uniform run, relative. allowed: {FACTOR:g} times what the "
         "uniform run differs by from itself when each start weight is changed by one rounding; the larger of two runs"
+    )
+    yield (
+        "boundary: where a message takes longest over its floor, which is the time of the bytes of its busiest sender "
+        "between ranks 0 and 1"
     )
     yield from (f"not run: {what}: {why}" for what, why in report.left_out.items())
     num_well = sum(row.verdict in WELL for row in report.rows)

@@ -14,8 +14,8 @@ import platform as python_platform
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -23,11 +23,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import vtp_plugin
-from vtp_plugin.certify.compare import Numbers, assemble
+from vtp_plugin.certify.compare import Numbers, assemble, layer_of
 from vtp_plugin.certify.layouts import CertifiedRun, Choice, choose, choose_for_script, ranks_of
 from vtp_plugin.certify.report import (
     CertifyReport,
     Row,
+    beside_floor,
+    blame,
     conclude,
     digest_of,
     judge_row,
@@ -40,6 +42,8 @@ from vtp_plugin.config import VtpConfig
 from vtp_plugin.config.resolve import check_command_line
 from vtp_plugin.errors import ConfigError
 from vtp_plugin.host.versions import find_host
+from vtp_plugin.trace.compare_steps import join_files
+from vtp_plugin.trace.stretches import read_files
 from vtp_plugin.util.text import own_command
 from vtp_plugin.util.typed_json import read_bytes, read_typed
 
@@ -118,6 +122,7 @@ def run(options: argparse.Namespace) -> None:
 def _certify(workers: Workers, choice: Choice, options: argparse.Namespace) -> tuple[tuple[Row, ...], str]:
     """Run and judge all that was chosen; of a user's script also say why it differs."""
     references: dict[str, list[Numbers]] = {}
+    link: Sequence[float] = ()
     rows: list[Row] = []
     for job in choice.runs:
         answers = workers.run(job)
@@ -136,12 +141,23 @@ def _certify(workers: Workers, choice: Choice, options: argparse.Namespace) -> t
             rows.append(unjudged(job, "failed", known))
         elif job.role == "reference":
             references.setdefault(job.training, []).append(_numbers(answers))
-        elif job.role != "start" and job.training not in references:
+        elif job.role == "start":
+            link = link or next(answer.numbers.link for answer in answers if answer.numbers is not None)
+        elif job.training not in references:
             rows.append(unjudged(job, "failed", "there is no uniform run to compare with"))
-        elif job.role != "start":
+        else:
             step_s = max(answer.numbers.step_s for answer in answers if answer.numbers is not None)
             reference, *changed = references[job.training]
-            rows.append(judge_row(job, _numbers(answers), step_s, reference, changed))
+            row = judge_row(job, _numbers(answers), step_s, reference, changed)
+            if link and job.is_traced:
+                with suppress(ConfigError):  # a short run ends before any of its steps is traced to its end
+                    row = beside_floor(row, join_files(read_files(Path(workers.trace)))[-1].shares, link)
+            rows.append(row)
+            if rows[-1].verdict == "differs" and (layer := layer_of(rows[-1].first)):
+                uniform = next(one for one in choice.runs if one.role == "reference" and one.training == job.training)
+                *_, again = [workers.run(one.with_fed(layer)) for one in (uniform, job)]
+                if all(answer.numbers is not None for answer in again):
+                    rows[-1] = blame(rows[-1], _numbers(again), reference, changed)
         if job.role == "again" and rows[-1].verdict != "equal":
             raise ConfigError(
                 f"two equal runs of {options.script[0]} cannot be compared: {rows[-1].note}; nothing can be "

@@ -84,6 +84,11 @@ class Workers:
             self.store.set("certify/folder", self.folder)
         self.folder = self.store.get("certify/folder").decode()
 
+    @property
+    def trace(self) -> str:
+        """The folder where a list's last run has written what it did, and when."""
+        return f"{self.folder}/trace-{self.number}"
+
     def run(self, job: CertifiedRun) -> list[Answer]:
         """Run a layout on its ranks, all supervisors together.
 
@@ -98,12 +103,13 @@ class Workers:
         server = serve(address, 0, self.timeout_s + _START_S) if 0 in own else None
         if server is not None:
             self.store.set(f"{key}/port", str(server.port))
-        words = [self.script, *(word.replace(FOLDER, self.folder) for word in job.words)]
-        if "--vtp-device" not in words:
-            words += ["--vtp-device", self.device]
+        *words, fed = [self.script, *(word.replace(FOLDER, self.folder) for word in (*job.words, job.fed))]
+        words += ["--vtp-device", self.device] * ("--vtp-device" not in words)
+        words += ["--vtp-trace", self.trace, "--vtp-trace-steps", "1-3"] * job.is_traced
         environment = {**self.environment, "MASTER_PORT": self.store.get(f"{key}/port").decode()}
         begin_s = time.monotonic()
-        processes = {rank: _Process(replace(job, words=tuple(words)), rank, environment, self.device) for rank in own}
+        job = replace(job, words=tuple(words), fed=fed)
+        processes = {rank: _Process(job, rank, environment, self.device) for rank in own}
         try:
             found = self._collect(processes, begin_s)
         finally:
@@ -157,8 +163,8 @@ class _Process:
                 return None
         self._process.join()
         lines = Path(self._output.name).read_text(errors="replace").splitlines()
-        said = [line for line in lines if "vtp" in line and ("rror" in line or "rank" in line)]
-        said = said or [line for line in lines if "rror:" in line]
+        said = [line for line in lines if "rror:" in line]
+        said = [line for line in said if "[vtp" in line or "vtp_plugin:" in line] or said
         return None, shown(
             said[-1] if said else f"its process ended with {self._process.exitcode} before the last step"
         )

@@ -466,15 +466,15 @@ class Start:
         if not planned.is_recorded:
             return
         config, coord = planned.config, planned.layout.coord(rank)
-        recorder.counts_traffic = config.has_several_sites
+        recorder.counts_traffic = config.has_several_sites or config.trace is not None
         owner = Owner(
             run=ranks.name_run(),
             rank=rank,
             world_size=planned.layout.world_size,
             stage=coord.stage,
             worker=planned.replicas.worker(coord.stage, coord.dp_rank),
-            site=planned.site_of(rank) if recorder.counts_traffic else "",
-            network=name_network() if recorder.counts_traffic else "",
+            site=planned.site_of(rank) if config.has_several_sites else "",
+            network=name_network() if config.has_several_sites else "",
         )
         compare_clocks = ranks.compare_clocks
         if config.trace is not None and self.tracing is None:

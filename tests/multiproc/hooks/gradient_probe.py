@@ -15,7 +15,7 @@ from megatron.core import parallel_state
 from megatron.training import get_args
 
 from tests.multiproc.hooks.in_place import Facts, around
-from tests.multiproc.hooks.optimizer_dump import _cut, _global_numbers, _whole_name
+from tests.multiproc.hooks.optimizer_dump import whole_parts
 
 
 def note_gradients(facts: Facts) -> None:
@@ -45,9 +45,7 @@ def note_gradients(facts: Facts) -> None:
 def _parts(model: list[Any]) -> Iterator[tuple[str, Any, dict[str, Any]]]:
     """Yield parameters with their names in the whole model, and what part of which whole weight this rank has."""
     for chunk in model:
-        numbers = _global_numbers(chunk)
-        for name, parameter in chunk.named_parameters():
-            name, cut = _whole_name(name, numbers), _cut(name, parameter)
+        for name, parameter, cut in whole_parts(chunk):
             shape = list(cut["shape"])
             if cut["axis"] is not None:
                 shape[cut["axis"]] *= cut["tp"][1]

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 Facts = dict[str, Any]
-Hook = Callable[[Facts], Callable[[], None] | None]
+Hook = Callable[..., Callable[[], None] | None]
 
 
 def around(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:

@@ -15,6 +15,7 @@ from megatron.training import get_args
 
 from tests.multiproc.cases.optimizer_state import Share
 from tests.multiproc.hooks.in_place import Facts, before
+from vtp_plugin.patches.certified.certified_tensors import named_parts
 
 _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
@@ -31,10 +32,9 @@ def dump_optimizer(facts: Facts) -> None:
 def _shares(model: list[Any], optimizer: Any) -> Iterator[Share]:
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
     for index, chunk in enumerate(model):
-        names = _global_numbers(chunk)
-        for name, parameter in chunk.named_parameters():
+        for name, parameter, cut in whole_parts(chunk):
             for held in (found for part in parts if (found := _held_by(part, parameter)) is not None):
-                yield _share(_whole_name(name, names), index, parameter, *held)
+                yield _share(name, index, cut, *held)
 
 
 def _held_by(optimizer: Any, parameter: Any) -> tuple[Any, dict[str, Any], int] | None:
@@ -51,52 +51,27 @@ def _held_by(optimizer: Any, parameter: Any) -> tuple[Any, dict[str, Any], int] 
     return main, state[main], optimizer._get_model_param_range_map(parameter)["param"].start
 
 
-def _global_numbers(chunk: Any) -> dict[str, int]:
-    """Give the number in the whole model of every layer and expert that a chunk numbers by itself."""
-    found = {}
-    for name, module in chunk.named_modules():
-        if re.search(r"\.layers\.\d+$", name):
-            found[name] = module.layer_number - 1
-        if re.search(r"\.local_experts\.\d+$", name):
-            own = int(name.rpartition(".")[2])
-            per_rank = get_args().num_experts // parallel_state.get_expert_model_parallel_world_size()
-            found[name] = parallel_state.get_expert_model_parallel_rank() * per_rank + own
-    return found
+def whole_parts(chunk: Any) -> Iterator[tuple[str, Any, dict[str, Any]]]:
+    """Yield the parameters of a chunk with their names in the whole model, and what part of it this rank has."""
+    args: Any = get_args()
+    for name, part in named_parts([chunk], args.num_experts or 0).items():
+        is_tied = args.untie_embeddings_and_output_weights is False and name == "output_layer.weight"
+        counted = re.sub(r"(decoder\.layers\.)(\d+)", lambda found: f"{found[1]}{int(found[2]) - 1}", name)  # from 0 on
+        whole = "embedding.word_embeddings.weight" if is_tied else counted
+        cut = {
+            "tp": (part.index, part.count),
+            "axis": part.dim if part.count > 1 else None,
+            "is_gated": part.is_gated,
+            "shape": tuple(part.parameter.shape),
+        }
+        yield whole, part.parameter, cut
 
 
-def _whole_name(name: str, numbers: dict[str, int]) -> str:
-    in_chunk = name  # a number in the whole model may be that of another layer in the chunk
-    for prefix in sorted(numbers, key=len, reverse=True):
-        if in_chunk.startswith(f"{prefix}."):
-            head, _, _ = prefix.rpartition(".")
-            name = f"{head}.{numbers[prefix]}{name[len(prefix) :]}"
-    name = name.removeprefix("module.").removeprefix("module.")
-    is_tied = get_args().untie_embeddings_and_output_weights is False and name == "output_layer.weight"
-    return "embedding.word_embeddings.weight" if is_tied else name
-
-
-def _cut(name: str, parameter: Any) -> dict[str, Any]:
-    """Say what part of a whole parameter this rank has."""
-    is_dense = getattr(parameter, "allreduce", True)
-    group = (
-        parallel_state.get_tensor_model_parallel_group if is_dense else parallel_state.get_expert_tensor_parallel_group
-    )
-    rank, size = group().rank(), group().size()
-    is_cut = getattr(parameter, "tensor_model_parallel", False) and size > 1
-    has_gate = get_args().swiglu or getattr(get_args(), "quick_geglu", False)
-    return {
-        "tp": (rank, size),
-        "axis": parameter.partition_dim if is_cut else None,
-        "is_gated": has_gate and ".linear_fc1." in name,
-        "shape": tuple(parameter.shape),
-    }
-
-
-def _share(name: str, chunk: int, parameter: Any, main: Any, state: dict[str, Any], start: int) -> Share:
+def _share(name: str, chunk: int, cut: dict[str, Any], main: Any, state: dict[str, Any], start: int) -> Share:
     return Share(
         name=name,
         holder=(parallel_state.get_pipeline_model_parallel_rank(), chunk),
-        **_cut(name, parameter),
+        **cut,
         start=start,
         values={
             "weight": main.detach().float().flatten().numpy().copy(),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,23 +15,19 @@ from vtp_plugin.certify.layouts import CertifiedRun
 from vtp_plugin.patches.certified.certified_run import Probe
 from vtp_plugin.patches.certified.certified_tensors import bare, named_parts
 
-FAULTS: list[str] = []
-"""Names of the hooks that plant a fault."""
+_SMALL = 1e-6  # less than what a layer's output may differ by
 
 
-def certified(facts: Facts, seed: int = 0) -> None:
-    """Watch the run."""
-    probe = Probe(CertifiedRun(shows="", layout="", num_ranks=0, seed=seed))
+def certified(facts: Facts, *words: str) -> None:
+    """Watch the run, of which words such as ``seed=1`` tell the fields of :class:`CertifiedRun`."""
+    known: dict[str, Any] = dict(word.split("=", 1) for word in words)
+    known |= {name: int(value) for name, value in known.items() if value.isdigit()}
+    probe = Probe(CertifiedRun(**{"shows": "", "layout": "", "num_ranks": 0, **known}))
     probe.install()
 
     @after(training, "train_step")
     def note(*_args: Any, **_kwargs: Any) -> None:
         facts["numbers"] = probe.numbers
-
-
-def certified_changed(facts: Facts) -> None:
-    """Watch the run, whose start weights are changed by a rounding."""
-    certified(facts, seed=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +96,6 @@ def _fault(plant: Callable[[_Built], object]) -> Callable[[Facts], None]:
             with torch.no_grad():
                 plant(_Built(built[0], built[1]))
 
-    FAULTS.append(plant.__name__)
     return hook
 
 
@@ -126,13 +120,6 @@ def gradient_of_stage(run: _Built) -> None:
 
 
 @_fault
-def rows_swapped(run: _Built) -> None:
-    """The rows of a layer's queries, keys and values come to lie in another order after the start."""
-    for module in run.modules("linear_qkv", 3):
-        module.weight.copy_(module.weight.roll(4, 0))
-
-
-@_fault
 def one_nan(run: _Built) -> None:
     """One gradient of one rank is no number."""
     if run.tp_rank == 1:
@@ -144,12 +131,6 @@ def one_rank_alone(run: _Built) -> None:
     """One rank's part of a gradient is too large."""
     if run.tp_rank == 1:
         run.change_gradient("3.mlp.linear_fc2.weight", lambda gradient: gradient.mul_(3))
-
-
-@_fault
-def tied_copy_drifts(run: _Built) -> None:
-    """The sum of the two ends of a tied embedding is left out at its end."""
-    run.change_gradient("output_layer.weight", lambda gradient: gradient.mul_(0.25))
 
 
 @_fault
@@ -174,20 +155,6 @@ def gradient_shares(run: _Built) -> None:
                 part.parameter.main_grad.copy_(shares.pop())
 
     config.finalize_model_grads_func = finalize
-
-
-@_fault
-def one_rate(run: _Built) -> None:
-    """One stage learns at another rate."""
-    if run.stage == 1:
-        step = run.optimizer.step
-
-        def instead() -> Any:
-            for group in run.optimizer.param_groups:
-                group["lr"] *= 2
-            return step()
-
-        run.optimizer.step = instead
 
 
 @_fault
@@ -241,13 +208,6 @@ def labels_shifted(run: _Built) -> None:
 
 
 @_fault
-def norm_of_another_epsilon(run: _Built) -> None:
-    """A norm has another epsilon."""
-    for module in run.modules("pre_mlp_layernorm", 3):
-        module.eps = 1e-2
-
-
-@_fault
 def attention_scaled(run: _Built) -> None:
     """Attention gives out too much on one rank."""
     if run.tp_rank == 1:
@@ -259,6 +219,44 @@ def lost_bits(run: _Built) -> None:
     """What crosses a boundary is rounded to 16 bits."""
     for layer in (module for module in run.modules("input_layernorm", 3)):
         layer.register_forward_pre_hook(lambda _module, args: (args[0].to(torch.bfloat16).float(), *args[1:]))
+
+
+@_fault
+def boundary_scaled(run: _Built) -> None:
+    """What crosses a boundary comes too large."""
+    for chunk in map(bare, run.model):
+        for layer in (one for one in chunk.decoder.layers if one.layer_number == 3):
+            layer.register_forward_pre_hook(
+                lambda _module, args, kwargs: (args, {**kwargs, "hidden_states": kwargs["hidden_states"] * 1.001}),
+                with_kwargs=True,
+            )
+
+
+def amplifier(facts: Facts) -> None:
+    """Have a layer amplify one direction, which rounding hardly takes; this is the model's own, and no fault."""
+    del facts
+
+    @after(training, "setup_model_and_optimizer")
+    def act(built: Any, *_args: Any, **_kwargs: Any) -> None:
+        model = _Built(built[0], built[1])
+        for chunk in map(bare, model.model):
+            for layer in (one for one in chunk.decoder.layers if one.layer_number == 3):
+                layer.register_forward_pre_hook(_amplified, with_kwargs=True)
+
+
+def _amplified(_module: Any, args: Any, kwargs: Any) -> Any:
+    values, signs = kwargs["hidden_states"], _signs(kwargs["hidden_states"])
+    return args, {**kwargs, "hidden_states": values + 100 * signs * (values * signs).mean(-1, keepdim=True)}
+
+
+def _signs(values: torch.Tensor) -> torch.Tensor:
+    return 1 - 2 * (torch.arange(values.shape[-1]) % 2)
+
+
+@_fault
+def amplified(run: _Built) -> None:
+    """A layer's output differs by less than its tolerance, in a direction which the next one amplifies."""
+    run.change_output("linear_fc2", 2, lambda output: output + _SMALL * output.std() * _signs(output))
 
 
 @_fault
@@ -289,19 +287,6 @@ def negated(run: _Built) -> None:
 def gradient_lost(run: _Built) -> None:
     """A gradient is nought."""
     run.change_gradient("position_embeddings.weight", lambda gradient: gradient.zero_())
-
-
-@_fault
-def gradient_twice(run: _Built) -> None:
-    """One bias gets the gradient of two steps."""
-    run.change_gradient("1.mlp.linear_fc1.bias", lambda gradient: gradient.mul_(2))
-
-
-@_fault
-def infinite(run: _Built) -> None:
-    """One gradient is infinite on one rank."""
-    if run.tp_rank == 0 and run.stage == 1:
-        run.change_gradient("4.mlp.linear_fc1.bias", lambda gradient: gradient[:1].fill_(torch.inf))
 
 
 @_fault
@@ -337,15 +322,6 @@ def frozen(run: _Built) -> None:
         return result
 
     run.optimizer.step = instead
-
-
-@_fault
-def clips_otherwise(run: _Built) -> None:
-    """A stage clips gradients at another norm."""
-    if run.stage == 1:
-        for one in run.optimizer.chained_optimizers:
-            one.config = copy(one.config)
-            one.config.clip_grad /= 2
 
 
 def _twice_backward(output: torch.Tensor) -> torch.Tensor:

@@ -112,8 +112,8 @@ def run_script(
             script itself would; stock Megatron without the plugin, on the CPU platform alone; or plain, as it stands.
         apply_kwargs: of ``apply()``.
         script: the script.
-        hooks: names of :data:`HOOKS`, called before the script starts with the dictionary of facts; what a
-            hook returns is called when the script has ended well.
+        hooks: names of :data:`HOOKS`, each with words behind it that it gets, too; called before the script starts
+            with the dictionary of facts; what a hook returns is called when the script has ended well.
         folders: working directories of single ranks.
         timeout_s: for the whole run.
     """
@@ -220,7 +220,7 @@ def _be_a_process(
 def _exit_code_of(start: Callable[[], None], hooks: Sequence[str], notes: _Notes) -> int:
     try:
         with refusing_unknown_callers():
-            afterwards = [HOOKS[name](notes.facts) for name in hooks]
+            afterwards = [HOOKS[name](notes.facts, *words) for name, *words in map(str.split, hooks)]
             start()
             for finish in filter(None, afterwards):
                 finish()

@@ -117,7 +117,8 @@ class Recorder:
 
     Attributes:
         watch: makes the marks.
-        counts_traffic: whether those who listen want to know bytes and retransmissions, too: in a run of several sites.
+        counts_traffic: whether those who listen want to know bytes and retransmissions, too: in a run that is traced,
+            or that has several sites.
     """
 
     def __init__(self, platform: Platform) -> None:
