@@ -130,7 +130,7 @@ def feed(chunks: list[Any], file: Path, *, is_kept: bool) -> None:
             if is_kept:
                 torch.save(values.detach().cpu(), file)
             else:
-                given = torch.load(file)
+                given = torch.load(file, weights_only=True)
                 values.data.copy_(given.chunk(count)[index] if config.sequence_parallel else given)
 
         hook = module.register_forward_pre_hook(before, with_kwargs=True)

@@ -466,6 +466,7 @@ class Start:
         if not planned.is_recorded:
             return
         config, coord = planned.config, planned.layout.coord(rank)
+        recorder.counts_resent = config.has_several_sites
         recorder.counts_traffic = config.has_several_sites or config.trace is not None
         owner = Owner(
             run=ranks.name_run(),

@@ -117,13 +117,15 @@ class Recorder:
 
     Attributes:
         watch: makes the marks.
-        counts_traffic: whether those who listen want to know bytes and retransmissions, too: in a run that is traced,
-            or that has several sites.
+        counts_traffic: whether those who listen want to know bytes, too: in a run that is traced, or that has several
+            sites.
+        counts_resent: whether they want to know what was sent again, too: in a run that has several sites.
     """
 
     def __init__(self, platform: Platform) -> None:
         self.watch = Stopwatch(platform)
         self.counts_traffic = False
+        self.counts_resent = False
         self._listeners: list[list[Noted]] = []
         self._open: list[_Open] = []
         self._thread = threading.get_ident()

@@ -324,7 +324,7 @@ def begin_step(number: int, recorder: Recorder, *, start: Any = None) -> Recorde
         number=number,
         start=recorder.watch.mark() if start is None else start,
         noted=noted,
-        resent_before=num_resent() if recorder.counts_traffic else None,
+        resent_before=num_resent() if recorder.counts_resent else None,
     )
 
 
