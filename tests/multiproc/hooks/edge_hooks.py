@@ -17,7 +17,7 @@ from megatron.training import get_args
 from megatron.training.initialize import _set_random_seed
 
 from tests.multiproc.hooks.in_place import Facts, after, around, before
-from tests.multiproc.hooks.leak_watch import Outgoing, Watch
+from tests.multiproc.hooks.leak_watch import Outgoing, Watch, memory_of
 from vtp_plugin.api import current_session
 
 # The steps whose activations the cloud keeps, and how many words it tries at each place of a sequence.
@@ -149,9 +149,7 @@ def watch_key(facts: Facts) -> Callable[[], None]:
 
 def _holds(item: Outgoing, key: bytes) -> bool:
     """Tell whether a key is in what left: as bytes, as numbers of any width, as text, or a half of it."""
-    values = item.values
-    raw = values if isinstance(values, bytes) else values.detach().cpu().contiguous().flatten().view(torch.uint8)
-    memory = raw if isinstance(raw, bytes) else raw.numpy().tobytes()
+    values, memory = item.values, item.memory
     if not isinstance(values, bytes) and values.dtype.itemsize > 1:
         memory += bytes(values.to(torch.uint8).flatten().tolist())
     parts = [key, key[:16], key[-16:]]
@@ -179,7 +177,7 @@ def count_world(facts: Facts) -> None:
 
 
 def watch_weights(facts: Facts) -> Callable[[], None]:
-    """Search what leaves the edge, rank 0, for names and values of its weights and optimizer's states, as it saves."""
+    """Search all that leaves the edge, rank 0, for names and values of its weights and its optimizer's states."""
     planted: dict[str, bytes] = {}
     watch = Watch(home=[0])
     watch.watch_stores()
@@ -197,7 +195,7 @@ def watch_weights(facts: Facts) -> Callable[[], None]:
     def finish() -> None:
         watch.__exit__(None, None, None)
         pieces = {name: piece for name, piece in planted.items() if len({*piece}) > 8}
-        sent = [item.values if isinstance(item.values, bytes) else _raw(item.values) for item in watch.outgoing]
+        sent = [item.memory for item in watch.outgoing]
         facts["num_planted"] = len(pieces)
         found = {name: [data[:400] for data in sent if piece in data] for name, piece in pieces.items()}
         facts["crossed"] = {name: data for name, data in found.items() if data}
@@ -206,20 +204,16 @@ def watch_weights(facts: Facts) -> Callable[[], None]:
 
 
 def send_a_weight(facts: Facts) -> None:
-    """Tell all ranks the edge's last norm, when it saves."""
+    """Tell all ranks one weight of the edge after each step."""
 
     @after(training, "train_step")
     def send(_result: Any, _step: Any, _data: Any, model: Any, *_args: Any, **_kwargs: Any) -> None:
-        weight = list(model[-1].parameters())[0] if os.environ["RANK"] == "0" else torch.zeros(1)
+        weight = next(model[-1].parameters()) if os.environ["RANK"] == "0" else torch.zeros(1)
         dist.broadcast_object_list([weight.detach().numpy().tobytes()], 0)
 
 
-def _raw(values: torch.Tensor) -> bytes:
-    return values.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-
-
 def _piece(values: torch.Tensor) -> bytes:
-    return _raw(values)[:64]
+    return memory_of(values)[:64]
 
 
 def be_an_hour_ahead(facts: Facts) -> None:

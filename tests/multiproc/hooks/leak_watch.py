@@ -49,6 +49,11 @@ class Outgoing:
     values: torch.Tensor | bytes
 
     @property
+    def memory(self) -> bytes:
+        """All that left, as bytes."""
+        return self.values if isinstance(self.values, bytes) else memory_of(self.values)
+
+    @property
     def form(self) -> tuple[str, str, int]:
         """Operation, type and number of elements."""
         if isinstance(self.values, bytes):
@@ -139,7 +144,7 @@ def findings(
     patterns = {name: {text for row in found for text in _encodings(row)} for name, found in rows.items()}
     found: list[tuple[str, str]] = []
     for item in outgoing:
-        raw = item.values if isinstance(item.values, bytes) else _memory(item.values)
+        raw = item.memory
         if isinstance(item.values, bytes) or item.values.dtype == torch.uint8:
             raw += _unpickled(raw)
         for name in secrets:
@@ -168,8 +173,9 @@ def _holds_rows(values: torch.Tensor, rows: set[tuple[float, ...]]) -> bool:
     return any(bool((window == torch.tensor(row).double()).all(1).any()) for window in windows for row in rows)
 
 
-def _memory(values: torch.Tensor) -> bytes:
-    return values.flatten().contiguous().view(torch.uint8).numpy().tobytes()
+def memory_of(values: torch.Tensor) -> bytes:
+    """Give the bytes of a tensor, in the order of its elements."""
+    return values.detach().cpu().flatten().contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def _unpickled(raw: bytes) -> bytes:

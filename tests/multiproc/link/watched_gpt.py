@@ -12,7 +12,7 @@ from typing import Any
 import megatron.training.training as training
 import torch
 
-from tests.multiproc.hooks.leak_watch import Watch
+from tests.multiproc.hooks.leak_watch import Watch, memory_of
 from tests.multiproc.link.two_networks import FOLDER_VARIABLE
 from tests.support.hosts import ROOT
 
@@ -47,7 +47,7 @@ def _pieces(tensors: list[torch.Tensor]) -> list[str]:
     """Give 16 bytes out of the middle of each tensor that has no zeros there."""
     found: list[str] = []
     for values in tensors:
-        data = values.flatten().contiguous().view(torch.uint8).numpy().tobytes()
+        data = memory_of(values)
         middle = len(data) // 2 // PIECE_BYTES * PIECE_BYTES
         piece = data[middle : middle + PIECE_BYTES]
         if len(piece) == PIECE_BYTES and len(set(piece)) > 2:

@@ -143,7 +143,7 @@ def test_bytes_are_counted_where_somebody_wants_to_know() -> None:
         return noted[0].num_bytes
 
     assert count() == 0
-    recorder.counts_traffic = recorder.counts_resent = True
+    recorder.counts_traffic = True
     assert count() == 24 + 32
     recorder.add_bytes(sent)  # nobody listens
 
@@ -155,7 +155,7 @@ def test_segments_that_were_sent_again_are_those_of_the_step(monkeypatch: pytest
     step = step_times.begin_step(1, recorder)
     step.finish(recorder)
     assert step.num_resent is None, "nobody counts in a run of one site"
-    recorder.counts_traffic = recorder.counts_resent = True
+    recorder.counts_resent = True
     step = step_times.begin_step(1, recorder)
     step.finish(recorder)
     assert step.num_resent == 5
